@@ -1,0 +1,8 @@
+"""What a person sees: one file a node."""
+
+from .load_model import XDiTLoadModel
+from .parallel_config import XDiTParallelConfig
+from .parallel_sampler import XDiTParallelSampler
+from .vae_decode import XDiTVAEDecode
+
+NODES = [XDiTLoadModel, XDiTParallelConfig, XDiTParallelSampler, XDiTVAEDecode]

@@ -1,0 +1,1 @@
+"""All that knows ComfyUI's internals: the shell MODEL, CFG branches, VAE weights, progress, the worker groups in use."""

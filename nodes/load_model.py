@@ -1,0 +1,42 @@
+"""Load xDiT Model: where Load Diffusion Model was."""
+
+import folder_paths
+from comfy_api.latest import io
+
+from ..xdit_backend.config import ParallelConfig
+from .bridge.shell import WEIGHT_DTYPES, load_shell
+from .parallel_config import Parallel
+
+FOLDERS = ("diffusion_models", "checkpoints")
+
+
+class XDiTLoadModel(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        names = [name for folder in FOLDERS for name in folder_paths.get_filename_list(folder) if name.endswith(".safetensors")]
+        return io.Schema(
+            node_id="XDiTLoadModel",
+            display_name="Load xDiT Model",
+            category="xDiT",
+            description="Loads a diffusion transformer on all devices. Takes the files that Load Diffusion Model takes.",
+            search_aliases=["load diffusion model", "unet loader", "multi gpu"],
+            inputs=[
+                io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip="A .safetensors file of SD3, SD3.5, "
+                               "Flux.1, Wan 2.1 text-to-video or PixArt-Sigma, in models/diffusion_models or models/checkpoints."),
+                io.Combo.Input("weight_dtype", options=list(WEIGHT_DTYPES), default="default", tooltip="How the weights are held. "
+                               "default: as ComfyUI's own loader would. fp8_e4m3fn halves the memory and changes the picture a "
+                               "little."),
+                Parallel.Input("parallel", optional=True, tooltip="From xDiT Parallel Config. Not connected: all GPUs, split "
+                               "chosen for each run."),
+            ],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model_name, weight_dtype, parallel=None) -> io.NodeOutput:
+        for folder in FOLDERS:
+            path = folder_paths.get_full_path(folder, model_name)
+            if path is not None:
+                return io.NodeOutput(load_shell(path, weight_dtype, parallel or ParallelConfig()))
+        raise FileNotFoundError(f"model_name: {model_name} is in none of the folders models/{', models/'.join(FOLDERS)}. "
+                                f"Press R to refresh the list.")

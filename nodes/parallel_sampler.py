@@ -1,0 +1,64 @@
+"""Parallel Sampler: KSampler on a MODEL of Load xDiT Model."""
+
+import comfy.samplers
+import nodes
+from comfy_api.latest import io
+
+from ..xdit_backend.protocol.errors import ConfigError, UnsupportedError
+from .bridge.shell import ShellPatcher
+
+
+class XDiTParallelSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="XDiTParallelSampler",
+            display_name="Parallel Sampler",
+            category="xDiT",
+            description="Denoises the latent on all devices. The picture is the one a single device would have made.",
+            search_aliases=["ksampler", "sampler", "denoise", "multi gpu"],
+            inputs=[
+                io.Model.Input("model", tooltip="The MODEL of Load xDiT Model."),
+                io.Int.Input("seed", default=0, min=0, max=0xffffffffffffffff, control_after_generate=True,
+                             tooltip="The random seed of the noise."),
+                io.Int.Input("steps", default=20, min=1, max=10000, tooltip="The number of denoising steps."),
+                io.Float.Input("cfg", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01, tooltip="Guidance scale. 1 evaluates "
+                               "the positive prompt only."),
+                io.Combo.Input("sampler_name", options=comfy.samplers.KSampler.SAMPLERS, tooltip="ComfyUI's own samplers."),
+                io.Combo.Input("scheduler", options=comfy.samplers.KSampler.SCHEDULERS, tooltip="ComfyUI's own schedulers."),
+                io.Conditioning.Input("positive", tooltip="What the image should show."),
+                io.Conditioning.Input("negative", tooltip="What the image should not show."),
+                io.Latent.Input("latent_image", tooltip="The latent to denoise."),
+                io.Float.Input("denoise", default=1.0, min=0.0, max=1.0, step=0.01, tooltip="Below 1, part of the structure of "
+                               "the latent is kept, as for img2img."),
+            ],
+            outputs=[io.Latent.Output(tooltip="The denoised latent.")],
+        )
+
+    @classmethod
+    def execute(cls, model, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image,
+                denoise) -> io.NodeOutput:
+        check(model, cfg, positive, negative, latent_image)
+        return io.NodeOutput(*nodes.common_ksampler(model, seed, steps, cfg, sampler_name, scheduler, positive, negative,
+                                                    latent_image, denoise=denoise))
+
+
+def check(model, cfg, positive, negative, latent_image):
+    """Refuse what cannot work, before anything is launched."""
+    if not isinstance(model, ShellPatcher):
+        raise ConfigError("Parallel Sampler needs a MODEL from Load xDiT Model, and this one comes from another loader. "
+                          "Connect Load xDiT Model, or use KSampler.")
+    for _, options in [*positive, *negative]:
+        for key, name in (("control", "ControlNet"), ("gligen", "GLIGEN")):
+            if options.get(key) is not None:
+                raise UnsupportedError(f"Parallel Sampler does not support {name} conditioning. The {name} would be dropped without "
+                                       f"notice. Remove it, or use KSampler with Load Diffusion Model.")
+    config = model.remote.config
+    if config.mode == "manual" and config.cfg_degree == 2 and cfg == 1.0:
+        raise ConfigError("cfg_degree=2 needs two branches, and cfg=1.0 evaluates only the positive prompt, so half of the "
+                          "devices would do nothing. Set cfg above 1, or mode to auto.")
+    samples = latent_image["samples"]
+    channels = model.get_model_object("latent_format").latent_channels
+    if samples.shape[1] != channels and samples.count_nonzero() > 0:
+        raise ConfigError(f"The latent has {samples.shape[1]} channels and {model.remote.family.name} works on {channels}. It was "
+                          f"made for another model: use the VAE or the empty latent node that belongs to this one.")

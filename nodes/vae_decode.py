@@ -1,0 +1,31 @@
+"""Distributed VAE Decode: VAE Decode, with the rows of the picture spread over the devices."""
+
+from comfy_api.latest import io
+
+from ..xdit_backend.config import ParallelConfig
+from .bridge.autoencoder import decode
+from .parallel_config import Parallel
+
+
+class XDiTVAEDecode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="XDiTVAEDecode",
+            display_name="Distributed VAE Decode",
+            category="xDiT",
+            description="Decodes a latent on all devices, each with its rows of the picture. Equal to VAE Decode, without tile "
+                        "seams.",
+            search_aliases=["vae decode", "decode", "latent to image", "multi gpu"],
+            inputs=[
+                io.Latent.Input("samples", tooltip="The latent to decode."),
+                io.Vae.Input("vae", tooltip="The ordinary VAE of SD, SDXL, SD3 or Flux."),
+                Parallel.Input("parallel", optional=True, tooltip="From xDiT Parallel Config. Not connected: the workers that are "
+                               "running, else all GPUs."),
+            ],
+            outputs=[io.Image.Output()],
+        )
+
+    @classmethod
+    def execute(cls, samples, vae, parallel=None) -> io.NodeOutput:
+        return io.NodeOutput(decode(vae, samples["samples"], parallel or ParallelConfig()))

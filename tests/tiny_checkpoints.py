@@ -1,0 +1,138 @@
+"""Small random checkpoints in ComfyUI's own single-file formats, made from ComfyUI's own model classes.
+
+Used by the tests and by the demo: python -m tests.tiny_checkpoints KIND PATH [--size demo]. ComfyUI's folder comes from
+XDIT_COMFYUI.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+SEED = 1234
+FAMILIES = ("sd3", "sd35", "flux", "flux-schnell", "wan", "pixart")
+AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux")
+
+# Arguments of ComfyUI's classes. Its detection fixes some of them: SD3's width is 64 x depth, Flux's is 3072,
+# PixArt's is 1152; both Wan and PixArt read 4,096 text channels.
+SD3 = {
+    "input_size": None, "patch_size": 2, "in_channels": 16, "out_channels": 16, "adm_in_channels": 64,
+    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 256}},
+    "depth": 4, "num_patches": 64 * 64, "pos_embed_max_size": 64, "pos_embed_scaling_factor": None,
+}
+FLUX = {
+    "image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 32,
+    "context_in_dim": 64, "hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 1, "depth_single_blocks": 1,
+    "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": [],
+}
+WAN = {
+    "model_type": "t2v", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096, "out_dim": 16,
+    "num_heads": 2, "num_layers": 3, "text_len": 512,
+}
+PIXART = {
+    "hidden_size": 1152, "num_heads": 16, "depth": 2, "caption_channels": 4096, "model_max_length": 300,
+    "micro_condition": False,
+}
+AUTOENCODER = {
+    "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 2, 4, 4],
+    "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0,
+}
+
+
+def fill(module, generator):
+    """Random weights that keep activations near 1: norms near 1, matrices by fan-in, biases and tables small."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if not tensor.is_floating_point():
+            continue
+        leaf = name.rpartition(".")[2]
+        if tensor.ndim >= 2 and leaf == "weight":
+            fan_in = tensor[0].numel()
+            value = torch.randn(tensor.shape, generator=generator) * fan_in ** -0.5
+        elif leaf in ("weight", "scale"):
+            value = 1 + 0.1 * torch.randn(tensor.shape, generator=generator)
+        else:
+            value = 0.1 * torch.randn(tensor.shape, generator=generator)
+        tensor.data.copy_(value)
+
+
+def transformer(kind, size="test"):
+    """ComfyUI's model class of a family, small and random."""
+    import comfy.ldm.flux.model
+    import comfy.ldm.pixart.pixartms
+    import comfy.ldm.wan.model
+    import comfy.ops
+    from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
+
+    place = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
+    if kind == "sd3":
+        arguments = dict(SD3)
+        if size == "demo":
+            arguments |= {"depth": 8, "context_embedder_config": {
+                "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}
+        return OpenAISignatureMMDITWrapper(**arguments, **place)
+    if kind == "sd35":
+        return OpenAISignatureMMDITWrapper(**SD3, qk_norm="rms", x_block_self_attn_layers=[0, 1], **place)
+    if kind in ("flux", "flux-schnell"):
+        arguments = {**FLUX, "guidance_embed": kind == "flux"}
+        arguments = {key: value for key, value in arguments.items() if key != "image_model"}
+        return comfy.ldm.flux.model.Flux(image_model="flux", **arguments, **place)
+    if kind == "wan":
+        return comfy.ldm.wan.model.WanModel(**WAN, **place)
+    if kind == "pixart":
+        return comfy.ldm.pixart.pixartms.PixArtMS(**PIXART, **place)
+    raise ValueError(f"{kind} is none of {FAMILIES}")
+
+
+def autoencoder(kind):
+    """ComfyUI's AutoencoderKL, small and random."""
+    import comfy.ldm.models.autoencoder
+    channels = 4 if kind == "vae-sd" else 16
+    config = {**AUTOENCODER, "z_channels": channels}
+    if kind == "vae-sd":
+        return comfy.ldm.models.autoencoder.AutoencoderKL(ddconfig=config, embed_dim=channels)
+    return comfy.ldm.models.autoencoder.AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
+        decoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Decoder", "params": config})
+
+
+def state_dict(kind, size="test"):
+    """Tensors of a checkpoint under the names that files have."""
+    module = autoencoder(kind) if kind in AUTOENCODERS else transformer(kind, size)
+    with torch.no_grad():
+        fill(module, torch.Generator().manual_seed(SEED))
+    tensors = {name: tensor.clone().contiguous() for name, tensor in module.state_dict().items()}
+    if kind.startswith("flux"):                                # files say .scale where ComfyUI's module says .weight
+        tensors = {name.replace("_norm.weight", "_norm.scale") if "norm." in name else name: tensor
+                   for name, tensor in tensors.items()}
+    return tensors
+
+
+def save(kind, path, size="test", prefix="", dtype=None):
+    """Write a checkpoint."""
+    from safetensors.torch import save_file
+    tensors = {prefix + name: tensor if dtype is None else tensor.to(dtype) for name, tensor in state_dict(kind, size).items()}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(path), metadata={"format": "pt"})
+
+
+def import_comfyui(folder=None):
+    """Make ComfyUI's packages importable in this process, on the CPU."""
+    folder = folder or os.environ["XDIT_COMFYUI"]
+    sys.path.insert(0, str(folder))
+    import comfy.options
+    comfy.options.enable_args_parsing(False)
+    import comfy.cli_args
+    comfy.cli_args.args.cpu = True
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=FAMILIES + AUTOENCODERS)
+    parser.add_argument("path")
+    parser.add_argument("--size", choices=("test", "demo"), default="test")
+    options = parser.parse_args()
+    import_comfyui()
+    save(options.kind, options.path, options.size)

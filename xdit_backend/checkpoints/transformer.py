@@ -1,0 +1,56 @@
+"""Load a diffusers transformer from a single file of any format its family knows. Called by the engine on each rank.
+
+All ranks map the same file, so the machine holds it once; a rank reads only the tensors it needs.
+"""
+
+import importlib
+
+import torch
+
+from ..protocol.errors import CheckpointError
+from .header import read_header
+
+
+def load_transformer(spec, family, device, on_progress=lambda done, total: None):
+    """Build the family's diffusers model with the file's weights, in spec's dtypes, on `device`.
+
+    Weights in the compute dtype stay maps of the file on CPU devices. float8 storage keeps weights in float8 and casts
+    them layer by layer. on_progress(done, total) counts parameters moved. Raises CheckpointError when the tensors of the
+    file and of the model do not match.
+    """
+    from accelerate import init_empty_weights
+    from safetensors import safe_open
+
+    model_class = getattr(importlib.import_module("diffusers"), family.transformer)
+    header = read_header(spec.path)
+    config = family.config(header.shapes)
+    with init_empty_weights():
+        model = model_class(**config)
+    with safe_open(spec.path, "pt") as file:
+        tensors = {name: file.get_tensor(spec.prefix + name) for name in header.shapes}
+    missing, unexpected = model.load_state_dict(family.convert(tensors, config), strict=False, assign=True)
+    if missing or unexpected:
+        raise CheckpointError(f"{spec.path} does not fit {family.transformer}: {len(missing)} tensors are missing "
+                              f"({', '.join(missing[:3])} ...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...).")
+    model.eval().requires_grad_(False)
+    _move(model, device, spec, on_progress)
+    if spec.storage_dtype.startswith("float8"):
+        model.enable_layerwise_casting(storage_dtype=getattr(torch, spec.storage_dtype),
+                                       compute_dtype=getattr(torch, spec.compute_dtype))
+    return model, config
+
+
+def _move(model, device, spec, on_progress):
+    """Cast and move one tensor after the other, so that never two copies of the model exist."""
+    compute_dtype = getattr(torch, spec.compute_dtype)
+    keep = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for done, (name, tensor) in enumerate(tensors):
+        dtype = tensor.dtype
+        if dtype.is_floating_point and not name.endswith(("freqs_cos", "freqs_sin")):
+            dtype = torch.float32 if any(part in name.split(".") for part in keep) and compute_dtype != torch.float64 \
+                else compute_dtype
+        tensor.data = tensor.data.to(device, dtype)
+        if done % 32 == 0:
+            on_progress(done, len(tensors))
+    on_progress(len(tensors), len(tensors))

@@ -1,0 +1,109 @@
+"""What a person chose about devices and degrees, and the one place where it is validated.
+
+Used by the nodes before anything is launched, and by the planner when a run begins.
+"""
+
+import re
+from dataclasses import dataclass
+
+from .protocol.errors import ConfigError
+from .protocol.messages import Layout
+
+DEGREES = ("cfg_degree", "data_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "tensor_degree")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Devices and degrees. The defaults run on any machine.
+
+    devices: "auto", or torch device names with commas ("cuda:0,cuda:1", "cpu,cpu").
+    mode: "auto" chooses the degrees for each run; "manual" uses the ones given, whose product is the device count.
+    """
+
+    devices: str = "auto"
+    mode: str = "auto"
+    cfg_degree: int = 1
+    data_degree: int = 1
+    pipefusion_degree: int = 1
+    ring_degree: int = 1
+    ulysses_degree: int = 1
+    tensor_degree: int = 1
+    num_patches: int = 0
+    warmup_steps: int = 1
+
+    @property
+    def layout(self):
+        """The degrees of manual mode."""
+        return Layout(self.cfg_degree, self.data_degree, self.ring_degree, self.ulysses_degree)
+
+
+def resolve_devices(devices, num_cuda_devices):
+    """Turn the `devices` setting into torch device names, one a worker.
+
+    "auto" takes every CUDA device, else one CPU worker. Raises ConfigError for names that make no sense or that this
+    machine does not have.
+    """
+    cuda = [f"cuda:{index}" for index in range(num_cuda_devices)]
+    names = [name.strip().lower() for name in devices.split(",") if name.strip()]
+    if not names:
+        raise ConfigError('devices is empty. Use "auto", or device names with commas such as "cuda:0,cuda:1".')
+    if names == ["auto"]:
+        return tuple(cuda) or ("cpu",)
+    names = ["cuda:0" if name == "cuda" else name for name in names]
+    for name in names:
+        if not re.fullmatch(r"cpu|cuda:\d+", name):
+            raise ConfigError(f'devices="{devices}": "{name}" is not a device. Use "auto", or names such as '
+                              f'"cuda:0,cuda:1" or "cpu,cpu".')
+        if name.startswith("cuda:") and name not in cuda:
+            there = ", ".join(cuda) if cuda else "no CUDA device"
+            raise ConfigError(f'devices="{devices}": {name} is not on this machine, which has {there}. '
+                              f'Use "auto" to take what is there.')
+    if len({name.partition(":")[0] for name in names}) > 1:
+        raise ConfigError(f'devices="{devices}" mixes CPU and CUDA workers. Use one kind.')
+    return tuple(names)
+
+
+def validate(config, num_devices):
+    """Refuse settings that cannot work on this number of devices, before a model is known.
+
+    Raises ConfigError naming the field, its value and what would work (rules of ALGORITHMS.md section 1).
+    """
+    if config.mode not in ("auto", "manual"):
+        raise ConfigError(f'mode="{config.mode}" is neither "auto" nor "manual".')
+    for name in DEGREES:
+        value = getattr(config, name)
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1. 1 switches the method off.")
+    if config.num_patches < 0 or config.warmup_steps < 0:
+        raise ConfigError(f"num_patches={config.num_patches} and warmup_steps={config.warmup_steps} must not be negative.")
+    if config.mode == "auto":
+        return
+    for name in ("pipefusion_degree", "tensor_degree"):
+        if getattr(config, name) > 1:
+            raise ConfigError(f"{name}={getattr(config, name)} is not available yet. Use 1, and spread the model with "
+                              f"cfg_degree, ulysses_degree or ring_degree.")
+    if config.cfg_degree > 2:
+        raise ConfigError(f"cfg_degree={config.cfg_degree}: guidance has two branches, so 1 or 2 can work.")
+    product, text = 1, []
+    for name in DEGREES:
+        value = getattr(config, name)
+        product *= value
+        if value > 1:
+            text.append(f"{name}={value}")
+    if product != num_devices:
+        raise ConfigError(
+            f"The degrees ({', '.join(text) or 'all 1'}) multiply to {product}, and there are {num_devices} devices. "
+            f"Their product must be {num_devices}: for example {_example(num_devices)}, or set mode to auto.")
+
+
+def validate_layout(layout, num_heads, family, batch_size=None):
+    """Refuse a layout that this model cannot run. Raises ConfigError with the values that would work."""
+    degree = layout.ulysses_degree
+    if num_heads % degree:
+        works = [str(d) for d in range(1, num_heads + 1) if num_heads % d == 0]
+        raise ConfigError(f"ulysses_degree={degree} does not divide {family}'s {num_heads} attention heads. "
+                          f"Use {', '.join(works[:-1])} or {works[-1]}, or ring_degree instead.")
+
+
+def _example(num_devices):
+    return "ulysses_degree=1 with everything else 1" if num_devices == 1 else f"ulysses_degree={num_devices}"

@@ -1,0 +1,1 @@
+"""The host's side: starts a worker group, and asks it for predictions and pictures."""

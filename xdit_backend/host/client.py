@@ -1,0 +1,161 @@
+"""What the bridge asks of a worker group: predictions of a model and decoded pictures, as tensors in, tensors out."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..planner import choose_layout
+from ..protocol import messages
+from .launcher import WorkerGroup
+
+MAX_CONDITIONINGS = 64
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model: what ComfyUI hands to a diffusion model."""
+
+    latent: torch.Tensor                   # (B, C, H, W) or (B, C, F, H, W)
+    timestep: torch.Tensor                 # (B,)
+    conditioning: dict[str, torch.Tensor]
+
+
+class Client:
+    """A worker group and what it holds. Starts the group when it is first needed, and again after it died.
+
+    on_phase(Phase) and check() are WorkerGroup's; they may be replaced at any time.
+    """
+
+    def __init__(self, devices):
+        self.devices = tuple(devices)
+        self.on_phase = lambda phase: None
+        self.check = lambda: None
+        self.last_sent_bytes = {}              # rank -> bytes it sent during the last prediction
+        self._group, self._models, self._autoencoders, self._conditionings, self._count = None, set(), set(), {}, 0
+
+    @property
+    def group(self):
+        """The running worker group."""
+        if self._group is None or not self._group.alive:
+            self.close()
+            self._group = WorkerGroup(self.devices, self.on_phase, self.check)
+        return self._group
+
+    @property
+    def running(self):
+        return self._group is not None and self._group.alive
+
+    def holds(self, name):
+        """Does the running group hold this model or VAE?"""
+        return self.running and name in self._models | self._autoencoders
+
+    @property
+    def model_names(self):
+        """The models the running group holds."""
+        return sorted(self._models) if self.running else []
+
+    def load_model(self, spec):
+        """Make sure that every worker holds the model."""
+        group = self.group
+        if spec.name not in self._models:
+            self._request(group, lambda request: messages.LoadModel(request, spec))
+            self._models.add(spec.name)
+
+    def drop(self, name):
+        """Give a model's or VAE's memory back on every worker."""
+        if self.holds(name):
+            self._models.discard(name)
+            self._autoencoders.discard(name)
+            self._request(self._group, lambda request: messages.DropModel(request, name))
+
+    def predict(self, spec, config, num_heads, num_channels, calls):
+        """Evaluate the model on one or two calls at once; returns a list of predictions, float32 on the CPU.
+
+        num_channels: channels of a prediction. The layout is chosen for the number of calls. Raises ConfigError when
+        the layout cannot work, else as WorkerGroup.request.
+        """
+        layout = choose_layout(config, len(self.devices), len(calls), num_heads, spec.family)
+        self.load_model(spec)
+        group, used = self.group, []
+        try:
+            branches, predictions = [], []
+            for call in calls:
+                shape = (call.latent.shape[0], num_channels, *call.latent.shape[2:])
+                prediction, view = group.segments.create(shape, torch.float32)
+                used.append(prediction)
+                latent, timestep = group.segments.share(call.latent), group.segments.share(call.timestep)
+                used += [latent, timestep]
+                branches.append(messages.Branch(latent, timestep, self._name_conditioning(call.conditioning), prediction))
+                predictions.append(view)
+            done = self._request(group, lambda request: messages.Predict(request, spec.name, layout, branches))
+            self.last_sent_bytes = {rank: reply.numbers["sent_bytes"] for rank, reply in done.items()}
+            return predictions
+        finally:
+            for segment in used:
+                group.segments.remove(segment)
+
+    def end_run(self):
+        """Forget the conditioning of a run, on both sides."""
+        names, self._conditionings = list(self._conditionings), {}
+        if names and self.running:
+            self._request(self._group, lambda request: messages.DropConditioning(request, names))
+
+    def decode(self, name, dtype, weights, latent, scale):
+        """Decode latents (B, C, H, W) to pictures (B, H * scale, W * scale, 3), float32 in [0, 1].
+
+        weights() gives the VAE's tensors, and is called only when the group does not hold the VAE `name`.
+        """
+        group = self.group
+        used = []
+        try:
+            if name not in self._autoencoders:
+                segments = {key: group.segments.share(tensor) for key, tensor in weights().items()}
+                used += segments.values()
+                spec = messages.AutoencoderSpec(name, dtype, segments)
+                self._request(group, lambda request: messages.LoadAutoencoder(request, spec))
+                self._autoencoders.add(name)
+            shared = group.segments.share(latent)
+            batch, _, rows, columns = latent.shape
+            picture, view = group.segments.create((batch, rows * scale, columns * scale, 3), torch.float32)
+            used += [shared, picture]
+            self._request(group, lambda request: messages.Decode(request, name, shared, picture))
+            return view
+        finally:
+            for segment in used:
+                group.segments.remove(segment)
+
+    def report_memory(self):
+        """{rank: measurements}, see Engine."""
+        return {rank: reply.numbers for rank, reply in self._request(self.group, messages.ReportMemory).items()}
+
+    def close(self):
+        """End the worker group."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self._models, self._autoencoders, self._conditionings = None, set(), set(), {}
+
+    def _name_conditioning(self, tensors):
+        """The name under which the workers hold these tensors; sends them if they do not.
+
+        Compared by content, because ComfyUI builds the tensors anew for every step.
+        """
+        for name, known in self._conditionings.items():
+            if known.keys() == tensors.keys() and all(
+                    known[key].shape == tensors[key].shape and known[key].dtype == tensors[key].dtype
+                    and torch.equal(known[key], tensors[key]) for key in tensors):
+                return name
+        if len(self._conditionings) >= MAX_CONDITIONINGS:
+            self.end_run()
+        self._count += 1
+        name = f"conditioning-{self._count}"
+        segments = {key: self._group.segments.share(tensor) for key, tensor in tensors.items()}
+        try:
+            self._request(self._group, lambda request: messages.Conditioning(request, name, segments))
+        finally:
+            for segment in segments.values():
+                self._group and self._group.segments.remove(segment)
+        self._conditionings[name] = {key: tensor.clone() for key, tensor in tensors.items()}
+        return name
+
+    def _request(self, group, make_command):
+        return group.request(make_command, self.on_phase, self.check)

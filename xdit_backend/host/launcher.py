@@ -1,0 +1,263 @@
+"""Start, watch and end a worker group: one torchrun, one worker a device. Used by the client.
+
+Everything a group opens is on this machine only: a socket file in a private folder, and torch's store on 127.0.0.1.
+"""
+
+import atexit
+import logging
+import multiprocessing.connection as connection
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..protocol import errors
+from ..protocol.channel import Door
+from ..protocol.errors import ChannelClosedError, WorkerDiedError, WorkerFailedError, WorkerStartError
+from ..protocol.messages import Done, Failed, Phase, Ready, Stop
+from ..protocol.segments import SegmentStore
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]         # the folder that holds the package, for the workers' PYTHONPATH
+START_TIMEOUT_S = 300
+STRAGGLER_S = 10                                   # how long the others may take to answer after one rank has failed
+POLL_S = 0.05
+
+
+class WorkerGroup:
+    """A running worker group. Not for several threads at once.
+
+    Construction blocks until every worker is ready. on_phase(Phase) tells what workers do meanwhile; check() is called
+    often while waiting and may raise to give up, as ComfyUI's cancel does.
+    Raises WorkerStartError, with the workers' last lines of output, when a worker does not come up.
+    """
+
+    def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None):
+        self.devices = tuple(devices)
+        self.segments = SegmentStore()
+        self._log_folder = self.segments.overflow_folder / "logs"
+        self._channels, self._last_request = {}, 0
+        self._process = self._door = self._store = None
+        self._finalizer = weakref.finalize(self, self.segments.close)
+        self._close_at_exit = _closer(weakref.ref(self))
+        atexit.register(self._close_at_exit)
+        started_s = time.monotonic()
+        try:
+            self._launch()
+            self._greet(on_phase, check)
+        except BaseException:
+            self.close()
+            raise
+        log.info("worker group ready: %s in %.1f s", ",".join(self.devices), time.monotonic() - started_s)
+
+    @property
+    def alive(self):
+        return self._process is not None and self._process.poll() is None and len(self._channels) == len(self.devices)
+
+    def request(self, make_command, on_phase=lambda phase: None, check=lambda: None):
+        """Send make_command(request number) to every rank, wait for every answer; returns {rank: Done}.
+
+        Raises what a worker raised (an error of this project keeps its class; others become WorkerFailedError), or
+        WorkerDiedError. When check() raises, the answer is abandoned: workers finish the command and take the next.
+        """
+        self._last_request += 1
+        request = self._last_request
+        command = make_command(request)
+        for rank, channel in list(self._channels.items()):
+            try:
+                channel.send(command)
+            except ChannelClosedError:
+                self._lost(rank)
+        return self._collect(request, on_phase, check)
+
+    def close(self):
+        """End the workers and remove every file of the group. May be called twice, and from atexit."""
+        atexit.unregister(self._close_at_exit)
+        for channel in self._channels.values():
+            try:
+                channel.send(Stop())
+            except ChannelClosedError:
+                pass
+        if self._process is not None:
+            _end(self._process, patience_s=3 if self._channels else 0)
+        for channel in self._channels.values():
+            channel.close()
+        self._channels = {}
+        if self._door is not None:
+            self._door.close()
+        self._process = self._door = self._store = None
+        self._finalizer()
+
+    # --- start ---
+
+    def _launch(self):
+        self._door = Door(self.segments.folder)
+        # torchrun's own store would listen on every interface; this one is bound to loopback and torchrun is its client.
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
+                                    master_listen_fd=listening.detach())
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={len(self.devices)}",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=is_host=0", "--max-restarts=0",
+            "--local-addr=127.0.0.1", f"--log-dir={self._log_folder}", "--redirects=3", "-m", "xdit_backend.worker",
+            str(self.segments.folder), ",".join(self.devices)]
+        self._log_folder.mkdir(parents=True)
+        with open(self._log_folder / "torchrun.log", "wb") as output:
+            self._process = subprocess.Popen(
+                command, cwd=self.segments.overflow_folder, env=_environment(self.devices), stdin=subprocess.DEVNULL,
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def _greet(self, on_phase, check):
+        on_phase(Phase(0, "starting workers", 0, len(self.devices)))
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        ready, greeted = set(), []
+        while len(ready) < len(self.devices):
+            check()
+            if self._process.poll() is not None:
+                raise WorkerStartError(f"The workers for {', '.join(self.devices)} ended while starting. Their last lines of "
+                                       f"output:\n{self._last_lines()}")
+            if time.monotonic() > deadline_s:
+                raise WorkerStartError(f"Only {len(ready)} of {len(self.devices)} workers were ready after {START_TIMEOUT_S} s. "
+                                       f"Their last lines of output:\n{self._last_lines()}")
+            if len(greeted) < len(self.devices):
+                channel = self._door.accept(POLL_S)
+                if channel is not None:
+                    greeted.append(channel)
+            for raw in connection.wait([channel.raw for channel in greeted], timeout=POLL_S) if greeted else []:
+                channel = next(c for c in greeted if c.raw is raw)
+                try:
+                    message = channel.receive()
+                except ChannelClosedError:
+                    time.sleep(1)                              # let torchrun notice, so that the output is complete
+                    raise WorkerStartError(f"A worker for {', '.join(self.devices)} ended while starting. Its last lines of "
+                                           f"output:\n{self._last_lines()}") from None
+                if isinstance(message, Ready):
+                    self._channels[message.rank] = channel
+                    ready.add(message.rank)
+                    on_phase(Phase(message.rank, "starting workers", len(ready), len(self.devices)))
+
+    # --- wait ---
+
+    def _collect(self, request, on_phase, check):
+        done, failed, failed_s = {}, {}, None
+        ranks = {channel.raw: rank for rank, channel in self._channels.items()}
+        while len(done) + len(failed) < len(self.devices):
+            check()
+            if failed_s and time.monotonic() - failed_s > STRAGGLER_S:
+                # The others wait inside a collective for the one that failed. Nothing can wake them.
+                failure = next(iter(failed.values()))
+                self.close()
+                raise _raised(failure)
+            for raw in connection.wait(list(ranks), timeout=POLL_S):
+                rank = ranks[raw]
+                try:
+                    message = self._channels[rank].receive()
+                except ChannelClosedError:
+                    self._lost(rank)
+                if isinstance(message, Phase):
+                    on_phase(message)
+                elif isinstance(message, (Done, Failed)) and message.request == request:
+                    if isinstance(message, Done):
+                        done[rank] = message
+                    else:
+                        failed[rank], failed_s = message, failed_s or time.monotonic()
+        if failed:
+            raise _raised(min(failed.values(), key=lambda failure: failure.rank))
+        return done
+
+    def _lost(self, rank):
+        """A worker's connection is gone: end the group and say what is known."""
+        process = self._process
+        for _ in range(20):                                    # torchrun notices within a tenth of a second
+            if process is None or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        lines, how = self._last_lines(rank), self._exit_code(rank)
+        device = self.devices[rank]
+        self.close()
+        raise WorkerDiedError(f"Worker rank {rank} ({device}) died{how}. Queue the prompt again to start a new group. "
+                              f"Its last lines of output:\n{lines or '(none)'}")
+
+    def _exit_code(self, rank):
+        """How torchrun says that a rank ended, e.g. " (exit code -9)"."""
+        text = _read(self._log_folder / "torchrun.log")
+        for line in reversed(text.splitlines()):
+            if "exitcode" in line and ":" in line:
+                code = "".join(c for c in line.rpartition(":")[2].split("(")[0] if c in "-0123456789")
+                if code:
+                    return f" (exit code {code}{', killed' if code == '-9' else ''})"
+        return ""
+
+    def _last_lines(self, rank=None, num_lines=15):
+        """The end of what the workers, or one of them, printed."""
+        pattern = "**/std*.log" if rank is None else f"**/{rank}/std*.log"
+        texts = [_read(path) for path in sorted(self._log_folder.glob(pattern))]
+        if not any(texts):
+            texts = [_read(self._log_folder / "torchrun.log")]
+        return "\n".join("\n".join(text.splitlines()[-num_lines:]) for text in texts if text.strip())
+
+
+def _environment(devices):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    if sys.platform != "win32":
+        environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    cpu_workers = sum(device == "cpu" for device in devices)
+    if "OMP_NUM_THREADS" not in environment:                   # torchrun would set 1
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // max(1, cpu_workers)))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    return environment
+
+
+def _end(process, patience_s):
+    """Wait for torchrun and its workers to end, then make them."""
+    try:
+        process.wait(patience_s)
+        return
+    except subprocess.TimeoutExpired:
+        pass
+    for kill in (signal.SIGTERM, getattr(signal, "SIGKILL", signal.SIGTERM)):
+        try:
+            os.killpg(process.pid, kill) if hasattr(os, "killpg") else process.kill()
+            process.wait(5)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+        except ProcessLookupError:
+            process.wait(5)
+            return
+
+
+def _closer(reference):
+    def close_group():
+        group = reference()
+        if group is not None:
+            group.close()
+    return close_group
+
+
+def _raised(failure):
+    """The exception that stands for a worker's failure on the host."""
+    kind = getattr(errors, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.XDiTError):
+        return kind(failure.message)
+    log.error("worker rank %d failed:\n%s", failure.rank, failure.traceback)
+    advice = " Use a smaller latent, weight_dtype fp8_e4m3fn, or more devices." if "OutOfMemory" in failure.kind else ""
+    return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with {failure.kind}: "
+                             f"{failure.message}{advice}")
+
+
+def _read(path):
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,79 @@
+"""How a model is described: as data. One `Family` a file of this folder; the engine and the loader need nothing else."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """A ModuleList of transformer blocks, in execution order, and which streams a block returns, in order."""
+
+    name: str
+    returns: tuple[str, ...] = ("image",)
+
+
+@dataclass(frozen=True)
+class TokenArgument:
+    """A block argument with a token dim, holding all tokens of the streams one after the other (or a tuple of such)."""
+
+    dim: int
+    streams: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Where the tokens of a diffusers transformer are.
+
+    streams: block arguments that carry hidden states (B, T, C) from block to block -> "image" or "text". A text
+    that is only read by cross-attention is not a stream.
+    tokens: other block arguments with a token dim, such as rotary tables.
+    attention: modules inside a block that mix tokens -> the streams they mix, in the order of their sequence.
+    """
+
+    blocks: tuple[BlockList, ...]
+    streams: dict[str, str]
+    attention: dict[str, tuple[str, ...]]
+    tokens: dict[str, TokenArgument] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything this project knows of one model family.
+
+    transformer: class name in diffusers. recognise(shapes): is a file with tensors of these names and shapes ours?
+    config(shapes): arguments of the diffusers class, from the header alone. convert(tensors, config): from the file's
+    names to diffusers' names. inputs(latent, timestep, conditioning, config): arguments of the diffusers forward.
+    prediction(output, latent): back to the latent's rows and columns. conditioning: what it understands of ComfyUI's
+    arguments to a diffusion model; ignored: what the model itself ignores too. refuse(shapes): why a file of
+    this family cannot be run, or None. num_channels(config): channels of a prediction.
+    """
+
+    name: str
+    transformer: str
+    plan: ModelPlan
+    recognise: Callable
+    config: Callable
+    convert: Callable
+    inputs: Callable
+    prediction: Callable
+    conditioning: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    refuse: Callable = lambda shapes: None
+    num_heads: Callable = lambda config: config["num_attention_heads"]
+    num_channels: Callable = lambda config: config["out_channels"]
+
+
+def count_blocks(shapes, prefix):
+    """Number of consecutive blocks named `prefix`0., `prefix`1., ... in a file."""
+    indices = {int(name[len(prefix):].partition(".")[0]) for name in shapes if name.startswith(prefix)}
+    return len(indices)
+
+
+def pad_to_patches(latent, patch_size):
+    """Pad the last dims at their end to multiples of the patch size, wrapping around, as ComfyUI's models do."""
+    pad = []
+    for size, patch in zip(reversed(latent.shape[2:]), reversed(patch_size)):
+        pad += [0, -size % patch]
+    return F.pad(latent, pad, mode="circular") if any(pad) else latent

@@ -1,0 +1,78 @@
+"""The collectives the methods are built from, wrapped once: uneven sizes, names that changed between torch releases.
+
+Every function here is called by every rank of the group it names. It also counts what a rank sends.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+class Traffic:
+    """Bytes this rank has sent through these collectives."""
+
+    def __init__(self):
+        self.sent_bytes = 0
+
+    def count(self, num_elements, tensor):
+        self.sent_bytes += num_elements * tensor.element_size()
+
+
+def all_to_all(pieces, receive_shapes, group, traffic):
+    """Send pieces[j] to rank j of the group; return what each rank sent here, shaped receive_shapes[j].
+
+    Pieces may differ in size: a sequence of tensors, or one contiguous tensor whose first dim is the rank. Everything
+    travels in one exchange.
+    """
+    rank = dist.get_rank(group)
+    send = pieces.view(-1) if torch.is_tensor(pieces) else torch.cat([piece.reshape(-1) for piece in pieces])
+    home, send = send.device, _on_wire(send, group)
+    receive_sizes = [torch.Size(shape).numel() for shape in receive_shapes]
+    receive = send.new_empty(sum(receive_sizes))
+    dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group)
+    traffic.count(send.numel() - pieces[rank].numel(), send)
+    return [part.view(shape) for part, shape in zip(receive.to(home).split(receive_sizes), receive_shapes)]
+
+
+def all_gather(local, sizes, dim, group, traffic):
+    """Concatenate every rank's tensor along `dim`, on every rank. `sizes` are the ranks' sizes along `dim`.
+
+    Uneven sizes travel padded to the largest, because gloo has no uneven all-gather.
+    """
+    largest = max(sizes)
+    padded = _on_wire(local.movedim(dim, 0).contiguous(), group)
+    if padded.shape[0] < largest:
+        padded = torch.cat([padded, padded.new_zeros(largest - padded.shape[0], *padded.shape[1:])])
+    gathered = padded.new_empty(len(sizes) * largest, *padded.shape[1:])
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, padded, group=group)
+    traffic.count(padded.numel() * (len(sizes) - 1), padded)
+    parts = [gathered[index * largest:index * largest + size] for index, size in enumerate(sizes)]
+    return torch.cat(parts).to(local.device).movedim(0, dim)
+
+
+class RingExchange:
+    """One step of a ring: the tensor goes to the next rank while the one from the previous rank arrives.
+
+    Receives are posted first and the sent tensor is kept until `wait`, which gloo needs.
+    """
+
+    def __init__(self, tensor, receive_shape, group, traffic):
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        following = dist.get_global_rank(group, (rank + 1) % size)
+        preceding = dist.get_global_rank(group, (rank - 1) % size)
+        self._home, self._sent = tensor.device, _on_wire(tensor.contiguous(), group)
+        self._received = self._sent.new_empty(receive_shape)
+        traffic.count(self._sent.numel(), self._sent)
+        self._work = dist.batch_isend_irecv([
+            dist.P2POp(dist.irecv, self._received, preceding, group=group),
+            dist.P2POp(dist.isend, self._sent, following, group=group)])
+
+    def wait(self):
+        for work in self._work:
+            work.wait()
+        return self._received.to(self._home)
+
+
+def _on_wire(tensor, group):
+    """gloo carries host memory only; it is used with CUDA when two ranks share a device."""
+    return tensor.cpu() if tensor.is_cuda and dist.get_backend(group) == "gloo" else tensor

@@ -1,0 +1,55 @@
+"""Process groups of a layout: which ranks work together along each axis. Used by the engine on every rank.
+
+Axis order, slowest first: data, cfg, ring, ulysses; so that Ulysses, which talks most, has neighbours.
+rank = ulysses + ulysses_degree * (ring + ring_degree * (cfg + cfg_degree * data)), ALGORITHMS.md section 1.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+AXES = ("data", "cfg", "ring", "ulysses")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The groups this rank belongs to, and its place in each.
+
+    A group is None where its degree is 1.
+    """
+
+    degrees: dict[str, int]
+    ranks: dict[str, int]
+    ring_group: object = None
+    ulysses_group: object = None
+    sequence_group: object = None          # ring x ulysses, ulysses fastest
+
+    @property
+    def sequence_degree(self):
+        return self.degrees["ring"] * self.degrees["ulysses"]
+
+    @property
+    def sequence_rank(self):
+        return self.ranks["ring"] * self.degrees["ulysses"] + self.ranks["ulysses"]
+
+
+SINGLE = Mesh({axis: 1 for axis in AXES}, {axis: 0 for axis in AXES})
+
+
+def build_mesh(layout, world_size):
+    """Make the process groups of a layout. A collective: every rank of the world calls it, in the same order."""
+    degrees = {axis: getattr(layout, f"{axis}_degree") for axis in AXES}
+    product = degrees["data"] * degrees["cfg"] * degrees["ring"] * degrees["ulysses"]
+    assert product == world_size, f"{degrees} on {world_size} ranks"
+    if world_size == 1:
+        return SINGLE
+    device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=AXES)
+    ranks = {axis: mesh.get_local_rank(axis) for axis in AXES}
+    sequence_degree = degrees["ring"] * degrees["ulysses"]
+    return Mesh(
+        degrees, ranks,
+        ring_group=mesh["ring"].get_group() if degrees["ring"] > 1 else None,
+        ulysses_group=mesh["ulysses"].get_group() if degrees["ulysses"] > 1 else None,
+        sequence_group=mesh["ring", "ulysses"]._flatten().get_group() if sequence_degree > 1 else None)

@@ -1,0 +1,75 @@
+"""Unified sequence parallelism: Ulysses inside, Ring outside (USP, arXiv 2405.07719). Called by the attention seam.
+
+# B batch, N heads, T tokens, H head size
+"""
+
+import torch
+
+from .attention import attention_with_lse, merge_attention
+from .collectives import RingExchange, all_to_all
+
+
+def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic):
+    """Attention of this rank's queries over the tokens of all sequence ranks. Every rank of the axes calls it.
+
+    q, k, v: (B, N, T of this rank, H), positions already applied. sizes: T of every sequence rank; they may differ.
+    attention: the plain attention to use where no merge is needed. Without a mask the order of keys is irrelevant, so
+    text and image shards need no rearranging. Returns (B, N, T of this rank, H).
+    """
+    degree = mesh.degrees["ulysses"]
+    if k_BNTH.shape[1] != q_BNTH.shape[1]:                     # grouped-query attention: one key head for several
+        repeats = q_BNTH.shape[1] // k_BNTH.shape[1]
+        k_BNTH, v_BNTH = k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)
+    if degree > 1:
+        region = sizes[mesh.ranks["ring"] * degree:][:degree]
+        q_BNTH, k_BNTH, v_BNTH = _heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
+    if mesh.degrees["ring"] > 1:
+        region_sizes = [sum(sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
+        out = ring_attention(q_BNTH, k_BNTH, v_BNTH, region_sizes, mesh, scale, traffic)
+    else:
+        out = attention(q_BNTH, k_BNTH, v_BNTH, scale=scale)
+    return _heads_together(out, region, mesh, traffic) if degree > 1 else out
+
+
+def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic):
+    """Attention over keys and values that go round the ring; each transfer runs while the block at hand is computed.
+
+    sizes: number of keys every ring rank starts with. Ring Attention, arXiv 2310.01889. Returns like q.
+    """
+    degree, rank = mesh.degrees["ring"], mesh.ranks["ring"]
+    key_value = torch.stack([k_BNTH, v_BNTH])
+    out = lse = exchange = None
+    for step in range(degree):
+        if step + 1 < degree:
+            arriving = sizes[(rank - step - 1) % degree]
+            shape = (*key_value.shape[:3], arriving, key_value.shape[4])
+            exchange = RingExchange(key_value, shape, mesh.ring_group, traffic)
+        block_out, block_lse = attention_with_lse(q_BNTH, key_value[0], key_value[1], scale)
+        if out is None:
+            out, lse = block_out.to(torch.promote_types(block_out.dtype, torch.float32)), block_lse
+        else:
+            out, lse = merge_attention(out, lse, block_out, block_lse)
+        if step + 1 < degree:
+            key_value = exchange.wait()
+    return out.to(q_BNTH.dtype)
+
+
+def _heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic):
+    """Ulysses all-to-all (arXiv 2309.14509): from all heads of this rank's tokens to its heads of the group's tokens."""
+    degree = mesh.degrees["ulysses"]
+    batch, num_heads, num_tokens, head_size = q_BNTH.shape
+    heads = num_heads // degree
+    send = q_BNTH.new_empty(degree, 3, batch, heads, num_tokens, head_size)
+    for index, tensor in enumerate((q_BNTH, k_BNTH, v_BNTH)):
+        send[:, index].copy_(tensor.unflatten(1, (degree, heads)).movedim(1, 0))
+    shapes = [(3, batch, heads, size, head_size) for size in sizes]
+    received = all_to_all(send, shapes, mesh.ulysses_group, traffic)
+    return torch.cat(received, 3).unbind(0)
+
+
+def _heads_together(out_BNTH, sizes, mesh, traffic):
+    """The way back: from this rank's heads of the group's tokens to all heads of its own tokens."""
+    batch, heads, _, head_size = out_BNTH.shape
+    own = sizes[mesh.ranks["ulysses"]]
+    shapes = [(batch, heads, own, head_size)] * mesh.degrees["ulysses"]
+    return torch.cat(all_to_all(out_BNTH.split(sizes, 2), shapes, mesh.ulysses_group, traffic), 1)

@@ -1,0 +1,95 @@
+"""One authenticated connection between the host and one worker, carrying messages.
+
+On Linux and macOS it is a socket file in the group's private folder; elsewhere a TCP port on 127.0.0.1. Both ends prove
+that they hold the group's key (HMAC challenge of multiprocessing.connection); nothing is pickled.
+"""
+
+import multiprocessing.connection as connection
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import ChannelClosedError
+from .messages import decode, encode
+
+KEY_FILE, ADDRESS_FILE = "key", "address"
+
+
+@dataclass
+class Channel:
+    """Messages in both directions. `send` may be called from several threads."""
+
+    raw: connection.Connection
+
+    def __post_init__(self):
+        self._lock = threading.Lock()
+
+    def send(self, message):
+        try:
+            with self._lock:
+                self.raw.send_bytes(encode(message))
+        except (OSError, ValueError) as error:
+            raise ChannelClosedError("the other end is gone") from error
+
+    def receive(self):
+        """Wait for the next message. Raises ChannelClosedError when the other end is gone."""
+        try:
+            return decode(self.raw.recv_bytes())
+        except (OSError, EOFError) as error:
+            raise ChannelClosedError("the other end is gone") from error
+
+    def close(self):
+        self.raw.close()
+
+
+class Door:
+    """The host's end: listens in the group's private folder and lets in who holds the group's key."""
+
+    def __init__(self, folder):
+        folder = Path(folder)
+        self._key = secrets.token_bytes(32)
+        key_file = folder / KEY_FILE
+        key_file.touch(mode=0o600)
+        key_file.write_bytes(self._key)
+        if hasattr(socket, "AF_UNIX"):
+            address = str(folder / "socket")
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.bind(address)
+        else:
+            self._socket = socket.socket(socket.AF_INET)
+            self._socket.bind(("127.0.0.1", 0))
+            address = "{}:{}".format(*self._socket.getsockname())
+        self._socket.listen(64)
+        (folder / ADDRESS_FILE).write_text(address)
+
+    def accept(self, timeout_s):
+        """Return the next authenticated Channel, or None when nobody came in time."""
+        self._socket.settimeout(timeout_s)
+        try:
+            accepted, _ = self._socket.accept()
+        except TimeoutError:
+            return None
+        accepted.settimeout(None)
+        raw = connection.Connection(accepted.detach())
+        try:
+            connection.deliver_challenge(raw, self._key)
+            connection.answer_challenge(raw, self._key)
+        except (connection.AuthenticationError, EOFError, OSError):
+            raw.close()
+            return None
+        return Channel(raw)
+
+    def close(self):
+        self._socket.close()
+
+
+def connect(folder):
+    """Join the host whose private folder this is."""
+    folder = Path(folder)
+    address = (folder / ADDRESS_FILE).read_text()
+    if not hasattr(socket, "AF_UNIX"):
+        host, _, port = address.rpartition(":")
+        address = (host, int(port))
+    return Channel(connection.Client(address, authkey=(folder / KEY_FILE).read_bytes()))

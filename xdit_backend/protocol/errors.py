@@ -1,0 +1,33 @@
+"""Every failure this project raises on purpose. The nodes show the message; nothing is answered with another result."""
+
+
+class XDiTError(Exception):
+    """Base of all errors of this project."""
+
+
+class ConfigError(XDiTError, ValueError):
+    """A person chose something impossible; raised before anything is launched or moved where that can be known."""
+
+
+class CheckpointError(XDiTError, ValueError):
+    """A file is not a model that can be loaded: broken, of another kind, or of a family that is not supported."""
+
+
+class UnsupportedError(XDiTError, ValueError):
+    """The workflow asks for something the workers cannot honour. It is refused, never dropped."""
+
+
+class WorkerStartError(XDiTError, RuntimeError):
+    """The worker group did not come up."""
+
+
+class WorkerDiedError(XDiTError, RuntimeError):
+    """A worker ended while the host needed it."""
+
+
+class WorkerFailedError(XDiTError, RuntimeError):
+    """A worker raised while it carried out a command. The group is alive and takes the next one."""
+
+
+class ChannelClosedError(XDiTError, ConnectionError):
+    """The other end of a connection is gone."""

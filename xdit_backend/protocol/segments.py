@@ -1,0 +1,125 @@
+"""Shared memory between the host and the workers of one machine: one segment is one file that both sides map.
+
+The host creates, fills and removes segments; workers only map them. A map stays valid after its file is removed, so
+a cancelled run can be cleaned up while a worker still writes into the map it holds.
+"""
+
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .errors import XDiTError
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
+    torch.float8_e4m3fn, torch.float8_e5m2)}
+
+
+def dtype_name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Names a tensor in shared memory. Everything a process needs to map it."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self):
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def map_segment(segment):
+    """Return the tensor of a segment: a view of the shared file, not a copy.
+
+    Raises XDiTError when the segment is gone, which means that the host gave up on the request.
+    """
+    if segment.num_elements == 0:
+        return torch.empty(segment.shape, dtype=DTYPES[segment.dtype])
+    try:
+        flat = torch.from_file(segment.path, shared=True, size=segment.num_elements, dtype=DTYPES[segment.dtype])
+    except (RuntimeError, OSError) as error:
+        raise XDiTError(f"Shared memory {segment.path} cannot be opened: {error}") from error
+    return flat.view(segment.shape)
+
+
+class SegmentStore:
+    """The private folder of one worker group, and the segments in it.
+
+    `folder` is in memory (/dev/shm) where there is one, and readable by this user only. `overflow_folder` is on disk
+    and takes segments that do not fit, as in containers with 64 MB of /dev/shm.
+    """
+
+    def __init__(self):
+        name = f"xdit-{os.getpid()}-{secrets.token_hex(4)}"
+        base = Path("/dev/shm") if sys.platform == "linux" and os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+        self.folder = base / name
+        self.folder.mkdir(mode=0o700)
+        self.overflow_folder = Path(tempfile.gettempdir()) / name
+        self.overflow_folder.mkdir(mode=0o700, exist_ok=True)
+        self._count = 0
+
+    def create(self, shape, dtype):
+        """Make a segment and return (segment, its tensor). Its memory is reserved, so a later write cannot fail.
+
+        Raises XDiTError when neither memory nor the temporary folder has room.
+        """
+        self._count += 1
+        segment = None
+        for folder in (self.folder, self.overflow_folder):
+            candidate = Segment(str(folder / f"{self._count}"), dtype_name(dtype), tuple(shape))
+            num_bytes = candidate.num_elements * dtype.itemsize
+            if _reserve(candidate.path, num_bytes):
+                segment = candidate
+                break
+        if segment is None:
+            raise XDiTError(
+                f"{num_bytes / 2**20:.0f} MB of shared memory are needed, and neither {self.folder.parent} nor "
+                f"{self.overflow_folder.parent} has that much free. Free some space there and queue the prompt again.")
+        return segment, map_segment(segment)
+
+    def share(self, tensor):
+        """Copy a tensor of any device into a new segment and return the segment."""
+        segment, view = self.create(tensor.shape, tensor.dtype)
+        view.copy_(tensor)
+        return segment
+
+    def remove(self, segment):
+        """Remove a segment's file. Maps of it stay valid. Removing it twice is no error."""
+        Path(segment.path).unlink(missing_ok=True)
+
+    def names(self):
+        """The segments that exist now."""
+        return sorted(p.name for folder in {self.folder, self.overflow_folder} if folder.exists()
+                      for p in folder.iterdir() if p.name.isdecimal())
+
+    def close(self):
+        """Remove the folders and everything in them."""
+        for folder in (self.folder, self.overflow_folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reserve(path, num_bytes):
+    with open(path, "wb") as file:
+        try:
+            if num_bytes and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            else:
+                file.truncate(num_bytes)
+        except OSError:
+            file.close()
+            os.unlink(path)
+            return False
+    return True

@@ -1,0 +1,60 @@
+"""The loop of a worker: take the next command, carry it out, answer. Called by __main__ on each rank."""
+
+import logging
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..protocol.channel import connect
+from ..protocol.errors import ChannelClosedError
+from ..protocol.messages import Done, Failed, Phase, Ready, Stop
+from .engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+def serve(folder, rank, devices):
+    """Join the process group, greet the host, and serve until it says stop or is gone."""
+    channel = connect(folder)
+    channel.send(Phase(rank, "starting workers"))
+    commands = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(channel, commands, folder), daemon=True).start()
+    device = torch.device(devices[rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # Ranks that share one CUDA device talk over gloo: NCCL refuses two ranks on a device.
+    nccl = device.type == "cuda" and len(set(devices)) == len(devices)
+    dist.init_process_group("nccl" if nccl else "gloo", device_id=device if nccl else None)
+    torch.set_grad_enabled(False)
+    engine = Engine(rank, device, lambda text, done=0, total=0: channel.send(Phase(rank, text, done, total)))
+    channel.send(Ready(rank, os.getpid(), str(device)))
+    while not isinstance(command := commands.get(), Stop):
+        try:
+            numbers = engine.carry_out(command)
+            reply = Done(command.request, rank, numbers or {})
+        except Exception as error:                             # one road for failure: it reaches the node by name
+            log.exception("command %s failed", type(command).__name__)
+            reply = Failed(command.request, rank, str(device), type(error).__name__, str(error), traceback.format_exc())
+        channel.send(reply)
+    dist.destroy_process_group()
+
+
+def _read(channel, commands, folder):
+    """Pass commands on; when the host is gone, end this process whatever it is doing, and leave no file behind."""
+    try:
+        while True:
+            command = channel.receive()
+            commands.put(command)
+            if isinstance(command, Stop):
+                return
+    except ChannelClosedError:
+        for left in (Path(folder), Path(tempfile.gettempdir()) / Path(folder).name):
+            shutil.rmtree(left, ignore_errors=True)
+        os._exit(1)
