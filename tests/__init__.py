@@ -1,0 +1,1 @@
+"""The tests. Files mirror the rooms of the project."""

@@ -1,0 +1,56 @@
+"""Makes the packages importable under the names production uses, and checks that the tests leave nothing behind.
+
+The repository's folder is not on sys.path: its nodes/ would shadow ComfyUI's nodes.py.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _provide(name):
+    """Make the package in ROOT / name importable without its parent folder on sys.path."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / name / "__init__.py",
+                                                      submodule_search_locations=[str(ROOT / name)])
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+
+
+_provide("tests")
+_provide("xdit_backend")
+
+
+def left_behind():
+    """Segments' folders and worker processes that exist now."""
+    folders = [str(path) for base in {"/dev/shm", tempfile.gettempdir()} if os.path.isdir(base)
+               for path in Path(base).glob("xdit-*-*") if not path.name.startswith("xdit-ranks-")]
+    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
+    return folders + [line for line in listing if "xdit_backend.worker" in line]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind():
+    """No test leaves a process or a file in shared memory."""
+    before = set(left_behind())
+    yield
+    deadline_s = time.monotonic() + 10
+    while (left := set(left_behind()) - before) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    assert not left, f"left behind: {sorted(left)}"
+
+
+def pytest_collection_modifyitems(items):
+    import torch
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

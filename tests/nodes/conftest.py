@@ -1,0 +1,102 @@
+"""A real ComfyUI in this process, with the pack loaded by ComfyUI's own loader of custom nodes."""
+
+import asyncio
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.host import ROOT, comfyui_folder
+from tests.host_nodes import POOLED_CHANNELS, TEXT_CHANNELS
+from tests.tiny_checkpoints import import_comfyui, save
+
+FAMILY_OF = {"sd35": "sd3", "flux-schnell": "flux"}            # kind of checkpoint -> family of its conditioning
+LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "pixart": (34, 36), "wan": (16, 18)}
+DEGREES = ("cfg", "data", "ring", "ulysses")
+
+
+class ComfyUI:
+    """ComfyUI's modules and this pack's nodes, and short ways to use them as a workflow would."""
+
+    def __init__(self, folder, base):
+        import_comfyui(folder)
+        self.folder_paths, self.base = importlib.import_module("folder_paths"), Path(base)
+        for name in ("diffusion_models", "checkpoints", "vae"):
+            (self.base / name).mkdir()
+            self.folder_paths.add_model_folder_path(name, str(self.base / name), is_default=True)
+        self.nodes, self.samplers = importlib.import_module("nodes"), importlib.import_module("comfy.samplers")
+        self.management = importlib.import_module("comfy.model_management")
+        assert asyncio.run(self.nodes.load_custom_node(str(ROOT))), "ComfyUI could not load the pack"
+        classes = self.nodes.NODE_CLASS_MAPPINGS
+        self.pack = sys.modules[classes["XDiTLoadModel"].__module__.rpartition(".nodes.")[0]]
+        self.load_model, self.parallel_config = classes["XDiTLoadModel"], classes["XDiTParallelConfig"]
+        self.parallel_sampler, self.vae_decode = classes["XDiTParallelSampler"], classes["XDiTVAEDecode"]
+        self.groups = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.groups").GROUPS
+        self.shell = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.shell")
+        self.errors = importlib.import_module(f"{self.pack.__name__}.xdit_backend.protocol.errors")
+        self._native, self._references = {}, {}
+
+    def file(self, kind, folder="diffusion_models", **options):
+        """The name of a tiny checkpoint, made when it is first asked for."""
+        name = f"{kind}-{'-'.join(str(value) for value in options.values())}.safetensors" if options else f"{kind}.safetensors"
+        if not (self.base / folder / name).exists():
+            save(kind, self.base / folder / name, **options)
+        return name
+
+    def native(self, kind, **options):
+        """The MODEL of ComfyUI's own loader, in float32."""
+        name = self.file(kind, **options)
+        if name not in self._native:
+            self._native[name] = self.nodes.UNETLoader().load_unet(name, "default")[0]
+        return self._native[name]
+
+    def config(self, devices="cpu", **degrees):
+        """XDIT_PARALLEL: auto mode, or manual where degrees are given, as cfg=2."""
+        values = {"devices": devices, "mode": "manual" if degrees else "auto", "num_patches": 0, "warmup_steps": 1,
+                  "pipefusion_degree": 1, "tensor_degree": 1}
+        return self.parallel_config.execute(**values, **{f"{name}_degree": degrees.get(name, 1) for name in DEGREES}).args[0]
+
+    def ours(self, kind, config, weight_dtype="fp32", **options):
+        return self.load_model.execute(self.file(kind, **options), weight_dtype, config).args[0]
+
+    def conditioning(self, kind, seed, tokens=20):
+        family = FAMILY_OF.get(kind, kind)
+        generator = torch.Generator().manual_seed(seed)
+        text = torch.randn(1, tokens, TEXT_CHANNELS[family], generator=generator)
+        pooled = POOLED_CHANNELS.get(family)
+        return [[text, {} if pooled is None else {"pooled_output": torch.randn(1, pooled, generator=generator)}]]
+
+    def latent(self, kind, batch=1, size=None):
+        size = size or LATENT_SIZES.get(kind, (16, 18))
+        frames = (2,) if kind == "wan" else ()
+        return {"samples": torch.zeros(batch, 4 if kind == "pixart" else 16, *frames, *size)}
+
+    def sample(self, model, kind, sampler="euler", scheduler="simple", steps=3, cfg=4.0, positive=None, negative=None,
+               latent=None, denoise=1.0, seed=7):
+        """Latents, through Parallel Sampler for our MODEL and KSampler for a native one."""
+        positive, negative = positive or self.conditioning(kind, 1), negative or self.conditioning(kind, 2)
+        latent = latent or self.latent(kind)
+        arguments = (model, seed, steps, cfg, sampler, scheduler, positive, negative, latent)
+        with torch.inference_mode():
+            if isinstance(model, self.shell.ShellPatcher):
+                return self.parallel_sampler.execute(*arguments, denoise).args[0]["samples"]
+            return self.nodes.KSampler().sample(*arguments, denoise)[0]["samples"]
+
+    def reference(self, kind, **arguments):
+        """The native KSampler's latents, computed once for the same arguments (which must be hashable)."""
+        key = (kind, *sorted(arguments.items()))
+        if key not in self._references:
+            self._references[key] = self.sample(self.native(kind), kind, **arguments)
+        return self._references[key]
+
+
+@pytest.fixture(scope="session")
+def comfyui(tmp_path_factory):
+    folder = comfyui_folder()
+    if folder is None:
+        pytest.skip("no ComfyUI: run `python3 start.py test`, or name one in XDIT_COMFYUI")
+    host = ComfyUI(folder, tmp_path_factory.mktemp("models"))
+    yield host
+    host.groups.close()

@@ -1,0 +1,207 @@
+"""Our MODEL equals ComfyUI's: the same latents as the native KSampler, for every family, layout and sampler."""
+
+import pytest
+import torch
+
+TOLERANCE = 1e-4                           # relative, float32 on both sides; seen: 1e-7 to 3e-6
+
+KINDS = ("sd3", "sd35", "flux", "flux-schnell", "wan", "pixart")
+LAYOUTS = {
+    "one": ("cpu", {}),
+    "auto2": ("cpu,cpu", {}),
+    "cfg2": ("cpu,cpu", {"cfg": 2}),
+    "data2": ("cpu,cpu", {"data": 2}),
+    "ulysses2": ("cpu,cpu", {"ulysses": 2}),
+    "ring2": ("cpu,cpu", {"ring": 2}),
+}
+SAMPLERS = (("euler", "simple"), ("euler_ancestral", "normal"), ("dpmpp_2m", "karras"), ("heun", "sgm_uniform"),
+            ("uni_pc", "beta"))
+
+
+def relative_error(result, reference):
+    return ((result - reference).norm() / reference.norm()).item()
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request, comfyui):
+    devices, degrees = LAYOUTS[request.param]
+    return comfyui.config(devices, **degrees)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_latents_equal_native_ksampler(comfyui, layout, kind):
+    model = comfyui.ours(kind, layout)
+    for sampler, scheduler in SAMPLERS:
+        arguments = {"sampler": sampler, "scheduler": scheduler, "steps": 2 if kind.startswith("flux") else 3}
+
+        result = comfyui.sample(model, kind, **arguments)
+
+        assert relative_error(result, comfyui.reference(kind, **arguments)) < TOLERANCE, sampler
+
+
+@pytest.mark.parametrize("layout_name", ["cfg2", "ulysses2", "ring2"])
+def test_latents_of_sd3_equal_native_ksampler(comfyui, layout_name):
+    """The quick tier's share of the matrix above."""
+    devices, degrees = LAYOUTS[layout_name]
+
+    result = comfyui.sample(comfyui.ours("sd3", comfyui.config(devices, **degrees)), "sd3")
+
+    assert relative_error(result, comfyui.reference("sd3")) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{"ring": 2, "ulysses": 2}, {"cfg": 2, "ulysses": 2}, {"cfg": 2, "ring": 2},
+                                     {"data": 2, "cfg": 2}, {}], ids=str)
+def test_latents_equal_native_ksampler_on_four_workers(comfyui, degrees):
+    model = comfyui.ours("sd35", comfyui.config("cpu,cpu,cpu,cpu", **degrees))
+
+    result = comfyui.sample(model, "sd35")
+
+    assert relative_error(result, comfyui.reference("sd35")) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler_offset", range(9))
+def test_every_sampler_and_scheduler_equals_native_ksampler(comfyui, scheduler_offset):
+    """All of ComfyUI's samplers, each with one scheduler, all schedulers among them."""
+    samplers, schedulers = comfyui.samplers.KSampler.SAMPLERS, comfyui.samplers.KSampler.SCHEDULERS
+    assert len(samplers) >= 44 and len(schedulers) >= 9
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu"))
+    for index in range(scheduler_offset, len(samplers), 9):
+        arguments = {"sampler": samplers[index], "scheduler": schedulers[index % len(schedulers)], "steps": 4}
+
+        result = comfyui.sample(model, "sd3", **arguments)
+
+        assert relative_error(result, comfyui.reference("sd3", **arguments)) < TOLERANCE, arguments
+
+
+def test_prompts_of_different_length_run_as_two_branches(comfyui):
+    positive, negative = comfyui.conditioning("sd3", 1, tokens=31), comfyui.conditioning("sd3", 2, tokens=20)
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
+
+    result = comfyui.sample(model, "sd3", positive=positive, negative=negative)
+
+    reference = comfyui.sample(comfyui.native("sd3"), "sd3", positive=positive, negative=negative)
+    assert relative_error(result, reference) < TOLERANCE
+
+
+def test_auto_runs_both_branches_in_one_prediction(comfyui):
+    """CFG parallel is chosen for two branches, and a prediction a step is all that a run asks for."""
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu"))
+    requests = []
+    predict = type(comfyui.groups.client(("cpu", "cpu"))).predict
+
+    def counted(client, spec, config, num_heads, num_channels, calls):
+        requests.append(len(calls))
+        return predict(client, spec, config, num_heads, num_channels, calls)
+
+    client = comfyui.groups.client(("cpu", "cpu"))
+    client.predict = counted.__get__(client)
+    try:
+        comfyui.sample(model, "sd3", steps=3, positive=comfyui.conditioning("sd3", 1, tokens=31))
+        with_guidance, requests[:] = list(requests), []
+        comfyui.sample(model, "sd3", steps=3, cfg=1.0)
+    finally:
+        del client.predict
+
+    assert with_guidance == [2, 2, 2]
+    assert requests == [1, 1, 1]
+
+
+@pytest.mark.parametrize("degrees", [{"data": 2}, {"ulysses": 2}, {"cfg": 2}], ids=str)
+@pytest.mark.parametrize("batch", [2, 3])
+def test_batches_equal_native_ksampler(comfyui, degrees, batch):
+    latent = comfyui.latent("sd3", batch=batch)
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees))
+
+    result = comfyui.sample(model, "sd3", latent=latent)
+
+    assert relative_error(result, comfyui.sample(comfyui.native("sd3"), "sd3", latent=latent)) < TOLERANCE
+
+
+@pytest.mark.parametrize("size", [(15, 17), (16, 18), (2, 6)], ids=str)
+@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"ring": 2}], ids=str)
+def test_any_latent_size_equals_native_ksampler(comfyui, degrees, size):
+    """Odd sizes, token counts and text lengths that two ranks cannot share evenly."""
+    latent = comfyui.latent("sd3", size=size)
+    positive = comfyui.conditioning("sd3", 1, tokens=21)
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees))
+
+    result = comfyui.sample(model, "sd3", latent=latent, positive=positive)
+
+    reference = comfyui.sample(comfyui.native("sd3"), "sd3", latent=latent, positive=positive)
+    assert relative_error(result, reference) < TOLERANCE
+
+
+def test_img2img_with_noise_mask_equals_native_ksampler(comfyui):
+    generator = torch.Generator().manual_seed(3)
+    latent = {"samples": torch.randn(1, 16, 16, 18, generator=generator), "noise_mask": torch.zeros(1, 128, 144)}
+    latent["noise_mask"][:, 40:, 60:] = 1.0
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu"))
+
+    result = comfyui.sample(model, "sd3", latent=latent, denoise=0.6, steps=5)
+
+    reference = comfyui.sample(comfyui.native("sd3"), "sd3", latent=latent, denoise=0.6, steps=5)
+    assert relative_error(result, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("degrees", [{}, {"ulysses": 2}], ids=str)
+def test_regional_and_timed_prompts_equal_native_ksampler(comfyui, degrees):
+    """Several prompts with areas and step ranges: branches ask more than once, and not equally often."""
+    left, right = comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 4, tokens=33)
+    late = comfyui.conditioning("sd3", 5)
+    left[0][1]["area"] = (16, 10, 0, 0)
+    right[0][1]["area"] = (16, 12, 0, 6)
+    late[0][1].update(start_percent=0.5, end_percent=1.0)
+    positive = left + right + late
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees))
+
+    result = comfyui.sample(model, "sd3", positive=positive, steps=4)
+
+    reference = comfyui.sample(comfyui.native("sd3"), "sd3", positive=positive, steps=4)
+    assert relative_error(result, reference) < TOLERANCE
+
+
+def test_native_ksampler_node_runs_our_model(comfyui):
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu"))
+
+    with torch.inference_mode():
+        result = comfyui.nodes.KSampler().sample(
+            model, 7, 3, 4.0, "euler", "simple", comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 2),
+            comfyui.latent("sd3"), 1.0)[0]["samples"]
+
+    assert relative_error(result, comfyui.reference("sd3")) < TOLERANCE
+
+
+@pytest.mark.parametrize("options", [{"prefix": "model.diffusion_model."}, {"dtype": torch.float16}], ids=["prefix", "fp16"])
+def test_file_formats_equal_native_ksampler(comfyui, options):
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu"), **options)
+
+    result = comfyui.sample(model, "sd3")
+
+    native = comfyui.native("sd3", **options)
+    native.set_model_compute_dtype(torch.float32)
+    assert relative_error(result, comfyui.sample(native, "sd3")) < TOLERANCE
+
+
+def test_unloading_gives_the_workers_memory_back(comfyui):
+    """"Free memory" in ComfyUI's menu reaches the workers, and the next run loads the model again."""
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu"))
+    before = comfyui.sample(model, "sd3")
+    client = comfyui.groups.client(("cpu", "cpu"))
+    held = client.report_memory()[0]["weight_bytes"]
+
+    comfyui.management.unload_all_models()
+
+    assert held > 0 and client.report_memory()[0]["weight_bytes"] < held
+    assert torch.equal(comfyui.sample(model, "sd3"), before)
+
+
+def test_a_run_leaves_no_conditioning_and_no_segment(comfyui):
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu"))
+    comfyui.sample(model, "sd3")
+    client = comfyui.groups.client(("cpu", "cpu"))
+
+    assert [numbers["num_conditionings"] for numbers in client.report_memory().values()] == [0, 0]
+    assert client.group.segments.names() == []
