@@ -5,12 +5,14 @@ The repository's folder is not on sys.path: its nodes/ would shadow ComfyUI's no
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,11 +32,20 @@ _provide("xdit_backend")
 
 
 def left_behind():
-    """Segments' folders and worker processes that exist now."""
+    """Segments' folders and worker processes that exist now, but for those of a living host that is not ours."""
     folders = [str(path) for base in {"/dev/shm", tempfile.gettempdir()} if os.path.isdir(base)
-               for path in Path(base).glob("xdit-*-*") if not path.name.startswith("xdit-ranks-")]
+               for path in Path(base).glob("xdit-*-*")]
     listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
-    return folders + [line for line in listing if "xdit_backend.worker" in line]
+    processes = [line for line in listing if "xdit_backend.worker" in line]
+    return [entry for entry in folders + processes if (host := re.search(r"xdit-(\d+)-[0-9a-f]{8}", entry)) and _counts(int(host[1]))]
+
+
+def _counts(host_pid):
+    try:
+        host = psutil.Process(host_pid)
+    except psutil.NoSuchProcess:
+        return True
+    return os.getpid() in (host_pid, *(parent.pid for parent in host.parents()))
 
 
 @pytest.fixture(scope="session", autouse=True)

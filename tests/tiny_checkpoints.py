@@ -37,8 +37,8 @@ PIXART = {
 }
 AUTOENCODER = {
     "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 2, 4, 4],
-    "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0,
-}
+    "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+}                                                              # decoder only: ComfyUI takes any `ch` there
 
 
 def fill(module, generator):
@@ -86,16 +86,15 @@ def transformer(kind, size="test"):
 
 
 def autoencoder(kind):
-    """ComfyUI's AutoencoderKL, small and random."""
-    import comfy.ldm.models.autoencoder
+    """ComfyUI's VAE decoder, thin and random, with the convolution that SD's VAE has before it."""
+    import comfy.ldm.modules.diffusionmodules.model
     channels = 4 if kind == "vae-sd" else 16
-    config = {**AUTOENCODER, "z_channels": channels}
+    module = torch.nn.Module()
+    module.decoder = comfy.ldm.modules.diffusionmodules.model.Decoder(**AUTOENCODER, z_channels=channels)
     if kind == "vae-sd":
-        return comfy.ldm.models.autoencoder.AutoencoderKL(ddconfig=config, embed_dim=channels)
-    return comfy.ldm.models.autoencoder.AutoencodingEngine(
-        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
-        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
-        decoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Decoder", "params": config})
+        module.quant_conv = torch.nn.Conv2d(2 * channels, 2 * channels, 1)
+        module.post_quant_conv = torch.nn.Conv2d(channels, channels, 1)
+    return module
 
 
 def state_dict(kind, size="test"):

@@ -26,7 +26,8 @@ def decode(vae, latent, config):
     check_packages()
     vae.throw_exception_if_invalid()
     model = vae.first_stage_model
-    if not isinstance(model, (autoencoder.AutoencoderKL, autoencoder.AutoencodingEngine)) or type(model.decoder) is not Decoder:
+    image_decoder = isinstance(model, autoencoder.AutoencodingEngine) and type(model.decoder) is Decoder
+    if not image_decoder or getattr(model, "bn", None) is not None:
         raise UnsupportedError(f"Distributed VAE Decode does not support this VAE ({type(model).__name__}) yet. It decodes with "
                                f"the VAEs of SD, SDXL, SD3 and Flux. Use VAE Decode for this one.")
     if latent.is_nested:

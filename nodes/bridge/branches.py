@@ -6,7 +6,6 @@ in a greenlet of its own; when all wait for the model, their calls go to the wor
 
 import contextvars
 
-import greenlet
 import torch
 
 MAX_BRANCHES = 2                           # what one prediction takes
@@ -21,12 +20,14 @@ class Branches:
 
     def ask(self, call):
         """The prediction for one call: at once, or together with the other branches' where they run as coroutines."""
-        if self._hub is not None and greenlet.getcurrent() is not self._hub:
+        if self._hub is not None:
             return self._hub.switch(call)
         return self._predict([call])[0]
 
     def run(self, calc_cond_batch, model, conds, x, timestep, model_options):
         """ComfyUI's calc_cond_batch with one coroutine for each branch that has conditioning."""
+        import greenlet                                        # here, so that the nodes load where it is missing
+
         live = [index for index, cond in enumerate(conds) if cond]
         outputs = [None] * len(conds)
 

@@ -4,7 +4,6 @@ Sigmas, samplers, masks, regional prompts, previews and cancel stay ComfyUI's ow
 """
 
 import os
-import uuid
 
 import torch
 
@@ -14,12 +13,11 @@ import comfy.model_patcher
 import comfy.patcher_extension
 import comfy.utils
 
-from ...xdit_backend.checkpoints.header import read_header, recognise
+from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from ...xdit_backend.config import validate_layout
 from ...xdit_backend.host.client import Call
 from ...xdit_backend.planner import choose_layout
 from ...xdit_backend.protocol.errors import CheckpointError, UnsupportedError
-from ...xdit_backend.protocol.messages import ModelSpec
 from ...xdit_backend.protocol.segments import dtype_name
 from .branches import Branches
 from .groups import GROUPS, check_packages, devices_of
@@ -36,7 +34,7 @@ MODEL_PATCHES = {"patches": "model patches", "patches_replace": "model patches (
 
 
 def load_shell(path, weight_dtype, config):
-    """Return a ModelPatcher for a file, to be run by the devices of `config`. Reads the header only.
+    """Return a ModelPatcher for a file or diffusers folder, run by the devices of `config`. Reads headers only.
 
     Raises CheckpointError for files that are no supported model, ConfigError for degrees that cannot work.
     """
@@ -44,12 +42,14 @@ def load_shell(path, weight_dtype, config):
     devices = devices_of(config)
     header = read_header(path)
     family = recognise(header)
-    transformer_config = family.config(header.shapes)
+    transformer_config = header.config or family.config(header.shapes)
     if config.mode == "manual":
         validate_layout(config.layout, family.num_heads(transformer_config), family.name)
 
     tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES[header.dtypes[name]], device="meta")
                for name, shape in header.shapes.items()}
+    if header.config is not None:                              # a diffusers folder: to the names that ComfyUI knows
+        tensors = comfy.model_detection.convert_diffusers_mmdit(tensors, "") or tensors
     model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=header.metadata)
     if model_config is None:
         raise CheckpointError(f"ComfyUI does not recognise {os.path.basename(path)} as a {family.name} model.")
@@ -57,9 +57,7 @@ def load_shell(path, weight_dtype, config):
     storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device)
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
-    spec = ModelSpec(name=f"{os.path.basename(path)}-{uuid.uuid4().hex[:8]}", family=family.name, path=str(path),
-                     prefix=header.prefix, storage_dtype=dtype_name(storage_dtype),
-                     compute_dtype=dtype_name(compute_dtype or storage_dtype))
+    spec = model_spec(header, family, dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype))
     remote = RemoteModel(spec, family, transformer_config, config, devices)
     net = base_model.diffusion_model
     net.forward = remote.forward

@@ -1,13 +1,16 @@
-"""What a safetensors file says of itself, read without its tensors. Used by the host to recognise a model offline."""
+"""What a model's files say of themselves, read without their tensors. Used by the host to recognise a model offline."""
 
+import hashlib
 import json
 import os
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..models import FAMILIES
 from ..models.plan import Family
 from ..protocol.errors import CheckpointError
+from ..protocol.messages import ModelSpec
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 MAX_HEADER_BYTES = 100 * 2 ** 20
@@ -15,17 +18,57 @@ MAX_HEADER_BYTES = 100 * 2 ** 20
 
 @dataclass(frozen=True)
 class Header:
-    """Names, dtypes and shapes of the diffusion model in a file; names without the prefix they have in it."""
+    """Names, dtypes and shapes of the diffusion model in a file or folder; names without the prefix they have there.
+
+    files: the safetensors files. config: of a diffusers folder, arguments of its class; else None.
+    """
 
     path: str
     prefix: str
+    files: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]                 # safetensors' own names, e.g. "BF16"
     metadata: dict[str, str]
+    config: dict | None = None
 
 
 def read_header(path):
-    """Read a safetensors file's header. Raises CheckpointError for files that are not whole safetensors files."""
+    """Read the header of a safetensors file, or of the transformer in a diffusers folder.
+
+    Raises CheckpointError for what is not a whole safetensors file or a complete folder.
+    """
+    if os.path.isdir(path):
+        return _read_folder(Path(path))
+    tensors, metadata = _read_file(path)
+    prefix = next(p for p in PREFIXES if not p or any(key.startswith(p) for key in tensors))
+    ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
+    return Header(str(path), prefix, (str(path),), {key: shape for key, (_, shape) in ours.items()},
+                  {key: dtype for key, (dtype, _) in ours.items()}, metadata)
+
+
+def model_spec(header, family, storage_dtype, compute_dtype):
+    """The spec of a model on disk. The same files in the same dtypes have the same name, changed files another."""
+    state = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in header.files]
+    digest = hashlib.sha256(repr((state, storage_dtype, compute_dtype)).encode()).hexdigest()[:12]
+    return ModelSpec(f"{os.path.basename(header.path)}-{digest}", family.name, header.path, storage_dtype, compute_dtype)
+
+
+def _read_folder(folder):
+    transformer = folder / "transformer" if (folder / "transformer").is_dir() else folder
+    files = sorted(str(file) for file in transformer.glob("*.safetensors"))
+    if not files or not (transformer / "config.json").is_file():
+        raise CheckpointError(f"{folder.name} is not a diffusers folder with a transformer: {transformer} lacks config.json or "
+                              f"its .safetensors files.")
+    config = json.loads((transformer / "config.json").read_text(encoding="utf-8"))
+    tensors = {}
+    for file in files:
+        tensors |= _read_file(file)[0]
+    return Header(str(folder), "", tuple(files), {key: shape for key, (_, shape) in tensors.items()},
+                  {key: dtype for key, (dtype, _) in tensors.items()}, {}, config)
+
+
+def _read_file(path):
+    """({name: (dtype, shape)}, metadata) of a safetensors file."""
     name = os.path.basename(path)
     size = os.path.getsize(path)
     with open(path, "rb") as file:
@@ -43,10 +86,7 @@ def read_header(path):
     if 8 + length + end > size:
         raise CheckpointError(f"{name} is cut short: its header promises {8 + length + end:,} bytes and the file has {size:,}. "
                               f"Download it again.")
-    prefix = next(p for p in PREFIXES if not p or any(key.startswith(p) for key in tensors))
-    ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
-    return Header(path, prefix, {key: shape for key, (_, shape) in ours.items()},
-                  {key: dtype for key, (dtype, _) in ours.items()}, metadata)
+    return tensors, metadata
 
 
 def recognise(header) -> Family:
@@ -56,7 +96,10 @@ def recognise(header) -> Family:
         raise CheckpointError(f"{name} holds scaled (quantised) weights, which are not supported yet. "
                               f"Use the bf16, fp16 or plain fp8 file of the same model.")
     for family in FAMILIES.values():
-        if family.recognise(header.shapes):
+        if header.config is not None:
+            if header.config.get("_class_name") == family.transformer:
+                return family
+        elif family.recognise(header.shapes):
             reason = family.refuse(header.shapes)
             if reason:
                 raise CheckpointError(f"{name} is a {family.name} model, but {reason}.")

@@ -1,4 +1,4 @@
-"""Load a diffusers transformer from a single file of any format its family knows. Called by the engine on each rank.
+"""Load a diffusers transformer from a file of any format its family knows, or from a diffusers folder. Called by the engine on each rank.
 
 All ranks map the same file, so the machine holds it once; a rank reads only the tensors it needs.
 """
@@ -12,7 +12,9 @@ from .header import read_header
 
 
 def load_transformer(spec, family, device, on_progress=lambda done, total: None):
-    """Build the family's diffusers model with the file's weights, in spec's dtypes, on `device`.
+    """Build the family's diffusers model with the weights of a file or folder, in spec's dtypes, on `device`.
+
+    Returns (model, config).
 
     Weights in the compute dtype stay maps of the file on CPU devices. float8 storage keeps weights in float8 and casts
     them layer by layer. on_progress(done, total) counts parameters moved. Raises CheckpointError when the tensors of the
@@ -23,12 +25,16 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None)
 
     model_class = getattr(importlib.import_module("diffusers"), family.transformer)
     header = read_header(spec.path)
-    config = family.config(header.shapes)
+    config = header.config or family.config(header.shapes)
     with init_empty_weights():
-        model = model_class(**config)
-    with safe_open(spec.path, "pt") as file:
-        tensors = {name: file.get_tensor(spec.prefix + name) for name in header.shapes}
-    missing, unexpected = model.load_state_dict(family.convert(tensors, config), strict=False, assign=True)
+        model = model_class.from_config(config)
+    tensors = {}
+    for path in header.files:
+        with safe_open(path, "pt") as file:
+            tensors |= {name.removeprefix(header.prefix): file.get_tensor(name) for name in file.keys()  # noqa: SIM118
+                        if name.startswith(header.prefix)}
+    tensors = tensors if header.config is not None else family.convert(tensors, config)
+    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     if missing or unexpected:
         raise CheckpointError(f"{spec.path} does not fit {family.transformer}: {len(missing)} tensors are missing "
                               f"({', '.join(missing[:3])} ...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...).")

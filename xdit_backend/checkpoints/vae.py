@@ -9,7 +9,7 @@ from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 
 from ..protocol.errors import CheckpointError
 
-# Part of a tensor's name -> whose VAE it is. These come first: some of them have AutoencoderKL's names besides their own.
+# Part of a tensor's name -> whose VAE it is. Looked for first: some of these have AutoencoderKL's names too.
 OTHER_VAES = {
     "bn.running_mean": "Flux.2's",
     "time_stack": "Stable Video Diffusion's",
@@ -32,7 +32,8 @@ def autoencoder_kl_config(shapes: Mapping[str, tuple[int, ...]]) -> dict:
     needed = ("decoder.conv_in.weight", "decoder.conv_out.weight", "decoder.up.0.block.0.conv1.weight")
     for name in needed:
         if name not in shapes:
-            raise _refusal(f"It has no tensor {name}; its {len(shapes)} tensors begin with {', '.join(list(shapes)[:3])}.")
+            raise _refusal(f"It has no tensor {name}; its {len(shapes)} tensors begin with "
+                           f"{', '.join(list(shapes)[:3])}.")
         if len(shapes[name]) != 4:
             raise _refusal(f"{name} has shape {list(shapes[name])}, an image VAE's has 4 dims.")
     num_levels = _count(shapes, "decoder.up.{}.block.0.conv1.weight")
@@ -42,7 +43,8 @@ def autoencoder_kl_config(shapes: Mapping[str, tuple[int, ...]]) -> dict:
         "out_channels": out_channels,
         "latent_channels": shapes["decoder.conv_in.weight"][1],
         # Level 0 is the picture's size in both; LDM's decoder runs the levels from the last to the first.
-        "block_out_channels": tuple(shapes[f"decoder.up.{level}.block.0.conv1.weight"][0] for level in range(num_levels)),
+        "block_out_channels": tuple(
+            shapes[f"decoder.up.{level}.block.0.conv1.weight"][0] for level in range(num_levels)),
         "layers_per_block": _count(shapes, "decoder.up.0.block.{}.conv1.weight") - 1,  # a decoder has one more
         "down_block_types": ("DownEncoderBlock2D",) * num_levels,
         "up_block_types": ("UpDecoderBlock2D",) * num_levels,
@@ -67,9 +69,9 @@ def load_autoencoder_kl(tensors: Mapping[str, torch.Tensor], dtype, device) -> A
         del vae.encoder
     weights = convert_ldm_vae_checkpoint(dict(tensors), config)
     _check_fit(tensors, weights, vae)
-    weights = {name: torch.empty_like(weight, dtype=dtype, device=device, memory_format=torch.contiguous_format).copy_(weight)
-               for name, weight in weights.items()}
-    vae.load_state_dict(weights, assign=True)
+    copies = {name: weight.new_empty(weight.shape, dtype=dtype, device=device).copy_(weight)
+              for name, weight in weights.items()}
+    vae.load_state_dict(copies, assign=True)
     return vae.eval().requires_grad_(False)
 
 
@@ -79,8 +81,8 @@ def _check_fit(tensors, weights, vae):
     wrong = [name for name in sorted({*needed, *given}) if needed.get(name) != given.get(name)]
     if wrong:
         name = wrong[0]
-        raise _refusal(f"{len(wrong)} tensors do not fit, the first is {name}: shape {given.get(name, 'none')} is given, "
-                       f"{needed.get(name, 'none')} is needed.")
+        raise _refusal(f"{len(wrong)} tensors do not fit, the first is {name}: shape {given.get(name, 'none')} is "
+                       f"given, {needed.get(name, 'none')} is needed.")
     # The converter passes over what it does not know.
     num_known = sum(name.startswith(("decoder.", "post_quant_conv.")) for name in weights)
     num_given = sum(name.startswith(("decoder.", "post_quant_conv.")) for name in tensors)
@@ -93,5 +95,5 @@ def _count(shapes, pattern):
 
 
 def _refusal(reason):
-    return CheckpointError(f"This VAE is not an AutoencoderKL for images. {reason} Distributed VAE Decode works with the VAEs "
-                           f"of Stable Diffusion 1 and 2, SDXL, SD3 and Flux.1. Use VAE Decode for this one.")
+    return CheckpointError(f"This VAE is not an AutoencoderKL for images. {reason} Distributed VAE Decode works with the "
+                           f"VAEs of Stable Diffusion 1 and 2, SDXL, SD3 and Flux.1. Use VAE Decode for this one.")

@@ -45,7 +45,7 @@ def decode_rows(vae, latent_BCHW, group=None, traffic=None):
 
 @dataclass(frozen=True)
 class RowSplit:
-    """Which rows of an image each rank of a group holds: rank i has rows starts[i] up to, not including, starts[i + 1]."""
+    """Which rows of an image each rank of a group holds: rank i those from starts[i] to starts[i + 1] - 1."""
 
     starts: tuple[int, ...]
     group: object
@@ -227,14 +227,14 @@ def _row_functions(split, latent_width):
         return group_norm_rows(input, num_groups, weight, bias, eps, split)
 
     def row_pad(input, pad, mode="constant", value=None):
-        raise UnsupportedError(f"{mode} padding by {tuple(pad)} cannot be split, only zero padding inside a convolution. "
-                               f"Use VAE Decode.")
+        raise UnsupportedError(f"{mode} padding by {tuple(pad)} cannot be split, only zero padding inside a "
+                               f"convolution. Use VAE Decode.")
 
     def row_interpolate(input, size=None, scale_factor=None, mode="nearest", *rest, **options):
         whole = scale_factor is not None and all(float(factor).is_integer() for factor in _pair(scale_factor))
         if mode != "nearest" or not whole:
-            raise UnsupportedError(f"Upsampling with mode={mode}, size={size}, scale_factor={scale_factor} cannot be split, "
-                                   f"only nearest by a whole factor. Use VAE Decode.")
+            raise UnsupportedError(f"Upsampling with mode={mode}, size={size}, scale_factor={scale_factor} cannot be "
+                                   f"split, only nearest by a whole factor. Use VAE Decode.")
         if input.shape[-2] == 0:
             return input.new_empty(*input.shape[:-1], input.shape[-1] * int(_pair(scale_factor)[1]))
         return interpolate(input, scale_factor=scale_factor, mode=mode)
@@ -273,8 +273,8 @@ def _check(vae):
         raise UnsupportedError("Tiling is on, which blends tiles, and rows are exact. Call vae.disable_tiling() first.")
     for name, processor in vae.attn_processors.items():
         if not isinstance(processor, (AttnProcessor2_0, FusedAttnProcessor2_0)):
-            raise UnsupportedError(f"{name} is {type(processor).__name__}, which does not use torch's attention and would "
-                                   f"see this rank's rows only. Use AttnProcessor2_0.")
+            raise UnsupportedError(f"{name} is {type(processor).__name__}, which does not use torch's attention and "
+                                   f"would see this rank's rows only. Use AttnProcessor2_0.")
 
 
 def _pair(value):

@@ -21,8 +21,7 @@ class ModelSpec:
 
     name: str                      # unique for file, dtype and model patches
     family: str                    # key of models.FAMILIES
-    path: str
-    prefix: str                    # of the tensors' names in the file, e.g. "model.diffusion_model."
+    path: str                      # a safetensors file, or a diffusers folder
     storage_dtype: str
     compute_dtype: str
 

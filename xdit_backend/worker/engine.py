@@ -1,5 +1,7 @@
 """What a rank holds (models, conditioning, process groups) and how it carries out each command. Used by serve."""
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -101,7 +103,7 @@ class Engine:
         modules = [entry[0] for entry in self._models.values()] + list(self._autoencoders.values())
         held = sum(t.numel() * t.element_size() for module in modules for t in (*module.parameters(), *module.buffers()))
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return {"weight_bytes": held, "allocated_bytes": allocated, "num_conditionings": len(self._conditioning)}
+        return {"pid": os.getpid(), "weight_bytes": held, "allocated_bytes": allocated, "num_conditionings": len(self._conditioning)}
 
     def _loaded(self, name):
         if name not in self._models:

@@ -1,0 +1,64 @@
+"""Fixtures of the browser tests: a real ComfyUI with this pack and the templates' files, and its page in Chromium."""
+
+import json
+
+import pytest
+
+from tests.browser.chromium import ARGUMENTS, find_chromium
+from tests.host import ROOT, Host, comfyui_folder, make_base
+
+# Empty files: the page only lists names, and marks those that a template names and that are not there.
+TEMPLATE_FILES = {
+    "diffusion_models": ["sd3.5_medium.safetensors", "flux1-dev.safetensors"],
+    "text_encoders": ["clip_l.safetensors", "clip_g.safetensors", "t5xxl_fp16.safetensors"],
+    "vae": ["sd3.5_vae.safetensors", "ae.safetensors"],
+}
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory):
+    comfyui = comfyui_folder()
+    if comfyui is None:
+        pytest.skip("no ComfyUI: run `python3 start.py test`, or name one in XDIT_COMFYUI")
+    if not (ROOT / "__init__.py").is_file():
+        pytest.skip("the pack has no __init__.py")
+    base = tmp_path_factory.mktemp("comfyui")
+    make_base(base)
+    for folder, names in TEMPLATE_FILES.items():
+        (base / "models" / folder).mkdir(parents=True)
+        for name in names:
+            (base / "models" / folder / name).touch()
+    with Host(comfyui, base) as host:
+        yield host
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    path = find_chromium()
+    if path is None:
+        pytest.skip("no Chromium or Chrome: install one, or name it in XDIT_CHROMIUM")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:  # each launch has a new, empty user-data-dir
+        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def page(host, chromium):
+    """ComfyUI's page, loaded and ready; exceptions of its scripts are collected in `page.problems`."""
+    page = chromium.new_page(viewport={"width": 1600, "height": 900})
+    page.problems = []
+    page.on("pageerror", lambda error: page.problems.append(str(error)))
+    page.goto(host.url)
+    page.wait_for_function("() => window.app?.graph && window.LiteGraph?.registered_node_types?.XDiTLoadModel", timeout=60_000)
+    yield page
+    page.close()
+
+
+def template_paths():
+    return sorted((ROOT / "workflows").glob("*.json"))
+
+
+def template(name):
+    return json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8"))

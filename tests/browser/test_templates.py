@@ -1,0 +1,81 @@
+"""The templates open in ComfyUI's own page without anything missing, and the page shows their pictures and help."""
+
+import pytest
+
+from tests.browser.conftest import template, template_paths
+from tests.host import PACK
+
+pytestmark = pytest.mark.slow
+
+NAMES = [path.stem for path in template_paths()]
+NODE_IDS = ["XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode"]
+
+# What the page made of a graph: nodes, links with both ends' types, and widget values in the order of the file.
+READ_GRAPH = """() => ({
+    nodes: app.graph.nodes.map(node => ({
+        id: Number(node.id), type: node.type, missing: !(node.type in LiteGraph.registered_node_types) || !!node.has_errors,
+        inputs: node.inputs.map(slot => [slot.name, slot.type]), widgets: node.serialize().widgets_values ?? [],
+    })),
+    links: [...app.graph.links.values()].map(link => {
+        const origin = app.graph.getNodeById(link.origin_id), target = app.graph.getNodeById(link.target_id);
+        return {id: link.id, type: link.type, from: origin?.outputs[link.origin_slot]?.type,
+                to: target?.inputs[link.target_slot]?.type, held: target?.inputs[link.target_slot]?.link};
+    }),
+})"""
+# Dialogs, and the panels in which the page reports missing nodes, missing models and failed runs.
+READ_COMPLAINTS = """() => [...document.querySelectorAll(
+    "[role=dialog], [role=alertdialog], .p-dialog, .p-toast-message-error, [data-testid*=error-overlay], [data-testid*=missing]")]
+    .filter(element => element.checkVisibility()).map(element => element.innerText)"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_template_opens_with_nothing_missing(page, name):
+    given = template(name)
+
+    page.evaluate("graph => app.loadGraphData(graph)", given)
+    page.wait_for_timeout(1500)  # dialogs open a moment later
+    graph = page.evaluate(READ_GRAPH)
+
+    assert page.evaluate(READ_COMPLAINTS) == []
+    assert page.problems == []
+    assert [node["type"] for node in graph["nodes"] if node["missing"]] == []
+    shown = {node["id"]: node for node in graph["nodes"]}
+    assert {id: node["type"] for id, node in shown.items()} == {node["id"]: node["type"] for node in given["nodes"]}
+    for node in given["nodes"]:
+        assert shown[node["id"]]["widgets"] == node.get("widgets_values", []), node["type"]
+        # The same names as in the file: a slot that a node no longer has would be kept by the page, and lead nowhere.
+        assert shown[node["id"]]["inputs"] == [[slot["name"], slot["type"]] for slot in node["inputs"]], node["type"]
+    assert sorted(link["id"] for link in graph["links"]) == sorted(link[0] for link in given["links"])
+    for link in graph["links"]:
+        assert link["from"] == link["to"] == link["type"] and link["held"] == link["id"], link
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_template_inputs_are_those_the_nodes_declare(host, name):
+    """The page keeps what a file says about a node's slots, so the names are compared with the server's as well."""
+    for node in template(name)["nodes"]:
+        if node["type"] == "MarkdownNote":  # lives in the page alone
+            continue
+        declared = host.get(f"/object_info/{node['type']}")[node["type"]]["input"]
+
+        assert {slot["name"] for slot in node["inputs"]} == set(declared.get("required", {})) | set(declared.get("optional", {}))
+
+
+def test_templates_are_listed(host):
+    assert sorted(host.get("/api/workflow_templates")[PACK]) == sorted(NAMES)
+    assert len(NAMES) >= 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_template_has_a_thumbnail_the_page_can_show(page, host, name):
+    url = f"{host.url}/api/workflow_templates/{PACK}/{name}.jpg"
+
+    width = page.evaluate("async url => { const i = new Image(); i.src = url; await i.decode(); return i.naturalWidth }", url)
+
+    assert width == 512
+    assert len(host.get(f"/api/workflow_templates/{PACK}/{name}.jpg")) < 60_000
+
+
+@pytest.mark.parametrize("node_id", NODE_IDS)
+def test_node_has_a_help_page(host, node_id):
+    assert host.get(f"/extensions/{PACK}/docs/{node_id}.md").decode().startswith("# ")

@@ -1,0 +1,161 @@
+"""A VAE of ComfyUI's becomes diffusers' AutoencoderKL with the same pictures, offline, with or without encoder."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+
+from tests.host import comfyui_folder
+from xdit_backend.checkpoints.vae import autoencoder_kl_config, load_autoencoder_kl
+from xdit_backend.protocol.errors import CheckpointError
+
+# Runs in a process of its own: ComfyUI's modules have names that are in the way of ours.
+MADE_BY_COMFYUI = """
+import sys, torch, tiny_checkpoints
+tiny_checkpoints.import_comfyui(sys.argv[1])
+import comfy.ldm.hunyuan_video.vae, comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae, comfy.ldm.wan.vae
+import comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.taesd.taesd
+
+AutoencoderKL = comfy.ldm.models.autoencoder.AutoencoderKL
+config = dict(double_z=True, z_channels=4, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4],
+              num_res_blocks=2, attn_resolutions=[], dropout=0.0)
+
+def engine(config):
+    return comfy.ldm.models.autoencoder.AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
+        decoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Decoder", "params": config})
+
+small = {**config, "ch": 32, "ch_mult": [1, 2, 3], "num_res_blocks": 1}
+tiny = {"sd": AutoencoderKL(ddconfig=small, embed_dim=4), "flux": engine({**small, "z_channels": 16})}
+for kind, vae in tiny.items():
+    with torch.no_grad():
+        tiny_checkpoints.fill(vae.eval(), torch.Generator().manual_seed(0))
+        latent = torch.randn(2, 4 if kind == "sd" else 16, 6, 5, generator=torch.Generator().manual_seed(1))
+        tiny[kind] = vae.state_dict(), latent, vae.decode(latent)
+
+others = {
+    "Flux.2": lambda: AutoencoderKL(ddconfig={**config, "z_channels": 32, "batch_norm_latent": True}, embed_dim=32),
+    "HunyuanVideo": lambda: AutoencoderKL(ddconfig={**config, "conv3d": True, "time_compress": 4}, embed_dim=4),
+    "Stable Video Diffusion": lambda: comfy.ldm.models.autoencoder.AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
+        decoder_config={"target": "comfy.ldm.modules.temporal_ae.VideoDecoder",
+                        "params": {**config, "video_kernel_size": [3, 1, 1], "alpha": 0.0}}),
+    "HunyuanImage": lambda: torch.nn.ModuleDict({"decoder": comfy.ldm.hunyuan_video.vae.Decoder(
+        z_channels=64, out_channels=3, block_out_channels=[128, 256, 512, 512, 1024, 1024], num_res_blocks=2,
+        ffactor_spatial=32)}),
+    "Wan": lambda: comfy.ldm.wan.vae.WanVAE(dim=96, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[],
+                                            temperal_downsample=[False, True, True], dropout=0.0),
+    "LTX": lambda: comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(),
+    "TAESD": lambda: comfy.taesd.taesd.TAESD(latent_channels=4),
+}
+shapes_of = lambda vae: {name: tuple(tensor.shape) for name, tensor in vae.state_dict().items()}
+with torch.device("meta"):
+    full_size = shapes_of(AutoencoderKL(ddconfig=config, embed_dim=4))
+    others = {name: shapes_of(make()) for name, make in others.items()}
+torch.save((tiny, full_size, others), sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def made_by_comfyui(tmp_path_factory):
+    if comfyui_folder() is None:
+        pytest.skip("there is no ComfyUI; set XDIT_COMFYUI to its folder")
+    path = tmp_path_factory.mktemp("vae") / "made.pt"
+    tests = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-c", MADE_BY_COMFYUI, comfyui_folder(), path], cwd=tests, check=True)
+    return torch.load(path)
+
+
+@pytest.fixture
+def tensors(made_by_comfyui):
+    return dict(made_by_comfyui[0]["sd"][0])
+
+
+def decoder_only(tensors):
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(("decoder.", "post_quant_conv."))}
+
+
+@pytest.mark.parametrize("choose", [dict, decoder_only], ids=["whole", "decoder only"])
+@pytest.mark.parametrize("kind", ["sd", "flux"])
+def test_decodes_as_comfyui_does(made_by_comfyui, kind, choose):
+    tensors, latent_BCHW, picture = made_by_comfyui[0][kind]
+
+    vae = load_autoencoder_kl(choose(tensors), torch.float32, "cpu")
+
+    with torch.no_grad():
+        assert (vae.decode(latent_BCHW).sample - picture).abs().max() < 1e-4 * picture.abs().max()
+    assert (vae.post_quant_conv is not None) == (kind == "sd")
+    assert all(not tensor.is_meta for tensor in [*vae.parameters(), *vae.buffers()])
+
+
+def test_the_comparison_notices_one_wrong_tensor(made_by_comfyui):
+    tensors, latent_BCHW, picture = made_by_comfyui[0]["sd"]
+    query, key = "decoder.mid.attn_1.q.weight", "decoder.mid.attn_1.k.weight"
+
+    vae = load_autoencoder_kl({**tensors, query: tensors[key], key: tensors[query].flip(0)}, torch.float32, "cpu")
+
+    with torch.no_grad():
+        assert (vae.decode(latent_BCHW).sample - picture).abs().max() > 1e-3 * picture.abs().max()
+
+
+def test_weights_are_copied_in_the_wanted_dtype(tensors):
+    """The host takes back the memory that they came in."""
+    same_dtype = load_autoencoder_kl(tensors, torch.float32, "cpu")
+    tensors["decoder.conv_in.weight"].zero_()
+
+    assert same_dtype.decoder.conv_in.weight.abs().min() > 0
+    assert load_autoencoder_kl(tensors, torch.bfloat16, "cpu").dtype == torch.bfloat16
+
+
+def test_the_encoder_comes_along_where_there_is_one(tensors):
+    vae = load_autoencoder_kl(tensors, torch.float32, "cpu")
+
+    assert vae.encode(torch.zeros(1, 3, 16, 16)).latent_dist.mean.shape == (1, 4, 4, 4)
+
+
+def test_config_of_stable_diffusions_vae(made_by_comfyui):
+    config = autoencoder_kl_config(made_by_comfyui[1])
+
+    assert config["block_out_channels"] == (128, 256, 512, 512)
+    assert config["layers_per_block"] == 2 and config["latent_channels"] == 4
+    assert config["use_quant_conv"] and config["use_post_quant_conv"] and config["mid_block_add_attention"]
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in AutoencoderKL(**config).parameters())
+    assert num_parameters == 83_653_863  # as published
+
+
+@pytest.mark.parametrize("kind, named", [
+    ("Flux.2", "Flux.2"), ("HunyuanVideo", "a video VAE"), ("Stable Video Diffusion", "Stable Video Diffusion"),
+    ("Wan", "Wan"), ("LTX", "a video VAE"), ("TAESD", "TAESD"), ("HunyuanImage", "58 tensors do not fit"),
+])
+def test_rejects_the_other_vaes_of_comfyui(made_by_comfyui, kind, named):
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in made_by_comfyui[2][kind].items()}
+
+    with pytest.raises(CheckpointError, match="Distributed VAE Decode works with .* SDXL, SD3 and Flux.1") as caught:
+        load_autoencoder_kl(tensors, torch.float32, "cpu")
+
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["decoder.stages.0.op_list.0.main.conv.weight", "decoder.up_blocks.0.0.conv1.weight"])
+def test_rejects_sanas_deep_compression_autoencoder(name):
+    with pytest.raises(CheckpointError, match="Sana|decoder.up_blocks.0.0.conv1.weight"):
+        autoencoder_kl_config({name: (64, 32, 3, 3)})
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"decoder.up.1.block.0.norm1.bias": None}, "up_blocks.1.resnets.0.norm1.bias: shape none is given"),
+    ({"decoder.norm_out.weight": torch.ones(7)}, r"conv_norm_out.weight: shape \(7,\) is given"),
+    ({"decoder.up.0.attn.0.q.weight": torch.ones(7)}, "decoder.up.0.attn.0.q.weight: .* none is needed"),
+    ({"decoder.gate.weight": torch.ones(7)}, "decoder's .* tensors, 1 are unknown"),
+], ids=["missing", "wrong shape", "more attention", "unknown"])
+def test_rejects_tensors_that_do_not_fit(tensors, change, message):
+    changed = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}
+
+    with pytest.raises(CheckpointError, match=message):
+        load_autoencoder_kl(changed, torch.float32, "cpu")

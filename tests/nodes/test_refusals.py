@@ -1,0 +1,151 @@
+"""Bad input gets an error that says what to do; nothing is dropped; the group survives and the next prompt runs."""
+
+import json
+import struct
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def model(comfyui):
+    return comfyui.ours("sd3", comfyui.config("cpu"))
+
+
+def write_safetensors(path, shapes, truncate_bytes=0):
+    """A safetensors file with zeros in it."""
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        num_bytes = 2 * int(torch.Size(shape).numel())
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    raw = json.dumps(header).encode()
+    path.write_bytes((struct.pack("<Q", len(raw)) + raw + bytes(offset))[:None if not truncate_bytes else -truncate_bytes])
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"devices": "gpu0"}, '"gpu0" is not a device'),
+    ({"devices": ""}, "devices is empty"),
+    ({"devices": "cuda:31"}, "cuda:31 is not on this machine"),
+    ({"devices": "cpu,cpu", "mode": "manual"}, "multiply to 1, and there are 2 devices"),
+    ({"devices": "cpu,cpu", "mode": "manual", "cfg_degree": 3}, "1 or 2 can work"),
+    ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2}, "pipefusion_degree=2 is not available yet"),
+    ({"devices": "cpu,cpu", "mode": "manual", "tensor_degree": 2}, "tensor_degree=2 is not available yet"),
+    ({"devices": "cpu", "ulysses_degree": 0}, "ulysses_degree=0 must be at least 1"),
+], ids=str)
+def test_config_that_cannot_work_is_refused_when_queued(comfyui, settings, message):
+    assert message in comfyui.parallel_config.validate_inputs(**settings)
+
+
+def test_defaults_are_accepted_when_queued(comfyui):
+    assert comfyui.parallel_config.validate_inputs() is True
+
+
+def test_ulysses_degree_that_does_not_divide_heads_is_refused_when_loading(comfyui):
+    with pytest.raises(comfyui.errors.ConfigError, match=r"ulysses_degree=3 does not divide SD3's 4 attention heads. Use 1, 2 or 4"):
+        comfyui.ours("sd3", comfyui.config("cpu,cpu,cpu", ulysses=3))
+
+
+def test_truncated_file_is_refused(comfyui):
+    name = comfyui.file("sd3")
+    broken = comfyui.base / "diffusion_models" / "broken.safetensors"
+    broken.write_bytes((comfyui.base / "diffusion_models" / name).read_bytes()[:-1000])
+
+    with pytest.raises(comfyui.errors.CheckpointError, match="broken.safetensors is cut short"):
+        comfyui.load_model.execute("broken.safetensors", "default")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a safetensors file at all", b"\x10" + bytes(7) + b"{" * 16])
+def test_file_that_is_no_safetensors_file_is_refused(comfyui, content):
+    (comfyui.base / "diffusion_models" / "junk.safetensors").write_bytes(content)
+
+    with pytest.raises(comfyui.errors.CheckpointError, match="junk.safetensors"):
+        comfyui.load_model.execute("junk.safetensors", "default")
+
+
+@pytest.mark.parametrize("shapes, message", [
+    ({"input_blocks.0.0.weight": (320, 4, 3, 3)}, "is not a diffusion model that xDiT runs. It runs SD3, Flux.1"),
+    ({"double_blocks.0.img_attn.qkv.weight": (9, 3), "double_blocks.0.img_attn.qkv.scale_weight": (1,)}, "scaled"),
+    ({"t_block.1.weight": (1, 1), "y_embedder.y_proj.fc1.weight": (1, 1), "ar_embedder.mlp.0.weight": (1, 1)}, "PixArt-Alpha"),
+], ids=["sd15", "scaled", "pixart-alpha"])
+def test_file_of_an_unsupported_model_is_refused(comfyui, shapes, message):
+    write_safetensors(comfyui.base / "diffusion_models" / "other.safetensors", shapes)
+
+    with pytest.raises(comfyui.errors.CheckpointError, match=message):
+        comfyui.load_model.execute("other.safetensors", "default")
+
+
+def test_native_model_in_parallel_sampler_is_refused(comfyui):
+    with pytest.raises(comfyui.errors.ConfigError, match="needs a MODEL from Load xDiT Model"):
+        comfyui.parallel_sampler.execute(
+            comfyui.native("sd3"), 7, 2, 4.0, "euler", "simple", comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 2),
+            comfyui.latent("sd3"), 1.0)
+
+
+def test_latent_of_another_model_is_refused(comfyui, model):
+    with pytest.raises(comfyui.errors.ConfigError, match="has 4 channels and SD3 works on 16"):
+        comfyui.sample(model, "sd3", latent={"samples": torch.ones(1, 4, 16, 16)})
+
+
+def test_cfg_degree_without_guidance_is_refused(comfyui):
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
+
+    with pytest.raises(comfyui.errors.ConfigError, match="cfg_degree=2 needs two branches"):
+        comfyui.sample(model, "sd3", cfg=1.0)
+
+
+def test_controlnet_is_refused_before_anything_runs(comfyui, model):
+    positive = comfyui.conditioning("sd3", 1)
+    positive[0][1]["control"] = object()
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="ControlNet"):
+        comfyui.sample(model, "sd3", positive=positive)
+
+
+def test_reference_latents_are_refused(comfyui):
+    positive = comfyui.conditioning("flux", 1)
+    positive[0][1]["reference_latents"] = [torch.zeros(1, 16, 8, 8)]
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="without ref_latents"):
+        comfyui.sample(comfyui.ours("flux", comfyui.config("cpu")), "flux", positive=positive)
+
+
+def test_model_patches_are_refused(comfyui, model):
+    patched = model.clone()
+    patched.set_model_attn1_patch(lambda q, k, v, extra_options: (q, k, v))
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="model patches"):
+        comfyui.sample(patched, "sd3")
+
+
+def test_lora_is_refused_where_it_is_added(comfyui, model):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="LoRA"):
+        model.clone().add_patches({"diffusion_model.x_embedder.proj.weight": ("diff", (torch.zeros(1),))})
+
+
+def test_more_sequence_ranks_than_tokens_are_refused_and_the_group_survives(comfyui):
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", ring=2))
+    comfyui.sample(model, "sd3")
+    pids = {numbers["pid"] for numbers in comfyui.groups.client(("cpu", "cpu")).report_memory().values()}
+
+    with pytest.raises(comfyui.errors.ConfigError, match="has 1 tokens, too few"):
+        comfyui.sample(model, "sd3", latent=comfyui.latent("sd3", size=(2, 2)))
+
+    comfyui.sample(model, "sd3")
+    assert {numbers["pid"] for numbers in comfyui.groups.client(("cpu", "cpu")).report_memory().values()} == pids
+
+
+def test_conditioning_of_another_model_fails_by_name_and_the_group_survives(comfyui, model):
+    with pytest.raises(comfyui.errors.WorkerFailedError, match=r"Worker rank 0 \(cpu\) failed with RuntimeError"):
+        comfyui.sample(model, "sd3", positive=comfyui.conditioning("sd3", 1, 20)[:0] + [[torch.zeros(1, 20, 50),
+                       {"pooled_output": torch.zeros(1, 64)}]])
+
+    comfyui.sample(model, "sd3")
+
+
+def test_missing_packages_are_named_with_the_remedy(comfyui, monkeypatch):
+    groups = __import__("sys").modules[type(comfyui.groups).__module__]
+    monkeypatch.setattr(groups, "WORKER_PACKAGES", ("diffusers", "a_package_that_nobody_has"))
+
+    with pytest.raises(comfyui.errors.ConfigError, match="needs a_package_that_nobody_has.*pip install -r requirements.txt"):
+        comfyui.ours("sd3", comfyui.config("cpu"))

@@ -1,0 +1,212 @@
+"""What a person sees while it runs, and what becomes of the workers when something ends: through ComfyUI's server."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+import uuid
+
+import aiohttp
+import psutil
+import pytest
+from PIL import Image, ImageChops
+
+from tests.conftest import left_behind
+from tests.host import ROOT, Host, HostError, comfyui_folder, make_base
+from tests.tiny_checkpoints import import_comfyui, save
+
+pytestmark = pytest.mark.slow
+
+PREVIEW_IMAGE, TEXT = 1, 3                 # types of ComfyUI's binary messages
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = comfyui_folder()
+    if folder is None:
+        pytest.skip("no ComfyUI: run `python3 start.py test`, or name one in XDIT_COMFYUI")
+    base = tmp_path_factory.mktemp("comfyui")
+    make_base(base, extra_packs=[ROOT / "tests" / "host_nodes"])
+    import_comfyui(folder)
+    save("sd3", base / "models" / "diffusion_models" / "sd3.safetensors")
+    save("vae-sd3", base / "models" / "vae" / "vae.safetensors")
+    return base
+
+
+@pytest.fixture(scope="module")
+def server(base):
+    with Host(comfyui_folder(), base) as host:
+        yield host
+
+
+def workflow(parallel=True, devices="cpu,cpu", steps=3, seed=1, size=256, **degrees):
+    conditioning = {"class_type": "XDiTTestConditioning"}
+    graph = {
+        "positive": {**conditioning, "inputs": {"seed": 1, "tokens": 20, "family": "sd3"}},
+        "negative": {**conditioning, "inputs": {"seed": 2, "tokens": 20, "family": "sd3"}},
+        "latent": {"class_type": "EmptySD3LatentImage", "inputs": {"width": size, "height": size, "batch_size": 1}},
+        "vae": {"class_type": "VAELoader", "inputs": {"vae_name": "vae.safetensors"}},
+        "model": {"class_type": "UNETLoader", "inputs": {"unet_name": "sd3.safetensors", "weight_dtype": "default"}},
+        "sampler": {"class_type": "KSampler", "inputs": {
+            "model": ["model", 0], "seed": seed, "steps": steps, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple",
+            "positive": ["positive", 0], "negative": ["negative", 0], "latent_image": ["latent", 0], "denoise": 1.0}},
+        "decode": {"class_type": "VAEDecode", "inputs": {"samples": ["sampler", 0], "vae": ["vae", 0]}},
+        "save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "test"}},
+    }
+    if parallel:
+        graph["config"] = {"class_type": "XDiTParallelConfig", "inputs": {
+            "devices": devices, "mode": "manual" if degrees else "auto", "num_patches": 0, "warmup_steps": 1,
+            **{f"{name}_degree": degrees.get(name, 1) for name in ("cfg", "data", "pipefusion", "ring", "ulysses", "tensor")}}}
+        graph["model"] = {"class_type": "XDiTLoadModel", "inputs": {
+            "model_name": "sd3.safetensors", "weight_dtype": "default", "parallel": ["config", 0]}}
+        graph["sampler"]["class_type"], graph["decode"]["class_type"] = "XDiTParallelSampler", "XDiTVAEDecode"
+    return graph
+
+
+def picture(base, outputs):
+    entry = outputs["save"]["images"][0]
+    return Image.open(base / "output" / entry["subfolder"] / entry["filename"]).convert("RGB")
+
+
+def watch(host, prompt, on_message, preview_method="latent2rgb", timeout_s=120):
+    """Queue a prompt, call on_message(type, content) for what ComfyUI tells its page, until the prompt is over."""
+    async def run():
+        client = uuid.uuid4().hex
+        async with aiohttp.ClientSession() as session, session.ws_connect(f"{host.url}/ws?clientId={client}", max_msg_size=0) as page:
+            # A page says so when it can show the newer kinds of messages.
+            await page.send_str(json.dumps({"type": "feature_flags", "data": {"supports_preview_metadata": False}}))
+            await session.post(f"{host.url}/prompt", json={"prompt": prompt, "client_id": client,
+                                                           "extra_data": {"preview_method": preview_method}})
+            deadline_s = time.monotonic() + timeout_s
+            while time.monotonic() < deadline_s:
+                message = await page.receive(timeout=timeout_s)
+                if message.type == aiohttp.WSMsgType.BINARY:
+                    on_message(int.from_bytes(message.data[:4], "big"), message.data[4:])
+                elif message.type == aiohttp.WSMsgType.TEXT:
+                    event = json.loads(message.data)
+                    on_message(event["type"], event["data"])
+                    if event["type"] in ("execution_success", "execution_error", "execution_interrupted"):
+                        return event["type"], event["data"]
+        raise TimeoutError
+    return asyncio.run(run())
+
+
+def workers(host):
+    """Pids of the host's workers (not of torchrun)."""
+    return sorted(process.pid for process in psutil.Process(host.process.pid).children(recursive=True)
+                  if "xdit_backend.worker" in process.cmdline() and "torch.distributed.run" not in process.cmdline())
+
+
+def test_picture_equals_the_native_nodes(server, base):
+    native, _ = server.run(workflow(parallel=False))
+    ours, _ = server.run(workflow())
+
+    difference = ImageChops.difference(picture(base, native), picture(base, ours))
+    assert max(high for _, high in difference.getextrema()) <= 1
+    assert picture(base, ours).size == (256, 256)
+    assert min(high - low for low, high in picture(base, ours).getextrema()) > 50        # not a flat picture
+
+
+def test_progress_previews_and_phases_reach_the_page(server):
+    server.run({**workflow(seed=2), **{}})
+    for pid in workers(server):                                # a new group, to see its phases
+        os.kill(pid, signal.SIGKILL)
+    steps, previews, phases = [], [], []
+
+    def on_message(kind, content):
+        if kind == "progress" and content["node"] == "sampler":
+            steps.append(content["value"])
+        elif kind == PREVIEW_IMAGE:
+            previews.append(content)
+        elif kind == TEXT:
+            phases.append(content[4 + int.from_bytes(content[:4], "big"):].decode())
+
+    with pytest.raises(HostError, match="died"):               # the run that finds the workers gone says so
+        server.run(workflow(seed=3))
+    outcome, _ = watch(server, workflow(seed=4, steps=4), on_message)
+
+    assert outcome == "execution_success"
+    assert steps == [1, 2, 3, 4]
+    assert len(previews) >= 3
+    assert any(text.startswith("starting workers") for text in phases)
+    assert any(text.startswith("loading weights") for text in phases)
+
+
+def test_cancel_ends_within_a_step_and_leaves_the_group_ready(server):
+    server.run(workflow(seed=5))
+    before, cancelled_s = workers(server), []
+
+    def on_message(kind, content):
+        if kind == "progress" and content["value"] == 2 and not cancelled_s:
+            cancelled_s.append(time.monotonic())
+            server._request("/interrupt", {})
+
+    outcome, _ = watch(server, workflow(seed=6, steps=500, size=512), on_message)
+    took_s = time.monotonic() - cancelled_s[0]
+    server.run(workflow(seed=7))
+
+    assert outcome == "execution_interrupted"
+    assert took_s < 3
+    assert workers(server) == before
+
+
+def test_killed_worker_fails_the_prompt_by_name_and_the_next_one_runs(server):
+    server.run(workflow(seed=8))
+    victim = workers(server)[1]
+
+    def on_message(kind, content):
+        if kind == "progress" and content["value"] == 2 and psutil.pid_exists(victim):
+            os.kill(victim, signal.SIGKILL)
+
+    outcome, content = watch(server, workflow(seed=9, steps=500, size=512), on_message)
+
+    assert outcome == "execution_error"
+    assert "died" in content["exception_message"] and "Worker rank" in content["exception_message"]
+    assert content["node_id"] == "sampler"
+    server.run(workflow(seed=10))
+    assert len(workers(server)) == 2
+
+
+def test_impossible_degrees_are_refused_when_queued(server):
+    with pytest.raises(HostError, match="multiply to 3, and there are 2 devices"):
+        server.run(workflow(ring=3))
+
+
+def test_everything_listens_on_loopback_only(server):
+    server.run(workflow(seed=11))
+    processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+
+    listening = {connection.laddr.ip for process in processes for connection in process.net_connections("inet")
+                 if connection.status == psutil.CONN_LISTEN}
+
+    assert len(processes) >= 4
+    assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "sampling"])
+def test_workers_end_with_a_killed_host(base, busy):
+    before = set(left_behind())
+    with Host(comfyui_folder(), base) as host:
+        host.run(workflow(seed=12))
+        assert set(left_behind()) > before
+        if busy:
+            host._request("/prompt", {"prompt": workflow(seed=13, steps=500, size=768)})
+            time.sleep(2)
+
+        host.process.kill()
+        host.process.wait()
+        killed_s = time.monotonic()
+        while set(left_behind()) - before and time.monotonic() - killed_s < 10:
+            time.sleep(0.1)
+
+    assert not set(left_behind()) - before
+    assert time.monotonic() - killed_s < 5
+
+
+def test_workers_end_with_a_host_that_ends(base):
+    before = set(left_behind())
+    with Host(comfyui_folder(), base) as host:
+        host.run(workflow(seed=14))
+
+    assert not set(left_behind()) - before
