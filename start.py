@@ -203,7 +203,7 @@ def install(python, stamp, requirement_files):
         return
     say("Installing PyTorch, ComfyUI's requirements and the pack's: several GB, some minutes the first time")
     files = [argument for file in requirement_files for argument in ("-r", str(file))]
-    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", *TORCH, *files], "installing the packages")
+    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *TORCH, *files], "installing the packages")
     stamp.write_text(json.dumps(wanted, indent=1))
 
 
@@ -234,7 +234,7 @@ def run_logged(command, what):
 
 
 def wait(process):
-    """The process's exit code. Ctrl-C reaches it too; it ends by itself and is waited for."""
+    """The process's exit code. Ctrl-C reaches it too: it ends by itself, and with 0 where Ctrl-C is how it should end."""
     interrupted = False
     while True:
         try:
@@ -242,7 +242,7 @@ def wait(process):
         except KeyboardInterrupt:
             interrupted = True
             continue
-        if interrupted:
+        if interrupted and exit_code:
             raise KeyboardInterrupt
         return exit_code
 

@@ -70,7 +70,7 @@ Log           {host.log}
             wait_for_end(host)
         else:
             print("To open the page and try the graph yourself: python3 start.py --keep", flush=True)
-    print(f"ComfyUI has ended (exit code {host.process.returncode}).", flush=True)
+    print("ComfyUI has ended.", flush=True)
 
 
 def measure(host, devices):

@@ -45,7 +45,7 @@ def chromium():
 
 
 @pytest.fixture(scope="module")
-def page(host, chromium):
+def page(chromium, host):
     """ComfyUI's page, loaded and ready; exceptions of its scripts are collected in `page.problems`."""
     page = chromium.new_page(viewport={"width": 1600, "height": 900})
     page.problems = []

@@ -1,0 +1,151 @@
+"""A model behind its seams is the model: exact in float64 for every family, layout and shape; without a seam it is not."""
+
+import pytest
+import torch
+
+import xdit_backend.parallel.usp as usp
+from tests.models.zoo import CONFIGS, example
+from tests.ranks import run_ranks
+from xdit_backend.models import FAMILIES
+from xdit_backend.parallel.apply import Seams
+from xdit_backend.parallel.collectives import Traffic
+from xdit_backend.parallel.mesh import SINGLE, build_mesh
+from xdit_backend.parallel.tokens import Tokens
+from xdit_backend.protocol.errors import ConfigError, UnsupportedError
+from xdit_backend.protocol.messages import Layout
+
+EXACT = 1e-10
+LAYOUTS = {"ulysses2": Layout(ulysses_degree=2), "ring2": Layout(ring_degree=2), "ring3": Layout(ring_degree=3),
+           "ring2-ulysses2": Layout(ring_degree=2, ulysses_degree=2), "ulysses4": Layout(ulysses_degree=4)}
+SHAPES = {"even": {"rows": 8, "columns": 8, "num_text_tokens": 8}, "uneven": {"rows": 6, "columns": 10, "num_text_tokens": 7},
+          "batch": {"rows": 4, "columns": 6, "batch": 3}}
+
+
+def num_ranks(layout):
+    return layout.ring_degree * layout.ulysses_degree
+
+
+def difference(rank, world_size, name, layout, shapes, mutant=None):
+    """Largest difference between the parallel prediction and the model's own, for each shape, on one model."""
+    torch.set_grad_enabled(False)
+    if mutant is not None:
+        MUTANTS[mutant]()
+    mesh = build_mesh(layout, world_size)
+    model, results = None, []
+    for shape in shapes:
+        one = example(name, **shape)
+        want = one.run()
+        if model is None:
+            model = one.model
+            seams = Seams(model, one.family.plan)
+        one.model = model
+        with seams.serving(mesh, Traffic()):
+            results.append((one.run() - want).abs().max().item())
+    return results
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_prediction_equals_the_model(name, layout):
+    """Shapes follow one another on the same seams, so that nothing of one run may reach the next."""
+    results = run_ranks(difference, num_ranks(layout), name, layout, list(SHAPES.values()))
+
+    assert max(max(result) for result in results) < EXACT
+
+
+def own_keys_only():
+    usp.ring_attention = lambda q, k, v, sizes, mesh, scale, traffic: usp.attention_with_lse(q, k, v, scale)[0]
+
+
+def merge_by_mean():
+    usp.merge_attention = lambda out, lse, block_out, block_lse: ((out + block_out) / 2, lse)
+
+
+def rotary_tables_of_the_first_shard():
+    take = Tokens.take
+    Tokens.take = lambda self, tensor, dim, streams: take(
+        Tokens(self.counts, self.num_shards, 0) if tensor.ndim == 2 else self, tensor, dim, streams)
+
+
+def heads_back_in_reverse():
+    together = usp._heads_together
+    usp._heads_together = lambda *arguments: together(*arguments).flip(1)
+
+
+MUTANTS = {function.__name__: function for function in (
+    own_keys_only, merge_by_mean, rotary_tables_of_the_first_shard, heads_back_in_reverse)}
+
+
+@pytest.mark.parametrize("mutant, name, layout", [
+    ("own_keys_only", "SD3", "ring2"), ("merge_by_mean", "PixArt-Sigma", "ring2"),
+    ("rotary_tables_of_the_first_shard", "Flux.1", "ring2"), ("heads_back_in_reverse", "Wan 2.1", "ulysses2")])
+def test_exactness_notices_a_broken_method(mutant, name, layout):
+    results = run_ranks(difference, 2, name, LAYOUTS[layout], [{"rows": 8, "columns": 8, "num_text_tokens": 8}], mutant)
+
+    assert max(max(result) for result in results) > 1e-6
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_rank_is_bitwise_the_model(name):
+    one = example(name)
+    want, keys = one.run(), list(one.model.state_dict())
+    seams = Seams(one.model, one.family.plan)
+
+    with seams.serving(SINGLE, Traffic()):
+        result = one.run()
+
+    assert torch.equal(result, want)
+    assert list(one.model.state_dict()) == keys
+
+
+def attention_calls(rank, world_size, name):
+    torch.set_grad_enabled(False)
+    one, calls = example(name), []
+    attention = usp.usp_attention
+
+    def counted(*arguments):
+        calls.append(arguments[0].shape)
+        return attention(*arguments)
+
+    import xdit_backend.parallel.apply as apply
+    apply.usp_attention = counted
+    with Seams(one.model, one.family.plan).serving(build_mesh(Layout(ring_degree=world_size), world_size), Traffic()):
+        one.run()
+    return len(calls)
+
+
+@pytest.mark.parametrize("name, expected", [("SD3", 4), ("Flux.1", 4), ("Wan 2.1", 2), ("PixArt-Sigma", 3)])
+def test_only_self_attention_is_replaced(name, expected):
+    """SD3: three joint attentions and one dual; Wan and PixArt: one a block, cross-attention stays as it is."""
+    assert run_ranks(attention_calls, 2, name) == [expected, expected]
+
+
+def refusal(rank, world_size):
+    torch.set_grad_enabled(False)
+    one = example("SD3", rows=2, columns=2)
+    with Seams(one.model, one.family.plan).serving(build_mesh(Layout(ring_degree=2), 2), Traffic()):
+        one.run()
+
+
+def test_fewer_tokens_than_ranks_are_refused():
+    with pytest.raises(ConfigError, match="has 1 tokens, too few for ulysses_degree x ring_degree = 2"):
+        run_ranks(refusal, 2)
+
+
+def masked(rank, world_size):
+    torch.set_grad_enabled(False)
+    one = example("PixArt-Sigma")
+    inputs = one.family.inputs(one.latent, one.timestep, one.conditioning, one.config)
+    with Seams(one.model, one.family.plan).serving(build_mesh(Layout(ring_degree=2), 2), Traffic()):
+        one.model(**inputs, attention_mask=torch.ones(1, 15), return_dict=False)
+
+
+def test_a_mask_that_cannot_be_honoured_is_refused():
+    with pytest.raises(UnsupportedError, match="masks its self-attention"):
+        run_ranks(masked, 2)
+
+
+def test_a_family_is_one_small_file():
+    import inspect
+    for family in FAMILIES.values():
+        assert len(inspect.getsource(inspect.getmodule(family.convert)).splitlines()) <= 150, family.name
