@@ -1,5 +1,7 @@
 """Load xDiT Model: where Load Diffusion Model was."""
 
+import os
+
 import folder_paths
 from comfy_api.latest import io
 
@@ -14,6 +16,7 @@ class XDiTLoadModel(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         names = [name for folder in FOLDERS for name in folder_paths.get_filename_list(folder) if name.endswith(".safetensors")]
+        names += diffusers_folders()
         return io.Schema(
             node_id="XDiTLoadModel",
             display_name="Load xDiT Model",
@@ -22,7 +25,8 @@ class XDiTLoadModel(io.ComfyNode):
             search_aliases=["load diffusion model", "unet loader", "multi gpu"],
             inputs=[
                 io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip="A .safetensors file of SD3, SD3.5, "
-                               "Flux.1, Wan 2.1 text-to-video or PixArt-Sigma, in models/diffusion_models or models/checkpoints."),
+                               "Flux.1, Wan 2.1 text-to-video or PixArt-Sigma, in models/diffusion_models or models/checkpoints; or a "
+                               "folder of models/diffusers."),
                 io.Combo.Input("weight_dtype", options=list(WEIGHT_DTYPES), default="default", tooltip="How the weights are held. "
                                "default: as ComfyUI's own loader would. fp8_e4m3fn halves the memory and changes the picture a "
                                "little."),
@@ -38,5 +42,19 @@ class XDiTLoadModel(io.ComfyNode):
             path = folder_paths.get_full_path(folder, model_name)
             if path is not None:
                 return io.NodeOutput(load_shell(path, weight_dtype, parallel or ParallelConfig()))
-        raise FileNotFoundError(f"model_name: {model_name} is in none of the folders models/{', models/'.join(FOLDERS)}. "
-                                f"Press R to refresh the list.")
+        for root in folder_paths.get_folder_paths("diffusers"):
+            if os.path.isdir(os.path.join(root, model_name)):
+                return io.NodeOutput(load_shell(os.path.join(root, model_name), weight_dtype, parallel or ParallelConfig()))
+        raise FileNotFoundError(f"model_name: {model_name} is in none of the folders models/{', models/'.join(FOLDERS)} and "
+                                f"models/diffusers. Press R to refresh the list.")
+
+
+def diffusers_folders():
+    """Folders of models/diffusers that have a transformer, as ComfyUI's DiffusersLoader names them."""
+    found = []
+    for root in folder_paths.get_folder_paths("diffusers"):
+        for folder, folders, _ in os.walk(root, followlinks=True):
+            if "transformer" in folders:
+                found.append(os.path.relpath(folder, root))
+                folders.clear()
+    return sorted(found)

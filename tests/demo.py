@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.host import PACK, ROOT, Host, HostError, comfyui_folder, make_base
+from tests.comfyui_server import PACK, ROOT, Host, HostError, comfyui_folder, make_base
 
 BASE = ROOT / ".host" / "demo"
 MODEL, VAE = "xdit_demo_sd3.safetensors", "xdit_demo_vae.safetensors"

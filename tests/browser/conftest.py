@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.browser.chromium import ARGUMENTS, find_chromium
-from tests.host import ROOT, Host, comfyui_folder, make_base
+from tests.comfyui_server import ROOT, Host, comfyui_folder, make_base
 
 # Empty files: the page only lists names, and marks those that a template names and that are not there.
 TEMPLATE_FILES = {

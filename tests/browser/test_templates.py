@@ -3,7 +3,7 @@
 import pytest
 
 from tests.browser.conftest import template, template_paths
-from tests.host import PACK
+from tests.comfyui_server import PACK
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from tests.host import comfyui_folder
+from tests.comfyui_server import comfyui_folder
 from xdit_backend.checkpoints.vae import autoencoder_kl_config, load_autoencoder_kl
 from xdit_backend.protocol.errors import CheckpointError
 

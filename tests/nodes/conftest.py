@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.host import ROOT, comfyui_folder
+from tests.comfyui_server import ROOT, comfyui_folder
 from tests.host_nodes import POOLED_CHANNELS, TEXT_CHANNELS
 from tests.tiny_checkpoints import import_comfyui, save
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from tests.conftest import left_behind
-from tests.host import ROOT, Host, HostError, comfyui_folder, make_base
+from tests.comfyui_server import ROOT, Host, HostError, comfyui_folder, make_base
 from tests.tiny_checkpoints import import_comfyui, save
 
 pytestmark = pytest.mark.slow

@@ -39,7 +39,7 @@ def difference(rank, world_size, name, layout, shapes, mutant=None):
             model = one.model
             seams = Seams(model, one.family.plan)
         one.model = model
-        with seams.serving(mesh, Traffic()):
+        with seams.serving(mesh, Traffic(), {}):
             results.append((one.run() - want).abs().max().item())
     return results
 
@@ -91,7 +91,7 @@ def test_one_rank_is_bitwise_the_model(name):
     want, keys = one.run(), list(one.model.state_dict())
     seams = Seams(one.model, one.family.plan)
 
-    with seams.serving(SINGLE, Traffic()):
+    with seams.serving(SINGLE, Traffic(), {}):
         result = one.run()
 
     assert torch.equal(result, want)
@@ -109,7 +109,7 @@ def attention_calls(rank, world_size, name):
 
     import xdit_backend.parallel.apply as apply
     apply.usp_attention = counted
-    with Seams(one.model, one.family.plan).serving(build_mesh(Layout(ring_degree=world_size), world_size), Traffic()):
+    with Seams(one.model, one.family.plan).serving(build_mesh(Layout(ring_degree=world_size), world_size), Traffic(), {}):
         one.run()
     return len(calls)
 
@@ -123,7 +123,7 @@ def test_only_self_attention_is_replaced(name, expected):
 def refusal(rank, world_size):
     torch.set_grad_enabled(False)
     one = example("SD3", rows=2, columns=2)
-    with Seams(one.model, one.family.plan).serving(build_mesh(Layout(ring_degree=2), 2), Traffic()):
+    with Seams(one.model, one.family.plan).serving(build_mesh(Layout(ring_degree=2), 2), Traffic(), {}):
         one.run()
 
 
@@ -136,13 +136,31 @@ def masked(rank, world_size):
     torch.set_grad_enabled(False)
     one = example("PixArt-Sigma")
     inputs = one.family.inputs(one.latent, one.timestep, one.conditioning, one.config)
-    with Seams(one.model, one.family.plan).serving(build_mesh(Layout(ring_degree=2), 2), Traffic()):
+    with Seams(one.model, one.family.plan).serving(build_mesh(Layout(ring_degree=2), 2), Traffic(), {}):
         one.model(**inputs, attention_mask=torch.ones(1, 15), return_dict=False)
 
 
 def test_a_mask_that_cannot_be_honoured_is_refused():
     with pytest.raises(UnsupportedError, match="masks its self-attention"):
         run_ranks(masked, 2)
+
+
+def test_time_is_not_rounded_to_half_precision():
+    """Flux's forward rounds the timestep to the model's dtype before it embeds it (988 here); ComfyUI's model does not.
+
+    Guidance is rounded by both.
+    """
+    one, seen = example("Flux.1", torch.bfloat16), []
+    one.timestep = torch.tensor([0.98715])
+    one.model.time_text_embed.time_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].item()))
+    seams = Seams(one.model, one.family.plan)
+    inputs = one.family.inputs(one.latent, one.timestep, one.conditioning, one.config)
+
+    one.run()
+    with seams.serving(SINGLE, Traffic(), inputs):
+        one.run()
+
+    assert seen == [988.0, 3504.0, pytest.approx(987.15), 3504.0]
 
 
 def test_a_family_is_one_small_file():

@@ -56,9 +56,8 @@ class Client:
 
     def load_model(self, spec):
         """Make sure that every worker holds the model."""
-        group = self.group
-        if spec.name not in self._models:
-            self._request(group, lambda request: messages.LoadModel(request, spec))
+        if not self.holds(spec.name):
+            self._request(lambda request: messages.LoadModel(request, spec))
             self._models.add(spec.name)
 
     def drop(self, name):
@@ -66,7 +65,7 @@ class Client:
         if self.holds(name):
             self._models.discard(name)
             self._autoencoders.discard(name)
-            self._request(self._group, lambda request: messages.DropModel(request, name))
+            self._request(lambda request: messages.DropModel(request, name))
 
     def predict(self, spec, config, num_heads, num_channels, calls):
         """Evaluate the model on one or two calls at once; returns a list of predictions, float32 on the CPU.
@@ -76,29 +75,24 @@ class Client:
         """
         layout = choose_layout(config, len(self.devices), len(calls), num_heads, spec.family)
         self.load_model(spec)
-        group, used = self.group, []
-        try:
-            branches, predictions = [], []
-            for call in calls:
-                shape = (call.latent.shape[0], num_channels, *call.latent.shape[2:])
-                prediction, view = group.segments.create(shape, torch.float32)
-                used.append(prediction)
-                latent, timestep = group.segments.share(call.latent), group.segments.share(call.timestep)
-                used += [latent, timestep]
-                branches.append(messages.Branch(latent, timestep, self._name_conditioning(call.conditioning), prediction))
-                predictions.append(view)
-            done = self._request(group, lambda request: messages.Predict(request, spec.name, layout, branches))
-            self.last_sent_bytes = {rank: reply.numbers["sent_bytes"] for rank, reply in done.items()}
-            return predictions
-        finally:
-            for segment in used:
-                group.segments.remove(segment)
+        group = self.group
+        names = [self._name_conditioning(call.conditioning) for call in calls]
+        branches, predictions, segments = [], [], []
+        for call, name in zip(calls, names):
+            prediction, view = group.segments.create((call.latent.shape[0], num_channels, *call.latent.shape[2:]), torch.float32)
+            latent, timestep = group.segments.share(call.latent), group.segments.share(call.timestep)
+            segments += [prediction, latent, timestep]
+            branches.append(messages.Branch(latent, timestep, name, prediction))
+            predictions.append(view)
+        done = self._request(lambda request: messages.Predict(request, spec.name, layout, branches), segments)
+        self.last_sent_bytes = {rank: reply.numbers["sent_bytes"] for rank, reply in done.items()}
+        return predictions
 
     def end_run(self):
-        """Forget the conditioning of a run, on both sides."""
+        """Forget the conditioning of a run, on both sides. Waits for nothing: a cancelled step may still be running."""
         names, self._conditionings = list(self._conditionings), {}
         if names and self.running:
-            self._request(self._group, lambda request: messages.DropConditioning(request, names))
+            self._group.post(lambda request: messages.DropConditioning(request, names))
 
     def decode(self, name, dtype, weights, latent, scale):
         """Decode latents (B, C, H, W) to pictures (B, H * scale, W * scale, 3), float32 in [0, 1].
@@ -106,27 +100,20 @@ class Client:
         weights() gives the VAE's tensors, and is called only when the group does not hold the VAE `name`.
         """
         group = self.group
-        used = []
-        try:
-            if name not in self._autoencoders:
-                segments = {key: group.segments.share(tensor) for key, tensor in weights().items()}
-                used += segments.values()
-                spec = messages.AutoencoderSpec(name, dtype, segments)
-                self._request(group, lambda request: messages.LoadAutoencoder(request, spec))
-                self._autoencoders.add(name)
-            shared = group.segments.share(latent)
-            batch, _, rows, columns = latent.shape
-            picture, view = group.segments.create((batch, rows * scale, columns * scale, 3), torch.float32)
-            used += [shared, picture]
-            self._request(group, lambda request: messages.Decode(request, name, shared, picture))
-            return view
-        finally:
-            for segment in used:
-                group.segments.remove(segment)
+        if name not in self._autoencoders:
+            segments = {key: group.segments.share(tensor) for key, tensor in weights().items()}
+            spec = messages.AutoencoderSpec(name, dtype, segments)
+            self._request(lambda request: messages.LoadAutoencoder(request, spec), segments.values())
+            self._autoencoders.add(name)
+        shared = group.segments.share(latent)
+        batch, _, rows, columns = latent.shape
+        picture, view = group.segments.create((batch, rows * scale, columns * scale, 3), torch.float32)
+        self._request(lambda request: messages.Decode(request, name, shared, picture), [shared, picture])
+        return view
 
     def report_memory(self):
         """{rank: measurements}, see Engine."""
-        return {rank: reply.numbers for rank, reply in self._request(self.group, messages.ReportMemory).items()}
+        return {rank: reply.numbers for rank, reply in self._request(messages.ReportMemory).items()}
 
     def close(self):
         """End the worker group."""
@@ -148,14 +135,10 @@ class Client:
             self.end_run()
         self._count += 1
         name = f"conditioning-{self._count}"
-        segments = {key: self._group.segments.share(tensor) for key, tensor in tensors.items()}
-        try:
-            self._request(self._group, lambda request: messages.Conditioning(request, name, segments))
-        finally:
-            for segment in segments.values():
-                self._group and self._group.segments.remove(segment)
         self._conditionings[name] = {key: tensor.clone() for key, tensor in tensors.items()}
+        segments = {key: self._group.segments.share(tensor) for key, tensor in tensors.items()}
+        self._request(lambda request: messages.Conditioning(request, name, segments), segments.values())
         return name
 
-    def _request(self, group, make_command):
-        return group.request(make_command, self.on_phase, self.check)
+    def _request(self, make_command, segments=()):
+        return self.group.request(make_command, self.on_phase, self.check, segments)

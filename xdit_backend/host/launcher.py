@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..protocol import errors
 from ..protocol.channel import Door
 from ..protocol.errors import ChannelClosedError, WorkerDiedError, WorkerFailedError, WorkerStartError
-from ..protocol.messages import Done, Failed, Phase, Ready, Stop
+from ..protocol.messages import Done, Phase, Ready, Stop
 from ..protocol.segments import SegmentStore
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class WorkerGroup:
         self.devices = tuple(devices)
         self.segments = SegmentStore()
         self._log_folder = self.segments.overflow_folder / "logs"
-        self._channels, self._last_request = {}, 0
+        self._channels, self._unanswered, self._last_request = {}, {}, 0
         self._process = self._door = self._store = None
         self._finalizer = weakref.finalize(self, self.segments.close)
         self._close_at_exit = _closer(weakref.ref(self))
@@ -61,21 +61,31 @@ class WorkerGroup:
     def alive(self):
         return self._process is not None and self._process.poll() is None and len(self._channels) == len(self.devices)
 
-    def request(self, make_command, on_phase=lambda phase: None, check=lambda: None):
+    def request(self, make_command, on_phase=lambda phase: None, check=lambda: None, segments=()):
         """Send make_command(request number) to every rank, wait for every answer; returns {rank: Done}.
 
-        Raises what a worker raised (an error of this project keeps its class; others become WorkerFailedError), or
-        WorkerDiedError. When check() raises, the answer is abandoned: workers finish the command and take the next.
+        `segments` belong to the command and are removed when every rank has answered it. Raises what a worker raised (an
+        error of this project keeps its class; others become WorkerFailedError), or WorkerDiedError. When check()
+        raises, the answer is abandoned: workers finish the command and take the next.
         """
+        request = self.post(make_command, segments)
+        try:
+            return self._collect(request, on_phase, check)
+        finally:
+            self._settle()
+
+    def post(self, make_command, segments=()):
+        """Send make_command(request number) to every rank and wait for nothing; returns the request number."""
         self._last_request += 1
         request = self._last_request
+        self._unanswered[request] = (set(self._channels), list(segments))
         command = make_command(request)
         for rank, channel in list(self._channels.items()):
             try:
                 channel.send(command)
             except ChannelClosedError:
                 self._lost(rank)
-        return self._collect(request, on_phase, check)
+        return request
 
     def close(self):
         """End the workers and remove every file of the group. May be called twice, and from atexit."""
@@ -164,14 +174,26 @@ class WorkerGroup:
                     self._lost(rank)
                 if isinstance(message, Phase):
                     on_phase(message)
-                elif isinstance(message, (Done, Failed)) and message.request == request:
-                    if isinstance(message, Done):
-                        done[rank] = message
-                    else:
-                        failed[rank], failed_s = message, failed_s or time.monotonic()
+                    continue
+                if message.request in self._unanswered:
+                    self._unanswered[message.request][0].discard(rank)
+                if message.request != request:                 # the answer to a request that was abandoned
+                    continue
+                if isinstance(message, Done):
+                    done[rank] = message
+                else:
+                    failed[rank], failed_s = message, failed_s or time.monotonic()
         if failed:
             raise _raised(min(failed.values(), key=lambda failure: failure.rank))
         return done
+
+    def _settle(self):
+        """Remove the segments of requests that every rank has answered."""
+        for request, (ranks, segments) in list(self._unanswered.items()):
+            if not ranks:
+                del self._unanswered[request]
+                for segment in segments:
+                    self.segments.remove(segment)
 
     def _lost(self, rank):
         """A worker's connection is gone: end the group and say what is known."""

@@ -68,6 +68,7 @@ FLUX = Family(
         streams={"hidden_states": "image", "encoder_hidden_states": "text"},
         tokens={"image_rotary_emb": TokenArgument(0, ("text", "image"))},
         attention={"attn": ("text", "image")},
+        exact={"time_text_embed": (("timestep", "guidance"), 1000.0)},
     ),
     recognise=lambda shapes: "double_blocks.0.img_attn.norm.key_norm.scale" in shapes
     and "single_blocks.0.linear1.weight" in shapes and "img_in.weight" in shapes

@@ -29,6 +29,8 @@ class ModelPlan:
     streams: block arguments that carry hidden states (B, T, C) from block to block -> "image" or "text". A text
     that is only read by cross-attention is not a stream.
     tokens: other block arguments with a token dim, such as rotary tables.
+    exact: modules whose leading arguments the forward rounds to half precision on the way -> the arguments of the
+    forward they come from, and the factor it multiplies them by. They get them unrounded, as ComfyUI's models do.
     attention: modules inside a block that mix tokens -> the streams they mix, in the order of their sequence.
     """
 
@@ -36,6 +38,7 @@ class ModelPlan:
     streams: dict[str, str]
     attention: dict[str, tuple[str, ...]]
     tokens: dict[str, TokenArgument] = field(default_factory=dict)
+    exact: dict[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The seams: where a diffusers transformer's own, unmodified forward meets the parallel methods.
 
-Three seams, placed once on a loaded model as its plan says: tokens are cut to this rank's shard where they enter the
-blocks, attention inside the listed modules is handed to a parallel method, and shards are joined after the last block.
+Placed once on a loaded model, as its plan says: tokens are cut to this rank's shard where they enter the blocks, attention
+inside the listed modules is handed to a parallel method, and shards are joined after the last block.
 """
 
 import functools
@@ -23,7 +23,7 @@ class Seams:
 
     def __init__(self, model, plan):
         self.plan = plan
-        self._mesh, self._traffic, self._tokens, self._cuts = SINGLE, None, None, {}
+        self._mesh, self._traffic, self._inputs, self._tokens, self._cuts = SINGLE, None, {}, None, {}
         blocks = [(block, list_) for list_ in plan.blocks for block in model.get_submodule(list_.name)]
         for index, (block, _) in enumerate(blocks):
             names = list(inspect.signature(block.forward).parameters)
@@ -33,15 +33,21 @@ class Seams:
                 if module is not None:
                     module.forward = self._parallel_attention(module.forward, streams)
         blocks[-1][0].register_forward_hook(functools.partial(self._join, blocks[-1][1]))
+        for name, (arguments, factor) in plan.exact.items():
+            model.get_submodule(name).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
 
     @contextmanager
-    def serving(self, mesh, traffic):
-        """Run the model's forward under this to run it in parallel. Every rank of the sequence axes does."""
-        self._mesh, self._traffic = mesh, traffic
+    def serving(self, mesh, traffic, inputs):
+        """Run the model's forward with `inputs` under this to run it in parallel. Every rank of the sequence axes does."""
+        self._mesh, self._traffic, self._inputs = mesh, traffic, inputs
         try:
             yield
         finally:
-            self._mesh, self._traffic, self._tokens, self._cuts = SINGLE, None, None, {}
+            self._mesh, self._traffic, self._inputs, self._tokens, self._cuts = SINGLE, None, {}, None, {}
+
+    def _unround(self, arguments, factor, module, args):
+        exact = [self._inputs[name] * factor for name in arguments if self._inputs.get(name) is not None]
+        return (*exact, *args[len(exact):])
 
     def _cut(self, names, first, block, args, kwargs):
         if self._mesh.sequence_degree == 1:

@@ -49,6 +49,9 @@ def map_segment(segment):
     if segment.num_elements == 0:
         return torch.empty(segment.shape, dtype=DTYPES[segment.dtype])
     try:
+        num_bytes = segment.num_elements * DTYPES[segment.dtype].itemsize
+        if os.path.getsize(segment.path) < num_bytes:          # from_file would make or grow the file
+            raise OSError(f"it has fewer than {num_bytes} bytes")
         flat = torch.from_file(segment.path, shared=True, size=segment.num_elements, dtype=DTYPES[segment.dtype])
     except (RuntimeError, OSError) as error:
         raise XDiTError(f"Shared memory {segment.path} cannot be opened: {error}") from error

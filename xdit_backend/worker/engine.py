@@ -76,8 +76,9 @@ class Engine:
             timestep = map_segment(branch.timestep)[rows].to(self.device)
             conditioning = {name: tensor[rows].to(dtype) if tensor.shape[0] == batch else tensor.to(dtype)
                             for name, tensor in self._conditioning[branch.conditioning].items()}
-            with seams.serving(mesh, traffic):
-                output = model(**family.inputs(latent, timestep, conditioning, config), return_dict=False)[0]
+            inputs = family.inputs(latent, timestep, conditioning, config)
+            with seams.serving(mesh, traffic, inputs):
+                output = model(**inputs, return_dict=False)[0]
             if mesh.sequence_rank == 0:
                 map_segment(branch.prediction)[rows].copy_(family.prediction(output, latent))
         return {"sent_bytes": traffic.sent_bytes}

@@ -1,0 +1,45 @@
+"""What only a GPU shows. Skipped by name where there is none."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.host.conftest import call_of, folders, manual, spec_of  # noqa: F401
+from tests.models.zoo import CONFIGS, example
+from xdit_backend.host.client import Client
+from xdit_backend.parallel.attention import attention_with_lse, merge_attention
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize("head_size", [64, 72, 128])
+@pytest.mark.parametrize("num_keys", [33, 256])
+def test_attention_backends_return_log_sum_exp(dtype, tolerance, head_size, num_keys):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 50, head_size, generator=generator).to("cuda", dtype)
+    k, v = (torch.randn(2, 4, num_keys, head_size, generator=generator).to("cuda", dtype) for _ in range(2))
+
+    first, second = attention_with_lse(q, k[:, :, :17], v[:, :, :17]), attention_with_lse(q, k[:, :, 17:], v[:, :, 17:])
+    out, _ = merge_attention(first[0].float(), first[1].float(), second[0].float(), second[1].float())
+
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert (out.double() - want).abs().max() < tolerance
+
+
+@pytest.fixture(scope="module", params=[("cuda:0",), ("cuda:0", "cuda:0")], ids=["one rank", "two ranks on one GPU"])
+def gpu_client(request):
+    client = Client(request.param)
+    yield client
+    client.close()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 5e-2)])
+def test_predictions_equal_the_model_on_the_cpu(gpu_client, spec_of, name, dtype, tolerance):  # noqa: F811
+    """Two ranks on one GPU talk over gloo, as NCCL refuses them."""
+    one = example(name, torch.float32, rows=16, columns=12)
+    for degrees in [{"ulysses": 2}, {"ring": 2}, {"cfg": 2}] if len(gpu_client.devices) == 2 else [{}]:
+        result, = gpu_client.predict(spec_of(name, dtype), manual(**degrees), 4, 4, [call_of(one)])
+
+        assert (result - one.run()).norm() / one.run().norm() < tolerance, degrees

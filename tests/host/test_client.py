@@ -1,0 +1,144 @@
+"""A real worker group answers like the model in this process, on the real launcher."""
+
+import psutil
+import pytest
+import torch
+
+from tests.host.conftest import call_of, manual
+from tests.models.zoo import CONFIGS, example
+from xdit_backend.host.client import Client
+from xdit_backend.protocol.errors import WorkerFailedError
+
+HEADS, CHANNELS = 4, 4
+
+
+def predict(client, spec, calls, **degrees):
+    return client.predict(spec, manual(**degrees), HEADS, CHANNELS, calls)
+
+
+@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"data": 2}, {"ulysses": 2}, {"ring": 2}], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_predictions_equal_the_model(client, spec_of, name, degrees):
+    """float64 in the workers; predictions come back in float32."""
+    positive, negative = example(name, batch=3), example(name, batch=3, num_text_tokens=9)
+
+    results = predict(client, spec_of(name), [call_of(positive), call_of(negative)], **degrees)
+
+    for result, one in zip(results, (positive, negative)):
+        assert (result - one.run()).abs().max() < 1e-6
+    assert (results[0] - results[1]).abs().max() > 1e-3
+
+
+def test_a_branch_sends_nothing_between_ranks(client, spec_of):
+    one = example("SD3")
+
+    predict(client, spec_of("SD3"), [call_of(one), call_of(one)], cfg=2)
+    assert client.last_sent_bytes == {0: 0, 1: 0}
+
+    predict(client, spec_of("SD3"), [call_of(one)], ring=2)
+    assert all(sent > 0 for sent in client.last_sent_bytes.values())
+
+
+def test_conditioning_is_sent_once_a_run(client, spec_of, monkeypatch):
+    client.end_run()
+    one, sent = example("SD3"), []
+    share = type(client.group.segments).share
+    monkeypatch.setattr(type(client.group.segments), "share", lambda store, tensor: sent.append(tensor.shape) or share(store, tensor))
+
+    for step in range(3):
+        call = call_of(example("SD3"))                         # tensors made anew, as ComfyUI does
+        call.latent.add_(step)
+        predict(client, spec_of("SD3"), [call], ring=2)
+    client.end_run()
+
+    assert sent.count(one.conditioning["context"].shape) == 1
+    assert sent.count(one.latent.shape) == 3
+
+
+def test_changed_conditioning_is_noticed(client, spec_of):
+    """Some nodes change the prompt's tensors during a run."""
+    one = example("SD3")
+    first, = predict(client, spec_of("SD3"), [call_of(one)], ring=2)
+    one.conditioning["context"][0, 0, 0] += 1
+
+    second, = predict(client, spec_of("SD3"), [call_of(one)], ring=2)
+
+    assert (second - one.run()).abs().max() < 1e-6
+    assert (second - first).abs().max() > 1e-6
+
+
+def test_a_failure_is_named_and_the_next_prediction_runs(client, spec_of):
+    one = example("SD3")
+    broken = call_of(one)
+    broken.conditioning.pop("y")
+    pids = worker_pids(client)
+
+    with pytest.raises(WorkerFailedError, match=r"Worker rank 0 \(cpu\) failed with KeyError"):
+        predict(client, spec_of("SD3"), [broken], ring=2)
+
+    result, = predict(client, spec_of("SD3"), [call_of(example("SD3"))], ring=2)
+    assert (result - example("SD3").run()).abs().max() < 1e-6
+    assert worker_pids(client) == pids
+
+
+def test_an_abandoned_prediction_leaves_nothing_for_the_next(client, spec_of):
+    """Cancel: the host stops waiting, the workers finish, and what they were using is removed then."""
+    one = example("SD3")
+    predict(client, spec_of("SD3"), [call_of(one)], ring=2)
+    pids = worker_pids(client)
+
+    def cancel():
+        raise KeyboardInterrupt
+    client.check = cancel
+    with pytest.raises(KeyboardInterrupt):
+        predict(client, spec_of("SD3"), [call_of(one)], ring=2)
+    client.check = lambda: None
+    client.end_run()
+    other = example("SD3", rows=8, columns=6)
+    result, = predict(client, spec_of("SD3"), [call_of(other)], ulysses=2)
+    client.end_run()
+
+    assert (result - other.run()).abs().max() < 1e-6
+    memory = client.report_memory()
+    assert [numbers["num_conditionings"] for numbers in memory.values()] == [0, 0]
+    assert worker_pids(client) == pids
+    assert client.group.segments.names() == []
+
+
+def test_dropping_a_model_gives_its_memory_back(client, spec_of):
+    one, spec = example("PixArt-Sigma"), spec_of("PixArt-Sigma")
+    before = client.report_memory()[0]["weight_bytes"] if client.holds(spec.name) else None
+    client.drop(spec.name)
+    without = client.report_memory()[0]["weight_bytes"]
+
+    predict(client, spec, [call_of(one)], ring=2)
+
+    held = client.report_memory()[0]["weight_bytes"]
+    assert held == without + sum(p.numel() * p.element_size() for p in (*one.model.parameters(), *one.model.buffers()))
+    assert before in (None, held)
+
+
+def test_all_ranks_share_one_copy_of_the_file(tmp_path):
+    """Weights in the file's dtype stay maps of the file: no worker has a private copy."""
+    from diffusers import SD3Transformer2DModel
+
+    from tests.models.zoo import SD3
+    from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+    config = {**SD3, "num_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64, "caption_projection_dim": 512}
+    SD3Transformer2DModel(**config).save_pretrained(tmp_path / "transformer")
+    file_bytes = sum(file.stat().st_size for file in (tmp_path / "transformer").glob("*.safetensors"))
+    header = read_header(tmp_path)
+    client = Client(("cpu", "cpu"))
+    try:
+        before = [psutil.Process(pid).memory_full_info().uss for pid in worker_pids(client)]
+        client.load_model(model_spec(header, recognise(header), "float32", "float32"))
+        after = [psutil.Process(pid).memory_full_info().uss for pid in worker_pids(client)]
+    finally:
+        client.close()
+
+    assert file_bytes > 100e6
+    assert max(b - a for a, b in zip(before, after)) < 0.5 * file_bytes
+
+
+def worker_pids(client):
+    return sorted(int(numbers["pid"]) for numbers in client.report_memory().values())

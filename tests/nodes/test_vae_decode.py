@@ -1,0 +1,92 @@
+"""Distributed VAE Decode equals VAE Decode, for every VAE it takes; others are refused by name."""
+
+import pytest
+import torch
+
+TOLERANCE = 1 / 255
+
+
+@pytest.fixture(scope="module")
+def vae_of(comfyui):
+    vaes = {}
+
+    def load(kind):
+        if kind not in vaes:
+            vaes[kind] = comfyui.nodes.VAELoader().load_vae(comfyui.file(kind, "vae"))[0]
+        return vaes[kind]
+    return load
+
+
+def latents(kind, *shape):
+    channels = 4 if kind == "vae-sd" else 16
+    return torch.randn(shape[0], channels, *shape[1:], generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (2, 13, 21), (1, 2, 5)], ids=str)
+@pytest.mark.parametrize("kind", ["vae-sd", "vae-sd3"])
+@pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("cpu", marks=pytest.mark.slow),
+                                     pytest.param("cpu,cpu,cpu", marks=pytest.mark.slow)])
+def test_pictures_equal_native_vae_decode(comfyui, vae_of, kind, devices, shape):
+    samples = {"samples": latents(kind, *shape)}
+    with torch.inference_mode():
+        want = comfyui.nodes.VAEDecode().decode(vae_of(kind), samples)[0]
+        picture = comfyui.vae_decode.execute(samples, vae_of(kind), comfyui.config(devices)).args[0]
+
+    assert picture.shape == want.shape and picture.dtype == want.dtype
+    assert (picture - want).abs().max() <= TOLERANCE
+    assert (picture - want).norm() / want.norm() < 1e-4
+    assert want.std() > 0.05
+
+
+def test_weights_are_sent_once(comfyui, vae_of):
+    samples = {"samples": latents("vae-sd3", 1, 8, 8)}
+    config = comfyui.config("cpu,cpu")
+    comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config)
+    store = comfyui.groups.client(("cpu", "cpu")).group.segments
+    first = store._count
+
+    comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config)
+
+    assert store._count - first == 2                           # the latent and the picture
+    assert store.names() == []
+
+
+def test_the_group_that_samples_decodes_too(comfyui, vae_of):
+    """Without xDiT Parallel Config the decode uses the group that runs."""
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu"))
+    latent = comfyui.sample(model, "sd3")
+    client = comfyui.groups.client(("cpu", "cpu"))
+    pids = {numbers["pid"] for numbers in client.report_memory().values()}
+
+    picture = comfyui.vae_decode.execute({"samples": latent}, vae_of("vae-sd3")).args[0]
+
+    assert picture.shape == (1, 128, 144, 3)
+    assert comfyui.groups.client(("cpu", "cpu")) is client
+    assert {numbers["pid"] for numbers in client.report_memory().values()} == pids
+
+
+@pytest.mark.parametrize("name", ["comfy.ldm.wan.vae.WanVAE", "comfy.taesd.taesd.TAESD"])
+def test_other_vaes_are_refused_by_name(comfyui, vae_of, name):
+    import copy
+    import importlib
+    module, _, class_name = name.rpartition(".")
+    vae = copy.copy(vae_of("vae-sd3"))
+    vae.first_stage_model = getattr(importlib.import_module(module), class_name)()
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match=f"does not support this VAE .{class_name}.*VAEs of SD, SDXL, SD3 and Flux"):
+        comfyui.vae_decode.execute({"samples": latents("vae-sd3", 1, 8, 8)}, vae, comfyui.config("cpu,cpu"))
+
+
+def test_latent_of_another_model_is_refused(comfyui, vae_of):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="has 4 channels and this VAE decodes 16"):
+        comfyui.vae_decode.execute({"samples": latents("vae-sd", 1, 8, 8)}, vae_of("vae-sd3"), comfyui.config("cpu,cpu"))
+
+
+def test_sampled_latent_decodes_like_the_native_nodes(comfyui, vae_of):
+    """The whole way: our sampler and our decode against ComfyUI's."""
+    latent = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu")), "sd3")
+    with torch.inference_mode():
+        want = comfyui.nodes.VAEDecode().decode(vae_of("vae-sd3"), {"samples": comfyui.reference("sd3")})[0]
+        picture = comfyui.vae_decode.execute({"samples": latent}, vae_of("vae-sd3")).args[0]
+
+    assert (picture - want).abs().max() <= TOLERANCE

@@ -1,0 +1,80 @@
+"""Connections: authenticated, private, and clear about the other end."""
+
+import multiprocessing.connection as connection
+import os
+import threading
+
+import pytest
+
+from xdit_backend.protocol.channel import ADDRESS_FILE, KEY_FILE, Door, connect
+from xdit_backend.protocol.errors import ChannelClosedError
+from xdit_backend.protocol.messages import Phase, Stop
+
+
+@pytest.fixture
+def door(tmp_path):
+    door = Door(tmp_path)
+    yield door
+    door.close()
+
+
+def accept_while(door, act):
+    """(what door.accept returned, what act returned or raised)"""
+    result = {}
+
+    def run():
+        try:
+            result["act"] = act()
+        except Exception as error:
+            result["act"] = error
+    thread = threading.Thread(target=run)
+    thread.start()
+    channel = door.accept(5)
+    thread.join()
+    return channel, result["act"]
+
+
+def test_messages_go_both_ways(door, tmp_path):
+    host, worker = accept_while(door, lambda: connect(tmp_path))
+
+    host.send(Stop())
+    worker.send(Phase(1, "loading weights", 1, 2))
+
+    assert worker.receive() == Stop() and host.receive() == Phase(1, "loading weights", 1, 2)
+
+
+def test_who_lacks_the_key_is_not_let_in(door, tmp_path):
+    address = (tmp_path / ADDRESS_FILE).read_text()
+
+    channel, outcome = accept_while(door, lambda: connection.Client(address, authkey=b"guessed"))
+
+    assert channel is None and isinstance(outcome, connection.AuthenticationError)
+
+
+def test_the_door_stays_open_after_a_stranger(door, tmp_path):
+    address = (tmp_path / ADDRESS_FILE).read_text()
+    accept_while(door, lambda: connection.Client(address, authkey=b"guessed"))
+
+    channel, _ = accept_while(door, lambda: connect(tmp_path))
+
+    assert channel is not None
+
+
+def test_the_key_is_for_this_user_only(door, tmp_path):
+    assert os.stat(tmp_path / KEY_FILE).st_mode & 0o077 == 0
+
+
+def test_nobody_comes(door):
+    assert door.accept(0.01) is None
+
+
+def test_a_closed_end_is_named(door, tmp_path):
+    host, worker = accept_while(door, lambda: connect(tmp_path))
+
+    worker.close()
+
+    with pytest.raises(ChannelClosedError):
+        host.receive()
+    with pytest.raises(ChannelClosedError):
+        host.send(Stop())
+        host.send(Stop())

@@ -1,0 +1,95 @@
+"""Tensors go through shared memory bit by bit, and nothing is left of it."""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+
+from xdit_backend.protocol import segments
+from xdit_backend.protocol.errors import XDiTError
+from xdit_backend.protocol.segments import DTYPES, Segment, SegmentStore, map_segment
+
+
+@pytest.fixture
+def store():
+    store = SegmentStore()
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_comes_back_bit_by_bit(store, name):
+    raw = torch.randint(0, 2 if name == "bool" else 256, (4096 * DTYPES[name].itemsize,), dtype=torch.uint8)
+    tensor = raw.view(DTYPES[name]).view(8, 512)
+
+    result = map_segment(store.share(tensor))
+
+    assert result.dtype == tensor.dtype and torch.equal(result.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (1,), (3, 5, 7)])
+def test_any_shape_and_layout(store, shape):
+    tensor = torch.randn(shape)
+    transposed = tensor.transpose(0, -1) if tensor.ndim > 1 else tensor
+
+    assert torch.equal(map_segment(store.share(tensor)), tensor)
+    assert torch.equal(map_segment(store.share(transposed)), transposed)
+
+
+def test_maps_stay_valid_after_removal(store):
+    segment, view = store.create((4,), torch.float32)
+    other = map_segment(segment)
+
+    store.remove(segment)
+    view.fill_(3)
+
+    assert other.tolist() == [3, 3, 3, 3] and store.names() == []
+    with pytest.raises(XDiTError, match="cannot be opened"):
+        map_segment(segment)
+
+
+def write_and_die(path):
+    map_segment(Segment(path, "float32", (4,))).fill_(7)
+    os._exit(9)
+
+
+def test_a_reader_that_dies_takes_nothing_along(store):
+    segment, view = store.create((4,), torch.float32)
+    view.zero_()
+
+    process = multiprocessing.get_context("fork").Process(target=write_and_die, args=(segment.path,))
+    process.start()
+    process.join()
+
+    assert process.exitcode == 9
+    assert view.tolist() == [7, 7, 7, 7] and map_segment(segment).tolist() == [7, 7, 7, 7]
+
+
+def test_only_this_user_can_read(store):
+    assert store.folder.stat().st_mode & 0o077 == 0
+    assert store.overflow_folder.stat().st_mode & 0o077 == 0
+
+
+def test_more_than_there_is_is_refused_before_it_is_written(store):
+    with pytest.raises(XDiTError, match="MB of shared memory are needed.*Free some space"):
+        store.create((2 ** 50,), torch.uint8)
+    assert store.names() == []
+
+
+def test_a_full_memory_falls_back_to_disk(store, monkeypatch):
+    """As in containers with 64 MB of /dev/shm."""
+    reserve = segments._reserve
+    monkeypatch.setattr(segments, "_reserve", lambda path, num_bytes: not path.startswith(str(store.folder)) and reserve(path, num_bytes))
+
+    segment = store.share(torch.ones(3))
+
+    assert segment.path.startswith(str(store.overflow_folder)) and torch.equal(map_segment(segment), torch.ones(3))
+
+
+def test_close_removes_everything(store):
+    store.share(torch.ones(3))
+
+    store.close()
+
+    assert not store.folder.exists() and not store.overflow_folder.exists()

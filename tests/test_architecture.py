@@ -1,0 +1,82 @@
+"""The rooms and arrows of the project: which package may import which. Read from the source, nothing is run."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# room -> rooms it may import, besides itself
+ARROWS = {
+    "nodes": {"nodes.bridge", "xdit_backend.config", "xdit_backend.protocol"},
+    "nodes.bridge": {"xdit_backend.host", "xdit_backend.protocol", "xdit_backend.config", "xdit_backend.planner",
+                     "xdit_backend.checkpoints"},
+    "xdit_backend.host": {"xdit_backend.protocol", "xdit_backend.config", "xdit_backend.planner"},
+    "xdit_backend.worker": {"xdit_backend.protocol", "xdit_backend.parallel", "xdit_backend.models",
+                            "xdit_backend.checkpoints", "xdit_backend.planner"},
+    "xdit_backend.parallel": {"xdit_backend.protocol", "xdit_backend.planner"},
+    "xdit_backend.models": {"xdit_backend.protocol"},
+    "xdit_backend.checkpoints": {"xdit_backend.protocol", "xdit_backend.models"},
+    "xdit_backend.config": {"xdit_backend.protocol"},
+    "xdit_backend.planner": {"xdit_backend.protocol", "xdit_backend.config"},
+    "xdit_backend.protocol": set(),
+}
+COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "execution", "latent_preview"}
+
+
+def sources(package):
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def room_of(module):
+    """The most specific room a dotted module belongs to, or None."""
+    rooms = [room for room in ARROWS if module == room or module.startswith(room + ".")]
+    return max(rooms, key=len) if rooms else None
+
+
+def imports(path):
+    """Absolute names of what a file imports, relative imports resolved from the repository's root."""
+    package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[:len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{stem}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", sources("nodes") + sources("xdit_backend"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path):
+    own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    room = room_of(own)
+    for name in imports(path):
+        target = room_of(name)
+        assert room is None or target in (None, room) or target in ARROWS[room], f"{own} imports {name}"
+        if own.startswith("xdit_backend"):
+            assert name.split(".")[0] not in COMFYUI | {"nodes"}, f"{own} imports {name}"
+
+
+@pytest.mark.parametrize("path", sources("xdit_backend"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_backend_keeps_no_module_global_state(path):
+    """Module level holds constants (capitals), functions and classes; nothing is declared global."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            assert all(name.isupper() or name in ("log", "aten") or "Tuple" in name for name in names), names
+
+
+@pytest.mark.parametrize("path", sources("nodes") + sources("xdit_backend") + sources("tests"),
+                         ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_say_what_they_are_for(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+    assert 1 <= len(docstring.splitlines()), path
+
+
+def test_nothing_is_pickled():
+    for path in sources("nodes") + sources("xdit_backend"):
+        assert not any(name.split(".")[0] in ("pickle", "dill", "cloudpickle") for name in imports(path)), path

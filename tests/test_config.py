@@ -1,0 +1,75 @@
+"""Degrees and devices: every rule accepts what works and refuses what does not, with the value and a remedy."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from xdit_backend.config import ParallelConfig, resolve_devices, validate, validate_layout
+from xdit_backend.protocol.errors import ConfigError
+from xdit_backend.protocol.messages import Layout
+
+
+def manual(**degrees):
+    return ParallelConfig(mode="manual", **{f"{name}_degree": value for name, value in degrees.items()})
+
+
+@pytest.mark.parametrize("config, num_devices", [
+    (ParallelConfig(), 1), (ParallelConfig(), 7), (manual(), 1), (manual(cfg=2), 2), (manual(cfg=2, ring=2, ulysses=2), 8),
+    (manual(data=3), 3), (ParallelConfig(num_patches=8, warmup_steps=0), 2)], ids=str)
+def test_accepts_what_works(config, num_devices):
+    validate(config, num_devices)
+
+
+@pytest.mark.parametrize("config, num_devices, words", [
+    (ParallelConfig(mode="magic"), 1, ['mode="magic"']),
+    (manual(ring=0), 1, ["ring_degree=0", "at least 1"]),
+    (manual(cfg=3), 3, ["cfg_degree=3", "1 or 2"]),
+    (manual(cfg=2, ulysses=2), 2, ["cfg_degree=2", "ulysses_degree=2", "multiply to 4", "2 devices", "for example"]),
+    (manual(), 2, ["multiply to 1", "2 devices"]),
+    (manual(pipefusion=2), 2, ["pipefusion_degree=2", "not available"]),
+    (manual(tensor=2), 2, ["tensor_degree=2", "not available"]),
+    (ParallelConfig(num_patches=-1), 1, ["num_patches=-1"])], ids=str)
+def test_refuses_what_cannot_work(config, num_devices, words):
+    with pytest.raises(ConfigError) as error:
+        validate(config, num_devices)
+
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("devices, num_cuda, expected", [
+    ("auto", 0, ("cpu",)), ("auto", 2, ("cuda:0", "cuda:1")), ("AUTO", 1, ("cuda:0",)), ("cuda", 1, ("cuda:0",)),
+    ("cuda:1, cuda:0", 2, ("cuda:1", "cuda:0")), ("cuda:0,cuda:0", 1, ("cuda:0", "cuda:0")), ("cpu,cpu", 2, ("cpu", "cpu"))])
+def test_devices_resolve(devices, num_cuda, expected):
+    assert resolve_devices(devices, num_cuda) == expected
+
+
+@pytest.mark.parametrize("devices, num_cuda, words", [
+    ("", 1, "devices is empty"), ("gpu", 1, '"gpu" is not a device'), ("cuda:2", 2, "has cuda:0, cuda:1"),
+    ("cuda:0", 0, "has no CUDA device"), ("cpu,cuda:0", 1, "mixes CPU and CUDA")])
+def test_impossible_devices_are_refused(devices, num_cuda, words):
+    with pytest.raises(ConfigError, match=words):
+        resolve_devices(devices, num_cuda)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 6])
+def test_accepts_ulysses_degree_that_divides_heads(degree):
+    validate_layout(Layout(ulysses_degree=degree), 6, "FLUX")
+
+
+def test_rejects_ulysses_degree_that_does_not_divide_heads():
+    with pytest.raises(ConfigError) as error:
+        validate_layout(Layout(ulysses_degree=5), 24, "FLUX")
+
+    assert str(error.value) == ("ulysses_degree=5 does not divide FLUX's 24 attention heads. Use 1, 2, 3, 4, 6, 8, 12 or 24, "
+                                "or ring_degree instead.")
+
+
+def test_checks_survive_optimised_python():
+    """Refusals are exceptions of our own, not assert statements."""
+    code = "from xdit_backend.config import *; validate(ParallelConfig(mode='manual', cfg_degree=2), 3)"
+
+    result = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+    assert "ConfigError: The degrees (cfg_degree=2) multiply to 2" in result.stderr
