@@ -109,7 +109,8 @@ class WorkerGroup:
 
     def _launch(self):
         self._door = Door(self.segments.folder)
-        # torchrun's own store would listen on every interface; this one is bound to loopback and torchrun is its client.
+        # torchrun's own stores would listen on every interface. This one is bound to loopback; torchrun and the workers
+        # are its clients (TORCH_DISABLE_SHARE_RDZV_TCP_STORE keeps torchrun from opening one for the workers).
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
@@ -118,7 +119,7 @@ class WorkerGroup:
             sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={len(self.devices)}",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=is_host=0", "--max-restarts=0",
             "--local-addr=127.0.0.1", f"--log-dir={self._log_folder}", "--redirects=3", "-m", "xdit_backend.worker",
-            str(self.segments.folder), ",".join(self.devices)]
+            str(self.segments.folder), ",".join(self.devices), str(port)]
         self._log_folder.mkdir(parents=True)
         with open(self._log_folder / "torchrun.log", "wb") as output:
             self._process = subprocess.Popen(
@@ -228,7 +229,8 @@ class WorkerGroup:
 
 
 def _environment(devices):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
+                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     if sys.platform != "win32":
         environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}

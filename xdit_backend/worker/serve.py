@@ -20,8 +20,8 @@ from .engine import Engine
 log = logging.getLogger(__name__)
 
 
-def serve(folder, rank, devices):
-    """Join the process group, greet the host, and serve until it says stop or is gone."""
+def serve(folder, rank, devices, store_port):
+    """Join the process group at the host's store, greet the host, and serve until it says stop or is gone."""
     channel = connect(folder)
     channel.send(Phase(rank, "starting workers"))
     commands = queue.SimpleQueue()
@@ -31,7 +31,9 @@ def serve(folder, rank, devices):
         torch.cuda.set_device(device)
     # Ranks that share one CUDA device talk over gloo: NCCL refuses two ranks on a device.
     nccl = device.type == "cuda" and len(set(devices)) == len(devices)
-    dist.init_process_group("nccl" if nccl else "gloo", device_id=device if nccl else None)
+    store = dist.PrefixStore("workers", dist.TCPStore("127.0.0.1", store_port, is_master=False))
+    dist.init_process_group("nccl" if nccl else "gloo", store=store, rank=rank, world_size=len(devices),
+                            device_id=device if nccl else None)
     torch.set_grad_enabled(False)
     engine = Engine(rank, device, lambda text, done=0, total=0: channel.send(Phase(rank, text, done, total)))
     channel.send(Ready(rank, os.getpid(), str(device)))
