@@ -151,7 +151,7 @@ def measure(setting, folder, layouts, num_cuda, options):
                 seconds.setdefault(("baseline", num_branches), []).append(step(clients[1], one, num_branches))
             for name in layouts:
                 seconds.setdefault(name, []).append(step(clients[sizes[name]], configs[name], branches[name]))
-                sent[name] = clients[sizes[name]].last_sent_bytes[0]
+                sent[name] = clients[sizes[name]].last_numbers[0]["sent_bytes"]
             for name, peer in peers.items():
                 seconds.setdefault(("diffusers", name), []).append(peer.step())
             print(f"round {round_} of {options.rounds}", end="\r", flush=True)

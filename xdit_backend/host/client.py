@@ -30,7 +30,7 @@ class Client:
         self.devices = tuple(devices)
         self.on_phase = lambda phase: None
         self.check = lambda: None
-        self.last_sent_bytes = {}              # rank -> bytes it sent during the last prediction
+        self.last_numbers = {}                 # rank -> measurements of the last prediction, by name
         self._group, self._models, self._autoencoders, self._conditionings, self._count = None, set(), set(), {}, 0
 
     @property
@@ -85,7 +85,7 @@ class Client:
             branches.append(messages.Branch(latent, timestep, name, prediction))
             predictions.append(view)
         done = self._request(lambda request: messages.Predict(request, spec.name, layout, branches), segments)
-        self.last_sent_bytes = {rank: reply.numbers["sent_bytes"] for rank, reply in done.items()}
+        self.last_numbers = {rank: reply.numbers for rank, reply in done.items()}
         return predictions
 
     def end_run(self):

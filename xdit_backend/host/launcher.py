@@ -26,6 +26,11 @@ from ..protocol.segments import SegmentStore
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]         # the folder that holds the package, for the workers' PYTHONPATH
+# CPU workers: activations are allocated anew by every layer. Returned to the system each time, they cost page faults,
+# which two workers pay for in turn: with these, two ran 1.95 times as fast as one instead of 1.87 (4 runs each).
+CPU_ALLOCATOR = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_TRIM_THRESHOLD_": str(2 ** 32), "MALLOC_MMAP_THRESHOLD_": str(2 ** 25),
+                 "MALLOC_TOP_PAD_": str(2 ** 26)}
+
 START_TIMEOUT_S = 300
 STRAGGLER_S = 10                                   # how long the others may take to answer after one rank has failed
 POLL_S = 0.05
@@ -234,9 +239,10 @@ def _environment(devices):
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     if sys.platform != "win32":
         environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    cpu_workers = sum(device == "cpu" for device in devices)
+    if "cpu" in devices:
+        environment = CPU_ALLOCATOR | environment
     if "OMP_NUM_THREADS" not in environment:                   # torchrun would set 1
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // max(1, cpu_workers)))
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(devices)))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     return environment

@@ -1,6 +1,7 @@
 """What a rank holds (models, conditioning, process groups) and how it carries out each command. Used by serve."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ class Engine:
         """Run this rank's branch, batch share and token shard; the first sequence rank writes the prediction."""
         model, config, family, seams, dtype = self._loaded(command.model)
         mesh = self._mesh(command.layout)
-        traffic = Traffic()
+        traffic, started_s = Traffic(), time.perf_counter()
         for index, branch in enumerate(command.branches):
             if index % mesh.degrees["cfg"] != mesh.ranks["cfg"]:
                 continue
@@ -81,7 +82,7 @@ class Engine:
                 output = model(**inputs, return_dict=False)[0]
             if mesh.sequence_rank == 0:
                 map_segment(branch.prediction)[rows].copy_(family.prediction(output, latent))
-        return {"sent_bytes": traffic.sent_bytes}
+        return {"sent_bytes": traffic.sent_bytes, "busy_s": time.perf_counter() - started_s}
 
     def _load_autoencoder(self, command):
         spec = command.spec
