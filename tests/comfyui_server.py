@@ -1,5 +1,7 @@
 """Runs a real ComfyUI with this pack, in a base folder of its own. Used by the demo and by the browser tests."""
 
+import asyncio
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -17,6 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACK = "xdit-comfyui"  # the folder's name in custom_nodes, by which ComfyUI lists the templates
 PACK_FILES = ("__init__.py", "pyproject.toml", "nodes", "xdit_backend", "workflows", "web")
+
+
+def run_async(coroutine):
+    """Run a coroutine to its end in a thread of its own: the browser tests keep a loop in this one."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 class HostError(Exception):

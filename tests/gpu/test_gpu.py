@@ -8,6 +8,7 @@ from tests.host.conftest import call_of, folders, manual, spec_of  # noqa: F401
 from tests.models.zoo import CONFIGS, example
 from xdit_backend.host.client import Client
 from xdit_backend.parallel.attention import attention_with_lse, merge_attention
+from xdit_backend.protocol.segments import SegmentStore, pinned
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +26,44 @@ def test_attention_backends_return_log_sum_exp(dtype, tolerance, head_size, num_
 
     want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     assert (out.double() - want).abs().max() < tolerance
+
+
+def test_hand_off_is_pinned_while_it_is_copied():
+    store = SegmentStore()
+    try:
+        _, view = store.create((2 ** 23,), torch.float32)
+        source = torch.randn(2 ** 23, device="cuda")
+        with pinned(view) as target:
+            assert target.is_pinned()
+            target.copy_(source, non_blocking=True)
+        assert torch.equal(view, source.cpu()) and not view.is_pinned()
+    finally:
+        store.close()
+
+
+def test_one_worker_equals_the_native_ksampler_in_half_precision(tmp_path):
+    """A real ComfyUI on the GPU: its own nodes and ours on the same bf16 file."""
+    from safetensors.torch import load_file
+
+    from tests.comfyui_server import ROOT, Host, comfyui_folder, make_base
+    from tests.nodes.test_server import workflow
+    from tests.tiny_checkpoints import import_comfyui, save
+    if comfyui_folder() is None:
+        pytest.skip("no ComfyUI: run `python3 start.py test`, or name one in XDIT_COMFYUI")
+    make_base(tmp_path, extra_packs=[ROOT / "tests" / "host_nodes"])
+    import_comfyui(comfyui_folder())
+    save("sd3", tmp_path / "models" / "diffusion_models" / "sd3.safetensors", dtype=torch.bfloat16)
+    save("vae-sd3", tmp_path / "models" / "vae" / "vae.safetensors")
+    latents = []
+    with Host(comfyui_folder(), tmp_path, cpu=False) as host:
+        for parallel in (False, True):
+            graph = workflow(parallel, devices="cuda:0")
+            graph["save"] = {"class_type": "SaveLatent", "inputs": {"samples": ["sampler", 0], "filename_prefix": "latent"}}
+            del graph["decode"], graph["vae"]
+            entry = host.run(graph)[0]["save"]["latents"][0]
+            latents.append(load_file(tmp_path / "output" / entry["subfolder"] / entry["filename"])["latent_tensor"].float())
+
+    assert (latents[1] - latents[0]).norm() / latents[0].norm() < 3e-2
 
 
 @pytest.fixture(scope="module", params=[("cuda:0",), ("cuda:0", "cuda:0")], ids=["one rank", "two ranks on one GPU"])

@@ -1,6 +1,5 @@
 """A real ComfyUI in this process, with the pack loaded by ComfyUI's own loader of custom nodes."""
 
-import asyncio
 import importlib
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.comfyui_server import ROOT, comfyui_folder
+from tests.comfyui_server import ROOT, comfyui_folder, run_async
 from tests.host_nodes import POOLED_CHANNELS, TEXT_CHANNELS
 from tests.tiny_checkpoints import import_comfyui, save
 
@@ -28,7 +27,7 @@ class ComfyUI:
             self.folder_paths.add_model_folder_path(name, str(self.base / name), is_default=True)
         self.nodes, self.samplers = importlib.import_module("nodes"), importlib.import_module("comfy.samplers")
         self.management = importlib.import_module("comfy.model_management")
-        assert asyncio.run(self.nodes.load_custom_node(str(ROOT))), "ComfyUI could not load the pack"
+        assert run_async(self.nodes.load_custom_node(str(ROOT))), "ComfyUI could not load the pack"
         classes = self.nodes.NODE_CLASS_MAPPINGS
         self.pack = sys.modules[classes["XDiTLoadModel"].__module__.rpartition(".nodes.")[0]]
         self.load_model, self.parallel_config = classes["XDiTLoadModel"], classes["XDiTParallelConfig"]

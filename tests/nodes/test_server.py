@@ -1,6 +1,5 @@
 """What a person sees while it runs, and what becomes of the workers when something ends: through ComfyUI's server."""
 
-import asyncio
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from tests.conftest import left_behind
-from tests.comfyui_server import ROOT, Host, HostError, comfyui_folder, make_base
+from tests.comfyui_server import ROOT, Host, HostError, comfyui_folder, make_base, run_async
 from tests.tiny_checkpoints import import_comfyui, save
 
 pytestmark = pytest.mark.slow
@@ -89,7 +88,7 @@ def watch(host, prompt, on_message, preview_method="latent2rgb", timeout_s=120):
                     if event["type"] in ("execution_success", "execution_error", "execution_interrupted"):
                         return event["type"], event["data"]
         raise TimeoutError
-    return asyncio.run(run())
+    return run_async(run())
 
 
 def workers(host):

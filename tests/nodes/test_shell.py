@@ -185,6 +185,49 @@ def test_file_formats_equal_native_ksampler(comfyui, options):
     assert relative_error(result, comfyui.sample(native, "sd3")) < TOLERANCE
 
 
+@pytest.mark.parametrize("weight_dtype, dtype, tolerance", [
+    ("bf16", torch.bfloat16, 3e-2), ("fp16", torch.float16, 5e-3), ("fp8_e4m3fn", torch.float8_e4m3fn, 5e-2)])
+def test_weight_dtypes_equal_native_ksampler(comfyui, weight_dtype, dtype, tolerance):
+    """Rounding differs in half precision. In float8 ComfyUI rounds biases and norms too, and diffusers does not."""
+    import comfy.sd
+    path = comfyui.base / "diffusion_models" / comfyui.file("sd3")
+    reference = comfyui.sample(comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype}), "sd3")
+    exact = comfyui.reference("sd3")
+
+    result = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu"), weight_dtype), "sd3")
+
+    assert relative_error(result, reference) < tolerance
+    assert relative_error(result, exact) < 1.5 * relative_error(reference, exact) + 1e-3
+
+
+def test_float8_halves_the_workers_memory(comfyui):
+    weights = {}
+    for weight_dtype in ("bf16", "fp8_e4m3fn"):
+        comfyui.management.unload_all_models()
+        client = comfyui.groups.client(("cpu", "cpu"))
+        before = client.report_memory()[0]["weight_bytes"]
+        comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu"), weight_dtype), "sd3", steps=1)
+        weights[weight_dtype] = client.report_memory()[0]["weight_bytes"] - before
+
+    assert weights["fp8_e4m3fn"] < 0.65 * weights["bf16"]
+
+
+def test_diffusers_folder_equals_the_single_file(comfyui):
+    """The same weights as diffusers saves them, in a folder of models/diffusers."""
+    from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+    from xdit_backend.checkpoints.transformer import load_transformer
+    header = read_header(comfyui.base / "diffusion_models" / comfyui.file("sd3"))
+    transformer, _ = load_transformer(model_spec(header, recognise(header), "float32", "float32"), recognise(header),
+                                      torch.device("cpu"))
+    comfyui.folder_paths.add_model_folder_path("diffusers", str(comfyui.base / "diffusers"), is_default=True)
+    transformer.save_pretrained(comfyui.base / "diffusers" / "tiny-sd3" / "transformer")
+    assert "tiny-sd3" in comfyui.load_model.define_schema().inputs[0].options
+
+    model = comfyui.load_model.execute("tiny-sd3", "fp32", comfyui.config("cpu,cpu")).args[0]
+
+    assert relative_error(comfyui.sample(model, "sd3"), comfyui.reference("sd3")) < TOLERANCE
+
+
 def test_unloading_gives_the_workers_memory_back(comfyui):
     """"Free memory" in ComfyUI's menu reaches the workers, and the next run loads the model again."""
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu"))

@@ -39,10 +39,10 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None)
         raise CheckpointError(f"{spec.path} does not fit {family.transformer}: {len(missing)} tensors are missing "
                               f"({', '.join(missing[:3])} ...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...).")
     model.eval().requires_grad_(False)
-    _move(model, device, spec, on_progress)
-    if spec.storage_dtype.startswith("float8"):
+    if spec.storage_dtype.startswith("float8"):                # before moving, so that the device never holds more than float8
         model.enable_layerwise_casting(storage_dtype=getattr(torch, spec.storage_dtype),
                                        compute_dtype=getattr(torch, spec.compute_dtype))
+    _move(model, device, spec, on_progress)
     return model, config
 
 
@@ -53,7 +53,8 @@ def _move(model, device, spec, on_progress):
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for done, (name, tensor) in enumerate(tensors):
         dtype = tensor.dtype
-        if dtype.is_floating_point and not name.endswith(("freqs_cos", "freqs_sin")):
+        is_table = name.endswith(("freqs_cos", "freqs_sin"))   # rotary tables stay as precise as they were made
+        if dtype.is_floating_point and dtype.itemsize > 1 and not is_table:
             dtype = torch.float32 if any(part in name.split(".") for part in keep) and compute_dtype != torch.float64 \
                 else compute_dtype
         tensor.data = tensor.data.to(device, dtype)

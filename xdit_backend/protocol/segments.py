@@ -9,6 +9,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from .errors import XDiTError
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
     torch.float8_e4m3fn, torch.float8_e5m2)}
+
+
+MIN_PINNED_BYTES = 2 ** 22
 
 
 def dtype_name(dtype):
@@ -56,6 +60,28 @@ def map_segment(segment):
     except (RuntimeError, OSError) as error:
         raise XDiTError(f"Shared memory {segment.path} cannot be opened: {error}") from error
     return flat.view(segment.shape)
+
+
+@contextmanager
+def pinned(tensor):
+    """Page-lock a mapped tensor while a CUDA device copies to or from it, so that the copy is direct and asynchronous.
+
+    Yields the tensor. Small ones are left as they are: locking them would cost more than it saves.
+    """
+    num_bytes = tensor.numel() * tensor.element_size()
+    if not torch.cuda.is_available() or num_bytes < MIN_PINNED_BYTES:
+        yield tensor
+        return
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(tensor.data_ptr(), num_bytes, 0))
+    if code:
+        raise XDiTError(f"CUDA could not page-lock {num_bytes / 2**20:.0f} MB of shared memory (error {code}). Free host memory, "
+                        f"or raise the limit on locked memory (ulimit -l).")
+    try:
+        yield tensor
+        torch.cuda.synchronize()                               # a copy may still be running
+    finally:
+        runtime.cudaHostUnregister(tensor.data_ptr())
 
 
 class SegmentStore:

@@ -16,7 +16,7 @@ from ..parallel.vae import decode_rows
 from ..planner import shard_sizes, shard_start
 from ..protocol import messages
 from ..protocol.errors import XDiTError
-from ..protocol.segments import map_segment
+from ..protocol.segments import map_segment, pinned
 
 
 class Engine:
@@ -98,7 +98,9 @@ class Engine:
             self.report_phase("decoding", index, len(latent))
             start, rows = decode_rows(vae, latent[index:index + 1], dist.group.WORLD)
             # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
-            picture[index, start:start + rows.shape[2]].copy_(rows[0].float().add(1).div(2).clamp(0, 1).movedim(0, -1))
+            rows = rows[0].float().add(1).div(2).clamp(0, 1).movedim(0, -1).contiguous()
+            with pinned(picture[index, start:start + len(rows)]) as own_rows:
+                own_rows.copy_(rows, non_blocking=True)
 
     def _report_memory(self, command):
         """Bytes of parameters and buffers held, and bytes of device memory in use."""
