@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +74,8 @@ def main(options):
         print(describe(setting, options, num_cuda), flush=True)
         rows = measure(setting, folder, layouts, num_cuda, options)
     print_table(rows, setting)
+    print("ratio: to one worker doing the same work. cfg2 and two workers apart run two branches, the others one. Two workers\n"
+          "apart share nothing, not even a process group: more than that is not to be had on this machine.")
 
 
 def parse_layout(name):
@@ -90,7 +93,9 @@ def write_model(setting, folder):
     """A random transformer as diffusers saves it."""
     from diffusers import FluxTransformer2DModel
     torch.manual_seed(0)
-    model = FluxTransformer2DModel(**model_config(setting)).to(getattr(torch, setting.dtype))
+    model = FluxTransformer2DModel(**model_config(setting))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, setting.dtype))
     model.save_pretrained(Path(folder) / "transformer")
 
 
@@ -126,8 +131,10 @@ def measure(setting, folder, layouts, num_cuda, options):
     clients, peers = {}, {}
     try:
         for size in {1, *sizes.values()}:
-            names = ",".join(f"cuda:{index}" for index in range(size)) if num_cuda else ",".join(["cpu"] * size)
+            # ranks share a CUDA device, over gloo, where there are too few
+            names = ",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(size))
             clients[size] = Client(resolve_devices(names, num_cuda))
+        clients["second"] = Client(resolve_devices("cuda:1" if num_cuda > 1 else clients[1].devices[0], num_cuda))
         configs = {}
         for name, degrees in layouts.items():
             manual = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})
@@ -140,6 +147,14 @@ def measure(setting, folder, layouts, num_cuda, options):
             client.predict(spec, config, num_heads, 16, step_calls[num_branches])
             return time.perf_counter() - started_s
 
+        def two_at_once():
+            """Seconds in which two workers that share nothing each run one branch: what this machine can do at best."""
+            with ThreadPoolExecutor(2) as pool:
+                started_s = time.perf_counter()
+                for future in [pool.submit(step, clients[key], one, 1) for key in (1, "second")]:
+                    future.result()
+                return time.perf_counter() - started_s
+
         step_calls = {1: calls(setting, 1), 2: calls(setting, 2)}
         branches = {name: degrees["cfg"] for name, degrees in layouts.items()}
         one = ParallelConfig(mode="manual")
@@ -147,14 +162,15 @@ def measure(setting, folder, layouts, num_cuda, options):
         if not options.no_diffusers and not num_cuda:
             peers = start_peers(folder, setting, [name for name in layouts if name in ("ulysses2", "ring2")], options)
         for round_ in range(options.rounds + 1):                       # the first one warms up
-            for num_branches in sorted(set(branches.values())):
+            for num_branches in (1, 2):
                 seconds.setdefault(("baseline", num_branches), []).append(step(clients[1], one, num_branches))
+            seconds.setdefault("two apart", []).append(two_at_once())
             for name in layouts:
                 seconds.setdefault(name, []).append(step(clients[sizes[name]], configs[name], branches[name]))
                 sent[name] = clients[sizes[name]].last_numbers[0]["sent_bytes"]
             for name, peer in peers.items():
                 seconds.setdefault(("diffusers", name), []).append(peer.step())
-            print(f"round {round_} of {options.rounds}", end="\r", flush=True)
+            print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
     finally:
         for client in clients.values():
             client.close()
@@ -162,6 +178,7 @@ def measure(setting, folder, layouts, num_cuda, options):
             peer.close()
     median = {key: statistics.median(values[1:]) for key, values in seconds.items()}
     rows = [(name, layouts[name], median[name], median["baseline", branches[name]] / median[name], sent[name]) for name in layouts]
+    rows.append(("two workers apart", None, median["two apart"], median["baseline", 2] / median["two apart"], None))
     rows += [(f"diffusers {name}", None, median["diffusers", name], median["baseline", 1] / median["diffusers", name], None)
              for name in peers]
     return rows

@@ -41,20 +41,18 @@ def _config(shapes):
 
 
 def _convert(tensors, config):
-    converted = {"scale_shift_table": tensors.pop("final_layer.scale_shift_table")}
-    for name in UNUSED:
-        tensors.pop(name, None)
-    for name in list(tensors):
-        tensor = tensors.pop(name)
+    converted = {"scale_shift_table": tensors["final_layer.scale_shift_table"]}
+    for name, tensor in tensors.items():
+        if name in UNUSED or name == "final_layer.scale_shift_table":
+            continue
+        prefix, rest, names = "", name, NAMES
         if name.startswith("blocks."):
             _, index, rest = name.split(".", 2)
-            stem, _, kind = rest.rpartition(".")
-            prefix, targets = f"transformer_blocks.{index}.", BLOCK_NAMES.get(stem, (stem,))
-        else:
-            stem, _, kind = name.rpartition(".")
-            prefix, targets = "", NAMES.get(stem, (stem,))
+            prefix, names = f"transformer_blocks.{index}.", BLOCK_NAMES
+        stem, _, kind = rest.rpartition(".")
+        targets = [f"{target}.{kind}" for target in names[stem]] if stem in names else [rest]
         for target, part in zip(targets, tensor.chunk(len(targets))):
-            converted[f"{prefix}{target}.{kind}".replace("..", ".")] = part
+            converted[prefix + target] = part
     return converted
 
 

@@ -29,6 +29,7 @@ def serve(folder, rank, devices, store_port):
     device = torch.device(devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.init()                                      # else DeviceMesh would choose a device by rank
     # Ranks that share one CUDA device talk over gloo: NCCL refuses two ranks on a device.
     nccl = device.type == "cuda" and len(set(devices)) == len(devices)
     store = dist.PrefixStore("workers", dist.TCPStore("127.0.0.1", store_port, is_master=False))
