@@ -144,7 +144,7 @@ def measure(setting, folder, layouts, num_cuda, options):
 
         def step(client, config, num_branches):
             started_s = time.perf_counter()
-            client.predict(spec, config, num_heads, 16, step_calls[num_branches])
+            client.predict(spec, config.layout, 16, step_calls[num_branches])
             return time.perf_counter() - started_s
 
         def two_at_once():

@@ -1,6 +1,6 @@
 """The automatic choice: which parallel method a run uses on the devices there are. Pure arithmetic.
 
-Called by the client before each prediction; the workers follow the layout that a command names.
+Called by the bridge before each prediction; the workers follow the layout that a command names.
 """
 
 from .config import validate_layout
@@ -24,6 +24,13 @@ def choose_layout(config, num_devices, num_branches, num_heads, family):
     rest = num_devices // cfg_degree
     ulysses_degree = max(d for d in range(1, rest + 1) if rest % d == 0 and num_heads % d == 0)
     return Layout(cfg_degree=cfg_degree, ring_degree=rest // ulysses_degree, ulysses_degree=ulysses_degree)
+
+
+def describe_layout(layout):
+    """A layout in a person's words, e.g. "CFG 2 x Ulysses 2"."""
+    names = {"cfg_degree": "CFG", "data_degree": "data", "ring_degree": "Ring", "ulysses_degree": "Ulysses"}
+    parts = [f"{text} {getattr(layout, name)}" for name, text in names.items() if getattr(layout, name) > 1]
+    return " x ".join(parts) or "one device"
 
 
 def shard_sizes(num_tokens, num_shards):

@@ -71,15 +71,17 @@ class Groups:
         self._client = None
 
 
-def _show_phase(phase):
-    """Write what the workers are doing on the node that runs."""
+def show_text(text):
+    """Write a line on the node that runs."""
     from server import PromptServer
     context = get_executing_context()
     server = getattr(PromptServer, "instance", None)
-    if context is None or server is None:
-        return
-    count = f" {phase.done} of {phase.total}" if phase.total else ""
-    server.send_progress_text(f"{phase.text}{count}", context.node_id)
+    if context is not None and server is not None:
+        server.send_progress_text(text, context.node_id)
+
+
+def _show_phase(phase):
+    show_text(f"{phase.text} {phase.done} of {phase.total}" if phase.total else phase.text)
 
 
 GROUPS = Groups()

@@ -16,11 +16,11 @@ import comfy.utils
 from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from ...xdit_backend.config import validate_layout
 from ...xdit_backend.host.client import Call
-from ...xdit_backend.planner import choose_layout
+from ...xdit_backend.planner import choose_layout, describe_layout
 from ...xdit_backend.protocol.errors import CheckpointError, UnsupportedError
 from ...xdit_backend.protocol.segments import dtype_name
 from .branches import Branches
-from .groups import GROUPS, check_packages, devices_of
+from .groups import GROUPS, check_packages, devices_of, show_text
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
                       "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
@@ -88,6 +88,7 @@ class RemoteModel:
         self.num_channels = family.num_channels(transformer_config)
         self.config, self.devices = config, devices
         self._branches = Branches(self._predict)
+        self._shown = None                                     # the layout a person was told of in this run
 
     def load(self, base_model):
         GROUPS.load_model(GROUPS.client(self.devices), self.spec, base_model)
@@ -98,6 +99,7 @@ class RemoteModel:
             client.drop(self.spec.name)
 
     def end_run(self):
+        self._shown = None
         client = GROUPS.client_if(self.devices)
         if client is not None:
             client.end_run()
@@ -120,8 +122,13 @@ class RemoteModel:
         return self._branches.run(executor, model, conds, x, timestep, model_options)
 
     def _predict(self, calls):
+        layout = choose_layout(self.config, len(self.devices), len(calls), self.num_heads, self.family.name)
         client = GROUPS.client(self.devices)
-        return client.predict(self.spec, self.config, self.num_heads, self.num_channels, calls)
+        client.load_model(self.spec)
+        if layout != self._shown:
+            show_text(f"running on {', '.join(self.devices)}: {describe_layout(layout)}")
+            self._shown = layout
+        return client.predict(self.spec, layout, self.num_channels, calls)
 
     def _refuse(self, control, transformer_options, extra):
         if control is not None:

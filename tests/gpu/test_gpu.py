@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.host.conftest import call_of, folders, manual, spec_of  # noqa: F401
+from tests.host.conftest import call_of, folders, layout, spec_of  # noqa: F401
 from tests.models.zoo import CONFIGS, example
 from xdit_backend.host.client import Client
 from xdit_backend.parallel.attention import attention_with_lse, merge_attention
@@ -79,6 +79,6 @@ def test_predictions_equal_the_model_on_the_cpu(gpu_client, spec_of, name, dtype
     """Two ranks on one GPU talk over gloo, as NCCL refuses them."""
     one = example(name, torch.float32, rows=16, columns=12)
     for degrees in [{"ulysses": 2}, {"ring": 2}, {"cfg": 2}] if len(gpu_client.devices) == 2 else [{}]:
-        result, = gpu_client.predict(spec_of(name, dtype), manual(**degrees), 4, 4, [call_of(one)])
+        result, = gpu_client.predict(spec_of(name, dtype), layout(**degrees), 4, [call_of(one)])
 
         assert (result - one.run()).norm() / one.run().norm() < tolerance, degrees

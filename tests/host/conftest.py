@@ -5,8 +5,8 @@ import torch
 
 from tests.models.zoo import example
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from xdit_backend.config import ParallelConfig
 from xdit_backend.host.client import Call, Client
+from xdit_backend.protocol.messages import Layout
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +32,8 @@ def client():
     client.close()
 
 
-def manual(**degrees):
-    return ParallelConfig(mode="manual", **{f"{name}_degree": value for name, value in degrees.items()})
+def layout(**degrees):
+    return Layout(**{f"{name}_degree": value for name, value in degrees.items()})
 
 
 def call_of(one):

@@ -4,16 +4,16 @@ import psutil
 import pytest
 import torch
 
-from tests.host.conftest import call_of, manual
+from tests.host.conftest import call_of, layout
 from tests.models.zoo import CONFIGS, example
 from xdit_backend.host.client import Client
 from xdit_backend.protocol.errors import WorkerFailedError
 
-HEADS, CHANNELS = 4, 4
+CHANNELS = 4
 
 
 def predict(client, spec, calls, **degrees):
-    return client.predict(spec, manual(**degrees), HEADS, CHANNELS, calls)
+    return client.predict(spec, layout(**degrees), CHANNELS, calls)
 
 
 @pytest.mark.parametrize("degrees", [{"cfg": 2}, {"data": 2}, {"ulysses": 2}, {"ring": 2}], ids=str)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import left_behind
-from tests.host.conftest import call_of, manual
+from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from xdit_backend.host.client import Client
 from xdit_backend.host.launcher import WorkerGroup
@@ -62,13 +62,13 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(sp
     before = set(left_behind())
     client, call = Client(("cpu", "cpu")), call_of(example("SD3"))
     try:
-        want, = client.predict(spec_of("SD3"), manual(ring=2), 4, 4, [call])
+        want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
         os.kill(int(client.report_memory()[1]["pid"]), signal.SIGKILL)
         started_s = time.monotonic()
         with pytest.raises(WorkerDiedError, match=r"Worker rank . \(cpu\) died"):
-            client.predict(spec_of("SD3"), manual(ring=2), 4, 4, [call])
+            client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
         took_s = time.monotonic() - started_s
-        result, = client.predict(spec_of("SD3"), manual(ring=2), 4, 4, [call])
+        result, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
     finally:
         client.close()
 
@@ -82,12 +82,12 @@ def test_a_killed_torchrun_is_replaced_by_a_new_group(spec_of):
     before = set(left_behind())
     client, call = Client(("cpu", "cpu")), call_of(example("SD3"))
     try:
-        want, = client.predict(spec_of("SD3"), manual(ring=2), 4, 4, [call])
+        want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
         old = {numbers["pid"] for numbers in client.report_memory().values()}
         launcher = client.group._process
         launcher.kill()
         launcher.wait()
-        result, = client.predict(spec_of("SD3"), manual(ring=2), 4, 4, [call])
+        result, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
         new = {numbers["pid"] for numbers in client.report_memory().values()}
     finally:
         client.close()

@@ -130,6 +130,7 @@ def test_progress_previews_and_phases_reach_the_page(server):
     assert len(previews) >= 3
     assert any(text.startswith("starting workers") for text in phases)
     assert any(text.startswith("loading weights") for text in phases)
+    assert "running on cpu, cpu: CFG 2" in phases
 
 
 def test_cancel_ends_within_a_step_and_leaves_the_group_ready(server):

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..planner import choose_layout
 from ..protocol import messages
 from .launcher import WorkerGroup
 
@@ -67,13 +66,11 @@ class Client:
             self._autoencoders.discard(name)
             self._request(lambda request: messages.DropModel(request, name))
 
-    def predict(self, spec, config, num_heads, num_channels, calls):
+    def predict(self, spec, layout, num_channels, calls):
         """Evaluate the model on one or two calls at once; returns a list of predictions, float32 on the CPU.
 
-        num_channels: channels of a prediction. The layout is chosen for the number of calls. Raises ConfigError when
-        the layout cannot work, else as WorkerGroup.request.
+        num_channels: channels of a prediction. Raises as WorkerGroup.request.
         """
-        layout = choose_layout(config, len(self.devices), len(calls), num_heads, spec.family)
         self.load_model(spec)
         group = self.group
         names = [self._name_conditioning(call.conditioning) for call in calls]
