@@ -35,9 +35,11 @@ def _inputs(latent, timestep, conditioning, config):
     positions = torch.zeros(rows, columns, 3, device=latent.device)
     positions[..., 1] = torch.arange(rows, device=latent.device)[:, None]
     positions[..., 2] = torch.arange(columns, device=latent.device)
-    text = conditioning["context"]
+    text, pooled = conditioning["context"], conditioning.get("y")
+    if pooled is None:                                         # as ComfyUI's model does
+        pooled = latent.new_zeros(batch, config["pooled_projection_dim"])
     inputs = {"hidden_states": tokens, "timestep": timestep, "encoder_hidden_states": text,
-              "pooled_projections": conditioning["y"], "img_ids": positions.view(-1, 3),
+              "pooled_projections": pooled, "img_ids": positions.view(-1, 3),
               "txt_ids": torch.zeros(text.shape[1], 3, device=latent.device)}
     if config["guidance_embeds"]:
         inputs["guidance"] = conditioning["guidance"].expand(batch)

@@ -1,0 +1,116 @@
+"""Models are recognised, and their configs inferred, from the header alone: for the published models' real shapes."""
+
+import json
+import struct
+
+import pytest
+
+from xdit_backend.checkpoints.header import PREFIXES, model_spec, read_header, recognise
+from xdit_backend.protocol.errors import CheckpointError
+
+
+def blocks(prefix, count, tensors):
+    return {f"{prefix}{index}.{name}": shape for index in range(count) for name, shape in tensors.items()}
+
+
+SD35_LARGE = {
+    "x_embedder.proj.weight": (2432, 16, 2, 2), "pos_embed": (1, 36864, 2432), "final_layer.linear.weight": (64, 2432),
+    "context_embedder.weight": (2432, 4096), "y_embedder.mlp.0.weight": (2432, 2048),
+    **blocks("joint_blocks.", 38, {"context_block.attn.qkv.weight": (7296, 2432), "x_block.attn.ln_q.weight": (64,)})}
+SD35_MEDIUM = {
+    "x_embedder.proj.weight": (1536, 16, 2, 2), "pos_embed": (1, 147456, 1536), "final_layer.linear.weight": (64, 1536),
+    "context_embedder.weight": (1536, 4096), "y_embedder.mlp.0.weight": (1536, 2048),
+    **blocks("joint_blocks.", 24, {"context_block.attn.qkv.weight": (4608, 1536), "x_block.attn.ln_q.weight": (64,)}),
+    **blocks("joint_blocks.", 13, {"x_block.attn2.qkv.weight": (4608, 1536)})}
+FLUX_SCHNELL = {
+    "img_in.weight": (3072, 64), "txt_in.weight": (3072, 4096), "vector_in.in_layer.weight": (3072, 768),
+    "final_layer.linear.weight": (64, 3072),
+    **blocks("double_blocks.", 19, {"img_attn.norm.key_norm.scale": (128,), "img_mod.lin.weight": (18432, 3072)}),
+    **blocks("single_blocks.", 38, {"linear1.weight": (21504, 3072)})}
+FLUX_DEV = {**FLUX_SCHNELL, "guidance_in.in_layer.weight": (3072, 256)}
+WAN_14B = {
+    "patch_embedding.weight": (5120, 16, 1, 2, 2), "text_embedding.0.weight": (5120, 4096), "time_embedding.0.weight": (5120, 256),
+    "head.head.weight": (64, 5120), "head.modulation": (1, 2, 5120),
+    **blocks("blocks.", 40, {"self_attn.norm_q.weight": (5120,), "ffn.0.weight": (13824, 5120), "norm3.weight": (5120,)})}
+PIXART_SIGMA = {
+    "x_embedder.proj.weight": (1152, 4, 2, 2), "final_layer.linear.weight": (32, 1152), "t_block.1.weight": (6912, 1152),
+    "y_embedder.y_proj.fc1.weight": (1152, 4096), **blocks("blocks.", 28, {"attn.qkv.weight": (3456, 1152)})}
+
+PUBLISHED = {
+    "sd3.5-large": ("SD3", SD35_LARGE, {"num_layers": 38, "num_attention_heads": 38, "joint_attention_dim": 4096,
+                                        "pooled_projection_dim": 2048, "pos_embed_max_size": 192, "qk_norm": "rms_norm",
+                                        "out_channels": 16, "dual_attention_layers": ()}),
+    "sd3.5-medium": ("SD3", SD35_MEDIUM, {"num_layers": 24, "num_attention_heads": 24, "pos_embed_max_size": 384,
+                                          "caption_projection_dim": 1536, "dual_attention_layers": tuple(range(13))}),
+    "flux-dev": ("Flux.1", FLUX_DEV, {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "in_channels": 64,
+                                      "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}),
+    "flux-schnell": ("Flux.1", FLUX_SCHNELL, {"num_layers": 19, "guidance_embeds": False}),
+    "wan-14b": ("Wan 2.1", WAN_14B, {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824, "text_dim": 4096,
+                                     "in_channels": 16, "out_channels": 16, "cross_attn_norm": True}),
+    "pixart-sigma": ("PixArt-Sigma", PIXART_SIGMA, {"num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72,
+                                                    "caption_channels": 4096, "out_channels": 8}),
+}
+
+
+def write_header(path, shapes, prefix=""):
+    """A file whose header names these tensors; their bytes are a hole."""
+    entries, offset = {}, 0
+    for name, shape in shapes.items():
+        num_bytes = 2
+        for size in shape:
+            num_bytes *= size
+        entries[prefix + name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    raw = json.dumps(entries).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + offset)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_recognised_with_any_prefix(tmp_path, name, prefix):
+    family_name, shapes, expected = PUBLISHED[name]
+    write_header(tmp_path / "model.safetensors", {**shapes}, prefix)
+
+    header = read_header(tmp_path / "model.safetensors")
+    family = recognise(header)
+
+    assert (family.name, header.prefix, header.shapes) == (family_name, prefix, shapes)
+    assert expected.items() <= family.config(header.shapes).items()
+
+
+def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
+    shapes = {**{f"model.diffusion_model.{name}": shape for name, shape in PIXART_SIGMA.items()},
+              "text_encoders.t5xxl.shared.weight": (2, 2)}
+    write_header(tmp_path / "model.safetensors", shapes)
+
+    assert read_header(tmp_path / "model.safetensors").shapes == PIXART_SIGMA
+
+
+@pytest.mark.parametrize("base, extra, words", [
+    (SD35_LARGE, {"context_processor.layers.0.attn.qkv.weight": (1, 1)}, "context processor"),
+    (FLUX_DEV, {"img_in.weight": (1024, 64)}, "its width is 1024"),
+    (WAN_14B, {"img_emb.proj.0.bias": (1280,)}, "image-to-video"),
+    (WAN_14B, {"vace_blocks.0.before_proj.weight": (1, 1)}, "vace_blocks"),
+    (PIXART_SIGMA, {"ar_embedder.mlp.0.weight": (1, 1)}, "PixArt-Alpha")], ids=lambda value: value if isinstance(value, str) else "")
+def test_variants_that_cannot_be_run_are_refused_by_name(tmp_path, base, extra, words):
+    write_header(tmp_path / "model.safetensors", {**base, **extra})
+
+    with pytest.raises(CheckpointError, match=words):
+        recognise(read_header(tmp_path / "model.safetensors"))
+
+
+def test_a_spec_changes_with_the_file_and_the_dtype(tmp_path):
+    path = tmp_path / "model.safetensors"
+    write_header(path, PIXART_SIGMA)
+    names = [model_spec(read_header(path), recognise(read_header(path)), dtype, dtype).name for dtype in ("float32", "float32", "bfloat16")]
+    write_header(path, {**PIXART_SIGMA, "more": (3,)})
+    names.append(model_spec(read_header(path), recognise(read_header(path)), "float32", "float32").name)
+
+    assert names[0] == names[1] and len(set(names)) == 3
+
+
+def test_a_folder_without_a_transformer_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="is not a diffusers folder with a transformer"):
+        read_header(tmp_path)
