@@ -6,6 +6,7 @@ layout once, so that whatever else the machine does falls on all alike; figures 
 
 import importlib.metadata
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -123,11 +124,11 @@ def calls(setting, num_branches):
 
 
 def measure(setting, folder, layouts, num_cuda, options):
-    """[(name, degrees, seconds a step, ratio to one worker, bytes sent by rank 0 a step, branches)]"""
+    """[(name, degrees, seconds a step, ratio to one worker, bytes sent by rank 0 a step)]"""
     header = read_header(folder)
     spec = model_spec(header, recognise(header), setting.dtype, setting.dtype)
     num_heads = setting.width // HEAD_SIZE
-    sizes = {name: product(degrees) for name, degrees in layouts.items()}
+    sizes = {name: math.prod(degrees.values()) for name, degrees in layouts.items()}
     clients, peers = {}, {}
     try:
         for size in {1, *sizes.values()}:
@@ -182,13 +183,6 @@ def measure(setting, folder, layouts, num_cuda, options):
     rows += [(f"diffusers {name}", None, median["diffusers", name], median["baseline", 1] / median["diffusers", name], None)
              for name in peers]
     return rows
-
-
-def product(degrees):
-    result = 1
-    for degree in degrees.values():
-        result *= degree
-    return result
 
 
 def sent_bytes_formula(degrees, setting):

@@ -96,7 +96,7 @@ def validate(config, num_devices):
             f"Their product must be {num_devices}: for example {_example(num_devices)}, or set mode to auto.")
 
 
-def validate_layout(layout, num_heads, family, batch_size=None):
+def validate_layout(layout, num_heads, family):
     """Refuse a layout that this model cannot run. Raises ConfigError with the values that would work."""
     degree = layout.ulysses_degree
     if num_heads % degree:

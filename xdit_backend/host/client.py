@@ -73,6 +73,8 @@ class Client:
         """
         self.load_model(spec)
         group = self.group
+        if len(self._conditionings) + len(calls) > MAX_CONDITIONINGS:      # before any of this prediction's is named
+            self.end_run()
         names = [self._name_conditioning(call.conditioning) for call in calls]
         branches, predictions, segments = [], [], []
         for call, name in zip(calls, names):
@@ -128,8 +130,6 @@ class Client:
                     known[key].shape == tensors[key].shape and known[key].dtype == tensors[key].dtype
                     and torch.equal(known[key], tensors[key]) for key in tensors):
                 return name
-        if len(self._conditionings) >= MAX_CONDITIONINGS:
-            self.end_run()
         self._count += 1
         name = f"conditioning-{self._count}"
         self._conditionings[name] = {key: tensor.clone() for key, tensor in tensors.items()}

@@ -4,6 +4,7 @@ The host creates, fills and removes segments; workers only map them. A map stays
 a cancelled run can be cleaned up while a worker still writes into the map it holds.
 """
 
+import math
 import os
 import secrets
 import shutil
@@ -39,10 +40,7 @@ class Segment:
 
     @property
     def num_elements(self):
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 def map_segment(segment):
