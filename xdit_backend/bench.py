@@ -167,8 +167,9 @@ def measure(setting, folder, layouts, num_cuda, options):
                 seconds.setdefault(("baseline", num_branches), []).append(step(clients[1], one, num_branches))
             seconds.setdefault("two apart", []).append(two_at_once())
             for name in layouts:
+                before = clients[sizes[name]].totals()[0].get("sent_bytes", 0)
                 seconds.setdefault(name, []).append(step(clients[sizes[name]], configs[name], branches[name]))
-                sent[name] = clients[sizes[name]].last_numbers[0]["sent_bytes"]
+                sent[name] = clients[sizes[name]].totals()[0]["sent_bytes"] - before
             for name, peer in peers.items():
                 seconds.setdefault(("diffusers", name), []).append(peer.step())
             print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 Used by the nodes before anything is launched, and by the planner when a run begins.
 """
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class ParallelConfig:
     @property
     def layout(self):
         """The degrees of manual mode."""
-        return Layout(self.cfg_degree, self.data_degree, self.ring_degree, self.ulysses_degree)
+        return Layout(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Layout)})
 
 
 def resolve_devices(devices, num_cuda_devices):

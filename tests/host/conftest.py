@@ -16,12 +16,12 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def spec_of(folders):
-    def spec(name, dtype="float64"):
+    def spec(name, dtype="float64", stages=None):
         folder = folders / f"{name}-{dtype}"
         if not folder.exists():
             example(name, getattr(torch, dtype)).model.save_pretrained(folder / "transformer")
         header = read_header(folder)
-        return model_spec(header, recognise(header), dtype, dtype)
+        return model_spec(header, recognise(header), dtype, dtype, stages)
     return spec
 
 

@@ -11,6 +11,7 @@ from xdit_backend.parallel.apply import Seams
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.mesh import SINGLE, build_mesh
 from xdit_backend.parallel.tokens import Tokens
+from xdit_backend.parallel.trip import Trip
 from xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from xdit_backend.protocol.messages import Layout
 
@@ -19,6 +20,11 @@ LAYOUTS = {"ulysses2": Layout(ulysses_degree=2), "ring2": Layout(ring_degree=2),
            "ring2-ulysses2": Layout(ring_degree=2, ulysses_degree=2), "ulysses4": Layout(ulysses_degree=4)}
 SHAPES = {"even": {"rows": 8, "columns": 8, "num_text_tokens": 8}, "uneven": {"rows": 6, "columns": 10, "num_text_tokens": 7},
           "batch": {"rows": 4, "columns": 6, "batch": 3}}
+
+
+def whole(mesh, seams):
+    """A trip through all blocks, with nothing kept."""
+    return Trip(mesh, Traffic(), {}, range(seams.num_blocks), seams.num_blocks)
 
 
 def num_ranks(layout):
@@ -39,7 +45,7 @@ def difference(rank, world_size, name, layout, shapes, mutant=None):
             model = one.model
             seams = Seams(model, one.family.plan)
         one.model = model
-        with seams.serving(mesh, Traffic(), {}):
+        with seams.serving(whole(mesh, seams)):
             results.append((one.run() - want).abs().max().item())
     return results
 
@@ -68,8 +74,8 @@ def rotary_tables_of_the_first_shard():
 
 
 def heads_back_in_reverse():
-    together = usp._heads_together
-    usp._heads_together = lambda *arguments: together(*arguments).flip(1)
+    together = usp.heads_together
+    usp.heads_together = lambda *arguments: together(*arguments).flip(1)
 
 
 MUTANTS = {function.__name__: function for function in (
@@ -91,7 +97,7 @@ def test_one_rank_is_bitwise_the_model(name):
     want, keys = one.run(), list(one.model.state_dict())
     seams = Seams(one.model, one.family.plan)
 
-    with seams.serving(SINGLE, Traffic(), {}):
+    with seams.serving(whole(SINGLE, seams)):
         result = one.run()
 
     assert torch.equal(result, want)
@@ -109,21 +115,23 @@ def attention_calls(rank, world_size, name):
 
     import xdit_backend.parallel.apply as apply
     apply.usp_attention = counted
-    with Seams(one.model, one.family.plan).serving(build_mesh(Layout(ring_degree=world_size), world_size), Traffic(), {}):
+    seams = Seams(one.model, one.family.plan)
+    with seams.serving(whole(build_mesh(Layout(ring_degree=world_size), world_size), seams)):
         one.run()
     return len(calls)
 
 
-@pytest.mark.parametrize("name, expected", [("SD3", 4), ("Flux.1", 4), ("Wan 2.1", 2), ("PixArt-Sigma", 3)])
+@pytest.mark.parametrize("name, expected", [("SD3", 5), ("Flux.1", 4), ("Wan 2.1", 4), ("PixArt-Sigma", 4)])
 def test_only_self_attention_is_replaced(name, expected):
-    """SD3: three joint attentions and one dual; Wan and PixArt: one a block, cross-attention stays as it is."""
+    """SD3: four joint attentions and one dual; Wan and PixArt: one a block, cross-attention stays as it is."""
     assert run_ranks(attention_calls, 2, name) == [expected, expected]
 
 
 def refusal(rank, world_size):
     torch.set_grad_enabled(False)
     one = example("SD3", rows=2, columns=2)
-    with Seams(one.model, one.family.plan).serving(build_mesh(Layout(ring_degree=2), 2), Traffic(), {}):
+    seams = Seams(one.model, one.family.plan)
+    with seams.serving(whole(build_mesh(Layout(ring_degree=2), 2), seams)):
         one.run()
 
 
@@ -136,7 +144,8 @@ def masked(rank, world_size):
     torch.set_grad_enabled(False)
     one = example("PixArt-Sigma")
     inputs = one.family.inputs(one.latent, one.timestep, one.conditioning, one.config)
-    with Seams(one.model, one.family.plan).serving(build_mesh(Layout(ring_degree=2), 2), Traffic(), {}):
+    seams = Seams(one.model, one.family.plan)
+    with seams.serving(whole(build_mesh(Layout(ring_degree=2), 2), seams)):
         one.model(**inputs, attention_mask=torch.ones(1, 15), return_dict=False)
 
 
@@ -157,7 +166,7 @@ def test_time_is_not_rounded_to_half_precision():
     inputs = one.family.inputs(one.latent, one.timestep, one.conditioning, one.config)
 
     one.run()
-    with seams.serving(SINGLE, Traffic(), inputs):
+    with seams.serving(Trip(SINGLE, Traffic(), inputs, range(seams.num_blocks), seams.num_blocks)):
         one.run()
 
     assert seen == [988.0, 3504.0, pytest.approx(987.15), 3504.0]

@@ -1,5 +1,7 @@
 """Who works with whom: the groups of every axis, for layouts of up to 16 ranks."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from xdit_backend.protocol.messages import Layout
 def groups_of(layout, world_size):
     """{axis: set of groups}, from what every rank would build; no process is started."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    groups = {"ring": set(), "ulysses": set(), "sequence": set()}
+    groups = {"pipefusion": set(), "ring": set(), "ulysses": set(), "sequence": set()}
     places = []
     for rank in range(world_size):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -34,15 +36,24 @@ def test_groups_of_sixteen_ranks():
     assert groups["ulysses"] == {(rank, rank + 1) for rank in range(0, 16, 2)}
     assert groups["ring"] == {(rank, rank + 2) for rank in range(16) if rank % 4 < 2}
     assert groups["sequence"] == {tuple(range(rank, rank + 4)) for rank in range(0, 16, 4)}
-    assert places[5] == (0, 1, 0, 1) and places[14] == (1, 1, 1, 0)          # (data, cfg, ring, ulysses)
+    assert places[5] == (0, 1, 0, 0, 1) and places[14] == (1, 1, 0, 1, 0)          # (data, cfg, pipefusion, ring, ulysses)
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 3, 2), (2, 1, 1, 4), (1, 2, 4, 1), (3, 2, 2, 1), (1, 1, 1, 8)], ids=str)
+def test_stages_are_groups_of_equal_place_in_the_sequence():
+    """The 16 ranks of xDiT's example, cfg 2, pipefusion 2, ulysses 2, data 2: a stage sends to the same shard of the next."""
+    groups, _ = groups_of(Layout(cfg_degree=2, data_degree=2, pipefusion_degree=2, ulysses_degree=2), 16)
+
+    assert groups["pipefusion"] == {(rank, rank + 2) for rank in range(16) if rank % 4 < 2}
+    assert groups["sequence"] == {(rank, rank + 1) for rank in range(0, 16, 2)}
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1, 3, 2), (2, 1, 1, 1, 4), (1, 2, 1, 4, 1), (3, 2, 1, 2, 1), (1, 1, 1, 1, 8),
+                                     (1, 2, 2, 1, 2), (2, 1, 3, 2, 1)], ids=str)
 def test_groups_partition_the_world_and_meet_in_one_rank(degrees):
-    data, cfg, ring, ulysses = degrees
-    world_size = data * cfg * ring * ulysses
+    names = ("data_degree", "cfg_degree", "pipefusion_degree", "ring_degree", "ulysses_degree")
+    world_size = math.prod(degrees)
 
-    groups, places = groups_of(Layout(cfg, data, ring, ulysses), world_size)
+    groups, places = groups_of(Layout(**dict(zip(names, degrees))), world_size)
 
     assert len(set(places)) == world_size
     for name, found in groups.items():

@@ -46,11 +46,11 @@ def read_header(path):
                   {key: dtype for key, (dtype, _) in ours.items()}, metadata)
 
 
-def model_spec(header, family, storage_dtype, compute_dtype):
-    """The spec of a model on disk. The same files in the same dtypes have the same name, changed files another."""
+def model_spec(header, family, storage_dtype, compute_dtype, stages=None):
+    """The spec of a model on disk. The same files, dtypes and stages have the same name, changed ones another."""
     state = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in header.files]
-    digest = hashlib.sha256(repr((state, storage_dtype, compute_dtype)).encode()).hexdigest()[:12]
-    return ModelSpec(f"{os.path.basename(header.path)}-{digest}", family.name, header.path, storage_dtype, compute_dtype)
+    digest = hashlib.sha256(repr((state, storage_dtype, compute_dtype, stages)).encode()).hexdigest()[:12]
+    return ModelSpec(f"{os.path.basename(header.path)}-{digest}", family.name, header.path, storage_dtype, compute_dtype, stages)
 
 
 def _read_folder(folder):

@@ -11,10 +11,11 @@ from ..protocol.errors import CheckpointError
 from .header import read_header
 
 
-def load_transformer(spec, family, device, on_progress=lambda done, total: None):
+def load_transformer(spec, family, device, on_progress=lambda done, total: None, choose_blocks=None):
     """Build the family's diffusers model with the weights of a file or folder, in spec's dtypes, on `device`.
 
-    Returns (model, config).
+    choose_blocks(model without weights) -> a range: load these blocks only, and read nothing of the others, which stay on
+    the meta device. Blocks are numbered over all of the plan's lists. Returns (model, config).
 
     Weights in the compute dtype stay maps of the file on CPU devices. float8 storage keeps weights in float8 and casts
     them layer by layer. on_progress(done, total) counts parameters moved. Raises CheckpointError when the tensors of the
@@ -28,11 +29,15 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None)
     config = header.config or family.config(header.shapes)
     with init_empty_weights():
         model = model_class.from_config(config)
+    blocks = choose_blocks(model) if choose_blocks else None
     tensors = {}
     for path in header.files:
         with safe_open(path, "pt") as file:
-            tensors |= {name.removeprefix(header.prefix): file.get_tensor(name) for name in file.keys()  # noqa: SIM118
-                        if name.startswith(header.prefix)}
+            for name in file.keys():  # noqa: SIM118
+                if name.startswith(header.prefix):
+                    short = name.removeprefix(header.prefix)
+                    here = blocks is None or (block := _block_of(short, model, family, header)) is None or block in blocks
+                    tensors[short] = file.get_tensor(name) if here else torch.empty(header.shapes[short], device="meta")
     tensors = tensors if header.config is not None else family.convert(tensors, config)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     if missing or unexpected:
@@ -46,12 +51,31 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None)
     return model, config
 
 
+def _block_of(name, model, family, header):
+    """Index of the block that a tensor of the file belongs to, over all lists; None for what is outside the blocks."""
+    first = 0
+    for list_ in family.plan.blocks:
+        prefix = f"{list_.name}." if header.config is not None else list_.in_file
+        if name.startswith(prefix):
+            return first + int(name[len(prefix):].partition(".")[0])
+        first += len(model.get_submodule(list_.name))
+    return None
+
+
+def block_sizes(model, plan):
+    """Parameters of each block, over all lists of the plan: [(number, share an image token meets)]."""
+    return [(sum(parameter.numel() for parameter in block.parameters()), list_.image_share)
+            for list_ in plan.blocks for block in model.get_submodule(list_.name)]
+
+
 def _move(model, device, spec, on_progress):
     """Cast and move one tensor after the other, so that never two copies of the model exist."""
     compute_dtype = getattr(torch, spec.compute_dtype)
     keep = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for done, (name, tensor) in enumerate(tensors):
+        if tensor.is_meta:                                     # a block of another stage
+            continue
         dtype = tensor.dtype
         is_table = name.endswith(("freqs_cos", "freqs_sin"))   # rotary tables stay as precise as they were made
         if dtype.is_floating_point and dtype.itemsize > 1 and not is_table:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..planner import last_stage_ranks
 from ..protocol import messages
 from .launcher import WorkerGroup
 
@@ -19,6 +20,14 @@ class Call:
     conditioning: dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """Calls that are on their way."""
+
+    request: int
+    predictions: tuple
+
+
 class Client:
     """A worker group and what it holds. Starts the group when it is first needed, and again after it died.
 
@@ -29,7 +38,6 @@ class Client:
         self.devices = tuple(devices)
         self.on_phase = lambda phase: None
         self.check = lambda: None
-        self.last_numbers = {}                 # rank -> measurements of the last prediction, by name
         self._group, self._models, self._autoencoders, self._conditionings, self._count = None, set(), set(), {}, 0
 
     @property
@@ -69,13 +77,22 @@ class Client:
     def predict(self, spec, layout, num_channels, calls):
         """Evaluate the model on one or two calls at once; returns a list of predictions, float32 on the CPU.
 
-        num_channels: channels of a prediction. Raises as WorkerGroup.request.
+        num_channels: channels of a prediction. Raises as WorkerGroup.wait.
+        """
+        return self.wait([self.submit(spec, layout, num_channels, calls)])[1]
+
+    def submit(self, spec, layout, num_channels, calls, patch=None, keep=False, by_image=False):
+        """Send calls to the workers and wait for nothing; returns a ticket for `wait`.
+
+        Calls are worked on in the order they are submitted. patch: which rows of the whole latent the calls' latents
+        hold. keep: patches of the same conditioning will follow, which need this call's keys and values. by_image: send
+        the images of a batch through the stages one after the other.
         """
         self.load_model(spec)
         group = self.group
         if len(self._conditionings) + len(calls) > MAX_CONDITIONINGS:      # before any of this prediction's is named
             self.end_run()
-        names = [self._name_conditioning(call.conditioning) for call in calls]
+        names = [self.name_conditioning(call.conditioning) for call in calls]
         branches, predictions, segments = [], [], []
         for call, name in zip(calls, names):
             prediction, view = group.segments.create((call.latent.shape[0], num_channels, *call.latent.shape[2:]), torch.float32)
@@ -83,15 +100,26 @@ class Client:
             segments += [prediction, latent, timestep]
             branches.append(messages.Branch(latent, timestep, name, prediction))
             predictions.append(view)
-        done = self._request(lambda request: messages.Predict(request, spec.name, layout, branches), segments)
-        self.last_numbers = {rank: reply.numbers for rank, reply in done.items()}
-        return predictions
+        request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image),
+                             segments, last_stage_ranks(layout, len(self.devices)))
+        return Ticket(request, tuple(predictions))
+
+    def wait(self, tickets):
+        """Wait for the first of these tickets; returns (the ticket, its predictions). Raises as WorkerGroup.wait."""
+        request, _ = self.group.wait([ticket.request for ticket in tickets], self.on_phase, self.check)
+        ticket = next(ticket for ticket in tickets if ticket.request == request)
+        return ticket, list(ticket.predictions)
+
+    def totals(self):
+        """{rank: {name: sum}} of all measurements since the group started. Waits until all ranks have caught up."""
+        self.report_memory()
+        return {rank: dict(numbers) for rank, numbers in self.group.totals.items()}
 
     def end_run(self):
         """Forget the conditioning of a run, on both sides. Waits for nothing: a cancelled step may still be running."""
         names, self._conditionings = list(self._conditionings), {}
         if names and self.running:
-            self._group.post(lambda request: messages.DropConditioning(request, names))
+            self._group.post(lambda request: messages.DropConditioning(request, names), answering=())
 
     def decode(self, name, dtype, weights, latent, scale):
         """Decode latents (B, C, H, W) to pictures (B, H * scale, W * scale, 3), float32 in [0, 1].
@@ -120,7 +148,7 @@ class Client:
             self._group.close()
         self._group, self._models, self._autoencoders, self._conditionings = None, set(), set(), {}
 
-    def _name_conditioning(self, tensors):
+    def name_conditioning(self, tensors):
         """The name under which the workers hold these tensors; sends them if they do not.
 
         Compared by content, because ComfyUI builds the tensors anew for every step.

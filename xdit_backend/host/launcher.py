@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,6 +37,19 @@ STRAGGLER_S = 10                                   # how long the others may tak
 POLL_S = 0.05
 
 
+@dataclass
+class _Open:
+    """A request that some rank has not answered, or whose answers nobody has taken yet."""
+
+    unanswered: set
+    answering: set
+    segments: list
+    claimed: bool
+    done: dict = field(default_factory=dict)
+    failed: dict = field(default_factory=dict)
+    failed_s: float = 0.0
+
+
 class WorkerGroup:
     """A running worker group. Not for several threads at once.
 
@@ -48,7 +62,8 @@ class WorkerGroup:
         self.devices = tuple(devices)
         self.segments = SegmentStore()
         self._log_folder = self.segments.overflow_folder / "logs"
-        self._channels, self._unanswered, self._last_request = {}, {}, 0
+        self._channels, self._open, self._last_request = {}, {}, 0
+        self.totals = {}                                       # rank -> sums of the measurements in its answers, by name
         self._process = self._door = self._store = None
         self._finalizer = weakref.finalize(self, self.segments.close)
         self._close_at_exit = _closer(weakref.ref(self))
@@ -67,23 +82,19 @@ class WorkerGroup:
         return self._process is not None and self._process.poll() is None and len(self._channels) == len(self.devices)
 
     def request(self, make_command, on_phase=lambda phase: None, check=lambda: None, segments=()):
-        """Send make_command(request number) to every rank, wait for every answer; returns {rank: Done}.
+        """Send make_command(request number) to every rank, wait for every answer; returns {rank: Done}. Raises as `wait`."""
+        return self.wait([self.post(make_command, segments)], on_phase, check)[1]
 
-        `segments` belong to the command and are removed when every rank has answered it. Raises what a worker raised (an
-        error of this project keeps its class; others become WorkerFailedError), or WorkerDiedError. When check()
-        raises, the answer is abandoned: workers finish the command and take the next.
+    def post(self, make_command, segments=(), answering=None):
+        """Send make_command(request number) to every rank and wait for nothing; returns the request number.
+
+        `segments` belong to the command and are removed when every rank has answered it. answering: the ranks whose
+        answers complete it for `wait`; None: all, (): nobody will wait.
         """
-        request = self.post(make_command, segments)
-        try:
-            return self._collect(request, on_phase, check)
-        finally:
-            self._settle()
-
-    def post(self, make_command, segments=()):
-        """Send make_command(request number) to every rank and wait for nothing; returns the request number."""
         self._last_request += 1
         request = self._last_request
-        self._unanswered[request] = (set(self._channels), list(segments))
+        answering = set(self._channels if answering is None else answering)
+        self._open[request] = _Open(set(self._channels), answering, list(segments), claimed=not answering)
         command = make_command(request)
         for rank, channel in list(self._channels.items()):
             try:
@@ -91,6 +102,28 @@ class WorkerGroup:
             except ChannelClosedError:
                 self._lost(rank)
         return request
+
+    def wait(self, requests, on_phase=lambda phase: None, check=lambda: None):
+        """Wait until one of these requests is complete; returns (its number, {rank: Done}).
+
+        Raises what a worker raised (an error of this project keeps its class; others become WorkerFailedError), or
+        WorkerDiedError. When check() raises, the answers are abandoned: workers finish the commands and take the next.
+        """
+        try:
+            while True:
+                for request in requests:
+                    waiting = self._open[request]
+                    if waiting.failed:
+                        self._fail_when_settled(waiting)
+                    elif waiting.answering <= waiting.done.keys():
+                        requests = [request]
+                        return request, waiting.done
+                check()
+                self._receive(on_phase)
+        finally:
+            for request in requests:                           # the complete one; all, when nobody will come back for them
+                self._open[request].claimed = True
+            self._settle()
 
     def close(self):
         """End the workers and remove every file of the group. May be called twice, and from atexit."""
@@ -162,44 +195,48 @@ class WorkerGroup:
 
     # --- wait ---
 
-    def _collect(self, request, on_phase, check):
-        done, failed, failed_s = {}, {}, None
+    def _receive(self, on_phase):
+        """Take in what workers have said, waiting a moment for it."""
         ranks = {channel.raw: rank for rank, channel in self._channels.items()}
-        while len(done) + len(failed) < len(self.devices):
-            check()
-            if failed_s and time.monotonic() - failed_s > STRAGGLER_S:
-                # The others wait inside a collective for the one that failed. Nothing can wake them.
-                failure = next(iter(failed.values()))
-                self.close()
-                raise _raised(failure)
-            for raw in connection.wait(list(ranks), timeout=POLL_S):
-                rank = ranks[raw]
-                try:
-                    message = self._channels[rank].receive()
-                except ChannelClosedError:
-                    self._lost(rank)
-                if isinstance(message, Phase):
-                    on_phase(message)
-                    continue
-                if message.request in self._unanswered:
-                    self._unanswered[message.request][0].discard(rank)
-                if message.request != request:                 # the answer to a request that was abandoned
-                    continue
-                if isinstance(message, Done):
-                    done[rank] = message
-                else:
-                    failed[rank], failed_s = message, failed_s or time.monotonic()
-        if failed:
-            raise _raised(min(failed.values(), key=lambda failure: failure.rank))
-        return done
+        for raw in connection.wait(list(ranks), timeout=POLL_S):
+            rank = ranks[raw]
+            try:
+                message = self._channels[rank].receive()
+            except ChannelClosedError:
+                self._lost(rank)
+            if isinstance(message, Phase):
+                on_phase(message)
+                continue
+            answered = self._open.get(message.request)
+            if answered is None:
+                continue
+            answered.unanswered.discard(rank)
+            if isinstance(message, Done):
+                answered.done[rank] = message
+                for name, number in message.numbers.items():
+                    totals = self.totals.setdefault(rank, {})
+                    totals[name] = totals.get(name, 0) + number
+            else:
+                answered.failed[rank] = message
+                answered.failed_s = answered.failed_s or time.monotonic()
+
+    def _fail_when_settled(self, waiting):
+        """Raise what a worker raised, once the others have answered too or are stuck."""
+        if waiting.unanswered and time.monotonic() - waiting.failed_s <= STRAGGLER_S:
+            return
+        if waiting.unanswered:
+            # The others wait inside a collective, or for a stage's hidden states, for the one that failed. Nothing can wake them.
+            self.close()
+        raise _raised(min(waiting.failed.values(), key=lambda failure: failure.rank))
 
     def _settle(self):
-        """Remove the segments of requests that every rank has answered."""
-        for request, (ranks, segments) in list(self._unanswered.items()):
-            if not ranks:
-                del self._unanswered[request]
-                for segment in segments:
-                    self.segments.remove(segment)
+        """Remove the segments of requests that every rank has answered, and forget those whose answers were taken."""
+        for request, waiting in list(self._open.items()):
+            if not waiting.unanswered:
+                while waiting.segments:
+                    self.segments.remove(waiting.segments.pop())
+                if waiting.claimed:
+                    del self._open[request]
 
     def _lost(self, rank):
         """A worker's connection is gone: end the group and say what is known."""

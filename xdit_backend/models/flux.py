@@ -26,14 +26,15 @@ def _convert(tensors, config):
     return convert_flux_transformer_checkpoint_to_diffusers(tensors)
 
 
-def _inputs(latent, timestep, conditioning, config):
+def _inputs(latent, timestep, conditioning, config, patch=None):
     latent = pad_to_patches(latent, (PATCH, PATCH))
     batch, channels, height, width = latent.shape
     rows, columns = height // PATCH, width // PATCH
     # (B, C, rows, PATCH, columns, PATCH) -> (B, rows * columns, C * PATCH * PATCH)
     tokens = latent.view(batch, channels, rows, PATCH, columns, PATCH).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    first_row = patch.start // PATCH if patch else 0
     positions = torch.zeros(rows, columns, 3, device=latent.device)
-    positions[..., 1] = torch.arange(rows, device=latent.device)[:, None]
+    positions[..., 1] = first_row + torch.arange(rows, device=latent.device)[:, None]
     positions[..., 2] = torch.arange(columns, device=latent.device)
     text, pooled = conditioning["context"], conditioning.get("y")
     if pooled is None:                                         # as ComfyUI's model does
@@ -65,8 +66,8 @@ FLUX = Family(
     name="Flux.1",
     transformer="FluxTransformer2DModel",
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", returns=("text", "image")),
-                BlockList("single_transformer_blocks", returns=("text", "image"))),
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", "image"), image_share=0.5),
+                BlockList("single_transformer_blocks", "single_blocks.", returns=("text", "image"))),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"},
         tokens={"image_rotary_emb": TokenArgument(0, ("text", "image"))},
         attention={"attn": ("text", "image")},
@@ -81,5 +82,6 @@ FLUX = Family(
     inputs=_inputs,
     prediction=_prediction,
     conditioning=("context", "y", "guidance"),
+    patch_size=lambda config: (PATCH, PATCH),
     num_channels=lambda config: config["out_channels"] // PATCH ** 2,
 )

@@ -1,6 +1,7 @@
 """PixArt-Sigma: one stream; text by cross-attention; sine positions added before the blocks."""
 
 from .plan import BlockList, Family, ModelPlan, count_blocks
+from .positions import embedded_patch
 
 NUM_HEADS, PATCH_SIZE = 16, 2
 
@@ -56,7 +57,7 @@ def _convert(tensors, config):
     return converted
 
 
-def _inputs(latent, timestep, conditioning, config):
+def _inputs(latent, timestep, conditioning, config, patch=None):
     return {"hidden_states": latent, "timestep": timestep, "encoder_hidden_states": conditioning["context"],
             "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
 
@@ -65,9 +66,10 @@ PIXART = Family(
     name="PixArt-Sigma",
     transformer="PixArtTransformer2DModel",
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks"),),
+        blocks=(BlockList("transformer_blocks", "blocks."),),
         streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},
+        positions={"pos_embed": embedded_patch},
     ),
     recognise=lambda shapes: "t_block.1.weight" in shapes and "y_embedder.y_proj.fc1.weight" in shapes,
     refuse=lambda shapes: "it takes the picture's size as an input (PixArt-Alpha); PixArt-Sigma models work"

@@ -8,10 +8,16 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class BlockList:
-    """A ModuleList of transformer blocks, in execution order, and which streams a block returns, in order."""
+    """A ModuleList of transformer blocks, in execution order.
+
+    in_file: what its blocks' tensors are prefixed with in ComfyUI's and the publisher's files. returns: the streams a
+    block returns, in order. image_share: the part of a block's parameters that an image token passes through.
+    """
 
     name: str
+    in_file: str
     returns: tuple[str, ...] = ("image",)
+    image_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class ModelPlan:
     exact: modules whose leading arguments the forward rounds to half precision on the way -> the arguments of the
     forward they come from, and the factor it multiplies them by. They get them unrounded, as ComfyUI's models do.
     attention: modules inside a block that mix tokens -> the streams they mix, in the order of their sequence.
+    positions: modules outside the blocks that derive positions from the latent's shape -> a function of positions.py.
+    skips(num_blocks): in U-shaped models, blocks that take a `skip` -> the earlier block whose output it is.
     """
 
     blocks: tuple[BlockList, ...]
@@ -39,6 +47,8 @@ class ModelPlan:
     attention: dict[str, tuple[str, ...]]
     tokens: dict[str, TokenArgument] = field(default_factory=dict)
     exact: dict[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
+    positions: dict[str, Callable] = field(default_factory=dict)
+    skips: Callable = lambda num_blocks: {}
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,11 @@ class Family:
 
     transformer: class name in diffusers. recognise(shapes): is a file with tensors of these names and shapes ours?
     config(shapes): arguments of the diffusers class, from the header alone. convert(tensors, config): from the file's
-    names to diffusers' names. inputs(latent, timestep, conditioning, config): arguments of the diffusers forward.
+    names to diffusers' names. inputs(latent, timestep, conditioning, config, patch): arguments of the diffusers forward;
+    patch (a messages.Patch) where the latent is a piece. patch_size(config): latent pixels of a token along each dim.
     prediction(output, latent): back to the latent's rows and columns. conditioning: what it understands of ComfyUI's
     arguments to a diffusion model; ignored: what the model itself ignores too. refuse(shapes): why a file of
-    this family cannot be run, or None. num_channels(config): channels of a prediction.
+    this family cannot be run, or None. width(config): channels of a token. num_channels(config): channels of a prediction.
     """
 
     name: str
@@ -64,8 +75,15 @@ class Family:
     conditioning: tuple[str, ...]
     ignored: tuple[str, ...] = ()
     refuse: Callable = lambda shapes: None
+    patch_size: Callable = lambda config: (config["patch_size"],) * 2
     num_heads: Callable = lambda config: config["num_attention_heads"]
+    width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     num_channels: Callable = lambda config: config["out_channels"]
+
+    @property
+    def has_text_stream(self):
+        """Does text take part in self-attention?"""
+        return "text" in self.plan.streams.values()
 
 
 def count_blocks(shapes, prefix):

@@ -3,6 +3,7 @@
 import math
 
 from .plan import BlockList, Family, ModelPlan, count_blocks, pad_to_patches
+from .positions import embedded_patch
 
 HEAD_SIZE = 64
 
@@ -29,7 +30,7 @@ def _convert(tensors, config):
     return convert_sd3_transformer_checkpoint_to_diffusers(tensors)
 
 
-def _inputs(latent, timestep, conditioning, config):
+def _inputs(latent, timestep, conditioning, config, patch=None):
     return {"hidden_states": pad_to_patches(latent, (config["patch_size"],) * 2), "timestep": timestep,
             "encoder_hidden_states": conditioning["context"], "pooled_projections": conditioning["y"]}
 
@@ -38,9 +39,10 @@ SD3 = Family(
     name="SD3",
     transformer="SD3Transformer2DModel",
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", returns=("text", "image")),),
+        blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_share=0.5),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"},
         attention={"attn": ("image", "text"), "attn2": ("image",)},
+        positions={"pos_embed": embedded_patch},
     ),
     recognise=lambda shapes: "joint_blocks.0.context_block.attn.qkv.weight" in shapes,
     refuse=lambda shapes: "it has a context processor (SD3.5 variants with extra text layers)"

@@ -1,6 +1,7 @@
 """Wan 2.1 text-to-video: one stream over frames, rows and columns; text by cross-attention; rotary positions."""
 
 from .plan import BlockList, Family, ModelPlan, TokenArgument, count_blocks, pad_to_patches
+from .positions import rotary_patch
 
 HEAD_SIZE = 128
 PATCH_SIZE = (1, 2, 2)
@@ -23,7 +24,7 @@ def _convert(tensors, config):
     return convert_wan_transformer_to_diffusers(tensors)
 
 
-def _inputs(latent, timestep, conditioning, config):
+def _inputs(latent, timestep, conditioning, config, patch=None):
     return {"hidden_states": pad_to_patches(latent, PATCH_SIZE), "timestep": timestep,
             "encoder_hidden_states": conditioning["context"]}
 
@@ -40,10 +41,11 @@ WAN = Family(
     name="Wan 2.1",
     transformer="WanTransformer3DModel",
     plan=ModelPlan(
-        blocks=(BlockList("blocks"),),
+        blocks=(BlockList("blocks", "blocks."),),
         streams={"hidden_states": "image"},
         tokens={"rotary_emb": TokenArgument(1, ("image",))},
         attention={"attn1": ("image",)},
+        positions={"rope": rotary_patch},
     ),
     recognise=lambda shapes: "blocks.0.self_attn.norm_q.weight" in shapes and "head.modulation" in shapes
     and "patch_embedding.weight" in shapes,
@@ -53,4 +55,5 @@ WAN = Family(
     inputs=_inputs,
     prediction=lambda output, latent: output[..., :latent.shape[-2], :latent.shape[-1]],
     conditioning=("context",),
+    patch_size=lambda config: tuple(config["patch_size"]),
 )

@@ -1,99 +1,199 @@
 """The seams: where a diffusers transformer's own, unmodified forward meets the parallel methods.
 
 Placed once on a loaded model, as its plan says: tokens are cut to this rank's shard where they enter the blocks, attention
-inside the listed modules is handed to a parallel method, and shards are joined after the last block.
+inside the listed modules is handed to a parallel method, blocks of other stages are passed by, and shards are joined after
+the last block. What is to be done in a forward, a Trip says.
 """
 
 import functools
 import inspect
 from contextlib import contextmanager
 
+import torch
 import torch.nn.functional as F
 
 from ..planner import check_shards
 from ..protocol.errors import UnsupportedError
 from .collectives import all_gather
-from .mesh import SINGLE
+from .pipefusion import patch_attention
 from .tokens import Tokens
 from .usp import usp_attention
 
 
+class StageEnd(Exception):
+    """Leaves a forward after the last block of this rank's stage. streams: {stream: its hidden states here}."""
+
+    def __init__(self, streams):
+        super().__init__()
+        self.streams = streams
+
+
 class Seams:
-    """The seams of one model on this rank, and the prediction they serve now."""
+    """The seams of one model on this rank, and the trip they serve now."""
 
     def __init__(self, model, plan):
         self.plan = plan
-        self._mesh, self._traffic, self._inputs, self._tokens, self._cuts = SINGLE, None, {}, None, {}
+        self._model, self._trip, self._exact_inputs, self._cuts = model, None, {}, {}
         blocks = [(block, list_) for list_ in plan.blocks for block in model.get_submodule(list_.name)]
-        for index, (block, _) in enumerate(blocks):
-            names = list(inspect.signature(block.forward).parameters)
-            block.register_forward_pre_hook(functools.partial(self._cut, names, index == 0), with_kwargs=True)
+        self.num_blocks = len(blocks)
+        self._skips = plan.skips(self.num_blocks)
+        for index, (block, list_) in enumerate(blocks):
             for name, streams in plan.attention.items():
                 module = getattr(block, name, None)
                 if module is not None:
-                    module.forward = self._parallel_attention(module.forward, streams)
-        blocks[-1][0].register_forward_hook(functools.partial(self._join, blocks[-1][1]))
+                    module.forward = self._parallel_attention(module.forward, index, name, streams)
+            block.forward = self._parallel_block(block.forward, index, list_)
         for name, (arguments, factor) in plan.exact.items():
             model.get_submodule(name).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
+        for name, of_patch in plan.positions.items():
+            module = model.get_submodule(name)
+            module.forward = self._patch_positions(module, module.forward, of_patch)
+
+    def run(self, trip):
+        """Run the model's forward as the trip says. Every rank of the sequence axes does.
+
+        Returns (output of the forward, None) on the last stage, else (None, message for the next stage): one flat tensor.
+        """
+        with self.serving(trip):
+            try:
+                return self._model(**trip.inputs, return_dict=False)[0], None
+            except StageEnd as end:
+                pieces = [*end.streams.values(), *(trip.skips[block] for block in self._skips_over(trip.blocks.stop))]
+                return None, torch.cat([piece.reshape(-1) for piece in pieces]) if len(pieces) > 1 else pieces[0].reshape(-1)
+
+    def message_shapes(self, block, batch, sizes, width):
+        """Shapes of what crosses from one stage to the next before `block`. sizes: {stream: tokens on this rank}."""
+        streams = [stream for stream in self._list_of(block - 1).returns if stream in sizes]
+        return [(batch, sizes[stream], width) for stream in streams] + \
+            [(batch, sizes["image"], width)] * len(self._skips_over(block))
 
     @contextmanager
-    def serving(self, mesh, traffic, inputs):
-        """Run the model's forward with `inputs` under this to run it in parallel. Every rank of the sequence axes does."""
-        self._mesh, self._traffic, self._inputs = mesh, traffic, inputs
+    def serving(self, trip):
+        """The model's forward runs as the trip says while under this."""
+        self._trip = None if trip.is_plain else trip
+        self._exact_inputs = trip.inputs
         try:
             yield
         finally:
-            self._mesh, self._traffic, self._inputs, self._tokens, self._cuts = SINGLE, None, {}, None, {}
+            self._trip, self._exact_inputs, self._cuts = None, {}, {}
+
+    def _list_of(self, block):
+        for list_ in self.plan.blocks:
+            length = len(self._model.get_submodule(list_.name))
+            if block < length:
+                return list_
+            block -= length
+        raise IndexError(block)
+
+    def _skips_over(self, block):
+        """Earlier blocks whose outputs are skips for this block or later ones."""
+        return sorted(source for target, source in self._skips.items() if source < block <= target)
 
     def _unround(self, arguments, factor, module, args):
-        exact = [self._inputs[name] * factor for name in arguments if self._inputs.get(name) is not None]
+        exact = [self._exact_inputs[name] * factor for name in arguments if self._exact_inputs.get(name) is not None]
         return (*exact, *args[len(exact):])
 
-    def _cut(self, names, first, block, args, kwargs):
-        if self._mesh.sequence_degree == 1:
-            return None
-        arguments = {**dict(zip(names, args)), **kwargs}
-        if first:
-            counts = {stream: arguments[name].shape[1] for name, stream in self.plan.streams.items()}
-            check_shards(counts["image"], self._mesh.sequence_degree)
-            self._tokens = Tokens(counts, self._mesh.sequence_degree, self._mesh.sequence_rank)
-            for name, stream in self.plan.streams.items():
-                arguments[name] = self._tokens.take(arguments[name], 1, (stream,)).contiguous()
-        for name, argument in self.plan.tokens.items():
-            if arguments.get(name) is not None:
-                arguments[name] = self._cut_once(arguments[name], argument)
-        return (), arguments
+    def _patch_positions(self, module, forward, of_patch):
+        @functools.wraps(forward)
+        def patched(tensor):
+            if self._trip is None or self._trip.patch is None:
+                return forward(tensor)
+            return of_patch(module, forward, tensor, self._trip.patch)
+        return patched
 
-    def _cut_once(self, value, argument):
+    # --- blocks ---
+
+    def _parallel_block(self, forward, index, list_):
+        names = list(inspect.signature(forward).parameters)
+
+        @functools.wraps(forward)
+        def block(*args, **kwargs):
+            trip = self._trip
+            if trip is None:
+                return forward(*args, **kwargs)
+            arguments = {**dict(zip(names, args)), **kwargs}
+            if index == 0:
+                counts = {stream: arguments[name].shape[1] for name, stream in self.plan.streams.items()}
+                check_shards(counts["image"], trip.mesh.sequence_degree)
+                trip.tokens = Tokens(counts, trip.mesh.sequence_degree, trip.mesh.sequence_rank)
+            if index < trip.blocks.start:
+                return self._returned(list_, {stream: arguments[name] for name, stream in self.plan.streams.items()})
+            if index == trip.blocks.start:
+                arguments |= self._entering(trip, arguments) if index == 0 else self._arriving(trip, index, arguments)
+            for name, argument in self.plan.tokens.items():
+                if arguments.get(name) is not None:
+                    arguments[name] = self._cut_once(trip, arguments[name], argument)
+            if index in self._skips:
+                arguments["skip"] = trip.skips[self._skips[index]]
+            output = forward(**arguments)
+            if index in self._skips.values():
+                trip.skips[index] = output
+            if index + 1 < trip.blocks.stop:
+                return output
+            outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
+            if index + 1 < self.num_blocks:
+                raise StageEnd(outputs)
+            if trip.mesh.sequence_degree > 1:
+                sizes = trip.tokens.sizes(("image",))
+                outputs["image"] = all_gather(outputs["image"], sizes, 1, trip.mesh.sequence_group, trip.traffic)
+            return self._returned(list_, outputs)
+        return block
+
+    @staticmethod
+    def _returned(list_, streams):
+        outputs = tuple(streams[stream] for stream in list_.returns)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _entering(self, trip, arguments):
+        """This rank's shards of the hidden states that the model's forward made."""
+        if trip.mesh.sequence_degree == 1:
+            return {}
+        return {name: trip.tokens.take(arguments[name], 1, (stream,)).contiguous() for name, stream in self.plan.streams.items()}
+
+    def _arriving(self, trip, index, arguments):
+        """Hidden states and skips from the stage before, already this rank's shards."""
+        shards = {stream: trip.tokens.sizes((stream,))[trip.mesh.sequence_rank] for stream in trip.tokens.counts}
+        image = next(arguments[name] for name, stream in self.plan.streams.items() if stream == "image")
+        shapes = self.message_shapes(index, image.shape[0], shards, image.shape[2])
+        message = trip.arrive()
+        pieces = [piece.view(shape) for piece, shape in
+                  zip(message.split([torch.Size(shape).numel() for shape in shapes]), shapes)]
+        streams = dict(zip(self._list_of(index - 1).returns, pieces))
+        trip.skips.update(zip(self._skips_over(index), pieces[len(streams):]))
+        return {name: streams[stream] for name, stream in self.plan.streams.items()}
+
+    def _cut_once(self, trip, value, argument):
         """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
+        if trip.mesh.sequence_degree == 1:
+            return value
         if id(value) not in self._cuts:
-            cut = tuple(self._tokens.take(item, argument.dim, argument.streams) for item in value) \
-                if isinstance(value, (tuple, list)) else self._tokens.take(value, argument.dim, argument.streams)
+            cut = tuple(trip.tokens.take(item, argument.dim, argument.streams) for item in value) \
+                if isinstance(value, (tuple, list)) else trip.tokens.take(value, argument.dim, argument.streams)
             self._cuts[id(value)] = (value, cut)               # `value` is kept, so that its id stays its own
         return self._cuts[id(value)][1]
 
-    def _join(self, list_, block, args, output):
-        if self._mesh.sequence_degree == 1:
-            return None
-        outputs = list(output) if isinstance(output, tuple) else [output]
-        index = list_.returns.index("image")
-        outputs[index] = all_gather(outputs[index], self._tokens.sizes(("image",)), 1, self._mesh.sequence_group, self._traffic)
-        return tuple(outputs) if isinstance(output, tuple) else outputs[0]
+    # --- attention ---
 
-    def _parallel_attention(self, forward, streams):
+    def _parallel_attention(self, forward, index, name, streams):
         plain = F.scaled_dot_product_attention
-
-        def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-            if attn_mask is not None or is_causal:
-                raise UnsupportedError("This model masks its self-attention, which sequence parallelism does not support "
-                                       "yet. Use cfg_degree instead of ulysses_degree and ring_degree.")
-            sizes = self._tokens.sizes(streams)
-            return usp_attention(query, key, value, sizes, self._mesh, plain, scale, self._traffic)
 
         @functools.wraps(forward)
         def scoped(*args, **kwargs):
-            if self._mesh.sequence_degree == 1:
+            trip, num_calls = self._trip, 0
+            if trip is None or (trip.mesh.sequence_degree == 1 and trip.key_values is None):
                 return forward(*args, **kwargs)
+
+            def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+                nonlocal num_calls
+                if attn_mask is not None or is_causal:
+                    raise UnsupportedError("This model masks its self-attention, which sequence parallelism and PipeFusion do not "
+                                           "support yet. Use cfg_degree instead.")
+                if trip.key_values is None:
+                    return usp_attention(query, key, value, trip.tokens.sizes(streams), trip.mesh, plain, scale, trip.traffic)
+                num_calls += 1
+                local = functools.partial(plain, scale=scale, enable_gqa=enable_gqa)
+                return patch_attention(query, key, value, trip, (index, name, num_calls), streams, local)
+
             F.scaled_dot_product_attention = attention
             try:
                 return forward(*args, **kwargs)

@@ -25,7 +25,7 @@ def all_to_all(pieces, receive_shapes, group, traffic):
     """
     rank = dist.get_rank(group)
     send = pieces.view(-1) if torch.is_tensor(pieces) else torch.cat([piece.reshape(-1) for piece in pieces])
-    home, send = send.device, _on_wire(send, group)
+    home, send = send.device, on_wire(send, group)
     receive_sizes = [torch.Size(shape).numel() for shape in receive_shapes]
     receive = send.new_empty(sum(receive_sizes))
     dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group)
@@ -39,7 +39,7 @@ def all_gather(local, sizes, dim, group, traffic):
     Uneven sizes travel padded to the largest, because gloo has no uneven all-gather.
     """
     largest = max(sizes)
-    padded = _on_wire(local.movedim(dim, 0).contiguous(), group)
+    padded = on_wire(local.movedim(dim, 0).contiguous(), group)
     if padded.shape[0] < largest:
         padded = torch.cat([padded, padded.new_zeros(largest - padded.shape[0], *padded.shape[1:])])
     gathered = padded.new_empty(len(sizes) * largest, *padded.shape[1:])
@@ -60,7 +60,7 @@ class RingExchange:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         following = dist.get_global_rank(group, (rank + 1) % size)
         preceding = dist.get_global_rank(group, (rank - 1) % size)
-        self._home, self._sent = tensor.device, _on_wire(tensor.contiguous(), group)
+        self._home, self._sent = tensor.device, on_wire(tensor.contiguous(), group)
         self._received = self._sent.new_empty(receive_shape)
         traffic.count(self._sent.numel(), self._sent)
         self._work = dist.batch_isend_irecv([
@@ -73,6 +73,6 @@ class RingExchange:
         return self._received.to(self._home)
 
 
-def _on_wire(tensor, group):
+def on_wire(tensor, group):
     """gloo carries host memory only; it is used with CUDA when two ranks share a device."""
     return tensor.cpu() if tensor.is_cuda and dist.get_backend(group) == "gloo" else tensor

@@ -1,15 +1,16 @@
 """Process groups of a layout: which ranks work together along each axis. Used by the engine on every rank.
 
-Axis order, slowest first: data, cfg, ring, ulysses; so that Ulysses, which talks most, has neighbours.
-rank = ulysses + ulysses_degree * (ring + ring_degree * (cfg + cfg_degree * data)), ALGORITHMS.md section 1.
+Axis order, slowest first: data, cfg, pipefusion, ring, ulysses; so that Ulysses, which talks most, has neighbours.
+rank = ulysses + ulysses_degree * (ring + ring_degree * (pipefusion + pipefusion_degree * (cfg + cfg_degree * data))).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-AXES = ("data", "cfg", "ring", "ulysses")
+AXES = ("data", "cfg", "pipefusion", "ring", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Mesh:
 
     degrees: dict[str, int]
     ranks: dict[str, int]
+    pipefusion_group: object = None
     ring_group: object = None
     ulysses_group: object = None
     sequence_group: object = None          # ring x ulysses, ulysses fastest
@@ -40,8 +42,7 @@ SINGLE = Mesh({axis: 1 for axis in AXES}, {axis: 0 for axis in AXES})
 def build_mesh(layout, world_size):
     """Make the process groups of a layout. A collective: every rank of the world calls it, in the same order."""
     degrees = {axis: getattr(layout, f"{axis}_degree") for axis in AXES}
-    product = degrees["data"] * degrees["cfg"] * degrees["ring"] * degrees["ulysses"]
-    assert product == world_size, f"{degrees} on {world_size} ranks"
+    assert math.prod(degrees.values()) == world_size, f"{degrees} on {world_size} ranks"
     if world_size == 1:
         return SINGLE
     device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -50,6 +51,7 @@ def build_mesh(layout, world_size):
     sequence_degree = degrees["ring"] * degrees["ulysses"]
     return Mesh(
         degrees, ranks,
+        pipefusion_group=mesh["pipefusion"].get_group() if degrees["pipefusion"] > 1 else None,
         ring_group=mesh["ring"].get_group() if degrees["ring"] > 1 else None,
         ulysses_group=mesh["ulysses"].get_group() if degrees["ulysses"] > 1 else None,
         sequence_group=mesh["ring", "ulysses"]._flatten().get_group() if sequence_degree > 1 else None)

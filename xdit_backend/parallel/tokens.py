@@ -24,6 +24,12 @@ class Tokens:
         per_stream = [shard_sizes(self.counts[stream], self.num_shards) for stream in streams]
         return [sum(sizes) for sizes in zip(*per_stream)]
 
+    def pieces(self, streams):
+        """[(stream, first token, number of tokens)], in the order in which tokens gathered from all ranks stand."""
+        return [(stream, shard_start(self.counts[stream], self.num_shards, shard),
+                 shard_sizes(self.counts[stream], self.num_shards)[shard])
+                for shard in range(self.num_shards) for stream in streams]
+
     def take(self, tensor, dim, streams):
         """Cut this rank's tokens out of a tensor that holds all tokens of the streams, one after the other, at `dim`."""
         if self.num_shards == 1:

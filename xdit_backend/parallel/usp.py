@@ -17,18 +17,22 @@ def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic
     text and image shards need no rearranging. Returns (B, N, T of this rank, H).
     """
     degree = mesh.degrees["ulysses"]
-    if k_BNTH.shape[1] != q_BNTH.shape[1]:                     # grouped-query attention: one key head for several
-        repeats = q_BNTH.shape[1] // k_BNTH.shape[1]
-        k_BNTH, v_BNTH = k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)
+    k_BNTH, v_BNTH = repeat_heads(q_BNTH, k_BNTH, v_BNTH)
     if degree > 1:
         region = sizes[mesh.ranks["ring"] * degree:][:degree]
-        q_BNTH, k_BNTH, v_BNTH = _heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
+        q_BNTH, k_BNTH, v_BNTH = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
     if mesh.degrees["ring"] > 1:
         region_sizes = [sum(sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
         out = ring_attention(q_BNTH, k_BNTH, v_BNTH, region_sizes, mesh, scale, traffic)
     else:
         out = attention(q_BNTH, k_BNTH, v_BNTH, scale=scale)
-    return _heads_together(out, region, mesh, traffic) if degree > 1 else out
+    return heads_together(out, region, mesh, traffic) if degree > 1 else out
+
+
+def repeat_heads(q_BNTH, k_BNTH, v_BNTH):
+    """Grouped-query attention: repeat the key heads, of which one serves several query heads."""
+    repeats = q_BNTH.shape[1] // k_BNTH.shape[1]
+    return (k_BNTH, v_BNTH) if repeats == 1 else (k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1))
 
 
 def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic):
@@ -54,7 +58,7 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic):
     return out.to(q_BNTH.dtype)
 
 
-def _heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic):
+def heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic):
     """Ulysses all-to-all (arXiv 2309.14509): from all heads of this rank's tokens to its heads of the group's tokens."""
     degree = mesh.degrees["ulysses"]
     batch, num_heads, num_tokens, head_size = q_BNTH.shape
@@ -67,7 +71,7 @@ def _heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic):
     return torch.cat(received, 3).unbind(0)
 
 
-def _heads_together(out_BNTH, sizes, mesh, traffic):
+def heads_together(out_BNTH, sizes, mesh, traffic):
     """The way back: from this rank's heads of the group's tokens to all heads of its own tokens."""
     batch, heads, _, head_size = out_BNTH.shape
     own = sizes[mesh.ranks["ulysses"]]

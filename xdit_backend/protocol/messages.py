@@ -16,14 +16,26 @@ from .segments import Segment
 # --- what commands speak of ---
 
 @dataclass(frozen=True)
+class Stages:
+    """How PipeFusion spreads a model's blocks: rank r runs stage r // sequence_degree % pipefusion_degree."""
+
+    pipefusion_degree: int
+    sequence_degree: int = 1       # ranks that share a stage
+    num_blocks: tuple[int, ...] = ()           # blocks of each stage; (): balanced by cost
+    every_block: bool = False      # hold all blocks on every rank, so that warm-up can run by sequence parallelism
+    offload: bool = False          # keep stale keys and values in host memory
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Which model, in which form. Two equal specs are the same model; a worker loads what it lacks."""
 
-    name: str                      # unique for file, dtype and model patches
+    name: str                      # unique for file, dtype, stages and model patches
     family: str                    # key of models.FAMILIES
     path: str                      # a safetensors file, or a diffusers folder
     storage_dtype: str
     compute_dtype: str
+    stages: Stages | None = None   # None: every rank runs every block
 
 
 @dataclass(frozen=True)
@@ -35,14 +47,24 @@ class AutoencoderSpec:
     weights: dict[str, Segment]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Degrees of one run. Their product is the number of ranks that work."""
 
     cfg_degree: int = 1
     data_degree: int = 1
+    pipefusion_degree: int = 1
     ring_degree: int = 1
     ulysses_degree: int = 1
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Which rows of a whole latent a piece of it holds: those from `start` on, of `whole`, along `dim`."""
+
+    dim: int
+    start: int
+    whole: int
 
 
 @dataclass(frozen=True)
@@ -88,12 +110,15 @@ class DropConditioning:
 
 @dataclass(frozen=True)
 class Predict:
-    """Evaluate the model on one or two branches."""
+    """Evaluate the model on one or two branches: whole latents, or one patch of them."""
 
     request: int
     model: str
     layout: Layout
     branches: list[Branch]
+    patch: Patch | None = None     # None: the latents are whole
+    keep: bool = False             # keep keys and values for the patches that follow
+    by_image: bool = False         # send the images of a batch through the stages one after the other
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,41 @@
 """What a rank holds (models, conditioning, process groups) and how it carries out each command. Used by serve."""
 
+import math
 import os
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from ..checkpoints.transformer import load_transformer
+from ..checkpoints.transformer import block_sizes, load_transformer
 from ..checkpoints.vae import load_autoencoder_kl
 from ..models import FAMILIES
+from ..models.plan import Family
 from ..parallel.apply import Seams
 from ..parallel.collectives import Traffic
 from ..parallel.mesh import build_mesh
+from ..parallel.pipefusion import KeyValues, Link
+from ..parallel.tokens import Tokens
+from ..parallel.trip import Trip
 from ..parallel.vae import decode_rows
-from ..planner import shard_sizes, shard_start
+from ..planner import patch_dim, shard_sizes, shard_start, split_stages, stage_of
 from ..protocol import messages
 from ..protocol.errors import XDiTError
 from ..protocol.segments import map_segment, pinned
+
+
+@dataclass
+class Loaded:
+    """A model on this rank."""
+
+    model: torch.nn.Module
+    config: dict
+    family: Family
+    seams: Seams
+    dtype: torch.dtype             # of its arithmetic
+    spec: messages.ModelSpec
+    blocks: range                  # the blocks of this rank's stage; all, where there are no stages
 
 
 class Engine:
@@ -26,6 +45,8 @@ class Engine:
         self.rank, self.device, self.report_phase = rank, device, report_phase
         self.world_size = dist.get_world_size()
         self._models, self._autoencoders, self._conditioning, self._meshes = {}, {}, {}, {}
+        self._key_values, self._links, self._posted = {}, {}, {}
+        self._unclaimed = []               # receives of commands that failed before they waited; gloo needs them kept
         self._handlers = {
             messages.LoadModel: self._load_model, messages.DropModel: self._drop_model,
             messages.Conditioning: self._keep_conditioning, messages.DropConditioning: self._drop_conditioning,
@@ -44,8 +65,23 @@ class Engine:
             return
         family = FAMILIES[spec.family]
         report = lambda done, total: self.report_phase("loading weights", done, total)  # noqa: E731
-        model, config = load_transformer(spec, family, self.device, report)
-        self._models[spec.name] = (model, config, family, Seams(model, family.plan), getattr(torch, spec.compute_dtype))
+        blocks = None
+
+        def own_blocks(model):
+            nonlocal blocks
+            sizes = block_sizes(model, family.plan)
+            if spec.stages is None:
+                blocks = range(len(sizes))
+            else:
+                counts = spec.stages.num_blocks or split_stages(
+                    [size * share for size, share in sizes], spec.stages.pipefusion_degree)
+                stage = stage_of(self.rank, spec.stages)
+                blocks = range(sum(counts[:stage]), sum(counts[:stage + 1]))
+            return range(len(sizes)) if spec.stages is None or spec.stages.every_block else blocks
+
+        model, config = load_transformer(spec, family, self.device, report, own_blocks)
+        self._models[spec.name] = Loaded(model, config, family, Seams(model, family.plan),
+                                         getattr(torch, spec.compute_dtype), spec, blocks)
 
     def _drop_model(self, command):
         self._models.pop(command.name, None)
@@ -59,30 +95,109 @@ class Engine:
     def _drop_conditioning(self, command):
         for name in command.names:
             self._conditioning.pop(name, None)
+            self._key_values.pop(name, None)
+
+    def foresee(self, command):
+        """Post the receives of a command that is yet to be carried out, so that its transfers overlap what runs before it.
+
+        Called in the order of commands. Returns False where that is not possible, and then later ones must wait too.
+        """
+        if not isinstance(command, messages.Predict) or command.layout not in self._meshes or command.model not in self._models:
+            return False
+        if any(branch.conditioning not in self._conditioning for branch in command.branches):
+            return False
+        if command.request not in self._posted:
+            self._posted[command.request] = self._post_receives(command)
+        return True
 
     def _predict(self, command):
-        """Run this rank's branch, batch share and token shard; the first sequence rank writes the prediction."""
-        model, config, family, seams, dtype = self._loaded(command.model)
-        mesh = self._mesh(command.layout)
-        traffic, started_s = Traffic(), time.perf_counter()
+        """Run this rank's branch, batch share, stage and token shard; the first rank of the last stage writes the prediction."""
+        loaded, mesh = self._loaded(command.model), self._mesh(command.layout)
+        traffic, started_s, waited_s = Traffic(), time.perf_counter(), 0.0
+        handles = self._posted.pop(command.request, None) or self._post_receives(command)
+        link = self._link(mesh, command.layout)
+        self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
+        for branch, first, last in self._parts(command, mesh):
+            is_first_stage = mesh.ranks["pipefusion"] == 0
+            shape = (last - first, *branch.latent.shape[1:])
+            latent = map_segment(branch.latent)[first:last].to(self.device, loaded.dtype) if is_first_stage \
+                else torch.zeros(shape, dtype=loaded.dtype, device=self.device)        # only its shape is used
+            trip = self._trip(loaded, mesh, command, branch, latent, first, traffic)
+            if handles:
+                handle = handles.pop(0)
+
+                def arrive(handle=handle):
+                    nonlocal waited_s
+                    waiting_s = time.perf_counter()
+                    message = link.receive(handle)
+                    waited_s += time.perf_counter() - waiting_s
+                    return message
+                trip.arrive = arrive
+            output, message = loaded.seams.run(trip)
+            if message is not None:
+                link.send(message, traffic)
+            elif mesh.sequence_rank == 0:
+                map_segment(branch.prediction)[first:last].copy_(loaded.family.prediction(output, latent))
+        return {"sent_bytes": traffic.sent_bytes, "busy_s": time.perf_counter() - started_s - waited_s}
+
+    def _parts(self, command, mesh):
+        """[(branch, first image, last image + 1)]: what this rank runs of a command, in the order in which it travels."""
+        parts = []
         for index, branch in enumerate(command.branches):
             if index % mesh.degrees["cfg"] != mesh.ranks["cfg"]:
                 continue
             batch = branch.latent.shape[0]
             start = shard_start(batch, mesh.degrees["data"], mesh.ranks["data"])
-            rows = slice(start, start + shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]])
-            if rows.start == rows.stop:                        # fewer images than data ranks: this one rests
-                continue
-            latent = map_segment(branch.latent)[rows].to(self.device, dtype)
-            timestep = map_segment(branch.timestep)[rows].to(self.device)
-            conditioning = {name: tensor[rows].to(dtype) if tensor.shape[0] == batch else tensor.to(dtype)
-                            for name, tensor in self._conditioning[branch.conditioning].items()}
-            inputs = family.inputs(latent, timestep, conditioning, config)
-            with seams.serving(mesh, traffic, inputs):
-                output = model(**inputs, return_dict=False)[0]
-            if mesh.sequence_rank == 0:
-                map_segment(branch.prediction)[rows].copy_(family.prediction(output, latent))
-        return {"sent_bytes": traffic.sent_bytes, "busy_s": time.perf_counter() - started_s}
+            size = shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]
+            if command.by_image:
+                parts += [(branch, image, image + 1) for image in range(start, start + size)]
+            elif size:                                         # fewer images than data ranks: this one rests
+                parts.append((branch, start, start + size))
+        return parts
+
+    def _trip(self, loaded, mesh, command, branch, latent, first, traffic):
+        patch, size = command.patch, loaded.family.patch_size(loaded.config)
+        rows = slice(first, first + latent.shape[0])
+        batch = branch.latent.shape[0]
+        timestep = map_segment(branch.timestep)[rows].to(self.device)
+        conditioning = {name: tensor[rows].to(loaded.dtype) if tensor.shape[0] == batch else tensor.to(loaded.dtype)
+                        for name, tensor in self._conditioning[branch.conditioning].items()}
+        if loaded.family.has_text_stream and not _brings_text(patch):
+            conditioning["context"] = conditioning["context"][:, :0]
+        inputs = loaded.family.inputs(latent, timestep, conditioning, loaded.config, patch)
+        num_blocks = loaded.seams.num_blocks
+        staged = mesh.degrees["pipefusion"] > 1
+        trip = Trip(mesh, traffic, inputs, loaded.blocks if staged else range(num_blocks), num_blocks)
+        if patch is not None:
+            trip.patch, trip.patch_size, trip.rows = patch, size[patch.dim - 2], latent.shape[patch.dim]
+        if command.keep or patch is not None:
+            trip.key_values = self._key_values.setdefault(branch.conditioning, KeyValues())
+            trip.kept_blocks = loaded.blocks
+            trip.num_images = shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]
+            trip.first_image = first - shard_start(batch, mesh.degrees["data"], mesh.ranks["data"])
+        return trip
+
+    def _post_receives(self, command):
+        """Handles for the hidden states of each part of a command; [] on the first stage."""
+        loaded, mesh = self._loaded(command.model), self._mesh(command.layout)
+        if mesh.ranks["pipefusion"] == 0:
+            return []
+        link, handles = self._link(mesh, command.layout), []
+        size = loaded.family.patch_size(loaded.config)
+        for branch, first, last in self._parts(command, mesh):
+            counts = {"image": math.prod(-(-length // pixels) for length, pixels in zip(branch.latent.shape[2:], size))}
+            if loaded.family.has_text_stream:
+                counts["text"] = self._conditioning[branch.conditioning]["context"].shape[1] if _brings_text(command.patch) else 0
+            tokens = Tokens(counts, mesh.sequence_degree, mesh.sequence_rank)
+            shards = {stream: tokens.sizes((stream,))[mesh.sequence_rank] for stream in counts}
+            shapes = loaded.seams.message_shapes(loaded.blocks.start, last - first, shards, loaded.family.width(loaded.config))
+            handles.append(link.post_receive(sum(math.prod(shape) for shape in shapes), loaded.dtype))
+        return handles
+
+    def _link(self, mesh, layout):
+        if mesh.degrees["pipefusion"] > 1 and layout not in self._links:
+            self._links[layout] = Link(mesh, self.device)
+        return self._links.get(layout)
 
     def _load_autoencoder(self, command):
         spec = command.spec
@@ -104,10 +219,12 @@ class Engine:
 
     def _report_memory(self, command):
         """Bytes of parameters and buffers held, and bytes of device memory in use."""
-        modules = [entry[0] for entry in self._models.values()] + list(self._autoencoders.values())
-        held = sum(t.numel() * t.element_size() for module in modules for t in (*module.parameters(), *module.buffers()))
+        modules = [loaded.model for loaded in self._models.values()] + list(self._autoencoders.values())
+        held = sum(t.numel() * t.element_size() for module in modules for t in (*module.parameters(), *module.buffers())
+                   if not t.is_meta)
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return {"pid": os.getpid(), "weight_bytes": held, "allocated_bytes": allocated, "num_conditionings": len(self._conditioning)}
+        return {"pid": os.getpid(), "weight_bytes": held, "allocated_bytes": allocated, "num_conditionings": len(self._conditioning),
+                "key_value_bytes": sum(kept.num_bytes for kept in self._key_values.values())}
 
     def _loaded(self, name):
         if name not in self._models:
@@ -123,3 +240,8 @@ class Engine:
     def _release_memory(self):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _brings_text(patch):
+    """Text tokens take part in a step once, with its first patch (ALGORITHMS.md section 2.5)."""
+    return patch is None or patch.start == 0

@@ -1,5 +1,7 @@
 """The loop of a worker: take the next command, carry it out, answer. Called by __main__ on each rank."""
 
+import collections
+import itertools
 import logging
 import os
 import queue
@@ -18,6 +20,8 @@ from ..protocol.messages import Done, Failed, Phase, Ready, Stop
 from .engine import Engine
 
 log = logging.getLogger(__name__)
+
+FORESEEN = 3                               # commands whose receives are posted: the one at hand and two ahead
 
 
 def serve(folder, rank, devices, store_port):
@@ -38,7 +42,16 @@ def serve(folder, rank, devices, store_port):
     torch.set_grad_enabled(False)
     engine = Engine(rank, device, lambda text, done=0, total=0: channel.send(Phase(rank, text, done, total)))
     channel.send(Ready(rank, os.getpid(), str(device)))
-    while not isinstance(command := commands.get(), Stop):
+    waiting = collections.deque()
+    while True:
+        while not waiting or not commands.empty():
+            waiting.append(commands.get())
+        for upcoming in itertools.islice(waiting, FORESEEN):
+            if not engine.foresee(upcoming):
+                break
+        command = waiting.popleft()
+        if isinstance(command, Stop):
+            break
         try:
             numbers = engine.carry_out(command)
             reply = Done(command.request, rank, numbers or {})

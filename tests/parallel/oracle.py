@@ -1,0 +1,75 @@
+"""The oracle of PipeFusion, SIM(M, W) of ALGORITHMS.md 2.7: one process, the unmodified diffusers model, stale keys and values.
+
+A patch is predicted by running the whole latent, while every self-attention takes keys and values from a store for all
+tokens but the patch's own. Everything else in a transformer is token by token, so the patch's rows are its prediction.
+Neither the number of stages nor the sequence degree appears.
+"""
+
+import torch
+import torch.nn.functional as F
+
+plain = F.scaled_dot_product_attention
+
+
+class StaleModel:
+    """A model of the zoo that remembers keys and values from call to call."""
+
+    def __init__(self, example, text_first):
+        self.example, self.text_first = example, text_first
+        self.store = {}
+
+    def predict(self, latent, timestep, rows=None):
+        """The model's prediction for a whole latent. rows: the patch, (first, last + 1) along its dim; None: all is fresh."""
+        one = self.example
+        one.latent, one.timestep = latent, timestep
+        size = one.family.patch_size(one.config)
+        dim = 2 if latent.ndim == 4 or latent.shape[2] > size[0] else 3
+        num_image = 1
+        for length, patch in zip(latent.shape[2:], size):
+            num_image *= -(-length // patch)
+        a_row = num_image // -(-latent.shape[dim] // size[dim - 2])
+        first, last = (0, num_image) if rows is None else (a_row * (row // size[dim - 2]) for row in rows)
+        if rows is not None and rows[1] == latent.shape[dim]:
+            last = num_image
+        calls = iter(range(1000))
+
+        def attention(query, key, value, *args, **kwargs):
+            num_text = key.shape[2] - num_image
+            if num_text < 0 or (num_text and query.shape[2] != key.shape[2]):
+                return plain(query, key, value, *args, **kwargs)                   # cross-attention
+            offset = num_text if self.text_first else 0
+            fresh = torch.zeros(key.shape[2], dtype=torch.bool)
+            fresh[offset + first:offset + last] = True
+            if first == 0:
+                text = slice(0, num_text) if self.text_first else slice(num_image, None)
+                fresh[text] = True
+            name = next(calls)
+            keys, values, seen = self.store.get(name, (torch.zeros_like(key), torch.zeros_like(value), torch.zeros_like(fresh)))
+            keys = torch.where(fresh[:, None], key, keys)
+            values = torch.where(fresh[:, None], value, values)
+            seen = seen | fresh
+            self.store[name] = keys, values, seen
+            return plain(query, keys[:, :, seen], values[:, :, seen], *args, **kwargs)
+
+        F.scaled_dot_product_attention = attention
+        try:
+            return one.run()
+        finally:
+            F.scaled_dot_product_attention = plain
+
+
+def simulate(example, text_first, patches, warmup_steps, sigmas, dim=2):
+    """Sample with Euler steps, patch by patch after the warm-up. patches: [(first row, last + 1)]. Returns the latent."""
+    model, x = StaleModel(example, text_first), example.latent
+    scale = 1.0 if example.family.name == "Flux.1" else 1000.0
+    for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:])):
+        timestep = torch.full((x.shape[0],), sigma * scale, dtype=x.dtype)
+        if step < warmup_steps:
+            x = x + (following - sigma) * model.predict(x, timestep)[:, :x.shape[1]]
+            continue
+        stepped = x.clone()
+        for first, last in patches:
+            velocity = model.predict(x, timestep, (first, last))[:, :x.shape[1]].narrow(dim, first, last - first)
+            stepped.narrow(dim, first, last - first).add_((following - sigma) * velocity)
+        x = stepped
+    return x

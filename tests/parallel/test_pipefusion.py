@@ -1,0 +1,291 @@
+"""PipeFusion equals its oracle, whatever the number of stages and the sequence degree; without one of its parts it does not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import xdit_backend.parallel.pipefusion as pipefusion
+from tests.models.zoo import CONFIGS, example
+from tests.parallel.oracle import simulate
+from tests.ranks import run_ranks
+from xdit_backend.parallel.apply import Seams
+from xdit_backend.parallel.collectives import Traffic
+from xdit_backend.parallel.mesh import build_mesh
+from xdit_backend.parallel.pipefusion import KeyValues, Link
+from xdit_backend.parallel.tokens import Tokens
+from xdit_backend.parallel.trip import Trip
+from xdit_backend.planner import choose_num_patches, cut_patches, split_stages
+from xdit_backend.protocol.messages import Layout
+
+EXACT = 1e-10
+SIGMAS = [1.0, 0.75, 0.5, 0.25]                               # three steps
+TEXT_FIRST = {"Flux.1": True}
+SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan 2.1": {"rows": 10, "columns": 6, "frames": 5}}
+
+
+class Pipeline:
+    """One rank of a pipeline, as the engine drives it, on a model of the zoo that every rank has whole."""
+
+    def __init__(self, rank, world_size, one, layout, num_blocks=None):
+        self.one, self.mesh = one, build_mesh(layout, world_size)
+        self.seams, self.key_values = Seams(one.model, one.family.plan), KeyValues()
+        sizes = num_blocks or split_stages([1] * self.seams.num_blocks, layout.pipefusion_degree)
+        stage = self.mesh.ranks["pipefusion"]
+        self.blocks = range(sum(sizes[:stage]), sum(sizes[:stage + 1]))
+        self.link = Link(self.mesh, torch.device("cpu")) if layout.pipefusion_degree > 1 else None
+        self.traffic = Traffic()
+
+    def trip(self, latent, timestep, patch, keep=True):
+        one = self.one
+        conditioning = dict(one.conditioning)
+        if one.family.has_text_stream and patch is not None and patch.start > 0:
+            conditioning["context"] = conditioning["context"][:, :0]
+        size = one.family.patch_size(one.config)
+        return Trip(self.mesh, self.traffic, one.family.inputs(latent, timestep, conditioning, one.config, patch),
+                    self.blocks, self.seams.num_blocks, patch, size[patch.dim - 2] if patch else 1,
+                    latent.shape[patch.dim] if patch else 0, self.key_values if keep else None, self.blocks,
+                    num_images=latent.shape[0])
+
+    def predict(self, latent, timestep, patch=None):
+        """The prediction for a latent or a patch of it, on every rank: the last stage tells the others."""
+        trip = self.trip(latent, timestep, patch)
+        if self.blocks.start > 0:
+            size = self.one.family.patch_size(self.one.config)
+            num_image = 1
+            for length, pixels in zip(latent.shape[2:], size):
+                num_image *= -(-length // pixels)
+            counts = {"image": num_image}
+            if self.one.family.has_text_stream:
+                counts["text"] = 0 if patch and patch.start else self.one.conditioning["context"].shape[1]
+            tokens = Tokens(counts, self.mesh.sequence_degree, self.mesh.sequence_rank)
+            shards = {stream: tokens.sizes((stream,))[self.mesh.sequence_rank] for stream in counts}
+            shapes = self.seams.message_shapes(self.blocks.start, latent.shape[0], shards, self.one.family.width(self.one.config))
+            handle = self.link.post_receive(sum(torch.Size(shape).numel() for shape in shapes), latent.dtype)
+            trip.arrive = lambda: self.link.receive(handle)
+        output, message = self.seams.run(trip)
+        if message is not None:
+            self.link.send(message, self.traffic)
+        prediction = torch.empty_like(latent) if output is None else self.one.family.prediction(output, latent).contiguous()
+        if self.link:
+            last = torch.distributed.get_process_group_ranks(self.mesh.pipefusion_group)[-1]
+            torch.distributed.broadcast(prediction, last, group=self.mesh.pipefusion_group)
+        return prediction
+
+    def sample(self, patches, warmup_steps, dim):
+        """Euler steps, as in the oracle. patches: of planner.cut_patches."""
+        self.key_values.kept.clear()
+        x, scale = self.one.latent, 1.0 if self.one.family.name == "Flux.1" else 1000.0
+        for step, (sigma, following) in enumerate(zip(SIGMAS, SIGMAS[1:])):
+            timestep = torch.full((x.shape[0],), sigma * scale, dtype=x.dtype)
+            if step < warmup_steps:
+                x = x + (following - sigma) * self.predict(x, timestep)
+                continue
+            x = torch.cat([piece + (following - sigma) * self.predict(piece, timestep, patch) for patch, rows in patches
+                           for piece in [x.narrow(dim, patch.start, rows)]], dim)
+        return x
+
+
+def cuts(one, num_patches, sequence_degree=1):
+    size = one.family.patch_size(one.config)
+    return cut_patches(one.latent.shape, size, choose_num_patches(num_patches, 1, one.latent.shape, size, sequence_degree))
+
+
+def errors(rank, world_size, name, layout, settings, num_blocks=None, mutant=None):
+    """Largest difference from the oracle for each (num_patches, warmup_steps), one after the other on one model."""
+    torch.set_grad_enabled(False)
+    one = example(name, **SHAPES.get(name, {"rows": 12, "columns": 6}))
+    patches = {num: cuts(one, num, layout.ring_degree * layout.ulysses_degree) for num, _ in settings}
+    latent, results = one.latent, []
+    dim = patches[settings[0][0]][0][0].dim
+    want = {}
+    for num, warmup_steps in settings:
+        one.latent = latent
+        want[num, warmup_steps] = simulate(one, TEXT_FIRST.get(name, False),
+                                           [(p.start, p.start + rows) for p, rows in patches[num]], warmup_steps, SIGMAS, dim)
+    if mutant:
+        MUTANTS[mutant]()
+    one.latent = latent
+    pipeline = Pipeline(rank, world_size, one, layout, num_blocks)
+    for num, warmup_steps in settings:
+        one.latent = latent
+        got = pipeline.sample(patches[num], warmup_steps, dim)
+        results.append((got - want[num, warmup_steps]).abs().max().item())
+    if pipeline.link:
+        pipeline.link.drain()
+        assert pipeline.link.num_received == pipeline.link.num_posted
+    return results
+
+
+ALL = [(num_patches, warmup_steps) for num_patches in range(1, 6) for warmup_steps in range(len(SIGMAS))]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(name, num_stages):
+    """num_patches below, equal to and above the stages; warm-up from none (a cold start) to all steps."""
+    results = run_ranks(errors, num_stages, name, Layout(pipefusion_degree=num_stages), ALL)
+
+    assert max(max(result) for result in results) < EXACT
+
+
+HYBRIDS = {"2x ulysses2": Layout(pipefusion_degree=2, ulysses_degree=2), "2x ring2": Layout(pipefusion_degree=2, ring_degree=2),
+           "1x ulysses2": Layout(ulysses_degree=2), "1x ring2": Layout(ring_degree=2), "1x ring3": Layout(ring_degree=3)}
+LARGE = {"2x ring2-ulysses2": Layout(pipefusion_degree=2, ring_degree=2, ulysses_degree=2),
+         "3x ulysses2": Layout(pipefusion_degree=3, ulysses_degree=2)}
+
+
+def num_ranks(layout):
+    return layout.pipefusion_degree * layout.ring_degree * layout.ulysses_degree
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("layout", HYBRIDS.values(), ids=HYBRIDS)
+def test_hybrids_with_sequence_parallelism_equal_the_oracle(name, layout):
+    results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 1), (4, 0), (2, 3), (1, 1)])
+
+    assert max(max(result) for result in results) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("layout", LARGE.values(), ids=LARGE)
+def test_hybrids_on_six_and_eight_ranks_equal_the_oracle(name, layout):
+    results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 2)])
+
+    assert max(max(result) for result in results) < EXACT
+
+
+@pytest.mark.parametrize("name, num_blocks", [("SD3", [1, 3]), ("Flux.1", [3, 1]), ("Flux.1", [1, 3])])
+def test_uneven_stages_equal_the_oracle(name, num_blocks):
+    results = run_ranks(errors, 2, name, Layout(pipefusion_degree=2), [(4, 1), (3, 0)], num_blocks)
+
+    assert max(max(result) for result in results) < EXACT
+
+
+# --- mutants ---
+
+def nothing_is_kept():
+    """Patches attend to themselves only: naive patches."""
+    KeyValues.update = lambda self, key, keys, values, trip, streams: (keys, values)
+
+
+def positions_of_the_first_patch():
+    place = Seams._patch_positions
+
+    def first(self, module, forward, of_patch):
+        return place(self, module, forward, lambda *seen: of_patch(*seen[:3], replace(seen[3], start=0)))
+    Seams._patch_positions = first
+
+
+def own_shard_is_kept_only():
+    """The standard sequence-parallel buffer of ALGORITHMS.md section 3: what the peers made fresh is not kept."""
+    update = KeyValues.update
+
+    def own_only(self, key, keys, values, trip, streams):
+        before = self.kept.get(key)
+        old = before and (before.keys_BNTH.clone(), before.values_BNTH.clone())
+        result = update(self, key, keys, values, trip, streams)
+        if old is not None and trip.patch is not None:
+            entry, offset = self.kept[key], 0
+            for index, (stream, start, size) in enumerate(trip.tokens.pieces(streams)):
+                slot = start if stream == "text" else entry.num_text + trip.first_token + start
+                if index // len(streams) != trip.tokens.shard:
+                    entry.keys_BNTH[:, :, slot:slot + size] = old[0][:, :, slot:slot + size]
+                    entry.values_BNTH[:, :, slot:slot + size] = old[1][:, :, slot:slot + size]
+                offset += size
+        return result
+    KeyValues.update = own_only
+
+
+def text_with_every_patch_forgotten():
+    """Later patches do not see the text."""
+    update = KeyValues.update
+
+    def without_text(self, key, keys, values, trip, streams):
+        keys, values = update(self, key, keys, values, trip, streams)
+        start = self.kept[key].num_text if not trip.opens else 0
+        return keys[:, :, start:], values[:, :, start:]
+    KeyValues.update = without_text
+
+
+def cold_tokens_are_zero():
+    """warmup_steps = 0: tokens not seen yet count as zeros instead of being left out."""
+    update = KeyValues.update
+
+    def zeros(self, key, keys, values, trip, streams):
+        first = key not in self.kept
+        result = update(self, key, keys, values, trip, streams)
+        entry = self.kept[key]
+        if first and trip.patch is not None:
+            entry.keys_BNTH[:, :, entry.num_filled:] = 0
+            entry.values_BNTH[:, :, entry.num_filled:] = 0
+            entry.num_filled = entry.keys_BNTH.shape[2]
+            return entry.keys_BNTH, entry.values_BNTH
+        return result
+    KeyValues.update = zeros
+
+
+MUTANTS = {function.__name__: function for function in (
+    nothing_is_kept, positions_of_the_first_patch, own_shard_is_kept_only, text_with_every_patch_forgotten,
+    cold_tokens_are_zero)}
+
+
+@pytest.mark.parametrize("mutant, name, layout, setting", [
+    ("nothing_is_kept", "PixArt-Sigma", Layout(pipefusion_degree=2), (4, 1)),
+    ("positions_of_the_first_patch", "SD3", Layout(pipefusion_degree=2), (4, 1)),
+    ("positions_of_the_first_patch", "Wan 2.1", Layout(pipefusion_degree=2), (4, 1)),
+    ("own_shard_is_kept_only", "Flux.1", Layout(pipefusion_degree=1, ulysses_degree=2), (4, 1)),
+    ("own_shard_is_kept_only", "Flux.1", Layout(pipefusion_degree=1, ring_degree=2), (4, 1)),
+    ("text_with_every_patch_forgotten", "SD3", Layout(pipefusion_degree=2), (4, 1)),
+    ("cold_tokens_are_zero", "PixArt-Sigma", Layout(pipefusion_degree=2), (4, 0))])
+def test_exactness_notices_a_broken_method(mutant, name, layout, setting):
+    results = run_ranks(errors, num_ranks(layout), name, layout, [setting], None, mutant)
+
+    assert max(max(result) for result in results) > 1e-6
+
+
+def stale_share(rank, world_size):
+    """Which tokens of the kept keys each patch of the second step overwrote."""
+    torch.set_grad_enabled(False)
+    one = example("PixArt-Sigma", rows=12, columns=6)
+    pipeline = Pipeline(rank, world_size, one, Layout())
+    patches, changed = cuts(one, 3), []
+    timestep = torch.full((1,), 700.0, dtype=torch.float64)
+    pipeline.predict(one.latent, timestep)
+    for patch, rows in patches:
+        before = [entry.keys_BNTH.clone() for entry in pipeline.key_values.kept.values()]
+        pipeline.predict(one.latent.narrow(2, patch.start, rows) + 1, timestep, patch)
+        changed.append([(now.keys_BNTH != then).any(-1).any(1)[0].nonzero().flatten().tolist()
+                        for now, then in zip(pipeline.key_values.kept.values(), before)])
+    return changed
+
+
+def test_a_patch_overwrites_its_own_tokens_only():
+    """After (step i, patch m), tokens of patches up to m are of step i and the others of step i - 1. 6 x 3 tokens, 3 patches."""
+    changed = run_ranks(stale_share, 1)[0]
+
+    assert changed == [[list(range(start, start + 6))] * 4 for start in (0, 6, 12)]
+
+
+def replicas(rank, world_size, layout):
+    """The kept keys of this rank after a warm-up step and a patch."""
+    torch.set_grad_enabled(False)
+    one = example("Flux.1", rows=12, columns=6)
+    pipeline = Pipeline(rank, world_size, one, layout)
+    timestep = torch.full((1,), 0.7, dtype=torch.float64)
+    pipeline.predict(one.latent, timestep)
+    patch, rows = cuts(one, 3)[1]
+    pipeline.predict(one.latent.narrow(2, patch.start, rows) + 1, timestep, patch)
+    return [entry.keys_BNTH.clone() for entry in pipeline.key_values.kept.values()]
+
+
+def test_sequence_ranks_hold_the_same_keys():
+    """Ring ranks keep the same keys; Ulysses ranks the same tokens of their own heads, together those of one rank."""
+    alone = run_ranks(replicas, 1, Layout())[0]
+    ring = run_ranks(replicas, 2, Layout(ring_degree=2))
+    ulysses = run_ranks(replicas, 2, Layout(ulysses_degree=2))
+
+    for index, keys in enumerate(alone):
+        assert all(torch.allclose(ring[rank][index], keys, atol=EXACT) for rank in (0, 1))
+        assert torch.allclose(torch.cat([ulysses[rank][index] for rank in (0, 1)], 1), keys, atol=EXACT)
