@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..xdit_backend.config import ParallelConfig
+from ..xdit_backend.config import WARMUPS, ParallelConfig
 from .bridge.groups import devices_of
 
 Parallel = io.Custom("XDIT_PARALLEL")
@@ -10,7 +10,9 @@ Parallel = io.Custom("XDIT_PARALLEL")
 DEGREES = {
     "cfg_degree": "2: the two branches of guidance on different devices. The fastest split; needs cfg above 1.",
     "data_degree": "Images of a batch on different devices.",
-    "pipefusion_degree": "Stages of a pipeline, each with its part of the model. Not available yet: must be 1.",
+    "pipefusion_degree": "Stages of a pipeline, each holding its part of the model: for models too large for one device, and for "
+                         "devices with a slow connection. Pieces of the image flow through the stages and use keys and values "
+                         "of the step before, so the picture differs a little from one device's.",
     "ring_degree": "Ring sequence parallelism: tokens on different devices, any number of heads.",
     "ulysses_degree": "Ulysses sequence parallelism: must divide the model's attention heads.",
     "tensor_degree": "Every layer spread over devices. Not available yet: must be 1.",
@@ -33,10 +35,20 @@ class XDiTParallelConfig(io.ComfyNode):
                 io.Combo.Input("mode", options=["auto", "manual"], default="auto", tooltip="auto chooses the degrees for each "
                                "run. manual uses the degrees below; their product must equal the number of devices."),
                 *(io.Int.Input(name, default=1, min=1, max=64, tooltip=text) for name, text in DEGREES.items()),
-                io.Int.Input("num_patches", default=0, min=0, max=64, tooltip="PipeFusion's pieces of the image. 0: chosen. Used "
-                             "when pipefusion_degree is above 1."),
+                io.Int.Input("num_patches", default=0, min=0, max=64, tooltip="PipeFusion's pieces of the image. 0: twice the "
+                             "stages. 1: no stale keys and values, the exact picture, and stages wait for each other. Used when "
+                             "pipefusion_degree is above 1."),
                 io.Int.Input("warmup_steps", default=1, min=0, max=100, tooltip="First steps that run whole before PipeFusion "
-                             "uses stale keys and values. Used when pipefusion_degree is above 1."),
+                             "uses keys and values of the step before. More is closer to one device's picture, and slower."),
+                io.String.Input("stage_blocks", default="", optional=True, tooltip="How many of the model's blocks each stage of "
+                                'PipeFusion runs, such as "20,37" for unlike devices. Empty: balanced.'),
+                io.Combo.Input("warmup", options=list(WARMUPS), default="auto", optional=True, tooltip="How PipeFusion's warm-up "
+                               "steps run. whole: the image through one stage after the other. micro_batches: images and both "
+                               "branches of guidance follow each other through the stages. sequence: by sequence parallelism, for "
+                               "which every device holds the whole model. auto: sequence where that takes less than 40 % of a "
+                               "device's memory, else micro_batches. The picture is the same."),
+                io.Boolean.Input("offload_keys_values", default=False, optional=True, tooltip="Keep PipeFusion's keys and values "
+                                 "in the host's memory and fetch them layer by layer, for resolutions where they outgrow the device."),
             ],
             outputs=[Parallel.Output(display_name="parallel")],
         )

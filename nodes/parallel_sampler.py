@@ -1,10 +1,12 @@
 """Parallel Sampler: KSampler on a MODEL of Load xDiT Model."""
 
+import comfy.patcher_extension
 import comfy.samplers
 import nodes
 from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import ConfigError, UnsupportedError
+from .bridge.pipeline import WHOLE, why_whole
 from .bridge.shell import ShellPatcher
 
 
@@ -39,8 +41,23 @@ class XDiTParallelSampler(io.ComfyNode):
     def execute(cls, model, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image,
                 denoise) -> io.NodeOutput:
         check(model, cfg, positive, negative, latent_image)
+        if model.remote.spec.stages is not None:
+            model = in_stages(model, sampler_name, positive, negative)
         return io.NodeOutput(*nodes.common_ksampler(model, seed, steps, cfg, sampler_name, scheduler, positive, negative,
                                                     latent_image, denoise=denoise))
+
+
+def in_stages(model, sampler_name, positive, negative):
+    """The MODEL whose stages stay full from step to step, where the sampler and the conditioning can be cut into patches."""
+    from .bridge import patches
+    because = patches.WHOLE_SAMPLERS.get(sampler_name)
+    model = model.clone()
+    if because is not None:
+        model.model_options["transformer_options"][WHOLE] = because
+    elif patches.is_elementwise(model.model_options) and why_whole(
+            [[options for _, options in prompt] for prompt in (positive, negative)], model.model_options) is None:
+        model.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE, "xdit", patches.wrap_sampler(model.remote))
+    return model
 
 
 def check(model, cfg, positive, negative, latent_image):

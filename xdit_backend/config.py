@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from .protocol.errors import ConfigError
 from .protocol.messages import Layout
 
+WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = ("cfg_degree", "data_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "tensor_degree")
 
 
@@ -29,8 +30,22 @@ class ParallelConfig:
     ring_degree: int = 1
     ulysses_degree: int = 1
     tensor_degree: int = 1
-    num_patches: int = 0
+    num_patches: int = 0                       # 0: chosen
     warmup_steps: int = 1
+    stage_blocks: str = ""                     # blocks of each stage, "20,37"; "": balanced by cost
+    warmup: str = "auto"                       # how the warm-up steps run, one of WARMUPS
+    offload_keys_values: bool = False          # stale keys and values in host memory
+
+    @property
+    def num_stage_blocks(self):
+        """stage_blocks as numbers; () where the stages are to be balanced. Raises ConfigError for other text."""
+        if not self.stage_blocks.strip():
+            return ()
+        parts = [part.strip() for part in self.stage_blocks.split(",")]
+        if not all(part.isdigit() and int(part) > 0 for part in parts):
+            raise ConfigError(f'stage_blocks="{self.stage_blocks}" is not a list of block counts of at least 1. Use one number a '
+                              f'stage with commas, such as "20,37", or leave it empty.')
+        return tuple(map(int, parts))
 
     @property
     def layout(self):
@@ -77,12 +92,17 @@ def validate(config, num_devices):
             raise ConfigError(f"{name}={value} must be at least 1. 1 switches the method off.")
     if config.num_patches < 0 or config.warmup_steps < 0:
         raise ConfigError(f"num_patches={config.num_patches} and warmup_steps={config.warmup_steps} must not be negative.")
+    if config.warmup not in WARMUPS:
+        raise ConfigError(f'warmup="{config.warmup}" is not one of {", ".join(WARMUPS)}.')
+    num_stages = len(config.num_stage_blocks)
     if config.mode == "auto":
         return
-    for name in ("pipefusion_degree", "tensor_degree"):
-        if getattr(config, name) > 1:
-            raise ConfigError(f"{name}={getattr(config, name)} is not available yet. Use 1, and spread the model with "
-                              f"cfg_degree, ulysses_degree or ring_degree.")
+    if num_stages not in (0, config.pipefusion_degree):
+        raise ConfigError(f'stage_blocks="{config.stage_blocks}" names {num_stages} stages, and pipefusion_degree='
+                          f'{config.pipefusion_degree}. Give one number a stage, or leave it empty.')
+    if config.tensor_degree > 1:
+        raise ConfigError(f"tensor_degree={config.tensor_degree} is not available yet. Use 1, and spread the model with "
+                          f"pipefusion_degree, cfg_degree, ulysses_degree or ring_degree.")
     if config.cfg_degree > 2:
         raise ConfigError(f"cfg_degree={config.cfg_degree}: guidance has two branches, so 1 or 2 can work.")
     product, text = 1, []
@@ -95,6 +115,17 @@ def validate(config, num_devices):
         raise ConfigError(
             f"The degrees ({', '.join(text) or 'all 1'}) multiply to {product}, and there are {num_devices} devices. "
             f"Their product must be {num_devices}: for example {_example(num_devices)}, or set mode to auto.")
+
+
+def validate_stages(config, num_blocks, family):
+    """Refuse stages that this model does not have blocks for. Raises ConfigError with what would work."""
+    if config.pipefusion_degree > num_blocks:
+        raise ConfigError(f"pipefusion_degree={config.pipefusion_degree} is more than {family}'s {num_blocks} blocks. "
+                          f"Use at most {num_blocks}.")
+    counts = config.num_stage_blocks
+    if counts and sum(counts) != num_blocks:
+        raise ConfigError(f'stage_blocks="{config.stage_blocks}" adds up to {sum(counts)}, and this {family} model has '
+                          f'{num_blocks} blocks. The numbers must add up to {num_blocks}; leave it empty to balance the stages.')
 
 
 def validate_layout(layout, num_heads, family):

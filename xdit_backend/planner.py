@@ -3,30 +3,63 @@
 Called by the bridge before each prediction; the workers follow the layout that a command names.
 """
 
+import dataclasses
 import itertools
 import math
 
 from .config import validate_layout
 from .protocol.errors import ConfigError
-from .protocol.messages import Layout, Patch
+from .protocol.messages import Layout, Patch, Stages
 
 
-def choose_layout(config, num_devices, num_branches, num_heads, family):
+def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None):
     """Return the Layout for one prediction.
 
     Manual mode: the person's degrees. Auto mode: CFG parallel when there are two branches and an even number of
     devices, then Ulysses as far as the heads allow, then Ring. CFG parallel comes first because it sends only the
-    prediction; Ulysses sends less than Ring (xDiT, arXiv 2411.01738, table 1).
+    prediction; Ulysses sends less than Ring (xDiT, arXiv 2411.01738, table 1). stages: how the model is spread, where it is.
     Raises ConfigError when the layout cannot work for this model.
     """
     if config.mode == "manual":
         layout = config.layout
         validate_layout(layout, num_heads, family)
         return layout
-    cfg_degree = 2 if num_branches == 2 and num_devices % 2 == 0 else 1
-    rest = num_devices // cfg_degree
+    cfg_degree = 2 if num_branches == 2 and num_devices % 2 == 0 and stages is None else 1
+    rest = num_devices // cfg_degree if stages is None else stages.sequence_degree
     ulysses_degree = max(d for d in range(1, rest + 1) if rest % d == 0 and num_heads % d == 0)
-    return Layout(cfg_degree=cfg_degree, ring_degree=rest // ulysses_degree, ulysses_degree=ulysses_degree)
+    return Layout(cfg_degree=cfg_degree, ring_degree=rest // ulysses_degree, ulysses_degree=ulysses_degree,
+                  pipefusion_degree=1 if stages is None else stages.pipefusion_degree)
+
+
+FULL = 0.8                     # of a device's memory that weights may take; the rest is for activations, and for other nodes
+WARMUP_FULL = 0.4              # where all weights take less, every rank holds them, so that warm-up runs by sequence parallelism
+
+
+def choose_stages(config, num_devices, weight_bytes, device_bytes):
+    """How the model is spread over stages when it is loaded: Stages, or None where every rank runs every block.
+
+    Manual mode: the person's pipefusion_degree. Auto mode: PipeFusion where the weights do not fit on one device, with as
+    few stages as they need; it is the one method that spreads weights. device_bytes: memory of the smallest device.
+    """
+    if config.mode == "manual":
+        if config.pipefusion_degree == 1:
+            return None
+        every_block = config.warmup == "sequence" or (config.warmup == "auto" and weight_bytes <= WARMUP_FULL * device_bytes)
+        return Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree, config.num_stage_blocks,
+                      every_block, config.offload_keys_values)
+    if num_devices == 1 or weight_bytes <= FULL * device_bytes:
+        return None
+    fitting = [degree for degree in range(2, num_devices + 1)
+               if num_devices % degree == 0 and weight_bytes <= degree * FULL * device_bytes]
+    degree = min(fitting, default=num_devices)
+    return Stages(degree, num_devices // degree, offload=config.offload_keys_values)
+
+
+def warmup_layout(layout, stages):
+    """The layout of whole steps: the same ranks as one sequence group where every rank holds all blocks."""
+    if not stages.every_block:
+        return layout
+    return dataclasses.replace(layout, pipefusion_degree=1, ring_degree=layout.pipefusion_degree * layout.ring_degree)
 
 
 def describe_layout(layout):

@@ -31,6 +31,11 @@ def devices_of(config):
     return devices
 
 
+def memory_of(device):
+    """Bytes of memory a device has in all."""
+    return comfy.model_management.get_total_memory(torch.device(device))
+
+
 class Groups:
     """The running worker group and the models in use on it."""
 

@@ -3,6 +3,7 @@
 Sigmas, samplers, masks, regional prompts, previews and cancel stay ComfyUI's own. Made by Load xDiT Model.
 """
 
+import functools
 import os
 
 import torch
@@ -14,13 +15,13 @@ import comfy.patcher_extension
 import comfy.utils
 
 from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from ...xdit_backend.config import validate_layout
+from ...xdit_backend.config import validate_layout, validate_stages
 from ...xdit_backend.host.client import Call
-from ...xdit_backend.planner import choose_layout, describe_layout
+from ...xdit_backend.planner import choose_layout, choose_stages, describe_layout
 from ...xdit_backend.protocol.errors import CheckpointError, UnsupportedError
 from ...xdit_backend.protocol.segments import dtype_name
-from .branches import Branches
-from .groups import GROUPS, check_packages, devices_of, show_text
+from .groups import GROUPS, check_packages, devices_of, memory_of, show_text
+from .pipeline import PipelineRun, why_whole
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
                       "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
@@ -45,6 +46,7 @@ def load_shell(path, weight_dtype, config):
     transformer_config = header.config or family.config(header.shapes)
     if config.mode == "manual":
         validate_layout(config.layout, family.num_heads(transformer_config), family.name)
+        validate_stages(config, family.num_blocks(transformer_config), family.name)
 
     tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES[header.dtypes[name]], device="meta")
                for name, shape in header.shapes.items()}
@@ -57,7 +59,9 @@ def load_shell(path, weight_dtype, config):
     storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device)
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
-    spec = model_spec(header, family, dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype))
+    weight_bytes = comfy.utils.calculate_parameters(tensors) * storage_dtype.itemsize
+    stages = choose_stages(config, len(devices), weight_bytes, min(memory_of(device) for device in devices))
+    spec = model_spec(header, family, dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype), stages)
     remote = RemoteModel(spec, family, transformer_config, config, devices)
     net = base_model.diffusion_model
     net.forward = remote.forward
@@ -87,8 +91,9 @@ class RemoteModel:
         self.num_heads = family.num_heads(transformer_config)
         self.num_channels = family.num_channels(transformer_config)
         self.config, self.devices = config, devices
-        self._branches = Branches(self._predict)
+        self._transformer_config = transformer_config
         self._shown = None                                     # the layout a person was told of in this run
+        self._pipeline = self._schedule = self._whole_because = None
 
     def load(self, base_model):
         GROUPS.load_model(GROUPS.client(self.devices), self.spec, base_model)
@@ -99,36 +104,66 @@ class RemoteModel:
             client.drop(self.spec.name)
 
     def end_run(self):
-        self._shown = None
+        self._shown = self._pipeline = self._schedule = self._whole_because = None
         client = GROUPS.client_if(self.devices)
         if client is not None:
             client.end_run()
 
     def forward(self, x, timestep, context=None, control=None, transformer_options={}, **extra):
         """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32."""
+        from . import branches
         self._refuse(control, transformer_options, extra)
         conditioning = {"context": context, **extra}
         call = Call(x, timestep, {name: tensor for name in self.family.conditioning
                                   if (tensor := conditioning.get(name)) is not None})
-        return self._branches.ask(call).to(x.device)
+        schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas", timestep)
+        return branches.ask(call, functools.partial(self._predict, schedule, sigmas)).to(x.device)
 
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
-        """Wraps ComfyUI's function of that name: branches run as coroutines where they go to different ranks."""
-        if sum(bool(cond) for cond in conds) < 2:
-            return executor(model, conds, x, timestep, model_options)
-        layout = choose_layout(self.config, len(self.devices), 2, self.num_heads, self.family.name)
-        if layout.cfg_degree == 1:
-            return executor(model, conds, x, timestep, model_options)
-        return self._branches.run(executor, model, conds, x, timestep, model_options)
+        """Wraps ComfyUI's function of that name: branches run as coroutines where each goes to the workers on its own."""
+        from . import branches                                 # here and below: the nodes load where greenlet is missing
+        if self.spec.stages is None:
+            layout = self._layout(2)
+            if sum(bool(cond) for cond in conds) < 2 or layout.cfg_degree == 1:
+                return executor(model, conds, x, timestep, model_options)
+        else:
+            self._whole_because = why_whole(conds, model_options)
+        predict = functools.partial(self._predict, model_options["transformer_options"].get("sample_sigmas"), timestep)
+        return branches.run_branches(predict, executor, model, conds, x, timestep, model_options)
 
-    def _predict(self, calls):
-        layout = choose_layout(self.config, len(self.devices), len(calls), self.num_heads, self.family.name)
+    def begin_run(self, schedule, shape, whole_because=None):
+        """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent."""
+        client = GROUPS.client(self.devices)
+        client.load_model(self.spec)
+        self._schedule = schedule
+        self._pipeline = PipelineRun(client, self.spec, self.family, self._transformer_config, self.config, self._layout(1),
+                                     schedule, shape, whole_because)
+        return self._pipeline
+
+    def _layout(self, num_branches):
+        return choose_layout(self.config, len(self.devices), num_branches, self.num_heads, self.family.name, self.spec.stages)
+
+    def _predict(self, schedule, sigmas, calls):
+        if self.spec.stages is not None:
+            return self._predict_in_stages(schedule, sigmas.max().item(), calls)
+        layout = self._layout(len(calls))
         client = GROUPS.client(self.devices)
         client.load_model(self.spec)
         if layout != self._shown:
             show_text(f"running on {', '.join(self.devices)}: {describe_layout(layout)}")
             self._shown = layout
         return client.predict(self.spec, layout, self.num_channels, calls)
+
+    def _predict_in_stages(self, schedule, sigma, calls):
+        from . import patches
+        predictions = patches.ask(calls, sigma)
+        if predictions is not None:
+            return predictions
+        if schedule is None:                                   # called outside of a sampler: no step can be stale
+            schedule = torch.tensor([sigma])
+        if self._pipeline is None or schedule is not self._schedule:
+            self.begin_run(schedule, calls[0].latent.shape, self._whole_because)
+        return self._pipeline.predict(calls, sigma)
 
     def _refuse(self, control, transformer_options, extra):
         if control is not None:

@@ -13,7 +13,7 @@ from tests.tiny_checkpoints import import_comfyui, save
 
 FAMILY_OF = {"sd35": "sd3", "flux-schnell": "flux"}            # kind of checkpoint -> family of its conditioning
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "pixart": (34, 36), "wan": (16, 18)}
-DEGREES = ("cfg", "data", "ring", "ulysses")
+DEGREES = ("cfg", "data", "pipefusion", "ring", "ulysses")
 
 
 class ComfyUI:
@@ -52,9 +52,9 @@ class ComfyUI:
         return self._native[name]
 
     def config(self, devices="cpu", **degrees):
-        """XDIT_PARALLEL: auto mode, or manual where degrees are given, as cfg=2."""
+        """XDIT_PARALLEL: auto mode, or manual where degrees are given, as cfg=2. Other settings by their names."""
         values = {"devices": devices, "mode": "manual" if degrees else "auto", "num_patches": 0, "warmup_steps": 1,
-                  "pipefusion_degree": 1, "tensor_degree": 1}
+                  "tensor_degree": 1, "warmup": "whole"} | {name: value for name, value in degrees.items() if name not in DEGREES}
         return self.parallel_config.execute(**values, **{f"{name}_degree": degrees.get(name, 1) for name in DEGREES}).args[0]
 
     def ours(self, kind, config, weight_dtype="fp32", **options):

@@ -18,6 +18,7 @@ class Call:
     latent: torch.Tensor                   # (B, C, H, W) or (B, C, F, H, W)
     timestep: torch.Tensor                 # (B,)
     conditioning: dict[str, torch.Tensor]
+    name: str = ""                         # of the conditioning, where Client.name_conditioning gave it one
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +91,9 @@ class Client:
         """
         self.load_model(spec)
         group = self.group
-        if len(self._conditionings) + len(calls) > MAX_CONDITIONINGS:      # before any of this prediction's is named
-            self.end_run()
-        names = [self.name_conditioning(call.conditioning) for call in calls]
+        if len(self._conditionings) + len(calls) > MAX_CONDITIONINGS and not any(call.name for call in calls):
+            self.end_run()                                     # before any of this prediction's is named
+        names = [call.name or self.name_conditioning(call.conditioning) for call in calls]
         branches, predictions, segments = [], [], []
         for call, name in zip(calls, names):
             prediction, view = group.segments.create((call.latent.shape[0], num_channels, *call.latent.shape[2:]), torch.float32)

@@ -83,5 +83,6 @@ FLUX = Family(
     prediction=_prediction,
     conditioning=("context", "y", "guidance"),
     patch_size=lambda config: (PATCH, PATCH),
+    num_blocks=lambda config: config["num_layers"] + config["num_single_layers"],
     num_channels=lambda config: config["out_channels"] // PATCH ** 2,
 )

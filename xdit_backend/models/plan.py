@@ -77,6 +77,7 @@ class Family:
     refuse: Callable = lambda shapes: None
     patch_size: Callable = lambda config: (config["patch_size"],) * 2
     num_heads: Callable = lambda config: config["num_attention_heads"]
+    num_blocks: Callable = lambda config: config["num_layers"]
     width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     num_channels: Callable = lambda config: config["out_channels"]
 

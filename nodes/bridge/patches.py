@@ -1,0 +1,199 @@
+"""The patchwise sampler: each patch of the latent runs its own copy of ComfyUI's sampler, as a coroutine.
+
+A sampler is element by element in space, so a copy for each patch gives what one for the whole would. Whenever a patch
+asks for a prediction, its request goes to the workers and another patch runs; so the stages stay full across steps.
+Used by Parallel Sampler.
+"""
+
+import contextvars
+import dataclasses
+import functools
+
+import torch
+from greenlet import getcurrent, greenlet
+
+import comfy.k_diffusion.sampling as k_sampling
+import comfy.samplers
+
+# samplers whose steps depend on the whole latent, and what a person is told
+WHOLE_SAMPLERS = {"dpm_adaptive": "dpm_adaptive, which chooses its steps by an error over the whole latent"}
+# functions on the MODEL that may look at the whole latent; the sampler's own, which come later, are per patch
+GUIDANCE = ("sampler_cfg_function", "sampler_post_cfg_function", "sampler_pre_cfg_function", "sampler_calc_cond_batch_function")
+
+
+class PatchTask(greenlet):
+    """A coroutine that samples one patch; its parent is told what it asks of the workers."""
+
+
+def ask(requests, sigma):
+    """The predictions for a patch's requests, from the sampler that runs the patches; None outside of it."""
+    current = getcurrent()
+    return current.parent.switch((requests, sigma)) if isinstance(current, PatchTask) else None
+
+
+def is_elementwise(model_options):
+    """Can each patch run ComfyUI's guidance alone? Nodes that change it may use statistics of the whole latent."""
+    return not any(model_options.get(key) for key in GUIDANCE)
+
+
+def wrap_sampler(remote):
+    """A wrapper of ComfyUI's Sampler.sample (WrappersMP.SAMPLER_SAMPLE) that runs its sampler function patch by patch."""
+    def sample(executor, *args, **kwargs):
+        sampler = executor.class_obj                           # made for this run by ComfyUI
+        function = sampler.sampler_function
+        sampler.sampler_function = functools.partial(sample_patches, remote, function)
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            sampler.sampler_function = function
+    return sample
+
+
+def sample_patches(remote, sampler_function, model, x, sigmas, extra_args=None, callback=None, disable=None, **options):
+    """Run a k-diffusion style sampler function once for each patch and put the patches together.
+
+    model: ComfyUI's KSamplerX0Inpaint. x: (B, C, H, W) or (B, C, F, H, W), noised. Returns like x.
+    """
+    run = remote.begin_run(sigmas, x.shape)
+    if len(run.patches) == 1:
+        return sampler_function(model, x, sigmas, extra_args=extra_args, callback=callback, disable=disable, **options)
+    return PatchwiseSampler(run, model, x, extra_args or {}, callback).sample(sampler_function, sigmas, disable, options)
+
+
+class PatchwiseSampler:
+    """The patches of one run: their coroutines, what each waits for, and what each has shown."""
+
+    def __init__(self, run, model, x, extra_args, callback):
+        self._run, self._model, self._x, self._extra_args, self._callback = run, model, x, extra_args, callback
+        self._noise = SharedNoise(x, run.dim, [(patch.start, rows) for patch, rows in run.patches])
+        self._shown = {}                       # step -> {patch: what its sampler told the callback}
+        self._waiting, self._flying, self._outputs = {}, {}, {}
+
+    def sample(self, sampler_function, sigmas, disable, options):
+        def run_patch(index):
+            return sampler_function(self._patch_model(index), self._slice(self._x, index).clone(), sigmas,
+                                    extra_args=self._patch_arguments(index), callback=functools.partial(self._show, index),
+                                    disable=True if index else disable, **options)
+
+        self._tasks = [PatchTask(run_patch) for _ in self._run.patches]
+        try:
+            with self._noise.drawn_whole():
+                for index, task in enumerate(self._tasks):
+                    task.gr_context = contextvars.copy_context()
+                    self._resume(index, index)
+                while self._waiting or self._flying:
+                    self._advance()
+        finally:
+            for task in self._tasks:
+                if task and not task.dead:
+                    task.throw()
+        return torch.cat([self._outputs[index] for index in range(len(self._tasks))], self._run.dim)
+
+    def _advance(self):
+        """Send off what may go; then take the next answer, or evaluate the whole latent when all patches wait for that."""
+        run = self._run
+        for index in sorted(self._waiting):
+            requests, sigma = self._waiting[index]
+            if not run.is_whole(requests, sigma):
+                del self._waiting[index]
+                self._flying[run.submit_patch(requests, index)] = index
+        if self._flying:
+            ticket, predictions = run.wait(list(self._flying))
+            self._resume(self._flying.pop(ticket), predictions)
+            return
+        asked = [self._waiting.pop(index)[0] for index in range(len(self._tasks))]
+        assert len({tuple(request.name for request in requests) for requests in asked}) == 1, "patches ask for different things"
+        whole = [dataclasses.replace(parts[0], latent=torch.cat([part.latent for part in parts], run.dim)) for parts in zip(*asked)]
+        predictions = run.predict_whole(whole)
+        for index in range(len(self._tasks)):
+            self._resume(index, [self._slice(prediction, index) for prediction in predictions])
+
+    def _resume(self, index, value):
+        self._noise.patch = index
+        answer = self._tasks[index].switch(value)
+        if self._tasks[index].dead:
+            self._outputs[index] = answer
+        else:
+            requests, sigma = answer
+            self._waiting[index] = (self._run.name(requests), sigma)
+
+    def _slice(self, tensor, index):
+        patch, rows = self._run.patches[index]
+        if tensor is None or tensor.shape[self._run.dim] == 1:
+            return tensor
+        return tensor.narrow(self._run.dim, patch.start, rows)
+
+    def _patch_model(self, index):
+        """ComfyUI's own model for samplers, with the latent and the noise of inpainting cut to the patch."""
+        model = comfy.samplers.KSamplerX0Inpaint(self._model.inner_model, self._model.sigmas)
+        model.latent_image = self._slice(self._model.latent_image, index)
+        model.noise = self._slice(self._model.noise, index)
+        return model
+
+    def _patch_arguments(self, index):
+        arguments = dict(self._extra_args)
+        if arguments.get("denoise_mask") is not None:
+            arguments["denoise_mask"] = self._slice(arguments["denoise_mask"], index)
+        return arguments
+
+    def _show(self, index, state):
+        """Gather what the patches' samplers tell of a step; ComfyUI's callback gets the whole latent, once a step."""
+        shown = self._shown.setdefault(state["i"], {})
+        shown[index] = state
+        if len(shown) == len(self._tasks):
+            del self._shown[state["i"]]
+            whole = {key: torch.cat([shown[patch][key] for patch in range(len(self._tasks))], self._run.dim) for key in ("x", "denoised")}
+            self._callback({**state, **whole})
+
+
+class SharedNoise:
+    """Noise that samplers draw on the way: drawn once for the whole latent, a slice for each patch."""
+
+    def __init__(self, x, dim, cuts):
+        self._x, self._dim, self._cuts = x, dim, cuts
+        self.patch = 0                         # the patch that runs now
+        self._made = [0] * len(cuts)           # noise samplers made by each patch
+        self._samplers = []
+
+    def drawn_whole(self):
+        """While under this, ComfyUI's noise samplers draw for the whole latent and give the running patch its part."""
+        return _Replaced(k_sampling, {name: functools.partial(self._make, getattr(k_sampling, name))
+                                      for name in ("default_noise_sampler", "BrownianTreeNoiseSampler")})
+
+    def _make(self, make, x, *args, **kwargs):
+        patch = self.patch
+        number = self._made[patch]
+        self._made[patch] += 1
+        if number == len(self._samplers):
+            self._samplers.append((make(self._x, *args, **kwargs), {}))
+        draw, drawn = self._samplers[number]
+        count = 0
+
+        def noise(sigma, sigma_next):
+            nonlocal count
+            step, count = count, count + 1
+            if step not in drawn:
+                drawn[step] = [draw(sigma, sigma_next), len(self._cuts)]
+            whole, left = drawn[step]
+            drawn[step][1] = left - 1
+            if left == 1:
+                del drawn[step]
+            start, rows = self._cuts[patch]
+            return whole.narrow(self._dim, start, rows)
+        return noise
+
+
+class _Replaced:
+    """Attributes of a module, replaced while under this."""
+
+    def __init__(self, module, attributes):
+        self._module, self._attributes = module, attributes
+
+    def __enter__(self):
+        self._before = {name: getattr(self._module, name) for name in self._attributes}
+        for name, value in self._attributes.items():
+            setattr(self._module, name, value)
+
+    def __exit__(self, *_):
+        for name, value in self._before.items():
+            setattr(self._module, name, value)

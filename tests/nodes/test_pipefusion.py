@@ -1,0 +1,221 @@
+"""PipeFusion through ComfyUI: patchwise runs of its own samplers equal the native KSampler where nothing is stale, else the oracle.
+
+The oracle is the native sampler on the whole latent, with a model of stale keys and values in this process.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.parallel.oracle import StaleModel
+from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.transformer import load_transformer
+from xdit_backend.planner import choose_num_patches, cut_patches
+
+EXACT, STALE = 1e-4, 1e-5
+KINDS = ("sd3", "flux", "wan", "pixart")
+TWO = ("cpu,cpu",)
+
+
+def relative_error(result, reference):
+    return ((result - reference).norm() / reference.norm()).item()
+
+
+@dataclasses.dataclass
+class Example:
+    model: torch.nn.Module
+    family: object
+    config: dict
+    latent: torch.Tensor = None
+    timestep: torch.Tensor = None
+    conditioning: dict = None
+
+    def run(self):
+        inputs = self.family.inputs(self.latent, self.timestep, self.conditioning, self.config)
+        return self.family.prediction(self.model(**inputs, return_dict=False)[0], self.latent)
+
+
+class Unchanged:
+    """Stands where the workers would; nothing is started."""
+
+    def load(self, base_model):
+        pass
+
+    unload = end_run = lambda self: None
+
+
+def oracle(comfyui, kind, num_patches, warmup_steps):
+    """A MODEL for the native sampler, whose diffusion model is the oracle."""
+    path = comfyui.base / "diffusion_models" / comfyui.file(kind)
+    header = read_header(path)
+    family = recognise(header)
+    model, config = load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
+    shell = comfyui.ours(kind, comfyui.config("cpu"))
+    stale = {}
+
+    def forward(x, timestep, context=None, control=None, transformer_options={}, **extra):
+        size = family.patch_size(config)
+        patches = cut_patches(x.shape, size, choose_num_patches(num_patches, 1, x.shape, size))
+        schedule, sigma = transformer_options["sample_sigmas"], transformer_options["sigmas"].max()
+        if stale.get("schedule") is not schedule:
+            stale.update(schedule=schedule, models={})
+        conditioning = {"context": context, **extra}
+        key = tuple(transformer_options["cond_or_uncond"])
+        if key not in stale["models"]:
+            stale["models"][key] = StaleModel(Example(model, family, config), kind == "flux")
+        one = stale["models"][key]
+        one.example.conditioning = {name: conditioning[name] for name in family.conditioning if conditioning.get(name) is not None}
+        if warmup_steps >= len(schedule) - 1 or sigma > schedule[warmup_steps]:
+            return one.predict(x, timestep)
+        dim = patches[0][0].dim
+        return torch.cat([one.predict(x, timestep, (patch.start, patch.start + rows)).narrow(dim, patch.start, rows)
+                          for patch, rows in patches], dim)
+
+    shell.model.diffusion_model.forward = forward
+    shell.model.remote = Unchanged()
+    return shell
+
+
+def sample_oracle(comfyui, kind, num_patches, warmup_steps, **arguments):
+    model = oracle(comfyui, kind, num_patches, warmup_steps)
+    arguments = {"sampler": "euler", "scheduler": "simple", "steps": 3, "cfg": 4.0, "denoise": 1.0} | arguments
+    with torch.inference_mode():
+        return comfyui.nodes.KSampler().sample(
+            model, 7, arguments["steps"], arguments["cfg"], arguments["sampler"], arguments["scheduler"],
+            arguments.get("positive") or comfyui.conditioning(kind, 1), arguments.get("negative") or comfyui.conditioning(kind, 2),
+            arguments.get("latent") or comfyui.latent(kind), arguments["denoise"])[0]["samples"]
+
+
+def staged(comfyui, kind, **settings):
+    return comfyui.ours(kind, comfyui.config("cpu,cpu", **{"pipefusion": 2, "num_patches": 4} | settings))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", [{"warmup_steps": 3}, {"num_patches": 1}], ids=["all steps warm up", "one patch"])
+def test_nothing_stale_equals_native_ksampler(comfyui, kind, settings):
+    result = comfyui.sample(staged(comfyui, kind, **settings), kind)
+
+    assert relative_error(result, comfyui.reference(kind)) < EXACT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_patches, warmup_steps", [(2, 1), (4, 1), (3, 0)])
+def test_stale_patches_equal_the_oracle(comfyui, kind, num_patches, warmup_steps):
+    model = staged(comfyui, kind, num_patches=num_patches, warmup_steps=warmup_steps)
+    want = sample_oracle(comfyui, kind, num_patches, warmup_steps)
+
+    assert relative_error(comfyui.sample(model, kind), want) < STALE
+    assert relative_error(want, comfyui.reference(kind)) > 10 * STALE
+
+
+SAMPLERS = ("euler_ancestral", "heun", "dpm_2", "dpmpp_2m", "dpmpp_sde", "dpmpp_2m_sde", "lcm", "uni_pc", "res_multistep_cfg_pp",
+            "euler_ancestral_cfg_pp", "sa_solver", "er_sde")
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_stale_patches_of_many_samplers_equal_the_oracle(comfyui, sampler):
+    """Noise on the way, several calls a step, history from step to step, guidance inside the sampler."""
+    arguments = {"sampler": sampler, "steps": 4}
+
+    result = comfyui.sample(staged(comfyui, "sd3"), "sd3", **arguments)
+
+    assert relative_error(result, sample_oracle(comfyui, "sd3", 4, 1, **arguments)) < STALE
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_sampler_patchwise_equals_native_where_nothing_is_stale(comfyui, part):
+    for sampler in comfyui.samplers.SAMPLER_NAMES[part::4]:
+        arguments = {"sampler": sampler, "steps": 4}
+
+        result = comfyui.sample(staged(comfyui, "sd3", warmup_steps=100), "sd3", **arguments)
+
+        assert relative_error(result, comfyui.reference("sd3", **arguments)) < EXACT, sampler
+
+
+def test_a_plain_ksampler_runs_patches_too(comfyui):
+    """Patch by patch inside each call: the same stale keys and values, so the same picture."""
+    model = staged(comfyui, "sd3")
+    with torch.inference_mode():
+        result = comfyui.nodes.KSampler().sample(model, 7, 3, 4.0, "euler", "simple", comfyui.conditioning("sd3", 1),
+                                                 comfyui.conditioning("sd3", 2), comfyui.latent("sd3"), 1.0)[0]["samples"]
+
+    assert relative_error(result, sample_oracle(comfyui, "sd3", 4, 1)) < STALE
+
+
+@pytest.mark.parametrize("warmup", ["micro_batches", "sequence"])
+def test_ways_to_warm_up_give_the_same_picture(comfyui, warmup):
+    latent = comfyui.latent("sd3", batch=2)
+    model = staged(comfyui, "sd3", warmup=warmup, warmup_steps=2)
+
+    result = comfyui.sample(model, "sd3", latent=latent, steps=4)
+
+    assert relative_error(result, sample_oracle(comfyui, "sd3", 4, 2, latent=latent, steps=4)) < STALE
+
+
+def test_inpainting_and_img2img_equal_the_oracle(comfyui):
+    """The noise mask and the latent under it are cut like the rest; warm-up is clipped to the steps that run."""
+    generator = torch.Generator().manual_seed(3)
+    latent = {"samples": torch.randn(1, 16, 16, 18, generator=generator), "noise_mask": torch.zeros(1, 128, 144)}
+    latent["noise_mask"][:, 40:, 60:] = 1.0
+    arguments = {"latent": latent, "denoise": 0.6, "steps": 5}
+
+    result = comfyui.sample(staged(comfyui, "sd3"), "sd3", **arguments)
+
+    assert relative_error(result, sample_oracle(comfyui, "sd3", 4, 1, **arguments)) < STALE
+
+
+def test_prompts_of_different_length_equal_the_oracle(comfyui):
+    arguments = {"positive": comfyui.conditioning("sd3", 1, tokens=31), "steps": 4}
+
+    result = comfyui.sample(staged(comfyui, "sd3"), "sd3", **arguments)
+
+    assert relative_error(result, sample_oracle(comfyui, "sd3", 4, 1, **arguments)) < STALE
+
+
+def test_a_prompt_that_starts_late_runs_whole_when_it_is_first_seen(comfyui):
+    """Its keys and values are not there yet; nothing else would be honest. With all the rest warm-up, that equals native."""
+    late = comfyui.conditioning("sd3", 5)
+    late[0][1].update(start_percent=0.5, end_percent=1.0)
+    positive = comfyui.conditioning("sd3", 1) + late
+    model = staged(comfyui, "sd3", warmup_steps=3)
+
+    result = comfyui.sample(model, "sd3", positive=positive, steps=4)
+
+    assert torch.isfinite(result).all()
+    reference = comfyui.sample(comfyui.native("sd3"), "sd3", positive=positive, steps=4)
+    assert relative_error(result, reference) < 0.2
+
+
+def test_areas_run_whole_and_the_node_says_so(comfyui, monkeypatch):
+    left, right = comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 4, tokens=33)
+    left[0][1]["area"], right[0][1]["area"] = (16, 10, 0, 0), (16, 12, 0, 6)
+    said = []
+    pipeline = __import__("sys").modules[f"{comfyui.pack.__name__}.nodes.bridge.pipeline"]
+    monkeypatch.setattr(pipeline, "show_text", said.append)
+
+    result = comfyui.sample(staged(comfyui, "sd3"), "sd3", positive=left + right)
+
+    assert relative_error(result, comfyui.sample(comfyui.native("sd3"), "sd3", positive=left + right)) < EXACT
+    assert any("every step whole, because this workflow uses an area for a prompt" in text for text in said)
+
+
+def test_runs_of_different_shape_do_not_see_each_other(comfyui):
+    model = staged(comfyui, "sd3", warmup_steps=0)
+    alone = comfyui.sample(model, "sd3")
+    comfyui.sample(model, "sd3", latent=comfyui.latent("sd3", size=(24, 10)), seed=3)
+
+    assert torch.equal(comfyui.sample(model, "sd3"), alone)
+
+
+def test_progress_is_told_once_a_step_with_the_whole_latent(comfyui):
+    model, told = staged(comfyui, "sd3"), []
+    noise = torch.randn(1, 16, 16, 18, generator=torch.Generator().manual_seed(1))
+    sampler = __import__("sys").modules[comfyui.parallel_sampler.__module__]
+    prompts = comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 2)
+    import comfy.sample
+    with torch.inference_mode():
+        comfy.sample.sample(sampler.in_stages(model, "euler", *prompts), noise, 5, 4.0, "euler", "simple", *prompts, noise * 0,
+                            callback=lambda step, denoised, x, total: told.append((step, tuple(denoised.shape), total)), seed=1)
+
+    assert told == [(step, (1, 16, 16, 18), 5) for step in range(5)]
