@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from . import bench_pipefusion
 from .checkpoints.header import model_spec, read_header, recognise
 from .config import ParallelConfig, resolve_devices, validate, validate_layout
 from .host.client import Call, Client
@@ -26,7 +27,7 @@ from .host.launcher import ROOT
 from .protocol.errors import ConfigError
 
 LAYOUTS = ("one", "cfg2", "ulysses2", "ring2")
-AXES = ("cfg", "ring", "ulysses")
+AXES = ("cfg", "pipefusion", "ring", "ulysses")
 HEAD_SIZE = 64
 
 
@@ -52,7 +53,8 @@ class Setting:
 
 def add_arguments(parser):
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS),
-                        help=f"one, or axis and degree, also joined: cfg2, ulysses2, ring2, ring2-ulysses2 (default: {' '.join(LAYOUTS)})")
+                        help="one, or axis and degree, also joined: cfg2, ulysses2, ring2, ring2-ulysses2, pipefusion2, "
+                             f"pipefusion2-ulysses2 (default: {' '.join(LAYOUTS)})")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker (default 1)")
     parser.add_argument("--tokens", type=int, default=4096, help="image tokens, a square number (default 4096)")
@@ -61,6 +63,10 @@ def add_arguments(parser):
     parser.add_argument("--blocks", type=int, nargs=2, default=(2, 4), metavar=("DOUBLE", "SINGLE"))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--patches", type=int, nargs="+", default=(2, 4, 8), help="num_patches to try with pipefusion")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a pipefusion run (default 20)")
+    parser.add_argument("--warmup-steps", type=int, default=1)
+    parser.add_argument("--warmup", choices=("whole", "sequence"), default="whole", help="how pipefusion's warm-up steps run")
     parser.add_argument("--no-diffusers", action="store_true", help="leave out diffusers' own context parallelism")
 
 
@@ -70,13 +76,28 @@ def main(options):
     setting = Setting(options.width, *options.blocks, options.tokens, options.text_tokens, options.dtype)
     num_cuda = torch.cuda.device_count() if torch.cuda.is_available() and options.device != "cpu" else 0
     layouts = {name: parse_layout(name) for name in options.layouts}
+    staged = {name: layouts.pop(name) for name in list(layouts) if layouts[name]["pipefusion"] > 1}
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
         write_model(setting, folder)
         print(describe(setting, options, num_cuda), flush=True)
         rows = measure(setting, folder, layouts, num_cuda, options)
-    print_table(rows, setting)
+        print_table(rows, setting)
+        if staged:
+            clients = start_clients({1, *(math.prod(degrees.values()) for degrees in staged.values())}, num_cuda)
+            try:
+                bench_pipefusion.print_table(
+                    *bench_pipefusion.measure(setting, folder, staged, clients, calls(setting, 1)[0], options), options)
+            finally:
+                for client in clients.values():
+                    client.close()
     print("ratio: to one worker doing the same work. cfg2 and two workers apart run two branches, the others one. Two workers\n"
           "apart share nothing, not even a process group: more than that is not to be had on this machine.")
+
+
+def start_clients(sizes, num_cuda):
+    """{number of devices: Client}; ranks share a CUDA device, over gloo, where there are too few."""
+    return {size: Client(resolve_devices(",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(size)),
+                                         num_cuda)) for size in sizes}
 
 
 def parse_layout(name):
@@ -131,10 +152,7 @@ def measure(setting, folder, layouts, num_cuda, options):
     sizes = {name: math.prod(degrees.values()) for name, degrees in layouts.items()}
     clients, peers = {}, {}
     try:
-        for size in {1, *sizes.values()}:
-            # ranks share a CUDA device, over gloo, where there are too few
-            names = ",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(size))
-            clients[size] = Client(resolve_devices(names, num_cuda))
+        clients |= start_clients({1, *sizes.values()}, num_cuda)
         clients["second"] = Client(resolve_devices("cuda:1" if num_cuda > 1 else clients[1].devices[0], num_cuda))
         configs = {}
         for name, degrees in layouts.items():

@@ -45,7 +45,7 @@ class Pipeline:
         return Trip(self.mesh, self.traffic, one.family.inputs(latent, timestep, conditioning, one.config, patch),
                     self.blocks, self.seams.num_blocks, patch, size[patch.dim - 2] if patch else 1,
                     latent.shape[patch.dim] if patch else 0, self.key_values if keep else None, self.blocks,
-                    num_images=latent.shape[0])
+                    step=tuple(timestep.tolist()), num_images=latent.shape[0])
 
     def predict(self, latent, timestep, patch=None):
         """The prediction for a latent or a patch of it, on every rank: the last stage tells the others."""
@@ -75,6 +75,7 @@ class Pipeline:
     def sample(self, patches, warmup_steps, dim):
         """Euler steps, as in the oracle. patches: of planner.cut_patches."""
         self.key_values.kept.clear()
+        self.key_values.once.clear()
         x, scale = self.one.latent, 1.0 if self.one.family.name == "Flux.1" else 1000.0
         for step, (sigma, following) in enumerate(zip(SIGMAS, SIGMAS[1:])):
             timestep = torch.full((x.shape[0],), sigma * scale, dtype=x.dtype)
@@ -226,12 +227,18 @@ def cold_tokens_are_zero():
     KeyValues.update = zeros
 
 
+def modulation_of_the_step_before():
+    once = Seams._evaluated_once
+    Seams._evaluated_once = lambda self, forward, key, span: once(self, forward, key, "run")
+
+
 MUTANTS = {function.__name__: function for function in (
-    nothing_is_kept, positions_of_the_first_patch, own_shard_is_kept_only, text_with_every_patch_forgotten,
+    modulation_of_the_step_before, nothing_is_kept, positions_of_the_first_patch, own_shard_is_kept_only, text_with_every_patch_forgotten,
     cold_tokens_are_zero)}
 
 
 @pytest.mark.parametrize("mutant, name, layout, setting", [
+    ("modulation_of_the_step_before", "SD3", Layout(pipefusion_degree=2), (4, 1)),
     ("nothing_is_kept", "PixArt-Sigma", Layout(pipefusion_degree=2), (4, 1)),
     ("positions_of_the_first_patch", "SD3", Layout(pipefusion_degree=2), (4, 1)),
     ("positions_of_the_first_patch", "Wan 2.1", Layout(pipefusion_degree=2), (4, 1)),

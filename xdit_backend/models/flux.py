@@ -71,6 +71,7 @@ FLUX = Family(
         streams={"hidden_states": "image", "encoder_hidden_states": "text"},
         tokens={"image_rotary_emb": TokenArgument(0, ("text", "image"))},
         attention={"attn": ("text", "image")},
+        once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         exact={"time_text_embed": (("timestep", "guidance"), 1000.0)},
     ),
     recognise=lambda shapes: "double_blocks.0.img_attn.norm.key_norm.scale" in shapes

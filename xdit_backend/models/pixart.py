@@ -69,6 +69,7 @@ PIXART = Family(
         blocks=(BlockList("transformer_blocks", "blocks."),),
         streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},
+        once={"attn2.to_k": "run", "attn2.to_v": "run"},
         positions={"pos_embed": embedded_patch},
     ),
     recognise=lambda shapes: "t_block.1.weight" in shapes and "y_embedder.y_proj.fc1.weight" in shapes,

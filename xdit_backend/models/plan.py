@@ -39,6 +39,8 @@ class ModelPlan:
     forward they come from, and the factor it multiplies them by. They get them unrounded, as ComfyUI's models do.
     attention: modules inside a block that mix tokens -> the streams they mix, in the order of their sequence.
     positions: modules outside the blocks that derive positions from the latent's shape -> a function of positions.py.
+    once: modules inside a block whose input is the same for all patches -> "step" (of time and pooled conditioning) or "run"
+    (of text only). PipeFusion evaluates them once a step or run, not for each patch; its weights are read as often.
     skips(num_blocks): in U-shaped models, blocks that take a `skip` -> the earlier block whose output it is.
     """
 
@@ -48,6 +50,7 @@ class ModelPlan:
     tokens: dict[str, TokenArgument] = field(default_factory=dict)
     exact: dict[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
     positions: dict[str, Callable] = field(default_factory=dict)
+    once: dict[str, str] = field(default_factory=dict)
     skips: Callable = lambda num_blocks: {}
 
 

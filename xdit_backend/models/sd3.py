@@ -42,6 +42,7 @@ SD3 = Family(
         blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_share=0.5),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"},
         attention={"attn": ("image", "text"), "attn2": ("image",)},
+        once={"norm1.linear": "step", "norm1_context.linear": "step"},
         positions={"pos_embed": embedded_patch},
     ),
     recognise=lambda shapes: "joint_blocks.0.context_block.attn.qkv.weight" in shapes,

@@ -42,6 +42,10 @@ class Seams:
                 module = getattr(block, name, None)
                 if module is not None:
                     module.forward = self._parallel_attention(module.forward, index, name, streams)
+            for path, span in plan.once.items():
+                module = functools.reduce(lambda parent, name: getattr(parent, name, None), path.split("."), block)
+                if module is not None:
+                    module.forward = self._evaluated_once(module.forward, (index, path), span)
             block.forward = self._parallel_block(block.forward, index, list_)
         for name, (arguments, factor) in plan.exact.items():
             model.get_submodule(name).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
@@ -171,6 +175,19 @@ class Seams:
                 if isinstance(value, (tuple, list)) else trip.tokens.take(value, argument.dim, argument.streams)
             self._cuts[id(value)] = (value, cut)               # `value` is kept, so that its id stays its own
         return self._cuts[id(value)][1]
+
+    def _evaluated_once(self, forward, key, span):
+        @functools.wraps(forward)
+        def once(tensor):
+            trip = self._trip
+            if trip is None or trip.key_values is None:
+                return forward(tensor)
+            moment = (trip.first_image, tensor.shape[0], *(trip.step if span == "step" else ()))
+            known = trip.key_values.once.get(key)
+            if known is None or known[0] != moment:
+                known = trip.key_values.once[key] = (moment, forward(tensor))
+            return known[1]
+        return once
 
     # --- attention ---
 

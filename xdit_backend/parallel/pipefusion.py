@@ -34,6 +34,7 @@ class KeyValues:
     """What the attentions of one conditioning last saw, on this rank. Belongs to a run and is dropped with it."""
 
     kept: dict = field(default_factory=dict)
+    once: dict = field(default_factory=dict)           # outputs that are the same for all patches of a step, or of the run
 
     @property
     def num_bytes(self):

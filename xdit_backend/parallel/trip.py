@@ -27,6 +27,7 @@ class Trip:
     rows: int = 0                          # latent rows of the patch
     key_values: KeyValues | None = None    # None: nothing is kept, attention is over this trip's tokens
     kept_blocks: range = range(0)
+    step: tuple = ()                       # what tells this step of the run from others: its timesteps
     first_image: int = 0                   # of the batch that key_values holds
     num_images: int = 1
     arrive: Callable | None = None         # () -> the message of the stage before, for stages after the first

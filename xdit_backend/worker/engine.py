@@ -159,12 +159,12 @@ class Engine:
         patch, size = command.patch, loaded.family.patch_size(loaded.config)
         rows = slice(first, first + latent.shape[0])
         batch = branch.latent.shape[0]
-        timestep = map_segment(branch.timestep)[rows].to(self.device)
+        timestep = map_segment(branch.timestep)[rows]
         conditioning = {name: tensor[rows].to(loaded.dtype) if tensor.shape[0] == batch else tensor.to(loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         if loaded.family.has_text_stream and not _brings_text(patch):
             conditioning["context"] = conditioning["context"][:, :0]
-        inputs = loaded.family.inputs(latent, timestep, conditioning, loaded.config, patch)
+        inputs = loaded.family.inputs(latent, timestep.to(self.device), conditioning, loaded.config, patch)
         num_blocks = loaded.seams.num_blocks
         staged = mesh.degrees["pipefusion"] > 1
         trip = Trip(mesh, traffic, inputs, loaded.blocks if staged else range(num_blocks), num_blocks)
@@ -172,7 +172,7 @@ class Engine:
             trip.patch, trip.patch_size, trip.rows = patch, size[patch.dim - 2], latent.shape[patch.dim]
         if command.keep or patch is not None:
             trip.key_values = self._key_values.setdefault(branch.conditioning, KeyValues())
-            trip.kept_blocks = loaded.blocks
+            trip.kept_blocks, trip.step = loaded.blocks, tuple(timestep.tolist())
             trip.num_images = shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]
             trip.first_image = first - shard_start(batch, mesh.degrees["data"], mesh.ranks["data"])
         return trip

@@ -1,0 +1,198 @@
+"""Time PipeFusion against one worker over whole runs, beside its formulas. Called by bench for layouts with `pipefusion`.
+
+A run is what the patchwise sampler does: Euler steps, each patch going on as soon as its own prediction is there.
+"""
+
+import dataclasses
+import statistics
+import sys
+import time
+
+import torch
+
+from .checkpoints.header import model_spec, read_header, recognise
+from .config import ParallelConfig, validate, validate_layout
+from .planner import choose_num_patches, cut_patches, warmup_layout
+from .protocol.messages import Stages
+
+
+@dataclasses.dataclass
+class Row:
+    """One layout with one number of patches: medians over rounds."""
+
+    name: str
+    seconds: float                 # a step, the warm-up among them
+    ratio: float                   # to one worker
+    bubble: float                  # the ratio of the formula
+    sent_bytes: float              # by the busiest rank, a step after the warm-up
+    sent_formula: float
+    weight_bytes: list             # of each rank
+    weight_formula: list
+    key_value_bytes: list
+    key_value_formula: list
+
+
+def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_parallel=False):
+    """How much faster than one worker a run can be (ALGORITHMS.md section 2.4): slots of one patch on one stage."""
+    stale = num_steps - warmup_steps
+    slots = (stale - 1) * max(num_patches, num_stages) + num_patches + num_stages - 1 if stale else 0
+    warm = warmup_steps / (num_stages if warmup_is_parallel else 1)
+    return num_steps / (warm + slots / (num_stages * num_patches))
+
+
+def run(client, spec, layout, call, num_steps, warmup_steps, patches):
+    """Sample `num_steps` Euler steps from sigma 1 to 0; patches None: every step whole. Returns the latent."""
+    sigmas = torch.linspace(1, 0, num_steps + 1).tolist()
+
+    def at(latent, step):
+        return dataclasses.replace(call, latent=latent.clone(), timestep=torch.tensor([sigmas[step]]))
+
+    def stepped(latent, step, prediction):
+        return latent + (sigmas[step + 1] - sigmas[step]) * prediction
+
+    x = call.latent
+    whole_layout = warmup_layout(layout, spec.stages) if spec.stages else layout
+    for step in range(num_steps if patches is None else warmup_steps):
+        ticket = client.submit(spec, whole_layout, 16, [at(x, step)], keep=patches is not None)
+        x = stepped(x, step, client.wait([ticket])[1][0])
+    if patches is None:
+        return x
+    pieces = [x.narrow(2, patch.start, rows) for patch, rows in patches]
+    steps, flying = [warmup_steps] * len(patches), {}
+
+    def submit(index):
+        if steps[index] < num_steps:
+            flying[client.submit(spec, layout, 16, [at(pieces[index], steps[index])], patch=patches[index][0])] = index
+
+    for index in range(len(patches)):
+        submit(index)
+    while flying:
+        ticket, predictions = client.wait(list(flying))
+        index = flying.pop(ticket)
+        pieces[index] = stepped(pieces[index], steps[index], predictions[0])
+        steps[index] += 1
+        submit(index)
+    return torch.cat(pieces, 2) if pieces else x
+
+
+def measure(setting, folder, layouts, clients, call, options):
+    """{name: Row} for layouts {name: degrees} with stages; clients: {number of devices: Client}."""
+    header = read_header(folder)
+    family = recognise(header)
+    one_spec = model_spec(header, family, setting.dtype, setting.dtype)
+    one_layout = ParallelConfig(mode="manual").layout
+    jobs = {}
+    for name, degrees in layouts.items():
+        config = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})
+        size = degrees["pipefusion"] * degrees["ring"] * degrees["ulysses"]
+        validate(config, size)
+        validate_layout(config.layout, family.num_heads(header.config), "this model")
+        stages = Stages(degrees["pipefusion"], degrees["ring"] * degrees["ulysses"], every_block=options.warmup == "sequence")
+        spec = model_spec(header, family, setting.dtype, setting.dtype, stages)
+        for asked in options.patches:
+            num_patches = choose_num_patches(asked, degrees["pipefusion"], call.latent.shape, (2, 2), stages.sequence_degree)
+            patches = cut_patches(call.latent.shape, (2, 2), num_patches)
+            jobs[f"{name} M={num_patches}"] = (degrees, clients[size], spec, config.layout, patches)
+    seconds, facts = {}, {}
+
+    def timed(key, *arguments):
+        started_s = time.perf_counter()
+        run(*arguments)
+        seconds.setdefault(key, []).append(time.perf_counter() - started_s)
+
+    for round_ in range(options.rounds + 1):                   # the first one warms up
+        steps = options.steps if round_ else options.warmup_steps + 1
+        timed("one", clients[1], one_spec, one_layout, call, steps, 0, None)
+        for key, (degrees, client, spec, layout, patches) in jobs.items():
+            run(client, spec, layout, call, 1, 1, [])          # loads the model
+            before = _sent(client)
+            run(client, spec, layout, call, options.warmup_steps, options.warmup_steps, [])
+            warmup_sent = [now - then for now, then in zip(_sent(client), before)]
+            before = _sent(client)
+            timed(key, client, spec, layout, call, steps, options.warmup_steps, patches)
+            sent = [now - then - warm for now, then, warm in zip(_sent(client), before, warmup_sent)]
+            memory = client.report_memory()
+            client.end_run()
+            stale = max(1, steps - options.warmup_steps)
+            facts[key] = (max(sent) / stale, [memory[rank]["weight_bytes"] for rank in sorted(memory)],
+                          [memory[rank]["key_value_bytes"] for rank in sorted(memory)])
+        print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
+    median = {key: statistics.median(values[1:]) for key, values in seconds.items()}
+    rows = {}
+    for key, (degrees, client, spec, layout, patches) in jobs.items():
+        sent, weights, kept = facts[key]
+        bubble = bubble_ratio(options.steps, options.warmup_steps, degrees["pipefusion"], len(patches), spec.stages.every_block)
+        rows[key] = Row(key, median[key] / options.steps, median["one"] / median[key],
+                        bubble * degrees["ring"] * degrees["ulysses"], sent, sent_formula(degrees, setting), weights,
+                        weight_formula(header, family, spec, len(weights), setting), kept,
+                        key_value_formula(header, family, spec, len(kept), setting, degrees))
+    return median["one"] / options.steps, rows
+
+
+def sent_formula(degrees, setting):
+    """Bytes the busiest rank sends a step: hidden states of the image and, once, of the text, B (S + S_t) h / D elements.
+
+    With sequence parallelism also the exchange inside it, as for whole steps (ALGORITHMS.md sections 2.4 and 3).
+    """
+    degree = degrees["ring"] * degrees["ulysses"]
+    tokens = setting.num_image_tokens + setting.num_text_tokens
+    stage = tokens * setting.width / degree
+    if degree > 1:
+        num_blocks = (setting.num_double_blocks + setting.num_single_blocks) / degrees["pipefusion"]
+        ulysses, ring = degrees["ulysses"], degrees["ring"]
+        stage += num_blocks * (4 * tokens / degree * setting.width * (ulysses - 1) / ulysses
+                               + 2 * tokens / ring * setting.width / ulysses * (ring - 1))
+    return stage * getattr(torch, setting.dtype).itemsize
+
+
+def _blocks(header, family, spec, num_ranks):
+    """(parameters of each block, parameters outside the blocks, the blocks of each rank)"""
+    from accelerate import init_empty_weights
+    import diffusers
+
+    from .checkpoints.transformer import block_sizes
+    from .planner import split_stages, stage_of
+    with init_empty_weights():
+        model = getattr(diffusers, family.transformer).from_config(header.config)
+    sizes = block_sizes(model, family.plan)
+    counts = split_stages([size * share for size, share in sizes], spec.stages.pipefusion_degree)
+    starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+    blocks = [range(*starts[stage:stage + 2]) for stage in (stage_of(rank, spec.stages) for rank in range(num_ranks))]
+    whole = sum(parameter.numel() for parameter in (*model.parameters(), *model.buffers()))
+    return [size for size, _ in sizes], whole - sum(size for size, _ in sizes), blocks
+
+
+def weight_formula(header, family, spec, num_ranks, setting):
+    """Bytes of parameters a rank holds: its stage's blocks, and all that is outside the blocks."""
+    sizes, outside, blocks = _blocks(header, family, spec, num_ranks)
+    item = getattr(torch, setting.dtype).itemsize
+    return [item * (outside + sum(sizes if spec.stages.every_block else sizes[own.start:own.stop])) for own in blocks]
+
+
+def key_value_formula(header, family, spec, num_ranks, setting, degrees):
+    """Bytes of stale keys and values a rank holds: 2 B (S + S_t) h / U for each of its blocks (ALGORITHMS.md 2.8)."""
+    _, _, blocks = _blocks(header, family, spec, num_ranks)
+    tokens = setting.num_image_tokens + setting.num_text_tokens
+    return [2 * tokens * setting.width / degrees["ulysses"] * len(own) * getattr(torch, setting.dtype).itemsize for own in blocks]
+
+
+def _sent(client):
+    totals = client.totals()
+    return [totals[rank].get("sent_bytes", 0) for rank in sorted(totals)]
+
+
+def print_table(one_s, rows, options):
+    print(f"\nPipeFusion, runs of {options.steps} steps, {options.warmup_steps} of them warm-up ({options.warmup}); one worker: "
+          f"{one_s:.3f} s/step")
+    print(f"{'layout':<26} {'s/step':>7} {'ratio':>6} {'bubble':>7} {'of it':>6} {'sent MB':>8} {'formula':>8} "
+          f"{'weights MB a rank':>19} {'formula':>15} {'keys+values MB':>15} {'formula':>13}")
+
+    def megabytes(values):
+        return "/".join(f"{value / 1e6:.1f}" for value in values)
+
+    for row in rows.values():
+        print(f"{row.name:<26} {row.seconds:>7.3f} {row.ratio:>5.2f}x {row.bubble:>6.2f}x {row.ratio / row.bubble:>6.1%} "
+              f"{row.sent_bytes / 1e6:>8.2f} {row.sent_formula / 1e6:>8.2f} {megabytes(row.weight_bytes):>19} "
+              f"{megabytes(row.weight_formula):>15} {megabytes(row.key_value_bytes):>15} {megabytes(row.key_value_formula):>13}")
+    print("bubble: T / (W + slots / (N M)), what the schedule allows at best on N full devices. Two workers apart, above, is "
+          "what this\nmachine allows two full workers; sent: the busiest rank, a step after the warm-up.")
