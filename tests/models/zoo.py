@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from xdit_backend.models import FAMILIES
+from xdit_backend.models.plan import BlockList, Family, ModelPlan, TokenArgument
 
 
 @dataclass
@@ -36,15 +37,44 @@ PIXART = {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels":
           "attention_head_dim": 8, "cross_attention_dim": 32, "caption_channels": 24, "attention_bias": True,
           "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single", "norm_elementwise_affine": False,
           "norm_eps": 1e-6, "use_additional_conditions": False}
+
+# A U-shaped model that is no family of the product: its skips cross stages.
+HUNYUAN = {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "patch_size": 2, "sample_size": 16, "hidden_size": 32,
+           "num_layers": 8, "cross_attention_dim": 24, "cross_attention_dim_t5": 16, "pooled_projection_dim": 16, "text_len": 5,
+           "text_len_t5": 6, "use_style_cond_and_image_meta_size": False, "learn_sigma": True}
+
+
+def _hunyuan_inputs(latent, timestep, conditioning, config, patch=None):
+    from diffusers.models.embeddings import get_2d_rotary_pos_embed
+    rows, columns = (patch.whole if patch else latent.shape[2]) // 2, latent.shape[3] // 2
+    tables = get_2d_rotary_pos_embed(8, ((0, 0), (rows, columns)), (rows, columns), output_type="pt")
+    first = patch.start // 2 * columns if patch else 0
+    tables = tuple(table.to(latent.dtype)[first:first + latent.shape[2] // 2 * columns] for table in tables)
+    ones = [torch.ones(len(latent), length, dtype=torch.long) for length in (5, 6)]
+    return {"hidden_states": latent, "timestep": timestep, "encoder_hidden_states": conditioning["context"],
+            "text_embedding_mask": ones[0], "encoder_hidden_states_t5": conditioning["t5"], "text_embedding_mask_t5": ones[1],
+            "image_rotary_emb": tables}
+
+
+HUNYUAN_DIT = Family(
+    name="HunyuanDiT", transformer="HunyuanDiT2DModel",
+    plan=ModelPlan(
+        blocks=(BlockList("blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
+        tokens={"image_rotary_emb": TokenArgument(0, ("image",))}, once={"norm1.linear": "step"},
+        skips=lambda num_blocks: {block: num_blocks - 1 - block for block in range(num_blocks // 2 + 1, num_blocks)}),
+    recognise=lambda shapes: False, config=lambda shapes: None, convert=lambda tensors, config: tensors, inputs=_hunyuan_inputs,
+    prediction=lambda output, latent: output[:, :latent.shape[1]], conditioning=("context", "t5"))
+
 CONFIGS = {"SD3": SD3, "Flux.1": FLUX, "Wan 2.1": WAN, "PixArt-Sigma": PIXART}
 
 
 def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, batch=1, frames=3):
     """A model with seeded weights; rows x columns are latent pixels. The same on every rank."""
     import diffusers
-    family = FAMILIES[name]
+    family, config = (FAMILIES[name], CONFIGS[name]) if name in CONFIGS else (HUNYUAN_DIT, HUNYUAN)
+    num_text_tokens = 5 if family is HUNYUAN_DIT else num_text_tokens
     torch.manual_seed(0)
-    model = getattr(diffusers, family.transformer)(**CONFIGS[name]).eval().to(dtype).requires_grad_(False)
+    model = getattr(diffusers, family.transformer)(**config).eval().to(dtype).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     shape = (frames, rows, columns) if name == "Wan 2.1" else (rows, columns)
     latent = torch.randn(batch, 4, *shape, generator=generator).to(dtype)
@@ -53,5 +83,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         conditioning["y"] = torch.randn(batch, 16, generator=generator).to(dtype)
     if "guidance" in family.conditioning:
         conditioning["guidance"] = torch.full((batch,), 3.5, dtype=dtype)
+    if "t5" in family.conditioning:
+        conditioning["t5"] = torch.randn(batch, 6, 16, generator=generator).to(dtype)
     timestep = torch.full((batch,), 0.7 if name == "Flux.1" else 700.0, dtype=dtype)
-    return Example(model, family, CONFIGS[name], latent, timestep, conditioning)
+    return Example(model, family, config, latent, timestep, conditioning)

@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from xdit_backend.parallel.apply import Seams
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.mesh import build_mesh
-from xdit_backend.parallel.pipefusion import KeyValues, Link
+from xdit_backend.parallel.pipefusion import KeyValues, Link, Offload
 from xdit_backend.parallel.tokens import Tokens
 from xdit_backend.parallel.trip import Trip
 from xdit_backend.planner import choose_num_patches, cut_patches, split_stages
@@ -27,9 +27,10 @@ SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan 2.1": {"rows": 10, "columns
 class Pipeline:
     """One rank of a pipeline, as the engine drives it, on a model of the zoo that every rank has whole."""
 
-    def __init__(self, rank, world_size, one, layout, num_blocks=None):
+    def __init__(self, rank, world_size, one, layout, num_blocks=None, offload=False):
         self.one, self.mesh = one, build_mesh(layout, world_size)
-        self.seams, self.key_values = Seams(one.model, one.family.plan), KeyValues()
+        self.seams = Seams(one.model, one.family.plan)
+        self.key_values = KeyValues(Offload(torch.device("cpu")) if offload else None)
         sizes = num_blocks or split_stages([1] * self.seams.num_blocks, layout.pipefusion_degree)
         stage = self.mesh.ranks["pipefusion"]
         self.blocks = range(sum(sizes[:stage]), sum(sizes[:stage + 1]))
@@ -121,7 +122,7 @@ def errors(rank, world_size, name, layout, settings, num_blocks=None, mutant=Non
 ALL = [(num_patches, warmup_steps) for num_patches in range(1, 6) for warmup_steps in range(len(SIGMAS))]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "HunyuanDiT"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(name, num_stages):
     """num_patches below, equal to and above the stages; warm-up from none (a cold start) to all steps."""
@@ -157,11 +158,37 @@ def test_hybrids_on_six_and_eight_ranks_equal_the_oracle(name, layout):
     assert max(max(result) for result in results) < EXACT
 
 
-@pytest.mark.parametrize("name, num_blocks", [("SD3", [1, 3]), ("Flux.1", [3, 1]), ("Flux.1", [1, 3])])
+@pytest.mark.parametrize("name, num_blocks", [
+    ("SD3", [1, 3]), ("Flux.1", [3, 1]), ("Flux.1", [1, 3]), ("HunyuanDiT", [1, 7]), ("HunyuanDiT", [6, 2]),
+    ("HunyuanDiT", [2, 4, 2]), ("HunyuanDiT", [1, 1, 1, 5])], ids=str)
 def test_uneven_stages_equal_the_oracle(name, num_blocks):
-    results = run_ranks(errors, 2, name, Layout(pipefusion_degree=2), [(4, 1), (3, 0)], num_blocks)
+    """HunyuanDiT is U-shaped: blocks of the second half take the output of blocks of the first, across stages."""
+    layout = Layout(pipefusion_degree=len(num_blocks))
+
+    results = run_ranks(errors, len(num_blocks), name, layout, [(4, 1), (3, 0), (2, 3)], num_blocks)
 
     assert max(max(result) for result in results) < EXACT
+
+
+def offloaded(rank, world_size, name):
+    """(Is the result the same bit for bit, bytes on the device with and without offload, bytes of one attention)"""
+    torch.set_grad_enabled(False)
+    results, resident, largest = [], [], 0
+    for offload in (False, True):
+        one = example(name, rows=12, columns=6)
+        pipeline = Pipeline(rank, world_size, one, Layout(pipefusion_degree=world_size), offload=offload)
+        results.append(pipeline.sample(cuts(one, 3), 1, 2))
+        resident.append(pipeline.key_values.num_bytes)
+        largest = max(entry.num_bytes for entry in pipeline.key_values.kept.values())
+    return torch.equal(*results), *resident, largest
+
+
+@pytest.mark.parametrize("name", ["SD3", "Flux.1"])
+def test_offloaded_keys_and_values_change_nothing_and_leave_two_attentions_on_the_device(name):
+    same, kept, with_offload, largest = run_ranks(offloaded, 1, name)[0]
+
+    assert same and with_offload <= 2 * largest < kept
+    assert all(result[0] for result in run_ranks(offloaded, 2, name))
 
 
 # --- mutants ---
@@ -185,15 +212,14 @@ def own_shard_is_kept_only():
 
     def own_only(self, key, keys, values, trip, streams):
         before = self.kept.get(key)
-        old = before and (before.keys_BNTH.clone(), before.values_BNTH.clone())
+        old = before and before.both_KBNTH.clone()
         result = update(self, key, keys, values, trip, streams)
         if old is not None and trip.patch is not None:
             entry, offset = self.kept[key], 0
             for index, (stream, start, size) in enumerate(trip.tokens.pieces(streams)):
                 slot = start if stream == "text" else entry.num_text + trip.first_token + start
                 if index // len(streams) != trip.tokens.shard:
-                    entry.keys_BNTH[:, :, slot:slot + size] = old[0][:, :, slot:slot + size]
-                    entry.values_BNTH[:, :, slot:slot + size] = old[1][:, :, slot:slot + size]
+                    entry.both_KBNTH[:, :, :, slot:slot + size] = old[:, :, :, slot:slot + size]
                 offset += size
         return result
     KeyValues.update = own_only
@@ -219,10 +245,9 @@ def cold_tokens_are_zero():
         result = update(self, key, keys, values, trip, streams)
         entry = self.kept[key]
         if first and trip.patch is not None:
-            entry.keys_BNTH[:, :, entry.num_filled:] = 0
-            entry.values_BNTH[:, :, entry.num_filled:] = 0
-            entry.num_filled = entry.keys_BNTH.shape[2]
-            return entry.keys_BNTH, entry.values_BNTH
+            entry.both_KBNTH[:, :, :, entry.num_filled:] = 0
+            entry.num_filled = entry.both_KBNTH.shape[3]
+            return tuple(entry.both_KBNTH)
         return result
     KeyValues.update = zeros
 
@@ -232,12 +257,23 @@ def modulation_of_the_step_before():
     Seams._evaluated_once = lambda self, forward, key, span: once(self, forward, key, "run")
 
 
+def skips_are_lost():
+    arriving = Seams._arriving
+
+    def without(self, trip, index, arguments):
+        streams = arriving(self, trip, index, arguments)
+        trip.skips = {block: skip * 0 for block, skip in trip.skips.items()}
+        return streams
+    Seams._arriving = without
+
+
 MUTANTS = {function.__name__: function for function in (
-    modulation_of_the_step_before, nothing_is_kept, positions_of_the_first_patch, own_shard_is_kept_only, text_with_every_patch_forgotten,
+    skips_are_lost, modulation_of_the_step_before, nothing_is_kept, positions_of_the_first_patch, own_shard_is_kept_only, text_with_every_patch_forgotten,
     cold_tokens_are_zero)}
 
 
 @pytest.mark.parametrize("mutant, name, layout, setting", [
+    ("skips_are_lost", "HunyuanDiT", Layout(pipefusion_degree=2), (2, 3)),
     ("modulation_of_the_step_before", "SD3", Layout(pipefusion_degree=2), (4, 1)),
     ("nothing_is_kept", "PixArt-Sigma", Layout(pipefusion_degree=2), (4, 1)),
     ("positions_of_the_first_patch", "SD3", Layout(pipefusion_degree=2), (4, 1)),
@@ -261,9 +297,9 @@ def stale_share(rank, world_size):
     timestep = torch.full((1,), 700.0, dtype=torch.float64)
     pipeline.predict(one.latent, timestep)
     for patch, rows in patches:
-        before = [entry.keys_BNTH.clone() for entry in pipeline.key_values.kept.values()]
+        before = [entry.both_KBNTH[0].clone() for entry in pipeline.key_values.kept.values()]
         pipeline.predict(one.latent.narrow(2, patch.start, rows) + 1, timestep, patch)
-        changed.append([(now.keys_BNTH != then).any(-1).any(1)[0].nonzero().flatten().tolist()
+        changed.append([(now.both_KBNTH[0] != then).any(-1).any(1)[0].nonzero().flatten().tolist()
                         for now, then in zip(pipeline.key_values.kept.values(), before)])
     return changed
 
@@ -284,7 +320,7 @@ def replicas(rank, world_size, layout):
     pipeline.predict(one.latent, timestep)
     patch, rows = cuts(one, 3)[1]
     pipeline.predict(one.latent.narrow(2, patch.start, rows) + 1, timestep, patch)
-    return [entry.keys_BNTH.clone() for entry in pipeline.key_values.kept.values()]
+    return [entry.both_KBNTH[0].clone() for entry in pipeline.key_values.kept.values()]
 
 
 def test_sequence_ranks_hold_the_same_keys():

@@ -6,6 +6,7 @@ import torch
 
 from ..planner import last_stage_ranks
 from ..protocol import messages
+from ..protocol.errors import XDiTError
 from .launcher import WorkerGroup
 
 MAX_CONDITIONINGS = 64
@@ -27,6 +28,7 @@ class Ticket:
 
     request: int
     predictions: tuple
+    in_stages: bool
 
 
 class Client:
@@ -103,11 +105,16 @@ class Client:
             predictions.append(view)
         request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image),
                              segments, last_stage_ranks(layout, len(self.devices)))
-        return Ticket(request, tuple(predictions))
+        return Ticket(request, tuple(predictions), layout.pipefusion_degree > 1)
 
     def wait(self, tickets):
         """Wait for the first of these tickets; returns (the ticket, its predictions). Raises as WorkerGroup.wait."""
-        request, _ = self.group.wait([ticket.request for ticket in tickets], self.on_phase, self.check)
+        try:
+            request, _ = self.group.wait([ticket.request for ticket in tickets], self.on_phase, self.check)
+        except XDiTError:
+            if any(ticket.in_stages for ticket in tickets):    # a stage may wait for what another never sent
+                self.close()
+            raise
         ticket = next(ticket for ticket in tickets if ticket.request == request)
         return ticket, list(ticket.predictions)
 

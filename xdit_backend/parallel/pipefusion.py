@@ -21,24 +21,73 @@ STAGE_TIMEOUT_S = 1800
 
 @dataclass
 class Kept:
-    """Keys and values of all tokens of one attention: text first, then the image. The first `num_filled` are valid."""
+    """Keys and values of all tokens of one attention: text first, then the image. The first `num_filled` tokens are valid."""
 
-    keys_BNTH: torch.Tensor
-    values_BNTH: torch.Tensor
+    both_KBNTH: torch.Tensor               # K: 0 keys, 1 values. On the device, or in host memory where they are offloaded
     num_text: int
     num_filled: int = 0
+
+    @property
+    def num_bytes(self):
+        return self.both_KBNTH.numel() * self.both_KBNTH.element_size()
+
+
+class Offload:
+    """Keeps keys and values in host memory; the device holds those of the attention at hand and, arriving, of the next.
+
+    Attentions come in the same order in every trip, so the next one is known. Host memory is pinned where there is CUDA, and
+    transfers run on a stream of their own.
+    """
+
+    def __init__(self, device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._buffers, self._turn, self._arriving = [None, None], 0, None
+
+    @property
+    def num_bytes(self):
+        """Bytes on the device."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers if buffer is not None)
+
+    def home(self, shape, like):
+        return torch.empty(shape, dtype=like.dtype, pin_memory=self._stream is not None)
+
+    def take(self, entry, following):
+        """The entry's keys and values on the device; those of the following entry start to arrive."""
+        entry_here, here = self._arriving or (None, None)
+        if entry_here is not entry:
+            here = self._fetch(entry)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._arriving = (following, self._fetch(following)) if following is not entry else (entry, here)
+        return here
+
+    def _fetch(self, entry):
+        """Start copying an entry to the buffer that the attention before the one at hand has used."""
+        self._turn = 1 - self._turn
+        size = entry.both_KBNTH.numel()
+        if self._buffers[self._turn] is None or self._buffers[self._turn].numel() < size:
+            self._buffers[self._turn] = torch.empty(size, dtype=entry.both_KBNTH.dtype, device=self._device)
+        here = self._buffers[self._turn][:size].view(entry.both_KBNTH.shape)
+        if self._stream is None:
+            return here.copy_(entry.both_KBNTH)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            return here.copy_(entry.both_KBNTH, non_blocking=True)
 
 
 @dataclass
 class KeyValues:
     """What the attentions of one conditioning last saw, on this rank. Belongs to a run and is dropped with it."""
 
-    kept: dict = field(default_factory=dict)
+    offload: Offload | None = None
+    kept: dict = field(default_factory=dict)           # (block, attention, number of the call) -> Kept
     once: dict = field(default_factory=dict)           # outputs that are the same for all patches of a step, or of the run
 
     @property
     def num_bytes(self):
-        return sum(2 * entry.keys_BNTH.numel() * entry.keys_BNTH.element_size() for entry in self.kept.values())
+        """Bytes on the device."""
+        return sum(entry.num_bytes for entry in self.kept.values()) if self.offload is None else self.offload.num_bytes
 
     def update(self, key, keys_BNTH, values_BNTH, trip, streams):
         """Overwrite the trip's tokens and return keys and values to attend to: fresh ones of this trip, else stale ones.
@@ -46,26 +95,38 @@ class KeyValues:
         keys, values: (batch of the trip, N, tokens of the trip by sequence rank, H). Tokens that no step has seen yet
         (warmup_steps = 0) are left out, not zero.
         """
-        entry = self.kept.get(key)
-        if entry is None:
-            assert trip.opens, f"the patch at token {trip.first_token} came before the first one"
-            num_text = sum(trip.tokens.counts[stream] for stream in streams if stream != "image")
-            shape = (trip.num_images, keys_BNTH.shape[1], num_text + trip.num_image_tokens, keys_BNTH.shape[3])
-            entry = self.kept[key] = Kept(keys_BNTH.new_empty(shape), keys_BNTH.new_empty(shape), num_text)
+        entry = self.kept.get(key) or self._begin(key, keys_BNTH, trip, streams)
+        whole = trip.patch is None
+        here = entry.both_KBNTH if self.offload is None or whole else self.offload.take(entry, self._following(key))
+        places = [entry.both_KBNTH] if here is entry.both_KBNTH else [here, entry.both_KBNTH]
         rows = slice(trip.first_image, trip.first_image + keys_BNTH.shape[0])
         offset = 0
         for stream, start, size in trip.tokens.pieces(streams):
             slot = start if stream == "text" else entry.num_text + trip.first_token + start
-            entry.keys_BNTH[rows, :, slot:slot + size] = keys_BNTH[:, :, offset:offset + size]
-            entry.values_BNTH[rows, :, slot:slot + size] = values_BNTH[:, :, offset:offset + size]
+            for both in places:
+                for place, fresh in zip(both, (keys_BNTH, values_BNTH)):
+                    place[rows, :, slot:slot + size].copy_(fresh[:, :, offset:offset + size], non_blocking=True)
             offset += size
-        if trip.patch is None:
-            entry.num_filled = entry.keys_BNTH.shape[2]
+        if whole:
+            entry.num_filled = entry.both_KBNTH.shape[3]
             return keys_BNTH, values_BNTH
         start = entry.num_text + trip.first_token
         assert trip.opens or start <= entry.num_filled, "patches came out of order"
         entry.num_filled = max(entry.num_filled, start + trip.tokens.counts["image"])
-        return entry.keys_BNTH[rows, :, :entry.num_filled], entry.values_BNTH[rows, :, :entry.num_filled]
+        return here[0][rows, :, :entry.num_filled], here[1][rows, :, :entry.num_filled]
+
+    def _begin(self, key, keys_BNTH, trip, streams):
+        assert trip.opens, f"the patch at token {trip.first_token} came before the first one"
+        num_text = sum(trip.tokens.counts[stream] for stream in streams if stream != "image")
+        shape = (2, trip.num_images, keys_BNTH.shape[1], num_text + trip.num_image_tokens, keys_BNTH.shape[3])
+        both = keys_BNTH.new_empty(shape) if self.offload is None else self.offload.home(shape, keys_BNTH)
+        self.kept[key] = Kept(both, num_text)
+        return self.kept[key]
+
+    def _following(self, key):
+        """The entry that the next attention of this or the next trip will ask for."""
+        keys = list(self.kept)
+        return self.kept[keys[(keys.index(key) + 1) % len(keys)]]
 
 
 def patch_attention(q_BNTH, k_BNTH, v_BNTH, trip, key, streams, attention):

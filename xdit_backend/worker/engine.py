@@ -15,7 +15,7 @@ from ..models.plan import Family
 from ..parallel.apply import Seams
 from ..parallel.collectives import Traffic
 from ..parallel.mesh import build_mesh
-from ..parallel.pipefusion import KeyValues, Link
+from ..parallel.pipefusion import KeyValues, Link, Offload
 from ..parallel.tokens import Tokens
 from ..parallel.trip import Trip
 from ..parallel.vae import decode_rows
@@ -171,11 +171,18 @@ class Engine:
         if patch is not None:
             trip.patch, trip.patch_size, trip.rows = patch, size[patch.dim - 2], latent.shape[patch.dim]
         if command.keep or patch is not None:
-            trip.key_values = self._key_values.setdefault(branch.conditioning, KeyValues())
+            trip.key_values = self._kept(loaded, branch.conditioning)
             trip.kept_blocks, trip.step = loaded.blocks, tuple(timestep.tolist())
             trip.num_images = shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]
             trip.first_image = first - shard_start(batch, mesh.degrees["data"], mesh.ranks["data"])
         return trip
+
+    def _kept(self, loaded, conditioning):
+        """The keys and values of a conditioning, made when they are first kept."""
+        if conditioning not in self._key_values:
+            offload = loaded.spec.stages is not None and loaded.spec.stages.offload
+            self._key_values[conditioning] = KeyValues(Offload(self.device) if offload else None)
+        return self._key_values[conditioning]
 
     def _post_receives(self, command):
         """Handles for the hidden states of each part of a command; [] on the first stage."""

@@ -47,7 +47,7 @@ def serve(folder, rank, devices, store_port):
         while not waiting or not commands.empty():
             waiting.append(commands.get())
         for upcoming in itertools.islice(waiting, FORESEEN):
-            if not engine.foresee(upcoming):
+            if not _foresee(engine, upcoming):
                 break
         command = waiting.popleft()
         if isinstance(command, Stop):
@@ -60,6 +60,14 @@ def serve(folder, rank, devices, store_port):
             reply = Failed(command.request, rank, str(device), type(error).__name__, str(error), traceback.format_exc())
         channel.send(reply)
     dist.destroy_process_group()
+
+
+def _foresee(engine, command):
+    try:
+        return engine.foresee(command)
+    except Exception:                                          # it fails again, and is reported, when its turn comes
+        log.exception("cannot prepare %s", type(command).__name__)
+        return False
 
 
 def _read(channel, commands, folder):

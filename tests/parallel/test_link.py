@@ -1,0 +1,75 @@
+"""Hidden states from stage to stage: in order, counted, overlapping, and with an error that names a silent stage."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from xdit_backend.parallel.collectives import Traffic
+from xdit_backend.parallel.mesh import build_mesh
+from xdit_backend.parallel.pipefusion import Link
+from xdit_backend.protocol.errors import XDiTError
+from xdit_backend.protocol.messages import Layout
+
+
+def pass_on(rank, world_size, sizes):
+    """Every message gets one added at each stage. Receives are posted two ahead."""
+    link, traffic = Link(build_mesh(Layout(pipefusion_degree=world_size), world_size), torch.device("cpu")), Traffic()
+    handles, arrived = [], []
+    for index, size in enumerate(sizes):
+        while rank > 0 and len(handles) + len(arrived) < min(index + 3, len(sizes)):
+            handles.append(link.post_receive(sizes[len(handles) + len(arrived)], torch.float32))
+        message = link.receive(handles.pop(0)) if rank > 0 else torch.full((size,), float(index * 10))
+        arrived.append(message)
+        if rank + 1 < world_size:
+            link.send(message + 1, traffic)
+    link.drain()
+    return [message[0].item() for message in arrived], (link.num_posted, link.num_received, link.num_sent), traffic.sent_bytes
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_messages_arrive_in_order_and_none_is_left(world_size):
+    sizes = [5, 1, 400_000, 7, 3]
+
+    results = run_ranks(pass_on, world_size, sizes)
+
+    for rank, (values, (posted, received, sent), sent_bytes) in enumerate(results):
+        assert values == [index * 10 + rank for index in range(len(sizes))]
+        assert posted == received == (len(sizes) if rank else 0)
+        assert sent == (len(sizes) if rank + 1 < world_size else 0)
+        assert sent_bytes == 4 * sum(sizes) * (rank + 1 < world_size)
+
+
+def wait_in_vain(rank, world_size):
+    os.environ["XDIT_STAGE_TIMEOUT_S"] = "1"
+    link = Link(build_mesh(Layout(pipefusion_degree=world_size), world_size), torch.device("cpu"))
+    if rank == 0:
+        time.sleep(3)
+    else:
+        link.receive(link.post_receive(4, torch.float32))
+
+
+def test_a_silent_stage_is_named():
+    with pytest.raises(XDiTError, match=r"Stage 0 \(rank 0\) sent nothing to stage 1 for 1 s"):
+        run_ranks(wait_in_vain, 2)
+
+
+def send_long_before(rank, world_size):
+    """Seconds that the sender and the receiver spend on a message that nobody has asked for yet."""
+    link = Link(build_mesh(Layout(pipefusion_degree=world_size), world_size), torch.device("cpu"))
+    started_s = time.monotonic()
+    if rank == 0:
+        link.send(torch.ones(1_000_000), Traffic())
+        seconds = time.monotonic() - started_s
+        link.drain()
+        return seconds
+    time.sleep(1.0)
+    return link.receive(link.post_receive(1_000_000, torch.float32)).sum().item()
+
+
+def test_a_send_does_not_wait_for_the_next_stage():
+    seconds, total = run_ranks(send_long_before, 2)
+
+    assert seconds < 0.9 and total == 1_000_000

@@ -1,0 +1,149 @@
+"""The engine on every rank of every mixture of methods: predictions equal the oracle, and each rank does its part only."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from tests.models.zoo import example
+from tests.parallel.oracle import StaleModel
+from tests.ranks import run_ranks
+from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.planner import cut_patches
+from xdit_backend.protocol import messages
+from xdit_backend.protocol.messages import Layout, Stages
+from xdit_backend.protocol.segments import SegmentStore, map_segment
+from xdit_backend.worker.engine import Engine
+
+AXES = ("data", "cfg", "pipefusion", "ring", "ulysses")
+NUM_PATCHES, NUM_STEPS = 3, 2
+TIMES = (900.0, 700.0, 500.0)
+
+
+def carry_out(rank, world_size, commands):
+    """Carry out commands on this rank as the worker's loop does; returns its measurements."""
+    engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
+    torch.set_grad_enabled(False)
+    for index, command in enumerate(commands):
+        for upcoming in commands[index:index + 3]:
+            if not engine.foresee(upcoming):
+                break
+        numbers = engine.carry_out(command)
+    for link in engine._links.values():
+        link.drain()
+        assert link.num_posted == link.num_received
+    return numbers | {"sent": sum(link.num_sent for link in engine._links.values()),
+                      "received": sum(link.num_received for link in engine._links.values())}
+
+
+@pytest.fixture
+def store():
+    store = SegmentStore()
+    yield store
+    store.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sd3")
+    example("SD3").model.save_pretrained(folder / "transformer")
+    return folder
+
+
+def play(store, folder, layout, stages):
+    """A warm-up step and two stale steps of two branches with three images, on all ranks: [(predictions, oracle's)], measurements."""
+    header = read_header(folder)
+    spec = model_spec(header, recognise(header), "float64", "float64", stages)
+    branches = [example("SD3", rows=12, columns=6, batch=3), example("SD3", rows=12, columns=6, batch=3, num_text_tokens=9)]
+    request, made = itertools.count(1), []
+    commands = [messages.LoadModel(next(request), spec)]
+    for index, one in enumerate(branches):
+        tensors = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
+        commands.append(messages.Conditioning(next(request), f"branch {index}", tensors))
+    models = [StaleModel(one, False) for one in branches]
+    wanted = []
+
+    def predict(step, patch, rows):
+        named = []
+        for index, one in enumerate(branches):
+            latent = start[index] + step
+            piece = latent if patch is None else latent.narrow(2, patch.start, rows)
+            time = torch.full((3,), TIMES[step], dtype=torch.float64)
+            prediction, _ = store.create(tuple(piece.shape), torch.float64)
+            made.append(prediction)
+            want = models[index].predict(latent, time, None if patch is None else (patch.start, patch.start + rows))
+            wanted.append(want if patch is None else want.narrow(2, patch.start, rows))
+            named.append(messages.Branch(store.share(piece.contiguous()), store.share(time), f"branch {index}", prediction))
+        commands.append(messages.Predict(next(request), spec.name, layout, named, patch, keep=True))
+
+    with torch.no_grad():
+        start = [one.latent.clone() for one in branches]
+        predict(0, None, None)
+        for step in range(1, 1 + NUM_STEPS):
+            for patch, rows in cut_patches(start[0].shape, (2, 2), NUM_PATCHES):
+                predict(step, patch, rows)
+    commands.append(messages.ReportMemory(next(request)))
+    world_size = math.prod(getattr(layout, f"{axis}_degree") for axis in AXES)
+    numbers = run_ranks(carry_out, world_size, commands)
+    return [(map_segment(segment), want) for segment, want in zip(made, wanted)], numbers
+
+
+def mixtures(world_size):
+    """Every layout of this many ranks that the tiny model (4 heads, 4 blocks) can run."""
+    for degrees in itertools.product((1, 2, 4), repeat=len(AXES)):
+        sizes = dict(zip(AXES, degrees))
+        if math.prod(degrees) == world_size and sizes["cfg"] < 4 and sizes["data"] < 4:
+            yield Layout(**{f"{axis}_degree": size for axis, size in sizes.items()})
+
+
+def stages_of(layout):
+    return Stages(layout.pipefusion_degree, layout.ring_degree * layout.ulysses_degree)
+
+
+def name_of(layout):
+    return "-".join(f"{axis}{getattr(layout, f'{axis}_degree')}" for axis in AXES if getattr(layout, f"{axis}_degree") > 1)
+
+
+QUICK = [Layout(cfg_degree=2, pipefusion_degree=2), Layout(data_degree=2, pipefusion_degree=2),
+         Layout(cfg_degree=2, pipefusion_degree=2, ulysses_degree=2), Layout(data_degree=2, pipefusion_degree=2, ring_degree=2),
+         Layout(cfg_degree=2, data_degree=2, pipefusion_degree=2), Layout(cfg_degree=2, pipefusion_degree=4)]
+
+
+@pytest.mark.parametrize("layout", QUICK, ids=name_of)
+def test_mixtures_equal_the_oracle(store, folder, layout):
+    results, _ = play(store, folder, layout, stages_of(layout))
+
+    assert max((got - want).abs().max() for got, want in results) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [layout for layout in mixtures(8) if layout not in QUICK], ids=name_of)
+def test_every_mixture_of_eight_ranks_equals_the_oracle(store, folder, layout):
+    results, _ = play(store, folder, layout, stages_of(layout))
+
+    assert max((got - want).abs().max() for got, want in results) < 1e-10
+
+
+def test_every_stage_receives_each_part_once_and_the_last_sends_nothing(store, folder):
+    """1 + 2 x 3 commands of two branches are 14 messages into every stage but the first, and out of every one but the last."""
+    _, numbers = play(store, folder, Layout(pipefusion_degree=3), Stages(3))
+
+    assert [(rank["received"], rank["sent"]) for rank in numbers] == [(0, 14), (14, 14), (14, 0)]
+
+
+def test_a_rank_holds_its_share_of_weights_and_keys(store, folder):
+    """Within 5 % of: its blocks and what is outside the blocks; 2 B (S + S_t) h for each of its blocks and branch."""
+    from xdit_backend.checkpoints.transformer import block_sizes
+    model = example("SD3").model
+    sizes = [size for size, _ in block_sizes(model, recognise(read_header(folder)).plan)]
+    outside = sum(t.numel() for t in (*model.parameters(), *model.buffers())) - sum(sizes)
+
+    _, numbers = play(store, folder, Layout(pipefusion_degree=2), Stages(2, num_blocks=(1, 3)))
+
+    for rank, blocks in enumerate((range(0, 1), range(1, 4))):
+        weights = 8 * (outside + sum(sizes[blocks.start:blocks.stop]))
+        keys = sum(8 * 2 * 3 * (18 + text) * 32 for text in (7, 9) for _ in blocks)
+        dual = 2 * 8 * 2 * 3 * 18 * 32 if rank == 0 else 0     # block 0 has a second attention, over the image only
+        assert numbers[rank]["weight_bytes"] == pytest.approx(weights, rel=0.05)
+        assert numbers[rank]["key_value_bytes"] == pytest.approx(keys + dual, rel=0.05)
