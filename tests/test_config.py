@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.conftest import ROOT
-from xdit_backend.config import ParallelConfig, resolve_devices, validate, validate_layout
+from xdit_backend.config import ParallelConfig, resolve_devices, validate, validate_layout, validate_stages
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.messages import Layout
 
@@ -17,7 +18,8 @@ def manual(**degrees):
 
 @pytest.mark.parametrize("config, num_devices", [
     (ParallelConfig(), 1), (ParallelConfig(), 7), (manual(), 1), (manual(cfg=2), 2), (manual(cfg=2, ring=2, ulysses=2), 8),
-    (manual(data=3), 3), (ParallelConfig(num_patches=8, warmup_steps=0), 2)], ids=str)
+    (manual(data=3), 3), (manual(pipefusion=2, ulysses=2), 4),
+    (replace(manual(pipefusion=2), stage_blocks=" 20, 37 "), 2), (ParallelConfig(num_patches=8, warmup_steps=0), 2)], ids=str)
 def test_accepts_what_works(config, num_devices):
     validate(config, num_devices)
 
@@ -28,7 +30,10 @@ def test_accepts_what_works(config, num_devices):
     (manual(cfg=3), 3, ["cfg_degree=3", "1 or 2"]),
     (manual(cfg=2, ulysses=2), 2, ["cfg_degree=2", "ulysses_degree=2", "multiply to 4", "2 devices", "for example"]),
     (manual(), 2, ["multiply to 1", "2 devices"]),
-    (manual(pipefusion=2), 2, ["pipefusion_degree=2", "not available"]),
+    (replace(manual(pipefusion=2), stage_blocks="3,x"), 2, ['stage_blocks="3,x"', "such as"]),
+    (replace(manual(pipefusion=2), stage_blocks="3,0"), 2, ['stage_blocks="3,0"', "at least 1"]),
+    (replace(manual(pipefusion=2), stage_blocks="3"), 2, ["names 1 stages", "pipefusion_degree=2"]),
+    (ParallelConfig(warmup="cold"), 1, ['warmup="cold"', "micro_batches"]),
     (manual(tensor=2), 2, ["tensor_degree=2", "not available"]),
     (ParallelConfig(num_patches=-1), 1, ["num_patches=-1"])], ids=str)
 def test_refuses_what_cannot_work(config, num_devices, words):
@@ -73,3 +78,11 @@ def test_checks_survive_optimised_python():
     result = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True)
 
     assert "ConfigError: The degrees (cfg_degree=2) multiply to 2" in result.stderr
+
+
+def test_stages_must_fit_the_models_blocks():
+    validate_stages(replace(manual(pipefusion=2), stage_blocks="20,37"), 57, "Flux.1")
+    with pytest.raises(ConfigError, match="adds up to 58, and this Flux.1 model has 57 blocks"):
+        validate_stages(replace(manual(pipefusion=2), stage_blocks="20,38"), 57, "Flux.1")
+    with pytest.raises(ConfigError, match="pipefusion_degree=5 is more than SD3's 4 blocks. Use at most 4"):
+        validate_stages(manual(pipefusion=5), 4, "SD3")

@@ -7,12 +7,11 @@ import time
 import pytest
 import torch
 
-from tests.host.conftest import layout
 from tests.models.zoo import CONFIGS, example
 from tests.parallel.oracle import simulate
 from xdit_backend.host.client import Call, Client
 from xdit_backend.planner import choose_num_patches, cut_patches
-from xdit_backend.protocol.errors import WorkerDiedError, XDiTError
+from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError, XDiTError
 from xdit_backend.protocol.messages import Layout, Stages
 
 SIGMAS = [1.0, 0.8, 0.6, 0.4, 0.2]
@@ -103,3 +102,89 @@ def test_batches_equal_the_oracle(client, spec_of, by_image):
     result = sample(client, spec_of("SD3", stages=STAGES), one, Layout(pipefusion_degree=2), 3, 1, by_image=by_image)
 
     assert (result - oracle(one, 3, 1)).abs().max() < 1e-6
+
+
+def keep_flying(client, spec, one, num_patches=4, rounds=3):
+    """Tickets of a warm-up step and some steps of patches that are all on their way."""
+    layout = Layout(pipefusion_degree=2)
+    timestep = torch.full((1,), 700.0, dtype=torch.float64)
+    tickets = [client.submit(spec, layout, 4, [Call(one.latent, timestep, one.conditioning)], keep=True)]
+    for patch, rows in cut_patches(one.latent.shape, (2, 2), num_patches) * rounds:
+        piece = one.latent.narrow(2, patch.start, rows).clone()
+        tickets.append(client.submit(spec, layout, 4, [Call(piece, timestep, one.conditioning)], patch=patch))
+    return tickets
+
+
+def finish(client, tickets):
+    while tickets:
+        tickets.remove(client.wait(tickets)[0])
+
+
+class GivenUp(Exception):
+    pass
+
+
+def test_a_cancelled_run_leaves_the_group_ready_and_nothing_behind(client, spec_of):
+    """Patches that are on their way are finished by the workers; the next run sees nothing of them."""
+    one, spec = small("SD3"), spec_of("SD3", stages=STAGES)
+    pids = {rank: numbers["pid"] for rank, numbers in client.report_memory().items()}
+    tickets = keep_flying(client, spec, small("SD3", rows=40, columns=40), rounds=5)
+
+    def give_up():
+        raise GivenUp
+
+    client.check = give_up
+    try:
+        with pytest.raises(GivenUp):
+            client.wait(tickets)
+    finally:
+        client.check = lambda: None
+    client.end_run()
+
+    result = sample(client, spec, one, Layout(pipefusion_degree=2), 4, 1)
+    assert (result - oracle(one, 4, 1)).abs().max() < 1e-6
+    memory = client.report_memory()
+    assert {rank: numbers["pid"] for rank, numbers in memory.items()} == pids
+    assert [numbers["key_value_bytes"] for numbers in memory.values()] == [0, 0]
+    assert client.group.segments.names() == []
+
+
+def test_an_error_in_a_stage_is_told_and_the_next_run_works(client, spec_of):
+    """A stage may wait for what another never sent, so the group is started anew."""
+    one, spec = small("SD3"), spec_of("SD3", stages=STAGES)
+    wrong = Call(torch.zeros(1, 3, 12, 6, dtype=torch.float64), one.timestep, one.conditioning)
+
+    with pytest.raises(WorkerFailedError, match="Worker rank"):
+        client.wait([client.submit(spec, Layout(pipefusion_degree=2), 4, [wrong], keep=True)])
+
+    assert (sample(client, spec, one, Layout(pipefusion_degree=2), 4, 1) - oracle(one, 4, 1)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_stage_ends_the_run_within_10_s_and_is_named(client, spec_of, rank):
+    one, spec = small("SD3"), spec_of("SD3", stages=STAGES)
+    finish(client, keep_flying(client, spec, one, rounds=1))
+    pids = {rank: int(numbers["pid"]) for rank, numbers in client.report_memory().items()}
+    tickets = keep_flying(client, spec, small("SD3", rows=60, columns=60), rounds=20)
+
+    started_s = time.monotonic()
+    os.kill(pids[rank], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match=f"Worker rank {rank} "):
+        finish(client, tickets)
+
+    assert time.monotonic() - started_s < 10
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.values())
+
+
+@pytest.mark.slow
+def test_a_stage_that_hangs_is_named(spec_of, monkeypatch):
+    monkeypatch.setenv("XDIT_STAGE_TIMEOUT_S", "3")
+    one, spec = small("SD3"), spec_of("SD3", stages=STAGES)
+    client = Client(("cpu", "cpu"))
+    try:
+        finish(client, keep_flying(client, spec, one, rounds=1))
+        os.kill(int(client.report_memory()[0]["pid"]), signal.SIGSTOP)
+        with pytest.raises(XDiTError, match=r"Stage 0 \(rank 0\) sent nothing to stage 1 for 3 s"):
+            finish(client, keep_flying(client, spec, one, rounds=1))
+    finally:
+        client.close()

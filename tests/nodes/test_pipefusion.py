@@ -4,6 +4,7 @@ The oracle is the native sampler on the whole latent, with a model of stale keys
 """
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from xdit_backend.planner import choose_num_patches, cut_patches
 
 EXACT, STALE = 1e-4, 1e-5
 KINDS = ("sd3", "flux", "wan", "pixart")
-TWO = ("cpu,cpu",)
 
 
 def relative_error(result, reference):
@@ -45,12 +45,16 @@ class Unchanged:
     unload = end_run = lambda self: None
 
 
-def oracle(comfyui, kind, num_patches, warmup_steps):
-    """A MODEL for the native sampler, whose diffusion model is the oracle."""
-    path = comfyui.base / "diffusion_models" / comfyui.file(kind)
+@functools.cache
+def transformer(path):
     header = read_header(path)
     family = recognise(header)
-    model, config = load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
+    return family, *load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
+
+
+def oracle(comfyui, kind, num_patches, warmup_steps):
+    """A MODEL for the native sampler, whose diffusion model is the oracle."""
+    family, model, config = transformer(comfyui.base / "diffusion_models" / comfyui.file(kind))
     shell = comfyui.ours(kind, comfyui.config("cpu"))
     stale = {}
 

@@ -29,7 +29,8 @@ def write_safetensors(path, shapes, truncate_bytes=0):
     ({"devices": "cuda:31"}, "cuda:31 is not on this machine"),
     ({"devices": "cpu,cpu", "mode": "manual"}, "multiply to 1, and there are 2 devices"),
     ({"devices": "cpu,cpu", "mode": "manual", "cfg_degree": 3}, "1 or 2 can work"),
-    ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2}, "pipefusion_degree=2 is not available yet"),
+    ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2, "stage_blocks": "1,2,3"}, "names 3 stages, and pipefusion_degree=2"),
+    ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2, "stage_blocks": "half"}, 'stage_blocks="half" is not a list'),
     ({"devices": "cpu,cpu", "mode": "manual", "tensor_degree": 2}, "tensor_degree=2 is not available yet"),
     ({"devices": "cpu", "ulysses_degree": 0}, "ulysses_degree=0 must be at least 1"),
 ], ids=str)

@@ -13,13 +13,13 @@ from ..checkpoints.vae import load_autoencoder_kl
 from ..models import FAMILIES
 from ..models.plan import Family
 from ..parallel.apply import Seams
-from ..parallel.collectives import Traffic
+from ..parallel.collectives import Traffic, all_gather
 from ..parallel.mesh import build_mesh
 from ..parallel.pipefusion import KeyValues, Link, Offload
 from ..parallel.tokens import Tokens
 from ..parallel.trip import Trip
 from ..parallel.vae import decode_rows
-from ..planner import patch_dim, shard_sizes, shard_start, split_stages, stage_of
+from ..planner import FULL, shard_sizes, shard_start, split_stages, stage_of
 from ..protocol import messages
 from ..protocol.errors import XDiTError
 from ..protocol.segments import map_segment, pinned
@@ -73,8 +73,7 @@ class Engine:
             if spec.stages is None:
                 blocks = range(len(sizes))
             else:
-                counts = spec.stages.num_blocks or split_stages(
-                    [size * share for size, share in sizes], spec.stages.pipefusion_degree)
+                counts = spec.stages.num_blocks or self._balanced(spec, sizes)
                 stage = stage_of(self.rank, spec.stages)
                 blocks = range(sum(counts[:stage]), sum(counts[:stage + 1]))
             return range(len(sizes)) if spec.stages is None or spec.stages.every_block else blocks
@@ -82,6 +81,25 @@ class Engine:
         model, config = load_transformer(spec, family, self.device, report, own_blocks)
         self._models[spec.name] = Loaded(model, config, family, Seams(model, family.plan),
                                          getattr(torch, spec.compute_dtype), spec, blocks)
+
+    def _balanced(self, spec, sizes):
+        """Blocks of each stage, balanced by cost, by the speed of the stages' devices and by what they can hold.
+
+        sizes: of checkpoints.transformer.block_sizes. A collective: every rank calls it.
+        """
+        speed, free = 1.0, math.inf
+        if self.device.type == "cuda":
+            speed = torch.cuda.get_device_properties(self.device).multi_processor_count
+            free = torch.cuda.mem_get_info(self.device)[0] * FULL
+        mine = torch.tensor([[speed, free]], dtype=torch.float64, device=self.device)
+        devices = all_gather(mine, [1] * self.world_size, 0, dist.group.WORLD, Traffic()).tolist()
+        stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
+                  for stage in range(spec.stages.pipefusion_degree)]
+        item = getattr(torch, spec.storage_dtype).itemsize
+        return split_stages([size * share for size, share in sizes], len(stages),
+                            speeds=[min(speed for speed, _ in ranks) for ranks in stages],
+                            sizes=[size * item for size, _ in sizes],
+                            limits=[min(free for _, free in ranks) for ranks in stages])
 
     def _drop_model(self, command):
         self._models.pop(command.name, None)

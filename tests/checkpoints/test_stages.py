@@ -1,0 +1,86 @@
+"""A rank of a pipeline reads its own stage's blocks and what is outside the blocks, and nothing else of the file."""
+
+import pytest
+import safetensors
+import torch
+
+from tests.models.zoo import CONFIGS, example
+from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.transformer import block_sizes, load_transformer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def names_read(monkeypatch):
+    """Names of the tensors that are read while this is there."""
+    names, safe_open = [], safetensors.safe_open
+
+    class Counting:
+        def __init__(self, *args):
+            self.file = safe_open(*args)
+
+        def __enter__(self):
+            self.inner = self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.file.__exit__(*error)
+
+        def keys(self):
+            return self.inner.keys()
+
+        def get_tensor(self, name):
+            names.append(name)
+            return self.inner.get_tensor(name)
+
+    monkeypatch.setattr(safetensors, "safe_open", Counting)
+    return names
+
+
+def load(path, blocks=None):
+    header = read_header(path)
+    family = recognise(header)
+    choose = None if blocks is None else lambda model: blocks
+    return family, load_transformer(model_spec(header, family, "float32", "float32"), family, CPU, choose_blocks=choose)[0]
+
+
+def check(path, names_read, own):
+    """Load the whole and then the blocks `own`; compare, and return the share of bytes that was read."""
+    family, whole = load(path)
+    all_names = list(names_read)
+    names_read.clear()
+    _, part = load(path, own)
+    lists = [name for list_ in family.plan.blocks for name in [list_.name] for _ in whole.get_submodule(name)]
+    starts = {name: lists.index(name) for name in lists}
+    for (name, tensor), other in zip(whole.named_parameters(), part.parameters()):
+        list_ = next((prefix for prefix in starts if name.startswith(f"{prefix}.")), None)
+        block = None if list_ is None else starts[list_] + int(name[len(list_) + 1:].partition(".")[0])
+        here = block is None or block in own
+        assert other.is_meta != here, name
+        assert not here or torch.equal(tensor, other), name
+    assert len(set(names_read)) == len(names_read) < len(all_names)
+    read = sum(tensor.numel() for tensor in part.parameters() if not tensor.is_meta)
+    sizes = [size for size, _ in block_sizes(whole, family.plan)]
+    assert read == sum(tensor.numel() for tensor in whole.parameters()) - sum(sizes) + sum(sizes[block] for block in own)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("own", [range(0, 1), range(1, 3), range(3, 4)], ids=str)
+def test_a_stage_reads_its_own_blocks_of_a_diffusers_folder(tmp_path, names_read, name, own):
+    example(name, torch.float32).model.save_pretrained(tmp_path / "transformer")
+
+    check(tmp_path, names_read, own)
+
+
+@pytest.mark.parametrize("kind, own", [("sd3", range(1, 3)), ("wan", range(0, 1)), ("pixart", range(1, 2)), ("flux", range(1, 2))])
+def test_a_stage_reads_its_own_blocks_of_a_single_file(tmp_path, names_read, kind, own):
+    """The publishers' formats, through the converters: flux has one double and one single block."""
+    from tests.comfyui_server import comfyui_folder
+    from tests.tiny_checkpoints import import_comfyui, save
+    if comfyui_folder() is None:
+        pytest.skip("no ComfyUI to make the file with")
+    import_comfyui(comfyui_folder())
+    save(kind, tmp_path / "model.safetensors")
+
+    check(tmp_path / "model.safetensors", names_read, own)
