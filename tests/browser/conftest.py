@@ -52,6 +52,7 @@ def page(chromium, host):
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     page.goto(host.url)
     page.wait_for_function("() => window.app?.graph && window.LiteGraph?.registered_node_types?.XDiTLoadModel", timeout=60_000)
+    page.wait_for_function("() => app.graph.nodes.length > 0", timeout=60_000)     # its own first graph would replace ours
     yield page
     page.close()
 
