@@ -1,5 +1,6 @@
 """What a person sees while it runs, and what becomes of the workers when something ends: through ComfyUI's server."""
 
+import io
 import json
 import os
 import signal
@@ -133,8 +134,30 @@ def test_progress_previews_and_phases_reach_the_page(server):
     assert "running on cpu, cpu: CFG 2" in phases
 
 
-def test_cancel_ends_within_a_step_and_leaves_the_group_ready(server):
-    server.run(workflow(seed=5))
+def test_pipefusion_tells_and_shows_each_step_once(server, base):
+    """Progress and previews are put together from the patches, in order."""
+    server.run(workflow(seed=2, pipefusion=2))
+    steps, previews, phases = [], [], []
+
+    def on_message(kind, content):
+        if kind == "progress" and content["node"] == "sampler":
+            steps.append(content["value"])
+        elif kind == PREVIEW_IMAGE:
+            previews.append(Image.open(io.BytesIO(content[content.find(b"\xff\xd8"):])).size)
+        elif kind == TEXT:
+            phases.append(content[4 + int.from_bytes(content[:4], "big"):].decode())
+
+    outcome, _ = watch(server, workflow(seed=3, steps=6, pipefusion=2), on_message)
+
+    assert outcome == "execution_success"
+    assert steps == sorted(steps) and set(range(1, 7)) <= set(steps)
+    assert len(set(previews)) == 1 and previews[0][0] == previews[0][1]
+    assert "running on cpu, cpu: PipeFusion 2, 4 patches" in phases
+
+
+@pytest.mark.parametrize("degrees", [{}, {"pipefusion": 2}], ids=str)
+def test_cancel_ends_within_a_step_and_leaves_the_group_ready(server, degrees):
+    server.run(workflow(seed=5, **degrees))
     before, cancelled_s = workers(server), []
 
     def on_message(kind, content):
@@ -142,9 +165,9 @@ def test_cancel_ends_within_a_step_and_leaves_the_group_ready(server):
             cancelled_s.append(time.monotonic())
             server._request("/interrupt", {})
 
-    outcome, _ = watch(server, workflow(seed=6, steps=500, size=512), on_message)
+    outcome, _ = watch(server, workflow(seed=6, steps=500, size=512, **degrees), on_message)
     took_s = time.monotonic() - cancelled_s[0]
-    server.run(workflow(seed=7))
+    server.run(workflow(seed=7, **degrees))
 
     assert outcome == "execution_interrupted"
     assert took_s < 3
