@@ -10,7 +10,7 @@ from tests.models.zoo import example
 from tests.parallel.oracle import StaleModel
 from tests.ranks import run_ranks
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from xdit_backend.planner import cut_patches
+from xdit_backend.planner import choose_num_patches, cut_patches
 from xdit_backend.protocol import messages
 from xdit_backend.protocol.messages import Layout, Stages
 from xdit_backend.protocol.segments import SegmentStore, map_segment
@@ -80,8 +80,10 @@ def play(store, folder, layout, stages):
     with torch.no_grad():
         start = [one.latent.clone() for one in branches]
         predict(0, None, None)
+        shape, sequence_degree = start[0].shape, layout.ring_degree * layout.ulysses_degree
+        num_patches = choose_num_patches(NUM_PATCHES, 1, shape, (2, 2), sequence_degree)
         for step in range(1, 1 + NUM_STEPS):
-            for patch, rows in cut_patches(start[0].shape, (2, 2), NUM_PATCHES):
+            for patch, rows in cut_patches(shape, (2, 2), num_patches):
                 predict(step, patch, rows)
     commands.append(messages.ReportMemory(next(request)))
     world_size = math.prod(getattr(layout, f"{axis}_degree") for axis in AXES)
