@@ -12,7 +12,7 @@ from ..models import FAMILIES
 from ..parallel.apply import Seams
 from ..parallel.collectives import Traffic
 from ..parallel.mesh import build_mesh
-from ..parallel.vae import decode_rows
+from ..parallel.vae import Ranks, decode_rows
 from ..planner import shard_sizes, shard_start
 from ..protocol import messages
 from ..protocol.errors import XDiTError
@@ -26,6 +26,7 @@ class Engine:
         self.rank, self.device, self.report_phase = rank, device, report_phase
         self.world_size = dist.get_world_size()
         self._models, self._autoencoders, self._conditioning, self._meshes = {}, {}, {}, {}
+        self._ranks = Ranks(dist.group.WORLD)
         self._handlers = {
             messages.LoadModel: self._load_model, messages.DropModel: self._drop_model,
             messages.Conditioning: self._keep_conditioning, messages.DropConditioning: self._drop_conditioning,
@@ -96,11 +97,11 @@ class Engine:
         picture = map_segment(command.picture)
         for index in range(len(latent)):
             self.report_phase("decoding", index, len(latent))
-            start, rows = decode_rows(vae, latent[index:index + 1], dist.group.WORLD)
-            # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
-            rows = rows[0].float().add(1).div(2).clamp(0, 1).movedim(0, -1).contiguous()
-            with pinned(picture[index, start:start + len(rows)]) as own_rows:
-                own_rows.copy_(rows, non_blocking=True)
+            share = decode_rows(vae, latent[index:index + 1], self._ranks)
+            if share is not None:
+                # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
+                pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
+                _copy_out(pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
 
     def _report_memory(self, command):
         """Bytes of parameters and buffers held, and bytes of device memory in use."""
@@ -123,3 +124,12 @@ class Engine:
     def _release_memory(self):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _copy_out(tensor, mapped):
+    """Copy a result into its part of shared memory: page-locked where that part is in one piece."""
+    if not mapped.is_contiguous():
+        mapped.copy_(tensor)
+        return
+    with pinned(mapped) as target:
+        target.copy_(tensor.contiguous(), non_blocking=True)
