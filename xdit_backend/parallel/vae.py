@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, AutoencoderKLWan
+from diffusers import AutoencoderKL, AutoencoderKLWan, AutoencoderTiny
 from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0
 
 # The originals, bound before they are replaced.
@@ -22,7 +22,7 @@ from ..protocol.errors import UnsupportedError
 from .collectives import Traffic
 from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows
 
-SPLIT = (AutoencoderKL, AutoencoderKLWan)
+SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny)
 NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE cannot be split. Use VAE Decode."
 
 
@@ -75,13 +75,14 @@ def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None):
 def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None):
     """Encode this rank's rows of a picture, like decode_rows: the other way round, from the same whole picture.
 
-    picture: (B, C, H, W) or (B, C, F, H, W), H and W multiples of `scale`, the pixels along one side of a latent row.
-    Returns the rank's Share of the mean that vae.encode gives.
+    picture: (B, C, H, W) or (B, C, F, H, W) on any device, of which a rank's rows alone are copied to its own; H and W are
+    multiples of `scale`, the pixels along one side of a latent row. Returns the rank's Share of the mean that vae.encode gives.
     """
     assert all(size % scale == 0 for size in picture.shape[-2:]), f"{tuple(picture.shape)} is no multiple of {scale}"
 
     def encode(rows):
-        return vae.encode(rows, return_dict=False)[0].mode()
+        latent = vae.encode(rows.to(vae.device, vae.dtype), return_dict=False)[0]
+        return latent if isinstance(latent, torch.Tensor) else latent.mode()
 
     return _by_rows(vae, encode, picture, scale, ranks, traffic, block_size)
 

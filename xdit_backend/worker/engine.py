@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoints.transformer import load_transformer
-from ..checkpoints.vae import load_autoencoder_kl
+from ..checkpoints.vae import load_autoencoder
 from ..models import FAMILIES
 from ..parallel.apply import Seams
 from ..parallel.collectives import Traffic
 from ..parallel.mesh import build_mesh
-from ..parallel.vae import Ranks, decode_rows
+from ..parallel.vae import Ranks, decode_rows, encode_rows
 from ..planner import shard_sizes, shard_start
 from ..protocol import messages
 from ..protocol.errors import XDiTError
@@ -31,7 +31,7 @@ class Engine:
             messages.LoadModel: self._load_model, messages.DropModel: self._drop_model,
             messages.Conditioning: self._keep_conditioning, messages.DropConditioning: self._drop_conditioning,
             messages.Predict: self._predict, messages.LoadAutoencoder: self._load_autoencoder,
-            messages.Decode: self._decode, messages.ReportMemory: self._report_memory,
+            messages.Decode: self._decode, messages.Encode: self._encode, messages.ReportMemory: self._report_memory,
         }
 
     def carry_out(self, command):
@@ -89,19 +89,27 @@ class Engine:
         spec = command.spec
         if spec.name not in self._autoencoders:
             tensors = {name: map_segment(segment) for name, segment in spec.weights.items()}
-            self._autoencoders[spec.name] = load_autoencoder_kl(tensors, getattr(torch, spec.dtype), self.device)
+            self._autoencoders[spec.name] = load_autoencoder(tensors, getattr(torch, spec.dtype), self.device)
 
     def _decode(self, command):
         vae = self._autoencoders[command.autoencoder]
-        latent = map_segment(command.latent).to(self.device, vae.dtype)
-        picture = map_segment(command.picture)
+        latent, picture = map_segment(command.latent), map_segment(command.picture)
         for index in range(len(latent)):
             self.report_phase("decoding", index, len(latent))
-            share = decode_rows(vae, latent[index:index + 1], self._ranks)
+            share = decode_rows(vae, latent[index:index + 1].to(self.device, vae.dtype), self._ranks)
             if share is not None:
                 # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
                 pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
                 _copy_out(pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
+
+    def _encode(self, command):
+        vae = self._autoencoders[command.autoencoder]
+        picture, latent = map_segment(command.picture), map_segment(command.latent)
+        for index in range(len(picture)):
+            self.report_phase("encoding", index, len(picture))
+            share = encode_rows(vae, picture[index:index + 1], picture.shape[-1] // latent.shape[-1], self._ranks)
+            if share is not None:
+                latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
 
     def _report_memory(self, command):
         """Bytes of parameters and buffers held, and bytes of device memory in use."""
