@@ -29,7 +29,7 @@ class Client:
         self.devices = tuple(devices)
         self.on_phase = lambda phase: None
         self.check = lambda: None
-        self.last_numbers = {}                 # rank -> measurements of the last prediction, by name
+        self.last_numbers = {}                 # rank -> measurements of the last prediction or decode, by name
         self._group, self._models, self._autoencoders, self._conditionings, self._count = None, set(), set(), {}, 0
 
     @property
@@ -98,14 +98,14 @@ class Client:
         if names and self.running:
             self._group.post(lambda request: messages.DropConditioning(request, names))
 
-    def decode(self, name, dtype, weights, latent, picture_shape):
+    def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False):
         """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].
 
         picture_shape: (B, H', W', 3) or (B, F', H', W', 3). weights() gives the VAE's tensors, and is called only when the
-        group does not hold the VAE `name`.
+        group does not hold the VAE `name`. measure_memory: last_numbers then has each rank's peak_bytes.
         """
         self.load_autoencoder(name, dtype, weights)
-        return self._transform(messages.Decode, name, latent, picture_shape)
+        return self._transform(messages.Decode, name, latent, picture_shape, measure_memory)
 
     def encode(self, name, dtype, weights, picture, latent_shape):
         """Encode pictures (B, 3, H, W) or videos (B, 3, F, H, W) in [-1, 1] to latents of this shape, float32."""
@@ -121,12 +121,13 @@ class Client:
             self._request(lambda request: messages.LoadAutoencoder(request, spec), segments.values())
             self._autoencoders.add(name)
 
-    def _transform(self, command, name, tensor, shape):
+    def _transform(self, command, name, tensor, shape, *options):
         """Have the workers turn a tensor into one of this shape; the result is a view of the memory they wrote."""
         group = self.group
         given = group.segments.share(tensor)
         result, view = group.segments.create(shape, torch.float32)
-        self._request(lambda request: command(request, name, given, result), [given, result])
+        done = self._request(lambda request: command(request, name, given, result, *options), [given, result])
+        self.last_numbers = {rank: reply.numbers for rank, reply in done.items()}
         return view
 
     def report_memory(self):

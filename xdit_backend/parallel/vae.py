@@ -56,23 +56,24 @@ class Ranks:
 
 
 @torch.inference_mode()
-def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None):
+def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convolution=None):
     """Decode this rank's rows of a picture. Every rank of `ranks` calls it, with the same whole latent.
 
     latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H', W'):
     put together by rank, the shares are vae.decode(latent). A picture wider than tall is split by columns. Where there are
     more ranks than rows the last ones have nothing to do and get None. Without ranks, or alone, it decodes the
     whole picture. block_size: rows, or (rows, columns), of its output that a convolution computes at once; None for all.
+    on_convolution() is called before each convolution of a picture that is split or computed in blocks.
     Raises UnsupportedError for a VAE that cannot be split exactly.
     """
     def decode(rows):
         return vae.decode(rows, return_dict=False)[0]
 
-    return _by_rows(vae, decode, latent, 1, ranks, traffic, block_size)
+    return _by_rows(vae, decode, latent, 1, ranks, traffic, block_size, on_convolution)
 
 
 @torch.inference_mode()
-def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None):
+def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, on_convolution=None):
     """Encode this rank's rows of a picture, like decode_rows: the other way round, from the same whole picture.
 
     picture: (B, C, H, W) or (B, C, F, H, W) on any device, of which a rank's rows alone are copied to its own; H and W are
@@ -84,10 +85,10 @@ def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None):
         latent = vae.encode(rows.to(vae.device, vae.dtype), return_dict=False)[0]
         return latent if isinstance(latent, torch.Tensor) else latent.mode()
 
-    return _by_rows(vae, encode, picture, scale, ranks, traffic, block_size)
+    return _by_rows(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution)
 
 
-def _by_rows(vae, run, whole, scale, ranks, traffic, block_size):
+def _by_rows(vae, run, whole, scale, ranks, traffic, block_size, on_convolution):
     """Run an autoencoder on this rank's rows of `whole`, which has `scale` rows for each row of the latent."""
     num_ranks = ranks.count if ranks else 1
     dim = -1 if whole.shape[-1] > whole.shape[-2] else -2
@@ -103,14 +104,14 @@ def _by_rows(vae, run, whole, scale, ranks, traffic, block_size):
     own = split.scaled(scale)
     latent_across = whole.shape[split.other_dim] // scale
     waiting = []
-    with _replaced(**_row_functions(split, latent_across, block_size, waiting)):
+    with _replaced(**_row_functions(split, latent_across, block_size, waiting, on_convolution)):
         result = run(whole.narrow(dim, own.start, own.size))
     if waiting:
         raise UnsupportedError(NOT_FOLLOWED)
     return Share(result, dim, split.start * result.shape[split.other_dim] // latent_across)
 
 
-def _row_functions(split, latent_across, block_size, waiting):
+def _row_functions(split, latent_across, block_size, waiting, on_convolution):
     """What takes the place of torch.nn.functional's functions while rows are decoded or encoded.
 
     Only one dim is split, and an autoencoder scales both alike: the size of a tensor's other dim tells its scale and with
@@ -129,6 +130,8 @@ def _row_functions(split, latent_across, block_size, waiting):
                 padded, own_split, edges = waiting.pop()
                 if padded is not input or padding[split.dim]:
                     raise UnsupportedError(NOT_FOLLOWED)
+            if on_convolution is not None:
+                on_convolution()
             return conv_rows(input, weight, bias, stride, padding, dilation, groups, own_split, edges, blocks)
         return row_conv
 

@@ -111,6 +111,7 @@ class Decode:
     autoencoder: str
     latent: Segment
     picture: Segment
+    measure_memory: bool = False   # count what lives, which takes time
 
 
 @dataclass(frozen=True)

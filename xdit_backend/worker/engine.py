@@ -2,6 +2,8 @@
 
 import os
 import time
+from contextlib import nullcontext
+from itertools import count as count_from
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from ..parallel.apply import Seams
 from ..parallel.collectives import Traffic
 from ..parallel.mesh import build_mesh
 from ..parallel.vae import Ranks, decode_rows, encode_rows
+from ..parallel.vae_memory import LiveBytes, free_bytes, plan_rows
 from ..planner import shard_sizes, shard_start
 from ..protocol import messages
 from ..protocol.errors import XDiTError
@@ -94,22 +97,42 @@ class Engine:
     def _decode(self, command):
         vae = self._autoencoders[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
+        block_size, num_steps = plan_rows(vae, latent[:1].shape, 1, self._ranks, free_bytes(self.device))
+        traffic, live, started_s = Traffic(), LiveBytes(), time.perf_counter()
         for index in range(len(latent)):
-            self.report_phase("decoding", index, len(latent))
-            share = decode_rows(vae, latent[index:index + 1].to(self.device, vae.dtype), self._ranks)
+            progress = self._progress("decoding", index, len(latent), num_steps)
+            with live if command.measure_memory else nullcontext():
+                share = decode_rows(vae, latent[index:index + 1].to(self.device, vae.dtype), self._ranks, traffic,
+                                    block_size, progress)
             if share is not None:
                 # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
                 pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
                 _copy_out(pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
+        return {"sent_bytes": traffic.sent_bytes, "busy_s": time.perf_counter() - started_s, "peak_bytes": live.peak_bytes}
 
     def _encode(self, command):
         vae = self._autoencoders[command.autoencoder]
         picture, latent = map_segment(command.picture), map_segment(command.latent)
+        scale = picture.shape[-1] // latent.shape[-1]
+        block_size, num_steps = plan_rows(vae, picture[:1].shape, scale, self._ranks, free_bytes(self.device))
         for index in range(len(picture)):
-            self.report_phase("encoding", index, len(picture))
-            share = encode_rows(vae, picture[index:index + 1], picture.shape[-1] // latent.shape[-1], self._ranks)
+            progress = self._progress("encoding", index, len(picture), num_steps)
+            share = encode_rows(vae, picture[index:index + 1], scale, self._ranks,
+                                block_size=block_size, on_convolution=progress)
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
+
+    def _progress(self, text, index, count, num_steps):
+        """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth."""
+        steps = count_from(index * num_steps)
+        total = count * num_steps
+
+        def step():
+            done = next(steps)
+            if done * 20 // total != (done - 1) * 20 // total:
+                self.report_phase(text, done, total)
+        self.report_phase(text, index * num_steps, total)
+        return step
 
     def _report_memory(self, command):
         """Bytes of parameters and buffers held, and bytes of device memory in use."""

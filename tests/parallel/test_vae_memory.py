@@ -1,0 +1,101 @@
+"""Memory of a decode by rows: measured it is what was estimated, a rank has its share of it, and what does not fit is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from tests.vae_zoo import KINDS, latent, picture, tiny_vae
+from xdit_backend.parallel.vae import Ranks, decode_rows, encode_rows
+from xdit_backend.parallel.vae_memory import LiveBytes, free_bytes, need_of, outline_of, plan_rows
+from xdit_backend.protocol.errors import ConfigError
+
+SIZE = (1, 16, 12)
+
+
+def peak_bytes(rank, world_size, kind, way, block_size):
+    vae, ranks = tiny_vae(kind, torch.float32), Ranks(dist.group.WORLD)
+    with LiveBytes() as live:
+        if way == "decode":
+            decode_rows(vae, latent(kind, *SIZE, torch.float32), ranks, block_size=block_size)
+        else:
+            encode_rows(vae, picture(kind, *SIZE, torch.float32), KINDS[kind].scale, ranks, block_size=block_size)
+    return live.peak_bytes
+
+
+@pytest.mark.parametrize("block_size", [None, 8])
+@pytest.mark.parametrize("way", ["decode", "encode"])
+@pytest.mark.parametrize("kind", ["sd", "wan"])
+def test_measured_memory_is_what_was_estimated(kind, way, block_size):
+    shape, scale = (latent(kind, *SIZE).shape, 1) if way == "decode" else (picture(kind, *SIZE).shape, KINDS[kind].scale)
+    need = need_of(outline_of(tiny_vae(kind, torch.float32)), shape, scale, 2)
+
+    measured = max(run_ranks(peak_bytes, 2, kind, way, block_size))
+
+    if block_size is None:
+        assert 0.75 * need.whole_bytes < measured < 1.1 * need.whole_bytes
+    else:
+        assert measured < 1.1 * (need.blocks_bytes + 8 * need.row_bytes)
+
+
+@pytest.mark.parametrize("kind", ["sd", "wan"])
+def test_two_ranks_each_need_at_most_055_of_what_one_needs(kind):
+    """In blocks; with whole convolutions two ranks also hold the copy that joins borrowed rows to their own."""
+    alone, = run_ranks(peak_bytes, 1, kind, "decode", 8)
+
+    assert max(run_ranks(peak_bytes, 2, kind, "decode", 8)) <= 0.55 * alone
+
+
+def plan(rank, world_size, kind, shape, scale, free):
+    try:
+        return plan_rows(tiny_vae(kind, torch.float32), shape, scale, Ranks(dist.group.WORLD), free[rank])
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_blocks_are_as_large_as_there_is_room_for(world_size):
+    shape = latent("sd", *SIZE).shape
+    need = need_of(outline_of(tiny_vae("sd", torch.float32)), shape, 1, world_size)
+    room = int(1.1 * (need.blocks_bytes + 5 * need.row_bytes)) + 1
+
+    enough = run_ranks(plan, world_size, "sd", shape, 1, [2 ** 62] * world_size)
+    little = run_ranks(plan, world_size, "sd", shape, 1, [world_size * room] * world_size)  # they share the host's memory
+
+    assert enough == [(None if world_size == 1 else 2 ** 24 // need.row_bytes, need.num_convolutions)] * world_size
+    assert little == [(None if world_size == 1 else 5, need.num_convolutions)] * world_size
+
+
+def test_every_rank_refuses_what_does_not_fit_on_one_and_says_what_would_do():
+    shape = latent("sd", 1, 64, 12).shape
+    free = 2 * int(1.1 * need_of(outline_of(tiny_vae("sd", torch.float32)), shape, 1, 8).blocks_bytes * 1.2)
+
+    first, second = run_ranks(plan, 2, "sd", shape, 1, [2 ** 62, free])
+
+    assert first == second
+    assert "Decoding a latent of 12 x 64 needs" in first and "on each of 2 devices" in first
+    assert any(f"Use {number} devices" in first for number in (6, 7, 8, 9))
+
+
+def test_refuses_what_fits_on_no_number_of_devices():
+    message, = run_ranks(plan, 1, "wan", picture("wan", 1, 2, 2).shape, 8, [1000])
+
+    assert "Encoding 16 x 16 pixels and 9 frames needs" in message and "Use a smaller picture, or VAE Encode (Tiled)" in message
+
+
+def test_tells_the_free_memory_of_this_machine():
+    assert 2 ** 20 < free_bytes(torch.device("cpu"))
+
+
+def test_views_and_inputs_are_counted_once():
+    given = torch.ones(1000)
+    with LiveBytes() as live:
+        view = given[:10]
+        made = given + 1
+        other = made.view(10, 100)[0]
+        del made
+
+        assert live.live_bytes == 4000
+        del other
+    assert (live.live_bytes, live.peak_bytes) == (0, 4000)
+    assert view.numel() == 10
