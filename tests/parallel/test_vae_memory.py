@@ -10,32 +10,31 @@ from xdit_backend.parallel.vae import Ranks, decode_rows, encode_rows
 from xdit_backend.parallel.vae_memory import LiveBytes, free_bytes, need_of, outline_of, plan_rows
 from xdit_backend.protocol.errors import ConfigError
 
-SIZE = (1, 16, 12)
+SIZE = (1, 48, 8)
 
 
 def peak_bytes(rank, world_size, kind, way, block_size):
     vae, ranks = tiny_vae(kind, torch.float32), Ranks(dist.group.WORLD)
+    given = latent(kind, *SIZE, torch.float32) if way == "decode" else picture(kind, *SIZE, torch.float32)
     with LiveBytes() as live:
         if way == "decode":
-            decode_rows(vae, latent(kind, *SIZE, torch.float32), ranks, block_size=block_size)
+            decode_rows(vae, given, ranks, block_size=block_size)
         else:
-            encode_rows(vae, picture(kind, *SIZE, torch.float32), KINDS[kind].scale, ranks, block_size=block_size)
+            encode_rows(vae, given, KINDS[kind].scale, ranks, block_size=block_size)
     return live.peak_bytes
 
 
-@pytest.mark.parametrize("block_size", [None, 8])
 @pytest.mark.parametrize("way", ["decode", "encode"])
-@pytest.mark.parametrize("kind", ["sd", "wan"])
-def test_measured_memory_is_what_was_estimated(kind, way, block_size):
+@pytest.mark.parametrize("kind, world_size", [("sd", 1), ("sd", 2), ("wan", 2), ("sd", 3)])
+def test_measured_memory_is_what_was_estimated(kind, way, world_size):
+    """But for the halos: at this size a rank borrows two rows for each 64 to 384 of its own."""
     shape, scale = (latent(kind, *SIZE).shape, 1) if way == "decode" else (picture(kind, *SIZE).shape, KINDS[kind].scale)
-    need = need_of(outline_of(tiny_vae(kind, torch.float32)), shape, scale, 2)
+    outline = outline_of(tiny_vae(kind, torch.float32))
+    need = need_of(outline, shape, scale, world_size, whole=world_size == 1)
 
-    measured = max(run_ranks(peak_bytes, 2, kind, way, block_size))
+    measured = max(run_ranks(peak_bytes, world_size, kind, way, None if world_size == 1 else 8))
 
-    if block_size is None:
-        assert 0.75 * need.whole_bytes < measured < 1.1 * need.whole_bytes
-    else:
-        assert measured < 1.1 * (need.blocks_bytes + 8 * need.row_bytes)
+    assert 0.9 * need.peak_bytes < measured < 1.1 * need.peak_bytes
 
 
 @pytest.mark.parametrize("kind", ["sd", "wan"])
@@ -53,28 +52,27 @@ def plan(rank, world_size, kind, shape, scale, free):
         return str(error)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_blocks_are_as_large_as_there_is_room_for(world_size):
+def test_one_rank_with_room_computes_all_at_once_and_others_in_blocks():
     shape = latent("sd", *SIZE).shape
-    need = need_of(outline_of(tiny_vae("sd", torch.float32)), shape, 1, world_size)
-    room = int(1.1 * (need.blocks_bytes + 5 * need.row_bytes)) + 1
+    outline = outline_of(tiny_vae("sd", torch.float32))
+    need = need_of(outline, shape, 1, 1)
+    block_size, tight = 2 ** 25 // need.row_bytes, int(1.2 * need.peak_bytes)
 
-    enough = run_ranks(plan, world_size, "sd", shape, 1, [2 ** 62] * world_size)
-    little = run_ranks(plan, world_size, "sd", shape, 1, [world_size * room] * world_size)  # they share the host's memory
-
-    assert enough == [(None if world_size == 1 else 2 ** 24 // need.row_bytes, need.num_convolutions)] * world_size
-    assert little == [(None if world_size == 1 else 5, need.num_convolutions)] * world_size
+    assert run_ranks(plan, 1, "sd", shape, 1, [2 ** 62]) == [(None, 0)]
+    assert run_ranks(plan, 1, "sd", shape, 1, [tight]) == [(block_size, need.num_convolutions)]
+    two = need_of(outline, shape, 1, 2)
+    assert run_ranks(plan, 2, "sd", shape, 1, [2 ** 62] * 2) == [(2 ** 25 // two.row_bytes, need.num_convolutions)] * 2
 
 
 def test_every_rank_refuses_what_does_not_fit_on_one_and_says_what_would_do():
     shape = latent("sd", 1, 64, 12).shape
-    free = 2 * int(1.1 * need_of(outline_of(tiny_vae("sd", torch.float32)), shape, 1, 8).blocks_bytes * 1.2)
+    free = 2 * int(1.1 * need_of(outline_of(tiny_vae("sd", torch.float32)), shape, 1, 8).peak_bytes * 1.1)
 
     first, second = run_ranks(plan, 2, "sd", shape, 1, [2 ** 62, free])
 
     assert first == second
     assert "Decoding a latent of 12 x 64 needs" in first and "on each of 2 devices" in first
-    assert any(f"Use {number} devices" in first for number in (6, 7, 8, 9))
+    assert any(f"Use {number} devices" in first for number in (7, 8))
 
 
 def test_refuses_what_fits_on_no_number_of_devices():

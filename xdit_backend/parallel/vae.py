@@ -56,24 +56,25 @@ class Ranks:
 
 
 @torch.inference_mode()
-def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convolution=None):
+def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convolution=None, dim=None):
     """Decode this rank's rows of a picture. Every rank of `ranks` calls it, with the same whole latent.
 
     latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H', W'):
     put together by rank, the shares are vae.decode(latent). A picture wider than tall is split by columns. Where there are
     more ranks than rows the last ones have nothing to do and get None. Without ranks, or alone, it decodes the
     whole picture. block_size: rows, or (rows, columns), of its output that a convolution computes at once; None for all.
-    on_convolution() is called before each convolution of a picture that is split or computed in blocks.
+    on_convolution() is called before each convolution of a picture that is split or computed in blocks. dim: -2 to split
+    rows and -1 to split columns, where the choice is not to be made here.
     Raises UnsupportedError for a VAE that cannot be split exactly.
     """
     def decode(rows):
         return vae.decode(rows, return_dict=False)[0]
 
-    return _by_rows(vae, decode, latent, 1, ranks, traffic, block_size, on_convolution)
+    return _by_rows(vae, decode, latent, 1, ranks, traffic, block_size, on_convolution, dim)
 
 
 @torch.inference_mode()
-def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, on_convolution=None):
+def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, on_convolution=None, dim=None):
     """Encode this rank's rows of a picture, like decode_rows: the other way round, from the same whole picture.
 
     picture: (B, C, H, W) or (B, C, F, H, W) on any device, of which a rank's rows alone are copied to its own; H and W are
@@ -85,13 +86,18 @@ def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, 
         latent = vae.encode(rows.to(vae.device, vae.dtype), return_dict=False)[0]
         return latent if isinstance(latent, torch.Tensor) else latent.mode()
 
-    return _by_rows(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution)
+    return _by_rows(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution, dim)
 
 
-def _by_rows(vae, run, whole, scale, ranks, traffic, block_size, on_convolution):
+def split_dim(shape):
+    """The dim that is split: the longer one, whose halos are the smaller."""
+    return -1 if shape[-1] > shape[-2] else -2
+
+
+def _by_rows(vae, run, whole, scale, ranks, traffic, block_size, on_convolution, dim):
     """Run an autoencoder on this rank's rows of `whole`, which has `scale` rows for each row of the latent."""
     num_ranks = ranks.count if ranks else 1
-    dim = -1 if whole.shape[-1] > whole.shape[-2] else -2
+    dim = dim or split_dim(whole.shape)
     latent_rows = whole.shape[dim] // scale
     if num_ranks == 1 and block_size is None:
         return Share(run(whole))

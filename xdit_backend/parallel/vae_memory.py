@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from ..protocol.errors import ConfigError
 from .collectives import Traffic, all_gather
-from .vae import decode_rows, encode_rows
+from .vae import decode_rows, encode_rows, split_dim
 
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
-MIN_BLOCK_BYTES = 2 ** 24      # of input and output of one block; a sixteenth of all that lives, where that is more
-ALL = 2 ** 31                  # a block size larger than any image
+ROOMY = 1.5                    # so much, and one rank need not keep what convolutions take beside their output small
+MIN_BLOCK_BYTES = 2 ** 25      # of input and output of one block; an eighth of all that lives, where that is more
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.conv2d, torch.ops.aten.conv3d)
 
 
@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
-        self.num_convolutions = self.largest_input_bytes = self.largest_row_bytes = 0
+        self.largest_row_bytes = 0
         self._references = {}              # address of a storage -> number of live tensors that use it
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -64,8 +64,6 @@ class LiveBytes(TorchDispatchMode):
 
     def _note_convolution(self, given, output):
         given_bytes, output_bytes = (tensor.numel() * tensor.element_size() for tensor in (given, output))
-        self.num_convolutions += 1
-        self.largest_input_bytes = max(self.largest_input_bytes, given_bytes)
         self.largest_row_bytes = max(self.largest_row_bytes, (given_bytes + output_bytes) // output.shape[-2])
 
 
@@ -73,10 +71,9 @@ class LiveBytes(TorchDispatchMode):
 class Need:
     """What the busiest rank needs beside the weights."""
 
-    blocks_bytes: int              # with convolutions in blocks, without the blocks themselves
-    whole_bytes: int               # with convolutions all at once
+    peak_bytes: int
     row_bytes: int                 # what one row of the largest convolution takes, input and output
-    num_convolutions: int
+    num_convolutions: int          # that on_convolution will be called for
 
 
 def outline_of(vae):
@@ -89,57 +86,61 @@ def outline_of(vae):
     return outline.eval()
 
 
-def need_of(outline, shape, scale, num_ranks):
+def need_of(outline, shape, scale, num_ranks, whole=False):
     """The Need for decoding (scale 1) or encoding a tensor of this shape by this many ranks; runs it on the meta device.
 
-    outline: see outline_of. scale: see encode_rows.
+    outline: see outline_of. scale: see encode_rows. whole: with convolutions all at once, on one rank; else in about eight
+    blocks, of which peak_bytes has one.
     """
     shape = list(shape)
-    dim = -1 if shape[-1] > shape[-2] else -2
+    dim = split_dim(shape)
     shape[dim] = -(-shape[dim] // scale // num_ranks) * scale
-    whole = torch.empty(shape, dtype=outline.dtype, device="meta")
+    given = torch.empty(shape, dtype=outline.dtype, device="meta")
+    num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
+    convolutions = []
+    options = {} if whole else {"block_size": num_rows, "on_convolution": lambda: convolutions.append(1), "dim": dim}
     with LiveBytes() as live:
         if scale == 1:
-            decode_rows(outline, whole, block_size=ALL)
+            decode_rows(outline, given, **options)
         else:
-            encode_rows(outline, whole, scale, block_size=ALL)
-    joined = live.largest_input_bytes if num_ranks > 1 else 0  # rows are copied to join what was borrowed
-    return Need(live.peak_bytes, live.peak_bytes + joined, live.largest_row_bytes, live.num_convolutions)
+            encode_rows(outline, given, scale, **options)
+    return Need(live.peak_bytes, live.largest_row_bytes, len(convolutions))
 
 
 def plan_rows(vae, shape, scale, ranks, free_bytes):
     """Choose the block_size of decode_rows (scale 1) or encode_rows; returns it and the number of convolutions to come.
 
-    Every rank calls it with the bytes that it may use, and all get one answer: blocks where rows are split, which cost no
-    time that can be seen and save the copies that join borrowed rows to a rank's own. Raises ConfigError, on every rank, when the
-    busiest rank needs more than the fullest has, even in blocks; it names the number of devices that would do.
+    Every rank calls it with the bytes that it may use, and all get one answer: blocks where rows are split, which save the
+    copies that join borrowed rows to a rank's own, and None for one rank with room enough. Raises ConfigError, on every rank,
+    when the busiest rank needs more than the fullest has; it names the number of devices that would do.
     """
     outline = outline_of(vae)
-    need = need_of(outline, shape, scale, min(ranks.count, max(shape[-2:]) // scale))
     free_bytes = _least(free_bytes, ranks, vae.device)
-    if ranks.count == 1 and need.whole_bytes * MARGIN <= free_bytes:
-        return None, need.num_convolutions
-    room_bytes = min(int(free_bytes / MARGIN) - need.blocks_bytes, max(MIN_BLOCK_BYTES, need.blocks_bytes // 16))
-    if room_bytes >= need.row_bytes:
-        return room_bytes // need.row_bytes, need.num_convolutions
-    raise ConfigError(_does_not_fit(outline, shape, scale, ranks.count, need, free_bytes))
+    if ranks.count == 1:
+        need = need_of(outline, shape, scale, 1, whole=True)
+        if need.peak_bytes * ROOMY <= free_bytes:
+            return None, need.num_convolutions
+    need = need_of(outline, shape, scale, min(ranks.count, max(shape[-2:]) // scale))
+    if need.peak_bytes * MARGIN > free_bytes:
+        raise ConfigError(_does_not_fit(outline, shape, scale, ranks.count, need, free_bytes))
+    return max(1, max(MIN_BLOCK_BYTES, need.peak_bytes // 8) // need.row_bytes), need.num_convolutions
 
 
 def _does_not_fit(outline, shape, scale, num_ranks, need, free_bytes):
     what = f"Decoding a latent of {shape[-1]} x {shape[-2]}" if scale == 1 else f"Encoding {shape[-1]} x {shape[-2]} pixels"
     frames = f" and {shape[-3]} frames" if len(shape) == 5 else ""
-    needed_bytes = (need.blocks_bytes + need.row_bytes) * MARGIN
+    needed_bytes = need.peak_bytes * MARGIN
     # Memory is a constant and a share of the rows.
     rows = max(shape[-2:]) // scale
     own_rows = -(-rows // num_ranks)
     half = need_of(outline, shape, scale, 2 * num_ranks)
     half_rows = -(-rows // (2 * num_ranks))
-    row_bytes = (needed_bytes - (half.blocks_bytes + half.row_bytes) * MARGIN) / max(1, own_rows - half_rows)
+    row_bytes = (needed_bytes - half.peak_bytes * MARGIN) / max(1, own_rows - half_rows)
     rows_that_fit = own_rows - (needed_bytes - free_bytes) / row_bytes if row_bytes > 0 else 0
     remedy = f"Use {-(-rows // int(rows_that_fit))} devices like these, a smaller picture" if rows_that_fit >= 1 else \
         "Use a smaller picture"
-    return (f"{what}{frames} needs {needed_bytes / 2**30:.1f} GB on each of {num_ranks} devices, with convolutions one row at a time, "
-            f"and {free_bytes / 2**30:.1f} GB are free. {remedy}, or VAE {'Decode' if scale == 1 else 'Encode'} (Tiled).")
+    return (f"{what}{frames} needs {needed_bytes / 2**30:.1f} GB on each of {num_ranks} devices, and "
+            f"{free_bytes / 2**30:.1f} GB are free. {remedy}, or VAE {'Decode' if scale == 1 else 'Encode'} (Tiled).")
 
 
 def _least(free_bytes, ranks, device):

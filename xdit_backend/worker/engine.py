@@ -125,13 +125,13 @@ class Engine:
     def _progress(self, text, index, count, num_steps):
         """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth."""
         steps = count_from(index * num_steps)
-        total = count * num_steps
+        total = count * max(1, num_steps)
 
         def step():
             done = next(steps)
             if done * 20 // total != (done - 1) * 20 // total:
                 self.report_phase(text, done, total)
-        self.report_phase(text, index * num_steps, total)
+        self.report_phase(text, index * max(1, num_steps), total)
         return step
 
     def _report_memory(self, command):
