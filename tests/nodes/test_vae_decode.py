@@ -99,6 +99,32 @@ def test_the_memory_manager_takes_the_weights_back_and_they_are_sent_again(comfy
     assert torch.equal(first, again)
 
 
+class Cancelled(Exception):
+    pass
+
+
+def test_reports_progress_and_can_be_cancelled(comfyui, vae_of):
+    """A cancelled decode is abandoned; the workers finish it and take the next."""
+    samples, config = {"samples": latents("vae-sd3", 1, 24, 24)}, comfyui.config("cpu,cpu")
+    first = comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0].clone()
+    client = comfyui.groups.client(("cpu", "cpu"))
+    phases, on_phase, check = [], client.on_phase, client.check
+
+    def cancel_in_the_middle():
+        if any(phase.text == "decoding" and 0 < phase.done < phase.total for phase in phases):
+            raise Cancelled
+
+    try:
+        client.on_phase, client.check = phases.append, cancel_in_the_middle
+        with pytest.raises(Cancelled):
+            comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config)
+    finally:
+        client.on_phase, client.check = on_phase, check
+
+    assert torch.equal(comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0], first)
+    assert client.group.segments.names() == []
+
+
 def test_weights_of_a_vae_that_is_gone_are_dropped(comfyui, vae_of):
     vae = comfyui.nodes.VAELoader().load_vae(comfyui.file("vae-flux", "vae"))[0]
     config = comfyui.config("cpu,cpu")

@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import AutoencoderKL
 
 from tests.ranks import run_ranks
 from tests.vae_zoo import KINDS, latent, picture, tiny_vae
 from xdit_backend.parallel.vae import Ranks, decode_rows, encode_rows
-from xdit_backend.parallel.vae_memory import LiveBytes, free_bytes, need_of, outline_of, plan_rows
+from xdit_backend.parallel.vae_memory import LiveBytes, RowPlanner, free_bytes, need_of, outline_of
 from xdit_backend.protocol.errors import ConfigError
 
 SIZE = (1, 48, 8)
@@ -47,7 +48,7 @@ def test_two_ranks_each_need_at_most_055_of_what_one_needs(kind):
 
 def plan(rank, world_size, kind, shape, scale, free):
     try:
-        return plan_rows(tiny_vae(kind, torch.float32), shape, scale, Ranks(dist.group.WORLD), free[rank])
+        return RowPlanner(tiny_vae(kind, torch.float32)).plan(shape, scale, Ranks(dist.group.WORLD), free[rank])
     except ConfigError as error:
         return str(error)
 
@@ -97,3 +98,55 @@ def test_views_and_inputs_are_counted_once():
         del other
     assert (live.live_bytes, live.peak_bytes) == (0, 4000)
     assert view.numel() == 10
+
+
+# Sizes that one rank could not hold
+
+
+def thin_vae(attention=True):
+    """Stable Diffusion's structure with 4 channels: three levels of upsampling, attention in the middle."""
+    torch.manual_seed(0)
+    return AutoencoderKL(
+        block_out_channels=(4, 4, 4, 4), layers_per_block=1, norm_num_groups=2, latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        mid_block_add_attention=attention).eval()
+
+
+def decode_thin(rank, world_size, side, attention):
+    """(first row, the first two rows, the most rows a convolution gives as a share of the image's, peak bytes)"""
+    vae, shares = thin_vae(attention), []
+    given = torch.randn(1, 4, side, side, generator=torch.Generator().manual_seed(0))
+
+    def note(module, inputs, output):
+        shares.append(output.shape[-2] / output.shape[-1])
+
+    for module in vae.decoder.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_hook(note)
+    with LiveBytes() as live:
+        share = decode_rows(vae, given, Ranks(dist.group.WORLD), block_size=64)
+    return share.start, share.tensor[:, :, :2].clone(), max(shares), live.peak_bytes
+
+
+def test_a_thin_decoder_on_8_ranks_holds_an_eighth_of_the_rows():
+    by_rank = run_ranks(decode_thin, 8, 64, True)
+
+    with torch.inference_mode():
+        whole = thin_vae().decode(torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))).sample
+    need = need_of(outline_of(thin_vae()), (1, 4, 64, 64), 1, 8)
+    for start, rows, share, peak_bytes in by_rank:
+        assert (rows - whole[:, :, start:start + 2]).abs().max() < 1e-5
+        assert share == 1 / 8 and peak_bytes < 1.3 * need.peak_bytes
+
+
+@pytest.mark.slow
+def test_decodes_10240_pixels_on_8_ranks_with_an_eighth_of_the_rows_on_each():
+    """Without attention, whose time grows with the square of the pixels: hours here. One rank would need eight times as much
+    memory, and one rank with Stable Diffusion's decoder 375 GB in float32.
+    """
+    need = need_of(outline_of(thin_vae(attention=False)), (1, 4, 1280, 1280), 1, 8)
+    by_rank = run_ranks(decode_thin, 8, 1280, False, timeout_s=3600)
+
+    assert [start for start, *_ in by_rank] == [rank * 1280 for rank in range(8)]
+    assert all(share == 1 / 8 and torch.isfinite(rows).all() for _, rows, share, _ in by_rank)
+    assert max(peak for *_, peak in by_rank) < 1.1 * need.peak_bytes

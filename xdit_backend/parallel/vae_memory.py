@@ -1,6 +1,6 @@
 """How much memory a decode or encode by rows takes, found on the meta device before it starts, and what to do about it.
 
-The engine asks plan_rows. bench_vae measures with LiveBytes what it has estimated with it.
+The engine asks RowPlanner. bench_vae measures with LiveBytes what it has estimated with it.
 """
 
 import weakref
@@ -107,23 +107,34 @@ def need_of(outline, shape, scale, num_ranks, whole=False):
     return Need(live.peak_bytes, live.largest_row_bytes, len(convolutions))
 
 
-def plan_rows(vae, shape, scale, ranks, free_bytes):
-    """Choose the block_size of decode_rows (scale 1) or encode_rows; returns it and the number of convolutions to come.
+class RowPlanner:
+    """Chooses, for one autoencoder, how decode_rows and encode_rows go about a size. Keeps what it has found for a size."""
 
-    Every rank calls it with the bytes that it may use, and all get one answer: blocks where rows are split, which save the
-    copies that join borrowed rows to a rank's own, and None for one rank with room enough. Raises ConfigError, on every rank,
-    when the busiest rank needs more than the fullest has; it names the number of devices that would do.
-    """
-    outline = outline_of(vae)
-    free_bytes = _least(free_bytes, ranks, vae.device)
-    if ranks.count == 1:
-        need = need_of(outline, shape, scale, 1, whole=True)
-        if need.peak_bytes * ROOMY <= free_bytes:
-            return None, need.num_convolutions
-    need = need_of(outline, shape, scale, min(ranks.count, max(shape[-2:]) // scale))
-    if need.peak_bytes * MARGIN > free_bytes:
-        raise ConfigError(_does_not_fit(outline, shape, scale, ranks.count, need, free_bytes))
-    return max(1, max(MIN_BLOCK_BYTES, need.peak_bytes // 8) // need.row_bytes), need.num_convolutions
+    def __init__(self, vae):
+        self._outline, self._device, self._needs = outline_of(vae), vae.device, {}
+
+    def plan(self, shape, scale, ranks, free_bytes):
+        """Choose the block_size of decode_rows (scale 1) or encode_rows; returns it and the number of convolutions to come.
+
+        Every rank calls it with the bytes that it may use, and all get one answer: blocks where rows are split, which save
+        the copies that join borrowed rows to a rank's own, and None for one rank with room enough. Raises ConfigError, on
+        every rank, when the busiest rank needs more than the fullest has; it names the number of devices that would do.
+        """
+        free_bytes = _least(free_bytes, ranks, self._device)
+        if ranks.count == 1:
+            need = self._need(shape, scale, 1, whole=True)
+            if need.peak_bytes * ROOMY <= free_bytes:
+                return None, need.num_convolutions
+        need = self._need(shape, scale, min(ranks.count, max(shape[-2:]) // scale))
+        if need.peak_bytes * MARGIN > free_bytes:
+            raise ConfigError(_does_not_fit(self._outline, shape, scale, ranks.count, need, free_bytes))
+        return max(1, max(MIN_BLOCK_BYTES, need.peak_bytes // 8) // need.row_bytes), need.num_convolutions
+
+    def _need(self, shape, scale, num_ranks, whole=False):
+        key = (tuple(shape), scale, num_ranks, whole)
+        if key not in self._needs:
+            self._needs[key] = need_of(self._outline, shape, scale, num_ranks, whole)
+        return self._needs[key]
 
 
 def _does_not_fit(outline, shape, scale, num_ranks, need, free_bytes):

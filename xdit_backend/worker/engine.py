@@ -15,7 +15,7 @@ from ..parallel.apply import Seams
 from ..parallel.collectives import Traffic
 from ..parallel.mesh import build_mesh
 from ..parallel.vae import Ranks, decode_rows, encode_rows
-from ..parallel.vae_memory import LiveBytes, free_bytes, plan_rows
+from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
 from ..planner import shard_sizes, shard_start
 from ..protocol import messages
 from ..protocol.errors import XDiTError
@@ -29,7 +29,7 @@ class Engine:
         self.rank, self.device, self.report_phase = rank, device, report_phase
         self.world_size = dist.get_world_size()
         self._models, self._autoencoders, self._conditioning, self._meshes = {}, {}, {}, {}
-        self._ranks = Ranks(dist.group.WORLD)
+        self._ranks, self._planners = Ranks(dist.group.WORLD), {}
         self._handlers = {
             messages.LoadModel: self._load_model, messages.DropModel: self._drop_model,
             messages.Conditioning: self._keep_conditioning, messages.DropConditioning: self._drop_conditioning,
@@ -54,6 +54,7 @@ class Engine:
     def _drop_model(self, command):
         self._models.pop(command.name, None)
         self._autoencoders.pop(command.name, None)
+        self._planners.pop(command.name, None)
         self._release_memory()
 
     def _keep_conditioning(self, command):
@@ -93,11 +94,12 @@ class Engine:
         if spec.name not in self._autoencoders:
             tensors = {name: map_segment(segment) for name, segment in spec.weights.items()}
             self._autoencoders[spec.name] = load_autoencoder(tensors, getattr(torch, spec.dtype), self.device)
+            self._planners[spec.name] = RowPlanner(self._autoencoders[spec.name])
 
     def _decode(self, command):
         vae = self._autoencoders[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
-        block_size, num_steps = plan_rows(vae, latent[:1].shape, 1, self._ranks, free_bytes(self.device))
+        block_size, num_steps = self._plan_rows(command.autoencoder, latent[:1].shape, 1)
         traffic, live, started_s = Traffic(), LiveBytes(), time.perf_counter()
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps)
@@ -114,13 +116,16 @@ class Engine:
         vae = self._autoencoders[command.autoencoder]
         picture, latent = map_segment(command.picture), map_segment(command.latent)
         scale = picture.shape[-1] // latent.shape[-1]
-        block_size, num_steps = plan_rows(vae, picture[:1].shape, scale, self._ranks, free_bytes(self.device))
+        block_size, num_steps = self._plan_rows(command.autoencoder, picture[:1].shape, scale)
         for index in range(len(picture)):
             progress = self._progress("encoding", index, len(picture), num_steps)
             share = encode_rows(vae, picture[index:index + 1], scale, self._ranks,
                                 block_size=block_size, on_convolution=progress)
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
+
+    def _plan_rows(self, name, shape, scale):
+        return self._planners[name].plan(shape, scale, self._ranks, free_bytes(self.device))
 
     def _progress(self, text, index, count, num_steps):
         """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth."""
