@@ -56,7 +56,7 @@ def test_every_output_row_belongs_to_the_rank_of_its_input_row(world_size):
 # Padding along the split: as a convolution says it, as the downsampler of an encoder has it, and torch's other modes
 PADDINGS = [(1, 1, "constant"), (0, 0, "constant"), (0, 1, "constant"), (2, 0, "constant"), (2, 2, "constant"),
             (1, 1, "replicate"), (2, 1, "replicate"), (1, 1, "reflect")]
-BLOCK_SIZES = [None, (1, 1), (2, 3), (4, 100), (100, 100)]
+BLOCK_SIZES = [None, 1, 4, 100, (1, 1), (2, 3), (4, 100), (100, 100)]
 
 
 def conv_cases(world_size):
@@ -141,7 +141,7 @@ def test_a_convolution_in_blocks_needs_its_output_and_one_block():
     image_bytes, block_bytes = 512 * 64 * 16 * 4, 16 * 64 * 16 * 4
 
     whole, *_ = run_ranks(peak_bytes_of_a_convolution, 2, None)
-    blocks, *_ = run_ranks(peak_bytes_of_a_convolution, 2, (16, 64))
+    blocks, *_ = run_ranks(peak_bytes_of_a_convolution, 2, 16)
 
     assert whole > 2 * image_bytes
     assert image_bytes < blocks < image_bytes + 3 * block_bytes
@@ -159,14 +159,15 @@ def convolve_many_times(rank, world_size, num_layers, num_repeats):
     return results
 
 
-def test_100_convolutions_on_8_ranks_neither_block_nor_mix_messages():
+@pytest.mark.parametrize("num_repeats", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_100_convolutions_on_8_ranks_neither_block_nor_mix_messages(num_repeats):
     x_BCHW, _, _ = conv_inputs([11], 3)
     weight = torch.eye(4, dtype=torch.float64)[:, :, None, None] * torch.full((3, 3), 1 / 9)
     whole = x_BCHW
     for _ in range(100):
         whole = F.conv2d(whole, weight, None, padding=1)
 
-    for pieces in zip(*run_ranks(convolve_many_times, 8, 100, 3)):
+    for pieces in zip(*run_ranks(convolve_many_times, 8, 100, num_repeats)):
         assert (torch.cat(pieces, -2) - whole).abs().max() < 1e-10 * whole.abs().max()
 
 

@@ -104,9 +104,9 @@ def conv_rows(x, weight, bias, stride, padding, dilation, groups, split, edges=N
     """torch's conv2d or conv3d of the whole image, for the output rows of this rank. Every rank of the split calls it.
 
     x: this rank's rows. stride, padding and dilation: a number for each of the image's dims. edges: the Padding along the
-    split, where it is not the zeros that `padding` says. block_size: (rows, columns) of the output computed at once, so
-    that halos and padding are never copied for more than that; None computes all at once. Ranks hold the output as
-    output_starts says. Raises UnsupportedError for a dilated kernel.
+    split, where it is not the zeros that `padding` says. block_size: what of the output is computed at once, so that halos
+    and padding are never copied for more than that: a number of rows of the split, or (rows, columns) of the image; None
+    computes all. Ranks hold the output as output_starts says. Raises UnsupportedError for a dilated kernel.
     """
     dim, other = split.dim, split.other_dim
     assert x.shape[dim] == split.size, f"{x.shape[dim]} rows, the split says {split.size}"
@@ -163,7 +163,10 @@ def _tiles(first, end, num_across, dim, block_size):
     """The pieces in which outputs first ... end - 1 are computed: pairs of (first, end), along the split and across it."""
     if block_size is None:
         return [((first, end), (0, num_across))]
-    along_size, across_size = block_size if dim == -2 else reversed(block_size)
+    if isinstance(block_size, int):
+        along_size, across_size = block_size, num_across
+    else:
+        along_size, across_size = block_size if dim == -2 else reversed(block_size)
     return list(product(
         [(low, min(low + along_size, end)) for low in range(first, end, along_size)],
         [(low, min(low + across_size, num_across)) for low in range(0, num_across, across_size)]))

@@ -62,7 +62,7 @@ def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convo
     latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H', W'):
     put together by rank, the shares are vae.decode(latent). A picture wider than tall is split by columns. Where there are
     more ranks than rows the last ones have nothing to do and get None. Without ranks, or alone, it decodes the
-    whole picture. block_size: rows, or (rows, columns), of its output that a convolution computes at once; None for all.
+    whole picture. block_size: what of its output a convolution computes at once, see conv_rows; None for all.
     on_convolution() is called before each convolution of a picture that is split or computed in blocks. dim: -2 to split
     rows and -1 to split columns, where the choice is not to be made here.
     Raises UnsupportedError for a VAE that cannot be split exactly.
@@ -123,8 +123,6 @@ def _row_functions(split, latent_across, block_size, waiting, on_convolution):
     Only one dim is split, and an autoencoder scales both alike: the size of a tensor's other dim tells its scale and with
     it the rows each rank holds. `waiting` has the padding that a call of pad has left to the convolution after it.
     """
-    blocks = None if block_size is None else _pair(block_size)
-
     def scaled(x):
         return split.scaled(x.shape[split.other_dim] // latent_across)
 
@@ -138,7 +136,7 @@ def _row_functions(split, latent_across, block_size, waiting, on_convolution):
                     raise UnsupportedError(NOT_FOLLOWED)
             if on_convolution is not None:
                 on_convolution()
-            return conv_rows(input, weight, bias, stride, padding, dilation, groups, own_split, edges, blocks)
+            return conv_rows(input, weight, bias, stride, padding, dilation, groups, own_split, edges, block_size)
         return row_conv
 
     def row_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):

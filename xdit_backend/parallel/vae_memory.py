@@ -25,11 +25,13 @@ class LiveBytes(TorchDispatchMode):
     """While active, counts the memory of the tensors that torch's operators give out, until nothing refers to them.
 
     What existed before is not counted, nor what an operator uses inside. Works on the meta device too, where a whole
-    decode costs a fraction of a second. `peak_bytes` is the most that lived at one time.
+    decode costs a fraction of a second. `peak_bytes` is the most that lived at one time, `largest_row_bytes` what one row
+    (along row_dim) of the largest convolution takes, input and output.
     """
 
-    def __init__(self):
+    def __init__(self, row_dim=-2):
         super().__init__()
+        self.row_dim = row_dim
         self.live_bytes = self.peak_bytes = 0
         self.largest_row_bytes = 0
         self._references = {}              # address of a storage -> number of live tensors that use it
@@ -64,7 +66,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _note_convolution(self, given, output):
         given_bytes, output_bytes = (tensor.numel() * tensor.element_size() for tensor in (given, output))
-        self.largest_row_bytes = max(self.largest_row_bytes, (given_bytes + output_bytes) // output.shape[-2])
+        self.largest_row_bytes = max(self.largest_row_bytes, (given_bytes + output_bytes) // output.shape[self.row_dim])
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def need_of(outline, shape, scale, num_ranks, whole=False):
     num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
     convolutions = []
     options = {} if whole else {"block_size": num_rows, "on_convolution": lambda: convolutions.append(1), "dim": dim}
-    with LiveBytes() as live:
+    with LiveBytes(dim) as live:
         if scale == 1:
             decode_rows(outline, given, **options)
         else:

@@ -109,7 +109,9 @@ class Engine:
             if share is not None:
                 # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
                 pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
-                _copy_out(pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
+                own = picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1])
+                for frame, own_frame in zip(pixels, own) if pixels.dim() == 4 else [(pixels, own)]:
+                    _copy_out(frame, own_frame)
         return {"sent_bytes": traffic.sent_bytes, "busy_s": time.perf_counter() - started_s, "peak_bytes": live.peak_bytes}
 
     def _encode(self, command):
