@@ -42,7 +42,7 @@ def main(options):
     place = f"{num_cuda} CUDA devices" if num_cuda else f"CPU workers of {options.threads} thread(s), {os.cpu_count()} cores"
     print(f"AutoencoderKL of Stable Diffusion's structure, width {options.width}, {options.dtype}; {place}; torch "
           f"{torch.__version__}; medians of {options.rounds} rounds", flush=True)
-    print(f"{'pixels':>12} {'workers':>8} {'s':>8} {'ratio':>7} {'peak MB/rank':>13} {'formula MB':>11} {'of one':>7} {'sent MB/rank':>13}")
+    print(f"{'pixels':>12} {'workers':>8} {'s':>8} {'ratio':>7} {'CPU s/rank':>11} {'peak MB/rank':>13} {'formula MB':>11} {'of one':>7} {'sent MB/rank':>13}")
     clients = {}
     try:
         for count in options.workers:
@@ -53,13 +53,14 @@ def main(options):
     finally:
         for client in clients.values():
             client.close()
-    print("ratio and of one: to the first number of workers. formula: the same decode on the meta device, for the busiest rank.")
+    print("ratio and of one: to the first number of workers. formula: the same decode on the meta device, for the busiest rank.\n"
+          "CPU s/rank: what a worker's processor did, whatever else the machine did at the time.")
 
 
 def measure(tensors, size, clients, options):
-    """{number of workers: (seconds, peak bytes of the busiest rank, bytes it sent, the picture)}"""
+    """{number of workers: (seconds, processor seconds and peak bytes of the busiest rank, bytes it sent, the picture)}"""
     latent = torch.randn(1, 4, size // 8, size // 8, generator=torch.Generator().manual_seed(0))
-    seconds, results = {count: [] for count in clients}, {}
+    seconds, cpu_seconds, results = {count: [] for count in clients}, {count: [] for count in clients}, {}
 
     def decode(client, **more):
         return client.decode("bench", options.dtype, lambda: tensors, latent, (1, size, size, 3), **more)
@@ -69,20 +70,21 @@ def measure(tensors, size, clients, options):
             started_s = time.perf_counter()
             decode(client)
             seconds[count].append(time.perf_counter() - started_s)
+            cpu_seconds[count].append(max(numbers["cpu_s"] for numbers in client.last_numbers.values()))
         print(f"{size} px: round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
     for count, client in clients.items():
         picture = decode(client, measure_memory=True)
         ranks = client.last_numbers.values()
-        results[count] = (statistics.median(seconds[count][1:]), max(numbers["peak_bytes"] for numbers in ranks),
-                          max(numbers["sent_bytes"] for numbers in ranks), picture)
+        results[count] = (statistics.median(seconds[count][1:]), statistics.median(cpu_seconds[count][1:]),
+                          max(numbers["peak_bytes"] for numbers in ranks), max(numbers["sent_bytes"] for numbers in ranks), picture)
     return results
 
 
 def print_size(size, results, outline):
-    first_s, first_bytes, _, first_picture = next(iter(results.values()))
-    for count, (seconds, peak_bytes, sent_bytes, picture) in results.items():
+    first_s, _, first_bytes, _, first_picture = next(iter(results.values()))
+    for count, (seconds, cpu_s, peak_bytes, sent_bytes, picture) in results.items():
         formula = need_of(outline, (1, 4, size // 8, size // 8), 1, count, whole=count == 1).peak_bytes
-        print(f"{f'{size} x {size}':>12} {count:>8} {seconds:>8.3f} {first_s / seconds:>6.2f}x {peak_bytes / MB:>13.1f} "
+        print(f"{f'{size} x {size}':>12} {count:>8} {seconds:>8.3f} {first_s / seconds:>6.2f}x {cpu_s:>11.3f} {peak_bytes / MB:>13.1f} "
               f"{formula / MB:>11.1f} {peak_bytes / first_bytes:>7.2f} {sent_bytes / MB:>13.2f}", flush=True)
         assert (picture - first_picture).abs().max() <= 1 / 255, f"{count} workers give another picture"
 

@@ -100,7 +100,7 @@ class Engine:
         vae = self._autoencoders[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
         block_size, num_steps = self._plan_rows(command.autoencoder, latent[:1].shape, 1)
-        traffic, live, started_s = Traffic(), LiveBytes(), time.perf_counter()
+        traffic, live, started_s, started_cpu_s = Traffic(), LiveBytes(), time.perf_counter(), time.process_time()
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps)
             with live if command.measure_memory else nullcontext():
@@ -112,7 +112,8 @@ class Engine:
                 own = picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1])
                 for frame, own_frame in zip(pixels, own) if pixels.dim() == 4 else [(pixels, own)]:
                     _copy_out(frame, own_frame)
-        return {"sent_bytes": traffic.sent_bytes, "busy_s": time.perf_counter() - started_s, "peak_bytes": live.peak_bytes}
+        return {"sent_bytes": traffic.sent_bytes, "busy_s": time.perf_counter() - started_s,
+                "cpu_s": time.process_time() - started_cpu_s, "peak_bytes": live.peak_bytes}
 
     def _encode(self, command):
         vae = self._autoencoders[command.autoencoder]
