@@ -21,9 +21,9 @@ def test_bench_vae_prints_times_and_memory():
     rows = [line.replace(" x ", "x").split() for line in result.stdout.splitlines() if line.strip().startswith(("128 x", "256 x"))]
     assert [row[:2] for row in rows] == [["128x128", "1"], ["128x128", "2"], ["256x256", "1"], ["256x256", "2"]]
     for _, workers, seconds, ratio, cpu_s, peak, formula, of_one, sent in rows:
-        assert float(seconds) > 0 and abs(float(peak) / float(formula) - 1) < 0.25
+        assert float(seconds) > 0 and 0.9 * float(formula) < float(peak) < 1.1 * float(formula) + 32      # at least 32 MB a block
         assert (float(sent) > 0) == (workers == "2")
-    assert float(rows[3][7]) < 0.65                            # of one worker's, at this size
+    assert float(rows[3][7]) < 0.75                            # of one worker's; at this size a block is nearly the whole
 
 
 @pytest.mark.slow

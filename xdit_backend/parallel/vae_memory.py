@@ -130,7 +130,10 @@ class RowPlanner:
         need = self._need(shape, scale, min(ranks.count, max(shape[-2:]) // scale))
         if need.peak_bytes * MARGIN > free_bytes:
             raise ConfigError(_does_not_fit(self._outline, shape, scale, ranks.count, need, free_bytes))
-        return max(1, max(MIN_BLOCK_BYTES, need.peak_bytes // 8) // need.row_bytes), need.num_convolutions
+        counted_bytes = need.peak_bytes // 8                   # of a block, in the peak
+        room_bytes = int(free_bytes / MARGIN) - need.peak_bytes
+        block_bytes = min(max(MIN_BLOCK_BYTES, counted_bytes), counted_bytes + room_bytes)
+        return max(1, block_bytes // need.row_bytes), need.num_convolutions
 
     def _need(self, shape, scale, num_ranks, whole=False):
         key = (tuple(shape), scale, num_ranks, whole)
