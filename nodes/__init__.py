@@ -4,5 +4,6 @@ from .load_model import XDiTLoadModel
 from .parallel_config import XDiTParallelConfig
 from .parallel_sampler import XDiTParallelSampler
 from .vae_decode import XDiTVAEDecode
+from .vae_encode import XDiTVAEEncode
 
-NODES = [XDiTLoadModel, XDiTParallelConfig, XDiTParallelSampler, XDiTVAEDecode]
+NODES = [XDiTLoadModel, XDiTParallelConfig, XDiTParallelSampler, XDiTVAEDecode, XDiTVAEEncode]

@@ -13,7 +13,7 @@ import torch
 
 SEED = 1234
 FAMILIES = ("sd3", "sd35", "flux", "flux-schnell", "wan", "pixart")
-AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux")
+AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-taesd")
 
 # Arguments of ComfyUI's classes. Its detection fixes some of them: SD3's width is 64 x depth, Flux's is 3072,
 # PixArt's is 1152; both Wan and PixArt read 4,096 text channels.
@@ -85,23 +85,36 @@ def transformer(kind, size="test"):
     raise ValueError(f"{kind} is none of {FAMILIES}")
 
 
-def autoencoder(kind):
-    """ComfyUI's VAE decoder, thin and random, with the convolution that SD's VAE has before it."""
+def autoencoder(kind, encoder=False):
+    """ComfyUI's VAE, random, its decoder thin. An encoder of full width (of SD's family) only where it is asked for."""
     import comfy.ldm.modules.diffusionmodules.model
-    channels = 4 if kind == "vae-sd" else 16
+    import comfy.ldm.wan.vae
+    import comfy.taesd.taesd
+    if kind == "vae-wan":
+        return comfy.ldm.wan.vae.WanVAE(dim=16, z_dim=16, temperal_downsample=[False, True, True])
+    if kind == "vae-taesd":
+        return comfy.taesd.taesd.TAESD(latent_channels=16)
+    channels = {"vae-sd": 4, "vae-flux2": 32}.get(kind, 16)
     module = torch.nn.Module()
     module.decoder = comfy.ldm.modules.diffusionmodules.model.Decoder(**AUTOENCODER, z_channels=channels)
-    if kind == "vae-sd":
+    if encoder:
+        full = {**AUTOENCODER, "ch": 128}
+        module.encoder = comfy.ldm.modules.diffusionmodules.model.Encoder(**full, z_channels=channels)
+    if kind in ("vae-sd", "vae-flux2"):
         module.quant_conv = torch.nn.Conv2d(2 * channels, 2 * channels, 1)
         module.post_quant_conv = torch.nn.Conv2d(channels, channels, 1)
+    if kind == "vae-flux2":
+        module.bn = torch.nn.BatchNorm2d(4 * channels, affine=False)
     return module
 
 
-def state_dict(kind, size="test"):
+def state_dict(kind, size="test", encoder=False):
     """Tensors of a checkpoint under the names that files have."""
-    module = autoencoder(kind) if kind in AUTOENCODERS else transformer(kind, size)
+    module = autoencoder(kind, encoder) if kind in AUTOENCODERS else transformer(kind, size)
     with torch.no_grad():
         fill(module, torch.Generator().manual_seed(SEED))
+        if kind == "vae-flux2":                                # a variance is positive
+            module.bn.running_var.copy_(1 + module.bn.running_var.abs())
     tensors = {name: tensor.clone().contiguous() for name, tensor in module.state_dict().items()}
     if kind.startswith("flux"):                                # files say .scale where ComfyUI's module says .weight
         tensors = {name.replace("_norm.weight", "_norm.scale") if "norm." in name else name: tensor
@@ -109,10 +122,11 @@ def state_dict(kind, size="test"):
     return tensors
 
 
-def save(kind, path, size="test", prefix="", dtype=None):
+def save(kind, path, size="test", prefix="", dtype=None, encoder=False):
     """Write a checkpoint."""
     from safetensors.torch import save_file
-    tensors = {prefix + name: tensor if dtype is None else tensor.to(dtype) for name, tensor in state_dict(kind, size).items()}
+    tensors = {prefix + name: tensor if dtype is None else tensor.to(dtype)
+               for name, tensor in state_dict(kind, size, encoder).items()}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(path), metadata={"format": "pt"})
 

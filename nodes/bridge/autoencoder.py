@@ -1,51 +1,123 @@
-"""Decode with ComfyUI's ordinary VAE on the worker group: its weights go to the workers once."""
+"""Decode and encode with ComfyUI's ordinary VAE on the worker group. Called by the nodes Distributed VAE Decode and Encode."""
 
-import uuid
-import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 
 import comfy.ldm.models.autoencoder as autoencoder
+import comfy.ldm.wan.vae
+import comfy.ldm.wan.vae2_2
 import comfy.model_management
+import comfy.taesd.taesd
 from comfy.ldm.modules.diffusionmodules.model import Decoder
 
 from ...xdit_backend.protocol.errors import UnsupportedError
-from ...xdit_backend.protocol.segments import dtype_name
 from .groups import GROUPS, check_packages
+from .vae_weights import half_of
 
-DECODED_WITH = ("decoder.", "post_quant_conv.")
+SUPPORTED = "SD, SDXL, SD3, Flux, Flux.2, Wan, Qwen-Image and TAESD"
 
-NAMES = weakref.WeakKeyDictionary()        # first-stage model -> the name the workers know it by
+
+@dataclass(frozen=True)
+class Kind:
+    """How the workers take a class of ComfyUI's VAEs. What happens to a latent outside the network happens here."""
+
+    recognises: Callable
+    decoded_with: tuple[str, ...]          # prefixes of the tensors' names
+    encoded_with: tuple[str, ...]
+    before_decode: Callable = lambda model, latent: latent
+    after_encode: Callable = lambda model, latent: latent
+    latent_patch: int = 1                  # rows of the network's latent to a row of ComfyUI's
+
+
+def _is_image_kl(model):
+    engine = isinstance(model, autoencoder.AutoencodingEngine) and type(model.decoder) is Decoder
+    return engine and not model.decoder.carried and model.decoder.conv_in.weight.ndim == 4
+
+
+def _unnormalised_flux2(model, latent):
+    """(B, 4 C, H, W), normalised -> (B, C, 2 H, 2 W), as ComfyUI's AutoencoderKL does it."""
+    mean, variance = (tensor.view(1, -1, 1, 1).to(latent) for tensor in (model.bn.running_mean, model.bn.running_var))
+    latent = latent * torch.sqrt(variance + model.bn_eps) + mean
+    return rearrange(latent, "b (c pi pj) i j -> b c (i pi) (j pj)", pi=model.ps[0], pj=model.ps[1])
+
+
+def _normalised_flux2(model, latent):
+    latent = rearrange(latent, "b c (i pi) (j pj) -> b (c pi pj) i j", pi=model.ps[0], pj=model.ps[1])
+    return torch.nn.functional.batch_norm(latent, model.bn.running_mean.to(latent), model.bn.running_var.to(latent),
+                                          momentum=model.bn_momentum, eps=model.bn_eps)
+
+
+KL_DECODER, KL_ENCODER = ("decoder.", "post_quant_conv."), ("encoder.", "quant_conv.")
+KINDS = (
+    Kind(lambda model: _is_image_kl(model) and getattr(model, "bn", None) is not None, KL_DECODER, KL_ENCODER,
+         _unnormalised_flux2, _normalised_flux2, latent_patch=2),
+    Kind(_is_image_kl, KL_DECODER, KL_ENCODER),
+    Kind(lambda model: isinstance(model, (comfy.ldm.wan.vae.WanVAE, comfy.ldm.wan.vae2_2.WanVAE)),
+         ("decoder.", "conv2."), ("encoder.", "conv1.")),
+    Kind(lambda model: isinstance(model, comfy.taesd.taesd.TAESD) and model.taesd_decoder[1].weight.shape[1] != 32,
+         ("taesd_decoder.",), ("taesd_encoder.",),
+         lambda model, latent: (latent - model.vae_shift.to(latent)) * model.vae_scale.to(latent),
+         lambda model, latent: latent / model.vae_scale.to(latent) + model.vae_shift.to(latent)),
+)
 
 
 def decode(vae, latent, config):
-    """Decode a LATENT's samples (B, C, H, W) with a VAE object; returns (B, H * scale, W * scale, 3) in [0, 1].
+    """Decode a LATENT's samples with a VAE object; returns (B, H * scale, W * scale, 3) in [0, 1].
 
-    Raises UnsupportedError for VAEs that are not an image AutoencoderKL, and for latents that do not fit.
+    latent: (B, C, H, W), or (B, C, F, H, W) for a video VAE, whose frames come one after the other in B.
+    Raises UnsupportedError for VAEs that the workers cannot run, and for latents that do not fit.
     """
-    check_packages()
-    vae.throw_exception_if_invalid()
-    model = vae.first_stage_model
-    image_decoder = isinstance(model, autoencoder.AutoencodingEngine) and type(model.decoder) is Decoder
-    if not image_decoder or getattr(model, "bn", None) is not None:
-        raise UnsupportedError(f"Distributed VAE Decode does not support this VAE ({type(model).__name__}) yet. It decodes with "
-                               f"the VAEs of SD, SDXL, SD3 and Flux. Use VAE Decode for this one.")
+    kind = _kind_of(vae, "Decode")
     if latent.is_nested:
         raise UnsupportedError("Distributed VAE Decode does not support latents of several parts. Use VAE Decode.")
-    if latent.ndim == 5:                                       # (B, C, F, H, W): an image VAE decodes the first frame
+    if latent.ndim == 5 and vae.latent_dim == 2:               # (B, C, F, H, W): an image VAE decodes the first frame
         latent = latent[:, :, 0]
-    if latent.shape[1] != vae.latent_channels:
-        raise UnsupportedError(f"The latent has {latent.shape[1]} channels and this VAE decodes {vae.latent_channels}. Connect the "
-                               f"VAE that belongs to the model.")
+    if latent.shape[1] != vae.latent_channels or latent.ndim != vae.latent_dim + 2:
+        raise UnsupportedError(f"The latent has {latent.shape[1]} channels and {latent.ndim} dims, and this VAE decodes "
+                               f"{vae.latent_channels} channels and {vae.latent_dim + 2} dims. Connect the VAE that belongs to the "
+                               f"model.")
+    scale = vae.spacial_compression_decode()
+    frames = [vae.upscale_ratio[0](latent.shape[2])] if latent.ndim == 5 else []
+    shape = (latent.shape[0], *frames, latent.shape[-2] * scale, latent.shape[-1] * scale, vae.output_channels)
     client = GROUPS.client_for_decode(config)
-    if comfy.model_management.get_torch_device().type != "cpu":
-        needed = vae.memory_used_decode(latent.shape, vae.vae_dtype)
-        comfy.model_management.free_memory(needed, comfy.model_management.get_torch_device())
-    name = NAMES.setdefault(model, f"vae-{uuid.uuid4().hex[:8]}")
-    picture = client.decode(name, dtype_name(vae.vae_dtype), lambda: _weights(model), latent.to(torch.float32),
-                            vae.spacial_compression_decode())
-    return picture.to(vae.output_device)
+    half = half_of(vae, kind.decoded_with)
+    half.use_on(client, vae.memory_used_decode(latent.shape, vae.vae_dtype))
+    inner = kind.before_decode(vae.first_stage_model, latent.to(torch.float32))
+    picture = client.decode(half.name, half.dtype, half.weights, inner, shape)
+    return picture.reshape(-1, *picture.shape[-3:]).to(vae.output_device)
 
 
-def _weights(model):
-    return {key: tensor for key, tensor in model.state_dict().items() if key.startswith(DECODED_WITH)}
+def encode(vae, pixels, config):
+    """Encode an IMAGE (B, H, W, C) in [0, 1] with a VAE object; returns a LATENT's samples, the means, as VAE Encode does.
+
+    A video VAE takes the batch as frames. Pixels beyond a multiple of the VAE's scale are cut off at both sides.
+    """
+    kind = _kind_of(vae, "Encode")
+    pixels = vae.vae_encode_crop_pixels(pixels)
+    scale = vae.spacial_compression_encode()
+    if 0 in pixels.shape:
+        raise UnsupportedError(f"The picture is smaller than {scale} x {scale} pixels, the least that this VAE encodes.")
+    pixels = pixels.movedim(-1, 1)
+    if vae.latent_dim == 3:
+        pixels = pixels.movedim(1, 0).unsqueeze(0)             # the batch is a video: (1, C, F, H, W)
+    frames = [vae.downscale_ratio[0](pixels.shape[2])] if pixels.ndim == 5 else []
+    patch = kind.latent_patch
+    shape = (pixels.shape[0], vae.latent_channels // patch ** 2, *frames, *(size // scale * patch for size in pixels.shape[-2:]))
+    client = GROUPS.client_for_decode(config)
+    half = half_of(vae, kind.encoded_with)
+    half.use_on(client, vae.memory_used_encode(pixels.shape, vae.vae_dtype))
+    latent = client.encode(half.name, half.dtype, half.weights, vae.process_input(pixels.to(torch.float32)), shape)
+    return kind.after_encode(vae.first_stage_model, latent).to(vae.output_device)
+
+
+def _kind_of(vae, what):
+    check_packages()
+    vae.throw_exception_if_invalid()
+    for kind in KINDS:
+        if kind.recognises(vae.first_stage_model):
+            return kind
+    raise UnsupportedError(f"Distributed VAE {what} does not support this VAE ({type(vae.first_stage_model).__name__}) yet. It works "
+                           f"with the VAEs of {SUPPORTED}. Use VAE {what} for this one.")

@@ -8,7 +8,7 @@ from tests.comfyui_server import PACK
 pytestmark = pytest.mark.slow
 
 NAMES = [path.stem for path in template_paths()]
-NODE_IDS = ["XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode"]
+NODE_IDS = ["XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode"]
 
 # What the page made of a graph: nodes, links with both ends' types, and widget values in the order of the file.
 READ_GRAPH = """() => ({

@@ -9,7 +9,8 @@ import torch
 from diffusers import AutoencoderKL
 
 from tests.comfyui_server import comfyui_folder
-from xdit_backend.checkpoints.vae import autoencoder_kl_config, load_autoencoder_kl
+from xdit_backend.checkpoints.vae import load_autoencoder
+from xdit_backend.checkpoints.vae_families import autoencoder_kl_config
 from xdit_backend.protocol.errors import CheckpointError
 
 # Runs in a process of its own: ComfyUI's modules have names that are in the way of ours.
@@ -17,7 +18,7 @@ MADE_BY_COMFYUI = """
 import sys, torch, tiny_checkpoints
 tiny_checkpoints.import_comfyui(sys.argv[1])
 import comfy.ldm.hunyuan_video.vae, comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae, comfy.ldm.wan.vae
-import comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.taesd.taesd
+import comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.ldm.wan.vae2_2, comfy.taesd.taesd
 
 AutoencoderKL = comfy.ldm.models.autoencoder.AutoencoderKL
 config = dict(double_z=True, z_channels=4, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4],
@@ -30,12 +31,26 @@ def engine(config):
         decoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Decoder", "params": config})
 
 small = {**config, "ch": 32, "ch_mult": [1, 2, 3], "num_res_blocks": 1}
-tiny = {"sd": AutoencoderKL(ddconfig=small, embed_dim=4), "flux": engine({**small, "z_channels": 16})}
-for kind, vae in tiny.items():
+wan = dict(dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[], temperal_downsample=[False, True, True], dropout=0.0)
+# kind -> VAE, shape of a latent, shape of a picture
+tiny = {
+    "sd": (AutoencoderKL(ddconfig=small, embed_dim=4), (2, 4, 6, 5), (2, 3, 24, 20)),
+    "flux": (engine({**small, "z_channels": 16}), (2, 16, 6, 5), (2, 3, 24, 20)),
+    "wan": (comfy.ldm.wan.vae.WanVAE(dim=8, z_dim=16, **wan), (1, 16, 4, 3, 5), (1, 3, 9, 24, 40)),
+    "wan, one frame": (comfy.ldm.wan.vae.WanVAE(dim=8, z_dim=16, **wan), (2, 16, 1, 3, 5), (2, 3, 1, 24, 40)),
+    "wan with alpha": (comfy.ldm.wan.vae.WanVAE(dim=8, z_dim=16, image_channels=4, conv_out_channels=4, **wan),
+                       (1, 16, 1, 3, 5), (1, 4, 1, 24, 40)),
+    "wan 2.2": (comfy.ldm.wan.vae2_2.WanVAE(dim=8, dec_dim=16, z_dim=48, **wan), (1, 48, 3, 2, 3), (1, 3, 9, 32, 48)),
+    "taesd": (comfy.taesd.taesd.TAESD(latent_channels=16), (2, 16, 3, 5), (2, 3, 24, 40)),
+}
+for kind, (vae, latent_shape, picture_shape) in tiny.items():
     with torch.no_grad():
         tiny_checkpoints.fill(vae.eval(), torch.Generator().manual_seed(0))
-        latent = torch.randn(2, 4 if kind == "sd" else 16, 6, 5, generator=torch.Generator().manual_seed(1))
-        tiny[kind] = vae.state_dict(), latent, vae.decode(latent)
+        if kind == "taesd":                                    # the host's part
+            vae.vae_scale.fill_(1), vae.vae_shift.zero_()
+        latent = torch.randn(latent_shape, generator=torch.Generator().manual_seed(1))
+        picture = torch.randn(picture_shape, generator=torch.Generator().manual_seed(2))
+        tiny[kind] = vae.state_dict(), latent, vae.decode(latent), picture, vae.encode(picture)
 
 others = {
     "Flux.2": lambda: AutoencoderKL(ddconfig={**config, "z_channels": 32, "batch_norm_latent": True}, embed_dim=32),
@@ -48,10 +63,8 @@ others = {
     "HunyuanImage": lambda: torch.nn.ModuleDict({"decoder": comfy.ldm.hunyuan_video.vae.Decoder(
         z_channels=64, out_channels=3, block_out_channels=[128, 256, 512, 512, 1024, 1024], num_res_blocks=2,
         ffactor_spatial=32)}),
-    "Wan": lambda: comfy.ldm.wan.vae.WanVAE(dim=96, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[],
-                                            temperal_downsample=[False, True, True], dropout=0.0),
     "LTX": lambda: comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(),
-    "TAESD": lambda: comfy.taesd.taesd.TAESD(latent_channels=4),
+    "TAESD of Flux.2": lambda: comfy.taesd.taesd.TAESD(latent_channels=128),
 }
 shapes_of = lambda vae: {name: tuple(tensor.shape) for name, tensor in vae.state_dict().items()}
 with torch.device("meta"):
@@ -76,28 +89,55 @@ def tensors(made_by_comfyui):
     return dict(made_by_comfyui[0]["sd"][0])
 
 
-def decoder_only(tensors):
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(("decoder.", "post_quant_conv."))}
+DECODED_WITH = ("decoder.", "post_quant_conv.", "conv2.", "taesd_decoder.")
+ENCODED_WITH = ("encoder.", "quant_conv.", "conv1.", "taesd_encoder.")
+KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "taesd"]
+TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("choose", [dict, decoder_only], ids=["whole", "decoder only"])
-@pytest.mark.parametrize("kind", ["sd", "flux"])
-def test_decodes_as_comfyui_does(made_by_comfyui, kind, choose):
-    tensors, latent_BCHW, picture = made_by_comfyui[0][kind]
+def half(tensors, prefixes):
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
 
-    vae = load_autoencoder_kl(choose(tensors), torch.float32, "cpu")
+
+def whole(tensors):
+    return half(tensors, DECODED_WITH + ENCODED_WITH)
+
+
+@pytest.mark.parametrize("prefixes", [DECODED_WITH + ENCODED_WITH, DECODED_WITH], ids=["whole", "decoder only"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_decodes_as_comfyui_does(made_by_comfyui, kind, prefixes):
+    tensors, latent, pixels, _, _ = made_by_comfyui[0][kind]
+
+    vae = load_autoencoder(half(tensors, prefixes), torch.float32, "cpu")
 
     with torch.no_grad():
-        assert (vae.decode(latent_BCHW).sample - picture).abs().max() < 1e-4 * picture.abs().max()
-    assert (vae.post_quant_conv is not None) == (kind == "sd")
+        result = vae.decode(latent).sample
+    if kind.startswith("wan"):                                 # diffusers clamps here, ComfyUI later
+        pixels = pixels.clamp(-1, 1)
+    assert result.shape == pixels.shape and pixels.std() > 0.05
+    assert (result - pixels).norm() < TOLERANCE * pixels.norm()
     assert all(not tensor.is_meta for tensor in [*vae.parameters(), *vae.buffers()])
 
 
+@pytest.mark.parametrize("prefixes", [DECODED_WITH + ENCODED_WITH, ENCODED_WITH], ids=["whole", "encoder only"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_encodes_as_comfyui_does(made_by_comfyui, kind, prefixes):
+    tensors, _, _, pixels, latent = made_by_comfyui[0][kind]
+
+    vae = load_autoencoder(half(tensors, prefixes), torch.float32, "cpu")
+
+    with torch.no_grad():
+        result = vae.encode(pixels, return_dict=False)[0]
+    result = result if isinstance(result, torch.Tensor) else result.mode()
+    assert result.shape == latent.shape and latent.std() > 0.05
+    assert (result - latent).norm() < TOLERANCE * latent.norm()
+
+
 def test_the_comparison_notices_one_wrong_tensor(made_by_comfyui):
-    tensors, latent_BCHW, picture = made_by_comfyui[0]["sd"]
+    tensors, latent_BCHW, picture, _, _ = made_by_comfyui[0]["sd"]
     query, key = "decoder.mid.attn_1.q.weight", "decoder.mid.attn_1.k.weight"
 
-    vae = load_autoencoder_kl({**tensors, query: tensors[key], key: tensors[query].flip(0)}, torch.float32, "cpu")
+    vae = load_autoencoder({**tensors, query: tensors[key], key: tensors[query].flip(0)}, torch.float32, "cpu")
 
     with torch.no_grad():
         assert (vae.decode(latent_BCHW).sample - picture).abs().max() > 1e-3 * picture.abs().max()
@@ -105,15 +145,15 @@ def test_the_comparison_notices_one_wrong_tensor(made_by_comfyui):
 
 def test_weights_are_copied_in_the_wanted_dtype(tensors):
     """The host takes back the memory that they came in."""
-    same_dtype = load_autoencoder_kl(tensors, torch.float32, "cpu")
+    same_dtype = load_autoencoder(tensors, torch.float32, "cpu")
     tensors["decoder.conv_in.weight"].zero_()
 
     assert same_dtype.decoder.conv_in.weight.abs().min() > 0
-    assert load_autoencoder_kl(tensors, torch.bfloat16, "cpu").dtype == torch.bfloat16
+    assert load_autoencoder(tensors, torch.bfloat16, "cpu").dtype == torch.bfloat16
 
 
 def test_the_encoder_comes_along_where_there_is_one(tensors):
-    vae = load_autoencoder_kl(tensors, torch.float32, "cpu")
+    vae = load_autoencoder(tensors, torch.float32, "cpu")
 
     assert vae.encode(torch.zeros(1, 3, 16, 16)).latent_dist.mean.shape == (1, 4, 4, 4)
 
@@ -130,32 +170,32 @@ def test_config_of_stable_diffusions_vae(made_by_comfyui):
 
 
 @pytest.mark.parametrize("kind, named", [
-    ("Flux.2", "Flux.2"), ("HunyuanVideo", "a video VAE"), ("Stable Video Diffusion", "Stable Video Diffusion"),
-    ("Wan", "Wan"), ("LTX", "a video VAE"), ("TAESD", "TAESD"), ("HunyuanImage", "58 tensors do not fit"),
+    ("Flux.2", "Flux.2"), ("HunyuanVideo", "another video VAE"), ("Stable Video Diffusion", "Stable Video Diffusion"),
+    ("LTX", "another video VAE"), ("TAESD of Flux.2", "tiny autoencoder of Flux.2"), ("HunyuanImage", "58 tensors do not fit"),
 ])
 def test_rejects_the_other_vaes_of_comfyui(made_by_comfyui, kind, named):
     tensors = {name: torch.empty(shape, device="meta") for name, shape in made_by_comfyui[2][kind].items()}
 
-    with pytest.raises(CheckpointError, match="Distributed VAE Decode works with .* SDXL, SD3 and Flux.1") as caught:
-        load_autoencoder_kl(tensors, torch.float32, "cpu")
+    with pytest.raises(CheckpointError, match="Distributed VAE Decode and Encode work with .* SD, SDXL, SD3, Flux and Flux.2") as caught:
+        load_autoencoder(tensors, torch.float32, "cpu")
 
     assert named in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["decoder.stages.0.op_list.0.main.conv.weight", "decoder.up_blocks.0.0.conv1.weight"])
 def test_rejects_sanas_deep_compression_autoencoder(name):
-    with pytest.raises(CheckpointError, match="Sana|decoder.up_blocks.0.0.conv1.weight"):
-        autoencoder_kl_config({name: (64, 32, 3, 3)})
+    with pytest.raises(CheckpointError, match="Sana|no tensor decoder.conv_in.weight; its 1 tensors begin with decoder.up_blocks"):
+        load_autoencoder({name: torch.ones(64, 32, 3, 3)}, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("change, message", [
     ({"decoder.up.1.block.0.norm1.bias": None}, "up_blocks.1.resnets.0.norm1.bias: shape none is given"),
     ({"decoder.norm_out.weight": torch.ones(7)}, r"conv_norm_out.weight: shape \(7,\) is given"),
     ({"decoder.up.0.attn.0.q.weight": torch.ones(7)}, "decoder.up.0.attn.0.q.weight: .* none is needed"),
-    ({"decoder.gate.weight": torch.ones(7)}, "decoder's .* tensors, 1 are unknown"),
+    ({"decoder.gate.weight": torch.ones(7)}, "Of its 157 tensors, 1 are unknown"),
 ], ids=["missing", "wrong shape", "more attention", "unknown"])
 def test_rejects_tensors_that_do_not_fit(tensors, change, message):
     changed = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}
 
     with pytest.raises(CheckpointError, match=message):
-        load_autoencoder_kl(changed, torch.float32, "cpu")
+        load_autoencoder(changed, torch.float32, "cpu")

@@ -31,7 +31,8 @@ class ComfyUI:
         classes = self.nodes.NODE_CLASS_MAPPINGS
         self.pack = sys.modules[classes["XDiTLoadModel"].__module__.rpartition(".nodes.")[0]]
         self.load_model, self.parallel_config = classes["XDiTLoadModel"], classes["XDiTParallelConfig"]
-        self.parallel_sampler, self.vae_decode = classes["XDiTParallelSampler"], classes["XDiTVAEDecode"]
+        self.parallel_sampler = classes["XDiTParallelSampler"]
+        self.vae_decode, self.vae_encode = classes["XDiTVAEDecode"], classes["XDiTVAEEncode"]
         self.groups = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.groups").GROUPS
         self.shell = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.shell")
         self.errors = importlib.import_module(f"{self.pack.__name__}.xdit_backend.protocol.errors")
@@ -99,3 +100,16 @@ def comfyui(tmp_path_factory):
     host = ComfyUI(folder, tmp_path_factory.mktemp("models"))
     yield host
     host.groups.close()
+
+
+@pytest.fixture(scope="session")
+def vae_of(comfyui):
+    """vae_of(kind, encoder=False): ComfyUI's VAE object of a tiny checkpoint."""
+    vaes = {}
+
+    def load(kind, **options):
+        name = comfyui.file(kind, "vae", **options)
+        if name not in vaes:
+            vaes[name] = comfyui.nodes.VAELoader().load_vae(name)[0]
+        return vaes[name]
+    return load

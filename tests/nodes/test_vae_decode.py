@@ -1,31 +1,30 @@
 """Distributed VAE Decode equals VAE Decode, for every VAE it takes; others are refused by name."""
 
+import gc
+
 import pytest
 import torch
 
 TOLERANCE = 1 / 255
 
 
-@pytest.fixture(scope="module")
-def vae_of(comfyui):
-    vaes = {}
-
-    def load(kind):
-        if kind not in vaes:
-            vaes[kind] = comfyui.nodes.VAELoader().load_vae(comfyui.file(kind, "vae"))[0]
-        return vaes[kind]
-    return load
+CHANNELS = {"vae-sd": 4, "vae-flux2": 128}
 
 
 def latents(kind, *shape):
-    channels = 4 if kind == "vae-sd" else 16
-    return torch.randn(shape[0], channels, *shape[1:], generator=torch.Generator().manual_seed(1))
+    return torch.randn(shape[0], CHANNELS.get(kind, 16), *shape[1:], generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("shape", [(1, 16, 16), (2, 13, 21), (1, 2, 5)], ids=str)
-@pytest.mark.parametrize("kind", ["vae-sd", "vae-sd3"])
+IMAGES = [(1, 16, 16), (2, 13, 21), (1, 2, 5)]
+VIDEOS = [(1, 1, 6, 5), (2, 3, 5, 7), (1, 2, 1, 3)]
+CASES = [(kind, shape) for kind in ("vae-sd", "vae-sd3") for shape in IMAGES] + [
+    ("vae-flux2", (2, 7, 6)), ("vae-taesd", (2, 13, 21))] + [("vae-wan", shape) for shape in VIDEOS]
+
+
+@pytest.mark.parametrize("kind, shape", CASES, ids=str)
 @pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("cpu", marks=pytest.mark.slow),
-                                     pytest.param("cpu,cpu,cpu", marks=pytest.mark.slow)])
+                                     pytest.param("cpu,cpu,cpu", marks=pytest.mark.slow),
+                                     pytest.param("cpu,cpu,cpu,cpu", marks=pytest.mark.slow)])
 def test_pictures_equal_native_vae_decode(comfyui, vae_of, kind, devices, shape):
     samples = {"samples": latents(kind, *shape)}
     with torch.inference_mode():
@@ -65,21 +64,79 @@ def test_the_group_that_samples_decodes_too(comfyui, vae_of):
     assert {numbers["pid"] for numbers in client.report_memory().values()} == pids
 
 
-@pytest.mark.parametrize("name", ["comfy.ldm.wan.vae.WanVAE", "comfy.taesd.taesd.TAESD"])
+@pytest.mark.parametrize("name", ["comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX", "comfy.taesd.taehv.TAEHV"])
 def test_other_vaes_are_refused_by_name(comfyui, vae_of, name):
     import copy
     import importlib
     module, _, class_name = name.rpartition(".")
     vae = copy.copy(vae_of("vae-sd3"))
-    vae.first_stage_model = getattr(importlib.import_module(module), class_name)()
+    arguments = {"latent_channels": 16} if class_name == "TAEHV" else {}
+    with torch.device("meta"):
+        vae.first_stage_model = getattr(importlib.import_module(module), class_name)(**arguments)
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match=f"does not support this VAE .{class_name}.*VAEs of SD, SDXL, SD3 and Flux"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match=f"does not support this VAE .{class_name}.*VAEs of SD, SDXL, SD3, Flux"):
         comfyui.vae_decode.execute({"samples": latents("vae-sd3", 1, 8, 8)}, vae, comfyui.config("cpu,cpu"))
 
 
 def test_latent_of_another_model_is_refused(comfyui, vae_of):
-    with pytest.raises(comfyui.errors.UnsupportedError, match="has 4 channels and this VAE decodes 16"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="has 4 channels and 4 dims, and this VAE decodes 16 channels and 4 dims"):
         comfyui.vae_decode.execute({"samples": latents("vae-sd", 1, 8, 8)}, vae_of("vae-sd3"), comfyui.config("cpu,cpu"))
+
+
+def test_the_memory_manager_takes_the_weights_back_and_they_are_sent_again(comfyui, vae_of):
+    samples = {"samples": latents("vae-sd3", 1, 8, 8)}
+    config = comfyui.config("cpu,cpu")
+    first = comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0].clone()
+    client = comfyui.groups.client(("cpu", "cpu"))
+    held = client.report_memory()[0]["weight_bytes"]
+
+    comfyui.management.unload_all_models()
+    freed = held - client.report_memory()[0]["weight_bytes"]
+    again = comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0]
+
+    assert freed >= sum(tensor.nbytes for name, tensor in vae_of("vae-sd3").first_stage_model.state_dict().items()
+                        if name.startswith("decoder."))
+    assert torch.equal(first, again)
+
+
+class Cancelled(Exception):
+    pass
+
+
+def test_reports_progress_and_can_be_cancelled(comfyui, vae_of):
+    """A cancelled decode is abandoned; the workers finish it and take the next."""
+    samples, config = {"samples": latents("vae-sd3", 1, 24, 24)}, comfyui.config("cpu,cpu")
+    first = comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0].clone()
+    client = comfyui.groups.client(("cpu", "cpu"))
+    phases, on_phase, check = [], client.on_phase, client.check
+
+    def cancel_in_the_middle():
+        if any(phase.text == "decoding" and 0 < phase.done < phase.total for phase in phases):
+            raise Cancelled
+
+    try:
+        client.on_phase, client.check = phases.append, cancel_in_the_middle
+        with pytest.raises(Cancelled):
+            comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config)
+    finally:
+        client.on_phase, client.check = on_phase, check
+
+    assert torch.equal(comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0], first)
+    assert client.group.segments.names() == []
+
+
+def test_weights_of_a_vae_that_is_gone_are_dropped(comfyui, vae_of):
+    vae = comfyui.nodes.VAELoader().load_vae(comfyui.file("vae-flux", "vae"))[0]
+    config = comfyui.config("cpu,cpu")
+    comfyui.vae_decode.execute({"samples": latents("vae-flux", 1, 4, 4)}, vae, config)
+    client = comfyui.groups.client(("cpu", "cpu"))
+    before = set(client.autoencoder_names)
+
+    del vae
+    gc.collect()
+    comfyui.vae_decode.execute({"samples": latents("vae-sd3", 1, 8, 8)}, vae_of("vae-sd3"), config)
+
+    assert before - set(client.autoencoder_names)
 
 
 def test_sampled_latent_decodes_like_the_native_nodes(comfyui, vae_of):

@@ -19,6 +19,7 @@ EXAMPLES = [
     messages.Predict(5, "flux-1", messages.Layout(cfg_degree=2), [messages.Branch(SEGMENT, SEGMENT, "conditioning-1", SEGMENT)]),
     messages.LoadAutoencoder(6, messages.AutoencoderSpec("vae-1", "float32", {"decoder.conv_in.weight": SEGMENT})),
     messages.Decode(7, "vae-1", SEGMENT, SEGMENT),
+    messages.Encode(7, "vae-1", SEGMENT, SEGMENT),
     messages.ReportMemory(8),
     messages.Stop(),
     messages.Ready(0, 4711, "cuda:0"),

@@ -41,6 +41,7 @@ class Client:
         self.devices = tuple(devices)
         self.on_phase = lambda phase: None
         self.check = lambda: None
+        self.last_numbers = {}                 # rank -> measurements of the last decode or encode, by name
         self._group, self._models, self._autoencoders, self._conditionings, self._count = None, set(), set(), {}, 0
 
     @property
@@ -63,6 +64,11 @@ class Client:
     def model_names(self):
         """The models the running group holds."""
         return sorted(self._models) if self.running else []
+
+    @property
+    def autoencoder_names(self):
+        """The VAEs the running group holds."""
+        return sorted(self._autoencoders) if self.running else []
 
     def load_model(self, spec):
         """Make sure that every worker holds the model."""
@@ -129,21 +135,36 @@ class Client:
         if names and self.running:
             self._group.post(lambda request: messages.DropConditioning(request, names), answering=())
 
-    def decode(self, name, dtype, weights, latent, scale):
-        """Decode latents (B, C, H, W) to pictures (B, H * scale, W * scale, 3), float32 in [0, 1].
+    def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False):
+        """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].
 
-        weights() gives the VAE's tensors, and is called only when the group does not hold the VAE `name`.
+        picture_shape: (B, H', W', 3) or (B, F', H', W', 3). weights() gives the VAE's tensors, and is called only when the
+        group does not hold the VAE `name`. measure_memory: last_numbers then has each rank's peak_bytes.
         """
+        self.load_autoencoder(name, dtype, weights)
+        return self._transform(messages.Decode, name, latent, picture_shape, measure_memory)
+
+    def encode(self, name, dtype, weights, picture, latent_shape):
+        """Encode pictures (B, 3, H, W) or videos (B, 3, F, H, W) in [-1, 1] to latents of this shape, float32."""
+        self.load_autoencoder(name, dtype, weights)
+        return self._transform(messages.Encode, name, picture, latent_shape)
+
+    def load_autoencoder(self, name, dtype, weights):
+        """Make sure that every worker holds the VAE. weights() gives its tensors, where they do not."""
         group = self.group
         if name not in self._autoencoders:
             segments = {key: group.segments.share(tensor) for key, tensor in weights().items()}
             spec = messages.AutoencoderSpec(name, dtype, segments)
             self._request(lambda request: messages.LoadAutoencoder(request, spec), segments.values())
             self._autoencoders.add(name)
-        shared = group.segments.share(latent)
-        batch, _, rows, columns = latent.shape
-        picture, view = group.segments.create((batch, rows * scale, columns * scale, 3), torch.float32)
-        self._request(lambda request: messages.Decode(request, name, shared, picture), [shared, picture])
+
+    def _transform(self, command, name, tensor, shape, *options):
+        """Have the workers turn a tensor into one of this shape; the result is a view of the memory they wrote."""
+        group = self.group
+        given = group.segments.share(tensor)
+        result, view = group.segments.create(shape, torch.float32)
+        done = self._request(lambda request: command(request, name, given, result, *options), [given, result])
+        self.last_numbers = {rank: reply.numbers for rank, reply in done.items()}
         return view
 
     def report_memory(self):

@@ -1,252 +1,175 @@
-"""Patch-parallel VAE decode: every rank decodes some rows of the picture, and the whole is exactly vae.decode's.
+"""Patch-parallel VAE: every rank decodes or encodes some rows of the picture, and the whole is exactly the VAE's own.
 
-The worker calls decode_rows. diffusers' AutoencoderKL runs unmodified; while it decodes, five functions of
-torch.nn.functional work on rows and fetch from the other ranks what a row needs of them (ALGORITHMS.md section 9).
+The worker calls decode_rows and encode_rows. diffusers' autoencoders run unmodified; while one does, a few functions of
+torch.nn.functional work on rows and fetch from the other ranks what a row needs of them (rows.py).
 """
-
-# B batch, C channels, H rows, W columns, N heads, T tokens (rows x columns of the latent), G groups of a norm
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, AutoencoderKLWan, AutoencoderTiny
 from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0
 
 # The originals, bound before they are replaced.
-from torch.nn.functional import conv2d, interpolate, scaled_dot_product_attention
+from torch.nn.functional import interpolate
+from torch.nn.functional import pad as pad_whole
 
 from ..planner import shard_sizes
 from ..protocol.errors import UnsupportedError
-from .collectives import Traffic, all_gather, all_to_all
+from .collectives import Traffic
+from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows
 
-
-@torch.inference_mode()
-def decode_rows(vae, latent_BCHW, group=None, traffic=None):
-    """Decode this rank's rows of a picture. Every rank of `group` calls it, with the same whole latent.
-
-    Returns the index of the first row and the rows, (B, 3, rows, W): put together by rank, they are vae.decode(latent).
-    A rank has no rows where there are more ranks than rows of the latent. Without a group, or alone in it, a rank
-    decodes the whole picture. Raises UnsupportedError for a VAE that cannot be split exactly.
-    """
-    if group is None or dist.get_world_size(group) == 1:
-        return 0, vae.decode(latent_BCHW, return_dict=False)[0]
-    _check(vae)
-    sizes = shard_sizes(latent_BCHW.shape[-2], dist.get_world_size(group))
-    split = RowSplit.of_sizes(sizes, group, traffic or Traffic())
-    rows = latent_BCHW.narrow(-2, split.start, split.size)
-    with _replaced(**_row_functions(split, latent_BCHW.shape[-1])):
-        picture = vae.decode(rows, return_dict=False)[0]
-    return split.start * (picture.shape[-1] // latent_BCHW.shape[-1]), picture
+SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny)
+NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE cannot be split. Use VAE Decode."
 
 
 @dataclass(frozen=True)
-class RowSplit:
-    """Which rows of an image each rank of a group holds: rank i those from starts[i] to starts[i + 1] - 1."""
+class Share:
+    """What one rank makes of a picture or a latent: `tensor`, which begins at index `start` of dim `dim` (-2 or -1)."""
 
-    starts: tuple[int, ...]
-    group: object
-    traffic: Traffic
+    tensor: torch.Tensor
+    dim: int = -2
+    start: int = 0
 
-    @classmethod
-    def of_sizes(cls, sizes, group, traffic):
-        return cls(tuple(accumulate(sizes, initial=0)), group, traffic)
 
-    def scaled(self, factor):
-        return RowSplit(tuple(start * factor for start in self.starts), self.group, self.traffic)
+class Ranks:
+    """The ranks of a process group, and the groups of its first ones, made when they are first needed and kept."""
 
-    @property
-    def rank(self):
-        return dist.get_rank(self.group)
+    def __init__(self, group):
+        self._all = dist.get_process_group_ranks(group)
+        self._groups = {len(self._all): group}
 
     @property
-    def start(self):
-        return self.starts[self.rank]
+    def count(self):
+        return len(self._all)
 
-    @property
-    def size(self):
-        return self.sizes[self.rank]
-
-    @property
-    def sizes(self):
-        return [end - start for start, end in zip(self.starts, self.starts[1:])]
-
-    @property
-    def num_rows(self):
-        return self.starts[-1]
+    def first(self, count):
+        """The group of the first `count` ranks, on these, and None on the others. All of these call it, in one order."""
+        if dist.get_rank() not in self._all[:count]:
+            return None
+        if count not in self._groups:
+            self._groups[count] = dist.new_group(self._all[:count], use_local_synchronization=True)
+        return self._groups[count]
 
 
-def output_starts(starts, kernel, stride, padding):
-    """First output row of each rank, and the number of them all: an output row is its input row's rank's.
+@torch.inference_mode()
+def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convolution=None, dim=None):
+    """Decode this rank's rows of a picture. Every rank of `ranks` calls it, with the same whole latent.
 
-    Output row o reads from input row o * stride - padding on, and belongs to the rank that holds row o * stride.
+    latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H', W'):
+    put together by rank, the shares are vae.decode(latent). A picture wider than tall is split by columns. Where there are
+    more ranks than rows the last ones have nothing to do and get None. Without ranks, or alone, it decodes the
+    whole picture. block_size: what of its output a convolution computes at once, see conv_rows; None for all.
+    on_convolution() is called before each convolution of a picture that is split or computed in blocks. dim: -2 to split
+    rows and -1 to split columns, where the choice is not to be made here.
+    Raises UnsupportedError for a VAE that cannot be split exactly.
     """
-    num_rows = (starts[-1] + 2 * padding - kernel) // stride + 1
-    return [min(-(-start // stride), num_rows) for start in starts[:-1]] + [num_rows]
+    def decode(rows):
+        return vae.decode(rows, return_dict=False)[0]
+
+    return _by_rows(vae, decode, latent, 1, ranks, traffic, block_size, on_convolution, dim)
 
 
-def input_rows(first, end, num_rows, kernel, stride, padding):
-    """What output rows first ... end - 1 read: zero rows above, first and end of the image's rows, zero rows below."""
-    if first >= end:
-        return 0, 0, 0, 0
-    top = first * stride - padding
-    bottom = (end - 1) * stride - padding + kernel
-    above = max(0, min(bottom, 0) - top)
-    below = max(0, bottom - max(top, num_rows))
-    return above, min(max(top, 0), num_rows), min(max(bottom, 0), num_rows), below
+@torch.inference_mode()
+def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, on_convolution=None, dim=None):
+    """Encode this rank's rows of a picture, like decode_rows: the other way round, from the same whole picture.
 
-
-def conv2d_rows(x_BCHW, weight, bias, stride, padding, dilation, groups, split):
-    """torch's conv2d of the whole image, for the output rows of this rank. Every rank of the split calls it.
-
-    stride, padding and dilation are pairs (rows, columns). Ranks hold the output as output_starts says.
+    picture: (B, C, H, W) or (B, C, F, H, W) on any device, of which a rank's rows alone are copied to its own; H and W are
+    multiples of `scale`, the pixels along one side of a latent row. Returns the rank's Share of the mean that vae.encode gives.
     """
-    assert x_BCHW.shape[-2] == split.size, f"{x_BCHW.shape[-2]} rows, the split says {split.size}"
-    if dilation[0] != 1:
-        raise UnsupportedError(f"A convolution with dilation={dilation} along rows cannot be split. Use VAE Decode.")
-    along_rows = (weight.shape[-2], stride[0], padding[0])
-    out_starts = output_starts(split.starts, *along_rows)
-    needs = [input_rows(first, end, split.num_rows, *along_rows) for first, end in zip(out_starts, out_starts[1:])]
-    rows_BCHW = _with_halo(x_BCHW, needs, split)
-    if out_starts[split.rank] == out_starts[split.rank + 1]:
-        reach = dilation[1] * (weight.shape[-1] - 1) + 1
-        num_columns = (x_BCHW.shape[-1] + 2 * padding[1] - reach) // stride[1] + 1
-        return x_BCHW.new_empty(x_BCHW.shape[0], weight.shape[0], 0, num_columns)
-    return conv2d(rows_BCHW, weight, bias, stride, (0, padding[1]), dilation, groups)
+    assert all(size % scale == 0 for size in picture.shape[-2:]), f"{tuple(picture.shape)} is no multiple of {scale}"
+
+    def encode(rows):
+        latent = vae.encode(rows.to(vae.device, vae.dtype), return_dict=False)[0]
+        return latent if isinstance(latent, torch.Tensor) else latent.mode()
+
+    return _by_rows(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution, dim)
 
 
-def _with_halo(x_BCHW, needs, split):
-    """The rows this rank's convolution reads: borrowed, its own, and zeros beyond the image's edge."""
-    above, first, end, below = needs[split.rank]
-    pieces = borrow_rows(x_BCHW, [(first, end) for _, first, end, _ in needs], split)
-    low, high = _overlap(first, end, split.start, split.start + split.size)
-    pieces[split.rank] = x_BCHW.narrow(-2, max(low - split.start, 0), high - low)
-    if above or below:
-        batch, channels, _, num_columns = x_BCHW.shape
-        pieces = [x_BCHW.new_zeros(batch, channels, above, num_columns), *pieces,
-                  x_BCHW.new_zeros(batch, channels, below, num_columns)]
-    pieces = [piece for piece in pieces if piece.shape[-2]]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [x_BCHW[..., :0, :]], -2)
+def split_dim(shape):
+    """The dim that is split: the longer one, whose halos are the smaller."""
+    return -1 if shape[-1] > shape[-2] else -2
 
 
-def borrow_rows(x_BCHW, wanted, split):
-    """Fetch the rows wanted[rank] = (first, end) that other ranks hold; returns one tensor for each rank of the group.
+def _by_rows(vae, run, whole, scale, ranks, traffic, block_size, on_convolution, dim):
+    """Run an autoencoder on this rank's rows of `whole`, which has `scale` rows for each row of the latent."""
+    num_ranks = ranks.count if ranks else 1
+    dim = dim or split_dim(whole.shape)
+    latent_rows = whole.shape[dim] // scale
+    if num_ranks == 1 and block_size is None:
+        return Share(run(whole))
+    _check(vae)
+    num_ranks = min(num_ranks, latent_rows)
+    group = ranks and ranks.first(num_ranks)
+    if ranks and group is None:
+        return None
+    split = RowSplit.of_sizes(shard_sizes(latent_rows, num_ranks), group, traffic or Traffic(), dim)
+    own = split.scaled(scale)
+    latent_across = whole.shape[split.other_dim] // scale
+    waiting = []
+    with _replaced(**_row_functions(split, latent_across, block_size, waiting, on_convolution)):
+        result = run(whole.narrow(dim, own.start, own.size))
+    if waiting:
+        raise UnsupportedError(NOT_FOLLOWED)
+    return Share(result, dim, split.start * result.shape[split.other_dim] // latent_across)
 
-    The plan tells every rank what all others want, however many ranks away, so that one exchange does it.
+
+def _row_functions(split, latent_across, block_size, waiting, on_convolution):
+    """What takes the place of torch.nn.functional's functions while rows are decoded or encoded.
+
+    Only one dim is split, and an autoencoder scales both alike: the size of a tensor's other dim tells its scale and with
+    it the rows each rank holds. `waiting` has the padding that a call of pad has left to the convolution after it.
     """
-    batch, channels, _, num_columns = x_BCHW.shape
-    held = list(zip(split.starts, split.starts[1:]))
-    nothing = x_BCHW[..., :0, :]
-    if all(_overlap(*want, *own) == want for want, own in zip(wanted, held)):
-        return [nothing] * len(held)
-    lent, borrowed_shapes = [], []
-    for rank in range(len(held)):
-        first, end = _overlap(*wanted[rank], *held[split.rank])
-        lent.append(nothing if rank == split.rank else x_BCHW.narrow(-2, max(first - split.start, 0), end - first))
-        first, end = _overlap(*wanted[split.rank], *held[rank])
-        borrowed_shapes.append((batch, channels, 0 if rank == split.rank else end - first, num_columns))
-    return all_to_all(lent, borrowed_shapes, split.group, split.traffic)
+    def scaled(x):
+        return split.scaled(x.shape[split.other_dim] // latent_across)
 
-
-def _overlap(first, end, other_first, other_end):
-    low = max(first, other_first)
-    return (low, min(end, other_end)) if low < min(end, other_end) else (0, 0)
-
-
-def group_norm_rows(x, num_groups, weight, bias, eps, split):
-    """torch's group norm with the statistics of the whole image. Every rank of the split calls it.
-
-    x: (B, C, ...), this rank's rows in any order. Statistics are float32, or float64 if x is.
-    """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-    mean_BG, variance_BG = global_moments(*_moments(wide, num_groups), split)
-    channels = x.shape[1] // num_groups
-    scale_BC = torch.rsqrt(variance_BG + eps).repeat_interleave(channels, 1)
-    if weight is not None:
-        scale_BC = scale_BC * weight
-    trailing = (...,) + (None,) * (x.dim() - 2)
-    # The mean first: x * scale and mean * scale would cancel where the mean is large.
-    y = (wide - mean_BG.repeat_interleave(channels, 1)[trailing]).mul_(scale_BC[trailing])
-    if bias is not None:
-        y.add_(bias[trailing])
-    return y.to(x.dtype)
-
-
-def _moments(x, num_groups):
-    """Mean and biased variance of each group, (B, G). Zeros where there are no rows."""
-    batch, channels = x.shape[:2]
-    if x.numel() == 0:
-        return x.new_zeros(batch, num_groups), x.new_zeros(batch, num_groups)
-    # The norm's own kernel finds both in one pass: 14 times faster on a CPU than torch.var_mean.
-    size = x[0, 0].numel()
-    _, mean_BG, deviation_BG = torch.ops.aten.native_group_norm(x, None, None, batch, channels, size, num_groups, 0.0)
-    return mean_BG, deviation_BG ** -2
-
-
-def global_moments(mean_BG, variance_BG, split):
-    """Combine each rank's mean and variance into those of the whole image.
-
-    Chan, Golub and LeVeque 1979: the ranks' own variances and the spread of their means, weighted by their shares
-    of the rows. Sums of squares would cancel where the mean is large.
-    """
-    moments = torch.stack([mean_BG, variance_BG])[None]
-    means, variances = all_gather(moments, [1] * len(split.sizes), 0, split.group, split.traffic).unbind(1)
-    shares = means.new_tensor([size / split.num_rows for size in split.sizes])[:, None, None]
-    mean_BG = (shares * means).sum(0)
-    return mean_BG, (shares * (variances + (means - mean_BG) ** 2)).sum(0)
-
-
-def attention_rows(query_BNTH, key_BNTH, value_BNTH, sizes, split, **options):
-    """Attention of this rank's tokens to the tokens of all ranks, which hold `sizes` of them. Every rank calls it."""
-    assert query_BNTH.shape[-2] == sizes[split.rank], f"{query_BNTH.shape[-2]} tokens, the split says {sizes}"
-    key_BNTH, value_BNTH = all_tokens(torch.stack([key_BNTH, value_BNTH]), sizes, split)
-    if query_BNTH.shape[-2] == 0:
-        return query_BNTH
-    return scaled_dot_product_attention(query_BNTH, key_BNTH, value_BNTH, **options)
-
-
-def all_tokens(tensor, sizes, split):
-    return all_gather(tensor, sizes, -2, split.group, split.traffic)
-
-
-def _row_functions(split, latent_width):
-    """What takes the place of torch.nn.functional's functions while rows are decoded.
-
-    Only rows are split, and a decoder enlarges both sides alike: the width of a tensor tells its scale and with it the
-    rows each rank holds, on a rank without rows too.
-    """
-
-    def row_conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-        scaled = split.scaled(input.shape[-1] // latent_width)
-        return conv2d_rows(input, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups, scaled)
+    def convolution(num_dims):
+        def row_conv(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+            stride, padding, dilation = (_of_dims(value, num_dims) for value in (stride, padding, dilation))
+            own_split, edges = scaled(input), None
+            if waiting:
+                padded, own_split, edges = waiting.pop()
+                if padded is not input or padding[split.dim]:
+                    raise UnsupportedError(NOT_FOLLOWED)
+            if on_convolution is not None:
+                on_convolution()
+            return conv_rows(input, weight, bias, stride, padding, dilation, groups, own_split, edges, block_size)
+        return row_conv
 
     def row_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
         return group_norm_rows(input, num_groups, weight, bias, eps, split)
 
     def row_pad(input, pad, mode="constant", value=None):
-        raise UnsupportedError(f"{mode} padding by {tuple(pad)} cannot be split, only zero padding inside a "
-                               f"convolution. Use VAE Decode.")
+        """Pads the whole dims at once, and leaves the split one to the convolution that follows."""
+        here = 2 * (-split.dim - 1)                            # torch counts pairs from the last dim
+        before, after = tuple(pad[here:here + 2]) or (0, 0)
+        if min(before, after) < 0 or (before or after) and value:
+            raise UnsupportedError(f"{mode} padding by {tuple(pad)} with {value} cannot be split. Use VAE Decode.")
+        others = (*pad[:here], 0, 0, *pad[here + 2:])
+        padded = pad_whole(input, others, mode, value) if any(others) else input
+        if before or after:
+            waiting.append((padded, scaled(input), Padding(before, after, mode)))
+        return padded
 
     def row_interpolate(input, size=None, scale_factor=None, mode="nearest", *rest, **options):
         whole = scale_factor is not None and all(float(factor).is_integer() for factor in _pair(scale_factor))
-        if mode != "nearest" or not whole:
+        if mode not in ("nearest", "nearest-exact") or not whole:
             raise UnsupportedError(f"Upsampling with mode={mode}, size={size}, scale_factor={scale_factor} cannot be "
                                    f"split, only nearest by a whole factor. Use VAE Decode.")
-        if input.shape[-2] == 0:
-            return input.new_empty(*input.shape[:-1], input.shape[-1] * int(_pair(scale_factor)[1]))
         return interpolate(input, scale_factor=scale_factor, mode=mode)
 
     def row_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         if attn_mask is not None or is_causal:
             raise UnsupportedError("Masked attention in a VAE cannot be split. Use VAE Decode.")
-        sizes = [size * latent_width for size in split.sizes]
+        sizes = [size * latent_across for size in split.sizes]
         return attention_rows(query, key, value, sizes, split, dropout_p=dropout_p, **options)
 
     return {
-        "conv2d": row_conv2d,
+        "conv2d": convolution(2),
+        "conv3d": convolution(3),
         "group_norm": row_group_norm,
         "pad": row_pad,
         "interpolate": row_interpolate,
@@ -267,17 +190,23 @@ def _replaced(**functions):
 
 
 def _check(vae):
-    if not isinstance(vae, AutoencoderKL):
-        raise UnsupportedError(f"{type(vae).__name__} cannot be decoded by rows, only AutoencoderKL. Use VAE Decode.")
+    if not isinstance(vae, SPLIT):
+        names = ", ".join(cls.__name__ for cls in SPLIT)
+        raise UnsupportedError(f"{type(vae).__name__} cannot be split by rows, only {names}. Use VAE Decode.")
     if vae.use_tiling:
         raise UnsupportedError("Tiling is on, which blends tiles, and rows are exact. Call vae.disable_tiling() first.")
-    for name, processor in vae.attn_processors.items():
+    for name, processor in getattr(vae, "attn_processors", {}).items():
         if not isinstance(processor, (AttnProcessor2_0, FusedAttnProcessor2_0)):
             raise UnsupportedError(f"{name} is {type(processor).__name__}, which does not use torch's attention and "
                                    f"would see this rank's rows only. Use AttnProcessor2_0.")
 
 
 def _pair(value):
+    return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+
+
+def _of_dims(value, num_dims):
+    """An argument of a convolution as a number for each dim of the image."""
     if isinstance(value, str):
         raise UnsupportedError(f'A convolution with padding="{value}" cannot be split. Use VAE Decode.')
-    return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,) * num_dims

@@ -129,12 +129,24 @@ class LoadAutoencoder:
 
 @dataclass(frozen=True)
 class Decode:
-    """Decode latents (B, C, H, W) to pictures (B, H', W', 3) with values in [0, 1]."""
+    """Decode latents (B, C, H, W) to pictures (B, H', W', 3) with values in [0, 1]; of videos, (B, C, F, H, W) to
+    (B, F', H', W', 3)."""
 
     request: int
     autoencoder: str
     latent: Segment
     picture: Segment
+    measure_memory: bool = False   # count what lives, which takes time
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Encode pictures (B, 3, H, W), or videos (B, 3, F, H, W), with values in [-1, 1], to latents: the means."""
+
+    request: int
+    autoencoder: str
+    picture: Segment
+    latent: Segment
 
 
 @dataclass(frozen=True)
@@ -186,7 +198,7 @@ class Failed:
 
 
 MESSAGES = {cls.__name__: cls for cls in (
-    LoadModel, DropModel, Conditioning, DropConditioning, Predict, LoadAutoencoder, Decode, ReportMemory, Stop,
+    LoadModel, DropModel, Conditioning, DropConditioning, Predict, LoadAutoencoder, Decode, Encode, ReportMemory, Stop,
     Ready, Phase, Done, Failed)}
 
 

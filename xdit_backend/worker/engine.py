@@ -3,13 +3,15 @@
 import math
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count as count_from
 
 import torch
 import torch.distributed as dist
 
 from ..checkpoints.transformer import block_sizes, load_transformer
-from ..checkpoints.vae import load_autoencoder_kl
+from ..checkpoints.vae import load_autoencoder
 from ..models import FAMILIES
 from ..models.plan import Family
 from ..parallel.apply import Seams
@@ -18,7 +20,8 @@ from ..parallel.mesh import build_mesh
 from ..parallel.pipefusion import KeyValues, Link, Offload
 from ..parallel.tokens import Tokens
 from ..parallel.trip import Trip
-from ..parallel.vae import decode_rows
+from ..parallel.vae import Ranks, decode_rows, encode_rows
+from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
 from ..planner import FULL, shard_sizes, shard_start, split_stages, stage_of
 from ..protocol import messages
 from ..protocol.errors import XDiTError
@@ -47,11 +50,12 @@ class Engine:
         self._models, self._autoencoders, self._conditioning, self._meshes = {}, {}, {}, {}
         self._key_values, self._links, self._posted = {}, {}, {}
         self._unclaimed = []               # receives of commands that failed before they waited; gloo needs them kept
+        self._ranks, self._planners = Ranks(dist.group.WORLD), {}
         self._handlers = {
             messages.LoadModel: self._load_model, messages.DropModel: self._drop_model,
             messages.Conditioning: self._keep_conditioning, messages.DropConditioning: self._drop_conditioning,
             messages.Predict: self._predict, messages.LoadAutoencoder: self._load_autoencoder,
-            messages.Decode: self._decode, messages.ReportMemory: self._report_memory,
+            messages.Decode: self._decode, messages.Encode: self._encode, messages.ReportMemory: self._report_memory,
         }
 
     def carry_out(self, command):
@@ -104,6 +108,7 @@ class Engine:
     def _drop_model(self, command):
         self._models.pop(command.name, None)
         self._autoencoders.pop(command.name, None)
+        self._planners.pop(command.name, None)
         self._release_memory()
 
     def _keep_conditioning(self, command):
@@ -228,19 +233,54 @@ class Engine:
         spec = command.spec
         if spec.name not in self._autoencoders:
             tensors = {name: map_segment(segment) for name, segment in spec.weights.items()}
-            self._autoencoders[spec.name] = load_autoencoder_kl(tensors, getattr(torch, spec.dtype), self.device)
+            self._autoencoders[spec.name] = load_autoencoder(tensors, getattr(torch, spec.dtype), self.device)
+            self._planners[spec.name] = RowPlanner(self._autoencoders[spec.name])
 
     def _decode(self, command):
         vae = self._autoencoders[command.autoencoder]
-        latent = map_segment(command.latent).to(self.device, vae.dtype)
-        picture = map_segment(command.picture)
+        latent, picture = map_segment(command.latent), map_segment(command.picture)
+        block_size, num_steps = self._plan_rows(command.autoencoder, latent[:1].shape, 1)
+        traffic, live, started_s, started_cpu_s = Traffic(), LiveBytes(), time.perf_counter(), time.process_time()
         for index in range(len(latent)):
-            self.report_phase("decoding", index, len(latent))
-            start, rows = decode_rows(vae, latent[index:index + 1], dist.group.WORLD)
-            # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
-            rows = rows[0].float().add(1).div(2).clamp(0, 1).movedim(0, -1).contiguous()
-            with pinned(picture[index, start:start + len(rows)]) as own_rows:
-                own_rows.copy_(rows, non_blocking=True)
+            progress = self._progress("decoding", index, len(latent), num_steps)
+            with live if command.measure_memory else nullcontext():
+                share = decode_rows(vae, latent[index:index + 1].to(self.device, vae.dtype), self._ranks, traffic,
+                                    block_size, progress)
+            if share is not None:
+                # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
+                pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
+                own = picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1])
+                for frame, own_frame in zip(pixels, own) if pixels.dim() == 4 else [(pixels, own)]:
+                    _copy_out(frame, own_frame)
+        return {"sent_bytes": traffic.sent_bytes, "busy_s": time.perf_counter() - started_s,
+                "cpu_s": time.process_time() - started_cpu_s, "peak_bytes": live.peak_bytes}
+
+    def _encode(self, command):
+        vae = self._autoencoders[command.autoencoder]
+        picture, latent = map_segment(command.picture), map_segment(command.latent)
+        scale = picture.shape[-1] // latent.shape[-1]
+        block_size, num_steps = self._plan_rows(command.autoencoder, picture[:1].shape, scale)
+        for index in range(len(picture)):
+            progress = self._progress("encoding", index, len(picture), num_steps)
+            share = encode_rows(vae, picture[index:index + 1], scale, self._ranks,
+                                block_size=block_size, on_convolution=progress)
+            if share is not None:
+                latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
+
+    def _plan_rows(self, name, shape, scale):
+        return self._planners[name].plan(shape, scale, self._ranks, free_bytes(self.device))
+
+    def _progress(self, text, index, count, num_steps):
+        """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth."""
+        steps = count_from(index * num_steps)
+        total = count * max(1, num_steps)
+
+        def step():
+            done = next(steps)
+            if done * 20 // total != (done - 1) * 20 // total:
+                self.report_phase(text, done, total)
+        self.report_phase(text, index * max(1, num_steps), total)
+        return step
 
     def _report_memory(self, command):
         """Bytes of parameters and buffers held, and bytes of device memory in use."""
@@ -270,3 +310,12 @@ class Engine:
 def _brings_text(patch):
     """Text tokens take part in a step once, with its first patch (ALGORITHMS.md section 2.5)."""
     return patch is None or patch.start == 0
+
+
+def _copy_out(tensor, mapped):
+    """Copy a result into its part of shared memory: page-locked where that part is in one piece."""
+    if not mapped.is_contiguous():
+        mapped.copy_(tensor)
+        return
+    with pinned(mapped) as target:
+        target.copy_(tensor.contiguous(), non_blocking=True)

@@ -1,0 +1,30 @@
+"""Distributed VAE Encode: VAE Encode, with the rows of the picture spread over the devices."""
+
+from comfy_api.latest import io
+
+from ..xdit_backend.config import ParallelConfig
+from .bridge.autoencoder import encode
+from .parallel_config import Parallel
+
+
+class XDiTVAEEncode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="XDiTVAEEncode",
+            display_name="Distributed VAE Encode",
+            category="xDiT",
+            description="Encodes a picture or video on all devices, each with its rows. Equal to VAE Encode, without tile seams.",
+            search_aliases=["vae encode", "encode", "image to latent", "multi gpu"],
+            inputs=[
+                io.Image.Input("pixels", tooltip="The picture to encode; for a video VAE, the frames."),
+                io.Vae.Input("vae", tooltip="The ordinary VAE of SD, SDXL, SD3, Flux, Wan or Qwen-Image."),
+                Parallel.Input("parallel", optional=True, tooltip="From xDiT Parallel Config. Not connected: the workers that are "
+                               "running, else all GPUs."),
+            ],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(cls, pixels, vae, parallel=None) -> io.NodeOutput:
+        return io.NodeOutput({"samples": encode(vae, pixels, parallel or ParallelConfig())})

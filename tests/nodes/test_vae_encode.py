@@ -1,0 +1,60 @@
+"""Distributed VAE Encode equals VAE Encode, for every VAE it takes."""
+
+import pytest
+import torch
+
+# kind, shape of the picture: sizes that are no multiple of the VAE's scale are cropped as VAE Encode crops them
+CASES = [("vae-sd", (1, 64, 64, 3)), ("vae-sd", (2, 77, 100, 3)), ("vae-sd3", (1, 16, 40, 4)), ("vae-flux2", (1, 80, 50, 3)),
+         ("vae-taesd", (2, 64, 50, 3)), ("vae-wan", (1, 48, 40, 3)), ("vae-wan", (9, 41, 56, 3)), ("vae-wan", (6, 24, 16, 4))]
+
+
+def picture(shape):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(2))
+
+
+def vae_with_encoder(vae_of, kind):
+    return vae_of(kind, **({} if kind in ("vae-wan", "vae-taesd") else {"encoder": True}))
+
+
+@pytest.mark.parametrize("kind, shape", CASES, ids=str)
+@pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("cpu", marks=pytest.mark.slow),
+                                     pytest.param("cpu,cpu,cpu", marks=pytest.mark.slow),
+                                     pytest.param("cpu,cpu,cpu,cpu", marks=pytest.mark.slow)])
+def test_latents_equal_native_vae_encode(comfyui, vae_of, kind, devices, shape):
+    vae = vae_with_encoder(vae_of, kind)
+    with torch.inference_mode():
+        want = comfyui.nodes.VAEEncode().encode(vae, picture(shape))[0]["samples"]
+        latent = comfyui.vae_encode.execute(picture(shape), vae, comfyui.config(devices)).args[0]["samples"]
+
+    assert latent.shape == want.shape and latent.dtype == want.dtype
+    assert (latent - want).norm() / want.norm() < 1e-4
+    assert want.std() > 0.01
+
+
+def test_decoder_and_encoder_are_on_the_workers_side_by_side(comfyui, vae_of):
+    vae, config = vae_with_encoder(vae_of, "vae-wan"), comfyui.config("cpu,cpu")
+
+    latent = comfyui.vae_encode.execute(picture((5, 32, 32, 3)), vae, config).args[0]["samples"]
+    video = comfyui.vae_decode.execute({"samples": latent}, vae, config).args[0]
+
+    with torch.inference_mode():
+        want = comfyui.nodes.VAEDecode().decode(vae, comfyui.nodes.VAEEncode().encode(vae, picture((5, 32, 32, 3)))[0])[0]
+    assert video.shape == (5, 32, 32, 3)
+    assert (video - want).abs().max() <= 1 / 255
+
+
+def test_a_picture_smaller_than_a_latents_row_is_refused(comfyui, vae_of):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="smaller than 8 x 8 pixels"):
+        comfyui.vae_encode.execute(picture((1, 7, 30, 3)), vae_with_encoder(vae_of, "vae-wan"), comfyui.config("cpu,cpu"))
+
+
+def test_other_vaes_are_refused_by_name(comfyui, vae_of):
+    import copy
+
+    import comfy.ldm.cogvideo.vae
+    vae = copy.copy(vae_of("vae-sd3"))
+    with torch.device("meta"):
+        vae.first_stage_model = comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX()
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="Encode does not support this VAE .AutoencoderKLCogVideoX"):
+        comfyui.vae_encode.execute(picture((1, 32, 32, 3)), vae, comfyui.config("cpu,cpu"))

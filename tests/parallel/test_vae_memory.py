@@ -1,0 +1,154 @@
+"""Memory of a decode by rows: measured it is what was estimated, a rank has its share of it, and what does not fit is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import AutoencoderKL
+
+from tests.ranks import run_ranks
+from tests.vae_zoo import KINDS, latent, picture, tiny_vae
+from xdit_backend.parallel.vae import Ranks, decode_rows, encode_rows
+from xdit_backend.parallel.vae_memory import LiveBytes, RowPlanner, free_bytes, need_of, outline_of
+from xdit_backend.protocol.errors import ConfigError
+
+SIZE = (1, 48, 8)
+
+
+def peak_bytes(rank, world_size, kind, way, block_size):
+    vae, ranks = tiny_vae(kind, torch.float32), Ranks(dist.group.WORLD)
+    given = latent(kind, *SIZE, torch.float32) if way == "decode" else picture(kind, *SIZE, torch.float32)
+    with LiveBytes() as live:
+        if way == "decode":
+            decode_rows(vae, given, ranks, block_size=block_size)
+        else:
+            encode_rows(vae, given, KINDS[kind].scale, ranks, block_size=block_size)
+    return live.peak_bytes
+
+
+@pytest.mark.parametrize("way", ["decode", "encode"])
+@pytest.mark.parametrize("kind, world_size", [("sd", 1), ("sd", 2), ("wan", 2), ("sd", 3)])
+def test_measured_memory_is_what_was_estimated(kind, way, world_size):
+    """But for the halos: at this size a rank borrows two rows for each 64 to 384 of its own."""
+    shape, scale = (latent(kind, *SIZE).shape, 1) if way == "decode" else (picture(kind, *SIZE).shape, KINDS[kind].scale)
+    outline = outline_of(tiny_vae(kind, torch.float32))
+    need = need_of(outline, shape, scale, world_size, whole=world_size == 1)
+
+    measured = max(run_ranks(peak_bytes, world_size, kind, way, None if world_size == 1 else 8))
+
+    assert 0.9 * need.peak_bytes < measured < 1.1 * need.peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["sd", "wan"])
+def test_two_ranks_each_need_at_most_055_of_what_one_needs(kind):
+    """In blocks; with whole convolutions two ranks also hold the copy that joins borrowed rows to their own."""
+    alone, = run_ranks(peak_bytes, 1, kind, "decode", 8)
+
+    assert max(run_ranks(peak_bytes, 2, kind, "decode", 8)) <= 0.55 * alone
+
+
+def plan(rank, world_size, kind, shape, scale, free):
+    try:
+        return RowPlanner(tiny_vae(kind, torch.float32)).plan(shape, scale, Ranks(dist.group.WORLD), free[rank])
+    except ConfigError as error:
+        return str(error)
+
+
+def test_one_rank_with_room_computes_all_at_once_and_others_in_blocks():
+    shape = latent("sd", *SIZE).shape
+    outline = outline_of(tiny_vae("sd", torch.float32))
+    need = need_of(outline, shape, 1, 1)
+    enough, tight = 2 ** 25 // need.row_bytes, int(1.2 * need.peak_bytes)
+
+    assert run_ranks(plan, 1, "sd", shape, 1, [2 ** 62]) == [(None, 0)]
+    (block_size, num_convolutions), = run_ranks(plan, 1, "sd", shape, 1, [tight])
+    assert 0 < block_size * need.row_bytes <= 0.25 * need.peak_bytes < enough * need.row_bytes
+    assert num_convolutions == need.num_convolutions
+    two = need_of(outline, shape, 1, 2)
+    assert run_ranks(plan, 2, "sd", shape, 1, [2 ** 62] * 2) == [(2 ** 25 // two.row_bytes, need.num_convolutions)] * 2
+
+
+def test_every_rank_refuses_what_does_not_fit_on_one_and_says_what_would_do():
+    shape = latent("sd", 1, 64, 12).shape
+    free = 2 * int(1.1 * need_of(outline_of(tiny_vae("sd", torch.float32)), shape, 1, 8).peak_bytes * 1.1)
+
+    first, second = run_ranks(plan, 2, "sd", shape, 1, [2 ** 62, free])
+
+    assert first == second
+    assert "Decoding a latent of 12 x 64 needs" in first and "on each of 2 devices" in first
+    assert any(f"Use {number} devices" in first for number in (7, 8))
+
+
+def test_refuses_what_fits_on_no_number_of_devices():
+    message, = run_ranks(plan, 1, "wan", picture("wan", 1, 2, 2).shape, 8, [1000])
+
+    assert "Encoding 16 x 16 pixels and 9 frames needs" in message and "Use a smaller picture, or VAE Encode (Tiled)" in message
+
+
+def test_tells_the_free_memory_of_this_machine():
+    assert 2 ** 20 < free_bytes(torch.device("cpu"))
+
+
+def test_views_and_inputs_are_counted_once():
+    given = torch.ones(1000)
+    with LiveBytes() as live:
+        view = given[:10]
+        made = given + 1
+        other = made.view(10, 100)[0]
+        del made
+
+        assert live.live_bytes == 4000
+        del other
+    assert (live.live_bytes, live.peak_bytes) == (0, 4000)
+    assert view.numel() == 10
+
+
+# Sizes that one rank could not hold
+
+
+def thin_vae(attention=True):
+    """Stable Diffusion's structure with 4 channels: three levels of upsampling, attention in the middle."""
+    torch.manual_seed(0)
+    return AutoencoderKL(
+        block_out_channels=(4, 4, 4, 4), layers_per_block=1, norm_num_groups=2, latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        mid_block_add_attention=attention).eval()
+
+
+def decode_thin(rank, world_size, side, attention):
+    """(first row, the first two rows, the most rows a convolution gives as a share of the image's, peak bytes)"""
+    vae, shares = thin_vae(attention), []
+    given = torch.randn(1, 4, side, side, generator=torch.Generator().manual_seed(0))
+
+    def note(module, inputs, output):
+        shares.append(output.shape[-2] / output.shape[-1])
+
+    for module in vae.decoder.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_hook(note)
+    with LiveBytes() as live:
+        share = decode_rows(vae, given, Ranks(dist.group.WORLD), block_size=64)
+    return share.start, share.tensor[:, :, :2].clone(), max(shares), live.peak_bytes
+
+
+def test_a_thin_decoder_on_8_ranks_holds_an_eighth_of_the_rows():
+    by_rank = run_ranks(decode_thin, 8, 64, True)
+
+    with torch.inference_mode():
+        whole = thin_vae().decode(torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))).sample
+    need = need_of(outline_of(thin_vae()), (1, 4, 64, 64), 1, 8)
+    for start, rows, share, peak_bytes in by_rank:
+        assert (rows - whole[:, :, start:start + 2]).abs().max() < 1e-5
+        assert share == 1 / 8 and peak_bytes < 1.3 * need.peak_bytes
+
+
+@pytest.mark.slow
+def test_decodes_10240_pixels_on_8_ranks_with_an_eighth_of_the_rows_on_each():
+    """Without attention, whose time grows with the square of the pixels: hours here. One rank would need eight times as much
+    memory, and one rank with Stable Diffusion's decoder 375 GB in float32.
+    """
+    need = need_of(outline_of(thin_vae(attention=False)), (1, 4, 1280, 1280), 1, 8)
+    by_rank = run_ranks(decode_thin, 8, 1280, False, timeout_s=3600)
+
+    assert [start for start, *_ in by_rank] == [rank * 1280 for rank in range(8)]
+    assert all(share == 1 / 8 and torch.isfinite(rows).all() for _, rows, share, _ in by_rank)
+    assert max(peak for *_, peak in by_rank) < 1.1 * need.peak_bytes

@@ -1,0 +1,33 @@
+"""The VAE's benchmark runs every group of workers, and what it measures is what it estimates. Its speeds are not judged here."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+def bench(*arguments):
+    return subprocess.run([sys.executable, "-m", "xdit_backend", "bench", "vae", *arguments], cwd=ROOT, capture_output=True,
+                          text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_bench_vae_prints_times_and_memory():
+    result = bench("--sizes", "128", "256", "--workers", "1", "2", "--width", "32", "--rounds", "1")
+
+    assert result.returncode == 0, result.stderr
+    rows = [line.replace(" x ", "x").split() for line in result.stdout.splitlines() if line.strip().startswith(("128 x", "256 x"))]
+    assert [row[:2] for row in rows] == [["128x128", "1"], ["128x128", "2"], ["256x256", "1"], ["256x256", "2"]]
+    for _, workers, seconds, ratio, cpu_s, peak, formula, of_one, sent in rows:
+        assert float(seconds) > 0 and 0.9 * float(formula) < float(peak) < 1.1 * float(formula) + 32      # at least 32 MB a block
+        assert (float(sent) > 0) == (workers == "2")
+    assert float(rows[3][7]) < 0.75                            # of one worker's; at this size a block is nearly the whole
+
+
+@pytest.mark.slow
+def test_bench_vae_refuses_sizes_that_are_no_pictures():
+    result = bench("--sizes", "100")
+
+    assert result.returncode != 0 and "must be multiples of 8" in result.stderr

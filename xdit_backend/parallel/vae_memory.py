@@ -1,0 +1,180 @@
+"""How much memory a decode or encode by rows takes, found on the meta device before it starts, and what to do about it.
+
+The engine asks RowPlanner. bench_vae measures with LiveBytes what it has estimated with it.
+"""
+
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..protocol.errors import ConfigError
+from .collectives import Traffic, all_gather
+from .vae import decode_rows, encode_rows, split_dim
+
+MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
+ROOMY = 1.5                    # so much, and one rank need not keep what convolutions take beside their output small
+MIN_BLOCK_BYTES = 2 ** 25      # of input and output of one block; an eighth of all that lives, where that is more
+CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.conv2d, torch.ops.aten.conv3d)
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, counts the memory of the tensors that torch's operators give out, until nothing refers to them.
+
+    What existed before is not counted, nor what an operator uses inside. Works on the meta device too, where a whole
+    decode costs a fraction of a second. `peak_bytes` is the most that lived at one time, `largest_row_bytes` what one row
+    (along row_dim) of the largest convolution takes, input and output.
+    """
+
+    def __init__(self, row_dim=-2):
+        super().__init__()
+        self.row_dim = row_dim
+        self.live_bytes = self.peak_bytes = 0
+        self.largest_row_bytes = 0
+        self._references = {}              # address of a storage -> number of live tensors that use it
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor, args)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if function.overloadpacket in CONVOLUTIONS:
+            self._note_convolution(args[0], outputs)
+        return outputs
+
+    def _count(self, tensor, args):
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key not in self._references:
+            inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+            if key in inputs:                                  # a view of what existed before
+                return
+            self._references[key] = 0
+            self.live_bytes += num_bytes
+        self._references[key] += 1
+        weakref.finalize(tensor, self._forget, key, num_bytes).atexit = False
+
+    def _forget(self, key, num_bytes):
+        self._references[key] -= 1
+        if not self._references[key]:
+            del self._references[key]
+            self.live_bytes -= num_bytes
+
+    def _note_convolution(self, given, output):
+        given_bytes, output_bytes = (tensor.numel() * tensor.element_size() for tensor in (given, output))
+        self.largest_row_bytes = max(self.largest_row_bytes, (given_bytes + output_bytes) // output.shape[self.row_dim])
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the busiest rank needs beside the weights."""
+
+    peak_bytes: int
+    row_bytes: int                 # what one row of the largest convolution takes, input and output
+    num_convolutions: int          # that on_convolution will be called for
+
+
+def outline_of(vae):
+    """The same autoencoder without bytes."""
+    with torch.device("meta"):
+        outline = torch.nn.Module.to(type(vae).from_config(vae.config), vae.dtype)     # the class's own warns
+    for name in ("encoder", "decoder", "quant_conv", "post_quant_conv"):
+        if getattr(vae, name, None) is None and getattr(outline, name, None) is not None:
+            setattr(outline, name, None)
+    return outline.eval()
+
+
+def need_of(outline, shape, scale, num_ranks, whole=False):
+    """The Need for decoding (scale 1) or encoding a tensor of this shape by this many ranks; runs it on the meta device.
+
+    outline: see outline_of. scale: see encode_rows. whole: with convolutions all at once, on one rank; else in about eight
+    blocks, of which peak_bytes has one.
+    """
+    shape = list(shape)
+    dim = split_dim(shape)
+    shape[dim] = -(-shape[dim] // scale // num_ranks) * scale
+    given = torch.empty(shape, dtype=outline.dtype, device="meta")
+    num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
+    convolutions = []
+    options = {} if whole else {"block_size": num_rows, "on_convolution": lambda: convolutions.append(1), "dim": dim}
+    with LiveBytes(dim) as live:
+        if scale == 1:
+            decode_rows(outline, given, **options)
+        else:
+            encode_rows(outline, given, scale, **options)
+    return Need(live.peak_bytes, live.largest_row_bytes, len(convolutions))
+
+
+class RowPlanner:
+    """Chooses, for one autoencoder, how decode_rows and encode_rows go about a size. Keeps what it has found for a size."""
+
+    def __init__(self, vae):
+        self._outline, self._device, self._needs = outline_of(vae), vae.device, {}
+
+    def plan(self, shape, scale, ranks, free_bytes):
+        """Choose the block_size of decode_rows (scale 1) or encode_rows; returns it and the number of convolutions to come.
+
+        Every rank calls it with the bytes that it may use, and all get one answer: blocks where rows are split, which save
+        the copies that join borrowed rows to a rank's own, and None for one rank with room enough. Raises ConfigError, on
+        every rank, when the busiest rank needs more than the fullest has; it names the number of devices that would do.
+        """
+        free_bytes = _least(free_bytes, ranks, self._device)
+        if ranks.count == 1:
+            need = self._need(shape, scale, 1, whole=True)
+            if need.peak_bytes * ROOMY <= free_bytes:
+                return None, need.num_convolutions
+        need = self._need(shape, scale, min(ranks.count, max(shape[-2:]) // scale))
+        if need.peak_bytes * MARGIN > free_bytes:
+            raise ConfigError(_does_not_fit(self._outline, shape, scale, ranks.count, need, free_bytes))
+        counted_bytes = need.peak_bytes // 8                   # of a block, in the peak
+        room_bytes = int(free_bytes / MARGIN) - need.peak_bytes
+        block_bytes = min(max(MIN_BLOCK_BYTES, counted_bytes), counted_bytes + room_bytes)
+        return max(1, block_bytes // need.row_bytes), need.num_convolutions
+
+    def _need(self, shape, scale, num_ranks, whole=False):
+        key = (tuple(shape), scale, num_ranks, whole)
+        if key not in self._needs:
+            self._needs[key] = need_of(self._outline, shape, scale, num_ranks, whole)
+        return self._needs[key]
+
+
+def _does_not_fit(outline, shape, scale, num_ranks, need, free_bytes):
+    what = f"Decoding a latent of {shape[-1]} x {shape[-2]}" if scale == 1 else f"Encoding {shape[-1]} x {shape[-2]} pixels"
+    frames = f" and {shape[-3]} frames" if len(shape) == 5 else ""
+    needed_bytes = need.peak_bytes * MARGIN
+    # Memory is a constant and a share of the rows.
+    rows = max(shape[-2:]) // scale
+    own_rows = -(-rows // num_ranks)
+    half = need_of(outline, shape, scale, 2 * num_ranks)
+    half_rows = -(-rows // (2 * num_ranks))
+    row_bytes = (needed_bytes - half.peak_bytes * MARGIN) / max(1, own_rows - half_rows)
+    rows_that_fit = own_rows - (needed_bytes - free_bytes) / row_bytes if row_bytes > 0 else 0
+    remedy = f"Use {-(-rows // int(rows_that_fit))} devices like these, a smaller picture" if rows_that_fit >= 1 else \
+        "Use a smaller picture"
+    return (f"{what}{frames} needs {needed_bytes / 2**30:.1f} GB on each of {num_ranks} devices, and "
+            f"{free_bytes / 2**30:.1f} GB are free. {remedy}, or VAE {'Decode' if scale == 1 else 'Encode'} (Tiled).")
+
+
+def _least(free_bytes, ranks, device):
+    """The least of what the ranks may use. Ranks on one device share what it has."""
+    place = -1 if device.type == "cpu" else device.index or 0
+    own = torch.tensor([[free_bytes, place]], dtype=torch.int64, device=device)
+    everyone = all_gather(own, [1] * ranks.count, 0, ranks.first(ranks.count), Traffic()) if ranks.count > 1 else own
+    places = everyone[:, 1].tolist()
+    return min(free // places.count(place) for free, place in everyone.tolist())
+
+
+def free_bytes(device):
+    """Bytes that this process may still use on a device; 2 ** 62 where that cannot be told."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return 2 ** 62
