@@ -149,6 +149,7 @@ def test_a_cancelled_run_leaves_the_group_ready_and_nothing_behind(client, spec_
     assert client.group.segments.names() == []
 
 
+@pytest.mark.slow
 def test_an_error_in_a_stage_is_told_and_the_next_run_works(client, spec_of):
     """A stage may wait for what another never sent, so the group is started anew."""
     one, spec = small("SD3"), spec_of("SD3", stages=STAGES)
@@ -160,7 +161,7 @@ def test_an_error_in_a_stage_is_told_and_the_next_run_works(client, spec_of):
     assert (sample(client, spec, one, Layout(pipefusion_degree=2), 4, 1) - oracle(one, 4, 1)).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_stage_ends_the_run_within_10_s_and_is_named(client, spec_of, rank):
     one, spec = small("SD3"), spec_of("SD3", stages=STAGES)
     finish(client, keep_flying(client, spec, one, rounds=1))

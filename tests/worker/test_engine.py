@@ -112,7 +112,7 @@ QUICK = [Layout(cfg_degree=2, pipefusion_degree=2), Layout(data_degree=2, pipefu
          Layout(cfg_degree=2, data_degree=2, pipefusion_degree=2), Layout(cfg_degree=2, pipefusion_degree=4)]
 
 
-@pytest.mark.parametrize("layout", QUICK, ids=name_of)
+@pytest.mark.parametrize("layout", [*QUICK[:3], *(pytest.param(layout, marks=pytest.mark.slow) for layout in QUICK[3:])], ids=name_of)
 def test_mixtures_equal_the_oracle(store, folder, layout):
     results, _ = play(store, folder, layout, stages_of(layout))
 
