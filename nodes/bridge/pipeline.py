@@ -75,8 +75,9 @@ class PipelineRun:
         return any(request.name not in self._filled for request in requests)
 
     def predict_whole(self, requests):
-        """Evaluate named requests for whole latents; keys and values are kept for patches to come."""
-        keep = len(self.patches) > 1 and self.whole_because is None and self._warm_sigma > -math.inf
+        """Evaluate named requests for whole latents; keys and values are kept where patches of this latent follow."""
+        keep = (len(self.patches) > 1 and self.whole_because is None and self._warm_sigma > -math.inf
+                and self._is_of_this_run(requests))
         layout = warmup_layout(self._layout, self._spec.stages)
         batches = [[request] for request in requests] if self._config.warmup == "whole" else [requests]
         predictions = []
@@ -87,6 +88,10 @@ class PipelineRun:
         if keep:
             self._filled |= {request.name for request in requests}
         return predictions
+
+    def _is_of_this_run(self, requests):
+        """Nodes may call the model for a piece of the latent, or for another one."""
+        return all(tuple(request.latent.shape[2:]) == self.shape[2:] for request in requests)
 
     def submit_patch(self, requests, index):
         """Send named requests for patch `index`; returns a ticket for `wait`."""
@@ -100,7 +105,7 @@ class PipelineRun:
     def predict(self, requests, sigma):
         """Evaluate requests for whole latents, whole or patch by patch; the stages run empty at the end."""
         requests = self.name(requests)
-        if tuple(requests[0].latent.shape[2:]) != self.shape[2:] or self.is_whole(requests, sigma):
+        if not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
             return self.predict_whole(requests)
         tickets = [self.submit_patch([dataclasses.replace(request, latent=request.latent.narrow(self.dim, patch.start, rows))
                                       for request in requests], index)

@@ -82,3 +82,20 @@ def test_predictions_equal_the_model_on_the_cpu(gpu_client, spec_of, name, dtype
         result, = gpu_client.predict(spec_of(name, dtype), layout(**degrees), 4, [call_of(one)])
 
         assert (result - one.run()).norm() / one.run().norm() < tolerance, degrees
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("offload", [False, True])
+def test_stale_patches_on_one_gpu_equal_the_oracle(name, offload, spec_of):  # noqa: F811
+    """Two stages on one GPU over gloo; with offload, keys and values stay in page-locked host memory."""
+    from tests.host.test_pipefusion import oracle, sample, small
+    from xdit_backend.protocol.messages import Layout, Stages
+    one = small(name)
+    want = oracle(one, 4, 1)
+    client = Client(("cuda:0", "cuda:0"))
+    try:
+        result = sample(client, spec_of(name, "float32", Stages(2, offload=offload)), one, Layout(pipefusion_degree=2), 4, 1)
+    finally:
+        client.close()
+
+    assert (result - want).norm() / want.norm() < 1e-4

@@ -159,22 +159,20 @@ class Link:
     """
 
     def __init__(self, mesh, device):
-        self._group, self._device = mesh.pipefusion_group, device
-        ranks = dist.get_process_group_ranks(self._group)
-        stage = mesh.ranks["pipefusion"]
-        self.stage = stage
-        self._before = ranks[stage - 1] if stage > 0 else None
-        self._after = ranks[stage + 1] if stage + 1 < len(ranks) else None
+        self._before_group, self._after_group, self._device = mesh.before_group, mesh.after_group, device
+        self.stage = mesh.ranks["pipefusion"]
+        self._before = dist.get_process_group_ranks(self._before_group)[0] if self._before_group else None
+        self._after = dist.get_process_group_ranks(self._after_group)[1] if self._after_group else None
         self._sent = []
         self._timeout_s = float(os.environ.get("XDIT_STAGE_TIMEOUT_S", STAGE_TIMEOUT_S))
         self.num_posted = self.num_received = self.num_sent = 0
 
     def post_receive(self, num_elements, dtype):
         """Make room for the next message of the stage before. Returns a handle for `receive`."""
-        on_cpu = dist.get_backend(self._group) == "gloo"
+        on_cpu = dist.get_backend(self._before_group) == "gloo"
         buffer = torch.empty(num_elements, dtype=dtype, device="cpu" if on_cpu else self._device)
         self.num_posted += 1
-        return buffer, dist.irecv(buffer, self._before, group=self._group)
+        return buffer, dist.irecv(buffer, self._before, group=self._before_group)
 
     def receive(self, handle):
         """Wait for a posted message. Raises XDiTError naming the stage that is silent."""
@@ -189,10 +187,10 @@ class Link:
 
     def send(self, message, traffic):
         """Start sending to the stage after, and let go of what has arrived there."""
-        message = on_wire(message, self._group)
+        message = on_wire(message, self._after_group)
         traffic.count(message.numel(), message)
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-        self._sent.append((dist.isend(message, self._after, group=self._group), message))
+        self._sent.append((dist.isend(message, self._after, group=self._after_group), message))
         self.num_sent += 1
 
     def drain(self):
