@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from PIL import Image
 
 from tests.browser.chromium import ARGUMENTS, find_chromium
 from tests.comfyui_server import ROOT, Host, comfyui_folder, make_base
@@ -28,6 +29,8 @@ def host(tmp_path_factory):
         (base / "models" / folder).mkdir(parents=True)
         for name in names:
             (base / "models" / folder / name).touch()
+    (base / "input").mkdir(exist_ok=True)
+    Image.new("RGB", (64, 64)).save(base / "input" / "example.png")         # ComfyUI brings one of this name
     with Host(comfyui, base) as host:
         yield host
 
