@@ -5,6 +5,7 @@ The oracle is the native sampler on the whole latent, with a model of stale keys
 
 import dataclasses
 import functools
+import sys
 
 import pytest
 import torch
@@ -192,12 +193,32 @@ def test_a_prompt_that_starts_late_runs_whole_when_it_is_first_seen(comfyui):
     assert relative_error(result, reference) < 0.2
 
 
-def test_areas_run_whole_and_the_node_says_so(comfyui, monkeypatch):
+@pytest.fixture
+def said(comfyui, monkeypatch):
+    """What the node tells a person about the run."""
+    texts = []
+    monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.pipeline"], "show_text", texts.append)
+    return texts
+
+
+def test_dpm_adaptive_runs_whole_and_the_node_says_so(comfyui, said):
+    arguments = {"sampler": "dpm_adaptive", "steps": 2}
+
+    result = comfyui.sample(staged(comfyui, "sd3"), "sd3", **arguments)
+
+    assert relative_error(result, comfyui.reference("sd3", **arguments)) < EXACT
+    assert any("every step whole, because this workflow uses dpm_adaptive" in text for text in said)
+
+
+def test_too_many_patches_for_the_latent_are_fewer_and_the_node_says_so(comfyui, said):
+    comfyui.sample(staged(comfyui, "sd3", num_patches=20), "sd3")
+
+    assert any("8 patches (the latent has too few rows for 20)" in text for text in said)
+
+
+def test_areas_run_whole_and_the_node_says_so(comfyui, said):
     left, right = comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 4, tokens=33)
     left[0][1]["area"], right[0][1]["area"] = (16, 10, 0, 0), (16, 12, 0, 6)
-    said = []
-    pipeline = __import__("sys").modules[f"{comfyui.pack.__name__}.nodes.bridge.pipeline"]
-    monkeypatch.setattr(pipeline, "show_text", said.append)
 
     result = comfyui.sample(staged(comfyui, "sd3"), "sd3", positive=left + right)
 
@@ -216,7 +237,7 @@ def test_runs_of_different_shape_do_not_see_each_other(comfyui):
 def test_progress_is_told_once_a_step_with_the_whole_latent(comfyui):
     model, told = staged(comfyui, "sd3"), []
     noise = torch.randn(1, 16, 16, 18, generator=torch.Generator().manual_seed(1))
-    sampler = __import__("sys").modules[comfyui.parallel_sampler.__module__]
+    sampler = sys.modules[comfyui.parallel_sampler.__module__]
     prompts = comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 2)
     import comfy.sample
     with torch.inference_mode():
