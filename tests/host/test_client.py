@@ -122,6 +122,7 @@ def test_dropping_a_model_gives_its_memory_back(client, spec_of):
     assert before in (None, held)
 
 
+@pytest.mark.slow
 def test_all_ranks_share_one_copy_of_the_file(tmp_path):
     """Weights in the file's dtype stay maps of the file: no worker has a private copy."""
     from diffusers import SD3Transformer2DModel

@@ -77,6 +77,7 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(sp
     assert gone(before)
 
 
+@pytest.mark.slow
 def test_a_killed_torchrun_is_replaced_by_a_new_group(spec_of):
     """Nothing was lost, so nothing is said; the orphaned workers end."""
     before = set(left_behind())
