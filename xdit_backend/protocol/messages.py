@@ -4,6 +4,7 @@ Commands go from the host to every rank, the same ones in the same order. Replie
 """
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -217,11 +218,16 @@ def decode(raw):
         raise XDiTError(f"Not a message of this project: {raw[:200]!r} ({error})") from error
 
 
+@functools.cache
+def _hints(kind):
+    return typing.get_type_hints(kind)
+
+
 def _build(kind, value):
     """Make `value`, as JSON gives it, an instance of the annotation `kind`."""
     origin = typing.get_origin(kind)
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         unknown = set(value) - set(hints)
         if unknown:
             raise TypeError(f"{kind.__name__} has no {sorted(unknown)}")
