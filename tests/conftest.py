@@ -35,7 +35,7 @@ def left_behind():
     """Segments' folders and worker processes that exist now, but for those of a living host that is not ours."""
     folders = [str(path) for base in {"/dev/shm", tempfile.gettempdir()} if os.path.isdir(base)
                for path in Path(base).glob("xdit-*-*")]
-    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
+    listing = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
     processes = [line for line in listing if "xdit_backend.worker" in line]
     return [entry for entry in folders + processes if (host := re.search(r"xdit-(\d+)-[0-9a-f]{8}", entry)) and _counts(int(host[1]))]
 

@@ -62,7 +62,7 @@ class WorkerGroup:
         self.devices = tuple(devices)
         self.segments = SegmentStore()
         self._log_folder = self.segments.overflow_folder / "logs"
-        self._channels, self._open, self._last_request = {}, {}, 0
+        self._channels, self._open, self._last_request, self._pids = {}, {}, 0, []
         self.totals = {}                                       # rank -> sums of the measurements in its answers, by name
         self._process = self._door = self._store = None
         self._finalizer = weakref.finalize(self, self.segments.close)
@@ -134,7 +134,7 @@ class WorkerGroup:
             except ChannelClosedError:
                 pass
         if self._process is not None:
-            _end(self._process, patience_s=3 if self._channels else 0)
+            _end(self._process, self._pids, patience_s=3 if self._channels else 0)
         for channel in self._channels.values():
             channel.close()
         self._channels = {}
@@ -190,6 +190,7 @@ class WorkerGroup:
                                            f"output:\n{self._last_lines()}") from None
                 if isinstance(message, Ready):
                     self._channels[message.rank] = channel
+                    self._pids.append(message.pid)
                     ready.add(message.rank)
                     on_phase(Phase(message.rank, "starting workers", len(ready), len(self.devices)))
 
@@ -285,13 +286,18 @@ def _environment(devices):
     return environment
 
 
-def _end(process, patience_s):
-    """Wait for torchrun and its workers to end, then make them."""
+def _end(process, pids, patience_s):
+    """Wait for torchrun and its workers to end, then make them: first the workers, which torchrun still waits for."""
     try:
         process.wait(patience_s)
         return
     except subprocess.TimeoutExpired:
         pass
+    for pid in pids:                                           # one that hangs or is stopped takes no other signal
+        try:
+            os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+        except ProcessLookupError:
+            continue
     for kill in (signal.SIGTERM, getattr(signal, "SIGKILL", signal.SIGTERM)):
         try:
             os.killpg(process.pid, kill) if hasattr(os, "killpg") else process.kill()
