@@ -17,7 +17,8 @@ class XDiTParallelSampler(io.ComfyNode):
             node_id="XDiTParallelSampler",
             display_name="Parallel Sampler",
             category="xDiT",
-            description="Denoises the latent on all devices. The picture is the one a single device would have made; with PipeFusion it differs a little.",
+            description="Denoises the latent on all devices. The picture is the one a single device would have made; with "
+                        "PipeFusion it differs a little.",
             search_aliases=["ksampler", "sampler", "denoise", "multi gpu"],
             inputs=[
                 io.Model.Input("model", tooltip="The MODEL of Load xDiT Model."),

@@ -50,6 +50,16 @@ class Setting:
             raise ConfigError(f"tokens={self.num_image_tokens} is not a square number. Use {(side // 2) ** 2}.")
         return side
 
+    def exchanged(self, degrees):
+        """Elements a rank sends in the attention of one block: Ulysses 4 (S/D) h (U-1)/U, Ring 2 (S/R) (h/U) (R-1).
+
+        S with text, since text is sharded too (ALGORITHMS.md section 10).
+        """
+        ring, ulysses = degrees["ring"], degrees["ulysses"]
+        tokens = self.num_image_tokens + self.num_text_tokens
+        return (4 * tokens / (ring * ulysses) * self.width * (ulysses - 1) / ulysses
+                + 2 * tokens / ring * self.width / ulysses * (ring - 1))
+
 
 def add_arguments(parser):
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS),
@@ -207,16 +217,12 @@ def measure(setting, folder, layouts, num_cuda, options):
 def sent_bytes_formula(degrees, setting):
     """Bytes a rank sends a step (ALGORITHMS.md section 10), for one branch.
 
-    Attention of every block: Ulysses 4 (S/D) h (U-1)/U, Ring 2 (S/R) (h/U) (R-1) elements, S with text, since text is
-    sharded too; and the image tokens once at the end, (S_image/D) h (D-1).
+    Attention of every block, and the image tokens once at the end, (S_image/D) h (D-1) elements.
     """
-    ring, ulysses, h = degrees["ring"], degrees["ulysses"], setting.width
-    degree = ring * ulysses
-    tokens = setting.num_image_tokens + setting.num_text_tokens
+    degree = degrees["ring"] * degrees["ulysses"]
     num_blocks = setting.num_double_blocks + setting.num_single_blocks
-    attention = 4 * tokens / degree * h * (ulysses - 1) / ulysses + 2 * tokens / ring * h / ulysses * (ring - 1)
-    join = setting.num_image_tokens / degree * h * (degree - 1)
-    return (num_blocks * attention + join) * getattr(torch, setting.dtype).itemsize
+    join = setting.num_image_tokens / degree * setting.width * (degree - 1)
+    return (num_blocks * setting.exchanged(degrees) + join) * getattr(torch, setting.dtype).itemsize
 
 
 def print_table(rows, setting):

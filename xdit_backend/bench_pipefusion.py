@@ -11,8 +11,9 @@ import time
 import torch
 
 from .checkpoints.header import model_spec, read_header, recognise
+from .checkpoints.transformer import block_sizes
 from .config import ParallelConfig, validate, validate_layout
-from .planner import choose_num_patches, cut_patches, warmup_layout
+from .planner import choose_num_patches, cut_patches, split_stages, stage_blocks, stage_of, warmup_layout
 from .protocol.messages import Stages
 
 
@@ -40,29 +41,36 @@ def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_par
     return num_steps / (warm + slots / (num_stages * num_patches))
 
 
-def run(client, spec, layout, call, num_steps, warmup_steps, patches):
-    """Sample `num_steps` Euler steps from sigma 1 to 0; patches None: every step whole. Returns the latent."""
-    sigmas = torch.linspace(1, 0, num_steps + 1).tolist()
+def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channels, time_scale=1.0, by_image=False):
+    """Euler steps from the call's latent down the sigmas; returns the latent.
+
+    patches: of planner.cut_patches; None: every step is whole and nothing is kept. time_scale: timestep at sigma 1.
+    """
+    num_steps = len(sigmas) - 1
+    num_whole = num_steps if patches is None else min(warmup_steps, num_steps)
 
     def at(latent, step):
-        return dataclasses.replace(call, latent=latent.clone(), timestep=torch.tensor([sigmas[step]]))
+        timestep = torch.full((len(latent),), sigmas[step] * time_scale, dtype=latent.dtype)
+        return dataclasses.replace(call, latent=latent.clone(), timestep=timestep)
 
     def stepped(latent, step, prediction):
-        return latent + (sigmas[step + 1] - sigmas[step]) * prediction
+        return latent + (sigmas[step + 1] - sigmas[step]) * prediction.to(latent.dtype)
 
     x = call.latent
     whole_layout = warmup_layout(layout, spec.stages) if spec.stages else layout
-    for step in range(num_steps if patches is None else warmup_steps):
-        ticket = client.submit(spec, whole_layout, 16, [at(x, step)], keep=patches is not None)
+    for step in range(num_whole):
+        ticket = client.submit(spec, whole_layout, num_channels, [at(x, step)], keep=patches is not None, by_image=by_image)
         x = stepped(x, step, client.wait([ticket])[1][0])
-    if patches is None:
+    if not patches or num_whole == num_steps:
         return x
-    pieces = [x.narrow(2, patch.start, rows) for patch, rows in patches]
-    steps, flying = [warmup_steps] * len(patches), {}
+    dim = patches[0][0].dim
+    pieces = [x.narrow(dim, patch.start, rows) for patch, rows in patches]
+    steps, flying = [num_whole] * len(patches), {}
 
     def submit(index):
         if steps[index] < num_steps:
-            flying[client.submit(spec, layout, 16, [at(pieces[index], steps[index])], patch=patches[index][0])] = index
+            asked = at(pieces[index], steps[index])
+            flying[client.submit(spec, layout, num_channels, [asked], patch=patches[index][0])] = index
 
     for index in range(len(patches)):
         submit(index)
@@ -72,7 +80,12 @@ def run(client, spec, layout, call, num_steps, warmup_steps, patches):
         pieces[index] = stepped(pieces[index], steps[index], predictions[0])
         steps[index] += 1
         submit(index)
-    return torch.cat(pieces, 2) if pieces else x
+    return torch.cat(pieces, dim)
+
+
+def run(client, spec, layout, call, num_steps, warmup_steps, patches):
+    """A run of the bench: `num_steps` Euler steps from sigma 1 to 0."""
+    return sample(client, spec, layout, call, torch.linspace(1, 0, num_steps + 1).tolist(), warmup_steps, patches, 16)
 
 
 def measure(setting, folder, layouts, clients, call, options):
@@ -122,10 +135,10 @@ def measure(setting, folder, layouts, clients, call, options):
     for key, (degrees, client, spec, layout, patches) in jobs.items():
         sent, weights, kept = facts[key]
         bubble = bubble_ratio(options.steps, options.warmup_steps, degrees["pipefusion"], len(patches), spec.stages.every_block)
+        weight_formula, key_value_formula = memory_formulas(header, family, spec, len(weights), setting, degrees)
         rows[key] = Row(key, median[key] / options.steps, median["one"] / median[key],
                         bubble * degrees["ring"] * degrees["ulysses"], sent, sent_formula(degrees, setting), weights,
-                        weight_formula(header, family, spec, len(weights), setting), kept,
-                        key_value_formula(header, family, spec, len(kept), setting, degrees))
+                        weight_formula, kept, key_value_formula)
     return median["one"] / options.steps, rows
 
 
@@ -134,46 +147,31 @@ def sent_formula(degrees, setting):
 
     With sequence parallelism also the exchange inside it, as for whole steps (ALGORITHMS.md sections 2.4 and 3).
     """
-    degree = degrees["ring"] * degrees["ulysses"]
     tokens = setting.num_image_tokens + setting.num_text_tokens
-    stage = tokens * setting.width / degree
-    if degree > 1:
-        num_blocks = (setting.num_double_blocks + setting.num_single_blocks) / degrees["pipefusion"]
-        ulysses, ring = degrees["ulysses"], degrees["ring"]
-        stage += num_blocks * (4 * tokens / degree * setting.width * (ulysses - 1) / ulysses
-                               + 2 * tokens / ring * setting.width / ulysses * (ring - 1))
-    return stage * getattr(torch, setting.dtype).itemsize
+    num_blocks = (setting.num_double_blocks + setting.num_single_blocks) / degrees["pipefusion"]
+    stage = tokens * setting.width / (degrees["ring"] * degrees["ulysses"])
+    return (stage + num_blocks * setting.exchanged(degrees)) * getattr(torch, setting.dtype).itemsize
 
 
-def _blocks(header, family, spec, num_ranks):
-    """(parameters of each block, parameters outside the blocks, the blocks of each rank)"""
+def memory_formulas(header, family, spec, num_ranks, setting, degrees):
+    """([bytes of parameters], [bytes of stale keys and values]) of each rank.
+
+    Parameters: its stage's blocks, and all that is outside the blocks. Keys and values: 2 B (S + S_t) h / U for each of its
+    blocks (ALGORITHMS.md 2.8).
+    """
+    import diffusers                                           # slow to import, and --help needs neither
     from accelerate import init_empty_weights
-    import diffusers
-
-    from .checkpoints.transformer import block_sizes
-    from .planner import split_stages, stage_of
     with init_empty_weights():
         model = getattr(diffusers, family.transformer).from_config(header.config)
     sizes = block_sizes(model, family.plan)
     counts = split_stages([size * share for size, share in sizes], spec.stages.pipefusion_degree)
-    starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
-    blocks = [range(*starts[stage:stage + 2]) for stage in (stage_of(rank, spec.stages) for rank in range(num_ranks))]
-    whole = sum(parameter.numel() for parameter in (*model.parameters(), *model.buffers()))
-    return [size for size, _ in sizes], whole - sum(size for size, _ in sizes), blocks
-
-
-def weight_formula(header, family, spec, num_ranks, setting):
-    """Bytes of parameters a rank holds: its stage's blocks, and all that is outside the blocks."""
-    sizes, outside, blocks = _blocks(header, family, spec, num_ranks)
+    own = [stage_blocks(counts, stage_of(rank, spec.stages)) for rank in range(num_ranks)]
+    outside = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) - sum(size for size, _ in sizes)
     item = getattr(torch, setting.dtype).itemsize
-    return [item * (outside + sum(sizes if spec.stages.every_block else sizes[own.start:own.stop])) for own in blocks]
-
-
-def key_value_formula(header, family, spec, num_ranks, setting, degrees):
-    """Bytes of stale keys and values a rank holds: 2 B (S + S_t) h / U for each of its blocks (ALGORITHMS.md 2.8)."""
-    _, _, blocks = _blocks(header, family, spec, num_ranks)
+    held = [range(len(sizes)) if spec.stages.every_block else blocks for blocks in own]
     tokens = setting.num_image_tokens + setting.num_text_tokens
-    return [2 * tokens * setting.width / degrees["ulysses"] * len(own) * getattr(torch, setting.dtype).itemsize for own in blocks]
+    return ([item * (outside + sum(sizes[block][0] for block in blocks)) for blocks in held],
+            [item * 2 * tokens * setting.width / degrees["ulysses"] * len(blocks) for blocks in own])
 
 
 def _sent(client):

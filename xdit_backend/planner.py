@@ -142,6 +142,11 @@ def patch_dim(shape, patch_size):
     return 2 if len(shape) == 4 or shape[2] > patch_size[0] else 3
 
 
+def num_tokens(sizes, patch_size):
+    """Tokens of a latent with these sizes along the dims of patch_size."""
+    return math.prod(-(-size // patch) for size, patch in zip(sizes, patch_size))
+
+
 def choose_num_patches(requested, num_stages, shape, patch_size, sequence_degree=1):
     """How many patches a latent is cut into; fewer than requested where it has too few rows.
 
@@ -150,7 +155,7 @@ def choose_num_patches(requested, num_stages, shape, patch_size, sequence_degree
     """
     dim = patch_dim(shape, patch_size)
     rows = -(-shape[dim] // patch_size[dim - 2])
-    tokens_a_row = math.prod(-(-size // patch) for size, patch in zip(shape[dim + 1:], patch_size[dim - 1:]))
+    tokens_a_row = num_tokens(shape[dim + 1:], patch_size[dim - 1:])
     rows_needed = -(-sequence_degree // tokens_a_row)
     return max(1, min(requested or 2 * num_stages, rows // rows_needed))
 
@@ -165,6 +170,16 @@ def cut_patches(shape, patch_size, num_patches):
         patches.append((Patch(dim, start, shape[dim]), rows))
         start += rows
     return patches
+
+
+def opens_step(patch):
+    """Does this patch (None: a whole latent) come first in a step? Text tokens come with it (ALGORITHMS.md section 2.5)."""
+    return patch is None or patch.start == 0
+
+
+def stage_blocks(counts, stage):
+    """The blocks of a stage, where counts are the blocks of each."""
+    return range(sum(counts[:stage]), sum(counts[:stage + 1]))
 
 
 def stage_of(rank, stages):

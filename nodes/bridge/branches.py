@@ -12,7 +12,22 @@ from greenlet import getcurrent, greenlet
 MAX_BRANCHES = 2                           # what one prediction takes
 
 
-class BranchTask(greenlet):
+class Task(greenlet):
+    """A coroutine with context variables of its own, as ComfyUI's code expects of a thread of work."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.gr_context = contextvars.copy_context()
+
+
+def end_tasks(tasks):
+    """End those that have begun and not come to their end."""
+    for task in tasks:
+        if task and not task.dead:
+            task.throw()
+
+
+class BranchTask(Task):
     """A coroutine that evaluates one branch; its parent is told what it asks of the model."""
 
 
@@ -45,8 +60,6 @@ def run_branches(predict, calc_cond_batch, model, conds, x, timestep, model_opti
             waiting[index] = request
 
     try:
-        for task in tasks.values():
-            task.gr_context = contextvars.copy_context()
         for index in live:
             resume(index, index)
         while waiting:
@@ -55,7 +68,5 @@ def run_branches(predict, calc_cond_batch, model, conds, x, timestep, model_opti
             for index, prediction in zip(batch, predictions):
                 resume(index, prediction)
     finally:
-        for task in tasks.values():
-            if task and not task.dead:
-                task.throw()
+        end_tasks(tasks.values())
     return [torch.zeros_like(x) if output is None else output for output in outputs]

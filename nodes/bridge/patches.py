@@ -5,15 +5,17 @@ asks for a prediction, its request goes to the workers and another patch runs; s
 Used by Parallel Sampler.
 """
 
-import contextvars
 import dataclasses
 import functools
+from contextlib import contextmanager
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent
 
 import comfy.k_diffusion.sampling as k_sampling
 import comfy.samplers
+
+from .branches import Task, end_tasks
 
 # samplers whose steps depend on the whole latent, and what a person is told
 WHOLE_SAMPLERS = {"dpm_adaptive": "dpm_adaptive, which chooses its steps by an error over the whole latent"}
@@ -21,7 +23,7 @@ WHOLE_SAMPLERS = {"dpm_adaptive": "dpm_adaptive, which chooses its steps by an e
 GUIDANCE = ("sampler_cfg_function", "sampler_post_cfg_function", "sampler_pre_cfg_function", "sampler_calc_cond_batch_function")
 
 
-class PatchTask(greenlet):
+class PatchTask(Task):
     """A coroutine that samples one patch; its parent is told what it asks of the workers."""
 
 
@@ -78,15 +80,12 @@ class PatchwiseSampler:
         self._tasks = [PatchTask(run_patch) for _ in self._run.patches]
         try:
             with self._noise.drawn_whole():
-                for index, task in enumerate(self._tasks):
-                    task.gr_context = contextvars.copy_context()
+                for index in range(len(self._tasks)):
                     self._resume(index, index)
                 while self._waiting or self._flying:
                     self._advance()
         finally:
-            for task in self._tasks:
-                if task and not task.dead:
-                    task.throw()
+            end_tasks(self._tasks)
         return torch.cat([self._outputs[index] for index in range(len(self._tasks))], self._run.dim)
 
     def _advance(self):
@@ -155,10 +154,17 @@ class SharedNoise:
         self._made = [0] * len(cuts)           # noise samplers made by each patch
         self._samplers = []
 
+    @contextmanager
     def drawn_whole(self):
         """While under this, ComfyUI's noise samplers draw for the whole latent and give the running patch its part."""
-        return _Replaced(k_sampling, {name: functools.partial(self._make, getattr(k_sampling, name))
-                                      for name in ("default_noise_sampler", "BrownianTreeNoiseSampler")})
+        originals = {name: getattr(k_sampling, name) for name in ("default_noise_sampler", "BrownianTreeNoiseSampler")}
+        try:
+            for name, original in originals.items():
+                setattr(k_sampling, name, functools.partial(self._make, original))
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(k_sampling, name, original)
 
     def _make(self, make, x, *args, **kwargs):
         patch = self.patch
@@ -181,19 +187,3 @@ class SharedNoise:
             start, rows = self._cuts[patch]
             return whole.narrow(self._dim, start, rows)
         return noise
-
-
-class _Replaced:
-    """Attributes of a module, replaced while under this."""
-
-    def __init__(self, module, attributes):
-        self._module, self._attributes = module, attributes
-
-    def __enter__(self):
-        self._before = {name: getattr(self._module, name) for name in self._attributes}
-        for name, value in self._attributes.items():
-            setattr(self._module, name, value)
-
-    def __exit__(self, *_):
-        for name, value in self._before.items():
-            setattr(self._module, name, value)

@@ -95,7 +95,8 @@ class PipelineRun:
 
     def submit_patch(self, requests, index):
         """Send named requests for patch `index`; returns a ticket for `wait`."""
-        self._filled |= {request.name for request in requests} if index == len(self.patches) - 1 else set()
+        if index == len(self.patches) - 1:
+            self._filled |= {request.name for request in requests}
         return self._client.submit(self._spec, self._layout, self._num_channels, requests, patch=self.patches[index][0])
 
     def wait(self, tickets):

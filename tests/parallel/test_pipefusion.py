@@ -15,7 +15,7 @@ from xdit_backend.parallel.mesh import build_mesh
 from xdit_backend.parallel.pipefusion import KeyValues, Link, Offload
 from xdit_backend.parallel.tokens import Tokens
 from xdit_backend.parallel.trip import Trip
-from xdit_backend.planner import choose_num_patches, cut_patches, split_stages
+from xdit_backend.planner import choose_num_patches, cut_patches, num_tokens, split_stages, stage_blocks
 from xdit_backend.protocol.messages import Layout
 
 EXACT = 1e-10
@@ -32,8 +32,7 @@ class Pipeline:
         self.seams = Seams(one.model, one.family.plan)
         self.key_values = KeyValues(Offload(torch.device("cpu")) if offload else None)
         sizes = num_blocks or split_stages([1] * self.seams.num_blocks, layout.pipefusion_degree)
-        stage = self.mesh.ranks["pipefusion"]
-        self.blocks = range(sum(sizes[:stage]), sum(sizes[:stage + 1]))
+        self.blocks = stage_blocks(sizes, self.mesh.ranks["pipefusion"])
         self.link = Link(self.mesh, torch.device("cpu")) if layout.pipefusion_degree > 1 else None
         self.traffic = Traffic()
 
@@ -52,11 +51,7 @@ class Pipeline:
         """The prediction for a latent or a patch of it, on every rank: the last stage tells the others."""
         trip = self.trip(latent, timestep, patch)
         if self.blocks.start > 0:
-            size = self.one.family.patch_size(self.one.config)
-            num_image = 1
-            for length, pixels in zip(latent.shape[2:], size):
-                num_image *= -(-length // pixels)
-            counts = {"image": num_image}
+            counts = {"image": num_tokens(latent.shape[2:], self.one.family.patch_size(self.one.config))}
             if self.one.family.has_text_stream:
                 counts["text"] = 0 if patch and patch.start else self.one.conditioning["context"].shape[1]
             tokens = Tokens(counts, self.mesh.sequence_degree, self.mesh.sequence_rank)

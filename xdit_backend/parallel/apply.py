@@ -36,6 +36,7 @@ class Seams:
         self._model, self._trip, self._exact_inputs, self._cuts = model, None, {}, {}
         blocks = [(block, list_) for list_ in plan.blocks for block in model.get_submodule(list_.name)]
         self.num_blocks = len(blocks)
+        self._lists = [list_ for _, list_ in blocks]
         self._skips = plan.skips(self.num_blocks)
         for index, (block, list_) in enumerate(blocks):
             for name, streams in plan.attention.items():
@@ -67,7 +68,7 @@ class Seams:
 
     def message_shapes(self, block, batch, sizes, width):
         """Shapes of what crosses from one stage to the next before `block`. sizes: {stream: tokens on this rank}."""
-        streams = [stream for stream in self._list_of(block - 1).returns if stream in sizes]
+        streams = [stream for stream in self._lists[block - 1].returns if stream in sizes]
         return [(batch, sizes[stream], width) for stream in streams] + \
             [(batch, sizes["image"], width)] * len(self._skips_over(block))
 
@@ -80,14 +81,6 @@ class Seams:
             yield
         finally:
             self._trip, self._exact_inputs, self._cuts = None, {}, {}
-
-    def _list_of(self, block):
-        for list_ in self.plan.blocks:
-            length = len(self._model.get_submodule(list_.name))
-            if block < length:
-                return list_
-            block -= length
-        raise IndexError(block)
 
     def _skips_over(self, block):
         """Earlier blocks whose outputs are skips for this block or later ones."""
@@ -162,7 +155,7 @@ class Seams:
         message = trip.arrive()
         pieces = [piece.view(shape) for piece, shape in
                   zip(message.split([torch.Size(shape).numel() for shape in shapes]), shapes)]
-        streams = dict(zip(self._list_of(index - 1).returns, pieces))
+        streams = dict(zip(self._lists[index - 1].returns, pieces))
         trip.skips.update(zip(self._skips_over(index), pieces[len(streams):]))
         return {name: streams[stream] for name, stream in self.plan.streams.items()}
 

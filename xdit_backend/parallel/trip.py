@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..planner import opens_step
 from ..protocol.messages import Patch
 from .collectives import Traffic
 from .mesh import Mesh
@@ -43,22 +44,24 @@ class Trip:
     @property
     def opens(self):
         """Does this trip bring the first tokens of a step, and with them the text?"""
-        return self.patch is None or self.patch.start == 0
+        return opens_step(self.patch)
 
     def keeps(self, block):
         return self.key_values is not None and block in self.kept_blocks
 
     @property
+    def tokens_a_row(self):
+        """Image tokens in each of the patch's token rows."""
+        return self.tokens.counts["image"] // -(-self.rows // self.patch_size)
+
+    @property
     def num_image_tokens(self):
         """Tokens of the whole image."""
-        count = self.tokens.counts["image"]
         if self.patch is None:
-            return count
-        return count // -(-self.rows // self.patch_size) * -(-self.patch.whole // self.patch_size)
+            return self.tokens.counts["image"]
+        return self.tokens_a_row * -(-self.patch.whole // self.patch_size)
 
     @property
     def first_token(self):
         """Index of this trip's first image token in the whole image."""
-        if self.patch is None:
-            return 0
-        return self.tokens.counts["image"] // -(-self.rows // self.patch_size) * (self.patch.start // self.patch_size)
+        return 0 if self.patch is None else self.tokens_a_row * (self.patch.start // self.patch_size)

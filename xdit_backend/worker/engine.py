@@ -22,7 +22,7 @@ from ..parallel.tokens import Tokens
 from ..parallel.trip import Trip
 from ..parallel.vae import Ranks, decode_rows, encode_rows
 from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
-from ..planner import FULL, shard_sizes, shard_start, split_stages, stage_of
+from ..planner import FULL, num_tokens, opens_step, shard_sizes, shard_start, split_stages, stage_blocks, stage_of
 from ..protocol import messages
 from ..protocol.errors import XDiTError
 from ..protocol.segments import map_segment, pinned
@@ -71,18 +71,15 @@ class Engine:
         report = lambda done, total: self.report_phase("loading weights", done, total)  # noqa: E731
         blocks = None
 
-        def own_blocks(model):
+        def held_blocks(model):
             nonlocal blocks
             sizes = block_sizes(model, family.plan)
-            if spec.stages is None:
-                blocks = range(len(sizes))
-            else:
-                counts = spec.stages.num_blocks or self._balanced(spec, sizes)
-                stage = stage_of(self.rank, spec.stages)
-                blocks = range(sum(counts[:stage]), sum(counts[:stage + 1]))
-            return range(len(sizes)) if spec.stages is None or spec.stages.every_block else blocks
+            blocks = every_block = range(len(sizes))
+            if spec.stages is not None:
+                blocks = stage_blocks(spec.stages.num_blocks or self._balanced(spec, sizes), stage_of(self.rank, spec.stages))
+            return every_block if spec.stages is None or spec.stages.every_block else blocks
 
-        model, config = load_transformer(spec, family, self.device, report, own_blocks)
+        model, config = load_transformer(spec, family, self.device, report, held_blocks)
         self._models[spec.name] = Loaded(model, config, family, Seams(model, family.plan),
                                          getattr(torch, spec.compute_dtype), spec, blocks)
 
@@ -185,7 +182,7 @@ class Engine:
         timestep = map_segment(branch.timestep)[rows]
         conditioning = {name: tensor[rows].to(loaded.dtype) if tensor.shape[0] == batch else tensor.to(loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
-        if loaded.family.has_text_stream and not _brings_text(patch):
+        if loaded.family.has_text_stream and not opens_step(patch):
             conditioning["context"] = conditioning["context"][:, :0]
         inputs = loaded.family.inputs(latent, timestep.to(self.device), conditioning, loaded.config, patch)
         num_blocks = loaded.seams.num_blocks
@@ -215,9 +212,9 @@ class Engine:
         link, handles = self._link(mesh, command.layout), []
         size = loaded.family.patch_size(loaded.config)
         for branch, first, last in self._parts(command, mesh):
-            counts = {"image": math.prod(-(-length // pixels) for length, pixels in zip(branch.latent.shape[2:], size))}
+            counts = {"image": num_tokens(branch.latent.shape[2:], size)}
             if loaded.family.has_text_stream:
-                counts["text"] = self._conditioning[branch.conditioning]["context"].shape[1] if _brings_text(command.patch) else 0
+                counts["text"] = self._conditioning[branch.conditioning]["context"].shape[1] if opens_step(command.patch) else 0
             tokens = Tokens(counts, mesh.sequence_degree, mesh.sequence_rank)
             shards = {stream: tokens.sizes((stream,))[mesh.sequence_rank] for stream in counts}
             shapes = loaded.seams.message_shapes(loaded.blocks.start, last - first, shards, loaded.family.width(loaded.config))
@@ -305,11 +302,6 @@ class Engine:
     def _release_memory(self):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _brings_text(patch):
-    """Text tokens take part in a step once, with its first patch (ALGORITHMS.md section 2.5)."""
-    return patch is None or patch.start == 0
 
 
 def _copy_out(tensor, mapped):
