@@ -200,6 +200,19 @@ def test_weight_dtypes_equal_native_ksampler(comfyui, weight_dtype, dtype, toler
     assert relative_error(result, exact) < 1.5 * relative_error(reference, exact) + 1e-3
 
 
+@pytest.mark.parametrize("weight_dtype", ["default", "fp32", "bf16", "fp8_e4m3fn"])
+def test_a_float8_file_equals_native_ksampler(comfyui, weight_dtype):
+    """Files in which every tensor is float8, as they are published, whatever the weights are then held in."""
+    dtype = comfyui.shell.WEIGHT_DTYPES[weight_dtype]
+    path = comfyui.base / "diffusion_models" / comfyui.file("sd35", dtype=torch.float8_e4m3fn)
+    import comfy.sd
+    native = comfy.sd.load_diffusion_model(str(path), model_options={} if dtype is None else {"dtype": dtype})
+
+    result = comfyui.sample(comfyui.ours("sd35", comfyui.config("cpu,cpu"), weight_dtype, dtype=torch.float8_e4m3fn), "sd35")
+
+    assert relative_error(result, comfyui.sample(native, "sd35")) < (3e-2 if weight_dtype == "bf16" else TOLERANCE)
+
+
 def test_float8_halves_the_workers_memory(comfyui):
     weights = {}
     for weight_dtype in ("bf16", "fp8_e4m3fn"):

@@ -72,13 +72,14 @@ def _move(model, device, spec, on_progress):
     """Cast and move one tensor after the other, so that never two copies of the model exist."""
     compute_dtype = getattr(torch, spec.compute_dtype)
     keep = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for done, (name, tensor) in enumerate(tensors):
+    tensors = [(f"{prefix}.{name}", tensor, hasattr(module, "_diffusers_hook")) for prefix, module in model.named_modules()
+               for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+    for done, (name, tensor, cast_by_layer) in enumerate(tensors):
         if tensor.is_meta:                                     # a block of another stage
             continue
         dtype = tensor.dtype
         is_table = name.endswith(("freqs_cos", "freqs_sin"))   # rotary tables stay as precise as they were made
-        if dtype.is_floating_point and dtype.itemsize > 1 and not is_table:
+        if dtype.is_floating_point and not is_table and not (cast_by_layer and dtype.itemsize == 1):
             dtype = torch.float32 if any(part in name.split(".") for part in keep) and compute_dtype != torch.float64 \
                 else compute_dtype
         tensor.data = tensor.data.to(device, dtype)
