@@ -94,6 +94,7 @@ def main(options):
         print_table(rows, setting)
         if staged:
             clients = start_clients({1, *(math.prod(degrees.values()) for degrees in staged.values())}, num_cuda)
+            clients["second"] = second_client(clients[1], num_cuda)
             try:
                 bench_pipefusion.print_table(
                     *bench_pipefusion.measure(setting, folder, staged, clients, calls(setting, 1)[0], options), options)
@@ -108,6 +109,11 @@ def start_clients(sizes, num_cuda):
     """{number of devices: Client}; ranks share a CUDA device, over gloo, where there are too few."""
     return {size: Client(resolve_devices(",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(size)),
                                          num_cuda)) for size in sizes}
+
+
+def second_client(first, num_cuda):
+    """A client of one device beside the first one's."""
+    return Client(resolve_devices("cuda:1" if num_cuda > 1 else first.devices[0], num_cuda))
 
 
 def parse_layout(name):
@@ -163,7 +169,7 @@ def measure(setting, folder, layouts, num_cuda, options):
     clients, peers = {}, {}
     try:
         clients |= start_clients({1, *sizes.values()}, num_cuda)
-        clients["second"] = Client(resolve_devices("cuda:1" if num_cuda > 1 else clients[1].devices[0], num_cuda))
+        clients["second"] = second_client(clients[1], num_cuda)
         configs = {}
         for name, degrees in layouts.items():
             manual = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})

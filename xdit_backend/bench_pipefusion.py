@@ -7,6 +7,7 @@ import dataclasses
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -16,15 +17,18 @@ from .config import ParallelConfig, validate, validate_layout
 from .planner import choose_num_patches, cut_patches, split_stages, stage_blocks, stage_of, warmup_layout
 from .protocol.messages import Stages
 
+BASELINE_STEPS = 4             # of one worker, before and after each run of a pipeline
+
 
 @dataclasses.dataclass
 class Row:
-    """One layout with one number of patches: medians over rounds."""
+    """One layout with one number of patches: medians over rounds. Each round has one worker's steps before and after."""
 
     name: str
     seconds: float                 # a step, the warm-up among them
     ratio: float                   # to one worker
     bubble: float                  # the ratio of the formula
+    apart: float                   # how much faster two workers that share nothing are than one, in the same minutes
     sent_bytes: float              # by the busiest rank, a step after the warm-up
     sent_formula: float
     weight_bytes: list             # of each rank
@@ -41,19 +45,26 @@ def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_par
     return num_steps / (warm + slots / (num_stages * num_patches))
 
 
-def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channels, time_scale=1.0, by_image=False):
+def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channels, time_scale=1.0, by_image=False,
+           guidance=None):
     """Euler steps from the call's latent down the sigmas; returns the latent.
 
     patches: of planner.cut_patches; None: every step is whole and nothing is kept. time_scale: timestep at sigma 1.
+    guidance: the scale of classifier-free guidance; the call's conditioning is then of twice as many rows as its latent,
+    the unconditional ones last.
     """
     num_steps = len(sigmas) - 1
     num_whole = num_steps if patches is None else min(warmup_steps, num_steps)
 
     def at(latent, step):
+        latent = latent if guidance is None else torch.cat([latent, latent])
         timestep = torch.full((len(latent),), sigmas[step] * time_scale, dtype=latent.dtype)
         return dataclasses.replace(call, latent=latent.clone(), timestep=timestep)
 
     def stepped(latent, step, prediction):
+        if guidance is not None:
+            conditional, unconditional = prediction.chunk(2)
+            prediction = unconditional + guidance * (conditional - unconditional)
         return latent + (sigmas[step + 1] - sigmas[step]) * prediction.to(latent.dtype)
 
     x = call.latent
@@ -89,7 +100,8 @@ def run(client, spec, layout, call, num_steps, warmup_steps, patches):
 
 
 def measure(setting, folder, layouts, clients, call, options):
-    """{name: Row} for layouts {name: degrees} with stages; clients: {number of devices: Client}."""
+    """{name: Row} for layouts {name: degrees} with stages; clients: {number of devices: Client},
+    and under "second" another one of one device."""
     header = read_header(folder)
     family = recognise(header)
     one_spec = model_spec(header, family, setting.dtype, setting.dtype)
@@ -106,40 +118,50 @@ def measure(setting, folder, layouts, clients, call, options):
             num_patches = choose_num_patches(asked, degrees["pipefusion"], call.latent.shape, (2, 2), stages.sequence_degree)
             patches = cut_patches(call.latent.shape, (2, 2), num_patches)
             jobs[f"{name} M={num_patches}"] = (degrees, clients[size], spec, config.layout, patches)
-    seconds, facts = {}, {}
+    times, facts = {key: [] for key in jobs}, {}
 
-    def timed(key, *arguments):
+    def whole_steps(client):
+        """Seconds a step of one worker that works alone, or beside the other."""
         started_s = time.perf_counter()
-        run(*arguments)
-        seconds.setdefault(key, []).append(time.perf_counter() - started_s)
+        run(client, one_spec, one_layout, call, BASELINE_STEPS, 0, None)
+        return (time.perf_counter() - started_s) / BASELINE_STEPS
 
+    def both_at_once():
+        with ThreadPoolExecutor(2) as pool:
+            return statistics.mean(pool.map(whole_steps, (clients[1], clients["second"])))
+
+    for client in (clients[1], clients["second"]):
+        run(client, one_spec, one_layout, call, 1, 0, None)    # loads the model
     for round_ in range(options.rounds + 1):                   # the first one warms up
         steps = options.steps if round_ else options.warmup_steps + 1
-        timed("one", clients[1], one_spec, one_layout, call, steps, 0, None)
         for key, (degrees, client, spec, layout, patches) in jobs.items():
             run(client, spec, layout, call, 1, 1, [])          # loads the model
             before = _sent(client)
             run(client, spec, layout, call, options.warmup_steps, options.warmup_steps, [])
             warmup_sent = [now - then for now, then in zip(_sent(client), before)]
             before = _sent(client)
-            timed(key, client, spec, layout, call, steps, options.warmup_steps, patches)
+            one_before_s = whole_steps(clients[1])
+            started_s = time.perf_counter()
+            run(client, spec, layout, call, steps, options.warmup_steps, patches)
+            elapsed_s = time.perf_counter() - started_s
+            one_s = (one_before_s + whole_steps(clients[1])) / 2
+            times[key].append((elapsed_s / steps, one_s * steps / elapsed_s, 2 * one_s / both_at_once(), one_s))
             sent = [now - then - warm for now, then, warm in zip(_sent(client), before, warmup_sent)]
             memory = client.report_memory()
             client.end_run()
             stale = max(1, steps - options.warmup_steps)
             facts[key] = (max(sent) / stale, [memory[rank]["weight_bytes"] for rank in sorted(memory)],
                           [memory[rank]["key_value_bytes"] for rank in sorted(memory)])
-        print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
-    median = {key: statistics.median(values[1:]) for key, values in seconds.items()}
+            print(f"\r{key}: round {round_} of {options.rounds}", end="", file=sys.stderr, flush=True)
     rows = {}
     for key, (degrees, client, spec, layout, patches) in jobs.items():
         sent, weights, kept = facts[key]
+        seconds, ratio, apart, _ = (statistics.median(column) for column in zip(*times[key][1:]))
         bubble = bubble_ratio(options.steps, options.warmup_steps, degrees["pipefusion"], len(patches), spec.stages.every_block)
         weight_formula, key_value_formula = memory_formulas(header, family, spec, len(weights), setting, degrees)
-        rows[key] = Row(key, median[key] / options.steps, median["one"] / median[key],
-                        bubble * degrees["ring"] * degrees["ulysses"], sent, sent_formula(degrees, setting), weights,
-                        weight_formula, kept, key_value_formula)
-    return median["one"] / options.steps, rows
+        rows[key] = Row(key, seconds, ratio, bubble * degrees["ring"] * degrees["ulysses"], apart, sent,
+                        sent_formula(degrees, setting), weights, weight_formula, kept, key_value_formula)
+    return statistics.median(row[3] for rows_ in times.values() for row in rows_[1:]), rows
 
 
 def sent_formula(degrees, setting):
@@ -182,15 +204,16 @@ def _sent(client):
 def print_table(one_s, rows, options):
     print(f"\nPipeFusion, runs of {options.steps} steps, {options.warmup_steps} of them warm-up ({options.warmup}); one worker: "
           f"{one_s:.3f} s/step")
-    print(f"{'layout':<26} {'s/step':>7} {'ratio':>6} {'bubble':>7} {'of it':>6} {'sent MB':>8} {'formula':>8} "
+    print(f"{'layout':<26} {'s/step':>7} {'ratio':>6} {'bubble':>7} {'of it':>6} {'apart':>6} {'sent MB':>8} {'formula':>8} "
           f"{'weights MB a rank':>19} {'formula':>15} {'keys+values MB':>15} {'formula':>13}")
 
     def megabytes(values):
         return "/".join(f"{value / 1e6:.1f}" for value in values)
 
     for row in rows.values():
-        print(f"{row.name:<26} {row.seconds:>7.3f} {row.ratio:>5.2f}x {row.bubble:>6.2f}x {row.ratio / row.bubble:>6.1%} "
+        print(f"{row.name:<26} {row.seconds:>7.3f} {row.ratio:>5.2f}x {row.bubble:>6.2f}x {row.ratio / row.bubble:>6.1%} {row.apart:>5.2f}x "
               f"{row.sent_bytes / 1e6:>8.2f} {row.sent_formula / 1e6:>8.2f} {megabytes(row.weight_bytes):>19} "
               f"{megabytes(row.weight_formula):>15} {megabytes(row.key_value_bytes):>15} {megabytes(row.key_value_formula):>13}")
-    print("bubble: T / (W + slots / (N M)), what the schedule allows at best on N full devices. Two workers apart, above, is "
-          "what this\nmachine allows two full workers; sent: the busiest rank, a step after the warm-up.")
+    print("ratio: to one worker's steps just before and after the run. bubble: T / (W + slots / (N M)), what the schedule allows on "
+          "N full\ndevices. apart: two workers that share nothing, in the same minutes: 2 if this machine has two full devices. "
+          "sent: the\nbusiest rank, a step after the warm-up.")
