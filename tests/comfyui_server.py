@@ -33,7 +33,7 @@ class HostError(Exception):
 
 def comfyui_folder():
     """The ComfyUI to test with: XDIT_COMFYUI, else the one that start.py fetched. None if there is none."""
-    folder = Path(os.environ.get("XDIT_COMFYUI") or ROOT / ".host" / "ComfyUI")
+    folder = Path(os.environ.get("XDIT_COMFYUI") or ROOT / ".host" / "ComfyUI").absolute()
     return folder if (folder / "main.py").is_file() else None
 
 
