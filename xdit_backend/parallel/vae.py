@@ -4,14 +4,14 @@ The worker calls decode_rows and encode_rows. diffusers' autoencoders run unmodi
 torch.nn.functional work on rows and fetch from the other ranks what a row needs of them (rows.py).
 """
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, AutoencoderKLWan, AutoencoderTiny
-from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0
+from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLLTXVideo, AutoencoderKLWan, AutoencoderTiny
+from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0, SanaMultiscaleLinearAttention
 
 # The originals, bound before they are replaced.
 from torch.nn.functional import interpolate
@@ -20,9 +20,10 @@ from torch.nn.functional import pad as pad_whole
 from ..planner import shard_sizes
 from ..protocol.errors import UnsupportedError
 from .collectives import Traffic
-from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows
+from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows, linear_attention_rows
 
-SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny)
+SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny, AutoencoderDC, AutoencoderKLLTXVideo)
+DECODE_TIMESTEP = 0.05         # what LTX's decoder is told where its config has none
 NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE cannot be split. Use VAE Decode."
 
 
@@ -68,6 +69,9 @@ def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convo
     Raises UnsupportedError for a VAE that cannot be split exactly.
     """
     def decode(rows):
+        if vae.config.get("timestep_conditioning"):            # LTX's, which also takes the last noise off
+            timestep = rows.new_full(rows.shape[:1], vae.config.get("decode_timestep", DECODE_TIMESTEP))
+            return vae.decode(rows, timestep, return_dict=False)[0]
         return vae.decode(rows, return_dict=False)[0]
 
     return _by_rows(vae, decode, latent, 1, ranks, traffic, block_size, on_convolution, dim)
@@ -110,7 +114,11 @@ def _by_rows(vae, run, whole, scale, ranks, traffic, block_size, on_convolution,
     own = split.scaled(scale)
     latent_across = whole.shape[split.other_dim] // scale
     waiting = []
-    with _replaced(**_row_functions(split, latent_across, block_size, waiting, on_convolution)):
+    with ExitStack() as replaced:
+        replaced.enter_context(_replaced(F, **_row_functions(split, latent_across, block_size, waiting, on_convolution)))
+        for module in vae.modules():
+            if isinstance(module, SanaMultiscaleLinearAttention):
+                replaced.enter_context(_replaced(module, **_linear_attention(split, module.eps)))
         result = run(whole.narrow(dim, own.start, own.size))
     if waiting:
         raise UnsupportedError(NOT_FOLLOWED)
@@ -155,16 +163,17 @@ def _row_functions(split, latent_across, block_size, waiting, on_convolution):
         return padded
 
     def row_interpolate(input, size=None, scale_factor=None, mode="nearest", *rest, **options):
-        whole = scale_factor is not None and all(float(factor).is_integer() for factor in _pair(scale_factor))
-        if mode not in ("nearest", "nearest-exact") or not whole:
+        factors = _pair(scale_factor) if size is None else [new / old for new, old in zip(size[-2:], input.shape[-2:])]
+        if mode not in ("nearest", "nearest-exact") or not all(float(factor).is_integer() for factor in factors):
             raise UnsupportedError(f"Upsampling with mode={mode}, size={size}, scale_factor={scale_factor} cannot be "
                                    f"split, only nearest by a whole factor. Use VAE Decode.")
-        return interpolate(input, scale_factor=scale_factor, mode=mode)
+        return interpolate(input, size=size, scale_factor=scale_factor, mode=mode)
 
     def row_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         if attn_mask is not None or is_causal:
             raise UnsupportedError("Masked attention in a VAE cannot be split. Use VAE Decode.")
-        sizes = [size * latent_across for size in split.sizes]
+        frames = query.shape[-2] // (split.size * latent_across)
+        sizes = [size * latent_across * frames for size in split.sizes]
         return attention_rows(query, key, value, sizes, split, dropout_p=dropout_p, **options)
 
     return {
@@ -177,16 +186,27 @@ def _row_functions(split, latent_across, block_size, waiting, on_convolution):
     }
 
 
+def _linear_attention(split, eps):
+    """What takes the place of the methods of Sana's attention. It has two, for few tokens and for many, of one result."""
+    def attend(query, key, value):
+        return linear_attention_rows(query, key, value, eps, split)
+    return {"apply_linear_attention": attend, "apply_quadratic_attention": attend}
+
+
 @contextmanager
-def _replaced(**functions):
-    originals = {name: getattr(F, name) for name in functions}
+def _replaced(owner, **functions):
+    """While active, attributes of a module, of Python's or of torch's, are these functions."""
+    originals = {name: vars(owner)[name] for name in functions if name in vars(owner)}
     try:
         for name, function in functions.items():
-            setattr(F, name, function)
+            setattr(owner, name, function)
         yield
     finally:
-        for name, original in originals.items():
-            setattr(F, name, original)
+        for name in functions:
+            if name in originals:
+                setattr(owner, name, originals[name])
+            else:                                              # it hid its class's
+                delattr(owner, name)
 
 
 def _check(vae):
