@@ -62,6 +62,7 @@ def ltx(noised=False):
     for module in vae.decoder.modules():
         if isinstance(module, torch.nn.Conv3d):
             module.padding_mode = "reflect"
+    vae.register_to_config(decode_timestep=0.05)
     return vae
 
 

@@ -23,7 +23,6 @@ from .collectives import Traffic
 from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows, linear_attention_rows
 
 SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny, AutoencoderDC, AutoencoderKLLTXVideo)
-DECODE_TIMESTEP = 0.05         # what LTX's decoder is told where its config has none
 NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE cannot be split. Use VAE Decode."
 
 
@@ -70,7 +69,7 @@ def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convo
     """
     def decode(rows):
         if vae.config.get("timestep_conditioning"):            # LTX's, which also takes the last noise off
-            timestep = rows.new_full(rows.shape[:1], vae.config.get("decode_timestep", DECODE_TIMESTEP))
+            timestep = rows.new_full(rows.shape[:1], vae.config.decode_timestep)
             return vae.decode(rows, timestep, return_dict=False)[0]
         return vae.decode(rows, return_dict=False)[0]
 

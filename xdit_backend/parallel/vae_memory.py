@@ -3,6 +3,7 @@
 The engine asks RowPlanner. bench_vae measures with LiveBytes what it has estimated with it.
 """
 
+import copy
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from .vae import decode_rows, encode_rows, split_dim
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
 ROOMY = 1.5                    # so much, and one rank need not keep what convolutions take beside their output small
 MIN_BLOCK_BYTES = 2 ** 25      # of input and output of one block; an eighth of all that lives, where that is more
+LEAST_ROWS = 2                 # of the latent: an image of one row cannot be padded by reflection
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.conv2d, torch.ops.aten.conv3d)
 
 
@@ -80,12 +82,9 @@ class Need:
 
 def outline_of(vae):
     """The same autoencoder without bytes."""
-    with torch.device("meta"):
-        outline = torch.nn.Module.to(type(vae).from_config(vae.config), vae.dtype)     # the class's own warns
-    for name in ("encoder", "decoder", "quant_conv", "post_quant_conv"):
-        if getattr(vae, name, None) is None and getattr(outline, name, None) is not None:
-            setattr(outline, name, None)
-    return outline.eval()
+    without_bytes = {id(tensor): type(tensor)(tensor.detach().to("meta"), False) if isinstance(tensor, torch.nn.Parameter)
+                     else tensor.to("meta") for tensor in (*vae.parameters(), *vae.buffers())}
+    return copy.deepcopy(vae, without_bytes)
 
 
 def need_of(outline, shape, scale, num_ranks, whole=False):
@@ -96,7 +95,7 @@ def need_of(outline, shape, scale, num_ranks, whole=False):
     """
     shape = list(shape)
     dim = split_dim(shape)
-    shape[dim] = -(-shape[dim] // scale // num_ranks) * scale
+    shape[dim] = max(LEAST_ROWS, -(-shape[dim] // scale // num_ranks)) * scale
     given = torch.empty(shape, dtype=outline.dtype, device="meta")
     num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
     convolutions = []
