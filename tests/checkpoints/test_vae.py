@@ -18,8 +18,8 @@ from xdit_backend.protocol.errors import CheckpointError
 MADE_BY_COMFYUI = """
 import sys, torch, tiny_checkpoints
 tiny_checkpoints.import_comfyui(sys.argv[1])
-import comfy.ldm.hunyuan_video.vae, comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae, comfy.ldm.wan.vae
-import comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.ldm.wan.vae2_2, comfy.taesd.taesd
+import comfy.ldm.hunyuan_video.vae, comfy.ldm.hunyuan_video.vae_refiner, comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae, comfy.ldm.wan.vae
+import comfy.ldm.cogvideo.vae, comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.ldm.wan.vae2_2, comfy.taesd.taesd
 
 AutoencoderKL = comfy.ldm.models.autoencoder.AutoencoderKL
 config = dict(double_z=True, z_channels=4, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4],
@@ -36,6 +36,13 @@ def ltx(kind):
     vae.decode_noise_scale = 0                                 # the host's part
     return vae
 
+def hunyuan():
+    widths = {"ch": 32, "ch_mult": [1, 1, 2, 2], "num_res_blocks": 1, "z_channels": 16, "conv3d": True, "time_compress": 4}
+    return AutoencoderKL(ddconfig={**config, **widths}, embed_dim=16)
+
+def cogvideox():
+    return comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX(block_out_channels=(32, 64, 64, 64), layers_per_block=1)
+
 small = {**config, "ch": 32, "ch_mult": [1, 2, 3], "num_res_blocks": 1}
 wan = dict(dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[], temperal_downsample=[False, True, True], dropout=0.0)
 # kind -> VAE, shape of a latent, shape of a picture
@@ -49,6 +56,13 @@ tiny = {
     "wan 2.2": (comfy.ldm.wan.vae2_2.WanVAE(dim=8, dec_dim=16, z_dim=48, **wan), (1, 48, 3, 2, 3), (1, 3, 9, 32, 48)),
     "ltx": (ltx("vae-ltx"), (2, 128, 3, 2, 3), (2, 3, 17, 64, 96)),
     "ltx 0.9.5": (ltx("vae-ltx095"), (1, 128, 3, 2, 3), (1, 3, 17, 64, 96)),
+    # In pieces of 1 + 8 frames (encoder) and of 2 latent frames (decoder), the last of which are not full
+    "hunyuan": (hunyuan(), (1, 16, 5, 2, 3), (1, 3, 15, 16, 24)),
+    "hunyuan, one frame": (hunyuan(), (2, 16, 1, 2, 3), (2, 3, 3, 16, 24)),
+    "cogvideox": (cogvideox(), (2, 16, 3, 2, 3), (1, 3, 13, 16, 24)),
+    "cogvideox, even": (cogvideox(), (1, 16, 4, 2, 3), (1, 3, 8, 16, 24)),
+    "cogvideox, one frame more": (cogvideox(), (1, 16, 2, 3, 2), (1, 3, 17, 16, 24)),
+    "cogvideox, one frame": (cogvideox(), (1, 16, 1, 2, 3), (1, 3, 1, 16, 24)),
     "taesd": (comfy.taesd.taesd.TAESD(latent_channels=16), (2, 16, 3, 5), (2, 3, 24, 40)),
 }
 for kind, (vae, latent_shape, picture_shape) in tiny.items():
@@ -65,7 +79,9 @@ for kind, (vae, latent_shape, picture_shape) in tiny.items():
 
 others = {
     "Flux.2": lambda: AutoencoderKL(ddconfig={**config, "z_channels": 32, "batch_norm_latent": True}, embed_dim=32),
-    "HunyuanVideo": lambda: AutoencoderKL(ddconfig={**config, "conv3d": True, "time_compress": 4}, embed_dim=4),
+    "HunyuanVideo 1.5": lambda: torch.nn.ModuleDict({"decoder": comfy.ldm.hunyuan_video.vae_refiner.Decoder(
+        z_channels=32, out_channels=3, block_out_channels=[1024, 1024, 512, 256, 128], num_res_blocks=2, ffactor_spatial=16,
+        ffactor_temporal=4)}),
     "Stable Video Diffusion": lambda: comfy.ldm.models.autoencoder.AutoencodingEngine(
         regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
         encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
@@ -102,7 +118,8 @@ def tensors(made_by_comfyui):
 
 DECODED_WITH = ("decoder.", "post_quant_conv.", "conv2.", "taesd_decoder.")
 ENCODED_WITH = ("encoder.", "quant_conv.", "conv1.", "taesd_encoder.")
-KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "ltx", "ltx 0.9.5", "taesd"]
+KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "ltx", "ltx 0.9.5", "taesd", "hunyuan", "hunyuan, one frame",
+         "cogvideox", "cogvideox, even", "cogvideox, one frame more", "cogvideox, one frame"]
 TOLERANCE = 1e-4
 
 
@@ -178,7 +195,7 @@ def test_config_of_stable_diffusions_vae(made_by_comfyui):
 
 
 @pytest.mark.parametrize("kind, named", [
-    ("Flux.2", "Flux.2"), ("HunyuanVideo", "another video VAE"), ("Stable Video Diffusion", "Stable Video Diffusion"),
+    ("Flux.2", "Flux.2"), ("HunyuanVideo 1.5", "tensors do not fit"), ("Stable Video Diffusion", "Stable Video Diffusion"),
     ("LTX 0.9.1", "adds random noise"), ("TAESD of Flux.2", "tiny autoencoder of Flux.2"), ("HunyuanImage", "58 tensors do not fit"),
 ])
 def test_rejects_the_other_vaes_of_comfyui(made_by_comfyui, kind, named):

@@ -9,7 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from diffusers import AutoencoderKL, AutoencoderKLLTXVideo, AutoencoderKLWan, AutoencoderTiny
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLCogVideoX,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLWan,
+    AutoencoderTiny,
+)
 from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint, convert_wan_vae_to_diffusers
 from torch.nn import Conv3d
 
@@ -235,6 +242,49 @@ def finish_ltx(vae, settings):
     del vae.latents_mean, vae.latents_std
 
 
+# --- HunyuanVideo ---
+
+def hunyuan_config(shapes):
+    """LDM's structure with convolutions over time."""
+    config = autoencoder_kl_config({_without_conv(name): shape[:2] + shape[3:] for name, shape in shapes.items()})
+    num_levels = len(config["block_out_channels"])
+    return {**{name: config[name] for name in ("in_channels", "out_channels", "latent_channels", "block_out_channels",
+                                               "layers_per_block", "norm_num_groups", "mid_block_add_attention")},
+            "down_block_types": ("HunyuanVideoDownBlock3D",) * num_levels, "up_block_types": ("HunyuanVideoUpBlock3D",) * num_levels}
+
+
+def convert_hunyuan(tensors, config):
+    """By LDM's converter, to which a convolution over time is shown as one of pictures."""
+    weights = convert_ldm_vae_checkpoint({_without_conv(name): tensor for name, tensor in tensors.items()}, config)
+
+    def renamed(name):
+        layer, _, leaf = name.rpartition(".")
+        is_conv = layer.rpartition(".")[2] in ("conv", "conv1", "conv2", "conv_in", "conv_out", "conv_shortcut")
+        return f"{layer}.conv.{leaf}" if is_conv else name
+    return {renamed(name): tensor.flatten(1) if ".attentions." in name and tensor.ndim > 1 else tensor
+            for name, tensor in weights.items()}
+
+
+def _without_conv(name):
+    """The name that the layer has in a VAE of pictures."""
+    return re.sub(r"\.conv\.(weight|bias)$", r".\1", name)
+
+
+# --- CogVideoX, whose names are diffusers' in ComfyUI too ---
+
+def cogvideox_config(shapes):
+    given = _given(shapes)
+    half, blocks = ("decoder", "decoder.up_blocks") if "decoder.conv_in.conv.weight" in shapes else ("encoder", "encoder.down_blocks")
+    num_levels = _count(shapes, blocks + ".{}.resnets.0.conv1.conv.weight")
+    widths = tuple(given(f"{blocks}.{index}.resnets.0.conv1.conv.weight", 0) for index in range(num_levels))
+    return {
+        "block_out_channels": widths if half == "encoder" else widths[::-1],
+        "layers_per_block": _count(shapes, blocks + ".0.resnets.{}.conv1.conv.weight") - (half == "decoder"),
+        "latent_channels": given("decoder.conv_in.conv.weight", 1) or given("encoder.conv_out.conv.weight", 0) // 2,
+        "down_block_types": ("CogVideoXDownBlock3D",) * num_levels, "up_block_types": ("CogVideoXUpBlock3D",) * num_levels,
+    }
+
+
 # --- tiny autoencoders ---
 
 def tiny_config(shapes):
@@ -269,6 +319,10 @@ FAMILIES = (
               lambda shapes, settings: (AutoencoderKLWan, wan_config(shapes)), lambda tensors, config: convert_wan_vae_to_diffusers(tensors)),
     VaeFamily("LTX-Video", ("coder.up_blocks.0.res_blocks.", "coder.down_blocks.0.res_blocks."),
               lambda shapes, settings: (AutoencoderKLLTXVideo, ltx_config(shapes, settings)), convert_ltx, finish_ltx),
+    VaeFamily("HunyuanVideo", ("coder.mid.block_1.conv1.conv.",),
+              lambda shapes, settings: (AutoencoderKLHunyuanVideo, hunyuan_config(shapes)), convert_hunyuan),
+    VaeFamily("CogVideoX", ("coder.mid_block.resnets.0.conv1.conv.",),
+              lambda shapes, settings: (AutoencoderKLCogVideoX, cogvideox_config(shapes)), lambda tensors, config: tensors),
     VaeFamily("tiny autoencoders (TAESD)", ("taesd_decoder.", "taesd_encoder."),
               lambda shapes, settings: (AutoencoderTiny, tiny_config(shapes)), convert_tiny),
     VaeFamily("SD, SDXL, SD3, Flux and Flux.2", (),

@@ -4,13 +4,22 @@ The worker calls decode_rows and encode_rows. diffusers' autoencoders run unmodi
 torch.nn.functional work on rows and fetch from the other ranks what a row needs of them (rows.py).
 """
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLLTXVideo, AutoencoderKLWan, AutoencoderTiny
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLCogVideoX,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLWan,
+    AutoencoderTiny,
+)
 from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0, SanaMultiscaleLinearAttention
 
 # The originals, bound before they are replaced.
@@ -19,10 +28,13 @@ from torch.nn.functional import pad as pad_whole
 
 from ..planner import shard_sizes
 from ..protocol.errors import UnsupportedError
+from . import frames
 from .collectives import Traffic
+from .frames import replaced
 from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows, linear_attention_rows
 
-SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny, AutoencoderDC, AutoencoderKLLTXVideo)
+SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny, AutoencoderDC, AutoencoderKLLTXVideo,
+         AutoencoderKLHunyuanVideo, AutoencoderKLCogVideoX)
 NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE cannot be split. Use VAE Decode."
 
 
@@ -60,20 +72,14 @@ def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convo
     """Decode this rank's rows of a picture. Every rank of `ranks` calls it, with the same whole latent.
 
     latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H', W'):
-    put together by rank, the shares are vae.decode(latent). A picture wider than tall is split by columns. Where there are
-    more ranks than rows the last ones have nothing to do and get None. Without ranks, or alone, it decodes the
-    whole picture. block_size: what of its output a convolution computes at once, see conv_rows; None for all.
-    on_convolution() is called before each convolution of a picture that is split or computed in blocks. dim: -2 to split
-    rows and -1 to split columns, where the choice is not to be made here.
+    put together by rank, the shares are vae.decode(latent), as ComfyUI does it (frames.py). A picture wider than tall is
+    split by columns. Where there are more ranks than rows the last ones have nothing to do and get None. Without ranks, or
+    alone, it decodes the whole picture. block_size: what of its output a convolution computes at once, see conv_rows; None
+    for all. on_convolution() is called before each convolution of a picture that is split or computed in blocks. dim: -2 to
+    split rows and -1 to split columns, where the choice is not to be made here.
     Raises UnsupportedError for a VAE that cannot be split exactly.
     """
-    def decode(rows):
-        if vae.config.get("timestep_conditioning"):            # LTX's, which also takes the last noise off
-            timestep = rows.new_full(rows.shape[:1], vae.config.decode_timestep)
-            return vae.decode(rows, timestep, return_dict=False)[0]
-        return vae.decode(rows, return_dict=False)[0]
-
-    return _by_rows(vae, decode, latent, 1, ranks, traffic, block_size, on_convolution, dim)
+    return _by_rows(vae, partial(frames.decode, vae), latent, 1, ranks, traffic, block_size, on_convolution, dim)
 
 
 @torch.inference_mode()
@@ -86,8 +92,7 @@ def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, 
     assert all(size % scale == 0 for size in picture.shape[-2:]), f"{tuple(picture.shape)} is no multiple of {scale}"
 
     def encode(rows):
-        latent = vae.encode(rows.to(vae.device, vae.dtype), return_dict=False)[0]
-        return latent if isinstance(latent, torch.Tensor) else latent.mode()
+        return frames.encode(vae, rows.to(vae.device, vae.dtype))
 
     return _by_rows(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution, dim)
 
@@ -114,10 +119,10 @@ def _by_rows(vae, run, whole, scale, ranks, traffic, block_size, on_convolution,
     latent_across = whole.shape[split.other_dim] // scale
     waiting = []
     with ExitStack() as replaced:
-        replaced.enter_context(_replaced(F, **_row_functions(split, latent_across, block_size, waiting, on_convolution)))
+        replaced.enter_context(replaced(F, **_row_functions(split, latent_across, block_size, waiting, on_convolution)))
         for module in vae.modules():
             if isinstance(module, SanaMultiscaleLinearAttention):
-                replaced.enter_context(_replaced(module, **_linear_attention(split, module.eps)))
+                replaced.enter_context(replaced(module, **_linear_attention(split, module.eps)))
         result = run(whole.narrow(dim, own.start, own.size))
     if waiting:
         raise UnsupportedError(NOT_FOLLOWED)
@@ -171,8 +176,8 @@ def _row_functions(split, latent_across, block_size, waiting, on_convolution):
     def row_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         if attn_mask is not None or is_causal:
             raise UnsupportedError("Masked attention in a VAE cannot be split. Use VAE Decode.")
-        frames = query.shape[-2] // (split.size * latent_across)
-        sizes = [size * latent_across * frames for size in split.sizes]
+        num_frames = query.shape[-2] // (split.size * latent_across)
+        sizes = [size * latent_across * num_frames for size in split.sizes]
         return attention_rows(query, key, value, sizes, split, dropout_p=dropout_p, **options)
 
     return {
@@ -190,22 +195,6 @@ def _linear_attention(split, eps):
     def attend(query, key, value):
         return linear_attention_rows(query, key, value, eps, split)
     return {"apply_linear_attention": attend, "apply_quadratic_attention": attend}
-
-
-@contextmanager
-def _replaced(owner, **functions):
-    """While active, attributes of a module, of Python's or of torch's, are these functions."""
-    originals = {name: vars(owner)[name] for name in functions if name in vars(owner)}
-    try:
-        for name, function in functions.items():
-            setattr(owner, name, function)
-        yield
-    finally:
-        for name in functions:
-            if name in originals:
-                setattr(owner, name, originals[name])
-            else:                                              # it hid its class's
-                delattr(owner, name)
 
 
 def _check(vae):
