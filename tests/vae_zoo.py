@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 
 import torch
-from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLLTXVideo, AutoencoderKLWan
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLCogVideoX,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLWan,
+)
+
+from xdit_backend.parallel import frames
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,14 @@ def ltx(noised=False):
     return vae
 
 
+def hunyuan():
+    return AutoencoderKLHunyuanVideo(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=4)
+
+
+def cogvideox():
+    return AutoencoderKLCogVideoX(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=4)
+
+
 KL_MUTANTS = ("zeros for borrowed rows", "own moments", "mean of variances", "own tokens")
 KINDS = {
     "sd": Kind(lambda: kl(latent_channels=4), 4, scale=4, mutants=KL_MUTANTS),
@@ -75,6 +92,10 @@ KINDS = {
     "wan22": Kind(wan22, 4, scale=16, frames=2, pixel_frames=5, tolerance=1e-6, mutants=("zeros for borrowed rows", "own tokens")),
     # Its attention and norms are float32.
     "dc": Kind(dc, 4, scale=4, tolerance=1e-5, mutants=("zeros for borrowed rows", "own sums"), encode_mutants=()),
+    # In pieces: of two frames and one, and of one and four.
+    "hunyuan": Kind(hunyuan, 4, frames=3, pixel_frames=5, mutants=("zeros for borrowed rows", "own moments", "own tokens"),
+                    encode_mutants=()),
+    "cogvideox": Kind(cogvideox, 4, frames=2, pixel_frames=9, mutants=KL_MUTANTS[:-1]),
     "ltx": Kind(ltx, 8, scale=4, frames=3, pixel_frames=5, tolerance=1e-5, encode_mutants=(), least_rows=2),
     "ltx095": Kind(lambda: ltx(True), 8, scale=8, frames=2, pixel_frames=5, tolerance=1e-5, encode_mutants=(), least_rows=2),
 }
@@ -93,15 +114,13 @@ def tiny_vae(kind, dtype=torch.float64):
 
 @torch.no_grad()
 def decoded(kind, latent):
-    """The whole picture, as the autoencoder itself decodes it."""
-    timestep = (torch.full(latent.shape[:1], 0.05, dtype=latent.dtype),) if kind == "ltx095" else ()
-    return tiny_vae(kind, latent.dtype).decode(latent, *timestep).sample
+    """The whole picture."""
+    return frames.decode(tiny_vae(kind, latent.dtype), latent)
 
 
 @torch.no_grad()
 def encoded(kind, picture):
-    result = tiny_vae(kind, picture.dtype).encode(picture, return_dict=False)[0]
-    return result if isinstance(result, torch.Tensor) else result.mode()
+    return frames.encode(tiny_vae(kind, picture.dtype), picture)
 
 
 def latent(kind, batch, height, width, dtype=torch.float64):

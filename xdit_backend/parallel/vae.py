@@ -118,11 +118,11 @@ def _by_rows(vae, run, whole, scale, ranks, traffic, block_size, on_convolution,
     own = split.scaled(scale)
     latent_across = whole.shape[split.other_dim] // scale
     waiting = []
-    with ExitStack() as replaced:
-        replaced.enter_context(replaced(F, **_row_functions(split, latent_across, block_size, waiting, on_convolution)))
+    with ExitStack() as stack:
+        stack.enter_context(replaced(F, **_row_functions(split, latent_across, block_size, waiting, on_convolution)))
         for module in vae.modules():
             if isinstance(module, SanaMultiscaleLinearAttention):
-                replaced.enter_context(replaced(module, **_linear_attention(split, module.eps)))
+                stack.enter_context(replaced(module, **_linear_attention(split, module.eps)))
         result = run(whole.narrow(dim, own.start, own.size))
     if waiting:
         raise UnsupportedError(NOT_FOLLOWED)
@@ -144,7 +144,7 @@ def _row_functions(split, latent_across, block_size, waiting, on_convolution):
             own_split, edges = scaled(input), None
             if waiting:
                 padded, own_split, edges = waiting.pop()
-                if padded is not input or padding[split.dim]:
+                if not _same_images(input, padded) or padding[split.dim]:
                     raise UnsupportedError(NOT_FOLLOWED)
             if on_convolution is not None:
                 on_convolution()
@@ -188,6 +188,14 @@ def _row_functions(split, latent_across, block_size, waiting, on_convolution):
         "interpolate": row_interpolate,
         "scaled_dot_product_attention": row_attention,
     }
+
+
+def _same_images(tensor, other):
+    """Is it the other one, if with its images (of channels, frames) in another order, of which the first is still the first?"""
+    if tensor is other or tensor.is_meta:
+        return True
+    first, other_first = (each[(0,) * (each.dim() - 2)] for each in (tensor, other))
+    return tensor.numel() == other.numel() and torch.equal(first, other_first)
 
 
 def _linear_attention(split, eps):
