@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 
+import comfy.ldm.cogvideo.vae
 import comfy.ldm.lightricks.vae.causal_video_autoencoder as ltx
 import comfy.ldm.models.autoencoder as autoencoder
 import comfy.ldm.wan.vae
@@ -18,7 +19,7 @@ from ...xdit_backend.protocol.errors import UnsupportedError
 from .groups import GROUPS, check_packages
 from .vae_weights import half_of
 
-SUPPORTED = "SD, SDXL, SD3, Flux, Flux.2, Wan, Qwen-Image, LTX-Video and TAESD"
+SUPPORTED = "SD, SDXL, SD3, Flux, Flux.2, Wan, Qwen-Image, HunyuanVideo, CogVideoX, LTX-Video and TAESD"
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,21 @@ class Kind:
     before_decode: Callable = lambda model, latent: latent
     after_encode: Callable = lambda model, latent: latent
     before_encode: Callable = lambda model, pixels: pixels
+    decoded_frames: Callable = lambda vae, frames: vae.upscale_ratio[0](frames)
     settings: Callable = lambda model: {}  # what the tensors do not tell
     latent_patch: int = 1                  # rows of the network's latent to a row of ComfyUI's
 
 
+def _is_ldm(model):
+    return isinstance(model, autoencoder.AutoencodingEngine) and type(model.decoder) is Decoder
+
+
 def _is_image_kl(model):
-    engine = isinstance(model, autoencoder.AutoencodingEngine) and type(model.decoder) is Decoder
-    return engine and not model.decoder.carried and model.decoder.conv_in.weight.ndim == 4
+    return _is_ldm(model) and not model.decoder.carried and model.decoder.conv_in.weight.ndim == 4
+
+
+def _is_hunyuan(model):
+    return _is_ldm(model) and model.decoder.carried
 
 
 def _unnormalised_flux2(model, latent):
@@ -80,7 +89,11 @@ KINDS = (
     Kind(_is_ltx, ("decoder.",), ("encoder.",), _noised_ltx,
          lambda model, latent: model.per_channel_statistics.normalize(latent),
          # Eight frames are one of the latent's, after the first; what is left over is cut off.
-         lambda model, pixels: pixels[:, :, :1 + (pixels.shape[2] - 1) // 8 * 8], _ltx_settings),
+         lambda model, pixels: pixels[:, :, :1 + (pixels.shape[2] - 1) // 8 * 8], settings=_ltx_settings),
+    Kind(_is_hunyuan, KL_DECODER, KL_ENCODER),
+    Kind(lambda model: isinstance(model, comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX), ("decoder.",), ("encoder.",),
+         # The first frame is not repeated where their number is odd.
+         decoded_frames=lambda vae, frames: 4 * frames - 3 * (frames % 2)),
     Kind(lambda model: isinstance(model, comfy.taesd.taesd.TAESD) and model.taesd_decoder[1].weight.shape[1] != 32,
          ("taesd_decoder.",), ("taesd_encoder.",),
          lambda model, latent: (latent - model.vae_shift.to(latent)) * model.vae_scale.to(latent),
@@ -104,7 +117,7 @@ def decode(vae, latent, config):
                                f"{vae.latent_channels} channels and {vae.latent_dim + 2} dims. Connect the VAE that belongs to the "
                                f"model.")
     scale = vae.spacial_compression_decode()
-    frames = [vae.upscale_ratio[0](latent.shape[2])] if latent.ndim == 5 else []
+    frames = [kind.decoded_frames(vae, latent.shape[2])] if latent.ndim == 5 else []
     shape = (latent.shape[0], *frames, latent.shape[-2] * scale, latent.shape[-1] * scale, vae.output_channels)
     client = GROUPS.client_for_decode(config)
     half = half_of(vae, kind.decoded_with, kind.settings(vae.first_stage_model))

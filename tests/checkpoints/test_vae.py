@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from diffusers import AutoencoderKL
 from tests.comfyui_server import comfyui_folder
 from xdit_backend.checkpoints.vae import load_autoencoder
 from xdit_backend.checkpoints.vae_families import autoencoder_kl_config
+from xdit_backend.parallel import frames
 from xdit_backend.parallel.vae import decode_rows, encode_rows
 from xdit_backend.protocol.errors import CheckpointError
 
@@ -166,6 +168,35 @@ def test_the_comparison_notices_one_wrong_tensor(made_by_comfyui):
 
     with torch.no_grad():
         assert (vae.decode(latent_BCHW).sample - picture).abs().max() > 1e-3 * picture.abs().max()
+
+
+def masked(owner, replaced=frames.replaced, **functions):
+    """With diffusers' mask, by which a frame sees those before it alone."""
+    return nullcontext() if "prepare_causal_attention_mask" in functions else replaced(owner, **functions)
+
+
+def everything_kept(module, args, kwargs, output):
+    return output
+
+
+@pytest.mark.parametrize("kind, way, name, mutant", [
+    ("hunyuan", "decode", "HUNYUAN_LATENT_FRAMES", 4),
+    ("hunyuan", "decode", "CarriedFrames.next_piece", frames.CarriedFrames.forget),
+    ("hunyuan", "decode", "replaced", masked),
+    ("hunyuan", "encode", "HUNYUAN_FRAMES", 4),
+    ("hunyuan", "encode", "replaced", masked),
+    ("cogvideox", "decode", "COGVIDEOX_LATE_FRAMES", 8),
+    ("cogvideox, one frame more", "encode", "COGVIDEOX_FRAMES", 16),
+    ("cogvideox, one frame more", "encode", "_nothing_kept_of_one_frame", everything_kept),
+])
+def test_the_comparison_notices_other_pieces_of_frames(made_by_comfyui, monkeypatch, kind, way, name, mutant):
+    tensors, latent, pixels, picture, encoded = made_by_comfyui[0][kind]
+    vae = load_autoencoder(whole(tensors), torch.float32, "cpu")
+    monkeypatch.setattr(f"xdit_backend.parallel.frames.{name}", mutant)
+
+    result, want = (decode_rows(vae, latent).tensor, pixels) if way == "decode" else (encode_rows(vae, picture, 8).tensor, encoded)
+
+    assert result.shape != want.shape or (result - want).norm() > 10 * TOLERANCE * want.norm()
 
 
 def test_weights_are_copied_in_the_wanted_dtype(tensors):

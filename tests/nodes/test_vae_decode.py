@@ -21,6 +21,8 @@ LTX = [(1, 1, 4, 3), (1, 3, 3, 5), (1, 2, 2, 2)]               # its reflection 
 CASES = [(kind, shape) for kind in ("vae-sd", "vae-sd3") for shape in IMAGES] + [
     ("vae-flux2", (2, 7, 6)), ("vae-taesd", (2, 13, 21))] + [("vae-wan", shape) for shape in VIDEOS] + [
     ("vae-wan22", shape) for shape in VIDEOS] + [(kind, shape) for kind in ("vae-ltx", "vae-ltx095") for shape in LTX] + [
+    ("vae-hunyuan", shape) for shape in [(1, 1, 6, 5), (2, 3, 5, 7), (1, 5, 1, 3)]] + [
+    ("vae-cogvideox", shape) for shape in [(1, 1, 4, 5), (2, 3, 5, 3), (1, 4, 1, 3)]] + [
     ("vae-ltx", (2, 2, 3, 3))]                                 # of 0.9.5, ComfyUI decodes no batches
 
 
@@ -69,7 +71,7 @@ def test_the_group_that_samples_decodes_too(comfyui, vae_of):
     assert {numbers["pid"] for numbers in client.report_memory().values()} == pids
 
 
-@pytest.mark.parametrize("name", ["comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX", "comfy.taesd.taehv.TAEHV"])
+@pytest.mark.parametrize("name", ["comfy.ldm.genmo.vae.model.VideoVAE", "comfy.taesd.taehv.TAEHV"])
 def test_other_vaes_are_refused_by_name(comfyui, vae_of, name):
     import copy
     import importlib
