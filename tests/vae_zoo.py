@@ -54,14 +54,15 @@ def dc():
 
 
 def ltx(noised=False):
-    """LTX 0.9's structure, or 0.9.5's, whose decoder takes off the last noise; padded as ComfyUI pads it."""
+    """LTX 0.9's structure, or 0.9.5's, whose decoder takes off the last noise (and is causal here); padded as ComfyUI pads it."""
     depths = {"layers_per_block": (1, 1, 1), "decoder_layers_per_block": (1, 1, 1), "decoder_inject_noise": (False,) * 3}
     if noised:
         options = {
             "block_out_channels": (8, 16, 32), "down_block_types": ("LTXVideo095DownBlock3D",) * 2,
             "downsample_type": ("spatial", "spatiotemporal"), "spatio_temporal_scaling": (True, True),
             "decoder_block_out_channels": (16, 32), "decoder_spatio_temporal_scaling": (True, True),
-            "upsample_residual": (True, True), "upsample_factor": (2, 2), "timestep_conditioning": True, "spatial_compression_ratio": 8}
+            "upsample_residual": (True, True), "upsample_factor": (2, 2), "timestep_conditioning": True, "spatial_compression_ratio": 8,
+            "decoder_causal": True}
     else:
         options = {
             "block_out_channels": (8, 16), "down_block_types": ("LTXVideoDownBlock3D",) * 2, "downsample_type": ("conv",) * 2,

@@ -63,7 +63,11 @@ def _normalised_flux2(model, latent):
 
 
 def _is_ltx(model):
-    return isinstance(model, ltx.VideoVAE) and model.config["norm_layer"] == "pixel_norm"
+    """Of the structures that VideoVAE's config can say, those of LTX-Video's files."""
+    return (isinstance(model, ltx.VideoVAE) and model.config["norm_layer"] == "pixel_norm"
+            and model.config["latent_log_var"] == "uniform"
+            and all(block.residual == (block.out_channels_reduction_factor > 1) for block in model.decoder.up_blocks
+                    if isinstance(block, ltx.DepthToSpaceUpsample)))
 
 
 def _noised_ltx(model, latent):

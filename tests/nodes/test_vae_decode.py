@@ -17,7 +17,7 @@ def latents(kind, *shape):
 
 IMAGES = [(1, 16, 16), (2, 13, 21), (1, 2, 5)]
 VIDEOS = [(1, 1, 6, 5), (2, 3, 5, 7), (1, 2, 1, 3)]
-LTX = [(1, 1, 4, 3), (1, 3, 3, 5), (1, 2, 2, 2)]               # its reflection needs two rows
+LTX = [(1, 1, 4, 3), (1, 3, 3, 5), (1, 2, 2, 2), (1, 6, 2, 3)]  # its reflection needs two rows; the last is split by frames
 CASES = [(kind, shape) for kind in ("vae-sd", "vae-sd3") for shape in IMAGES] + [
     ("vae-flux2", (2, 7, 6)), ("vae-taesd", (2, 13, 21))] + [("vae-wan", shape) for shape in VIDEOS] + [
     ("vae-wan22", shape) for shape in VIDEOS] + [(kind, shape) for kind in ("vae-ltx", "vae-ltx095") for shape in LTX] + [

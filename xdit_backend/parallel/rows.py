@@ -1,7 +1,7 @@
 """torch's convolution, norm and attention of a whole image, for the rows that one rank holds. Used by vae.
 
-A split is along rows (dim -2) or along columns (dim -1). "Row" stands for either here: a column is a row of a split along
-columns. Images are (B, C, H, W) or (B, C, F, H, W); frames are never split (ALGORITHMS.md section 9).
+A split is along rows (dim -2), columns (dim -1) or, where there are no norms and no attention, frames (dim -3). "Row" stands
+for each of them here: a column is a row of a split along columns. Images are (B, C, H, W) or (B, C, F, H, W).
 """
 
 # B batch, C channels, F frames, H rows, W columns, N heads, T tokens (rows x columns), G groups of a norm
@@ -59,8 +59,8 @@ class RowSplit:
 
     @property
     def other_dim(self):
-        """The dim that every rank holds whole."""
-        return -3 - self.dim
+        """A dim that every rank holds whole."""
+        return -2 if self.dim == -1 else -1
 
     def gather(self, tensor, sizes, dim):
         """Every rank's tensor, along `dim`, where they have `sizes`."""

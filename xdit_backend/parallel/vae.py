@@ -1,4 +1,4 @@
-"""Patch-parallel VAE: every rank decodes or encodes some rows of the picture, and the whole is exactly the VAE's own.
+"""Patch-parallel VAE: every rank decodes or encodes some rows (or frames), and the whole is exactly the VAE's own.
 
 The worker calls decode_rows and encode_rows. diffusers' autoencoders run unmodified; while one does, a few functions of
 torch.nn.functional work on rows and fetch from the other ranks what a row needs of them (rows.py).
@@ -35,12 +35,15 @@ from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows,
 
 SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny, AutoencoderDC, AutoencoderKLLTXVideo,
          AutoencoderKLHunyuanVideo, AutoencoderKLCogVideoX)
+# Decoders that can also be split by frames: at each of the others' convolutions a frame waits for the norm or the attention of
+# the frames around it, or diffusers decodes frame after frame.
+BY_FRAMES = (AutoencoderKLLTXVideo,)
 NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE cannot be split. Use VAE Decode."
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank makes of a picture or a latent: `tensor`, which begins at index `start` of dim `dim` (-2 or -1)."""
+    """What one rank makes of a picture or a latent: `tensor`, which begins at index `start` of dim `dim` (-3, -2 or -1)."""
 
     tensor: torch.Tensor
     dim: int = -2
@@ -72,14 +75,14 @@ def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convo
     """Decode this rank's rows of a picture. Every rank of `ranks` calls it, with the same whole latent.
 
     latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H', W'):
-    put together by rank, the shares are vae.decode(latent), as ComfyUI does it (frames.py). A picture wider than tall is
-    split by columns. Where there are more ranks than rows the last ones have nothing to do and get None. Without ranks, or
-    alone, it decodes the whole picture. block_size: what of its output a convolution computes at once, see conv_rows; None
-    for all. on_convolution() is called before each convolution of a picture that is split or computed in blocks. dim: -2 to
-    split rows and -1 to split columns, where the choice is not to be made here.
+    put together by rank, the shares are vae.decode(latent), as ComfyUI does it (frames.py). Rows, columns or
+    frames are split, see split_dim. Where there are more ranks than rows the last ones have nothing to do and get None.
+    Without ranks, or alone, it decodes the whole picture. block_size: what of its output a convolution computes at once, see
+    conv_rows; None for all. on_convolution() is called before each convolution of a picture that is split or computed in
+    blocks. dim: -3, -2 or -1 to split frames, rows or columns, where the choice is not to be made here.
     Raises UnsupportedError for a VAE that cannot be split exactly.
     """
-    return _by_rows(vae, partial(frames.decode, vae), latent, 1, ranks, traffic, block_size, on_convolution, dim)
+    return _in_parts(vae, partial(frames.decode, vae), latent, 1, ranks, traffic, block_size, on_convolution, dim)
 
 
 @torch.inference_mode()
@@ -94,27 +97,44 @@ def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, 
     def encode(rows):
         return frames.encode(vae, rows.to(vae.device, vae.dtype))
 
-    return _by_rows(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution, dim)
+    return _in_parts(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution, dim)
 
 
-def split_dim(shape):
-    """The dim that is split: the longer one, whose halos are the smaller."""
-    return -1 if shape[-1] > shape[-2] else -2
+def split_dim(vae, shape, scale):
+    """The dim that is split: the longest, whose halos are the smallest; of frames only where frames can be split.
+
+    shape, scale: of what is decoded (scale 1) or encoded.
+    """
+    rows, columns = shape[-2:]
+    if scale == 1 and isinstance(vae, BY_FRAMES) and shape[-3] - 1 > max(rows, columns):
+        return -3
+    return -1 if columns > rows else -2
 
 
-def _by_rows(vae, run, whole, scale, ranks, traffic, block_size, on_convolution, dim):
-    """Run an autoencoder on this rank's rows of `whole`, which has `scale` rows for each row of the latent."""
+def num_parts(shape, scale, dim):
+    """The most parts that `dim` can be split into: rows of the latent, or frames after its first."""
+    return shape[-3] - 1 if dim == -3 else shape[dim] // scale
+
+
+def _in_parts(vae, run, whole, scale, ranks, traffic, block_size, on_convolution, dim):
+    """Run an autoencoder on this rank's part of `whole`, which has `scale` rows for each row of the latent."""
     num_ranks = ranks.count if ranks else 1
-    dim = dim or split_dim(whole.shape)
-    latent_rows = whole.shape[dim] // scale
+    dim = dim or split_dim(vae, whole.shape, scale)
     if num_ranks == 1 and block_size is None:
         return Share(run(whole))
     _check(vae)
-    num_ranks = min(num_ranks, latent_rows)
+    count = num_parts(whole.shape, scale, dim)
+    num_ranks = min(num_ranks, count)
     group = ranks and ranks.first(num_ranks)
     if ranks and group is None:
         return None
-    split = RowSplit.of_sizes(shard_sizes(latent_rows, num_ranks), group, traffic or Traffic(), dim)
+    split = RowSplit.of_sizes(shard_sizes(count, num_ranks), group, traffic or Traffic(), dim)
+    if dim == -3:
+        return _by_frames(vae, run, whole, split, block_size, on_convolution)
+    return _by_rows(vae, run, whole, scale, split, block_size, on_convolution)
+
+
+def _by_rows(vae, run, whole, scale, split, block_size, on_convolution):
     own = split.scaled(scale)
     latent_across = whole.shape[split.other_dim] // scale
     waiting = []
@@ -123,10 +143,42 @@ def _by_rows(vae, run, whole, scale, ranks, traffic, block_size, on_convolution,
         for module in vae.modules():
             if isinstance(module, SanaMultiscaleLinearAttention):
                 stack.enter_context(replaced(module, **_linear_attention(split, module.eps)))
-        result = run(whole.narrow(dim, own.start, own.size))
+        result = run(whole.narrow(split.dim, own.start, own.size))
     if waiting:
         raise UnsupportedError(NOT_FOLLOWED)
-    return Share(result, dim, split.start * result.shape[split.other_dim] // latent_across)
+    return Share(result, split.dim, split.start * result.shape[split.other_dim] // latent_across)
+
+
+def _by_frames(vae, run, whole, split, block_size, on_convolution):
+    """Decode this rank's frames, all their rows. `split` is of the latent's frames after the first, which is the first rank's.
+
+    A video has one frame for the latent's first and some for each further one, and the modules treat what comes first
+    differently. So each rank puts one frame first, at every scale: on the first rank the first, on others the one before
+    their own, which nothing reads and which is left out at the end.
+    """
+    lead = int(split.rank > 0)
+    with replaced(F, conv3d=_frame_convolution(split, vae.config.decoder_causal, block_size, on_convolution)):
+        result = run(whole.narrow(-3, split.start, 1 + split.size))
+    times = (result.shape[-3] - 1) // split.size
+    return Share(result[:, :, lead:], -3, lead * (1 + split.start * times))
+
+
+def _frame_convolution(split, causal, block_size, on_convolution):
+    def frame_conv(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+        """LTX's modules repeat their outermost frames before it. Those of other ranks belong there."""
+        num_repeated = weight.shape[-3] - 1
+        before = num_repeated if causal else num_repeated // 2
+        lead, num_frames = int(split.rank > 0), input.shape[-3] - num_repeated
+        further = split.scaled((num_frames - 1) // split.size)
+        own_split = RowSplit((0, *(1 + start for start in further.starts[1:])), split.group, split.traffic, -3)
+        own = input.narrow(-3, before + lead, num_frames - lead)
+        if on_convolution is not None:
+            on_convolution()
+        stride, padding, dilation = (_of_dims(value, 3) for value in (stride, padding, dilation))
+        out = conv_rows(own, weight, bias, stride, padding, dilation, groups, own_split,
+                        Padding(before, num_repeated - before, "replicate"), block_size)
+        return torch.cat([out[:, :, :1], out], -3) if lead else out
+    return frame_conv
 
 
 def _row_functions(split, latent_across, block_size, waiting, on_convolution):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..protocol.errors import ConfigError
 from .collectives import Traffic, all_gather
-from .vae import decode_rows, encode_rows, split_dim
+from .vae import decode_rows, encode_rows, num_parts, split_dim
 
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
 ROOMY = 1.5                    # so much, and one rank need not keep what convolutions take beside their output small
@@ -94,8 +94,9 @@ def need_of(outline, shape, scale, num_ranks, whole=False):
     blocks, of which peak_bytes has one.
     """
     shape = list(shape)
-    dim = split_dim(shape)
-    shape[dim] = max(LEAST_ROWS, -(-shape[dim] // scale // num_ranks)) * scale
+    dim = split_dim(outline, shape, scale)
+    own_parts = -(-num_parts(shape, scale, dim) // num_ranks)
+    shape[dim] = 1 + own_parts if dim == -3 else max(LEAST_ROWS, own_parts) * scale
     given = torch.empty(shape, dtype=outline.dtype, device="meta")
     num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
     convolutions = []
@@ -126,7 +127,8 @@ class RowPlanner:
             need = self._need(shape, scale, 1, whole=True)
             if need.peak_bytes * ROOMY <= free_bytes:
                 return None, need.num_convolutions
-        need = self._need(shape, scale, min(ranks.count, max(shape[-2:]) // scale))
+        most_ranks = num_parts(shape, scale, split_dim(self._outline, shape, scale))
+        need = self._need(shape, scale, min(ranks.count, most_ranks))
         if need.peak_bytes * MARGIN > free_bytes:
             raise ConfigError(_does_not_fit(self._outline, shape, scale, ranks.count, need, free_bytes))
         counted_bytes = need.peak_bytes // 8                   # of a block, in the peak
@@ -146,7 +148,7 @@ def _does_not_fit(outline, shape, scale, num_ranks, need, free_bytes):
     frames = f" and {shape[-3]} frames" if len(shape) == 5 else ""
     needed_bytes = need.peak_bytes * MARGIN
     # Memory is a constant and a share of the rows.
-    rows = max(shape[-2:]) // scale
+    rows = num_parts(shape, scale, split_dim(outline, shape, scale))
     own_rows = -(-rows // num_ranks)
     half = need_of(outline, shape, scale, 2 * num_ranks)
     half_rows = -(-rows // (2 * num_ranks))
