@@ -16,8 +16,8 @@ import torch
 
 SEED = 1234
 FAMILIES = ("sd3", "sd35", "flux", "flux-schnell", "wan", "pixart")
-AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-ltx", "vae-ltx095", "vae-hunyuan", "vae-cogvideox",
-                "vae-taesd")
+AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox", "vae-ltx",
+                "vae-ltx095", "vae-taesd")
 
 # Arguments of ComfyUI's classes. Its detection fixes some of them: SD3's width is 64 x depth, Flux's is 3072,
 # PixArt's is 1152; both Wan and PixArt read 4,096 text channels.
@@ -110,10 +110,12 @@ VAE_CONFIGS = {
 
 # The widths of some are in ComfyUI's loader, and not found from the file: its module, the class, and a thin one's arguments.
 THIN = {
-    "vae-wan22": ("comfy.ldm.wan.vae2_2", "WanVAE", {"dim": 16, "dec_dim": 16, "z_dim": 48, "temperal_downsample": [False, True, True]}),
+    "vae-wan22": ("comfy.ldm.wan.vae2_2", "WanVAE", {
+        "dim": 16, "dec_dim": 16, "z_dim": 48, "temperal_downsample": [False, True, True]}),
     "vae-hunyuan": ("comfy.sd", "AutoencoderKL", {"embed_dim": 16, "ddconfig": {
         **AUTOENCODER, "ch_mult": [1, 1, 2, 2], "num_res_blocks": 1, "z_channels": 16, "conv3d": True, "time_compress": 4}}),
-    "vae-cogvideox": ("comfy.ldm.cogvideo.vae", "AutoencoderKLCogVideoX", {"block_out_channels": (32, 64, 64, 64), "layers_per_block": 1}),
+    "vae-cogvideox": ("comfy.ldm.cogvideo.vae", "AutoencoderKLCogVideoX", {
+        "block_out_channels": (32, 64, 64, 64), "layers_per_block": 1}),
 }
 
 

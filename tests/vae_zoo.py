@@ -61,8 +61,8 @@ def ltx(noised=False):
             "block_out_channels": (8, 16, 32), "down_block_types": ("LTXVideo095DownBlock3D",) * 2,
             "downsample_type": ("spatial", "spatiotemporal"), "spatio_temporal_scaling": (True, True),
             "decoder_block_out_channels": (16, 32), "decoder_spatio_temporal_scaling": (True, True),
-            "upsample_residual": (True, True), "upsample_factor": (2, 2), "timestep_conditioning": True, "spatial_compression_ratio": 8,
-            "decoder_causal": True}
+            "upsample_residual": (True, True), "upsample_factor": (2, 2), "timestep_conditioning": True,
+            "spatial_compression_ratio": 8, "decoder_causal": True}
     else:
         options = {
             "block_out_channels": (8, 16), "down_block_types": ("LTXVideoDownBlock3D",) * 2, "downsample_type": ("conv",) * 2,

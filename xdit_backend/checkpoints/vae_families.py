@@ -116,6 +116,10 @@ def convert_wan22(tensors, config):
 
 # --- LTX-Video ---
 
+# pixels that one position of a downsampler's result is made of -> diffusers' name
+LTX_SAMPLERS = {1: "conv", 2: "temporal", 4: "spatial", 8: "spatiotemporal"}
+
+
 @dataclass(frozen=True)
 class LtxLevel:
     """Where one level's layers are among the numbered ones of a half: its resnets, what changes its size, its width."""
@@ -153,7 +157,7 @@ def ltx_config(shapes, settings):
         raise refusal("It is LTX-Video 0.9.1's, whose decoder adds random noise to the picture between its layers.")
     given = _given(shapes)
     config = {"timestep_conditioning": any("last_time_embedder." in name for name in shapes),
-              "decoder_causal": settings.get("causal_decoder") == "True"}
+              "decoder_causal": settings.get("causal_decoder") == "True", "spatial_compression_ratio": 32}   # for tiles only
     for half in ("encoder", "decoder"):
         if f"{half}.conv_in.conv.weight" in shapes:
             config |= (_ltx_encoder if half == "encoder" else _ltx_decoder)(shapes, given)
@@ -165,9 +169,8 @@ def _ltx_encoder(shapes, given):
     numbers = [level.resnets for level in levels] + [middle]
     widths = [given(f"encoder.down_blocks.{number}.res_blocks.0.conv1.conv.weight", 0) for number in numbers]
     samplers = [given(f"encoder.down_blocks.{level.sampler}.conv.conv.weight", 0) for level in levels]
-    kinds = [_LTX_SAMPLERS.get(width // sampled) if sampled else "conv" for sampled, width in zip(samplers, widths[1:])]
+    kinds = [LTX_SAMPLERS.get(width // sampled) if sampled else "conv" for sampled, width in zip(samplers, widths[1:])]
     new = any(kind != "conv" for kind in kinds)                # 0.9.5 packs pixels into channels
-    patch_size = round((given("encoder.conv_in.conv.weight", 1) / 3) ** 0.5)
     return {
         "latent_channels": given("encoder.conv_out.conv.weight", 0) - 1,
         "block_out_channels": tuple(widths if new else widths[:-1]),
@@ -175,13 +178,8 @@ def _ltx_encoder(shapes, given):
         "downsample_type": tuple(kinds),
         "spatio_temporal_scaling": tuple(level.sampler is not None for level in levels),
         "layers_per_block": _ltx_depths(shapes, "encoder.down_blocks", numbers),
-        "patch_size": patch_size,
-        "spatial_compression_ratio": patch_size * 2 ** sum(kind != "temporal" for kind, sampled in zip(kinds, samplers) if sampled),
+        "patch_size": round((given("encoder.conv_in.conv.weight", 1) / 3) ** 0.5),
     }
-
-
-# pixels that one position of a downsampler's result is made of -> diffusers' name
-_LTX_SAMPLERS = {1: "conv", 2: "temporal", 4: "spatial", 8: "spatiotemporal"}
 
 
 def _ltx_decoder(shapes, given):
@@ -250,7 +248,8 @@ def hunyuan_config(shapes):
     num_levels = len(config["block_out_channels"])
     return {**{name: config[name] for name in ("in_channels", "out_channels", "latent_channels", "block_out_channels",
                                                "layers_per_block", "norm_num_groups", "mid_block_add_attention")},
-            "down_block_types": ("HunyuanVideoDownBlock3D",) * num_levels, "up_block_types": ("HunyuanVideoUpBlock3D",) * num_levels}
+            "down_block_types": ("HunyuanVideoDownBlock3D",) * num_levels,
+            "up_block_types": ("HunyuanVideoUpBlock3D",) * num_levels}
 
 
 def convert_hunyuan(tensors, config):
@@ -273,15 +272,18 @@ def _without_conv(name):
 # --- CogVideoX, whose names are diffusers' in ComfyUI too ---
 
 def cogvideox_config(shapes):
+    """Of any width and depth."""
     given = _given(shapes)
-    half, blocks = ("decoder", "decoder.up_blocks") if "decoder.conv_in.conv.weight" in shapes else ("encoder", "encoder.down_blocks")
+    half = "decoder" if "decoder.conv_in.conv.weight" in shapes else "encoder"
+    blocks = "decoder.up_blocks" if half == "decoder" else "encoder.down_blocks"
     num_levels = _count(shapes, blocks + ".{}.resnets.0.conv1.conv.weight")
     widths = tuple(given(f"{blocks}.{index}.resnets.0.conv1.conv.weight", 0) for index in range(num_levels))
     return {
         "block_out_channels": widths if half == "encoder" else widths[::-1],
         "layers_per_block": _count(shapes, blocks + ".0.resnets.{}.conv1.conv.weight") - (half == "decoder"),
         "latent_channels": given("decoder.conv_in.conv.weight", 1) or given("encoder.conv_out.conv.weight", 0) // 2,
-        "down_block_types": ("CogVideoXDownBlock3D",) * num_levels, "up_block_types": ("CogVideoXUpBlock3D",) * num_levels,
+        "down_block_types": ("CogVideoXDownBlock3D",) * num_levels,
+        "up_block_types": ("CogVideoXUpBlock3D",) * num_levels,
     }
 
 

@@ -33,10 +33,11 @@ from .collectives import Traffic
 from .frames import replaced
 from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows, linear_attention_rows
 
-SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny, AutoencoderDC, AutoencoderKLLTXVideo,
-         AutoencoderKLHunyuanVideo, AutoencoderKLCogVideoX)
-# Decoders that can also be split by frames: at each of the others' convolutions a frame waits for the norm or the attention of
-# the frames around it, or diffusers decodes frame after frame.
+# Sana's AutoencoderDC is for those who call this package: ComfyUI has no VAE object of it.
+SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny, AutoencoderDC, AutoencoderKLLTXVideo, AutoencoderKLHunyuanVideo,
+         AutoencoderKLCogVideoX)
+# Whose decoders can be split by frames too. The other video autoencoders go through their frames in order, a few at a time, so
+# that a rank would wait for the one before to end.
 BY_FRAMES = (AutoencoderKLLTXVideo,)
 NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE cannot be split. Use VAE Decode."
 
