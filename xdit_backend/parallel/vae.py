@@ -247,7 +247,8 @@ def _same_images(tensor, other):
     """Is it the other one, if with its images (of channels, frames) in another order, of which the first is still the first?"""
     if tensor is other or tensor.is_meta:
         return True
-    first, other_first = (each[(0,) * (each.dim() - 2)] for each in (tensor, other))
+    # Bytes, since what is not a number is not equal to itself.
+    first, other_first = (each[(0,) * (each.dim() - 2)].contiguous().view(torch.uint8) for each in (tensor, other))
     return tensor.numel() == other.numel() and torch.equal(first, other_first)
 
 
