@@ -19,7 +19,8 @@ class XDiTVAEDecode(io.ComfyNode):
             search_aliases=["vae decode", "decode", "latent to image", "multi gpu"],
             inputs=[
                 io.Latent.Input("samples", tooltip="The latent to decode."),
-                io.Vae.Input("vae", tooltip="The ordinary VAE of SD, SDXL, SD3, Flux, Wan or Qwen-Image."),
+                io.Vae.Input("vae", tooltip="The ordinary VAE of SD, SDXL, SD3, Flux, Wan, Qwen-Image, "
+                             "HunyuanVideo, CogVideoX or LTX-Video."),
                 Parallel.Input("parallel", optional=True, tooltip="From xDiT Parallel Config. Not connected: the workers that are "
                                "running, else all GPUs."),
             ],

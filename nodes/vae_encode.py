@@ -18,7 +18,8 @@ class XDiTVAEEncode(io.ComfyNode):
             search_aliases=["vae encode", "encode", "image to latent", "multi gpu"],
             inputs=[
                 io.Image.Input("pixels", tooltip="The picture to encode; for a video VAE, the frames."),
-                io.Vae.Input("vae", tooltip="The ordinary VAE of SD, SDXL, SD3, Flux, Wan or Qwen-Image."),
+                io.Vae.Input("vae", tooltip="The ordinary VAE of SD, SDXL, SD3, Flux, Wan, Qwen-Image, "
+                             "HunyuanVideo, CogVideoX or LTX-Video."),
                 Parallel.Input("parallel", optional=True, tooltip="From xDiT Parallel Config. Not connected: the workers that are "
                                "running, else all GPUs."),
             ],

@@ -50,6 +50,10 @@ def own_tokens(tensor, sizes, split):
     return tensor
 
 
+def own_sums(tensor, split):
+    return tensor
+
+
 def padded_alike(first, end, num_rows, kernel, stride, padding, input_rows=rows.input_rows):
     """As if the encoder's downsampler padded both edges, and not the end alone."""
     return input_rows(first, end, num_rows, kernel, stride, rows.Padding(padding.after, padding.after))
@@ -60,6 +64,7 @@ MUTANTS = {
     "zeros for borrowed rows": ("borrow_rows", zeros_for_borrowed_rows),
     "own moments": ("global_moments", own_moments),
     "mean of variances": ("global_moments", mean_of_variances),
+    "own sums": ("all_sums", own_sums),
     "own tokens": ("all_tokens", own_tokens),
 }
 

@@ -5,15 +5,19 @@ XDIT_COMFYUI.
 """
 
 import argparse
+import importlib
+import json
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 SEED = 1234
 FAMILIES = ("sd3", "sd35", "flux", "flux-schnell", "wan", "pixart")
-AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-taesd")
+AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox", "vae-ltx",
+                "vae-ltx095", "vae-taesd")
 
 # Arguments of ComfyUI's classes. Its detection fixes some of them: SD3's width is 64 x depth, Flux's is 3072,
 # PixArt's is 1152; both Wan and PixArt read 4,096 text channels.
@@ -44,13 +48,13 @@ AUTOENCODER = {
 def fill(module, generator):
     """Random weights that keep activations near 1: norms near 1, matrices by fan-in, biases and tables small."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or 0 in tensor.stride():     # a number in the place of a tensor
             continue
         leaf = name.rpartition(".")[2]
         if tensor.ndim >= 2 and leaf == "weight":
             fan_in = tensor[0].numel()
             value = torch.randn(tensor.shape, generator=generator) * fan_in ** -0.5
-        elif leaf in ("weight", "scale"):
+        elif leaf in ("weight", "scale", "std-of-means"):
             value = 1 + 0.1 * torch.randn(tensor.shape, generator=generator)
         else:
             value = 0.1 * torch.randn(tensor.shape, generator=generator)
@@ -85,13 +89,65 @@ def transformer(kind, size="test"):
     raise ValueError(f"{kind} is none of {FAMILIES}")
 
 
+# LTX-Video's with fewer layers and channels, as the file of a VAE says it.
+LTX = {"dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128, "norm_layer": "pixel_norm", "patch_size": 4,
+       "latent_log_var": "uniform", "encoder_base_channels": 8, "decoder_base_channels": 8}
+VAE_CONFIGS = {
+    "vae-ltx": {**LTX, "blocks": [["res_x", 2], ["compress_all", 1], ["res_x_y", 1], ["res_x", 1], ["compress_all", 1],
+                                  ["res_x_y", 1], ["res_x", 1], ["compress_all", 1], ["res_x", 1], ["res_x", 2]]},
+    "vae-ltx095": {
+        **LTX, "timestep_conditioning": True,
+        "encoder_blocks": [["res_x", {"num_layers": 1}], ["compress_space_res", {"multiplier": 2}], ["res_x", {"num_layers": 2}],
+                           ["compress_time_res", {"multiplier": 2}], ["res_x", {"num_layers": 1}],
+                           ["compress_all_res", {"multiplier": 2}], ["res_x", {"num_layers": 1}],
+                           ["compress_all_res", {"multiplier": 2}], ["res_x", {"num_layers": 1}]],
+        "decoder_blocks": [["res_x", {"num_layers": 1}], ["compress_all", {"residual": True, "multiplier": 2}],
+                           ["res_x", {"num_layers": 2}], ["compress_all", {"residual": True, "multiplier": 2}],
+                           ["res_x", {"num_layers": 1}], ["compress_all", {"residual": True, "multiplier": 2}],
+                           ["res_x", {"num_layers": 1}]]},
+}
+
+
+# The widths of some are in ComfyUI's loader, and not found from the file: its module, the class, and a thin one's arguments.
+THIN = {
+    "vae-wan22": ("comfy.ldm.wan.vae2_2", "WanVAE", {
+        "dim": 16, "dec_dim": 16, "z_dim": 48, "temperal_downsample": [False, True, True]}),
+    "vae-hunyuan": ("comfy.sd", "AutoencoderKL", {"embed_dim": 16, "ddconfig": {
+        **AUTOENCODER, "ch_mult": [1, 1, 2, 2], "num_res_blocks": 1, "z_channels": 16, "conv3d": True, "time_compress": 4}}),
+    "vae-cogvideox": ("comfy.ldm.cogvideo.vae", "AutoencoderKLCogVideoX", {
+        "block_out_channels": (32, 64, 64, 64), "layers_per_block": 1}),
+}
+
+
+@contextmanager
+def thin_class(kind):
+    """While active, ComfyUI's loader makes the thin VAE of this kind."""
+    if kind not in THIN:
+        yield
+        return
+    module_name, class_name, arguments = THIN[kind]
+    module = importlib.import_module(module_name)
+    made = getattr(module, class_name)
+    setattr(module, class_name, lambda *_, **__: made(**arguments))
+    try:
+        yield
+    finally:
+        setattr(module, class_name, made)
+
+
 def autoencoder(kind, encoder=False):
     """ComfyUI's VAE, random, its decoder thin. An encoder of full width (of SD's family) only where it is asked for."""
     import comfy.ldm.modules.diffusionmodules.model
+    import comfy.ldm.lightricks.vae.causal_video_autoencoder
     import comfy.ldm.wan.vae
     import comfy.taesd.taesd
     if kind == "vae-wan":
         return comfy.ldm.wan.vae.WanVAE(dim=16, z_dim=16, temperal_downsample=[False, True, True])
+    if kind in THIN:
+        module_name, class_name, arguments = THIN[kind]
+        return getattr(importlib.import_module(module_name), class_name)(**arguments)
+    if kind in VAE_CONFIGS:
+        return comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(config=VAE_CONFIGS[kind])
     if kind == "vae-taesd":
         return comfy.taesd.taesd.TAESD(latent_channels=16)
     channels = {"vae-sd": 4, "vae-flux2": 32}.get(kind, 16)
@@ -128,7 +184,8 @@ def save(kind, path, size="test", prefix="", dtype=None, encoder=False):
     tensors = {prefix + name: tensor if dtype is None else tensor.to(dtype)
                for name, tensor in state_dict(kind, size, encoder).items()}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(path), metadata={"format": "pt"})
+    config = {"config": json.dumps({"vae": VAE_CONFIGS[kind]})} if kind in VAE_CONFIGS else {}
+    save_file(tensors, str(path), metadata={"format": "pt", **config})
 
 
 def import_comfyui(folder=None):

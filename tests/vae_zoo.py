@@ -1,9 +1,18 @@
 """Tiny random autoencoders of diffusers, for the tests of the code that splits them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLWan
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLCogVideoX,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLWan,
+)
+
+from xdit_backend.parallel import frames
 
 
 @dataclass(frozen=True)
@@ -16,7 +25,9 @@ class Kind:
     frames: int = 0                                            # of a latent; 0 for pictures
     pixel_frames: int = 0
     tolerance: float = 1e-10
-    mutants: tuple[str, ...] = field(default=("zeros for borrowed rows",))
+    mutants: tuple[str, ...] = ("zeros for borrowed rows",)
+    encode_mutants: tuple[str, ...] = ("padded alike",)        # more of them, for the encoder
+    least_rows: int = 1                                        # that it decodes: reflection needs two
 
 
 def kl(**options):
@@ -29,12 +40,65 @@ def wan():
     return AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
 
 
+def wan22():
+    return AutoencoderKLWan(base_dim=8, decoder_base_dim=8, z_dim=4, dim_mult=[1, 2, 4, 4], num_res_blocks=1, is_residual=True,
+                            patch_size=2, in_channels=12, out_channels=12, scale_factor_spatial=16)
+
+
+def dc():
+    """Sana's, with linear attention at the two lower levels."""
+    levels = {"block_types": ("ResBlock", "EfficientViTBlock", "EfficientViTBlock"), "block_out_channels": (8, 16, 32),
+              "layers_per_block": (1, 1, 1), "qkv_multiscales": ((), (5,), (5,))}
+    return AutoencoderDC(latent_channels=4, attention_head_dim=8, **{
+        f"{half}_{name}": value for half in ("encoder", "decoder") for name, value in levels.items()})
+
+
+def ltx(noised=False):
+    """LTX 0.9's structure, or 0.9.5's, whose decoder takes off the last noise (and is causal here); padded as ComfyUI pads it."""
+    depths = {"layers_per_block": (1, 1, 1), "decoder_layers_per_block": (1, 1, 1), "decoder_inject_noise": (False,) * 3}
+    if noised:
+        options = {
+            "block_out_channels": (8, 16, 32), "down_block_types": ("LTXVideo095DownBlock3D",) * 2,
+            "downsample_type": ("spatial", "spatiotemporal"), "spatio_temporal_scaling": (True, True),
+            "decoder_block_out_channels": (16, 32), "decoder_spatio_temporal_scaling": (True, True),
+            "upsample_residual": (True, True), "upsample_factor": (2, 2), "timestep_conditioning": True,
+            "spatial_compression_ratio": 8, "decoder_causal": True}
+    else:
+        options = {
+            "block_out_channels": (8, 16), "down_block_types": ("LTXVideoDownBlock3D",) * 2, "downsample_type": ("conv",) * 2,
+            "spatio_temporal_scaling": (True, False), "decoder_block_out_channels": (8, 16),
+            "decoder_spatio_temporal_scaling": (True, False), "upsample_residual": (False, False), "upsample_factor": (1, 1)}
+    vae = AutoencoderKLLTXVideo(latent_channels=8, patch_size=2, **depths, **options)
+    for module in vae.decoder.modules():
+        if isinstance(module, torch.nn.Conv3d):
+            module.padding_mode = "reflect"
+    vae.register_to_config(decode_timestep=0.05)
+    return vae
+
+
+def hunyuan():
+    return AutoencoderKLHunyuanVideo(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=4)
+
+
+def cogvideox():
+    return AutoencoderKLCogVideoX(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=4)
+
+
 KL_MUTANTS = ("zeros for borrowed rows", "own moments", "mean of variances", "own tokens")
 KINDS = {
     "sd": Kind(lambda: kl(latent_channels=4), 4, scale=4, mutants=KL_MUTANTS),
     "flux": Kind(lambda: kl(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False), 16, scale=4, mutants=KL_MUTANTS),
     # It upsamples in float32.
     "wan": Kind(wan, 4, frames=3, pixel_frames=9, tolerance=1e-6, mutants=("zeros for borrowed rows", "own tokens")),
+    "wan22": Kind(wan22, 4, scale=16, frames=2, pixel_frames=5, tolerance=1e-6, mutants=("zeros for borrowed rows", "own tokens")),
+    # Its attention and norms are float32.
+    "dc": Kind(dc, 4, scale=4, tolerance=1e-5, mutants=("zeros for borrowed rows", "own sums"), encode_mutants=()),
+    # In pieces: of two frames and one, and of one and four.
+    "hunyuan": Kind(hunyuan, 4, frames=3, pixel_frames=5, mutants=("zeros for borrowed rows", "own moments", "own tokens"),
+                    encode_mutants=()),
+    "cogvideox": Kind(cogvideox, 4, frames=2, pixel_frames=9, mutants=KL_MUTANTS[:-1]),
+    "ltx": Kind(ltx, 8, scale=4, frames=3, pixel_frames=5, tolerance=1e-5, encode_mutants=(), least_rows=2),
+    "ltx095": Kind(lambda: ltx(True), 8, scale=8, frames=2, pixel_frames=5, tolerance=1e-5, encode_mutants=(), least_rows=2),
 }
 
 
@@ -47,6 +111,17 @@ def tiny_vae(kind, dtype=torch.float64):
             torch.nn.init.normal_(parameter, std=0.5)
         parameter.data = parameter.data.to(dtype)
     return vae.eval()
+
+
+@torch.no_grad()
+def decoded(kind, latent):
+    """The whole picture."""
+    return frames.decode(tiny_vae(kind, latent.dtype), latent)
+
+
+@torch.no_grad()
+def encoded(kind, picture):
+    return frames.encode(tiny_vae(kind, picture.dtype), picture)
 
 
 def latent(kind, batch, height, width, dtype=torch.float64):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 
+import comfy.ldm.cogvideo.vae
+import comfy.ldm.lightricks.vae.causal_video_autoencoder as ltx
 import comfy.ldm.models.autoencoder as autoencoder
 import comfy.ldm.wan.vae
 import comfy.ldm.wan.vae2_2
@@ -17,7 +19,7 @@ from ...xdit_backend.protocol.errors import UnsupportedError
 from .groups import GROUPS, check_packages
 from .vae_weights import half_of
 
-SUPPORTED = "SD, SDXL, SD3, Flux, Flux.2, Wan, Qwen-Image and TAESD"
+SUPPORTED = "SD, SDXL, SD3, Flux, Flux.2, Wan, Qwen-Image, HunyuanVideo, CogVideoX, LTX-Video and TAESD"
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,22 @@ class Kind:
     encoded_with: tuple[str, ...]
     before_decode: Callable = lambda model, latent: latent
     after_encode: Callable = lambda model, latent: latent
+    before_encode: Callable = lambda model, pixels: pixels
+    decoded_frames: Callable = lambda vae, frames: vae.upscale_ratio[0](frames)
+    settings: Callable = lambda model: {}  # what the tensors do not tell
     latent_patch: int = 1                  # rows of the network's latent to a row of ComfyUI's
 
 
+def _is_ldm(model):
+    return isinstance(model, autoencoder.AutoencodingEngine) and type(model.decoder) is Decoder
+
+
 def _is_image_kl(model):
-    engine = isinstance(model, autoencoder.AutoencodingEngine) and type(model.decoder) is Decoder
-    return engine and not model.decoder.carried and model.decoder.conv_in.weight.ndim == 4
+    return _is_ldm(model) and not model.decoder.carried and model.decoder.conv_in.weight.ndim == 4
+
+
+def _is_hunyuan(model):
+    return _is_ldm(model) and model.decoder.carried
 
 
 def _unnormalised_flux2(model, latent):
@@ -50,6 +62,27 @@ def _normalised_flux2(model, latent):
                                           momentum=model.bn_momentum, eps=model.bn_eps)
 
 
+def _is_ltx(model):
+    """Of the structures that VideoVAE's config can say, those of LTX-Video's files."""
+    return (isinstance(model, ltx.VideoVAE) and model.config["norm_layer"] == "pixel_norm"
+            and model.config["latent_log_var"] == "uniform"
+            and all(block.residual == (block.out_channels_reduction_factor > 1) for block in model.decoder.up_blocks
+                    if isinstance(block, ltx.DepthToSpaceUpsample)))
+
+
+def _noised_ltx(model, latent):
+    if model.timestep_conditioning:                            # its decoder takes a little noise off
+        latent = torch.randn_like(latent) * model.decode_noise_scale + (1 - model.decode_noise_scale) * latent
+    return model.per_channel_statistics.un_normalize(latent)
+
+
+def _ltx_settings(model):
+    """As VideoVAE itself reads its config."""
+    return {"causal_decoder": str(model.decoder.causal), "decode_timestep": str(model.decode_timestep),
+            "encoder_padding": model.config.get("spatial_padding_mode", "zeros"),
+            "decoder_padding": model.config.get("spatial_padding_mode", "reflect")}
+
+
 KL_DECODER, KL_ENCODER = ("decoder.", "post_quant_conv."), ("encoder.", "quant_conv.")
 KINDS = (
     Kind(lambda model: _is_image_kl(model) and getattr(model, "bn", None) is not None, KL_DECODER, KL_ENCODER,
@@ -57,6 +90,14 @@ KINDS = (
     Kind(_is_image_kl, KL_DECODER, KL_ENCODER),
     Kind(lambda model: isinstance(model, (comfy.ldm.wan.vae.WanVAE, comfy.ldm.wan.vae2_2.WanVAE)),
          ("decoder.", "conv2."), ("encoder.", "conv1.")),
+    Kind(_is_ltx, ("decoder.",), ("encoder.",), _noised_ltx,
+         lambda model, latent: model.per_channel_statistics.normalize(latent),
+         # Eight frames are one of the latent's, after the first; what is left over is cut off.
+         lambda model, pixels: pixels[:, :, :1 + (pixels.shape[2] - 1) // 8 * 8], settings=_ltx_settings),
+    Kind(_is_hunyuan, KL_DECODER, KL_ENCODER),
+    Kind(lambda model: isinstance(model, comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX), ("decoder.",), ("encoder.",),
+         # The first frame is not repeated where their number is odd.
+         decoded_frames=lambda vae, frames: 4 * frames - 3 * (frames % 2)),
     Kind(lambda model: isinstance(model, comfy.taesd.taesd.TAESD) and model.taesd_decoder[1].weight.shape[1] != 32,
          ("taesd_decoder.",), ("taesd_encoder.",),
          lambda model, latent: (latent - model.vae_shift.to(latent)) * model.vae_scale.to(latent),
@@ -80,13 +121,13 @@ def decode(vae, latent, config):
                                f"{vae.latent_channels} channels and {vae.latent_dim + 2} dims. Connect the VAE that belongs to the "
                                f"model.")
     scale = vae.spacial_compression_decode()
-    frames = [vae.upscale_ratio[0](latent.shape[2])] if latent.ndim == 5 else []
+    frames = [kind.decoded_frames(vae, latent.shape[2])] if latent.ndim == 5 else []
     shape = (latent.shape[0], *frames, latent.shape[-2] * scale, latent.shape[-1] * scale, vae.output_channels)
     client = GROUPS.client_for_decode(config)
-    half = half_of(vae, kind.decoded_with)
+    half = half_of(vae, kind.decoded_with, kind.settings(vae.first_stage_model))
     half.use_on(client, vae.memory_used_decode(latent.shape, vae.vae_dtype))
     inner = kind.before_decode(vae.first_stage_model, latent.to(torch.float32))
-    picture = client.decode(half.name, half.dtype, half.weights, inner, shape)
+    picture = client.decode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings)
     return picture.reshape(-1, *picture.shape[-3:]).to(vae.output_device)
 
 
@@ -103,13 +144,15 @@ def encode(vae, pixels, config):
     pixels = pixels.movedim(-1, 1)
     if vae.latent_dim == 3:
         pixels = pixels.movedim(1, 0).unsqueeze(0)             # the batch is a video: (1, C, F, H, W)
+    pixels = kind.before_encode(vae.first_stage_model, pixels)
     frames = [vae.downscale_ratio[0](pixels.shape[2])] if pixels.ndim == 5 else []
     patch = kind.latent_patch
     shape = (pixels.shape[0], vae.latent_channels // patch ** 2, *frames, *(size // scale * patch for size in pixels.shape[-2:]))
     client = GROUPS.client_for_decode(config)
-    half = half_of(vae, kind.encoded_with)
+    half = half_of(vae, kind.encoded_with, kind.settings(vae.first_stage_model))
     half.use_on(client, vae.memory_used_encode(pixels.shape, vae.vae_dtype))
-    latent = client.encode(half.name, half.dtype, half.weights, vae.process_input(pixels.to(torch.float32)), shape)
+    inner = vae.process_input(pixels.to(torch.float32))
+    latent = client.encode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings)
     return kind.after_encode(vae.first_stage_model, latent).to(vae.output_device)
 
 

@@ -16,20 +16,23 @@ from .shell import ShellPatcher
 HALVES = weakref.WeakKeyDictionary()       # first-stage model -> {prefixes of the tensors' names: VaeHalf}
 
 
-def half_of(vae, prefixes):
-    """The VaeHalf with the tensors whose names have these prefixes, made when it is first needed."""
+def half_of(vae, prefixes, settings):
+    """The VaeHalf with the tensors whose names have these prefixes, made when it is first needed.
+
+    settings: what the tensors do not tell of the VAE, see AutoencoderSpec.
+    """
     halves = HALVES.setdefault(vae.first_stage_model, {})
     if prefixes not in halves:
-        halves[prefixes] = VaeHalf(vae, prefixes)
+        halves[prefixes] = VaeHalf(vae, prefixes, settings)
     return halves[prefixes]
 
 
 class VaeHalf:
     """The decoder or encoder of a VAE. ShellPatcher asks it to load and unload."""
 
-    def __init__(self, vae, prefixes):
+    def __init__(self, vae, prefixes, settings):
         self.name = f"vae-{uuid.uuid4().hex[:8]}"
-        self.dtype = dtype_name(vae.vae_dtype)
+        self.dtype, self.settings = dtype_name(vae.vae_dtype), settings
         self._model, self._prefixes, self._client = weakref.ref(vae.first_stage_model), prefixes, None
         self._patcher = ShellPatcher(Outline(self, vae.vae_dtype), comfy.model_management.get_torch_device(),
                                      comfy.model_management.unet_offload_device())
@@ -50,7 +53,7 @@ class VaeHalf:
     # --- what ShellPatcher asks ---
 
     def load(self, outline):
-        self._client.load_autoencoder(self.name, self.dtype, self.weights)
+        self._client.load_autoencoder(self.name, self.dtype, self.weights, self.settings)
 
     def unload(self):
         self._client.drop(self.name)

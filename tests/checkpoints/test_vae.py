@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,16 @@ from diffusers import AutoencoderKL
 from tests.comfyui_server import comfyui_folder
 from xdit_backend.checkpoints.vae import load_autoencoder
 from xdit_backend.checkpoints.vae_families import autoencoder_kl_config
+from xdit_backend.parallel import frames
+from xdit_backend.parallel.vae import decode_rows, encode_rows
 from xdit_backend.protocol.errors import CheckpointError
 
 # Runs in a process of its own: ComfyUI's modules have names that are in the way of ours.
 MADE_BY_COMFYUI = """
 import sys, torch, tiny_checkpoints
 tiny_checkpoints.import_comfyui(sys.argv[1])
-import comfy.ldm.hunyuan_video.vae, comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae, comfy.ldm.wan.vae
-import comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.ldm.wan.vae2_2, comfy.taesd.taesd
+import comfy.ldm.hunyuan_video.vae, comfy.ldm.hunyuan_video.vae_refiner, comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae, comfy.ldm.wan.vae
+import comfy.ldm.cogvideo.vae, comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.ldm.wan.vae2_2, comfy.taesd.taesd
 
 AutoencoderKL = comfy.ldm.models.autoencoder.AutoencoderKL
 config = dict(double_z=True, z_channels=4, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4],
@@ -29,6 +32,18 @@ def engine(config):
         regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
         encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
         decoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Decoder", "params": config})
+
+def ltx(kind):
+    vae = tiny_checkpoints.autoencoder(kind)
+    vae.decode_noise_scale = 0                                 # the host's part
+    return vae
+
+def hunyuan():
+    widths = {"ch": 32, "ch_mult": [1, 1, 2, 2], "num_res_blocks": 1, "z_channels": 16, "conv3d": True, "time_compress": 4}
+    return AutoencoderKL(ddconfig={**config, **widths}, embed_dim=16)
+
+def cogvideox():
+    return comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX(block_out_channels=(32, 64, 64, 64), layers_per_block=1)
 
 small = {**config, "ch": 32, "ch_mult": [1, 2, 3], "num_res_blocks": 1}
 wan = dict(dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[], temperal_downsample=[False, True, True], dropout=0.0)
@@ -41,6 +56,15 @@ tiny = {
     "wan with alpha": (comfy.ldm.wan.vae.WanVAE(dim=8, z_dim=16, image_channels=4, conv_out_channels=4, **wan),
                        (1, 16, 1, 3, 5), (1, 4, 1, 24, 40)),
     "wan 2.2": (comfy.ldm.wan.vae2_2.WanVAE(dim=8, dec_dim=16, z_dim=48, **wan), (1, 48, 3, 2, 3), (1, 3, 9, 32, 48)),
+    "ltx": (ltx("vae-ltx"), (2, 128, 3, 2, 3), (2, 3, 17, 64, 96)),
+    "ltx 0.9.5": (ltx("vae-ltx095"), (1, 128, 3, 2, 3), (1, 3, 17, 64, 96)),
+    # In pieces of 1 + 8 frames (encoder) and of 2 latent frames (decoder), the last of which are not full
+    "hunyuan": (hunyuan(), (1, 16, 5, 2, 3), (1, 3, 15, 16, 24)),
+    "hunyuan, one frame": (hunyuan(), (2, 16, 1, 2, 3), (2, 3, 3, 16, 24)),
+    "cogvideox": (cogvideox(), (2, 16, 3, 2, 3), (1, 3, 13, 16, 24)),
+    "cogvideox, even": (cogvideox(), (1, 16, 4, 2, 3), (1, 3, 8, 16, 24)),
+    "cogvideox, one frame more": (cogvideox(), (1, 16, 2, 3, 2), (1, 3, 17, 16, 24)),
+    "cogvideox, one frame": (cogvideox(), (1, 16, 1, 2, 3), (1, 3, 1, 16, 24)),
     "taesd": (comfy.taesd.taesd.TAESD(latent_channels=16), (2, 16, 3, 5), (2, 3, 24, 40)),
 }
 for kind, (vae, latent_shape, picture_shape) in tiny.items():
@@ -48,13 +72,18 @@ for kind, (vae, latent_shape, picture_shape) in tiny.items():
         tiny_checkpoints.fill(vae.eval(), torch.Generator().manual_seed(0))
         if kind == "taesd":                                    # the host's part
             vae.vae_scale.fill_(1), vae.vae_shift.zero_()
+        if kind.startswith("ltx"):
+            vae.per_channel_statistics.get_buffer("std-of-means").fill_(1)
+            vae.per_channel_statistics.get_buffer("mean-of-means").zero_()
         latent = torch.randn(latent_shape, generator=torch.Generator().manual_seed(1))
         picture = torch.randn(picture_shape, generator=torch.Generator().manual_seed(2))
         tiny[kind] = vae.state_dict(), latent, vae.decode(latent), picture, vae.encode(picture)
 
 others = {
     "Flux.2": lambda: AutoencoderKL(ddconfig={**config, "z_channels": 32, "batch_norm_latent": True}, embed_dim=32),
-    "HunyuanVideo": lambda: AutoencoderKL(ddconfig={**config, "conv3d": True, "time_compress": 4}, embed_dim=4),
+    "HunyuanVideo 1.5": lambda: torch.nn.ModuleDict({"decoder": comfy.ldm.hunyuan_video.vae_refiner.Decoder(
+        z_channels=32, out_channels=3, block_out_channels=[1024, 1024, 512, 256, 128], num_res_blocks=2, ffactor_spatial=16,
+        ffactor_temporal=4)}),
     "Stable Video Diffusion": lambda: comfy.ldm.models.autoencoder.AutoencodingEngine(
         regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
         encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
@@ -63,7 +92,7 @@ others = {
     "HunyuanImage": lambda: torch.nn.ModuleDict({"decoder": comfy.ldm.hunyuan_video.vae.Decoder(
         z_channels=64, out_channels=3, block_out_channels=[128, 256, 512, 512, 1024, 1024], num_res_blocks=2,
         ffactor_spatial=32)}),
-    "LTX": lambda: comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(),
+    "LTX 0.9.1": lambda: comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(version=1),
     "TAESD of Flux.2": lambda: comfy.taesd.taesd.TAESD(latent_channels=128),
 }
 shapes_of = lambda vae: {name: tuple(tensor.shape) for name, tensor in vae.state_dict().items()}
@@ -91,7 +120,8 @@ def tensors(made_by_comfyui):
 
 DECODED_WITH = ("decoder.", "post_quant_conv.", "conv2.", "taesd_decoder.")
 ENCODED_WITH = ("encoder.", "quant_conv.", "conv1.", "taesd_encoder.")
-KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "taesd"]
+KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "ltx", "ltx 0.9.5", "taesd", "hunyuan", "hunyuan, one frame",
+         "cogvideox", "cogvideox, even", "cogvideox, one frame more", "cogvideox, one frame"]
 TOLERANCE = 1e-4
 
 
@@ -110,8 +140,7 @@ def test_decodes_as_comfyui_does(made_by_comfyui, kind, prefixes):
 
     vae = load_autoencoder(half(tensors, prefixes), torch.float32, "cpu")
 
-    with torch.no_grad():
-        result = vae.decode(latent).sample
+    result = decode_rows(vae, latent).tensor
     if kind.startswith("wan"):                                 # diffusers clamps here, ComfyUI later
         pixels = pixels.clamp(-1, 1)
     assert result.shape == pixels.shape and pixels.std() > 0.05
@@ -126,9 +155,7 @@ def test_encodes_as_comfyui_does(made_by_comfyui, kind, prefixes):
 
     vae = load_autoencoder(half(tensors, prefixes), torch.float32, "cpu")
 
-    with torch.no_grad():
-        result = vae.encode(pixels, return_dict=False)[0]
-    result = result if isinstance(result, torch.Tensor) else result.mode()
+    result = encode_rows(vae, pixels, pixels.shape[-1] // latent.shape[-1]).tensor
     assert result.shape == latent.shape and latent.std() > 0.05
     assert (result - latent).norm() < TOLERANCE * latent.norm()
 
@@ -141,6 +168,35 @@ def test_the_comparison_notices_one_wrong_tensor(made_by_comfyui):
 
     with torch.no_grad():
         assert (vae.decode(latent_BCHW).sample - picture).abs().max() > 1e-3 * picture.abs().max()
+
+
+def masked(owner, replaced=frames.replaced, **functions):
+    """With diffusers' mask, by which a frame sees those before it alone."""
+    return nullcontext() if "prepare_causal_attention_mask" in functions else replaced(owner, **functions)
+
+
+def everything_kept(module, args, kwargs, output):
+    return output
+
+
+@pytest.mark.parametrize("kind, way, name, mutant", [
+    ("hunyuan", "decode", "HUNYUAN_LATENT_FRAMES", 4),
+    ("hunyuan", "decode", "CarriedFrames.next_piece", frames.CarriedFrames.forget),
+    ("hunyuan", "decode", "replaced", masked),
+    ("hunyuan", "encode", "HUNYUAN_FRAMES", 4),
+    ("hunyuan", "encode", "replaced", masked),
+    ("cogvideox", "decode", "COGVIDEOX_LATE_FRAMES", 8),
+    ("cogvideox, one frame more", "encode", "COGVIDEOX_FRAMES", 16),
+    ("cogvideox, one frame more", "encode", "_nothing_kept_of_one_frame", everything_kept),
+])
+def test_the_comparison_notices_other_pieces_of_frames(made_by_comfyui, monkeypatch, kind, way, name, mutant):
+    tensors, latent, pixels, picture, encoded = made_by_comfyui[0][kind]
+    vae = load_autoencoder(whole(tensors), torch.float32, "cpu")
+    monkeypatch.setattr(f"xdit_backend.parallel.frames.{name}", mutant)
+
+    result, want = (decode_rows(vae, latent).tensor, pixels) if way == "decode" else (encode_rows(vae, picture, 8).tensor, encoded)
+
+    assert result.shape != want.shape or (result - want).norm() > 10 * TOLERANCE * want.norm()
 
 
 def test_weights_are_copied_in_the_wanted_dtype(tensors):
@@ -170,8 +226,8 @@ def test_config_of_stable_diffusions_vae(made_by_comfyui):
 
 
 @pytest.mark.parametrize("kind, named", [
-    ("Flux.2", "Flux.2"), ("HunyuanVideo", "another video VAE"), ("Stable Video Diffusion", "Stable Video Diffusion"),
-    ("LTX", "another video VAE"), ("TAESD of Flux.2", "tiny autoencoder of Flux.2"), ("HunyuanImage", "58 tensors do not fit"),
+    ("Flux.2", "Flux.2"), ("HunyuanVideo 1.5", "tensors do not fit"), ("Stable Video Diffusion", "Stable Video Diffusion"),
+    ("LTX 0.9.1", "adds random noise"), ("TAESD of Flux.2", "tiny autoencoder of Flux.2"), ("HunyuanImage", "58 tensors do not fit"),
 ])
 def test_rejects_the_other_vaes_of_comfyui(made_by_comfyui, kind, named):
     tensors = {name: torch.empty(shape, device="meta") for name, shape in made_by_comfyui[2][kind].items()}

@@ -9,7 +9,7 @@ import torch
 
 from tests.comfyui_server import ROOT, comfyui_folder, run_async
 from tests.host_nodes import POOLED_CHANNELS, TEXT_CHANNELS
-from tests.tiny_checkpoints import import_comfyui, save
+from tests.tiny_checkpoints import import_comfyui, save, thin_class
 
 FAMILY_OF = {"sd35": "sd3", "flux-schnell": "flux"}            # kind of checkpoint -> family of its conditioning
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "pixart": (34, 36), "wan": (16, 18)}
@@ -110,6 +110,7 @@ def vae_of(comfyui):
     def load(kind, **options):
         name = comfyui.file(kind, "vae", **options)
         if name not in vaes:
-            vaes[name] = comfyui.nodes.VAELoader().load_vae(name)[0]
+            with thin_class(kind):
+                vaes[name] = comfyui.nodes.VAELoader().load_vae(name)[0]
         return vaes[name]
     return load

@@ -5,7 +5,11 @@ import torch
 
 # kind, shape of the picture: sizes that are no multiple of the VAE's scale are cropped as VAE Encode crops them
 CASES = [("vae-sd", (1, 64, 64, 3)), ("vae-sd", (2, 77, 100, 3)), ("vae-sd3", (1, 16, 40, 4)), ("vae-flux2", (1, 80, 50, 3)),
-         ("vae-taesd", (2, 64, 50, 3)), ("vae-wan", (1, 48, 40, 3)), ("vae-wan", (9, 41, 56, 3)), ("vae-wan", (6, 24, 16, 4))]
+         ("vae-taesd", (2, 64, 50, 3)), ("vae-wan", (1, 48, 40, 3)), ("vae-wan", (9, 41, 56, 3)), ("vae-wan", (6, 24, 16, 4)), ("vae-wan22", (1, 48, 40, 3)),
+         ("vae-wan22", (5, 33, 64, 3)), ("vae-ltx", (1, 64, 96, 3)), ("vae-ltx", (12, 100, 64, 3)), ("vae-hunyuan", (1, 40, 24, 3)),
+         ("vae-hunyuan", (14, 24, 40, 3)), ("vae-cogvideox", (1, 40, 24, 3)), ("vae-cogvideox", (9, 33, 40, 3)),
+         ("vae-cogvideox", (12, 24, 40, 3)), ("vae-ltx095", (1, 64, 96, 3)),
+         ("vae-ltx095", (17, 96, 70, 3))]
 
 
 def picture(shape):
@@ -13,7 +17,7 @@ def picture(shape):
 
 
 def vae_with_encoder(vae_of, kind):
-    return vae_of(kind, **({} if kind in ("vae-wan", "vae-taesd") else {"encoder": True}))
+    return vae_of(kind, **({"encoder": True} if kind in ("vae-sd", "vae-sd3", "vae-flux2") else {}))
 
 
 @pytest.mark.parametrize("kind, shape", CASES, ids=str)
@@ -51,10 +55,10 @@ def test_a_picture_smaller_than_a_latents_row_is_refused(comfyui, vae_of):
 def test_other_vaes_are_refused_by_name(comfyui, vae_of):
     import copy
 
-    import comfy.ldm.cogvideo.vae
+    import comfy.ldm.genmo.vae.model
     vae = copy.copy(vae_of("vae-sd3"))
     with torch.device("meta"):
-        vae.first_stage_model = comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX()
+        vae.first_stage_model = comfy.ldm.genmo.vae.model.VideoVAE()
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="Encode does not support this VAE .AutoencoderKLCogVideoX"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="Encode does not support this VAE .VideoVAE"):
         comfyui.vae_encode.execute(picture((1, 32, 32, 3)), vae, comfyui.config("cpu,cpu"))

@@ -1,12 +1,13 @@
 """Build diffusers' autoencoder from the tensors of a VAE that ComfyUI has loaded. Called by the worker, offline."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
 from .vae_families import FAMILIES, refusal
 
-# Part of a tensor's name -> whose VAE it is. Looked for first: some of these have a supported family's names too.
+# Part of a tensor's name -> whose VAE it is. Looked for before the last family is tried, whose names these have too.
 OTHER_VAES = {
     "bn.running_mean": "Flux.2's with its norm, which the host takes off",
     "time_stack": "Stable Video Diffusion's",
@@ -17,19 +18,17 @@ OTHER_VAES = {
 }
 
 
-def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device):
+def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device, settings: Mapping[str, str] = MappingProxyType({})):
     """The VAE with these weights, copied, in `dtype` on `device`. Without the encoder's or decoder's tensors it has none.
 
-    Names are those of ComfyUI's first_stage_model.state_dict(). Raises CheckpointError where they do not fit.
+    Names are those of ComfyUI's first_stage_model.state_dict(). settings: see AutoencoderSpec. Raises CheckpointError where
+    tensors do not fit.
     """
-    for part, owner in OTHER_VAES.items():
-        if any(part in name for name in tensors):
-            raise refusal(f"It is {owner}.")
-    family = next(family for family in FAMILIES
-                  if not family.marks or any(mark in name for mark in family.marks for name in tensors))
-    cls, config = family.config({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    family = _family_of(tensors)
+    cls, config = family.config({name: tuple(tensor.shape) for name, tensor in tensors.items()}, settings)
     with torch.device("meta"):
         vae = cls(**config)
+    family.finish(vae, settings)
     weights = family.convert(dict(tensors), config)
     for half, quant in (("encoder", "quant_conv"), ("decoder", "post_quant_conv")):
         if not any(name.startswith(f"{half}.") for name in weights):
@@ -41,6 +40,16 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device):
               for name, weight in weights.items()}
     vae.load_state_dict(copies, assign=True)
     return vae.eval().requires_grad_(False)
+
+
+def _family_of(tensors):
+    for family in FAMILIES:
+        if any(mark in name for mark in family.marks for name in tensors):
+            return family
+    for part, owner in OTHER_VAES.items():
+        if any(part in name for name in tensors):
+            raise refusal(f"It is {owner}.")
+    return FAMILIES[-1]
 
 
 def _check_fit(tensors, weights, vae):

@@ -9,20 +9,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from diffusers import AutoencoderKL, AutoencoderKLWan, AutoencoderTiny
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLCogVideoX,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLWan,
+    AutoencoderTiny,
+)
 from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint, convert_wan_vae_to_diffusers
+from torch.nn import Conv3d
 
 from ..protocol.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class VaeFamily:
-    """config(shapes) -> (diffusers class, its arguments). convert(tensors, arguments) -> tensors under diffusers' names."""
+    """config(shapes, settings) -> (diffusers class, its arguments). convert(tensors, arguments) -> tensors under diffusers' names.
+
+    finish(vae, settings) gives the model without weights what its class has no argument for.
+    """
 
     name: str                              # in a person's words
     marks: tuple[str, ...]                 # a tensor's name with one of these is found in no other family
     config: Callable
     convert: Callable
+    finish: Callable = lambda vae, settings: None
 
 
 def refusal(reason):
@@ -102,6 +114,179 @@ def convert_wan22(tensors, config):
     return weights
 
 
+# --- LTX-Video ---
+
+# pixels that one position of a downsampler's result is made of -> diffusers' name
+LTX_SAMPLERS = {1: "conv", 2: "temporal", 4: "spatial", 8: "spatiotemporal"}
+
+
+@dataclass(frozen=True)
+class LtxLevel:
+    """Where one level's layers are among the numbered ones of a half: its resnets, what changes its size, its width."""
+
+    resnets: int
+    sampler: int | None = None
+    widening: int | None = None
+
+
+def ltx_levels(shapes, half):
+    """The resnets in the middle, and the levels, of LTX's encoder or decoder, in the order they run."""
+    layers = f"{half}.{'down' if half == 'encoder' else 'up'}_blocks"
+    middle, levels, found = None, [], {}
+    order = range(next(number for number in count() if not any(name.startswith(f"{layers}.{number}.") for name in shapes)))
+    for number in order if half == "decoder" else reversed(order):
+        if f"{layers}.{number}.res_blocks.0.conv1.conv.weight" not in shapes:
+            found["widening" if f"{layers}.{number}.conv1.conv.weight" in shapes else "sampler"] = number
+        elif middle is None:
+            middle = number
+        elif half == "decoder":                                # the resnets end a level of the decoder
+            levels.append(LtxLevel(number, **found))
+            found = {}
+        else:                                                  # and begin one of the encoder
+            levels.insert(0, LtxLevel(number, **found))
+            found = {}
+    return middle, levels
+
+
+def ltx_config(shapes, settings):
+    """LTX-Video's, from 0.9 on, of any width and depth. settings: see AutoencoderSpec.
+
+    Raises CheckpointError for the decoder of 0.9.1, which adds noise to the picture.
+    """
+    if any("per_channel_scale" in name for name in shapes):
+        raise refusal("It is LTX-Video 0.9.1's, whose decoder adds random noise to the picture between its layers.")
+    given = _given(shapes)
+    config = {"timestep_conditioning": any("last_time_embedder." in name for name in shapes),
+              "decoder_causal": settings.get("causal_decoder") == "True", "spatial_compression_ratio": 32}   # for tiles only
+    for half in ("encoder", "decoder"):
+        if f"{half}.conv_in.conv.weight" in shapes:
+            config |= (_ltx_encoder if half == "encoder" else _ltx_decoder)(shapes, given)
+    return config
+
+
+def _ltx_encoder(shapes, given):
+    middle, levels = ltx_levels(shapes, "encoder")
+    numbers = [level.resnets for level in levels] + [middle]
+    widths = [given(f"encoder.down_blocks.{number}.res_blocks.0.conv1.conv.weight", 0) for number in numbers]
+    samplers = [given(f"encoder.down_blocks.{level.sampler}.conv.conv.weight", 0) for level in levels]
+    kinds = [LTX_SAMPLERS.get(width // sampled) if sampled else "conv" for sampled, width in zip(samplers, widths[1:])]
+    new = any(kind != "conv" for kind in kinds)                # 0.9.5 packs pixels into channels
+    return {
+        "latent_channels": given("encoder.conv_out.conv.weight", 0) - 1,
+        "block_out_channels": tuple(widths if new else widths[:-1]),
+        "down_block_types": ("LTXVideo095DownBlock3D" if new else "LTXVideoDownBlock3D",) * len(levels),
+        "downsample_type": tuple(kinds),
+        "spatio_temporal_scaling": tuple(level.sampler is not None for level in levels),
+        "layers_per_block": _ltx_depths(shapes, "encoder.down_blocks", numbers),
+        "patch_size": round((given("encoder.conv_in.conv.weight", 1) / 3) ** 0.5),
+    }
+
+
+def _ltx_decoder(shapes, given):
+    middle, levels = ltx_levels(shapes, "decoder")
+    numbers = [middle] + [level.resnets for level in levels]
+    # The upsampler makes 8 positions of one, with as many channels or with fewer.
+    factors = [8 * given(name, 1) // given(name, 0) if level.sampler is not None else 1 for level in levels
+               for name in (f"decoder.up_blocks.{level.sampler}.conv.conv.weight",)]
+    widths = [given(f"decoder.up_blocks.{level.resnets}.res_blocks.0.conv1.conv.weight", 0) for level in levels]
+    config = {
+        "decoder_block_out_channels": [width * factor for width, factor in zip(widths, factors)],
+        "decoder_spatio_temporal_scaling": [level.sampler is not None for level in levels],
+        "decoder_layers_per_block": _ltx_depths(shapes, "decoder.up_blocks", numbers),
+        "decoder_inject_noise": [False] * len(numbers),
+        "upsample_factor": factors,
+        "upsample_residual": [factor > 1 for factor in factors],  # so in each of ComfyUI's
+    }
+    return {"latent_channels": given("decoder.conv_in.conv.weight", 1),
+            "patch_size": round((given("decoder.conv_out.conv.weight", 0) / 3) ** 0.5),
+            **{name: tuple(reversed(values)) for name, values in config.items()}}
+
+
+def _ltx_depths(shapes, layers, numbers):
+    return tuple(_count(shapes, f"{layers}.{number}.res_blocks.{{}}.conv1.conv.weight") for number in numbers)
+
+
+LTX_NAMES = {"res_blocks": "resnets", "norm3.norm.": "norm3.", "conv_shortcut.": "conv_shortcut.conv.",
+             "last_time_embedder.": "time_embedder.", "last_scale_shift_table": "scale_shift_table"}
+
+
+def convert_ltx(tensors, config):
+    """diffusers' converter knows three versions by their widths; this one goes by the order of the layers."""
+    prefixes = {}
+    for half, way in (("encoder", "down"), ("decoder", "up")):
+        middle, levels = ltx_levels(tensors, half)
+        prefixes[f"{half}.{way}_blocks.{middle}."] = f"{half}.mid_block."
+        for index, level in enumerate(levels):
+            for number, part in ((level.resnets, ""), (level.sampler, f"{way}samplers.0."),
+                                 (level.widening, "conv_out." if way == "down" else "conv_in.")):
+                prefixes[f"{half}.{way}_blocks.{number}."] = f"{half}.{way}_blocks.{index}.{part}"
+
+    def renamed(name):
+        prefix = re.match(r"\w+\.(down|up)_blocks\.\d+\.|", name)[0]
+        name = prefixes.get(prefix, prefix) + name[len(prefix):]
+        for old, new in LTX_NAMES.items():
+            name = name.replace(old, new)
+        return name
+    return {renamed(name): tensor for name, tensor in tensors.items()}
+
+
+def finish_ltx(vae, settings):
+    """What the class has no argument for: how convolutions pad, and the timestep of the decoder. The host (un)normalises."""
+    for half, usual in (("encoder", "zeros"), ("decoder", "reflect")):
+        for module in getattr(vae, half).modules():
+            if isinstance(module, Conv3d):
+                module.padding_mode = settings.get(f"{half}_padding", usual)
+    vae.register_to_config(decode_timestep=float(settings.get("decode_timestep", 0.05)))
+    del vae.latents_mean, vae.latents_std
+
+
+# --- HunyuanVideo ---
+
+def hunyuan_config(shapes):
+    """LDM's structure with convolutions over time."""
+    config = autoencoder_kl_config({_without_conv(name): shape[:2] + shape[3:] for name, shape in shapes.items()})
+    num_levels = len(config["block_out_channels"])
+    return {**{name: config[name] for name in ("in_channels", "out_channels", "latent_channels", "block_out_channels",
+                                               "layers_per_block", "norm_num_groups", "mid_block_add_attention")},
+            "down_block_types": ("HunyuanVideoDownBlock3D",) * num_levels,
+            "up_block_types": ("HunyuanVideoUpBlock3D",) * num_levels}
+
+
+def convert_hunyuan(tensors, config):
+    """By LDM's converter, to which a convolution over time is shown as one of pictures."""
+    weights = convert_ldm_vae_checkpoint({_without_conv(name): tensor for name, tensor in tensors.items()}, config)
+
+    def renamed(name):
+        layer, _, leaf = name.rpartition(".")
+        is_conv = layer.rpartition(".")[2] in ("conv", "conv1", "conv2", "conv_in", "conv_out", "conv_shortcut")
+        return f"{layer}.conv.{leaf}" if is_conv else name
+    return {renamed(name): tensor.flatten(1) if ".attentions." in name and tensor.ndim > 1 else tensor
+            for name, tensor in weights.items()}
+
+
+def _without_conv(name):
+    """The name that the layer has in a VAE of pictures."""
+    return re.sub(r"\.conv\.(weight|bias)$", r".\1", name)
+
+
+# --- CogVideoX, whose names are diffusers' in ComfyUI too ---
+
+def cogvideox_config(shapes):
+    """Of any width and depth."""
+    given = _given(shapes)
+    half = "decoder" if "decoder.conv_in.conv.weight" in shapes else "encoder"
+    blocks = "decoder.up_blocks" if half == "decoder" else "encoder.down_blocks"
+    num_levels = _count(shapes, blocks + ".{}.resnets.0.conv1.conv.weight")
+    widths = tuple(given(f"{blocks}.{index}.resnets.0.conv1.conv.weight", 0) for index in range(num_levels))
+    return {
+        "block_out_channels": widths if half == "encoder" else widths[::-1],
+        "layers_per_block": _count(shapes, blocks + ".0.resnets.{}.conv1.conv.weight") - (half == "decoder"),
+        "latent_channels": given("decoder.conv_in.conv.weight", 1) or given("encoder.conv_out.conv.weight", 0) // 2,
+        "down_block_types": ("CogVideoXDownBlock3D",) * num_levels,
+        "up_block_types": ("CogVideoXUpBlock3D",) * num_levels,
+    }
+
+
 # --- tiny autoencoders ---
 
 def tiny_config(shapes):
@@ -131,11 +316,17 @@ def _given(shapes):
 # Looked through in this order; the last takes what has no mark of another.
 FAMILIES = (
     VaeFamily("Wan 2.2", ("coder.downsamples.0.downsamples.", "coder.upsamples.0.upsamples."),
-              lambda shapes: (AutoencoderKLWan, wan22_config(shapes)), convert_wan22),
+              lambda shapes, settings: (AutoencoderKLWan, wan22_config(shapes)), convert_wan22),
     VaeFamily("Wan 2.1 and Qwen-Image", ("coder.middle.0.residual.",),
-              lambda shapes: (AutoencoderKLWan, wan_config(shapes)), lambda tensors, config: convert_wan_vae_to_diffusers(tensors)),
+              lambda shapes, settings: (AutoencoderKLWan, wan_config(shapes)), lambda tensors, config: convert_wan_vae_to_diffusers(tensors)),
+    VaeFamily("LTX-Video", ("coder.up_blocks.0.res_blocks.", "coder.down_blocks.0.res_blocks."),
+              lambda shapes, settings: (AutoencoderKLLTXVideo, ltx_config(shapes, settings)), convert_ltx, finish_ltx),
+    VaeFamily("HunyuanVideo", ("coder.mid.block_1.conv1.conv.",),
+              lambda shapes, settings: (AutoencoderKLHunyuanVideo, hunyuan_config(shapes)), convert_hunyuan),
+    VaeFamily("CogVideoX", ("coder.mid_block.resnets.0.conv1.conv.",),
+              lambda shapes, settings: (AutoencoderKLCogVideoX, cogvideox_config(shapes)), lambda tensors, config: tensors),
     VaeFamily("tiny autoencoders (TAESD)", ("taesd_decoder.", "taesd_encoder."),
-              lambda shapes: (AutoencoderTiny, tiny_config(shapes)), convert_tiny),
+              lambda shapes, settings: (AutoencoderTiny, tiny_config(shapes)), convert_tiny),
     VaeFamily("SD, SDXL, SD3, Flux and Flux.2", (),
-              lambda shapes: (AutoencoderKL, autoencoder_kl_config(shapes)), convert_ldm_vae_checkpoint),
+              lambda shapes, settings: (AutoencoderKL, autoencoder_kl_config(shapes)), convert_ldm_vae_checkpoint),
 )

@@ -135,26 +135,29 @@ class Client:
         if names and self.running:
             self._group.post(lambda request: messages.DropConditioning(request, names), answering=())
 
-    def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False):
+    def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False, settings=None):
         """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].
 
         picture_shape: (B, H', W', 3) or (B, F', H', W', 3). weights() gives the VAE's tensors, and is called only when the
         group does not hold the VAE `name`. measure_memory: last_numbers then has each rank's peak_bytes.
         """
-        self.load_autoencoder(name, dtype, weights)
+        self.load_autoencoder(name, dtype, weights, settings)
         return self._transform(messages.Decode, name, latent, picture_shape, measure_memory)
 
-    def encode(self, name, dtype, weights, picture, latent_shape):
+    def encode(self, name, dtype, weights, picture, latent_shape, settings=None):
         """Encode pictures (B, 3, H, W) or videos (B, 3, F, H, W) in [-1, 1] to latents of this shape, float32."""
-        self.load_autoencoder(name, dtype, weights)
+        self.load_autoencoder(name, dtype, weights, settings)
         return self._transform(messages.Encode, name, picture, latent_shape)
 
-    def load_autoencoder(self, name, dtype, weights):
-        """Make sure that every worker holds the VAE. weights() gives its tensors, where they do not."""
+    def load_autoencoder(self, name, dtype, weights, settings=None):
+        """Make sure that every worker holds the VAE. weights() gives its tensors, where they do not.
+
+        settings: see AutoencoderSpec.
+        """
         group = self.group
         if name not in self._autoencoders:
             segments = {key: group.segments.share(tensor) for key, tensor in weights().items()}
-            spec = messages.AutoencoderSpec(name, dtype, segments)
+            spec = messages.AutoencoderSpec(name, dtype, segments, settings or {})
             self._request(lambda request: messages.LoadAutoencoder(request, spec), segments.values())
             self._autoencoders.add(name)
 

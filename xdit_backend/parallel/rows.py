@@ -1,7 +1,7 @@
 """torch's convolution, norm and attention of a whole image, for the rows that one rank holds. Used by vae.
 
-A split is along rows (dim -2) or along columns (dim -1). "Row" stands for either here: a column is a row of a split along
-columns. Images are (B, C, H, W) or (B, C, F, H, W); frames are never split (ALGORITHMS.md section 9).
+A split is along rows (dim -2), columns (dim -1) or, where there are no norms and no attention, frames (dim -3). "Row" stands
+for each of them here: a column is a row of a split along columns. Images are (B, C, H, W) or (B, C, F, H, W).
 """
 
 # B batch, C channels, F frames, H rows, W columns, N heads, T tokens (rows x columns), G groups of a norm
@@ -59,8 +59,8 @@ class RowSplit:
 
     @property
     def other_dim(self):
-        """The dim that every rank holds whole."""
-        return -3 - self.dim
+        """A dim that every rank holds whole."""
+        return -2 if self.dim == -1 else -1
 
     def gather(self, tensor, sizes, dim):
         """Every rank's tensor, along `dim`, where they have `sizes`."""
@@ -289,3 +289,20 @@ def attention_rows(query_BNTH, key_BNTH, value_BNTH, sizes, split, **options):
 
 def all_tokens(tensor, sizes, split):
     return split.gather(tensor, sizes, -2)
+
+
+def linear_attention_rows(query_BNHT, key_BNHT, value_BNHT, eps, split):
+    """Linear attention (Katharopoulos et al. 2020, equation 5) of this rank's tokens to all ranks'. Every rank calls it.
+
+    A token's result is its query times the sum over all tokens of value times key, and the sum of keys below the line:
+    the ranks add up these sums, (B, N, H + 1, H) float32, however many tokens there are. Queries and keys are not negative.
+    """
+    query, key, value = (tensor.to(torch.float32) for tensor in (query_BNHT, key_BNHT, value_BNHT))
+    sums_BNHH = pad(value, (0, 0, 0, 1), value=1) @ key.transpose(-1, -2)
+    out = all_sums(sums_BNHH, split) @ query
+    return (out[:, :, :-1] / (out[:, :, -1:] + eps)).to(value_BNHT.dtype)
+
+
+def all_sums(tensor, split):
+    """The sum of every rank's tensor, added in one order everywhere."""
+    return split.gather(tensor[None], [1] * len(split.sizes), 0).sum(0)

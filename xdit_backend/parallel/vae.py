@@ -1,17 +1,26 @@
-"""Patch-parallel VAE: every rank decodes or encodes some rows of the picture, and the whole is exactly the VAE's own.
+"""Patch-parallel VAE: every rank decodes or encodes some rows (or frames), and the whole is exactly the VAE's own.
 
 The worker calls decode_rows and encode_rows. diffusers' autoencoders run unmodified; while one does, a few functions of
 torch.nn.functional work on rows and fetch from the other ranks what a row needs of them (rows.py).
 """
 
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, AutoencoderKLWan, AutoencoderTiny
-from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLCogVideoX,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLWan,
+    AutoencoderTiny,
+)
+from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0, SanaMultiscaleLinearAttention
 
 # The originals, bound before they are replaced.
 from torch.nn.functional import interpolate
@@ -19,16 +28,23 @@ from torch.nn.functional import pad as pad_whole
 
 from ..planner import shard_sizes
 from ..protocol.errors import UnsupportedError
+from . import frames
 from .collectives import Traffic
-from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows
+from .frames import replaced
+from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows, linear_attention_rows
 
-SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny)
+# Sana's AutoencoderDC is for those who call this package: ComfyUI has no VAE object of it.
+SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny, AutoencoderDC, AutoencoderKLLTXVideo, AutoencoderKLHunyuanVideo,
+         AutoencoderKLCogVideoX)
+# Whose decoders can be split by frames too. The other video autoencoders go through their frames in order, a few at a time, so
+# that a rank would wait for the one before to end.
+BY_FRAMES = (AutoencoderKLLTXVideo,)
 NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE cannot be split. Use VAE Decode."
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank makes of a picture or a latent: `tensor`, which begins at index `start` of dim `dim` (-2 or -1)."""
+    """What one rank makes of a picture or a latent: `tensor`, which begins at index `start` of dim `dim` (-3, -2 or -1)."""
 
     tensor: torch.Tensor
     dim: int = -2
@@ -60,17 +76,14 @@ def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convo
     """Decode this rank's rows of a picture. Every rank of `ranks` calls it, with the same whole latent.
 
     latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H', W'):
-    put together by rank, the shares are vae.decode(latent). A picture wider than tall is split by columns. Where there are
-    more ranks than rows the last ones have nothing to do and get None. Without ranks, or alone, it decodes the
-    whole picture. block_size: what of its output a convolution computes at once, see conv_rows; None for all.
-    on_convolution() is called before each convolution of a picture that is split or computed in blocks. dim: -2 to split
-    rows and -1 to split columns, where the choice is not to be made here.
+    put together by rank, the shares are vae.decode(latent), as ComfyUI does it (frames.py). Rows, columns or
+    frames are split, see split_dim. Where there are more ranks than rows the last ones have nothing to do and get None.
+    Without ranks, or alone, it decodes the whole picture. block_size: what of its output a convolution computes at once, see
+    conv_rows; None for all. on_convolution() is called before each convolution of a picture that is split or computed in
+    blocks. dim: -3, -2 or -1 to split frames, rows or columns, where the choice is not to be made here.
     Raises UnsupportedError for a VAE that cannot be split exactly.
     """
-    def decode(rows):
-        return vae.decode(rows, return_dict=False)[0]
-
-    return _by_rows(vae, decode, latent, 1, ranks, traffic, block_size, on_convolution, dim)
+    return _in_parts(vae, partial(frames.decode, vae), latent, 1, ranks, traffic, block_size, on_convolution, dim)
 
 
 @torch.inference_mode()
@@ -83,38 +96,90 @@ def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, 
     assert all(size % scale == 0 for size in picture.shape[-2:]), f"{tuple(picture.shape)} is no multiple of {scale}"
 
     def encode(rows):
-        latent = vae.encode(rows.to(vae.device, vae.dtype), return_dict=False)[0]
-        return latent if isinstance(latent, torch.Tensor) else latent.mode()
+        return frames.encode(vae, rows.to(vae.device, vae.dtype))
 
-    return _by_rows(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution, dim)
-
-
-def split_dim(shape):
-    """The dim that is split: the longer one, whose halos are the smaller."""
-    return -1 if shape[-1] > shape[-2] else -2
+    return _in_parts(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution, dim)
 
 
-def _by_rows(vae, run, whole, scale, ranks, traffic, block_size, on_convolution, dim):
-    """Run an autoencoder on this rank's rows of `whole`, which has `scale` rows for each row of the latent."""
+def split_dim(vae, shape, scale):
+    """The dim that is split: the longest, whose halos are the smallest; of frames only where frames can be split.
+
+    shape, scale: of what is decoded (scale 1) or encoded.
+    """
+    rows, columns = shape[-2:]
+    if scale == 1 and isinstance(vae, BY_FRAMES) and shape[-3] - 1 > max(rows, columns):
+        return -3
+    return -1 if columns > rows else -2
+
+
+def num_parts(shape, scale, dim):
+    """The most parts that `dim` can be split into: rows of the latent, or frames after its first."""
+    return shape[-3] - 1 if dim == -3 else shape[dim] // scale
+
+
+def _in_parts(vae, run, whole, scale, ranks, traffic, block_size, on_convolution, dim):
+    """Run an autoencoder on this rank's part of `whole`, which has `scale` rows for each row of the latent."""
     num_ranks = ranks.count if ranks else 1
-    dim = dim or split_dim(whole.shape)
-    latent_rows = whole.shape[dim] // scale
+    dim = dim or split_dim(vae, whole.shape, scale)
     if num_ranks == 1 and block_size is None:
         return Share(run(whole))
     _check(vae)
-    num_ranks = min(num_ranks, latent_rows)
+    count = num_parts(whole.shape, scale, dim)
+    num_ranks = min(num_ranks, count)
     group = ranks and ranks.first(num_ranks)
     if ranks and group is None:
         return None
-    split = RowSplit.of_sizes(shard_sizes(latent_rows, num_ranks), group, traffic or Traffic(), dim)
+    split = RowSplit.of_sizes(shard_sizes(count, num_ranks), group, traffic or Traffic(), dim)
+    if dim == -3:
+        return _by_frames(vae, run, whole, split, block_size, on_convolution)
+    return _by_rows(vae, run, whole, scale, split, block_size, on_convolution)
+
+
+def _by_rows(vae, run, whole, scale, split, block_size, on_convolution):
     own = split.scaled(scale)
     latent_across = whole.shape[split.other_dim] // scale
     waiting = []
-    with _replaced(**_row_functions(split, latent_across, block_size, waiting, on_convolution)):
-        result = run(whole.narrow(dim, own.start, own.size))
+    with ExitStack() as stack:
+        stack.enter_context(replaced(F, **_row_functions(split, latent_across, block_size, waiting, on_convolution)))
+        for module in vae.modules():
+            if isinstance(module, SanaMultiscaleLinearAttention):
+                stack.enter_context(replaced(module, **_linear_attention(split, module.eps)))
+        result = run(whole.narrow(split.dim, own.start, own.size))
     if waiting:
         raise UnsupportedError(NOT_FOLLOWED)
-    return Share(result, dim, split.start * result.shape[split.other_dim] // latent_across)
+    return Share(result, split.dim, split.start * result.shape[split.other_dim] // latent_across)
+
+
+def _by_frames(vae, run, whole, split, block_size, on_convolution):
+    """Decode this rank's frames, all their rows. `split` is of the latent's frames after the first, which is the first rank's.
+
+    A video has one frame for the latent's first and some for each further one, and the modules treat what comes first
+    differently. So each rank puts one frame first, at every scale: on the first rank the first, on others the one before
+    their own, which nothing reads and which is left out at the end.
+    """
+    lead = int(split.rank > 0)
+    with replaced(F, conv3d=_frame_convolution(split, vae.config.decoder_causal, block_size, on_convolution)):
+        result = run(whole.narrow(-3, split.start, 1 + split.size))
+    times = (result.shape[-3] - 1) // split.size
+    return Share(result[:, :, lead:], -3, lead * (1 + split.start * times))
+
+
+def _frame_convolution(split, causal, block_size, on_convolution):
+    def frame_conv(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+        """LTX's modules repeat their outermost frames before it. Those of other ranks belong there."""
+        num_repeated = weight.shape[-3] - 1
+        before = num_repeated if causal else num_repeated // 2
+        lead, num_frames = int(split.rank > 0), input.shape[-3] - num_repeated
+        further = split.scaled((num_frames - 1) // split.size)
+        own_split = RowSplit((0, *(1 + start for start in further.starts[1:])), split.group, split.traffic, -3)
+        own = input.narrow(-3, before + lead, num_frames - lead)
+        if on_convolution is not None:
+            on_convolution()
+        stride, padding, dilation = (_of_dims(value, 3) for value in (stride, padding, dilation))
+        out = conv_rows(own, weight, bias, stride, padding, dilation, groups, own_split,
+                        Padding(before, num_repeated - before, "replicate"), block_size)
+        return torch.cat([out[:, :, :1], out], -3) if lead else out
+    return frame_conv
 
 
 def _row_functions(split, latent_across, block_size, waiting, on_convolution):
@@ -132,7 +197,7 @@ def _row_functions(split, latent_across, block_size, waiting, on_convolution):
             own_split, edges = scaled(input), None
             if waiting:
                 padded, own_split, edges = waiting.pop()
-                if padded is not input or padding[split.dim]:
+                if not _same_images(input, padded) or padding[split.dim]:
                     raise UnsupportedError(NOT_FOLLOWED)
             if on_convolution is not None:
                 on_convolution()
@@ -155,16 +220,17 @@ def _row_functions(split, latent_across, block_size, waiting, on_convolution):
         return padded
 
     def row_interpolate(input, size=None, scale_factor=None, mode="nearest", *rest, **options):
-        whole = scale_factor is not None and all(float(factor).is_integer() for factor in _pair(scale_factor))
-        if mode not in ("nearest", "nearest-exact") or not whole:
+        factors = _pair(scale_factor) if size is None else [new / old for new, old in zip(size[-2:], input.shape[-2:])]
+        if mode not in ("nearest", "nearest-exact") or not all(float(factor).is_integer() for factor in factors):
             raise UnsupportedError(f"Upsampling with mode={mode}, size={size}, scale_factor={scale_factor} cannot be "
                                    f"split, only nearest by a whole factor. Use VAE Decode.")
-        return interpolate(input, scale_factor=scale_factor, mode=mode)
+        return interpolate(input, size=size, scale_factor=scale_factor, mode=mode)
 
     def row_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         if attn_mask is not None or is_causal:
             raise UnsupportedError("Masked attention in a VAE cannot be split. Use VAE Decode.")
-        sizes = [size * latent_across for size in split.sizes]
+        num_frames = query.shape[-2] // (split.size * latent_across)
+        sizes = [size * latent_across * num_frames for size in split.sizes]
         return attention_rows(query, key, value, sizes, split, dropout_p=dropout_p, **options)
 
     return {
@@ -177,16 +243,20 @@ def _row_functions(split, latent_across, block_size, waiting, on_convolution):
     }
 
 
-@contextmanager
-def _replaced(**functions):
-    originals = {name: getattr(F, name) for name in functions}
-    try:
-        for name, function in functions.items():
-            setattr(F, name, function)
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(F, name, original)
+def _same_images(tensor, other):
+    """Is it the other one, if with its images (of channels, frames) in another order, of which the first is still the first?"""
+    if tensor is other or tensor.is_meta:
+        return True
+    # Bytes, since what is not a number is not equal to itself.
+    first, other_first = (each[(0,) * (each.dim() - 2)].contiguous().view(torch.uint8) for each in (tensor, other))
+    return tensor.numel() == other.numel() and torch.equal(first, other_first)
+
+
+def _linear_attention(split, eps):
+    """What takes the place of the methods of Sana's attention. It has two, for few tokens and for many, of one result."""
+    def attend(query, key, value):
+        return linear_attention_rows(query, key, value, eps, split)
+    return {"apply_linear_attention": attend, "apply_quadratic_attention": attend}
 
 
 def _check(vae):

@@ -3,6 +3,7 @@
 The engine asks RowPlanner. bench_vae measures with LiveBytes what it has estimated with it.
 """
 
+import copy
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from ..protocol.errors import ConfigError
 from .collectives import Traffic, all_gather
-from .vae import decode_rows, encode_rows, split_dim
+from .vae import decode_rows, encode_rows, num_parts, split_dim
 
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
 ROOMY = 1.5                    # so much, and one rank need not keep what convolutions take beside their output small
 MIN_BLOCK_BYTES = 2 ** 25      # of input and output of one block; an eighth of all that lives, where that is more
+LEAST_ROWS = 2                 # of the latent: an image of one row cannot be padded by reflection
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.conv2d, torch.ops.aten.conv3d)
 
 
@@ -80,12 +82,9 @@ class Need:
 
 def outline_of(vae):
     """The same autoencoder without bytes."""
-    with torch.device("meta"):
-        outline = torch.nn.Module.to(type(vae).from_config(vae.config), vae.dtype)     # the class's own warns
-    for name in ("encoder", "decoder", "quant_conv", "post_quant_conv"):
-        if getattr(vae, name, None) is None and getattr(outline, name, None) is not None:
-            setattr(outline, name, None)
-    return outline.eval()
+    without_bytes = {id(tensor): type(tensor)(tensor.detach().to("meta"), False) if isinstance(tensor, torch.nn.Parameter)
+                     else tensor.to("meta") for tensor in (*vae.parameters(), *vae.buffers())}
+    return copy.deepcopy(vae, without_bytes)
 
 
 def need_of(outline, shape, scale, num_ranks, whole=False):
@@ -95,8 +94,9 @@ def need_of(outline, shape, scale, num_ranks, whole=False):
     blocks, of which peak_bytes has one.
     """
     shape = list(shape)
-    dim = split_dim(shape)
-    shape[dim] = -(-shape[dim] // scale // num_ranks) * scale
+    dim = split_dim(outline, shape, scale)
+    own_parts = -(-num_parts(shape, scale, dim) // num_ranks)
+    shape[dim] = 1 + own_parts if dim == -3 else max(LEAST_ROWS, own_parts) * scale
     given = torch.empty(shape, dtype=outline.dtype, device="meta")
     num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
     convolutions = []
@@ -127,7 +127,8 @@ class RowPlanner:
             need = self._need(shape, scale, 1, whole=True)
             if need.peak_bytes * ROOMY <= free_bytes:
                 return None, need.num_convolutions
-        need = self._need(shape, scale, min(ranks.count, max(shape[-2:]) // scale))
+        most_ranks = num_parts(shape, scale, split_dim(self._outline, shape, scale))
+        need = self._need(shape, scale, min(ranks.count, most_ranks))
         if need.peak_bytes * MARGIN > free_bytes:
             raise ConfigError(_does_not_fit(self._outline, shape, scale, ranks.count, need, free_bytes))
         counted_bytes = need.peak_bytes // 8                   # of a block, in the peak
@@ -147,7 +148,7 @@ def _does_not_fit(outline, shape, scale, num_ranks, need, free_bytes):
     frames = f" and {shape[-3]} frames" if len(shape) == 5 else ""
     needed_bytes = need.peak_bytes * MARGIN
     # Memory is a constant and a share of the rows.
-    rows = max(shape[-2:]) // scale
+    rows = num_parts(shape, scale, split_dim(outline, shape, scale))
     own_rows = -(-rows // num_ranks)
     half = need_of(outline, shape, scale, 2 * num_ranks)
     half_rows = -(-rows // (2 * num_ranks))

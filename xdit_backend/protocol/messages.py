@@ -46,6 +46,7 @@ class AutoencoderSpec:
     name: str
     dtype: str
     weights: dict[str, Segment]
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)     # what its tensors do not tell; Kind says which
 
 
 @dataclass(frozen=True, kw_only=True)

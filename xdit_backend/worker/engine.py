@@ -230,7 +230,8 @@ class Engine:
         spec = command.spec
         if spec.name not in self._autoencoders:
             tensors = {name: map_segment(segment) for name, segment in spec.weights.items()}
-            self._autoencoders[spec.name] = load_autoencoder(tensors, getattr(torch, spec.dtype), self.device)
+            self._autoencoders[spec.name] = load_autoencoder(tensors, getattr(torch, spec.dtype), self.device,
+                                                             spec.settings)
             self._planners[spec.name] = RowPlanner(self._autoencoders[spec.name])
 
     def _decode(self, command):
