@@ -55,6 +55,6 @@ def test_bench_of_pipefusion_counts_what_the_formulas_say():
     assert result.returncode == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines() if line.startswith("pipefusion2 M=")]
     assert [row[1] for row in rows] == ["M=2", "M=4"]
-    for _, _, seconds, _, _, _, sent, sent_formula, weights, weight_formula, kept, kept_formula in rows:
+    for _, _, seconds, _, _, _, _, sent, sent_formula, weights, weight_formula, kept, kept_formula in rows:
         assert float(seconds) > 0 and float(sent) > 0
         assert (sent, weights, kept) == (sent_formula, weight_formula, kept_formula)

@@ -238,32 +238,30 @@ def print_table(rows, setting):
         print(f"{name:<22} {seconds:>8.3f} {ratio:>5.2f}x {traffic}")
 
 
-# --- diffusers' own context parallelism, in processes of its own ---
+# --- others to compare with, in processes of their own ---
 
 class Peer:
-    """Two processes that run diffusers' context parallelism, one step at a time."""
+    """A module of this package, run with a job, that does one step for each line it gets and prints its seconds."""
 
-    def __init__(self, folder, setting, layout, options):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(options.threads), "GLOO_SOCKET_IFNAME": "lo"}
-        job = json.dumps({"folder": str(folder), "setting": setting.__dict__, "layout": layout})
+    def __init__(self, module, job, threads):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
         self._errors = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "xdit_backend.bench_diffusers", job], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._errors, text=True, env=environment)
+        self._process = subprocess.Popen([sys.executable, "-m", f"xdit_backend.{module}", json.dumps(job)], env=environment,
+                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True)
 
-    def step(self):
-        """Seconds of one step. Raises RuntimeError when diffusers cannot run the layout here."""
+    def step(self, line="step"):
+        """Seconds of one step. Raises RuntimeError, with its last error, when it has ended."""
         try:
-            self._process.stdin.write("step\n")
+            self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
         except OSError:
             pass
-        line = self._process.stdout.readline()
-        if not line:
+        answer = self._process.stdout.readline()
+        if not answer:
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
             raise RuntimeError(next((text for text in reversed(lines) if "Error" in text), "no output"))
-        return float(line)
+        return float(answer)
 
     def close(self):
         self._process.stdin.close()
@@ -279,7 +277,8 @@ def start_peers(folder, setting, names, options):
     """{layout: Peer} for the layouts that diffusers can run here; says why for the others."""
     peers = {}
     for name in names:
-        peer = Peer(folder, setting, name, options)
+        job = {"folder": str(folder), "setting": setting.__dict__, "layout": name}
+        peer = Peer("bench_diffusers", job, options.threads)
         try:
             peer.step()
             peers[name] = peer

@@ -1,19 +1,26 @@
 """Time Distributed VAE Decode on 1, 2 and 4 workers at several sizes, and measure what memory a rank needs.
 
-A random autoencoder of Stable Diffusion's structure is decoded by real worker groups, in rounds that run every group once.
+A random autoencoder of Stable Diffusion's structure is decoded by real worker groups, in rounds that run every group once,
+and ComfyUI's own VAE Decode and VAE Decode (Tiled) where there is a ComfyUI.
 Peaks are measured in a decode of their own, since counting takes time.
 """
 
+import json
 import os
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from .bench import Peer
 from .checkpoints.vae_families import autoencoder_kl_config
 from .config import resolve_devices
 from .host.client import Client
+from .host.launcher import ROOT
 from .parallel.vae_memory import need_of
 from .protocol.errors import ConfigError
 
@@ -30,6 +37,16 @@ def add_arguments(parser):
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker (default 1)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tile", type=int, default=256, help="pixels a side of VAE Decode (Tiled) (default 256)")
+    parser.add_argument("--comfyui", metavar="FOLDER", default=find_comfyui(),
+                        help="the ComfyUI to compare with (default: XDIT_COMFYUI, what start.py fetched, or the one around this pack)")
+
+
+def find_comfyui():
+    """The folder of a ComfyUI's main.py, or None."""
+    given = os.environ.get("XDIT_COMFYUI")
+    folders = [Path(given).absolute()] if given else [ROOT / ".host" / "ComfyUI", ROOT.parent.parent]
+    return next((str(folder) for folder in folders if (folder / "main.py").is_file()), None)
 
 
 def main(options):
@@ -42,25 +59,35 @@ def main(options):
     place = f"{num_cuda} CUDA devices" if num_cuda else f"CPU workers of {options.threads} thread(s), {os.cpu_count()} cores"
     print(f"AutoencoderKL of Stable Diffusion's structure, width {options.width}, {options.dtype}; {place}; torch "
           f"{torch.__version__}; medians of {options.rounds} rounds", flush=True)
-    print(f"{'pixels':>12} {'workers':>8} {'s':>8} {'ratio':>7} {'CPU s/rank':>11} {'peak MB/rank':>13} {'formula MB':>11} {'of one':>7} {'sent MB/rank':>13}")
-    clients = {}
-    try:
-        for count in options.workers:
-            names = ",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(count))
-            clients[count] = Client(resolve_devices(names, num_cuda))
-        for size in options.sizes:
-            print_size(size, measure(tensors, size, clients, options), outline(tensors, options.dtype))
-    finally:
-        for client in clients.values():
-            client.close()
+    print(f"{'pixels':>12} {'workers':>11} {'s':>8} {'ratio':>7} {'CPU s/rank':>11} {'peak MB/rank':>13} {'formula MB':>11} {'of one':>7} {'sent MB/rank':>13} {'off':>8}")
+    clients, peer = {}, None
+    with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
+        try:
+            for count in options.workers:
+                names = ",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(count))
+                clients[count] = Client(resolve_devices(names, num_cuda))
+            if options.comfyui:
+                save_file(tensors, f"{folder}/vae.safetensors")
+                job = {"comfyui": options.comfyui, "cuda": bool(num_cuda), "weights": f"{folder}/vae.safetensors",
+                       "dtype": options.dtype}
+                peer = Peer("bench_comfyui", job, options.threads)
+            for size in options.sizes:
+                print_size(size, *measure(tensors, size, clients, peer, folder, options), outline(tensors, options.dtype))
+        finally:
+            for other in (*clients.values(), *([peer] if peer else [])):
+                other.close()
     print("ratio and of one: to the first number of workers. formula: the same decode on the meta device, for the busiest rank.\n"
-          "CPU s/rank: what a worker's processor did, whatever else the machine did at the time.")
+          "CPU s/rank: what a worker's processor did, whatever else the machine did at the time. off: the largest difference from\n"
+          "ComfyUI's VAE Decode, in parts of 255; where there is no ComfyUI, from the first row.")
 
 
-def measure(tensors, size, clients, options):
-    """{number of workers: (seconds, processor seconds and peak bytes of the busiest rank, bytes it sent, the picture)}"""
+def measure(tensors, size, clients, peer, folder, options):
+    """({number of workers: (seconds, processor seconds and peak bytes of the busiest rank, bytes it sent, the picture)},
+    {way of ComfyUI: (seconds, the picture)})"""
     latent = torch.randn(1, 4, size // 8, size // 8, generator=torch.Generator().manual_seed(0))
     seconds, cpu_seconds, results = {count: [] for count in clients}, {count: [] for count in clients}, {}
+    ways = {"VAE Decode": None, f"tiled {options.tile}": options.tile} if peer else {}
+    save_file({"latent": latent}, f"{folder}/latent.safetensors")
 
     def decode(client, **more):
         return client.decode("bench", options.dtype, lambda: tensors, latent, (1, size, size, 3), **more)
@@ -71,22 +98,33 @@ def measure(tensors, size, clients, options):
             decode(client)
             seconds[count].append(time.perf_counter() - started_s)
             cpu_seconds[count].append(max(numbers["cpu_s"] for numbers in client.last_numbers.values()))
+        for way, tile in ways.items():
+            asked = {"latent": f"{folder}/latent.safetensors", "tile": tile, "picture": f"{folder}/{way}.safetensors"}
+            seconds.setdefault(way, []).append(peer.step(json.dumps(asked)))
         print(f"{size} px: round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
+    median = {key: statistics.median(values[1:]) for key, values in seconds.items()}
     for count, client in clients.items():
         picture = decode(client, measure_memory=True)
         ranks = client.last_numbers.values()
-        results[count] = (statistics.median(seconds[count][1:]), statistics.median(cpu_seconds[count][1:]),
+        results[count] = (median[count], statistics.median(cpu_seconds[count][1:]),
                           max(numbers["peak_bytes"] for numbers in ranks), max(numbers["sent_bytes"] for numbers in ranks), picture)
-    return results
+    return results, {way: (median[way], load_file(f"{folder}/{way}.safetensors")["picture"]) for way in ways}
 
 
-def print_size(size, results, outline):
+def print_size(size, results, theirs, outline):
     first_s, _, first_bytes, _, first_picture = next(iter(results.values()))
+    exact = theirs["VAE Decode"][1] if theirs else first_picture
+
+    def off(picture):
+        return f"{255 * (picture - exact).abs().max().item():>8.4f}"
+
     for count, (seconds, cpu_s, peak_bytes, sent_bytes, picture) in results.items():
         formula = need_of(outline, (1, 4, size // 8, size // 8), 1, count, whole=count == 1).peak_bytes
-        print(f"{f'{size} x {size}':>12} {count:>8} {seconds:>8.3f} {first_s / seconds:>6.2f}x {cpu_s:>11.3f} {peak_bytes / MB:>13.1f} "
-              f"{formula / MB:>11.1f} {peak_bytes / first_bytes:>7.2f} {sent_bytes / MB:>13.2f}", flush=True)
+        print(f"{f'{size} x {size}':>12} {count:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {cpu_s:>11.3f} {peak_bytes / MB:>13.1f} "
+              f"{formula / MB:>11.1f} {peak_bytes / first_bytes:>7.2f} {sent_bytes / MB:>13.2f} {off(picture)}", flush=True)
         assert (picture - first_picture).abs().max() <= 1 / 255, f"{count} workers give another picture"
+    for way, (seconds, picture) in theirs.items():
+        print(f"{f'{size} x {size}':>12} {way:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {'':>47} {off(picture)}", flush=True)
 
 
 def outline(tensors, dtype):

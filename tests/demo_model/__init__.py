@@ -1,0 +1,1 @@
+"""Tests of the demo model and of the script that trains it."""

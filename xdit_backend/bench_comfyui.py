@@ -1,0 +1,37 @@
+"""ComfyUI's own VAE Decode, whole or tiled, in a process of its own: one decode for each line on stdin. Run by bench vae.
+
+The one file of the backend that imports ComfyUI: nothing of it runs in ComfyUI or in a worker.
+"""
+
+import json
+import sys
+import time
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def main(job):
+    """Lines: {"latent": file, "tile": pixels or None, "picture": file}. Prints the seconds of each."""
+    sys.path[:] = [job["comfyui"], *(path for path in sys.path if path)]
+    sys.argv = [sys.argv[0], *([] if job["cuda"] else ["--cpu"])]
+    import comfy.options
+    comfy.options.enable_args_parsing()
+    import comfy.sd
+    torch.set_grad_enabled(False)
+    vae = comfy.sd.VAE(sd=load_file(job["weights"]), dtype=getattr(torch, job["dtype"]))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        latent, tile = load_file(asked["latent"])["latent"], asked["tile"]
+        started_s = time.perf_counter()
+        if tile is None:
+            picture = vae.decode(latent)
+        else:
+            picture = vae.decode_tiled(latent, tile_x=tile // 8, tile_y=tile // 8, overlap=tile // 32)
+        elapsed_s = time.perf_counter() - started_s
+        save_file({"picture": picture.float().cpu().contiguous()}, asked["picture"])
+        print(elapsed_s, flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

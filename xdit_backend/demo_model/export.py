@@ -1,0 +1,77 @@
+"""Writes the demo model as the files ComfyUI reads: names of SD3's and TAESD's publishers, weights in 8 and 16 bits."""
+
+import json
+import re
+
+import torch
+from safetensors.torch import save_file
+
+from .autoencoder import SCALE, SHIFT
+from .transformer import ROUNDED, is_rounded
+
+NAMES = {
+    "pos_embed.proj": "x_embedder.proj", "pos_embed.pos_embed": "pos_embed", "context_embedder": "context_embedder",
+    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0", "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0", "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
+    "norm_out.linear": "final_layer.adaLN_modulation.1", "proj_out": "final_layer.linear",
+}
+IN_BLOCKS = {
+    "norm1.linear": "x_block.adaLN_modulation.1", "norm1_context.linear": "context_block.adaLN_modulation.1",
+    "attn.norm_q": "x_block.attn.ln_q", "attn.norm_k": "x_block.attn.ln_k",
+    "attn.norm_added_q": "context_block.attn.ln_q", "attn.norm_added_k": "context_block.attn.ln_k",
+    "attn.to_out.0": "x_block.attn.proj", "attn.to_add_out": "context_block.attn.proj",
+    "ff.net.0.proj": "x_block.mlp.fc1", "ff.net.2": "x_block.mlp.fc2",
+    "ff_context.net.0.proj": "context_block.mlp.fc1", "ff_context.net.2": "context_block.mlp.fc2",
+}
+JOINED = {"x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+          "context_block.attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")}
+
+
+def transformer_tensors(state):
+    """The state dict of diffusers' SD3Transformer2DModel under SD3's own names, the block's matrices in 8 bits."""
+    state = {name: tensor.to(ROUNDED if is_rounded(name, tensor) else torch.float16) for name, tensor in state.items()}
+    last = max(int(match[1]) for match in map(re.compile(r"transformer_blocks\.(\d+)\.").match, state) if match)
+    tensors = {}
+    for name, tensor in state.items():
+        module, _, kind = name.rpartition(".")
+        match = re.fullmatch(r"transformer_blocks\.(\d+)\.(.+)", module)
+        if not match:
+            file_name = NAMES.get(name) or f"{NAMES[module]}.{kind}"
+        elif match[2] in IN_BLOCKS:
+            file_name = f"joint_blocks.{match[1]}.{IN_BLOCKS[match[2]]}.{kind}"
+        else:
+            continue
+        # The publisher's last modulations are (shift, scale), diffusers' (scale, shift).
+        swapped = module == "norm_out.linear" or module == f"transformer_blocks.{last}.norm1_context.linear"
+        tensors[file_name] = torch.cat(tensor.chunk(2)[::-1]) if swapped else tensor
+    for block in range(last + 1):
+        for file_name, parts in JOINED.items():
+            for kind in ("weight", "bias"):
+                tensors[f"joint_blocks.{block}.{file_name}.{kind}"] = torch.cat(
+                    [state[f"transformer_blocks.{block}.{part}.{kind}"] for part in parts])
+    return tensors
+
+
+def autoencoder_tensors(state):
+    """The state dict of diffusers' AutoencoderTiny under TAESD's names, in 16 bits."""
+    tensors = {"vae_scale": torch.tensor(SCALE), "vae_shift": torch.tensor(SHIFT)}
+    for name, tensor in state.items():
+        side, _, index, rest = name.split(".", 3)
+        tensors[f"taesd_{side}.{int(index) + (side == 'decoder')}.{rest}"] = tensor.half()
+    return tensors
+
+
+def write(path, tensors, **metadata):
+    """Write a safetensors file whose metadata says what it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"} | metadata)
+
+
+def write_all(folder, autoencoder_state, recogniser_state, state, quality_set):
+    """The four files of the demo model, where the pack looks for them. quality_set: of features.quality_set."""
+    prompts, quality_tensors = quality_set
+    write(folder / "diffusion_models" / "xdit_demo.safetensors", transformer_tensors(state["transformer"]))
+    write(folder / "vae" / "xdit_demo_vae.safetensors", autoencoder_tensors(autoencoder_state))
+    write(folder / "xdit_demo_text.safetensors", {name: tensor.half() for name, tensor in state["text"].items()})
+    write(folder / "xdit_demo_recogniser.safetensors",
+          {name: tensor.half() for name, tensor in recogniser_state.items()} | quality_tensors, prompts=json.dumps(prompts))

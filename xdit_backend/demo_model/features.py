@@ -1,0 +1,82 @@
+"""A small network that names emoji. Its last features are what `bench quality` compares pictures by."""
+
+import random
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from . import loop
+from .pictures import BACKGROUNDS, SKIN_TONES, compose, on_background
+
+NUM_FEATURES = 64
+BATCH = 96
+PEAK = 2e-3
+NUM_PROMPTS = 256
+
+
+class Recogniser(nn.Module):
+    """Pictures [B, 3, 128, 128] in -1..1 to features [B, 64] and logits [B, number of names]."""
+
+    def __init__(self, num_names):
+        super().__init__()
+        widths = (3, 32, 64, 96, 160)
+        self.layers = nn.Sequential(*[layer for here, there in zip(widths, widths[1:]) for layer in (
+            nn.Conv2d(here, there, 3, stride=2, padding=1), nn.GroupNorm(8, there), nn.SiLU())])
+        self.features = nn.Linear(widths[-1], NUM_FEATURES)
+        self.names = nn.Linear(NUM_FEATURES, num_names)
+
+    def forward(self, picture):
+        features = self.features(self.layers(F.avg_pool2d(picture, 2)).mean((2, 3)))
+        return features, self.names(features)
+
+
+def names_of(entries):
+    """(the names without skin tones, in order; for each entry the index of its own)."""
+    bare = ["".join(character for character in entry.text if character not in SKIN_TONES) for entry in entries]
+    indices = {text: index for index, text in enumerate(dict.fromkeys(bare))}
+    return list(indices), [indices[text] for text in bare]
+
+
+def train(folder, glyphs, entries, steps):
+    """Train, or go on training; returns the state dict. It sees what the transformer is shown, shifted and with noise."""
+    names, labels = names_of(entries)
+    labels = torch.tensor(labels)
+    weights = torch.tensor([entry.weight for entry in entries])
+    palette = torch.tensor(list(BACKGROUNDS.values()))
+    recogniser = Recogniser(len(names))
+
+    def loss_of(step, generator):
+        chosen = torch.multinomial(weights, BATCH, replacement=True, generator=generator)
+        picture = compose(glyphs[chosen], palette[torch.randint(0, len(palette), (BATCH,), generator=generator)])
+        shift = torch.randint(-8, 9, (2,), generator=generator).tolist()
+        picture = torch.roll(picture, shift, (2, 3)) + 0.1 * torch.randn(picture.shape, generator=generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            _, logits = recogniser(picture)
+        return F.cross_entropy(logits.float(), labels[chosen])
+
+    def on_save(step, state):
+        model = Recogniser(len(names))
+        model.load_state_dict(state["recogniser"])
+        chosen = torch.multinomial(weights, 512, generator=torch.Generator().manual_seed(1))
+        white = torch.tensor(BACKGROUNDS["white"]).expand(512, 3)
+        with torch.no_grad():
+            right = (model(compose(glyphs[chosen], white))[1].argmax(1) == labels[chosen]).float().mean()
+        print(f"\nrecogniser, step {step}: names {right:.1%} of 512 pictures rightly")
+
+    return loop.run("recogniser", folder, {"recogniser": recogniser}, loss_of, steps, PEAK, on_save, average=0.995)["recogniser"]
+
+
+@torch.no_grad()
+def quality_set(state, glyphs, entries):
+    """What `bench quality` needs and cannot draw itself: (256 prompts, {labels; mean and covariance of their pictures' features})."""
+    names, labels = names_of(entries)
+    bare = [index for index, entry in enumerate(entries) if entry.weight == 1]
+    chosen = random.Random(7).sample(bare, NUM_PROMPTS)
+    backgrounds = [list(BACKGROUNDS)[place % len(BACKGROUNDS)] for place in range(NUM_PROMPTS)]
+    recogniser = Recogniser(len(names))
+    recogniser.load_state_dict(state)
+    features, _ = recogniser(compose(glyphs[chosen], torch.tensor([BACKGROUNDS[name] for name in backgrounds])))
+    prompts = [on_background(entries[index].name, name) for index, name in zip(chosen, backgrounds)]
+    return prompts, {"labels": torch.tensor([labels[index] for index in chosen]), "data.mean": features.mean(0),
+                     "data.covariance": features.T.cov()}

@@ -1,0 +1,73 @@
+"""The training loop that every part of the demo model uses: steps from a seed, saved and resumed, with a progress bar."""
+
+import math
+import os
+import time
+
+import torch
+from tqdm import tqdm
+
+SAVE_EVERY_S = 120
+WARM_UP_STEPS = 200
+
+
+def learning_rate(step, steps, peak):
+    """Linear warm-up, then a cosine down to 2 % of the peak at the last step."""
+    if step < WARM_UP_STEPS:
+        return peak * (step + 1) / WARM_UP_STEPS
+    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS))))
+
+
+def run(name, folder, modules, loss_of, steps, peak, on_save, seed=0, average=0.0, weight_decay=0.01):
+    """Train modules until `steps` steps are done, from where an earlier run was stopped, and return their weights.
+
+    modules: {name: Module}, trained together. loss_of(step, generator) is the loss of a step; all that it draws comes from
+    its generator, so that a resumed run equals one that was never stopped. on_save(step, weights) is called at each save
+    with {name: state_dict} of the averaged weights. average: the decay of the weights' moving average; 0: none.
+    Writes folder/name.pt at least every two minutes of training.
+    """
+    torch.set_flush_denormal(True)             # on a CPU, numbers below 1e-38 take hundreds of times as long
+    file = folder / f"{name}.pt"
+    parameters = [p for module in modules.values() for p in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.99), weight_decay=weight_decay)
+    means = [p.detach().clone() for p in parameters]
+    first = 0
+    if file.exists():
+        saved = torch.load(file, weights_only=True)
+        for key, module in modules.items():
+            module.load_state_dict(saved["modules"][key])
+        optimizer.load_state_dict(saved["optimizer"])
+        means, first = saved["means"], saved["step"]
+
+    def averaged():
+        """{name: state_dict} with the moving averages in the parameters' places."""
+        each = iter(means)
+        return {key: module.state_dict() | {n: next(each) for n, _ in module.named_parameters()}
+                for key, module in modules.items()}
+
+    def save(step):
+        temporary = file.with_suffix(".tmp")
+        torch.save({"modules": {key: module.state_dict() for key, module in modules.items()},
+                    "optimizer": optimizer.state_dict(), "means": means, "step": step}, temporary)
+        os.replace(temporary, file)
+        on_save(step, averaged())
+
+    bar = tqdm(range(first, steps), desc=name, initial=first, total=steps, mininterval=5, smoothing=0.05)
+    saved_s, shown = time.monotonic(), None
+    for step in bar:
+        generator = torch.Generator().manual_seed(seed * 10_000_019 + step)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, peak)
+        loss = loss_of(step, generator)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        decay = min(average, (step + 1) / (step + 10))
+        torch._foreach_lerp_(means, [p.detach() for p in parameters], 1 - decay)
+        shown = loss.item() if shown is None else 0.99 * shown + 0.01 * loss.item()
+        bar.set_postfix(loss=f"{shown:.4f}", refresh=False)
+        if time.monotonic() - saved_s > SAVE_EVERY_S or step + 1 == steps:
+            save(step + 1)
+            saved_s = time.monotonic()
+    return averaged()

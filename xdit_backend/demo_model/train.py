@@ -1,0 +1,79 @@
+"""Trains the demo model from nothing, or goes on where it was stopped: python -m xdit_backend.demo_model.train --out FOLDER
+
+Four parts, one after the other: the autoencoder, the latents of all pictures, the transformer with its text encoder, and the
+network that recognises pictures. The same seed and steps give the same weights on the same machine. Hours on a CPU.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from torchvision.utils import save_image
+
+from . import autoencoder, export, features, transformer
+from .pictures import BACKGROUNDS, PACKAGES, compose, draw, read_entries
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for what is saved on the way, sample sheets and weights")
+    parser.add_argument("--share", default="/usr/share", help=f"usr/share of the Debian packages {PACKAGES}")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--autoencoder-steps", type=int, default=3000)
+    parser.add_argument("--recogniser-steps", type=int, default=3000)
+    parser.add_argument("--transformer-steps", type=int, default=10000)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    entries = read_entries(options.share)
+    glyphs = draw(entries, options.share)
+    weights = torch.tensor([entry.weight for entry in entries])
+
+    torch.manual_seed(0)
+    autoencoder_state = autoencoder.train(options.out, glyphs, weights, options.autoencoder_steps)
+    encoder = autoencoder.new()
+    encoder.load_state_dict(autoencoder_state)
+    latents, rows = encode_all(encoder, glyphs, entries, options.out / "latents.pt")
+
+    def show(latent):
+        with torch.no_grad():
+            save_image(encoder.decode(latent).sample.clamp(-1, 1) / 2 + 0.5, options.out / "transformer.png", nrow=8)
+
+    torch.manual_seed(1)
+    state = transformer.train(options.out, latents, rows, entries, weights, options.transformer_steps, show)
+    torch.manual_seed(2)
+    recogniser_state = features.train(options.out, glyphs, entries, options.recogniser_steps)
+    export.write_all(options.out / "weights", autoencoder_state, recogniser_state, state,
+                     features.quality_set(recogniser_state, glyphs, entries))
+    print(f"The weights are in {options.out / 'weights'}.")
+
+
+@torch.no_grad()
+def encode_all(encoder, glyphs, entries, file):
+    """(latents [K, 16, 16, 16] in half precision, rows [N, backgrounds]); kept in `file`.
+
+    Every entry upon white, those without a skin tone also upon every second background, so that some combinations stay unseen.
+    """
+    rows = torch.full((len(entries), len(BACKGROUNDS)), -1)
+    pairs = [(entry, background) for entry in range(len(entries)) for background in range(len(BACKGROUNDS))
+             if background == 0 or entries[entry].weight == 1 and (entry + background) % 2]
+    for row, (entry, background) in enumerate(pairs):
+        rows[entry, background] = row
+    if file.exists():
+        return torch.load(file, weights_only=True), rows
+    palette = torch.tensor(list(BACKGROUNDS.values()))
+    latents = torch.empty(len(pairs), autoencoder.CHANNELS, 16, 16, dtype=torch.float16)
+    for first in range(0, len(pairs), 16):
+        chosen = torch.tensor(pairs[first:first + 16])
+        with torch.autocast("cpu", torch.bfloat16):
+            picture = compose(glyphs[chosen[:, 0]], palette[chosen[:, 1]]).to(memory_format=torch.channels_last)
+            latents[first:first + 16] = encoder.encode(picture).latents
+        if first % 256 == 0:
+            print(f"\rencoding pictures: {first} of {len(pairs)}", end="", flush=True)
+    torch.save(latents, file)
+    return latents, rows
+
+
+if __name__ == "__main__":
+    main()
