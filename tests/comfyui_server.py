@@ -74,8 +74,10 @@ class Host(contextlib.AbstractContextManager):
             *(["--cpu"] if cpu else []),
         ]
         with open(self.log, "wb") as log:
+            # A shell has its background jobs ignore Ctrl-C, and what they start too; stop() counts on it.
+            heed_interrupts = None if os.name == "nt" else lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
             self.process = subprocess.Popen(command, cwd=base, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                            env=os.environ | (environment or {}))
+                                            env=os.environ | (environment or {}), preexec_fn=heed_interrupts)
         try:
             self._wait_until_it_answers(timeout_s=180)
         except BaseException:

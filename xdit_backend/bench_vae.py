@@ -94,6 +94,7 @@ def measure(tensors, size, clients, peer, folder, options):
 
     for round_ in range(options.rounds + 1):                           # the first one warms up
         for count, client in clients.items():
+            decode(client)                                             # what it holds may have been idle for a while
             started_s = time.perf_counter()
             decode(client)
             seconds[count].append(time.perf_counter() - started_s)
