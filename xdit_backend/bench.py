@@ -84,7 +84,7 @@ def main(options):
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     torch.set_num_threads(1)
     setting = Setting(options.width, *options.blocks, options.tokens, options.text_tokens, options.dtype)
-    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() and options.device != "cpu" else 0
+    num_cuda = count_cuda(options.device)
     layouts = {name: parse_layout(name) for name in options.layouts}
     staged = {name: layouts.pop(name) for name in list(layouts) if layouts[name]["pipefusion"] > 1}
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
@@ -103,6 +103,11 @@ def main(options):
                     client.close()
     print("ratio: to one worker doing the same work. cfg2 and two workers apart run two branches, the others one. Two workers\n"
           "apart share nothing, not even a process group: more than that is not to be had on this machine.")
+
+
+def count_cuda(device):
+    """CUDA devices to run on; 0 where --device says cpu or there are none."""
+    return torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
 
 
 def start_clients(sizes, num_cuda):

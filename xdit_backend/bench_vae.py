@@ -16,10 +16,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from .bench import Peer
+from .bench import Peer, count_cuda, start_clients
 from .checkpoints.vae_families import autoencoder_kl_config
-from .config import resolve_devices
-from .host.client import Client
 from .host.launcher import ROOT
 from .parallel.vae_memory import need_of
 from .protocol.errors import ConfigError
@@ -52,7 +50,7 @@ def find_comfyui():
 def main(options):
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     torch.set_num_threads(1)
-    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() and options.device != "cpu" else 0
+    num_cuda = count_cuda(options.device)
     if any(size % 8 for size in options.sizes) or options.width % 32:
         raise ConfigError(f"--sizes {options.sizes} must be multiples of 8 and --width {options.width} of 32.")
     tensors = random_decoder(options.width)
@@ -63,9 +61,7 @@ def main(options):
     clients, peer = {}, None
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
         try:
-            for count in options.workers:
-                names = ",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(count))
-                clients[count] = Client(resolve_devices(names, num_cuda))
+            clients = start_clients(options.workers, num_cuda)
             if options.comfyui:
                 save_file(tensors, f"{folder}/vae.safetensors")
                 job = {"comfyui": options.comfyui, "cuda": bool(num_cuda), "weights": f"{folder}/vae.safetensors",
@@ -94,7 +90,6 @@ def measure(tensors, size, clients, peer, folder, options):
 
     for round_ in range(options.rounds + 1):                           # the first one warms up
         for count, client in clients.items():
-            decode(client)                                             # what it holds may have been idle for a while
             started_s = time.perf_counter()
             decode(client)
             seconds[count].append(time.perf_counter() - started_s)

@@ -11,7 +11,7 @@ from xdit_backend.demo_model import autoencoder, export, loop, pictures, transfo
 
 @pytest.fixture
 def entry():
-    return pictures.Entry("\U0001F408", "cat", ("pet", "animal"), "Animals & Nature", 1.0)
+    return pictures.Entry("\U0001F408", "cat", ("pet", "animal"), 1.0)
 
 
 def train_line(folder, steps, stop_after=None):

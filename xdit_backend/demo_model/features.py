@@ -38,11 +38,13 @@ def names_of(entries):
     return list(indices), [indices[text] for text in bare]
 
 
-def train(folder, glyphs, entries, steps):
-    """Train, or go on training; returns the state dict. It sees what the transformer is shown, shifted and with noise."""
+def train(folder, glyphs, entries, weights, steps):
+    """Train, or go on training; returns the state dict. It sees the glyphs upon all backgrounds, shifted and with noise.
+
+    weights [N]: how often an entry is drawn.
+    """
     names, labels = names_of(entries)
     labels = torch.tensor(labels)
-    weights = torch.tensor([entry.weight for entry in entries])
     palette = torch.tensor(list(BACKGROUNDS.values()))
     recogniser = Recogniser(len(names))
 

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 SAVE_EVERY_S = 120
 WARM_UP_STEPS = 200
+WEIGHT_DECAY = 0.01
 
 
 def learning_rate(step, steps, peak):
@@ -18,7 +19,7 @@ def learning_rate(step, steps, peak):
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS))))
 
 
-def run(name, folder, modules, loss_of, steps, peak, on_save, seed=0, average=0.0, weight_decay=0.01):
+def run(name, folder, modules, loss_of, steps, peak, on_save, average=0.0):
     """Train modules until `steps` steps are done, from where an earlier run was stopped, and return their weights.
 
     modules: {name: Module}, trained together. loss_of(step, generator) is the loss of a step; all that it draws comes from
@@ -29,7 +30,7 @@ def run(name, folder, modules, loss_of, steps, peak, on_save, seed=0, average=0.
     torch.set_flush_denormal(True)             # on a CPU, numbers below 1e-38 take hundreds of times as long
     file = folder / f"{name}.pt"
     parameters = [p for module in modules.values() for p in module.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.99), weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)
     means = [p.detach().clone() for p in parameters]
     first = 0
     if file.exists():
@@ -55,7 +56,7 @@ def run(name, folder, modules, loss_of, steps, peak, on_save, seed=0, average=0.
     bar = tqdm(range(first, steps), desc=name, initial=first, total=steps, mininterval=5, smoothing=0.05)
     saved_s, shown = time.monotonic(), None
     for step in bar:
-        generator = torch.Generator().manual_seed(seed * 10_000_019 + step)
+        generator = torch.Generator().manual_seed(step)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, peak)
         loss = loss_of(step, generator)

@@ -1,6 +1,6 @@
 """The pictures the demo model learns from: Noto's colour emoji, captioned by their Unicode names and keywords.
 
-Debian packages: fonts-noto-color-emoji (the glyphs), unicode-data (names, groups), unicode-cldr-core (keywords).
+Debian packages: fonts-noto-color-emoji (the glyphs), unicode-data (names), unicode-cldr-core (keywords).
 """
 
 import re
@@ -30,12 +30,11 @@ BACKGROUNDS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One glyph: its text, name, keywords (strings of one or more words), Unicode group, and how often it is drawn."""
+    """One glyph: its text, name, keywords (strings of one or more words) and how often it is drawn."""
 
     text: str
     name: str
     keywords: tuple[str, ...]
-    group: str
     weight: float
 
 
@@ -54,16 +53,14 @@ def read_entries(share="/usr/share"):
         for node in ElementTree.parse(share / file).iter("annotation"):
             if node.get("type") != "tts":
                 keywords[node.get("cp")] = tuple(word.strip() for word in node.text.split("|"))
-    entries, group = [], ""
+    entries = []
     for line in (share / NAMES).read_text(encoding="utf-8").splitlines():
-        if line.startswith("# group: "):
-            group = line.removeprefix("# group: ")
         match = re.match(r"[0-9A-F ]+; fully-qualified\s+# (\S+) E[\d.]+ (.+)", line)
         if match:
             text, name = match.groups()
             given = keywords.get(text.replace(VARIATION_SELECTOR, ""), ())
             toned = any(tone in text for tone in SKIN_TONES)
-            entries.append(Entry(text, name, tuple(word for word in given if word != name), group, 0.1 if toned else 1.0))
+            entries.append(Entry(text, name, tuple(word for word in given if word != name), 0.1 if toned else 1.0))
     return entries
 
 

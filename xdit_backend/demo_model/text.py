@@ -1,4 +1,4 @@
-"""The demo model's text encoder: a vector a word, summed over the word's pieces (P. Bojanowski et al. 2017, section 3.2).
+"""The demo model's text encoder: a vector a word, the mean of its pieces' vectors (P. Bojanowski et al. 2017, section 3.2).
 
 The transformer's own text stream relates the words to each other, so nothing larger is needed. Pieces of words, and not
 whole ones, are what has vectors: a plural or a slip of the pen stays close to the word that was learnt.

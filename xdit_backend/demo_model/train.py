@@ -43,7 +43,7 @@ def main():
     torch.manual_seed(1)
     state = transformer.train(options.out, latents, rows, entries, weights, options.transformer_steps, show)
     torch.manual_seed(2)
-    recogniser_state = features.train(options.out, glyphs, entries, options.recogniser_steps)
+    recogniser_state = features.train(options.out, glyphs, entries, weights, options.recogniser_steps)
     export.write_all(options.out / "weights", autoencoder_state, recogniser_state, state,
                      features.quality_set(recogniser_state, glyphs, entries))
     print(f"The weights are in {options.out / 'weights'}.")

@@ -28,7 +28,7 @@ SAMPLES = ("red apple", "cat face on a blue background", "grinning face", "house
 
 
 def new():
-    """The untrained transformer, 9.3 million parameters, and its text encoder."""
+    """The untrained transformer, 9.0 million parameters, and its text encoder."""
     from diffusers import SD3Transformer2DModel
     transformer = SD3Transformer2DModel(
         sample_size=16, patch_size=2, in_channels=CHANNELS, num_layers=DEPTH, attention_head_dim=HEAD_SIZE,
