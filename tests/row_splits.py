@@ -31,8 +31,9 @@ def of_this_rank(whole, sizes, rank, dim=-2):
 
 # What the exactness tests must notice: each takes the place of the function named first.
 
-def zeros_for_borrowed_rows(x, wanted, split, borrow_rows=rows.borrow_rows):
-    return [torch.zeros_like(piece) for piece in borrow_rows(x, wanted, split)]
+def zeros_for_borrowed_rows(x, wanted, split, start_borrowing=rows.start_borrowing):
+    arrive = start_borrowing(x, wanted, split)
+    return lambda: [torch.zeros_like(piece) for piece in arrive()]
 
 
 def own_moments(mean_BG, variance_BG, split):
@@ -61,7 +62,7 @@ def padded_alike(first, end, num_rows, kernel, stride, padding, input_rows=rows.
 
 MUTANTS = {
     "padded alike": ("input_rows", padded_alike),
-    "zeros for borrowed rows": ("borrow_rows", zeros_for_borrowed_rows),
+    "zeros for borrowed rows": ("start_borrowing", zeros_for_borrowed_rows),
     "own moments": ("global_moments", own_moments),
     "mean of variances": ("global_moments", mean_of_variances),
     "own sums": ("all_sums", own_sums),

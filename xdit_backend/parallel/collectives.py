@@ -23,14 +23,23 @@ def all_to_all(pieces, receive_shapes, group, traffic):
     Pieces may differ in size: a sequence of tensors, or one contiguous tensor whose first dim is the rank. Everything
     travels in one exchange.
     """
+    return start_all_to_all(pieces, receive_shapes, group, traffic)()
+
+
+def start_all_to_all(pieces, receive_shapes, group, traffic):
+    """all_to_all in the background: returns a function that waits for it and returns what arrived."""
     rank = dist.get_rank(group)
     send = pieces.view(-1) if torch.is_tensor(pieces) else torch.cat([piece.reshape(-1) for piece in pieces])
     home, send = send.device, on_wire(send, group)
     receive_sizes = [torch.Size(shape).numel() for shape in receive_shapes]
     receive = send.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group)
+    work = dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group, async_op=True)
     traffic.count(send.numel() - pieces[rank].numel(), send)
-    return [part.view(shape) for part, shape in zip(receive.to(home).split(receive_sizes), receive_shapes)]
+
+    def wait(sent=send):                       # gloo needs what is sent to live until then
+        work.wait()
+        return [part.view(shape) for part, shape in zip(receive.to(home).split(receive_sizes), receive_shapes)]
+    return wait
 
 
 def all_gather(local, sizes, dim, group, traffic):

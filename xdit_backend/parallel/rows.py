@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 # The originals, bound before they are replaced.
-from torch.nn.functional import conv2d, conv3d, pad, scaled_dot_product_attention
+from torch.nn.functional import batch_norm, conv2d, conv3d, pad, scaled_dot_product_attention
 
 from ..protocol.errors import UnsupportedError
-from .collectives import Traffic, all_gather, all_to_all
+from .collectives import Traffic, all_gather, start_all_to_all
 
-NORM_ELEMENTS = 2 ** 24        # of an image that the norm widens at once: 64 MB of float32
+NORM_ELEMENTS = 2 ** 20        # of an image whose moments are found at once, which takes 8 MB beside it
 
 
 @dataclass(frozen=True)
@@ -116,16 +116,24 @@ def conv_rows(x, weight, bias, stride, padding, dilation, groups, split, edges=N
     across = (weight.shape[other], stride[other], Padding(padding[other], padding[other]))
     out_starts = output_starts(split.starts, *along)
     needs = [input_rows(first, end, split.num_rows, *along) for first, end in zip(out_starts, out_starts[1:])]
-    borrowed = borrow_rows(x, [(first, end) for _, first, end, _ in needs], split)
+    arrive = start_borrowing(x, [(first, end) for _, first, end, _ in needs], split)
+    first, end = out_starts[split.rank], out_starts[split.rank + 1]
+    num_across = num_outputs(x.shape[other], *across)
+    convolve = {2: conv2d, 3: conv3d}[weight.dim() - 2]
+    kept = list(padding)                                       # what the convolution itself pads
+
+    if block_size is None and _is_centered(*along) and split.size > 2 * along[2].before:
+        # While rows are borrowed, convolve this rank's as if they were the image. Where they are not, the edge is wrong.
+        kept[dim] = along[2].before
+        out = convolve(x, weight, bias, stride, tuple(kept), dilation, groups)
+        tiles = [(rows, (0, num_across)) for rows in _edges(first, end, out_starts[-1], along[2])]
+    else:
+        out, tiles = None, _tiles(first, end, num_across, dim, block_size)
+    kept[dim] = kept[other] = 0
+    borrowed = arrive()
     borrowed[split.rank] = x
     first_rows = [max(needs[split.rank][1], start) for start in split.starts[:-1]]
     first_rows[split.rank] = split.start
-    first, end = out_starts[split.rank], out_starts[split.rank + 1]
-    num_across = num_outputs(x.shape[other], *across)
-    tiles = _tiles(first, end, num_across, dim, block_size)
-    convolve = {2: conv2d, 3: conv3d}[weight.dim() - 2]
-    kept = list(padding)                                       # what the convolution itself pads
-    kept[dim] = kept[other] = 0
 
     def output_of(tile):
         """A tile of the output: its rows are first to end of `tile[0]`, its columns those of tile[1]."""
@@ -144,9 +152,8 @@ def conv_rows(x, weight, bias, stride, padding, dilation, groups, split, edges=N
 
     if first == end:
         return _no_rows(x, weight, stride, padding, num_across, dim, other)
-    if len(tiles) == 1:
+    if out is None and len(tiles) == 1:
         return output_of(tiles[0])
-    out = None
     for tile in tiles:
         piece = output_of(tile)
         if out is None:
@@ -157,6 +164,19 @@ def conv_rows(x, weight, bias, stride, padding, dilation, groups, split, edges=N
         out.narrow(dim, low - first, high - low).narrow(other, start, stop - start).copy_(piece)
         del piece                                              # before the next one is made
     return out
+
+
+def _is_centered(kernel, stride, padding):
+    """Does an output row read as many rows before its input row as after it?"""
+    return stride == 1 and padding.before == padding.after == (kernel - 1) / 2
+
+
+def _edges(first, end, num_outputs, padding):
+    """Of outputs first ... end - 1 those that read rows of other ranks, or a padding that is not zeros."""
+    not_zeros = padding.mode != "constant"
+    return [rows for rows, is_edge in (((first, first + padding.before), first > 0 or not_zeros),
+                                       ((end - padding.after, end), end < num_outputs or not_zeros))
+            if is_edge and padding.before]
 
 
 def _tiles(first, end, num_across, dim, block_size):
@@ -197,15 +217,16 @@ def _no_rows(x, weight, stride, padding, num_across, dim, other):
     return x.new_empty(shape)
 
 
-def borrow_rows(x, wanted, split):
-    """Fetch the rows wanted[rank] = (first, end) that other ranks hold; returns one tensor for each rank of the group.
+def start_borrowing(x, wanted, split):
+    """Fetch the rows wanted[rank] = (first, end) that other ranks hold, in the background.
 
-    The plan tells every rank what all others want, however many ranks away, so that one exchange does it.
+    Returns a function that waits for them and returns one tensor for each rank of the group. The plan tells every rank what
+    all others want, however many ranks away, so that one exchange does it.
     """
     held = list(zip(split.starts, split.starts[1:]))
     nothing = x.narrow(split.dim, 0, 0)
     if all(_overlap(*want, *own) == want for want, own in zip(wanted, held)):
-        return [nothing] * len(held)
+        return lambda: [nothing] * len(held)
     lent, borrowed_shapes = [], []
     for rank in range(len(held)):
         first, end = _overlap(*wanted[rank], *held[split.rank])
@@ -214,7 +235,7 @@ def borrow_rows(x, wanted, split):
         shape = list(x.shape)
         shape[split.dim] = 0 if rank == split.rank else end - first
         borrowed_shapes.append(shape)
-    return all_to_all(lent, borrowed_shapes, split.group, split.traffic)
+    return start_all_to_all(lent, borrowed_shapes, split.group, split.traffic)
 
 
 def _overlap(first, end, other_first, other_end):
@@ -233,18 +254,12 @@ def group_norm_rows(x, num_groups, weight, bias, eps, split):
     parts = [(group, min(at_once, num_groups - group)) for group in range(0, num_groups, at_once)]
     moments = [_moments(_widened(x, group, count, channels), count) for group, count in parts]
     mean_BG, variance_BG = global_moments(*(torch.cat(each, 1) for each in zip(*moments)), split)
-    mean_BC = mean_BG.repeat_interleave(channels, 1)
-    scale_BC = torch.rsqrt(variance_BG + eps).repeat_interleave(channels, 1)
-    if weight is not None:
-        scale_BC = scale_BC * weight
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    trailing = (...,) + (None,) * (x.dim() - 2)
-    for group, count in parts:
-        own = slice(group * channels, (group + count) * channels)
-        # The mean first: x * scale and mean * scale would cancel where the mean is large.
-        normed = (_widened(x, group, count, channels) - mean_BC[:, own][trailing]).mul_(scale_BC[:, own][trailing])
-        out[:, own] = normed if bias is None else normed.add_(bias[own][trailing])
-    return out
+    batch = x.shape[0]
+    # torch's batch norm with known moments does the rest in one pass, if every channel of every image is a channel of its own.
+    mean, variance = (moment.repeat_interleave(channels, 1).flatten() for moment in (mean_BG, variance_BG))
+    weight, bias = (None if each is None else each.to(mean.dtype).repeat(batch) for each in (weight, bias))
+    flat = x.contiguous().view(1, len(mean), *x.shape[2:])
+    return batch_norm(flat, mean, variance, weight, bias, eps=eps).view(x.shape)
 
 
 def _widened(x, group, num_groups, channels):

@@ -17,7 +17,7 @@ from .collectives import Traffic, all_gather
 from .vae import decode_rows, encode_rows, num_parts, split_dim
 
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
-ROOMY = 1.5                    # so much, and one rank need not keep what convolutions take beside their output small
+ROOMY = 1.5                    # so much, and what convolutions take beside their output need not be kept small
 MIN_BLOCK_BYTES = 2 ** 25      # of input and output of one block; an eighth of all that lives, where that is more
 LEAST_ROWS = 2                 # of the latent: an image of one row cannot be padded by reflection
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.conv2d, torch.ops.aten.conv3d)
@@ -90,8 +90,8 @@ def outline_of(vae):
 def need_of(outline, shape, scale, num_ranks, whole=False):
     """The Need for decoding (scale 1) or encoding a tensor of this shape by this many ranks; runs it on the meta device.
 
-    outline: see outline_of. scale: see encode_rows. whole: with convolutions all at once, on one rank; else in about eight
-    blocks, of which peak_bytes has one.
+    outline: see outline_of. scale: see encode_rows. whole: with convolutions all at once, whose number is not counted; else in
+    about eight blocks, of which peak_bytes has one.
     """
     shape = list(shape)
     dim = split_dim(outline, shape, scale)
@@ -118,17 +118,16 @@ class RowPlanner:
     def plan(self, shape, scale, ranks, free_bytes):
         """Choose the block_size of decode_rows (scale 1) or encode_rows; returns it and the number of convolutions to come.
 
-        Every rank calls it with the bytes that it may use, and all get one answer: blocks where rows are split, which save
-        the copies that join borrowed rows to a rank's own, and None for one rank with room enough. Raises ConfigError, on
-        every rank, when the busiest rank needs more than the fullest has; it names the number of devices that would do.
+        Every rank calls it with the bytes that it may use, and all get one answer: None where there is room enough to compute
+        convolutions all at once, which is fastest, and else the largest blocks that fit. Raises ConfigError, on every rank,
+        when the busiest rank needs more than the fullest has; it names the number of devices that would do.
         """
         free_bytes = _least(free_bytes, ranks, self._device)
-        if ranks.count == 1:
-            need = self._need(shape, scale, 1, whole=True)
-            if need.peak_bytes * ROOMY <= free_bytes:
-                return None, need.num_convolutions
-        most_ranks = num_parts(shape, scale, split_dim(self._outline, shape, scale))
-        need = self._need(shape, scale, min(ranks.count, most_ranks))
+        num_ranks = min(ranks.count, num_parts(shape, scale, split_dim(self._outline, shape, scale)))
+        whole = self._need(shape, scale, num_ranks, whole=True)
+        if whole.peak_bytes * ROOMY <= free_bytes:
+            return None, self._need(shape, scale, num_ranks).num_convolutions if num_ranks > 1 else 0
+        need = self._need(shape, scale, num_ranks)
         if need.peak_bytes * MARGIN > free_bytes:
             raise ConfigError(_does_not_fit(self._outline, shape, scale, ranks.count, need, free_bytes))
         counted_bytes = need.peak_bytes // 8                   # of a block, in the peak
