@@ -4,9 +4,14 @@ WEB_DIRECTORY = "./web"
 
 
 async def comfy_entrypoint():
+    import folder_paths
     from comfy_api.latest import ComfyExtension
 
     from .nodes import NODES
+    from .xdit_backend.demo_model.text import WEIGHTS
+
+    for kind in ("diffusion_models", "vae"):                   # the demo model is in the loaders' lists without a download
+        folder_paths.add_model_folder_path(kind, str(WEIGHTS / kind))
 
     class XDiTExtension(ComfyExtension):
         async def get_node_list(self):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Sets everything up and runs the demo; `start.py test` runs the tests instead. Needs Python 3.10 and nothing else.
+"""Sets everything up and draws a picture from a prompt; `start.py test` runs the tests instead. Needs Python 3.10, nothing else.
 
 Everything it makes lies in two folders that git ignores: .venv (Python packages) and .host (ComfyUI, the demo's files).
 """
@@ -62,6 +62,8 @@ def parse_arguments():
                         help="use this ComfyUI (or the one in XDIT_COMFYUI) instead of fetching one into .host")
     parser.add_argument("--env", metavar="FOLDER", default=str(ROOT / ".venv"),
                         help="virtual environment, made if missing; give it a folder of its own; default: .venv")
+    parser.add_argument("--prompt", default="cat face on a blue background",
+                        help='demo: what to draw, an emoji and a background; default: "%(default)s"')
     parser.add_argument("--keep", action="store_true", help="demo: leave ComfyUI running until Ctrl-C")
     parser.add_argument("--port", type=int, default=0, help="demo: ComfyUI's port; default: a free one")
     parser.add_argument("--quick", action="store_true", help="test: leave out the tests marked slow")
@@ -73,7 +75,8 @@ def parse_arguments():
 
 def run_demo(python, environment, options):
     say("Running the demo")
-    command = [python, "-m", "tests.demo", "--port", str(options.port)] + (["--keep"] if options.keep else [])
+    command = [python, "-m", "tests.demo", "--prompt", options.prompt, "--port", str(options.port)]
+    command += ["--keep"] if options.keep else []
     return wait(subprocess.Popen(command, cwd=ROOT, env=environment))
 
 

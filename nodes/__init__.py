@@ -1,9 +1,10 @@
 """What a person sees: one file a node."""
 
+from .demo_prompt import XDiTDemoPrompt
 from .load_model import XDiTLoadModel
 from .parallel_config import XDiTParallelConfig
 from .parallel_sampler import XDiTParallelSampler
 from .vae_decode import XDiTVAEDecode
 from .vae_encode import XDiTVAEEncode
 
-NODES = [XDiTLoadModel, XDiTParallelConfig, XDiTParallelSampler, XDiTVAEDecode, XDiTVAEEncode]
+NODES = [XDiTLoadModel, XDiTParallelConfig, XDiTParallelSampler, XDiTVAEDecode, XDiTVAEEncode, XDiTDemoPrompt]

@@ -1,6 +1,6 @@
-"""The demo: a real ComfyUI runs one workflow on one worker, then on two, and the two results are compared. Called by start.py.
+"""The demo: a real ComfyUI draws a prompt on two workers, then times one worker and two on a larger model. Called by start.py.
 
-    XDIT_COMFYUI=FOLDER python -m tests.demo [--keep] [--port N]
+    XDIT_COMFYUI=FOLDER python -m tests.demo [--prompt TEXT] [--keep] [--port N]
 """
 
 import argparse
@@ -13,13 +13,15 @@ from pathlib import Path
 from tests.comfyui_server import PACK, ROOT, Host, HostError, comfyui_folder, make_base
 
 BASE = ROOT / ".host" / "demo"
-MODEL, VAE = "xdit_demo_sd3.safetensors", "xdit_demo_vae.safetensors"
-SIZE, STEPS = 384, 8  # pixels; 576 image tokens
+MODEL, VAE = "xdit_demo.safetensors", "xdit_demo_vae.safetensors"     # they come with the pack
+TIMED_MODEL = "random_sd3.safetensors"
+TIMED_SIZE, TIMED_STEPS = 384, 8  # pixels; 576 image tokens
 TOLERANCE = 1e-3  # of the latents' largest value; float32 on both sides
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", default="cat face on a blue background")
     parser.add_argument("--keep", action="store_true", help="leave ComfyUI running until Ctrl-C")
     parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
@@ -45,20 +47,21 @@ def run(comfyui, options):
         print(f"This machine has {'one GPU' if num_gpus else 'no GPU'}: CPU workers stand in for GPUs, each on {num_threads} of its "
               f"{os.cpu_count()} cores.", flush=True)
     make_base(BASE, extra_packs=[ROOT / "tests" / "host_nodes"])
-    make_checkpoint("sd3", BASE / "models" / "diffusion_models" / MODEL)
-    make_checkpoint("vae-sd3", BASE / "models" / "vae" / VAE)
+    make_checkpoint("sd3", BASE / "models" / "diffusion_models" / TIMED_MODEL)
 
     print("Starting ComfyUI", flush=True)
     with Host(comfyui, BASE, cpu=num_gpus == 0, port=options.port, environment=environment) as host:
-        print(f"ComfyUI answers at {host.url}", flush=True)
-        latent_one, one_s, _ = measure(host, one)
-        latent_two, two_s, picture = measure(host, two)
+        print(f"ComfyUI answers at {host.url}\nDrawing \"{options.prompt}\" on {two}", flush=True)
+        picture, picture_s = draw(host, two, options.prompt)
+        print(f"Picture       {picture}", flush=True)
+        latent_one, one_s = measure(host, one)
+        latent_two, two_s = measure(host, two)
         difference = compare(latent_one, latent_two)
         print(f"""
 Picture       {picture}
-              The weights are random until a trained demo model ships, so the picture looks like noise.
-One worker    {one_s:6.2f} s for {STEPS} steps ({one})
-Two workers   {two_s:6.2f} s for {STEPS} steps ({two}): {one_s / two_s:.2f} times as fast
+              "{options.prompt}", drawn by two workers in {picture_s:.1f} s, their start and loading included.
+One worker    {one_s:6.2f} s for {TIMED_STEPS} steps ({one}) of a larger model with random weights
+Two workers   {two_s:6.2f} s for {TIMED_STEPS} steps ({two}): {one_s / two_s:.2f} times as fast
 Same result   largest difference between the two latents: {difference:.1e} of their largest value
 Log           {host.log}
 """, flush=True)
@@ -73,45 +76,53 @@ Log           {host.log}
     print("ComfyUI has ended.", flush=True)
 
 
-def measure(host, devices):
-    """Run the workflow on these devices, after a warm-up. Returns (latent's path, seconds of sampling, picture's path)."""
-    print(f"Workers on {devices}: starting them and running once to warm up", flush=True)
-    host.run(workflow(devices, seed=1, save=save_picture, steps=1))
-    print(f"Workers on {devices}: the timed run", flush=True)
-    outputs, elapsed_s = host.run(workflow(devices, seed=2, save=save_latent))
-    latent = output_path(outputs, "latents")
-    outputs, _ = host.run(workflow(devices, seed=2, save=save_picture))
-    return latent, elapsed_s, output_path(outputs, "images")
-
-
-def workflow(devices, seed, save, steps=STEPS):
-    """The graph in ComfyUI's API format, up to the sampler; `save` adds what becomes of its latent."""
-    return {
-        "parallel": node("XDiTParallelConfig", devices=devices, mode="auto", cfg_degree=1, data_degree=1,
-                         pipefusion_degree=1, ring_degree=1, ulysses_degree=1, tensor_degree=1, num_patches=0,
-                         warmup_steps=1),
-        "model": node("XDiTLoadModel", model_name=MODEL, weight_dtype="fp32", parallel=["parallel", 0]),
-        "positive": node("XDiTTestConditioning", seed=1, tokens=77, family="sd3"),
-        "negative": node("XDiTTestConditioning", seed=2, tokens=77, family="sd3"),
-        "latent": node("EmptySD3LatentImage", width=SIZE, height=SIZE, batch_size=1),
-        "sampler": node("XDiTParallelSampler", model=["model", 0], seed=seed, steps=steps, cfg=4.0,
-                        sampler_name="euler", scheduler="simple", positive=["positive", 0],
-                        negative=["negative", 0], latent_image=["latent", 0], denoise=1.0),
-        **save(),
-    }
-
-
-def save_picture():
-    return {
+def draw(host, devices, prompt):
+    """The prompt's picture by the demo model: (path, seconds)."""
+    graph = {
+        "parallel": parallel_config(devices),
+        "model": node("XDiTLoadModel", model_name=MODEL, weight_dtype="default", parallel=["parallel", 0]),
+        "positive": node("XDiTDemoPrompt", text=prompt),
+        "negative": node("XDiTDemoPrompt", text=""),
+        "latent": node("EmptySD3LatentImage", width=128, height=128, batch_size=1),
+        "sampler": sampler(seed=1, steps=20, cfg=3.0),
         "vae": node("VAELoader", vae_name=VAE),
         "decode": node("XDiTVAEDecode", samples=["sampler", 0], vae=["vae", 0], parallel=["parallel", 0]),
         "save": node("SaveImage", images=["decode", 0], filename_prefix="xdit_demo"),
     }
+    outputs, elapsed_s = host.run(graph)
+    return output_path(outputs, "images"), elapsed_s
 
 
-def save_latent():
-    """Nothing but the sampler takes time then."""
-    return {"save": node("SaveLatent", samples=["sampler", 0], filename_prefix="xdit_demo")}
+def measure(host, devices):
+    """Time sampling on these devices, after a warm-up. Returns (latent's path, seconds)."""
+    print(f"Workers on {devices}: starting them and running once to warm up", flush=True)
+    host.run(timed_workflow(devices, seed=1, steps=1))
+    print(f"Workers on {devices}: the timed run", flush=True)
+    outputs, elapsed_s = host.run(timed_workflow(devices, seed=2, steps=TIMED_STEPS))
+    return output_path(outputs, "latents"), elapsed_s
+
+
+def timed_workflow(devices, seed, steps):
+    """The graph in ComfyUI's API format. Nothing but the sampler takes time in it."""
+    return {
+        "parallel": parallel_config(devices),
+        "model": node("XDiTLoadModel", model_name=TIMED_MODEL, weight_dtype="fp32", parallel=["parallel", 0]),
+        "positive": node("XDiTTestConditioning", seed=1, tokens=77, family="sd3"),
+        "negative": node("XDiTTestConditioning", seed=2, tokens=77, family="sd3"),
+        "latent": node("EmptySD3LatentImage", width=TIMED_SIZE, height=TIMED_SIZE, batch_size=1),
+        "sampler": sampler(seed, steps, cfg=4.0),
+        "save": node("SaveLatent", samples=["sampler", 0], filename_prefix="xdit_demo"),
+    }
+
+
+def parallel_config(devices):
+    return node("XDiTParallelConfig", devices=devices, mode="auto", cfg_degree=1, data_degree=1, pipefusion_degree=1,
+                ring_degree=1, ulysses_degree=1, tensor_degree=1, num_patches=0, warmup_steps=1)
+
+
+def sampler(seed, steps, cfg):
+    return node("XDiTParallelSampler", model=["model", 0], seed=seed, steps=steps, cfg=cfg, sampler_name="euler",
+                scheduler="simple", positive=["positive", 0], negative=["negative", 0], latent_image=["latent", 0], denoise=1.0)
 
 
 def node(class_type, **inputs):

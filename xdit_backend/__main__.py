@@ -1,21 +1,23 @@
-"""The commands of this package: python -m xdit_backend bench, and bench vae."""
+"""The commands of this package: python -m xdit_backend bench, bench vae, and bench quality."""
 
 import argparse
 import sys
 
-from . import bench, bench_vae
+from . import bench, bench_quality, bench_vae
+
+COMMANDS = {"bench": bench, "bench vae": bench_vae, "bench quality": bench_quality}
 
 
 def main():
     arguments = sys.argv[1:]
-    module = bench_vae if arguments[:2] == ["bench", "vae"] else bench
-    if module is bench_vae:
-        arguments[:2] = ["bench vae"]
+    if " ".join(arguments[:2]) in COMMANDS:
+        arguments[:2] = [" ".join(arguments[:2])]
     parser = argparse.ArgumentParser(prog="python -m xdit_backend")
     commands = parser.add_subparsers(dest="command", required=True)
-    for each, each_name in ((bench, "bench"), (bench_vae, "bench vae")):
-        each.add_arguments(commands.add_parser(each_name, help=each.__doc__.splitlines()[0]))
-    module.main(parser.parse_args(arguments))
+    for name, module in COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=module.__doc__.splitlines()[0]))
+    options = parser.parse_args(arguments)
+    COMMANDS[options.command].main(options)
 
 
 if __name__ == "__main__":

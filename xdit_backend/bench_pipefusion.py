@@ -45,19 +45,26 @@ def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_par
     return num_steps / (warm + slots / (num_stages * num_patches))
 
 
-def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channels, time_scale=1.0, by_image=False):
+def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channels, time_scale=1.0, by_image=False,
+           guidance=None):
     """Euler steps from the call's latent down the sigmas; returns the latent.
 
     patches: of planner.cut_patches; None: every step is whole and nothing is kept. time_scale: timestep at sigma 1.
+    guidance: the scale of classifier-free guidance; the call's conditioning is then of twice as many rows as its latent,
+    the unconditional ones last.
     """
     num_steps = len(sigmas) - 1
     num_whole = num_steps if patches is None else min(warmup_steps, num_steps)
 
     def at(latent, step):
+        latent = latent if guidance is None else torch.cat([latent, latent])
         timestep = torch.full((len(latent),), sigmas[step] * time_scale, dtype=latent.dtype)
         return dataclasses.replace(call, latent=latent.clone(), timestep=timestep)
 
     def stepped(latent, step, prediction):
+        if guidance is not None:
+            conditional, unconditional = prediction.chunk(2)
+            prediction = unconditional + guidance * (conditional - unconditional)
         return latent + (sigmas[step + 1] - sigmas[step]) * prediction.to(latent.dtype)
 
     x = call.latent

@@ -14,7 +14,7 @@ def entry():
     return pictures.Entry("\U0001F408", "cat", ("pet", "animal"), 1.0)
 
 
-def train_line(folder, steps, stop_after=None):
+def train_line(folder, steps, stop_after=None, seed=0):
     """A line fitted to noisy points; stopped by an exception after some steps when asked."""
     torch.manual_seed(0)
     line = torch.nn.Linear(2, 1)
@@ -24,7 +24,8 @@ def train_line(folder, steps, stop_after=None):
             raise KeyboardInterrupt
         points = torch.randn(8, 2, generator=generator)
         return (line(points) - points.sum(1, keepdim=True)).square().mean()
-    return loop.run("line", folder, {"line": line}, loss_of, steps, 1e-2, lambda step, weights: None, average=0.9)["line"]
+    setting = loop.Setting(folder, seed=seed)
+    return loop.run("line", setting, {"line": line}, loss_of, steps, 1e-2, lambda step, weights: None, average=0.9)["line"]
 
 
 def test_a_stopped_training_goes_on_as_if_it_had_not_been_stopped(tmp_path, monkeypatch):
@@ -38,6 +39,16 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_been_stopped(tmp_path, monk
     resumed = train_line(tmp_path / "stopped", 20)
 
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_training_is_what_its_seed_says(tmp_path):
+    folders = [tmp_path / name for name in ("first", "again", "other")]
+    for folder in folders:
+        folder.mkdir()
+
+    first, again, other = (train_line(folder, 5, seed=seed) for folder, seed in zip(folders, (3, 3, 4)))
+
+    assert torch.equal(first["weight"], again["weight"]) and not torch.equal(first["weight"], other["weight"])
 
 
 def test_a_training_that_forgets_its_optimizer_differs(tmp_path, monkeypatch):

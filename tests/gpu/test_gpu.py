@@ -8,6 +8,8 @@ from tests.host.conftest import call_of, folders, layout, spec_of  # noqa: F401
 from tests.models.zoo import CONFIGS, example
 from xdit_backend.host.client import Client
 from xdit_backend.parallel.attention import attention_with_lse, merge_attention
+from xdit_backend.parallel.collectives import Traffic
+from xdit_backend.parallel.rows import RowSplit, group_norm_rows
 from xdit_backend.protocol.segments import SegmentStore, pinned
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +28,21 @@ def test_attention_backends_return_log_sum_exp(dtype, tolerance, head_size, num_
 
     want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     assert (out.double() - want).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 8 * 2 ** -8), (torch.float16, 8 * 2 ** -11), (torch.float32, 1e-5)],
+                         ids=str)
+@pytest.mark.parametrize("shape", [(2, 64, 40, 24), (1, 64, 3, 20, 24), (1, 64, 480)], ids=str)
+def test_norms_by_rows_are_torchs_norm(dtype, tolerance, shape):
+    """Values are up to 8, and a half precision rounds each once."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(shape, generator=generator) + 1).to("cuda", dtype)
+    weight, bias = torch.randn(2, 64, generator=generator).to("cuda", dtype)
+
+    out = group_norm_rows(x, 8, weight, bias, 1e-6, RowSplit((0, shape[-2]), None, Traffic()))
+
+    assert out.dtype == dtype
+    assert (out.double() - F.group_norm(x.double(), 8, weight.double(), bias.double(), 1e-6)).abs().max() < tolerance
 
 
 def test_hand_off_is_pinned_while_it_is_copied():

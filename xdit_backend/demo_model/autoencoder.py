@@ -36,24 +36,24 @@ def edges(picture):
     return torch.cat([picture.diff(dim=-1)[..., :-1, :], picture.diff(dim=-2)[..., :, :-1]], dim=1)
 
 
-def train(folder, glyphs, weights, steps):
+def train(setting, glyphs, weights, steps):
     """Train, or go on training; returns the state dict. glyphs [N, 4, 128, 128] uint8, weights [N] of being drawn."""
-    autoencoder = new()
-    factors, bias = torch.tensor(PREVIEW), torch.tensor(PREVIEW_BIAS)[:, None, None]
+    autoencoder = new().to(setting.device)
+    factors, bias = torch.tensor(PREVIEW).to(setting.device), torch.tensor(PREVIEW_BIAS)[:, None, None].to(setting.device)
 
     def batch(generator):
         chosen = torch.multinomial(weights, BATCH, replacement=True, generator=generator)
         colours = torch.randint(0, 256, (BATCH, 3), generator=generator)
         top, left = torch.randint(0, glyphs.shape[-1] - CROP_PX + 1, (2,), generator=generator).tolist()
         crops = glyphs[chosen, :, top:top + CROP_PX, left:left + CROP_PX]
-        return compose(crops, colours).to(memory_format=torch.channels_last)
+        return compose(crops, colours).to(setting.device, memory_format=torch.channels_last)
 
     def loss_of(step, generator):
         picture = batch(generator)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(setting.device.type, torch.bfloat16):
             latent = autoencoder.encode(picture).latents.float()
             noise = torch.randn(latent.shape, generator=generator) * NOISE
-            decoded = autoencoder.decode(latent + noise).sample.float()
+            decoded = autoencoder.decode(latent + noise.to(latent.device)).sample.float()
         mean, variance = latent.mean((0, 2, 3)), latent.var((0, 2, 3))
         spread = (mean ** 2).mean() + ((variance - 1) ** 2).mean()
         preview = torch.einsum("bchw,cr->brhw", latent, factors) + bias
@@ -74,6 +74,7 @@ def train(folder, glyphs, weights, steps):
         psnr = -10 * torch.log10(((decoded - picture) / 2).square().mean((1, 2, 3))).mean()
         print(f"\nautoencoder, step {step}: PSNR {psnr:.2f} dB, latent mean {latent.mean():.3f}, deviation {latent.std():.3f}")
         save_image(torch.cat([picture[:16], decoded[:16], picture[16:], decoded[16:]]) / 2 + 0.5,
-                   folder / "autoencoder.png", nrow=16)
+                   setting.folder / "autoencoder.png", nrow=16)
 
-    return loop.run("autoencoder", folder, {"autoencoder": autoencoder}, loss_of, steps, PEAK, on_save, average=0.998)["autoencoder"]
+    modules = {"autoencoder": autoencoder}
+    return loop.run("autoencoder", setting, modules, loss_of, steps, PEAK, on_save, average=0.998)["autoencoder"]

@@ -38,7 +38,7 @@ def names_of(entries):
     return list(indices), [indices[text] for text in bare]
 
 
-def train(folder, glyphs, entries, weights, steps):
+def train(setting, glyphs, entries, weights, steps):
     """Train, or go on training; returns the state dict. It sees the glyphs upon all backgrounds, shifted and with noise.
 
     weights [N]: how often an entry is drawn.
@@ -46,16 +46,16 @@ def train(folder, glyphs, entries, weights, steps):
     names, labels = names_of(entries)
     labels = torch.tensor(labels)
     palette = torch.tensor(list(BACKGROUNDS.values()))
-    recogniser = Recogniser(len(names))
+    recogniser = Recogniser(len(names)).to(setting.device)
 
     def loss_of(step, generator):
         chosen = torch.multinomial(weights, BATCH, replacement=True, generator=generator)
         picture = compose(glyphs[chosen], palette[torch.randint(0, len(palette), (BATCH,), generator=generator)])
         shift = torch.randint(-8, 9, (2,), generator=generator).tolist()
         picture = torch.roll(picture, shift, (2, 3)) + 0.1 * torch.randn(picture.shape, generator=generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            _, logits = recogniser(picture)
-        return F.cross_entropy(logits.float(), labels[chosen])
+        with torch.autocast(setting.device.type, torch.bfloat16):
+            _, logits = recogniser(picture.to(setting.device))
+        return F.cross_entropy(logits.float(), labels[chosen].to(setting.device))
 
     def on_save(step, state):
         model = Recogniser(len(names))
@@ -66,7 +66,8 @@ def train(folder, glyphs, entries, weights, steps):
             right = (model(compose(glyphs[chosen], white))[1].argmax(1) == labels[chosen]).float().mean()
         print(f"\nrecogniser, step {step}: names {right:.1%} of 512 pictures rightly")
 
-    return loop.run("recogniser", folder, {"recogniser": recogniser}, loss_of, steps, PEAK, on_save, average=0.995)["recogniser"]
+    modules = {"recogniser": recogniser}
+    return loop.run("recogniser", setting, modules, loss_of, steps, PEAK, on_save, average=0.995)["recogniser"]
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
 import math
 import os
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -12,6 +14,19 @@ WARM_UP_STEPS = 200
 WEIGHT_DECAY = 0.01
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Where a part is trained, what is drawn, and the folder for what is saved on the way and for sample sheets."""
+
+    folder: Path
+    device: torch.device = torch.device("cpu")
+    seed: int = 0
+
+    def random(self, step):
+        """The generator of a step: the same on every device."""
+        return torch.Generator().manual_seed(self.seed * 10_000_019 + step)
+
+
 def learning_rate(step, steps, peak):
     """Linear warm-up, then a cosine down to 2 % of the peak at the last step."""
     if step < WARM_UP_STEPS:
@@ -19,32 +34,33 @@ def learning_rate(step, steps, peak):
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS))))
 
 
-def run(name, folder, modules, loss_of, steps, peak, on_save, average=0.0):
+def run(name, setting, modules, loss_of, steps, peak, on_save, average=0.0):
     """Train modules until `steps` steps are done, from where an earlier run was stopped, and return their weights.
 
-    modules: {name: Module}, trained together. loss_of(step, generator) is the loss of a step; all that it draws comes from
-    its generator, so that a resumed run equals one that was never stopped. on_save(step, weights) is called at each save
-    with {name: state_dict} of the averaged weights. average: the decay of the weights' moving average; 0: none.
-    Writes folder/name.pt at least every two minutes of training.
+    modules: {name: Module} on the setting's device, trained together. loss_of(step, generator) is the loss of a step; all that
+    it draws comes from its generator, so that a resumed run equals one that was never stopped. on_save(step, weights) is called
+    at each save with {name: state_dict} of the averaged weights, on the CPU; these are returned too. average: the decay of the
+    weights' moving average; 0: none. Writes name.pt in the setting's folder at least every two minutes of training.
     """
     torch.set_flush_denormal(True)             # on a CPU, numbers below 1e-38 take hundreds of times as long
-    file = folder / f"{name}.pt"
+    file = setting.folder / f"{name}.pt"
     parameters = [p for module in modules.values() for p in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)
     means = [p.detach().clone() for p in parameters]
     first = 0
     if file.exists():
-        saved = torch.load(file, weights_only=True)
+        saved = torch.load(file, map_location=setting.device, weights_only=True)
         for key, module in modules.items():
             module.load_state_dict(saved["modules"][key])
         optimizer.load_state_dict(saved["optimizer"])
         means, first = saved["means"], saved["step"]
 
     def averaged():
-        """{name: state_dict} with the moving averages in the parameters' places."""
+        """{name: state_dict} with the moving averages in the parameters' places, on the CPU."""
         each = iter(means)
-        return {key: module.state_dict() | {n: next(each) for n, _ in module.named_parameters()}
-                for key, module in modules.items()}
+        states = {key: module.state_dict() | {n: next(each) for n, _ in module.named_parameters()}
+                  for key, module in modules.items()}
+        return {key: {n: tensor.cpu() for n, tensor in state.items()} for key, state in states.items()}
 
     def save(step):
         temporary = file.with_suffix(".tmp")
@@ -56,10 +72,9 @@ def run(name, folder, modules, loss_of, steps, peak, on_save, average=0.0):
     bar = tqdm(range(first, steps), desc=name, initial=first, total=steps, mininterval=5, smoothing=0.05)
     saved_s, shown = time.monotonic(), None
     for step in bar:
-        generator = torch.Generator().manual_seed(step)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, peak)
-        loss = loss_of(step, generator)
+        loss = loss_of(step, setting.random(step))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)

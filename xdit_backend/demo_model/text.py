@@ -6,12 +6,15 @@ whole ones, are what has vectors: a plural or a slip of the pen stays close to t
 
 import re
 import zlib
+from pathlib import Path
 
 import torch
 import torch.nn as nn
+from safetensors.torch import load_file
 
 from ..protocol.errors import ConfigError
 
+WEIGHTS = Path(__file__).parent / "weights"
 MAX_WORDS = 24
 WIDTH = 128
 NUM_BUCKETS = 8192
@@ -68,3 +71,10 @@ def arrange(lists):
             places.append(row * MAX_WORDS + column)
             buckets += pieces_of(word)
     return torch.tensor(buckets, dtype=torch.long), torch.tensor(offsets, dtype=torch.long), torch.tensor(places, dtype=torch.long)
+
+
+def load_text_encoder():
+    """The trained text encoder, in float32."""
+    encoder = TextEncoder()
+    encoder.load_state_dict(load_file(WEIGHTS / "xdit_demo_text.safetensors"))
+    return encoder

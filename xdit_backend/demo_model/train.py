@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torchvision.utils import save_image
 
-from . import autoencoder, export, features, transformer
+from . import autoencoder, export, features, loop, transformer
 from .pictures import BACKGROUNDS, PACKAGES, compose, draw, read_entries
 
 
@@ -19,19 +19,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for what is saved on the way, sample sheets and weights")
     parser.add_argument("--share", default="/usr/share", help=f"usr/share of the Debian packages {PACKAGES}")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--autoencoder-steps", type=int, default=3000)
     parser.add_argument("--recogniser-steps", type=int, default=3000)
-    parser.add_argument("--transformer-steps", type=int, default=10000)
+    parser.add_argument("--transformer-steps", type=int, default=16000)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     entries = read_entries(options.share)
     glyphs = draw(entries, options.share)
     weights = torch.tensor([entry.weight for entry in entries])
+    name = "cuda" if options.device == "auto" and torch.cuda.is_available() else options.device.replace("auto", "cpu")
+    setting = loop.Setting(options.out, torch.device(name), options.seed)
 
-    torch.manual_seed(0)
-    autoencoder_state = autoencoder.train(options.out, glyphs, weights, options.autoencoder_steps)
+    torch.manual_seed(3 * options.seed)                        # of the weights that training begins with
+    autoencoder_state = autoencoder.train(setting, glyphs, weights, options.autoencoder_steps)
     encoder = autoencoder.new()
     encoder.load_state_dict(autoencoder_state)
     latents, rows = encode_all(encoder, glyphs, entries, options.out / "latents.pt")
@@ -40,10 +44,10 @@ def main():
         with torch.no_grad():
             save_image(encoder.decode(latent).sample.clamp(-1, 1) / 2 + 0.5, options.out / "transformer.png", nrow=8)
 
-    torch.manual_seed(1)
-    state = transformer.train(options.out, latents, rows, entries, weights, options.transformer_steps, show)
-    torch.manual_seed(2)
-    recogniser_state = features.train(options.out, glyphs, entries, weights, options.recogniser_steps)
+    torch.manual_seed(3 * options.seed + 1)
+    state = transformer.train(setting, latents, rows, entries, weights, options.transformer_steps, show)
+    torch.manual_seed(3 * options.seed + 2)
+    recogniser_state = features.train(setting, glyphs, entries, weights, options.recogniser_steps)
     export.write_all(options.out / "weights", autoencoder_state, recogniser_state, state,
                      features.quality_set(recogniser_state, glyphs, entries))
     print(f"The weights are in {options.out / 'weights'}.")

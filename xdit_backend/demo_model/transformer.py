@@ -60,27 +60,29 @@ def captions_of(entries, chosen, backgrounds, randomness):
     return [[] if randomness.random() < WITHOUT_TEXT else words_of(text)[:MAX_WORDS] for text in texts]
 
 
-def train(folder, latents, rows, entries, often, steps, show):
+def train(setting, latents, rows, entries, often, steps, show):
     """Train, or go on training; returns the state dicts of both.
 
     latents [K, 16, 16, 16]: of every picture; rows [N, number of backgrounds] long: the picture of an entry upon a
     background, -1 where there is none. often [N]: how often an entry is drawn. show(latents) is called at each save, with samples.
     """
-    transformer, text = new()
+    transformer, text = (module.to(setting.device) for module in new())
 
     def loss_of(step, generator):
-        randomness = random.Random(step)
+        randomness = random.Random(generator.initial_seed())
         chosen = torch.multinomial(often, BATCH, replacement=True, generator=generator)
         shown = torch.randint(-len(BACKGROUNDS), len(BACKGROUNDS), (BATCH,), generator=generator)
         shown = shown.clamp(min=0)                                       # every second one is upon white, the first
         shown = torch.where(rows[chosen, shown] >= 0, shown, 0)
-        clean = latents[rows[chosen, shown]].float()
+        clean = latents[rows[chosen, shown]].float()                     # all is drawn on the CPU, alike on every device
         noise = torch.randn(clean.shape, generator=generator)
         sigma = torch.sigmoid(torch.randn(BATCH, generator=generator) + 0.4)
+        clean, noise, sigma = (tensor.to(setting.device) for tensor in (clean, noise, sigma))
         noisy = torch.lerp(clean, noise, sigma[:, None, None, None])
-        context, pooled = text(*arrange(captions_of(entries, chosen.tolist(), shown.tolist(), randomness)), BATCH)
+        words = arrange(captions_of(entries, chosen.tolist(), shown.tolist(), randomness))
+        context, pooled = text(*(tensor.to(setting.device) for tensor in words), BATCH)
         weights = rounded(transformer) if step >= ROUNDED_FROM * steps else {}
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(setting.device.type, torch.bfloat16):
             velocity = functional_call(transformer, weights, (noisy, context, pooled, sigma * 1000)).sample
         return (velocity.float() - (noise - clean)).square().mean()
 
@@ -90,8 +92,8 @@ def train(folder, latents, rows, entries, often, steps, show):
         encoder.load_state_dict(state["text"])
         show(sample(model, encoder, SAMPLES))
 
-    return loop.run("transformer", folder, {"transformer": transformer, "text": text}, loss_of, steps, PEAK, on_save,
-                    average=0.999)
+    modules = {"transformer": transformer, "text": text}
+    return loop.run("transformer", setting, modules, loss_of, steps, PEAK, on_save, average=0.999)
 
 
 @torch.no_grad()

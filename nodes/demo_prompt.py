@@ -1,0 +1,29 @@
+"""Demo Prompt: text to conditioning for the demo model that comes with the pack."""
+
+from comfy_api.latest import io
+
+from ..xdit_backend.demo_model.text import MAX_WORDS, load_text_encoder
+
+
+class XDiTDemoPrompt(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="XDiTDemoPrompt",
+            display_name="Demo Prompt",
+            category="xDiT",
+            description="Encodes a prompt for xdit_demo.safetensors, the small model that comes with the pack. It draws emoji: a "
+                        "thing or a face, and the colour of its background.",
+            search_aliases=["demo", "prompt", "text encode", "emoji"],
+            inputs=[
+                io.String.Input("text", multiline=True, default="cat face on a blue background",
+                                tooltip=f"At most {MAX_WORDS} English words, such as: woman astronaut on a purple background. Empty: the "
+                                        f"negative prompt."),
+            ],
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, text) -> io.NodeOutput:
+        context, pooled = load_text_encoder().encode([text])
+        return io.NodeOutput([[context, {"pooled_output": pooled}]])

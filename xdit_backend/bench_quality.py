@@ -1,0 +1,209 @@
+"""Tell what stale keys and values do to pictures: PipeFusion's settings against one device, on the trained demo model.
+
+The same prompts and seeds are drawn by one worker, by a pipeline of two under each setting, and by naive patches, which never
+see each other. Prints a table in Markdown and writes a contact sheet.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from .bench import count_cuda, start_clients
+from .bench_pipefusion import sample
+from .checkpoints.header import model_spec, read_header, recognise
+from .config import ParallelConfig
+from .demo_model.features import Recogniser
+from .demo_model.text import WEIGHTS, load_text_encoder
+from .host.client import Call
+from .planner import cut_patches
+from .protocol.errors import ConfigError
+from .protocol.messages import Stages
+
+CHANNELS, SIDE = 16, 16                    # of a latent: 128 x 128 pixels
+SHIFT = 3.0                                # of the sigmas, as ComfyUI runs SD3 models
+ONE = "one device"
+NUM_SHOWN = 8                              # prompts on the contact sheet
+
+
+def add_arguments(parser):
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker (default 1)")
+    parser.add_argument("--prompts", type=int, default=256, help="how many of the 256 prompts (default all)")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--guidance", type=float, default=3.0)
+    parser.add_argument("--patches", type=int, nargs="+", default=(2, 4, 8))
+    parser.add_argument("--warmup-steps", type=int, nargs="+", default=(0, 1, 2, 3, 4))
+    parser.add_argument("--sheet", type=Path, default=Path("quality.png"), help="where the contact sheet goes (default quality.png)")
+
+
+def main(options):
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    recogniser, labels, prompts, data = load_recogniser()
+    if not NUM_SHOWN <= options.prompts <= len(prompts):
+        raise ConfigError(f"prompts={options.prompts} is not from {NUM_SHOWN} to {len(prompts)}.")
+    prompts, labels = prompts[:options.prompts], labels[:options.prompts]
+    clients = start_clients({1, 2}, count_cuda(options.device))
+    pictures, patches = {}, {}
+    try:
+        for name, (run, num_patches) in settings(clients, options).items():
+            print(f"\r{name:<40}", end="", file=sys.stderr, flush=True)
+            pictures[name], patches[name] = decode(draw(run, prompts, options)), num_patches
+    finally:
+        for client in clients.values():
+            client.close()
+    rows = {name: compare(picture, pictures[ONE], patches[name], recogniser, labels) for name, picture in pictures.items()}
+    print_table(rows, recogniser, pictures, data, options)
+    write_sheet(options.sheet, pictures, prompts[:NUM_SHOWN])
+    print(f"\nContact sheet: {options.sheet}")
+
+
+def load_recogniser():
+    """(the network, labels [256] of the prompts, the prompts, (mean, covariance) of the data's features)."""
+    file = WEIGHTS / "xdit_demo_recogniser.safetensors"
+    tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
+    with safe_open(file, "pt") as opened:
+        prompts = json.loads(opened.metadata()["prompts"])
+    data = (tensors.pop("data.mean"), tensors.pop("data.covariance"))
+    labels = tensors.pop("labels").long()
+    recogniser = Recogniser(len(tensors["names.bias"]))
+    recogniser.load_state_dict(tensors)
+    return recogniser, labels, prompts, data
+
+
+def settings(clients, options):
+    """{name: (run(call, sigmas) -> latent, number of patches)} of everything that is compared, one device first."""
+    header = read_header(str(WEIGHTS / "diffusion_models" / "xdit_demo.safetensors"))
+    family = recognise(header)
+    dtypes = ("float32", "float32")
+    one = ParallelConfig(mode="manual").layout
+    pipeline = ParallelConfig(mode="manual", pipefusion_degree=2).layout
+    one_spec, staged = model_spec(header, family, *dtypes), model_spec(header, family, *dtypes, Stages(2, 1))
+    shape = (1, CHANNELS, SIDE, SIDE)
+
+    def whole(call, sigmas):
+        return sample(clients[1], one_spec, one, call, sigmas, 0, None, CHANNELS, 1000.0, guidance=options.guidance)
+
+    def piped(num_patches, warmup_steps):
+        patches = cut_patches(shape, (2, 2), num_patches)
+
+        def run(call, sigmas):
+            latent = sample(clients[2], staged, pipeline, call, sigmas, warmup_steps, patches, CHANNELS, 1000.0,
+                            guidance=options.guidance)
+            clients[2].end_run()
+            return latent
+        return run
+
+    def naive(num_patches):
+        def run(call, sigmas):
+            return torch.cat([whole(Call(strip.contiguous(), call.timestep, call.conditioning), sigmas)
+                              for strip in call.latent.chunk(num_patches, dim=2)], dim=2)
+        return run
+
+    runs = {ONE: (whole, 1)}
+    runs |= {f"M={num_patches}, W={warmup_steps}": (piped(num_patches, warmup_steps), num_patches)
+             for num_patches in options.patches for warmup_steps in options.warmup_steps}
+    return runs | {f"naive patches, M={num_patches}": (naive(num_patches), num_patches) for num_patches in options.patches}
+
+
+def draw(run, prompts, options):
+    """Latents [B, 16, 16, 16] of the prompts, each from its own seed."""
+    sigmas = torch.linspace(1, 0, options.steps + 1)
+    sigmas = (SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)).tolist()
+    encoder, latents = load_text_encoder(), []
+    for first in range(0, len(prompts), options.batch):
+        some = prompts[first:first + options.batch]
+        noise = [torch.randn(CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(first + index))
+                 for index in range(len(some))]
+        context, pooled = encoder.encode([*some, *[""] * len(some)])
+        latents.append(run(Call(torch.stack(noise), torch.zeros(1), {"context": context, "y": pooled}), sigmas))
+    return torch.cat(latents)
+
+
+@torch.no_grad()
+def decode(latents):
+    """Pictures [B, 3, 128, 128] in -1..1."""
+    from diffusers import AutoencoderTiny
+    autoencoder = AutoencoderTiny(latent_channels=CHANNELS)
+    tensors = load_file(WEIGHTS / "vae" / "xdit_demo_vae.safetensors")
+    state = {}
+    for name, tensor in tensors.items():
+        if name.startswith("taesd_"):
+            side, index, rest = name.removeprefix("taesd_").split(".", 2)
+            state[f"{side}.layers.{int(index) - (side == 'decoder')}.{rest}"] = tensor
+    autoencoder.load_state_dict(state)
+    return torch.cat([autoencoder.decode(some).sample.clamp(-1, 1) for some in latents.float().split(16)])
+
+
+@torch.no_grad()
+def compare(pictures, reference, num_patches, recogniser, labels):
+    """Means over the pictures: PSNR in dB, SSIM (Z. Wang et al. 2004), seam, the share that is named as its prompt.
+
+    seam: the step in brightness from row to row across the patches' borders, in units of the reference's at the same rows.
+    """
+    from skimage.metrics import structural_similarity
+    error = ((pictures - reference) / 2).square().mean((1, 2, 3)).clamp(min=1e-10)
+    similarity = [structural_similarity(a.numpy(), b.numpy(), channel_axis=0, data_range=2.0)
+                  for a, b in zip(pictures, reference)]
+    named = recogniser(pictures)[1].argmax(1) == labels
+    borders = [row * pictures.shape[2] // num_patches for row in range(1, num_patches)]
+
+    def jump(some):
+        return torch.stack([(some[:, :, row] - some[:, :, row - 1]).abs().mean() for row in borders]).mean()
+
+    return {"psnr": -10 * error.log10().mean().item(), "ssim": sum(similarity) / len(similarity),
+            "seam": (jump(pictures) / jump(reference)).item() if borders else 1.0, "named": named.float().mean().item()}
+
+
+@torch.no_grad()
+def moments(pictures, recogniser):
+    """(mean [64], covariance [64, 64]) of the pictures' features."""
+    features = recogniser(pictures)[0]
+    return features.mean(0), features.T.cov()
+
+
+def frechet_distance(moments_a, moments_b):
+    """Between two normal distributions (M. Heusel et al. 2017, equation 6)."""
+    (mean_a, covariance_a), (mean_b, covariance_b) = moments_a, moments_b
+    values, vectors = torch.linalg.eigh(covariance_a.double())
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    both = torch.linalg.eigvalsh(root @ covariance_b.double() @ root).clamp(min=0).sqrt().sum()
+    return ((mean_a - mean_b).square().sum() + covariance_a.trace() + covariance_b.trace() - 2 * both).item()
+
+
+def print_table(rows, recogniser, pictures, data, options):
+    one = moments(pictures[ONE], recogniser)
+    print(f"\r{len(pictures['one device'])} prompts, {options.steps} Euler steps, guidance {options.guidance:g}, 128 x 128 pixels; "
+          f"PipeFusion on two workers\n")
+    print("| setting | PSNR, dB | SSIM | Fréchet distance to one device | to the data | seam | named as the prompt |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, row in rows.items():
+        own = moments(pictures[name], recogniser)
+        same = name == ONE
+        print(f"| {name} | {'' if same else format(row['psnr'], '.1f')} | {'' if same else format(row['ssim'], '.3f')} | "
+              f"{'' if same else format(frechet_distance(own, one), '.2f')} | {frechet_distance(own, data):.2f} | "
+              f"{'' if same else format(row['seam'], '.2f')} | {row['named']:.0%} |")
+
+
+def write_sheet(path, pictures, prompts):
+    """A row a prompt, a column a setting, with their names."""
+    from PIL import Image, ImageDraw
+    left, top, side = 190, 24, 128
+    sheet = Image.new("RGB", (left + (side + 4) * len(pictures), top + (side + 4) * len(prompts)), "white")
+    pen = ImageDraw.Draw(sheet)
+    for column, (name, some) in enumerate(pictures.items()):
+        pen.text((left + column * (side + 4), 6), name, fill="black")
+        for row in range(len(prompts)):
+            pixels = ((some[row] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
+            sheet.paste(Image.fromarray(pixels), (left + column * (side + 4), top + row * (side + 4)))
+    for row, prompt in enumerate(prompts):
+        words, lines = prompt.split(), [""]
+        for word in words:
+            lines = [*lines[:-1], f"{lines[-1]} {word}".strip()] if len(lines[-1]) + len(word) < 28 else [*lines, word]
+        pen.text((6, top + row * (side + 4) + 6), "\n".join(lines), fill="black")
+    sheet.save(path)
