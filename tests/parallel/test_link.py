@@ -9,7 +9,7 @@ import torch
 from tests.ranks import run_ranks
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.mesh import build_mesh
-from xdit_backend.parallel.pipefusion import Link
+from xdit_backend.parallel.pipefusion import MAX_SENT, Link
 from xdit_backend.protocol.errors import XDiTError
 from xdit_backend.protocol.messages import Layout
 
@@ -40,6 +40,38 @@ def test_messages_arrive_in_order_and_none_is_left(world_size):
         assert posted == received == (len(sizes) if rank else 0)
         assert sent == (len(sizes) if rank + 1 < world_size else 0)
         assert sent_bytes == 4 * sum(sizes) * (rank + 1 < world_size)
+
+
+def send_many(rank, world_size):
+    """How many sent messages are kept after so many."""
+    link = Link(build_mesh(Layout(pipefusion_degree=world_size), world_size), torch.device("cpu"))
+    for _ in range(100):
+        if rank == 0:
+            link.send(torch.ones(1000), Traffic())
+        else:
+            link.receive(link.post_receive(1000, torch.float32))
+    kept = len(link._sent)
+    link.drain()
+    return kept
+
+
+def test_messages_that_have_arrived_are_let_go():
+    assert run_ranks(send_many, 2) == [MAX_SENT, 0]
+
+
+def send_to_nobody(rank, world_size):
+    os.environ["XDIT_STAGE_TIMEOUT_S"] = "1"
+    link = Link(build_mesh(Layout(pipefusion_degree=world_size), world_size), torch.device("cpu"))
+    if rank == 0:
+        for _ in range(MAX_SENT + 1):
+            link.send(torch.ones(4), Traffic())
+    else:
+        time.sleep(3)
+
+
+def test_a_stage_that_takes_nothing_is_named():
+    with pytest.raises(XDiTError, match=r"Stage 1 \(rank 1\) took nothing from stage 0 for 1 s"):
+        run_ranks(send_to_nobody, 2)
 
 
 def wait_in_vain(rank, world_size):

@@ -17,6 +17,7 @@ from .collectives import all_gather, on_wire
 from .usp import heads_apart, heads_together, repeat_heads
 
 STAGE_TIMEOUT_S = 1800
+MAX_SENT = 16                  # messages that are kept for the stage after
 
 
 @dataclass
@@ -155,7 +156,8 @@ class Link:
     """This rank's place in the pipeline: hidden states arrive from the stage before and leave for the stage after.
 
     Each pair of neighbours talks in one direction only, in the order of the host's commands, so a receive can be posted
-    long before its tensor is sent, and the transfer runs beside compute. Sent tensors are kept until they are gone.
+    long before its tensor is sent, and the transfer runs beside compute. Sent tensors are kept until they are gone; gloo tells
+    that only to those who wait, so the sender waits for what it sent MAX_SENT messages ago, which has long arrived.
     """
 
     def __init__(self, mesh, device):
@@ -186,10 +188,16 @@ class Link:
         return buffer.to(self._device)
 
     def send(self, message, traffic):
-        """Start sending to the stage after, and let go of what has arrived there."""
+        """Start sending to the stage after, and let go of what has arrived there. Raises XDiTError if that stage takes nothing."""
         message = on_wire(message, self._after_group)
         traffic.count(message.numel(), message)
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        while len(self._sent) >= MAX_SENT:
+            try:
+                self._sent.pop(0)[0].wait(datetime.timedelta(seconds=self._timeout_s))
+            except RuntimeError as error:
+                raise XDiTError(f"Stage {self.stage + 1} (rank {self._after}) took nothing from stage {self.stage} for "
+                                f"{self._timeout_s:g} s. Queue the prompt again to start a new group. ({error})") from error
         self._sent.append((dist.isend(message, self._after, group=self._after_group), message))
         self.num_sent += 1
 
