@@ -206,4 +206,4 @@ def write_sheet(path, pictures, prompts):
         for word in words:
             lines = [*lines[:-1], f"{lines[-1]} {word}".strip()] if len(lines[-1]) + len(word) < 28 else [*lines, word]
         pen.text((6, top + row * (side + 4) + 6), "\n".join(lines), fill="black")
-    sheet.save(path)
+    sheet.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)
