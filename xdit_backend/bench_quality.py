@@ -16,16 +16,17 @@ from safetensors.torch import load_file
 from .bench import count_cuda, start_clients
 from .bench_pipefusion import sample
 from .checkpoints.header import model_spec, read_header, recognise
+from .checkpoints.vae import load_autoencoder
 from .config import ParallelConfig
+from .demo_model.autoencoder import CHANNELS, SIDE
 from .demo_model.features import Recogniser
 from .demo_model.text import WEIGHTS, load_text_encoder
+from .demo_model.transformer import shifted_sigmas
 from .host.client import Call
 from .planner import cut_patches
 from .protocol.errors import ConfigError
 from .protocol.messages import Stages
 
-CHANNELS, SIDE = 16, 16                    # of a latent: 128 x 128 pixels
-SHIFT = 3.0                                # of the sigmas, as ComfyUI runs SD3 models
 ONE = "one device"
 NUM_SHOWN = 8                              # prompts on the contact sheet
 
@@ -113,9 +114,7 @@ def settings(clients, options):
 
 def draw(run, prompts, options):
     """Latents [B, 16, 16, 16] of the prompts, each from its own seed."""
-    sigmas = torch.linspace(1, 0, options.steps + 1)
-    sigmas = (SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)).tolist()
-    encoder, latents = load_text_encoder(), []
+    encoder, sigmas, latents = load_text_encoder(), shifted_sigmas(options.steps).tolist(), []
     for first in range(0, len(prompts), options.batch):
         some = prompts[first:first + options.batch]
         noise = [torch.randn(CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(first + index))
@@ -128,15 +127,9 @@ def draw(run, prompts, options):
 @torch.no_grad()
 def decode(latents):
     """Pictures [B, 3, 128, 128] in -1..1."""
-    from diffusers import AutoencoderTiny
-    autoencoder = AutoencoderTiny(latent_channels=CHANNELS)
     tensors = load_file(WEIGHTS / "vae" / "xdit_demo_vae.safetensors")
-    state = {}
-    for name, tensor in tensors.items():
-        if name.startswith("taesd_"):
-            side, index, rest = name.removeprefix("taesd_").split(".", 2)
-            state[f"{side}.layers.{int(index) - (side == 'decoder')}.{rest}"] = tensor
-    autoencoder.load_state_dict(state)
+    weights = {name: tensor for name, tensor in tensors.items() if name.startswith("taesd_")}      # the others are the host's
+    autoencoder = load_autoencoder(weights, torch.float32, "cpu")
     return torch.cat([autoencoder.decode(some).sample.clamp(-1, 1) for some in latents.float().split(16)])
 
 

@@ -25,7 +25,8 @@ def train_line(folder, steps, stop_after=None, seed=0):
         points = torch.randn(8, 2, generator=generator)
         return (line(points) - points.sum(1, keepdim=True)).square().mean()
     setting = loop.Setting(folder, seed=seed)
-    return loop.run("line", setting, {"line": line}, loss_of, steps, 1e-2, lambda step, weights: None, average=0.9)["line"]
+    return loop.run("line", setting, {"line": line}, loss_of, steps, 1e-2, lambda step, weights: None, average=0.9,
+                    by_muon=lambda name, parameter: name == "weight")["line"]
 
 
 def test_a_stopped_training_goes_on_as_if_it_had_not_been_stopped(tmp_path, monkeypatch):

@@ -130,6 +130,7 @@ def test_an_error_in_a_stage_is_told_and_the_next_run_works(client, spec_of):
 
     with pytest.raises(WorkerFailedError, match="Worker rank"):
         client.wait([client.submit(spec, Layout(pipefusion_degree=2), 4, [wrong], keep=True)])
+    client.end_run()
 
     assert (sample(client, spec, one, Layout(pipefusion_degree=2), 4, 1) - oracle(one, 4, 1)).abs().max() < 1e-6
 
@@ -145,9 +146,30 @@ def test_a_killed_stage_ends_the_run_within_10_s_and_is_named(client, spec_of, r
     os.kill(pids[rank], signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match=f"Worker rank {rank} "):
         finish(client, tickets)
+    client.end_run()
 
     assert time.monotonic() - started_s < 10
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.values())
+
+
+def test_a_run_whose_workers_died_is_not_continued_by_a_new_group(client, spec_of):
+    """A new group holds no keys and values: its patches would begin cold and give another picture without a word."""
+    client.end_run()
+    one, spec, layout = small("SD3"), spec_of("SD3", stages=STAGES), Layout(pipefusion_degree=2)
+    tickets = keep_flying(client, spec, one, rounds=1)
+    first, others = tickets[0], tickets[1:]
+    client.wait([first])
+    client.group.close()
+    patch, rows = cut_patches(one.latent.shape, (2, 2), 4)[0]
+    call = Call(one.latent.narrow(2, patch.start, rows).clone(), torch.full((1,), 600.0, dtype=torch.float64), one.conditioning)
+
+    with pytest.raises(WorkerDiedError, match="Queue the prompt again"):
+        client.submit(spec, layout, 4, [call], patch=patch)
+    with pytest.raises(WorkerDiedError, match="Queue the prompt again"):
+        client.wait(others)
+    client.end_run()
+
+    assert (sample(client, spec, one, layout, 4, 1) - oracle(one, 4, 1)).abs().max() < 1e-6
 
 
 @pytest.mark.slow

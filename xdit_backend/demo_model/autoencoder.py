@@ -7,7 +7,7 @@ from torchvision.utils import save_image
 from . import loop
 from .pictures import compose
 
-CHANNELS = 16
+CHANNELS, SIDE = 16, 16                    # of a latent: 128 x 128 pixels
 BATCH = 16
 CROP_PX = 64
 PEAK = 1.5e-3

@@ -34,25 +34,41 @@ def learning_rate(step, steps, peak):
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS))))
 
 
-def run(name, setting, modules, loss_of, steps, peak, on_save, average=0.0):
+def optimizers_of(modules, peak, by_muon):
+    """AdamW; and for the matrices that by_muon(name, parameter) picks, Muon with steps of AdamW's size (K. Jordan 2024).
+
+    Of the transformer's first 300 steps after 16,000 by AdamW, on the same batches, those by Muon had a loss of 0.171 and those
+    by AdamW 0.180; a step took 1.22 times as long.
+    """
+    named = [(name, p) for module in modules.values() for name, p in module.named_parameters()]
+    matrices, others = ([p for name, p in named if by_muon(name, p) is chosen] for chosen in (True, False))
+    optimizers = [torch.optim.AdamW(others, lr=peak, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=peak, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
+def run(name, setting, modules, loss_of, steps, peak, on_save, average=0.0, by_muon=lambda name, parameter: False):
     """Train modules until `steps` steps are done, from where an earlier run was stopped, and return their weights.
 
     modules: {name: Module} on the setting's device, trained together. loss_of(step, generator) is the loss of a step; all that
     it draws comes from its generator, so that a resumed run equals one that was never stopped. on_save(step, weights) is called
     at each save with {name: state_dict} of the averaged weights, on the CPU; these are returned too. average: the decay of the
-    weights' moving average; 0: none. Writes name.pt in the setting's folder at least every two minutes of training.
+    weights' moving average; 0: none. by_muon: see optimizers_of. Writes name.pt in the setting's folder at least
+    every two minutes of training.
     """
     torch.set_flush_denormal(True)             # on a CPU, numbers below 1e-38 take hundreds of times as long
     file = setting.folder / f"{name}.pt"
     parameters = [p for module in modules.values() for p in module.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)
+    optimizers = optimizers_of(modules, peak, by_muon)
     means = [p.detach().clone() for p in parameters]
     first = 0
     if file.exists():
         saved = torch.load(file, map_location=setting.device, weights_only=True)
         for key, module in modules.items():
             module.load_state_dict(saved["modules"][key])
-        optimizer.load_state_dict(saved["optimizer"])
+        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         means, first = saved["means"], saved["step"]
 
     def averaged():
@@ -65,20 +81,21 @@ def run(name, setting, modules, loss_of, steps, peak, on_save, average=0.0):
     def save(step):
         temporary = file.with_suffix(".tmp")
         torch.save({"modules": {key: module.state_dict() for key, module in modules.items()},
-                    "optimizer": optimizer.state_dict(), "means": means, "step": step}, temporary)
+                    "optimizers": [optimizer.state_dict() for optimizer in optimizers], "means": means, "step": step}, temporary)
         os.replace(temporary, file)
         on_save(step, averaged())
 
     bar = tqdm(range(first, steps), desc=name, initial=first, total=steps, mininterval=5, smoothing=0.05)
     saved_s, shown = time.monotonic(), None
     for step in bar:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, peak)
         loss = loss_of(step, setting.random(step))
-        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps, peak)
+            optimizer.step()
+            optimizer.zero_grad()
         decay = min(average, (step + 1) / (step + 10))
         torch._foreach_lerp_(means, [p.detach() for p in parameters], 1 - decay)
         shown = loss.item() if shown is None else 0.99 * shown + 0.01 * loss.item()

@@ -67,7 +67,7 @@ def encode_all(encoder, glyphs, entries, file):
     if file.exists():
         return torch.load(file, weights_only=True), rows
     palette = torch.tensor(list(BACKGROUNDS.values()))
-    latents = torch.empty(len(pairs), autoencoder.CHANNELS, 16, 16, dtype=torch.float16)
+    latents = torch.empty(len(pairs), autoencoder.CHANNELS, autoencoder.SIDE, autoencoder.SIDE, dtype=torch.float16)
     for first in range(0, len(pairs), 16):
         chosen = torch.tensor(pairs[first:first + 16])
         with torch.autocast("cpu", torch.bfloat16):

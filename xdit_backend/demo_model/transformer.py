@@ -7,7 +7,7 @@ import torch.nn as nn
 from torch.func import functional_call
 
 from . import loop
-from .autoencoder import CHANNELS
+from .autoencoder import CHANNELS, SIDE
 from .pictures import BACKGROUNDS, caption
 from .text import MAX_WORDS, WIDTH, TextEncoder, arrange, words_of
 
@@ -17,6 +17,7 @@ MAX_SIDE = 32          # of a picture, in tokens of 16 pixels
 BATCH = 64
 PEAK = 1e-3
 WITHOUT_TEXT = 0.1     # of the captions, so that classifier-free guidance has its other half
+SHIFT = 3.0            # of the noise levels that samples are drawn with
 ROUNDED = torch.float8_e4m3fn
 ROUNDED_FROM = 0.7     # of the steps; before it rounding only takes time
 SAMPLES = ("red apple", "cat face on a blue background", "grinning face", "house with garden", "heart on a black background",
@@ -93,16 +94,21 @@ def train(setting, latents, rows, entries, often, steps, show):
         show(sample(model, encoder, SAMPLES))
 
     modules = {"transformer": transformer, "text": text}
-    return loop.run("transformer", setting, modules, loss_of, steps, PEAK, on_save, average=0.999)
+    return loop.run("transformer", setting, modules, loss_of, steps, PEAK, on_save, average=0.999, by_muon=is_rounded)
+
+
+def shifted_sigmas(steps):
+    """Noise levels [steps + 1] from 1 to 0, shifted as ComfyUI shifts them for SD3 models."""
+    sigmas = torch.linspace(1, 0, steps + 1)
+    return SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
 
 
 @torch.no_grad()
-def sample(transformer, text, prompts, guidance=3.0, steps=20, shift=3.0, seed=0):
+def sample(transformer, text, prompts, guidance=3.0, steps=20, seed=0):
     """Latents [B, 16, 16, 16] of prompts by Euler's method."""
-    latent = torch.randn(len(prompts), CHANNELS, 16, 16, generator=torch.Generator().manual_seed(seed))
+    latent = torch.randn(len(prompts), CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
     context, pooled = text.encode([*prompts, *[""] * len(prompts)])
-    sigmas = torch.linspace(1, 0, steps + 1)
-    sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
+    sigmas = shifted_sigmas(steps)
     weights = rounded(transformer)
     for sigma, following in zip(sigmas, sigmas[1:]):
         with torch.autocast("cpu", torch.bfloat16):

@@ -6,7 +6,7 @@ import torch
 
 from ..planner import last_stage_ranks
 from ..protocol import messages
-from ..protocol.errors import XDiTError
+from ..protocol.errors import WorkerDiedError, XDiTError
 from .launcher import WorkerGroup
 
 MAX_CONDITIONINGS = 64
@@ -26,6 +26,7 @@ class Call:
 class Ticket:
     """Calls that are on their way."""
 
+    group: WorkerGroup
     request: int
     predictions: tuple
     in_stages: bool
@@ -43,6 +44,7 @@ class Client:
         self.check = lambda: None
         self.last_numbers = {}                 # rank -> measurements of the last decode or encode, by name
         self._group, self._models, self._autoencoders, self._conditionings, self._count = None, set(), set(), {}, 0
+        self._keeper = None                    # the group that conditioning of this run was first sent to
 
     @property
     def group(self):
@@ -95,8 +97,12 @@ class Client:
 
         Calls are worked on in the order they are submitted. patch: which rows of the whole latent the calls' latents
         hold. keep: patches of the same conditioning will follow, which need this call's keys and values. by_image: send
-        the images of a batch through the stages one after the other.
+        the images of a batch through the stages one after the other. Raises WorkerDiedError where a patch or a
+        name needs what a group kept that has ended since.
         """
+        if (patch is not None or any(call.name for call in calls)) and self._keeper is not None and not self._keeper.alive:
+            raise WorkerDiedError("The workers that kept this run's tensors have ended. Queue the prompt again to start a new "
+                                  "group.")
         self.load_model(spec)
         group = self.group
         if len(self._conditionings) + len(calls) > MAX_CONDITIONINGS and not any(call.name for call in calls):
@@ -111,12 +117,12 @@ class Client:
             predictions.append(view)
         request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image),
                              segments, last_stage_ranks(layout, len(self.devices)))
-        return Ticket(request, tuple(predictions), layout.pipefusion_degree > 1)
+        return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1)
 
     def wait(self, tickets):
-        """Wait for the first of these tickets; returns (the ticket, its predictions). Raises as WorkerGroup.wait."""
+        """Wait for the first of these tickets, all of one run; returns (the ticket, its predictions). Raises as WorkerGroup.wait."""
         try:
-            request, _ = self.group.wait([ticket.request for ticket in tickets], self.on_phase, self.check)
+            request, _ = tickets[0].group.wait([ticket.request for ticket in tickets], self.on_phase, self.check)
         except XDiTError:
             if any(ticket.in_stages for ticket in tickets):    # a stage may wait for what another never sent
                 self.close()
@@ -130,8 +136,11 @@ class Client:
         return {rank: dict(numbers) for rank, numbers in self.group.totals.items()}
 
     def end_run(self):
-        """Forget the conditioning of a run, on both sides. Waits for nothing: a cancelled step may still be running."""
-        names, self._conditionings = list(self._conditionings), {}
+        """Forget the conditioning of a run, on both sides. Waits for nothing: a cancelled step may still be running.
+
+        Called between runs, also after one that failed.
+        """
+        names, self._conditionings, self._keeper = list(self._conditionings), {}, None
         if names and self.running:
             self._group.post(lambda request: messages.DropConditioning(request, names), answering=())
 
@@ -190,10 +199,12 @@ class Client:
                     known[key].shape == tensors[key].shape and known[key].dtype == tensors[key].dtype
                     and torch.equal(known[key], tensors[key]) for key in tensors):
                 return name
+        group = self.group
+        self._keeper = self._keeper or group
         self._count += 1
         name = f"conditioning-{self._count}"
         self._conditionings[name] = {key: tensor.clone() for key, tensor in tensors.items()}
-        segments = {key: self._group.segments.share(tensor) for key, tensor in tensors.items()}
+        segments = {key: group.segments.share(tensor) for key, tensor in tensors.items()}
         self._request(lambda request: messages.Conditioning(request, name, segments), segments.values())
         return name
 

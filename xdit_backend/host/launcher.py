@@ -107,7 +107,7 @@ class WorkerGroup:
         """Wait until one of these requests is complete; returns (its number, {rank: Done}).
 
         Raises what a worker raised (an error of this project keeps its class; others become WorkerFailedError), or
-        WorkerDiedError. When check() raises, the answers are abandoned: workers finish the commands and take the next.
+        WorkerDiedError, also when the group has ended. When check() raises, the answers are abandoned: workers finish the commands and take the next.
         """
         try:
             while True:
@@ -119,6 +119,8 @@ class WorkerGroup:
                         requests = [request]
                         return request, waiting.done
                 check()
+                if not self._channels:
+                    raise WorkerDiedError("The workers have ended. Queue the prompt again to start a new group.")
                 self._receive(on_phase)
         finally:
             for request in requests:                           # the complete one; all, when nobody will come back for them

@@ -179,11 +179,7 @@ class Link:
     def receive(self, handle):
         """Wait for a posted message. Raises XDiTError naming the stage that is silent."""
         buffer, work = handle
-        try:
-            work.wait(datetime.timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise XDiTError(f"Stage {self.stage - 1} (rank {self._before}) sent nothing to stage {self.stage} for "
-                            f"{self._timeout_s:g} s. Queue the prompt again to start a new group. ({error})") from error
+        self._wait(work, f"Stage {self.stage - 1} (rank {self._before}) sent nothing to stage {self.stage}")
         self.num_received += 1
         return buffer.to(self._device)
 
@@ -193,13 +189,17 @@ class Link:
         traffic.count(message.numel(), message)
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         while len(self._sent) >= MAX_SENT:
-            try:
-                self._sent.pop(0)[0].wait(datetime.timedelta(seconds=self._timeout_s))
-            except RuntimeError as error:
-                raise XDiTError(f"Stage {self.stage + 1} (rank {self._after}) took nothing from stage {self.stage} for "
-                                f"{self._timeout_s:g} s. Queue the prompt again to start a new group. ({error})") from error
+            work, _ = self._sent.pop(0)
+            self._wait(work, f"Stage {self.stage + 1} (rank {self._after}) took nothing from stage {self.stage}")
         self._sent.append((dist.isend(message, self._after, group=self._after_group), message))
         self.num_sent += 1
+
+    def _wait(self, work, otherwise):
+        try:
+            work.wait(datetime.timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise XDiTError(f"{otherwise} for {self._timeout_s:g} s. Queue the prompt again to start a new group. "
+                            f"({error})") from error
 
     def drain(self):
         """Wait until everything sent has been received."""

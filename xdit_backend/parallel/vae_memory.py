@@ -28,14 +28,14 @@ class LiveBytes(TorchDispatchMode):
 
     What existed before is not counted, nor what an operator uses inside. Works on the meta device too, where a whole
     decode costs a fraction of a second. `peak_bytes` is the most that lived at one time, `largest_row_bytes` what one row
-    (along row_dim) of the largest convolution takes, input and output.
+    (along row_dim) of the largest convolution takes, input and output, `num_convolutions` how many there were.
     """
 
     def __init__(self, row_dim=-2):
         super().__init__()
         self.row_dim = row_dim
         self.live_bytes = self.peak_bytes = 0
-        self.largest_row_bytes = 0
+        self.largest_row_bytes = self.num_convolutions = 0
         self._references = {}              # address of a storage -> number of live tensors that use it
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -67,6 +67,7 @@ class LiveBytes(TorchDispatchMode):
             self.live_bytes -= num_bytes
 
     def _note_convolution(self, given, output):
+        self.num_convolutions += 1
         given_bytes, output_bytes = (tensor.numel() * tensor.element_size() for tensor in (given, output))
         self.largest_row_bytes = max(self.largest_row_bytes, (given_bytes + output_bytes) // output.shape[self.row_dim])
 
@@ -90,8 +91,8 @@ def outline_of(vae):
 def need_of(outline, shape, scale, num_ranks, whole=False):
     """The Need for decoding (scale 1) or encoding a tensor of this shape by this many ranks; runs it on the meta device.
 
-    outline: see outline_of. scale: see encode_rows. whole: with convolutions all at once, whose number is not counted; else in
-    about eight blocks, of which peak_bytes has one.
+    outline: see outline_of. scale: see encode_rows. whole: with convolutions all at once; else in about eight blocks, of
+    which peak_bytes has one.
     """
     shape = list(shape)
     dim = split_dim(outline, shape, scale)
@@ -106,7 +107,7 @@ def need_of(outline, shape, scale, num_ranks, whole=False):
             decode_rows(outline, given, **options)
         else:
             encode_rows(outline, given, scale, **options)
-    return Need(live.peak_bytes, live.largest_row_bytes, len(convolutions))
+    return Need(live.peak_bytes, live.largest_row_bytes, live.num_convolutions if whole else len(convolutions))
 
 
 class RowPlanner:
@@ -126,7 +127,7 @@ class RowPlanner:
         num_ranks = min(ranks.count, num_parts(shape, scale, split_dim(self._outline, shape, scale)))
         whole = self._need(shape, scale, num_ranks, whole=True)
         if whole.peak_bytes * ROOMY <= free_bytes:
-            return None, self._need(shape, scale, num_ranks).num_convolutions if num_ranks > 1 else 0
+            return None, whole.num_convolutions if num_ranks > 1 else 0
         need = self._need(shape, scale, num_ranks)
         if need.peak_bytes * MARGIN > free_bytes:
             raise ConfigError(_does_not_fit(self._outline, shape, scale, ranks.count, need, free_bytes))
