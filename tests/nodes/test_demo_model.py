@@ -50,7 +50,7 @@ def test_a_picture_is_the_native_nodes_picture(demo):
 
 
 def test_pictures_are_of_what_the_prompts_name(demo, recogniser):
-    """As far as the small model goes: nearly half of them have their name among the recogniser's first five."""
+    """As far as the small model goes: three quarters of them have their name among the recogniser's first five."""
     network, labels, prompts, _ = recogniser
     model = demo.ours()
 
@@ -62,7 +62,7 @@ def test_pictures_are_of_what_the_prompts_name(demo, recogniser):
 
     def num_named(wanted):
         return (best == wanted[:, None]).any(1).sum()
-    assert num_named(labels[:24]) >= 8
+    assert num_named(labels[:24]) >= 14
     assert num_named(labels[:24].roll(1)) <= 2
 
 

@@ -24,7 +24,8 @@ def main():
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--autoencoder-steps", type=int, default=3000)
     parser.add_argument("--recogniser-steps", type=int, default=3000)
-    parser.add_argument("--transformer-steps", type=int, default=16000)
+    parser.add_argument("--transformer-steps", type=int, default=22500)
+    parser.add_argument("--transformer-rate", type=float, default=1e-3, help="the learning rate's peak (default 1e-3)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -45,7 +46,7 @@ def main():
             save_image(encoder.decode(latent).sample.clamp(-1, 1) / 2 + 0.5, options.out / "transformer.png", nrow=8)
 
     torch.manual_seed(3 * options.seed + 1)
-    state = transformer.train(setting, latents, rows, entries, weights, options.transformer_steps, show)
+    state = transformer.train(setting, latents, rows, entries, weights, options.transformer_steps, options.transformer_rate, show)
     torch.manual_seed(3 * options.seed + 2)
     recogniser_state = features.train(setting, glyphs, entries, weights, options.recogniser_steps)
     export.write_all(options.out / "weights", autoencoder_state, recogniser_state, state,

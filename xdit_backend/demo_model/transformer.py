@@ -15,11 +15,10 @@ DEPTH = 4              # ComfyUI reads the width of an SD3 model as 64 x depth
 HEAD_SIZE = 64
 MAX_SIDE = 32          # of a picture, in tokens of 16 pixels
 BATCH = 64
-PEAK = 1e-3
 WITHOUT_TEXT = 0.1     # of the captions, so that classifier-free guidance has its other half
-SHIFT = 3.0            # of the noise levels that samples are drawn with
+SHIFT = 3.0            # of the noise levels, see shifted
 ROUNDED = torch.float8_e4m3fn
-ROUNDED_FROM = 0.7     # of the steps; before it rounding only takes time
+ROUNDED_FROM = 0.85    # of the steps; before it rounding only takes time
 SAMPLES = ("red apple", "cat face on a blue background", "grinning face", "house with garden", "heart on a black background",
            "fire", "woman astronaut", "airplane on a cyan background", "dog", "pizza", "sailboat", "flag Japan",
            "rocket on a purple background", "tree", "crown", "guitar on a yellow background", "sad face", "dragon",
@@ -61,7 +60,7 @@ def captions_of(entries, chosen, backgrounds, randomness):
     return [[] if randomness.random() < WITHOUT_TEXT else words_of(text)[:MAX_WORDS] for text in texts]
 
 
-def train(setting, latents, rows, entries, often, steps, show):
+def train(setting, latents, rows, entries, often, steps, peak, show):
     """Train, or go on training; returns the state dicts of both.
 
     latents [K, 16, 16, 16]: of every picture; rows [N, number of backgrounds] long: the picture of an entry upon a
@@ -77,7 +76,7 @@ def train(setting, latents, rows, entries, often, steps, show):
         shown = torch.where(rows[chosen, shown] >= 0, shown, 0)
         clean = latents[rows[chosen, shown]].float()                     # all is drawn on the CPU, alike on every device
         noise = torch.randn(clean.shape, generator=generator)
-        sigma = torch.sigmoid(torch.randn(BATCH, generator=generator) + 0.4)
+        sigma = shifted(torch.rand(BATCH, generator=generator))
         clean, noise, sigma = (tensor.to(setting.device) for tensor in (clean, noise, sigma))
         noisy = torch.lerp(clean, noise, sigma[:, None, None, None])
         words = arrange(captions_of(entries, chosen.tolist(), shown.tolist(), randomness))
@@ -94,13 +93,22 @@ def train(setting, latents, rows, entries, often, steps, show):
         show(sample(model, encoder, SAMPLES))
 
     modules = {"transformer": transformer, "text": text}
-    return loop.run("transformer", setting, modules, loss_of, steps, PEAK, on_save, average=0.999, by_muon=is_rounded)
+    return loop.run("transformer", setting, modules, loss_of, steps, peak, on_save, average=0.999, by_muon=is_rounded)
+
+
+def shifted(sigmas):
+    """Noise levels as ComfyUI shifts them for SD3 models.
+
+    The model is trained as it is sampled. Captions leave little open here, so a picture is decided near noise level 1, and of
+    SD3's logit-normal levels (mean 0.4) only 4 % are above 0.9. After 17,883 steps with those, 39 % of the pictures' variance
+    was missed at level 1 with the caption given; at step 22,500, the last 4,063 with these, 19 %.
+    """
+    return SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
 
 
 def shifted_sigmas(steps):
-    """Noise levels [steps + 1] from 1 to 0, shifted as ComfyUI shifts them for SD3 models."""
-    sigmas = torch.linspace(1, 0, steps + 1)
-    return SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
+    """Noise levels [steps + 1] from 1 to 0 of a sampler."""
+    return shifted(torch.linspace(1, 0, steps + 1))
 
 
 @torch.no_grad()
