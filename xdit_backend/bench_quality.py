@@ -171,7 +171,7 @@ def frechet_distance(moments_a, moments_b):
 
 def print_table(rows, recogniser, pictures, data, options):
     one = moments(pictures[ONE], recogniser)
-    print(f"\r{len(pictures['one device'])} prompts, {options.steps} Euler steps, guidance {options.guidance:g}, 128 x 128 pixels; "
+    print(f"\r{len(pictures[ONE])} prompts, {options.steps} Euler steps, guidance {options.guidance:g}, 128 x 128 pixels; "
           f"PipeFusion on two workers\n")
     print("| setting | PSNR, dB | SSIM | Fréchet distance to one device | to the data | seam | named as the prompt |")
     print("| --- | --- | --- | --- | --- | --- | --- |")

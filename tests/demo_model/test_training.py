@@ -80,7 +80,7 @@ def test_the_transformers_file_is_read_back_by_diffusers_converter():
 
     assert set(read) == set(state)
     for name, tensor in state.items():
-        stored = tensor.to(torch.float8_e4m3fn if transformer.is_rounded(name, tensor) else torch.float16)
+        stored = tensor.to(torch.float8_e4m3fn if transformer.is_block_matrix(name, tensor) else torch.float16)
         assert torch.equal(read[name].float(), stored.float()), name
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from xdit_backend.bench_quality import compare, draw, decode, load_recogniser, moments, settings, frechet_distance
 from xdit_backend.bench import start_clients
+from xdit_backend.bench_quality import compare, decode, draw, frechet_distance, load_recogniser, moments, settings
 
 NAMES = ("xdit_demo.safetensors", "xdit_demo_vae.safetensors")
 
@@ -62,6 +62,7 @@ def test_pictures_are_of_what_the_prompts_name(demo, recogniser):
 
     def num_named(wanted):
         return (best == wanted[:, None]).any(1).sum()
+
     assert num_named(labels[:24]) >= 14
     assert num_named(labels[:24].roll(1)) <= 2
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from .autoencoder import SCALE, SHIFT
-from .transformer import ROUNDED, is_rounded
+from .transformer import ROUNDED, is_block_matrix
 
 NAMES = {
     "pos_embed.proj": "x_embedder.proj", "pos_embed.pos_embed": "pos_embed", "context_embedder": "context_embedder",
@@ -29,7 +29,7 @@ JOINED = {"x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
 
 def transformer_tensors(state):
     """The state dict of diffusers' SD3Transformer2DModel under SD3's own names, the block's matrices in 8 bits."""
-    state = {name: tensor.to(ROUNDED if is_rounded(name, tensor) else torch.float16) for name, tensor in state.items()}
+    state = {name: tensor.to(ROUNDED if is_block_matrix(name, tensor) else torch.float16) for name, tensor in state.items()}
     last = max(int(match[1]) for match in map(re.compile(r"transformer_blocks\.(\d+)\.").match, state) if match)
     tensors = {}
     for name, tensor in state.items():

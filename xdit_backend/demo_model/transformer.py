@@ -43,14 +43,14 @@ def new():
     return transformer, TextEncoder()
 
 
-def is_rounded(name, tensor):
-    """The matrices of the blocks are stored in 8 bits, everything else in 16."""
+def is_block_matrix(name, tensor):
+    """The matrices of the blocks are trained by Muon and stored in 8 bits, everything else by AdamW and in 16."""
     return name.startswith("transformer_blocks.") and tensor.ndim == 2
 
 
 def rounded(transformer):
     """The transformer's parameters as the file will hold them; gradients pass as if nothing were rounded (Y. Bengio 2013)."""
-    return {name: p + (p.to(ROUNDED).to(p.dtype) - p).detach() if is_rounded(name, p) else p
+    return {name: p + (p.to(ROUNDED).to(p.dtype) - p).detach() if is_block_matrix(name, p) else p
             for name, p in transformer.named_parameters()}
 
 
@@ -93,7 +93,7 @@ def train(setting, latents, rows, entries, often, steps, peak, show):
         show(sample(model, encoder, SAMPLES))
 
     modules = {"transformer": transformer, "text": text}
-    return loop.run("transformer", setting, modules, loss_of, steps, peak, on_save, average=0.999, by_muon=is_rounded)
+    return loop.run("transformer", setting, modules, loss_of, steps, peak, on_save, average=0.999, by_muon=is_block_matrix)
 
 
 def shifted(sigmas):

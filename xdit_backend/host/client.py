@@ -97,8 +97,8 @@ class Client:
 
         Calls are worked on in the order they are submitted. patch: which rows of the whole latent the calls' latents
         hold. keep: patches of the same conditioning will follow, which need this call's keys and values. by_image: send
-        the images of a batch through the stages one after the other. Raises WorkerDiedError where a patch or a
-        name needs what a group kept that has ended since.
+        the images of a batch through the stages one after the other. Raises WorkerDiedError where a patch or a name
+        needs what a group kept that has ended since.
         """
         if (patch is not None or any(call.name for call in calls)) and self._keeper is not None and not self._keeper.alive:
             raise WorkerDiedError("The workers that kept this run's tensors have ended. Queue the prompt again to start a new "

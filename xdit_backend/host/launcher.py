@@ -107,7 +107,8 @@ class WorkerGroup:
         """Wait until one of these requests is complete; returns (its number, {rank: Done}).
 
         Raises what a worker raised (an error of this project keeps its class; others become WorkerFailedError), or
-        WorkerDiedError, also when the group has ended. When check() raises, the answers are abandoned: workers finish the commands and take the next.
+        WorkerDiedError, also when the group has ended. When check() raises, the answers are abandoned: workers finish the
+        commands and take the next.
         """
         try:
             while True:
