@@ -7,7 +7,7 @@ from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from .bridge.pipeline import WHOLE, why_whole
-from .bridge.shell import ShellPatcher
+from .bridge.patcher import ShellPatcher
 
 
 class XDiTParallelSampler(io.ComfyNode):

@@ -11,7 +11,7 @@ import torch
 import comfy.model_management
 
 from ...xdit_backend.protocol.segments import dtype_name
-from .shell import ShellPatcher
+from .patcher import ShellPatcher
 
 HALVES = weakref.WeakKeyDictionary()       # first-stage model -> {prefixes of the tensors' names: VaeHalf}
 
