@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from xdit_backend.parallel import rows
 from xdit_backend.parallel.collectives import Traffic
-from xdit_backend.planner import shard_sizes
+from xdit_backend.partition import shard_sizes
 
 WORLD_SIZES = (1, 2, 3, 4)
 

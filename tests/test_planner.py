@@ -1,13 +1,11 @@
-"""The automatic choice, and how tokens are shared out."""
+"""The automatic choice, and a person's."""
 
 import pytest
 
 from xdit_backend.config import ParallelConfig
-from xdit_backend.planner import (
-    check_shards, choose_layout, choose_num_patches, choose_stages, cut_patches, last_stage_ranks, shard_sizes, shard_start,
-    split_stages, stage_of, warmup_layout)
+from xdit_backend.planner import choose_layout, choose_num_patches, choose_stages, warmup_layout
 from xdit_backend.protocol.errors import ConfigError
-from xdit_backend.protocol.messages import Layout, Patch, Stages
+from xdit_backend.protocol.messages import Layout, Stages
 
 
 @pytest.mark.parametrize("num_devices, num_branches, num_heads, expected", [
@@ -34,73 +32,6 @@ def test_manual_takes_the_degrees_given():
 def test_manual_refuses_degrees_that_do_not_fit_the_model():
     with pytest.raises(ConfigError, match="ulysses_degree=2 does not divide this model's 7 attention heads"):
         choose_layout(ParallelConfig(mode="manual", ulysses_degree=2), 2, 1, 7, "this model")
-
-
-@pytest.mark.parametrize("num_tokens", range(0, 40))
-@pytest.mark.parametrize("num_shards", range(1, 9))
-def test_shards_cover_all_tokens_once(num_tokens, num_shards):
-    sizes = shard_sizes(num_tokens, num_shards)
-
-    assert sum(sizes) == num_tokens and max(sizes) - min(sizes) <= 1
-    assert [shard_start(num_tokens, num_shards, index) for index in range(num_shards)] == \
-        [sum(sizes[:index]) for index in range(num_shards)]
-
-
-def test_fewer_tokens_than_shards_are_refused():
-    check_shards(4, 4)
-    with pytest.raises(ConfigError, match="has 3 tokens, too few for ulysses_degree x ring_degree = 4"):
-        check_shards(3, 4)
-
-
-# --- PipeFusion ---
-
-@pytest.mark.parametrize("num_stages", range(1, 9))
-@pytest.mark.parametrize("num_blocks", [*range(1, 13), 28, 57])
-def test_stages_of_equal_blocks_are_contiguous_full_and_even(num_blocks, num_stages):
-    if num_stages > num_blocks:
-        with pytest.raises(ConfigError, match=f"more than the model's {num_blocks} blocks"):
-            split_stages([1] * num_blocks, num_stages)
-        return
-    counts = split_stages([1] * num_blocks, num_stages)
-
-    assert len(counts) == num_stages and sum(counts) == num_blocks
-    assert min(counts) >= 1 and max(counts) - min(counts) <= 1
-
-
-def test_stages_are_balanced_by_cost():
-    """FLUX.1: 19 double blocks, of which an image token meets 170 M parameters each, and 38 single ones of 142 M."""
-    costs = [170] * 19 + [142] * 38
-
-    assert split_stages(costs, 2) == [27, 30]
-    assert split_stages([3, 1, 1, 1], 2) == [1, 3]
-    assert split_stages([1] * 9, 2, speeds=[2, 1]) == [6, 3]
-
-
-def test_stages_respect_what_a_device_can_hold():
-    """A split that is slower but fits; where none fits, the fastest, since the device says so itself when it is loaded."""
-    sizes = [340] * 19 + [142] * 38
-
-    assert split_stages([170] * 19 + [142] * 38, 2, sizes=sizes, limits=[6200, 6200]) == [18, 39]
-    assert split_stages([1] * 4, 2, sizes=[10] * 4, limits=[5, 5]) == [2, 2]
-
-
-@pytest.mark.parametrize("shape, patch_size", [((1, 16, 80, 64), (2, 2)), ((2, 4, 15, 9), (2, 2)), ((1, 16, 1, 12, 8), (1, 2, 2)),
-                                               ((1, 16, 21, 12, 8), (1, 2, 2))], ids=str)
-@pytest.mark.parametrize("asked", range(1, 12))
-def test_patches_tile_the_latent_in_whole_token_rows(shape, patch_size, asked):
-    patches = cut_patches(shape, patch_size, choose_num_patches(asked, 2, shape, patch_size))
-    dim = patches[0][0].dim
-    unit = patch_size[dim - 2]
-
-    assert dim == (3 if len(shape) == 5 and shape[2] == 1 else 2)          # frames, where there are several
-    assert [patch.start for patch, _ in patches] == [sum(rows for _, rows in patches[:index]) for index in range(len(patches))]
-    assert sum(rows for _, rows in patches) == shape[dim] == patches[0][0].whole
-    assert all(patch.start % unit == 0 and rows > 0 for patch, rows in patches)
-    assert max(rows for _, rows in patches) - min(rows for _, rows in patches) < 2 * unit
-
-
-def test_the_last_patch_may_be_smaller():
-    assert cut_patches((1, 4, 15, 8), (2, 2), 3) == [(Patch(2, 0, 15), 6), (Patch(2, 6, 15), 6), (Patch(2, 12, 15), 3)]
 
 
 @pytest.mark.parametrize("asked, num_stages, rows, columns, sequence_degree, expected", [
@@ -130,11 +61,3 @@ def test_manual_stages_and_their_warm_up():
     assert roomy == Stages(2, 2, (1, 3), every_block=True) and tight == Stages(2, 2, (1, 3))
     assert warmup_layout(config.layout, roomy) == Layout(ring_degree=4)
     assert warmup_layout(config.layout, tight) == config.layout
-
-
-def test_ranks_of_stages():
-    """PipeFusion 2 x Ulysses 2 x CFG 2: a stage's ranks are neighbours, and the last stages answer."""
-    layout, stages = Layout(cfg_degree=2, pipefusion_degree=2, ulysses_degree=2), Stages(2, 2)
-
-    assert [stage_of(rank, stages) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert last_stage_ranks(layout, 8) == [2, 3, 6, 7]

@@ -14,7 +14,8 @@ import torch
 from .checkpoints.header import model_spec, read_header, recognise
 from .checkpoints.transformer import block_sizes
 from .config import ParallelConfig, validate, validate_layout
-from .planner import choose_num_patches, cut_patches, split_stages, stage_blocks, stage_of, warmup_layout
+from .partition import cut_patches, split_stages, stage_blocks, stage_of
+from .planner import choose_num_patches, warmup_layout
 from .protocol.messages import Stages
 
 BASELINE_STEPS = 4             # of one worker, before and after each run of a pipeline
@@ -49,7 +50,7 @@ def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channe
            guidance=None):
     """Euler steps from the call's latent down the sigmas; returns the latent.
 
-    patches: of planner.cut_patches; None: every step is whole and nothing is kept. time_scale: timestep at sigma 1.
+    patches: of partition.cut_patches; None: every step is whole and nothing is kept. time_scale: timestep at sigma 1.
     guidance: the scale of classifier-free guidance; the call's conditioning is then of twice as many rows as its latent,
     the unconditional ones last.
     """

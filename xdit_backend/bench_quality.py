@@ -23,7 +23,7 @@ from .demo_model.features import Recogniser
 from .demo_model.text import WEIGHTS, load_text_encoder
 from .demo_model.transformer import shifted_sigmas
 from .host.client import Call
-from .planner import cut_patches
+from .partition import cut_patches
 from .protocol.errors import ConfigError
 from .protocol.messages import Stages
 

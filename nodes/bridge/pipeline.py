@@ -9,7 +9,8 @@ import math
 
 import torch
 
-from ...xdit_backend.planner import choose_num_patches, cut_patches, describe_layout, warmup_layout
+from ...xdit_backend.partition import cut_patches
+from ...xdit_backend.planner import choose_num_patches, describe_layout, warmup_layout
 from .groups import show_text
 
 # what makes a prediction depend on where its latent lies in the whole, so that patches would be wrong

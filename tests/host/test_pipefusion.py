@@ -12,7 +12,8 @@ from tests.models.zoo import CONFIGS, example
 from tests.parallel.oracle import simulate
 from xdit_backend.bench_pipefusion import sample as euler
 from xdit_backend.host.client import Call, Client
-from xdit_backend.planner import choose_num_patches, cut_patches
+from xdit_backend.partition import cut_patches
+from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError, XDiTError
 from xdit_backend.protocol.messages import Layout, Stages
 

@@ -13,7 +13,8 @@ import torch
 from tests.parallel.oracle import StaleModel
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.transformer import load_transformer
-from xdit_backend.planner import choose_num_patches, cut_patches
+from xdit_backend.partition import cut_patches
+from xdit_backend.planner import choose_num_patches
 
 EXACT, STALE = 1e-4, 1e-5
 KINDS = ("sd3", "wan", "pixart", pytest.param("flux", marks=pytest.mark.slow))

@@ -15,7 +15,8 @@ from xdit_backend.parallel.mesh import build_mesh
 from xdit_backend.parallel.pipefusion import KeyValues, Link, Offload
 from xdit_backend.parallel.tokens import Tokens
 from xdit_backend.parallel.trip import Trip
-from xdit_backend.planner import choose_num_patches, cut_patches, num_tokens, split_stages, stage_blocks
+from xdit_backend.partition import cut_patches, num_tokens, split_stages, stage_blocks
+from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol.messages import Layout
 
 EXACT = 1e-10
@@ -69,7 +70,7 @@ class Pipeline:
         return prediction
 
     def sample(self, patches, warmup_steps, dim):
-        """Euler steps, as in the oracle. patches: of planner.cut_patches."""
+        """Euler steps, as in the oracle. patches: of partition.cut_patches."""
         self.key_values.kept.clear()
         self.key_values.once.clear()
         x, scale = self.one.latent, 1.0 if self.one.family.name == "Flux.1" else 1000.0

@@ -10,7 +10,7 @@ from tests.ranks import run_ranks
 from tests.row_splits import WORLD_SIZES, apply_mutant, of_this_rank, sizes_of, split_of
 from xdit_backend.parallel import rows
 from xdit_backend.parallel.vae_memory import LiveBytes
-from xdit_backend.planner import shard_sizes
+from xdit_backend.partition import shard_sizes
 
 
 # Planning

@@ -9,7 +9,7 @@ from xdit_backend.parallel.attention import attention_with_lse, merge_attention
 from xdit_backend.parallel.collectives import RingExchange, Traffic, all_gather, all_to_all
 from xdit_backend.parallel.mesh import build_mesh
 from xdit_backend.parallel.usp import usp_attention
-from xdit_backend.planner import shard_sizes, shard_start
+from xdit_backend.partition import shard_sizes, shard_start
 from xdit_backend.protocol.messages import Layout
 
 HEADS, HEAD_SIZE = 12, 8

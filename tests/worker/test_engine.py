@@ -10,7 +10,8 @@ from tests.models.zoo import example
 from tests.parallel.oracle import StaleModel
 from tests.ranks import run_ranks
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from xdit_backend.planner import choose_num_patches, cut_patches
+from xdit_backend.partition import cut_patches
+from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol import messages
 from xdit_backend.protocol.messages import Layout, Stages
 from xdit_backend.protocol.segments import SegmentStore, map_segment

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..planner import last_stage_ranks
+from ..partition import last_stage_ranks
 from ..protocol import messages
 from ..protocol.errors import WorkerDiedError, XDiTError
 from .launcher import WorkerGroup

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 
-from ..planner import check_shards
+from ..partition import check_shards
 from ..protocol.errors import UnsupportedError
 from .collectives import all_gather
 from .pipefusion import patch_attention

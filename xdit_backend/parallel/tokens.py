@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..planner import shard_sizes, shard_start
+from ..partition import shard_sizes, shard_start
 
 
 @dataclass(frozen=True)

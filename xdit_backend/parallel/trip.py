@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..planner import opens_step
+from ..partition import opens_step
 from ..protocol.messages import Patch
 from .collectives import Traffic
 from .mesh import Mesh

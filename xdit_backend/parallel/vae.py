@@ -26,7 +26,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProc
 from torch.nn.functional import interpolate
 from torch.nn.functional import pad as pad_whole
 
-from ..planner import shard_sizes
+from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError
 from . import frames
 from .collectives import Traffic

@@ -22,7 +22,7 @@ from ..parallel.tokens import Tokens
 from ..parallel.trip import Trip
 from ..parallel.vae import Ranks, decode_rows, encode_rows
 from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
-from ..planner import FULL, num_tokens, opens_step, shard_sizes, shard_start, split_stages, stage_blocks, stage_of
+from ..partition import FULL, num_tokens, opens_step, shard_sizes, shard_start, split_stages, stage_blocks, stage_of
 from ..protocol import messages
 from ..protocol.errors import XDiTError
 from ..protocol.segments import map_segment, pinned
