@@ -104,6 +104,15 @@ def test_one_rank_is_bitwise_the_model(name):
     assert list(one.model.state_dict()) == keys
 
 
+def test_seams_are_placed_once():
+    """Twice, a rank would cut its shard of its shard."""
+    one = example("SD3")
+    Seams(one.model, one.family.plan)
+
+    with pytest.raises(AssertionError, match="has its seams"):
+        Seams(one.model, one.family.plan)
+
+
 def attention_calls(rank, world_size, name):
     torch.set_grad_enabled(False)
     one, calls = example(name), []

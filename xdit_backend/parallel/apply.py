@@ -35,6 +35,7 @@ class Seams:
         self.plan = plan
         self._model, self._trip, self._exact_inputs, self._cuts = model, None, {}, {}
         blocks = [(block, list_) for list_ in plan.blocks for block in model.get_submodule(list_.name)]
+        assert not any("forward" in vars(block) for block, _ in blocks), "this model has its seams; placed twice, they cut twice"
         self.num_blocks = len(blocks)
         self._lists = [list_ for _, list_ in blocks]
         self._skips = plan.skips(self.num_blocks)
