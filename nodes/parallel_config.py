@@ -55,11 +55,11 @@ class XDiTParallelConfig(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, **values):
-        """Refuse impossible settings when the workflow is queued; ComfyUI shows the text on the node."""
-        try:
-            devices_of(ParallelConfig(**{name: value for name, value in values.items() if value is not None}))
-        except ValueError as error:
-            return str(error)
+        """Refuse impossible settings when the workflow is queued; ComfyUI shows the text on the node.
+
+        Raised, not returned: what is returned ComfyUI repeats for each widget this takes, and the rules need them all.
+        """
+        devices_of(ParallelConfig(**{name: value for name, value in values.items() if value is not None}))
         return True
 
     @classmethod

@@ -35,7 +35,10 @@ def write_safetensors(path, shapes, truncate_bytes=0):
     ({"devices": "cpu", "ulysses_degree": 0}, "ulysses_degree=0 must be at least 1"),
 ], ids=str)
 def test_config_that_cannot_work_is_refused_when_queued(comfyui, settings, message):
-    assert message in comfyui.parallel_config.validate_inputs(**settings)
+    with pytest.raises(comfyui.errors.ConfigError) as refusal:
+        comfyui.parallel_config.validate_inputs(**settings)
+
+    assert message in str(refusal.value)
 
 
 def test_defaults_are_accepted_when_queued(comfyui):

@@ -5,6 +5,8 @@ import json
 import os
 import signal
 import time
+import urllib.error
+import urllib.request
 import uuid
 
 import aiohttp
@@ -191,9 +193,20 @@ def test_killed_worker_fails_the_prompt_by_name_and_the_next_one_runs(server):
     assert len(workers(server)) == 2
 
 
-def test_impossible_degrees_are_refused_when_queued(server):
-    with pytest.raises(HostError, match="multiply to 3, and there are 2 devices"):
-        server.run(workflow(ring=3))
+def test_impossible_degrees_are_refused_once_when_queued(server):
+    """ComfyUI's answer to the page: one error, on the node that has the mistake, though two nodes read it."""
+    graph = workflow(ring=3)
+    graph["decode"]["inputs"]["parallel"] = ["config", 0]
+    request = urllib.request.Request(f"{server.url}/prompt", json.dumps({"prompt": graph}).encode())
+
+    with pytest.raises(urllib.error.HTTPError) as answer:
+        urllib.request.urlopen(request)
+
+    assert answer.value.code == 400
+    reports = json.loads(answer.value.read())["node_errors"]
+    errors = [(node, error["details"]) for node, report in reports.items() for error in report["errors"]]
+    assert [node for node, _ in errors] == ["config"]
+    assert errors[0][1].startswith("The degrees (ring_degree=3) multiply to 3, and there are 2 devices.")
 
 
 def test_everything_listens_on_loopback_only(server):
