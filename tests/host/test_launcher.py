@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -32,6 +33,25 @@ def test_a_worker_that_cannot_start_says_why():
     assert "cuda:99" in str(error.value) and "Error" in str(error.value)
     assert phases and phases[0].text == "starting workers"
     assert gone(before)
+
+
+def test_workers_take_nothing_from_the_environment_that_changes_results(spec_of, monkeypatch):
+    """The first of these sends diffusers' attention past the seam, the second is read by CPU kernels."""
+    one = example("Flux.1")
+    monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "_native_math")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    monkeypatch.setenv("LC_ALL", "C")
+    client = Client(("cpu", "cpu"))
+    try:
+        pid = int(client.report_memory()[0]["pid"])
+        theirs = psutil.Process(pid).environ()
+        result, = client.predict(spec_of("Flux.1"), layout(ring=2), 4, [call_of(one)])
+    finally:
+        client.close()
+
+    assert theirs["LC_ALL"] == "C" and "PATH" in theirs
+    assert not {"DIFFUSERS_ATTN_BACKEND", "ATEN_CPU_CAPABILITY"} & theirs.keys()
+    assert (result - one.run()).abs().max() < 1e-6             # predictions come back in float32
 
 
 def test_giving_up_while_starting_leaves_nothing():

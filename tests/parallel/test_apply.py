@@ -136,6 +136,25 @@ def test_only_self_attention_is_replaced(name, expected):
     assert run_ranks(attention_calls, 2, name) == [expected, expected]
 
 
+def with_another_attention(rank, world_size):
+    """diffusers' own choice of an attention, as its DIFFUSERS_ATTN_BACKEND makes it, which passes by PyTorch's function."""
+    torch.set_grad_enabled(False)
+    one = example("Flux.1")
+    seams = Seams(one.model, one.family.plan)
+    for block in (*one.model.transformer_blocks, *one.model.single_transformer_blocks):
+        block.attn.processor._attention_backend = "_native_math"
+    import diffusers.models.attention_dispatch as dispatch
+    backends = dispatch._AttentionBackendRegistry._backends
+    backends[dispatch.AttentionBackendName._NATIVE_MATH] = lambda query, key, value, **others: query
+    with seams.serving(whole(build_mesh(Layout(ring_degree=world_size), world_size), seams)):
+        one.run()
+
+
+def test_an_attention_that_is_not_reached_is_an_error():
+    with pytest.raises(UnsupportedError, match="The attention attn of block 0 did not call"):
+        run_ranks(with_another_attention, 2)
+
+
 def refusal(rank, world_size):
     torch.set_grad_enabled(False)
     one = example("SD3", rows=2, columns=2)

@@ -32,6 +32,16 @@ ROOT = Path(__file__).resolve().parents[2]         # the folder that holds the p
 CPU_ALLOCATOR = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_TRIM_THRESHOLD_": str(2 ** 32), "MALLOC_MMAP_THRESHOLD_": str(2 ** 25),
                  "MALLOC_TOP_PAD_": str(2 ** 26)}
 
+# What workers take over from this process: where things are, and the threads that a person has chosen. Nothing else, since libraries
+# read variables that change what is computed (DIFFUSERS_ATTN_BACKEND, NVIDIA_TF32_OVERRIDE, ATEN_CPU_CAPABILITY).
+INHERITED = frozenset({
+    "PATH", "PATHEXT", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME",
+    "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "SYSTEMDRIVE", "WINDIR", "COMSPEC", "USERPROFILE", "APPDATA", "LOCALAPPDATA",
+    "PROGRAMDATA", "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_PATH", "CUDA_CACHE_PATH",
+    "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS"})
+INHERITED_PREFIXES = ("XDIT_", "NCCL_", "LC_")
+
 START_TIMEOUT_S = 300
 STRAGGLER_S = 10                                   # how long the others may take to answer after one rank has failed
 POLL_S = 0.05
@@ -275,17 +285,17 @@ class WorkerGroup:
 
 
 def _environment(devices):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
+    inherited = {name: value for name, value in os.environ.items()
+                 if name.upper() in INHERITED or name.upper().startswith(INHERITED_PREFIXES)}
+    environment = {**inherited, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     if sys.platform != "win32":
         environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     if "cpu" in devices:
-        environment = CPU_ALLOCATOR | environment
+        environment |= CPU_ALLOCATOR
     if "OMP_NUM_THREADS" not in environment:                   # torchrun would set 1
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(devices)))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
     return environment
 
 

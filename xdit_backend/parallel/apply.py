@@ -199,15 +199,20 @@ class Seams:
                 if attn_mask is not None or is_causal:
                     raise UnsupportedError("This model masks its self-attention, which sequence parallelism and PipeFusion do not "
                                            "support yet. Use cfg_degree instead.")
+                num_calls += 1
                 if trip.key_values is None:
                     return usp_attention(query, key, value, trip.tokens.sizes(streams), trip.mesh, plain, scale, trip.traffic)
-                num_calls += 1
                 local = functools.partial(plain, scale=scale, enable_gqa=enable_gqa)
                 return patch_attention(query, key, value, trip, (index, name, num_calls), streams, local)
 
             F.scaled_dot_product_attention = attention
             try:
-                return forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
             finally:
                 F.scaled_dot_product_attention = plain
+            if num_calls == 0:                                 # each rank would have attended to its own tokens only
+                raise UnsupportedError(f"The attention {name} of block {index} did not call PyTorch's scaled_dot_product_attention, "
+                                       f"where parallel methods take its place. Unset what chooses another attention for "
+                                       f"diffusers in the workers, or use one device.")
+            return output
         return scoped
