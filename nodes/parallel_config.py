@@ -36,8 +36,8 @@ class XDiTParallelConfig(io.ComfyNode):
                                "run. manual uses the degrees below; their product must equal the number of devices."),
                 *(io.Int.Input(name, default=1, min=1, max=64, tooltip=text) for name, text in DEGREES.items()),
                 io.Int.Input("num_patches", default=0, min=0, max=64, tooltip="PipeFusion's pieces of the image. 0: twice the "
-                             "stages. 1: no stale keys and values, the exact picture, and stages wait for each other. Used when "
-                             "pipefusion_degree is above 1."),
+                             "stages. 1: no stale keys and values, the exact picture, and stages wait for each other. The node "
+                             "that samples says so where it is not used: pipefusion_degree is 1."),
                 io.Int.Input("warmup_steps", default=1, min=0, max=100, tooltip="First steps that run whole before PipeFusion "
                              "uses keys and values of the step before. More is closer to one device's picture, and slower."),
                 io.String.Input("stage_blocks", default="", optional=True, tooltip="How many of the model's blocks each stage of "

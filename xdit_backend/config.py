@@ -13,6 +13,8 @@ from .protocol.messages import Layout
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = ("cfg_degree", "data_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "tensor_degree")
 
+PIPEFUSION = ("num_patches", "warmup_steps", "stage_blocks", "warmup", "offload_keys_values")      # what only PipeFusion reads
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -46,6 +48,13 @@ class ParallelConfig:
             raise ConfigError(f'stage_blocks="{self.stage_blocks}" is not a list of block counts of at least 1. Use one number a '
                               f'stage with commas, such as "20,37", or leave it empty.')
         return tuple(map(int, parts))
+
+    @property
+    def idle(self):
+        """What a run without PipeFusion makes of settings that only PipeFusion reads, in a person's words; "" if all are unset."""
+        given = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
+                 if field.name in PIPEFUSION and getattr(self, field.name) != field.default]
+        return f" ({', '.join(given)} unused: pipefusion_degree is 1)" if given else ""
 
     @property
     def layout(self):

@@ -84,7 +84,7 @@ class RemoteModel:
         client = GROUPS.client(self.devices)
         client.load_model(self.spec)
         if layout != self._shown:
-            show_text(f"running on {', '.join(self.devices)}: {describe_layout(layout)}")
+            show_text(f"running on {', '.join(self.devices)}: {describe_layout(layout)}{self.config.idle}")
             self._shown = layout
         return client.predict(self.spec, layout, self.num_channels, calls)
 

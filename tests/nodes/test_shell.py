@@ -1,5 +1,7 @@
 """Our MODEL equals ComfyUI's: the same latents as the native KSampler, for every family, layout and sampler."""
 
+import sys
+
 import pytest
 import torch
 
@@ -261,3 +263,14 @@ def test_a_run_leaves_no_conditioning_and_no_segment(comfyui):
 
     assert [numbers["num_conditionings"] for numbers in client.report_memory().values()] == [0, 0]
     assert client.group.segments.names() == []
+
+
+def test_settings_that_are_not_used_are_said_on_the_node(comfyui, monkeypatch):
+    texts = []
+    monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.remote"], "show_text", texts.append)
+
+    for settings in ({}, {"num_patches": 8, "offload_keys_values": True}):
+        comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2, warmup="auto", **settings)), "sd3", steps=1)
+
+    assert texts == ["running on cpu, cpu: CFG 2",
+                     "running on cpu, cpu: CFG 2 (num_patches=8, offload_keys_values=True unused: pipefusion_degree is 1)"]
