@@ -81,11 +81,15 @@ def run_demo(python, environment, options):
 
 
 def run_tests(python, environment, quick, pytest_args):
+    """Read the code with ruff and mypy, then run pytest. The exit code is that of the first which failed."""
     wait(subprocess.Popen([python, "-m", "tests.browser.chromium"], cwd=ROOT))
-    say("Running the tests")
-    # pytest's own script: `python -m pytest` would put this folder on sys.path, where our nodes/ hides ComfyUI's nodes.py.
-    command = [str(Path(python).with_name("pytest")), *(["-m", "not slow"] if quick else []), *pytest_args]
-    return wait(subprocess.Popen(command, cwd=ROOT, env=environment))
+    # Their own scripts: `python -m pytest` would put this folder on sys.path, where our nodes/ hides ComfyUI's nodes.py.
+    pytest = ["pytest", *(["-m", "not slow"] if quick else []), *pytest_args]
+    exit_codes = []
+    for name, *arguments in (["ruff", "check", "--output-format", "concise", "."], ["mypy"], pytest):
+        say(f"Running {name}")
+        exit_codes.append(wait(subprocess.Popen([str(Path(python).with_name(name)), *arguments], cwd=ROOT, env=environment)))
+    return next((code for code in exit_codes if code), 0)
 
 
 # The set-up. Each part is done once and is quick afterwards.
@@ -206,7 +210,8 @@ def install(python, stamp, requirement_files):
         return
     say("Installing PyTorch, ComfyUI's requirements and the pack's: several GB, some minutes the first time")
     files = [argument for file in requirement_files for argument in ("-r", str(file))]
-    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *TORCH, *files], "installing the packages")
+    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *TORCH, *files],
+               "installing the packages")
     stamp.write_text(json.dumps(wanted, indent=1))
 
 

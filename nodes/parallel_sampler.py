@@ -6,8 +6,8 @@ import nodes
 from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import ConfigError, UnsupportedError
-from .bridge.pipeline import WHOLE, why_whole
 from .bridge.patcher import ShellPatcher
+from .bridge.pipeline import WHOLE, why_whole
 
 
 class XDiTParallelSampler(io.ComfyNode):

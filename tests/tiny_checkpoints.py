@@ -137,8 +137,8 @@ def thin_class(kind):
 
 def autoencoder(kind, encoder=False):
     """ComfyUI's VAE, random, its decoder thin. An encoder of full width (of SD's family) only where it is asked for."""
-    import comfy.ldm.modules.diffusionmodules.model
     import comfy.ldm.lightricks.vae.causal_video_autoencoder
+    import comfy.ldm.modules.diffusionmodules.model
     import comfy.ldm.wan.vae
     import comfy.taesd.taesd
     if kind == "vae-wan":

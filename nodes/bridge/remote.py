@@ -55,7 +55,7 @@ class RemoteModel:
 
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """Wraps ComfyUI's function of that name: branches run as coroutines where each goes to the workers on its own."""
-        from . import branches                                 # here and below: the nodes load where greenlet is missing
+        from . import branches  # here and below: the nodes load where greenlet is missing
         if self.spec.stages is None:
             layout = self._layout(2)
             if sum(bool(cond) for cond in conds) < 2 or layout.cfg_degree == 1:

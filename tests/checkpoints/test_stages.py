@@ -73,7 +73,8 @@ def test_a_stage_reads_its_own_blocks_of_a_diffusers_folder(tmp_path, names_read
     check(tmp_path, names_read, own)
 
 
-@pytest.mark.parametrize("kind, own", [("sd3", range(1, 3)), ("wan", range(0, 1)), ("pixart", range(1, 2)), pytest.param("flux", range(1, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind, own", [("sd3", range(1, 3)), ("wan", range(0, 1)), ("pixart", range(1, 2)),
+                                       pytest.param("flux", range(1, 2), marks=pytest.mark.slow)])
 def test_a_stage_reads_its_own_blocks_of_a_single_file(tmp_path, names_read, kind, own):
     """The publishers' formats, through the converters: flux has one double and one single block."""
     from tests.comfyui_server import comfyui_folder

@@ -20,8 +20,8 @@ from xdit_backend.protocol.errors import CheckpointError
 MADE_BY_COMFYUI = """
 import sys, torch, tiny_checkpoints
 tiny_checkpoints.import_comfyui(sys.argv[1])
-import comfy.ldm.hunyuan_video.vae, comfy.ldm.hunyuan_video.vae_refiner, comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae, comfy.ldm.wan.vae
-import comfy.ldm.cogvideo.vae, comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.ldm.wan.vae2_2, comfy.taesd.taesd
+import comfy.ldm.hunyuan_video.vae, comfy.ldm.hunyuan_video.vae_refiner, comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae
+import comfy.ldm.wan.vae, comfy.ldm.cogvideo.vae, comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.ldm.wan.vae2_2, comfy.taesd.taesd
 
 AutoencoderKL = comfy.ldm.models.autoencoder.AutoencoderKL
 config = dict(double_z=True, z_channels=4, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4],

@@ -2,7 +2,6 @@
 
 import psutil
 import pytest
-import torch
 
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import CONFIGS, example

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from PIL import Image, ImageChops
 
-from tests.conftest import left_behind
 from tests.comfyui_server import ROOT, Host, HostError, comfyui_folder, make_base, run_async
+from tests.conftest import left_behind
 from tests.tiny_checkpoints import import_comfyui, save
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import xdit_backend.parallel.pipefusion as pipefusion
 from tests.models.zoo import CONFIGS, example
 from tests.parallel.oracle import simulate
 from tests.ranks import run_ranks
@@ -264,8 +263,8 @@ def skips_are_lost():
 
 
 MUTANTS = {function.__name__: function for function in (
-    skips_are_lost, modulation_of_the_step_before, nothing_is_kept, positions_of_the_first_patch, own_shard_is_kept_only, text_with_every_patch_forgotten,
-    cold_tokens_are_zero)}
+    skips_are_lost, modulation_of_the_step_before, nothing_is_kept, positions_of_the_first_patch, own_shard_is_kept_only,
+    text_with_every_patch_forgotten, cold_tokens_are_zero)}
 
 
 @pytest.mark.parametrize("mutant, name, layout, setting", [

@@ -12,7 +12,6 @@ from xdit_backend.parallel import rows
 from xdit_backend.parallel.vae_memory import LiveBytes
 from xdit_backend.partition import shard_sizes
 
-
 # Planning
 
 

@@ -38,7 +38,7 @@ class Mesh:
         return self.ranks["ring"] * self.degrees["ulysses"] + self.ranks["ulysses"]
 
 
-SINGLE = Mesh({axis: 1 for axis in AXES}, {axis: 0 for axis in AXES})
+SINGLE = Mesh(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0))
 
 
 def build_mesh(layout, world_size):
