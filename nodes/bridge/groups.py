@@ -12,7 +12,7 @@ from ...xdit_backend.config import resolve_devices, validate
 from ...xdit_backend.host.client import Client
 from ...xdit_backend.protocol.errors import ConfigError
 
-WORKER_PACKAGES = ("diffusers", "accelerate", "safetensors", "greenlet")
+WORKER_PACKAGES = ("diffusers", "accelerate", "safetensors", "greenlet", "pydantic")
 
 
 def check_packages():

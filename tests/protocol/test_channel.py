@@ -2,13 +2,14 @@
 
 import multiprocessing.connection as connection
 import os
+import struct
 import threading
 
 import pytest
 
 from xdit_backend.protocol.channel import ADDRESS_FILE, KEY_FILE, Door, connect
-from xdit_backend.protocol.errors import ChannelClosedError
-from xdit_backend.protocol.messages import Phase, Stop
+from xdit_backend.protocol.errors import ChannelClosedError, XDiTError
+from xdit_backend.protocol.messages import DropConditioning, Phase, Stop
 
 
 @pytest.fixture
@@ -78,3 +79,34 @@ def test_a_closed_end_is_named(door, tmp_path):
     with pytest.raises(ChannelClosedError):
         host.send(Stop())
         host.send(Stop())
+
+
+@pytest.mark.parametrize("raw", [
+    struct.pack("!i", 100) + b"Stop {",                        # a frame that breaks off
+    struct.pack("!i", 2 ** 31 - 1) + b"Stop {}",               # absurd sizes
+    struct.pack("!iQ", -1, 2 ** 62) + b"Stop {}",
+    struct.pack("!i", 9) + b"Stop {}  " + struct.pack("!i", 7) + b"Exec {}",
+    struct.pack("!i", 0)], ids=repr)
+def test_what_is_no_message_ends_the_connection_and_nothing_else(door, tmp_path, raw):
+    host, stranger = accept_while(door, lambda: connect(tmp_path))
+    os.write(stranger.raw.fileno(), raw)
+    stranger.raw.close()
+
+    with pytest.raises(ChannelClosedError):
+        assert host.receive() == Stop()
+        host.receive()
+    with pytest.raises(ChannelClosedError):
+        host.send(Stop())
+    channel, worker = accept_while(door, lambda: connect(tmp_path))
+    worker.send(Stop())
+    assert channel.receive() == Stop()
+
+
+def test_no_message_is_too_long_to_be_received(door, tmp_path):
+    host, worker = accept_while(door, lambda: connect(tmp_path))
+
+    with pytest.raises(XDiTError, match="is more than a connection takes"):
+        host.send(DropConditioning(1, ["conditioning"] * 2 ** 21))
+    host.send(Stop())
+
+    assert worker.receive() == Stop()

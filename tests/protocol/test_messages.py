@@ -1,6 +1,9 @@
 """Messages survive the wire, and what is no message is refused."""
 
+import collections
+import dataclasses
 import json
+import random
 
 import pytest
 
@@ -13,11 +16,13 @@ SEGMENT = Segment("/dev/shm/xdit/1", "bfloat16", (1, 16, 8, 8))
 SPEC = messages.ModelSpec("flux-1", "Flux.1", "/models/flux.safetensors", "bfloat16", "bfloat16")
 EXAMPLES = [
     messages.LoadModel(1, SPEC),
+    messages.LoadModel(1, dataclasses.replace(SPEC, stages=messages.Stages(2, num_blocks=(3, 4), offload=True))),
     messages.DropModel(2, "flux-1"),
     messages.Conditioning(3, "conditioning-1", {"context": SEGMENT}),
     messages.DropConditioning(4, ["conditioning-1"]),
     messages.Predict(5, "flux-1", messages.Layout(cfg_degree=2), [messages.Branch(SEGMENT, SEGMENT, "conditioning-1", SEGMENT)]),
-    messages.LoadAutoencoder(6, messages.AutoencoderSpec("vae-1", "float32", {"decoder.conv_in.weight": SEGMENT})),
+    messages.Predict(5, "flux-1", messages.Layout(), [], messages.Patch(2, 4, 16), keep=True),
+    messages.LoadAutoencoder(6, messages.AutoencoderSpec("vae-1", "float32", {"conv_in.weight": SEGMENT}, {"scale": "8"})),
     messages.Decode(7, "vae-1", SEGMENT, SEGMENT),
     messages.Encode(7, "vae-1", SEGMENT, SEGMENT),
     messages.ReportMemory(8),
@@ -39,10 +44,95 @@ def test_every_message_is_tried():
 
 
 @pytest.mark.parametrize("raw", [
-    b"", b"\x80\x04.", b"[]", b'"Stop"', b'{"type": "Exec"}', b'{"type": "LoadModel", "request": 1}',
-    b'{"type": "DropModel", "request": "1", "name": "x"}', b'{"type": "DropModel", "request": true, "name": "x"}',
-    b'{"type": "Stop", "request": 0, "more": 1}', json.dumps({"type": "Conditioning", "request": 1, "name": "x",
-                                                             "tensors": {"a": {"path": 1, "dtype": "f", "shape": []}}}).encode()])
+    b"", b"\x80\x04.", b"[]", b"Stop", b"Exec {}", b"Layout {}", b'Stop {"request": 0', b'Stop {"request": 0, "more": 1}', b"Stop []",
+    b'LoadModel {"request": 1}', b'DropModel {"request": "1", "name": "x"}', b'DropModel {"request": true, "name": "x"}',
+    b'DropConditioning {"request": 1, "names": "abc"}', b'DropConditioning {"request": 1, "names": ["a", 1]}',
+    b"Stop " + b"[" * 100_000, b'Stop {"request": ' + b"9" * 100_000 + b"}", b"\xff {}"], ids=lambda raw: repr(raw[:40]))
 def test_what_is_no_message_is_refused(raw):
-    with pytest.raises(XDiTError, match="Not a message of this project"):
+    with pytest.raises(XDiTError, match="Not a message of this project") as refused:
         decode(raw)
+    assert len(str(refused.value)) < 2000
+
+
+WRONG = {                                                      # type of a value -> what cannot stand in its place
+    bool: [0, "true", None, [], {}],
+    int: ["1", True, 1.5, -1, 2 ** 70, None, [], {}],
+    float: ["1", True, None, [], {}],
+    str: [1, True, None, [], {}],
+    list: ["abc", 1, True, None, {}, ["abc", [1]]],
+    dict: ["abc", 1, True, None, [], {"abc": {}}],
+    type(None): ["abc", 1, True, [], {"abc": {}}]}
+FREE_NAMES = ("tensors", "weights", "settings", "numbers")    # fields whose keys are names, any names
+OPTIONAL = ("patch", "stages")
+
+
+def spoilt(key, value):
+    """Copies of a JSON value, each with one thing wrong: a type, a bound or an unknown field, at the top or anywhere inside."""
+    yield from (wrong for wrong in WRONG[type(value)] if wrong is not None or key not in OPTIONAL)
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from ({**value, name: wrong} for wrong in spoilt(name, item))
+        if key not in FREE_NAMES:
+            yield {**value, "more": 1}
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from ([*value[:index], wrong, *value[index + 1:]] for wrong in spoilt(None, item))
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_one_thing_wrong_anywhere_is_refused(message):
+    name, _, fields = encode(message).partition(b" ")
+    wrongs = list(spoilt(None, json.loads(fields)))
+
+    assert len(wrongs) > 10
+    for wrong in wrongs:
+        with pytest.raises(XDiTError, match="Not a message of this project"):
+            decode(name + b" " + json.dumps(wrong).encode())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_refused_or_is_a_message(seed):
+    """Whatever bytes come: XDiTError and nothing else, or a message that would have been sent in these words."""
+    chance = random.Random(seed)
+    raws = [encode(message) for message in EXAMPLES]
+    outcomes = collections.Counter()
+    for _ in range(2000):
+        raw = bytearray(chance.choice(raws))
+        for _ in range(chance.randint(1, 4)):
+            start = chance.randrange(len(raw) + 1)
+            stop = min(len(raw), start + chance.choice([0, 1, 1, 2, 8, 64, 10 ** 6]))
+            other = chance.choice(raws)
+            first = chance.randrange(len(other))
+            raw[start:stop] = chance.choice([b"", chance.randbytes(2), b'"', b"0", b"[", b"-", other[first:first + chance.randint(1, 40)]])
+        try:
+            message = decode(bytes(raw))
+        except XDiTError:
+            outcomes["refused"] += 1
+        else:
+            assert decode(encode(message)) == message
+            outcomes["a message"] += 1
+
+    assert outcomes["refused"] > 1000 and outcomes["a message"] > 10
+
+
+def test_a_mistake_is_told_where_it_is_made():
+    with pytest.raises(ValueError, match="DropConditioning"):
+        messages.DropConditioning(4, "conditioning-1")
+    with pytest.raises(ValueError, match="ulysses_degree"):
+        messages.Layout(ulysses_degree=0)
+    with pytest.raises(ValueError, match="no type of a segment"):
+        Segment("/dev/shm/xdit/1", "complex64", (1,))
+    with pytest.raises(ValueError, match="no segment has the shape"):
+        Segment("/dev/shm/xdit/1", "uint8", (0, 2 ** 40, 2 ** 40))
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), 0.1])
+def test_every_number_can_be_reported(number):
+    assert decode(encode(messages.Done(9, 0, {"seconds": number}))).numbers == {"seconds": number}
+
+
+def test_a_failure_can_be_told_whatever_its_words():
+    """As of a file name that is no UTF-8, or of an exception that quotes a tensor."""
+    failed = decode(encode(messages.Failed(10, 1, "cpu", "OSError", "no \udcff", "line\n" * 10 ** 7)))
+
+    assert failed.message == "no \\udcff" and len(failed.traceback) == 2 ** 20

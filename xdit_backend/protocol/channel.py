@@ -4,6 +4,7 @@ On Linux and macOS it is a socket file in the group's private folder; elsewhere 
 that they hold the group's key (HMAC challenge of multiprocessing.connection); nothing is pickled.
 """
 
+import logging
 import multiprocessing.connection as connection
 import secrets
 import socket
@@ -11,9 +12,12 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import ChannelClosedError
+from .errors import ChannelClosedError, XDiTError
 from .messages import decode, encode
 
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 2 ** 24                                            # of a message; the largest ones name the tensors of a VAE
 KEY_FILE, ADDRESS_FILE = "key", "address"
 
 
@@ -27,18 +31,26 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, message):
+        raw = encode(message)
+        if len(raw) > MAX_BYTES:
+            raise XDiTError(f"A {type(message).__name__} of {len(raw)} bytes is more than a connection takes ({MAX_BYTES}).")
         try:
             with self._lock:
-                self.raw.send_bytes(encode(message))
-        except (OSError, ValueError) as error:
+                self.raw.send_bytes(raw)
+        except OSError as error:
             raise ChannelClosedError("the other end is gone") from error
 
     def receive(self):
-        """Wait for the next message. Raises ChannelClosedError when the other end is gone."""
+        """Wait for the next message. Raises ChannelClosedError when the other end is gone, or talks what is no message:
+        then the connection is closed, since nothing that comes after it could be trusted."""
         try:
-            return decode(self.raw.recv_bytes())
+            return decode(self.raw.recv_bytes(MAX_BYTES))
         except (OSError, EOFError) as error:
             raise ChannelClosedError("the other end is gone") from error
+        except XDiTError as error:
+            self.close()
+            log.error("%s", error)
+            raise ChannelClosedError(str(error)) from error
 
     def close(self):
         self.raw.close()

@@ -1,33 +1,33 @@
 """The messages of a channel, as frozen dataclasses that travel as JSON. Nothing is ever pickled.
 
 Commands go from the host to every rank, the same ones in the same order. Replies come back, each over its own channel.
+A message is checked where it is made and again where it arrives: STRICT says how.
 """
 
 import dataclasses
-import functools
-import json
-import types
-import typing
-from dataclasses import dataclass
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from .errors import XDiTError
 from .segments import Segment
+from .strict import STRICT, Degree, Natural, Printable, Rank
 
 
 # --- what commands speak of ---
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Stages:
     """How PipeFusion spreads a model's blocks: rank r runs stage r // sequence_degree % pipefusion_degree."""
 
-    pipefusion_degree: int
-    sequence_degree: int = 1       # ranks that share a stage
-    num_blocks: tuple[int, ...] = ()           # blocks of each stage; (): balanced by cost
+    pipefusion_degree: Degree
+    sequence_degree: Degree = 1       # ranks that share a stage
+    num_blocks: tuple[Natural, ...] = ()       # blocks of each stage; (): balanced by cost
     every_block: bool = False      # hold all blocks on every rank, so that warm-up can run by sequence parallelism
     offload: bool = False          # keep stale keys and values in host memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ModelSpec:
     """Which model, in which form. Two equal specs are the same model; a worker loads what it lacks."""
 
@@ -39,7 +39,7 @@ class ModelSpec:
     stages: Stages | None = None   # None: every rank runs every block
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class AutoencoderSpec:
     """A VAE whose weights the host sends as segments, once."""
 
@@ -49,27 +49,27 @@ class AutoencoderSpec:
     settings: dict[str, str] = dataclasses.field(default_factory=dict)     # what its tensors do not tell; Kind says which
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Layout:
     """Degrees of one run. Their product is the number of ranks that work."""
 
-    cfg_degree: int = 1
-    data_degree: int = 1
-    pipefusion_degree: int = 1
-    ring_degree: int = 1
-    ulysses_degree: int = 1
+    cfg_degree: Degree = 1
+    data_degree: Degree = 1
+    pipefusion_degree: Degree = 1
+    ring_degree: Degree = 1
+    ulysses_degree: Degree = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Patch:
     """Which rows of a whole latent a piece of it holds: those from `start` on, of `whole`, along `dim`."""
 
-    dim: int
-    start: int
-    whole: int
+    dim: Natural
+    start: Natural
+    whole: Natural
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Branch:
     """One call of the model: a latent, its timesteps and its conditioning, and where the prediction goes."""
 
@@ -81,40 +81,40 @@ class Branch:
 
 # --- commands ---
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class LoadModel:
-    request: int
+    request: Natural
     spec: ModelSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DropModel:
     """Forget a model (or VAE) and give its memory back."""
 
-    request: int
+    request: Natural
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Conditioning:
     """Tensors that stay the same for a run, sent once and then named."""
 
-    request: int
+    request: Natural
     name: str
     tensors: dict[str, Segment]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DropConditioning:
-    request: int
+    request: Natural
     names: list[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Predict:
     """Evaluate the model on one or two branches: whole latents, or one patch of them."""
 
-    request: int
+    request: Natural
     model: str
     layout: Layout
     branches: list[Branch]
@@ -123,80 +123,80 @@ class Predict:
     by_image: bool = False         # send the images of a batch through the stages one after the other
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class LoadAutoencoder:
-    request: int
+    request: Natural
     spec: AutoencoderSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Decode:
     """Decode latents (B, C, H, W) to pictures (B, H', W', 3) with values in [0, 1]; of videos, (B, C, F, H, W) to
     (B, F', H', W', 3)."""
 
-    request: int
+    request: Natural
     autoencoder: str
     latent: Segment
     picture: Segment
     measure_memory: bool = False   # count what lives, which takes time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Encode:
     """Encode pictures (B, 3, H, W), or videos (B, 3, F, H, W), with values in [-1, 1], to latents: the means."""
 
-    request: int
+    request: Natural
     autoencoder: str
     picture: Segment
     latent: Segment
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ReportMemory:
-    request: int
+    request: Natural
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Stop:
-    request: int = 0
+    request: Natural = 0
 
 
 # --- replies ---
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Ready:
     """The worker has joined the process group and takes commands."""
 
-    rank: int
-    pid: int
+    rank: Rank
+    pid: Natural
     device: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Phase:
     """What a worker is doing, for a person, e.g. "loading weights" 12 of 40."""
 
-    rank: int
-    text: str
-    done: int = 0
-    total: int = 0
+    rank: Rank
+    text: Printable
+    done: Natural = 0
+    total: Natural = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Done:
-    request: int
-    rank: int
+    request: Natural
+    rank: Rank
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)   # measurements, by name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Failed:
-    request: int
-    rank: int
+    request: Natural
+    rank: Rank
     device: str
     kind: str                      # name of the exception's class
-    message: str
-    traceback: str
+    message: Printable
+    traceback: Printable
 
 
 MESSAGES = {cls.__name__: cls for cls in (
@@ -204,45 +204,19 @@ MESSAGES = {cls.__name__: cls for cls in (
     Ready, Phase, Done, Failed)}
 
 
+ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}
+
+
 def encode(message):
-    """Turn a message into bytes."""
-    return json.dumps({"type": type(message).__name__, **dataclasses.asdict(message)}).encode()
+    """Turn a message into bytes: the name of its class, a space, its fields as JSON."""
+    name = type(message).__name__
+    return name.encode() + b" " + ADAPTERS[name].dump_json(message)
 
 
 def decode(raw):
-    """Turn bytes back into a message, checking every field's type. Raises XDiTError for anything else."""
+    """Turn bytes back into a message. Raises XDiTError for anything else: an unknown name or field, a wrong type or size."""
+    name, _, fields = raw.partition(b" ")
     try:
-        fields = json.loads(raw)
-        cls = MESSAGES[fields.pop("type")]
-        return _build(cls, fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise XDiTError(f"Not a message of this project: {raw[:200]!r} ({error})") from error
-
-
-@functools.cache
-def _hints(kind):
-    return typing.get_type_hints(kind)
-
-
-def _build(kind, value):
-    """Make `value`, as JSON gives it, an instance of the annotation `kind`."""
-    origin = typing.get_origin(kind)
-    if dataclasses.is_dataclass(kind):
-        hints = _hints(kind)
-        unknown = set(value) - set(hints)
-        if unknown:
-            raise TypeError(f"{kind.__name__} has no {sorted(unknown)}")
-        return kind(**{name: _build(hints[name], item) for name, item in value.items()})
-    if origin is list:
-        return [_build(typing.get_args(kind)[0], item) for item in value]
-    if origin is tuple:
-        return tuple(_build(typing.get_args(kind)[0], item) for item in value)
-    if origin is dict:
-        return {str(key): _build(typing.get_args(kind)[1], item) for key, item in value.items()}
-    if origin in (typing.Union, types.UnionType):
-        return None if value is None else _build(typing.get_args(kind)[0], value)
-    if kind is float and isinstance(value, int):
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"{value!r} is not {kind.__name__}")
-    return value
+        return ADAPTERS[name.decode()].validate_json(fields)
+    except (KeyError, UnicodeDecodeError, ValidationError) as error:
+        raise XDiTError(f"Not a message of this project: {raw[:200]!r} ({str(error)[:1000]})") from error

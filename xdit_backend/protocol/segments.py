@@ -11,12 +11,13 @@ import shutil
 import sys
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic.dataclasses import dataclass
 
 from .errors import XDiTError
+from .strict import STRICT, Natural
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
@@ -24,19 +25,26 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 
 
 MIN_PINNED_BYTES = 2 ** 22
+MAX_DIMS, MAX_ELEMENTS = 16, 2 ** 52                           # of a segment; more is a mistake, or overflows somewhere
 
 
 def dtype_name(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Segment:
     """Names a tensor in shared memory. Everything a process needs to map it."""
 
     path: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str                     # a key of DTYPES
+    shape: tuple[Natural, ...]
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{self.dtype!r} is no type of a segment. There are {', '.join(DTYPES)}")
+        if len(self.shape) > MAX_DIMS or math.prod(max(1, size) for size in self.shape) > MAX_ELEMENTS:
+            raise ValueError(f"no segment has the shape {self.shape}")
 
     @property
     def num_elements(self):

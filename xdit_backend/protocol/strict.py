@@ -1,0 +1,21 @@
+"""How what travels between processes is checked: types exactly, numbers within bounds, no field that is not known."""
+
+from typing import Annotated, TypeAlias
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+MAX_RANKS, MAX_TEXT = 2 ** 16, 2 ** 20
+
+Natural: TypeAlias = Annotated[int, Field(ge=0, lt=2 ** 63)]
+Rank: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+Degree: TypeAlias = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+
+
+def _printable(text):
+    """As much of a text as anyone reads, without the lone surrogates that stand for bytes of file names that are no UTF-8."""
+    return text[:MAX_TEXT].encode(errors="backslashreplace").decode() if isinstance(text, str) else text
+
+
+Printable: TypeAlias = Annotated[str, BeforeValidator(_printable)]        # for a person alone: a report must not fail by what it reports
+
+STRICT = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
