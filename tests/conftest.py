@@ -59,6 +59,18 @@ def nothing_left_behind():
     assert not left, f"left behind: {sorted(left)}"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--tolerances", action="store_true",
+                     help="print, for every comparison of numbers, the largest error that was met beside the one allowed")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("tolerances"):
+        from tests.tolerances import COMPARISONS, report
+        terminalreporter.section("largest errors met, the loosest tolerance first")
+        terminalreporter.write_line("\n".join(report(COMPARISONS)))
+
+
 def pytest_collection_modifyitems(items):
     import torch
     if not torch.cuda.is_available():

@@ -5,6 +5,7 @@ import pytest
 
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import CONFIGS, example
+from tests.tolerances import within
 from xdit_backend.host.client import Client
 from xdit_backend.protocol.errors import WorkerFailedError
 
@@ -24,7 +25,7 @@ def test_predictions_equal_the_model(client, spec_of, name, degrees):
     results = predict(client, spec_of(name), [call_of(positive), call_of(negative)], **degrees)
 
     for result, one in zip(results, (positive, negative)):
-        assert (result - one.run()).abs().max() < 1e-6
+        within((result - one.run()).abs().max(), 1e-6)
     assert (results[0] - results[1]).abs().max() > 1e-3
 
 
@@ -66,7 +67,7 @@ def test_changed_conditioning_is_noticed(client, spec_of):
 
     second, = predict(client, spec_of("SD3"), [call_of(one)], ring=2)
 
-    assert (second - one.run()).abs().max() < 1e-6
+    within((second - one.run()).abs().max(), 1e-6)
     assert (second - first).abs().max() > 1e-6
 
 
@@ -80,7 +81,7 @@ def test_a_failure_is_named_and_the_next_prediction_runs(client, spec_of):
         predict(client, spec_of("SD3"), [broken], ring=2)
 
     result, = predict(client, spec_of("SD3"), [call_of(example("SD3"))], ring=2)
-    assert (result - example("SD3").run()).abs().max() < 1e-6
+    within((result - example("SD3").run()).abs().max(), 1e-6)
     assert worker_pids(client) == pids
 
 
@@ -101,7 +102,7 @@ def test_an_abandoned_prediction_leaves_nothing_for_the_next(client, spec_of):
     result, = predict(client, spec_of("SD3"), [call_of(other)], ulysses=2)
     client.end_run()
 
-    assert (result - other.run()).abs().max() < 1e-6
+    within((result - other.run()).abs().max(), 1e-6)
     memory = client.report_memory()
     assert [numbers["num_conditionings"] for numbers in memory.values()] == [0, 0]
     assert worker_pids(client) == pids

@@ -11,6 +11,7 @@ import torch
 from tests.conftest import left_behind
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
+from tests.tolerances import within
 from xdit_backend.host.client import Client
 from xdit_backend.host.launcher import WorkerGroup
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerStartError
@@ -51,7 +52,7 @@ def test_workers_take_nothing_from_the_environment_that_changes_results(spec_of,
 
     assert theirs["LC_ALL"] == "C" and "PATH" in theirs
     assert not {"DIFFUSERS_ATTN_BACKEND", "ATEN_CPU_CAPABILITY"} & theirs.keys()
-    assert (result - one.run()).abs().max() < 1e-6             # predictions come back in float32
+    within((result - one.run()).abs().max(), 1e-6)             # predictions come back in float32
 
 
 def test_giving_up_while_starting_leaves_nothing():

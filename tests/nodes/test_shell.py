@@ -5,6 +5,8 @@ import sys
 import pytest
 import torch
 
+from tests.tolerances import close, relative_error
+
 TOLERANCE = 1e-4                           # relative, float32 on both sides; seen: 1e-7 to 3e-6
 
 KINDS = ("sd3", "sd35", "flux", "flux-schnell", "wan", "pixart")
@@ -18,10 +20,6 @@ LAYOUTS = {
 }
 SAMPLERS = (("euler", "simple"), ("euler_ancestral", "normal"), ("dpmpp_2m", "karras"), ("heun", "sgm_uniform"),
             ("uni_pc", "beta"))
-
-
-def relative_error(result, reference):
-    return ((result - reference).norm() / reference.norm()).item()
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -39,7 +37,7 @@ def test_latents_equal_native_ksampler(comfyui, layout, kind):
 
         result = comfyui.sample(model, kind, **arguments)
 
-        assert relative_error(result, comfyui.reference(kind, **arguments)) < TOLERANCE, sampler
+        close(result, comfyui.reference(kind, **arguments), TOLERANCE, sampler)
 
 
 @pytest.mark.parametrize("layout_name", ["cfg2", "ulysses2", "ring2"])
@@ -49,7 +47,7 @@ def test_latents_of_sd3_equal_native_ksampler(comfyui, layout_name):
 
     result = comfyui.sample(comfyui.ours("sd3", comfyui.config(devices, **degrees)), "sd3")
 
-    assert relative_error(result, comfyui.reference("sd3")) < TOLERANCE
+    close(result, comfyui.reference("sd3"), TOLERANCE)
 
 
 @pytest.mark.slow
@@ -60,7 +58,7 @@ def test_latents_equal_native_ksampler_on_four_workers(comfyui, degrees):
 
     result = comfyui.sample(model, "sd35")
 
-    assert relative_error(result, comfyui.reference("sd35")) < TOLERANCE
+    close(result, comfyui.reference("sd35"), TOLERANCE)
 
 
 @pytest.mark.slow
@@ -75,7 +73,7 @@ def test_every_sampler_and_scheduler_equals_native_ksampler(comfyui, scheduler_o
 
         result = comfyui.sample(model, "sd3", **arguments)
 
-        assert relative_error(result, comfyui.reference("sd3", **arguments)) < TOLERANCE, arguments
+        close(result, comfyui.reference("sd3", **arguments), TOLERANCE, arguments)
 
 
 def test_prompts_of_different_length_run_as_two_branches(comfyui):
@@ -85,7 +83,7 @@ def test_prompts_of_different_length_run_as_two_branches(comfyui):
     result = comfyui.sample(model, "sd3", positive=positive, negative=negative)
 
     reference = comfyui.sample(comfyui.native("sd3"), "sd3", positive=positive, negative=negative)
-    assert relative_error(result, reference) < TOLERANCE
+    close(result, reference, TOLERANCE)
 
 
 def test_auto_runs_both_branches_in_one_prediction(comfyui):
@@ -119,7 +117,7 @@ def test_batches_equal_native_ksampler(comfyui, degrees, batch):
 
     result = comfyui.sample(model, "sd3", latent=latent)
 
-    assert relative_error(result, comfyui.sample(comfyui.native("sd3"), "sd3", latent=latent)) < TOLERANCE
+    close(result, comfyui.sample(comfyui.native("sd3"), "sd3", latent=latent), TOLERANCE)
 
 
 @pytest.mark.parametrize("size", [(15, 17), (16, 18), (2, 6)], ids=str)
@@ -133,7 +131,7 @@ def test_any_latent_size_equals_native_ksampler(comfyui, degrees, size):
     result = comfyui.sample(model, "sd3", latent=latent, positive=positive)
 
     reference = comfyui.sample(comfyui.native("sd3"), "sd3", latent=latent, positive=positive)
-    assert relative_error(result, reference) < TOLERANCE
+    close(result, reference, TOLERANCE)
 
 
 def test_img2img_with_noise_mask_equals_native_ksampler(comfyui):
@@ -145,7 +143,7 @@ def test_img2img_with_noise_mask_equals_native_ksampler(comfyui):
     result = comfyui.sample(model, "sd3", latent=latent, denoise=0.6, steps=5)
 
     reference = comfyui.sample(comfyui.native("sd3"), "sd3", latent=latent, denoise=0.6, steps=5)
-    assert relative_error(result, reference) < TOLERANCE
+    close(result, reference, TOLERANCE)
 
 
 @pytest.mark.parametrize("degrees", [{}, {"ulysses": 2}], ids=str)
@@ -162,7 +160,7 @@ def test_regional_and_timed_prompts_equal_native_ksampler(comfyui, degrees):
     result = comfyui.sample(model, "sd3", positive=positive, steps=4)
 
     reference = comfyui.sample(comfyui.native("sd3"), "sd3", positive=positive, steps=4)
-    assert relative_error(result, reference) < TOLERANCE
+    close(result, reference, TOLERANCE)
 
 
 def test_native_ksampler_node_runs_our_model(comfyui):
@@ -173,7 +171,7 @@ def test_native_ksampler_node_runs_our_model(comfyui):
             model, 7, 3, 4.0, "euler", "simple", comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 2),
             comfyui.latent("sd3"), 1.0)[0]["samples"]
 
-    assert relative_error(result, comfyui.reference("sd3")) < TOLERANCE
+    close(result, comfyui.reference("sd3"), TOLERANCE)
 
 
 @pytest.mark.parametrize("options", [{"prefix": "model.diffusion_model."}, {"dtype": torch.float16}], ids=["prefix", "fp16"])
@@ -184,7 +182,7 @@ def test_file_formats_equal_native_ksampler(comfyui, options):
 
     native = comfyui.native("sd3", **options)
     native.set_model_compute_dtype(torch.float32)
-    assert relative_error(result, comfyui.sample(native, "sd3")) < TOLERANCE
+    close(result, comfyui.sample(native, "sd3"), TOLERANCE)
 
 
 @pytest.mark.parametrize("weight_dtype, dtype, tolerance", [
@@ -240,7 +238,7 @@ def test_diffusers_folder_equals_the_single_file(comfyui):
 
     model = comfyui.load_model.execute("tiny-sd3", "fp32", comfyui.config("cpu,cpu")).args[0]
 
-    assert relative_error(comfyui.sample(model, "sd3"), comfyui.reference("sd3")) < TOLERANCE
+    close(comfyui.sample(model, "sd3"), comfyui.reference("sd3"), TOLERANCE)
 
 
 def test_unloading_gives_the_workers_memory_back(comfyui):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.ranks import run_ranks
 from tests.row_splits import WORLD_SIZES, apply_mutant, of_this_rank, sizes_of, split_of
+from tests.tolerances import within
 from xdit_backend.parallel import rows
 from xdit_backend.parallel.vae_memory import LiveBytes
 from xdit_backend.partition import shard_sizes
@@ -109,14 +110,14 @@ def conv_errors(world_size, dim=-2, num_dims=2, block_size=None, mutant=None):
 @pytest.mark.parametrize("dim", [-2, -1])
 def test_convolution_by_rows_equals_convolution(world_size, dim, num_dims):
     for case, error in conv_errors(world_size, dim, num_dims):
-        assert error < 1e-10, case
+        within(error, 1e-10, case)
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES[1:], ids=str)
 @pytest.mark.parametrize("dim", [-2, -1])
 def test_convolution_in_blocks_equals_convolution(dim, block_size):
     for case, error in conv_errors(3, dim, block_size=block_size):
-        assert error < 1e-10, case
+        within(error, 1e-10, case)
 
 
 @pytest.mark.parametrize("block_size", [None, (2, 3)], ids=str)
@@ -240,4 +241,4 @@ def test_group_norm_takes_tokens_that_are_not_contiguous():
 
     tokens = torch.cat(run_ranks(normalise_tokens, 3), -1)
 
-    assert (tokens - F.group_norm(x_BCHW, 3, weight, bias, 1e-6).flatten(2)).abs().max() < 1e-10
+    within((tokens - F.group_norm(x_BCHW, 3, weight, bias, 1e-6).flatten(2)).abs().max(), 1e-10)

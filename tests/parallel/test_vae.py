@@ -11,6 +11,7 @@ from diffusers.models.attention_processor import AttnProcessor
 
 from tests.ranks import run_ranks
 from tests.row_splits import WORLD_SIZES, apply_mutant
+from tests.tolerances import within
 from tests.vae_zoo import KINDS, decoded, encoded, latent, picture, tiny_vae
 from xdit_backend.parallel.vae import Ranks, decode_rows, encode_rows, split_dim
 from xdit_backend.protocol.errors import UnsupportedError
@@ -73,7 +74,7 @@ def test_decode_in_float32_equals_decode():
 
     result = put_together(run_ranks(decode, 3, "sd", latent_BCHW))
 
-    assert (result - decoded("sd", latent_BCHW)).abs().max() < 1e-4
+    within((result - decoded("sd", latent_BCHW)).abs().max(), 1e-4)
 
 
 def test_decode_in_bfloat16_is_as_near_to_the_truth_as_plain_decode_is():
@@ -197,7 +198,7 @@ def test_decodes_in_a_group_without_rank_0():
 
     _, *pieces = run_ranks(decode_in_subgroup, 3, latent_BCHW)
 
-    assert (put_together(pieces) - decoded("sd", latent_BCHW)).abs().max() < 1e-10
+    within((put_together(pieces) - decoded("sd", latent_BCHW)).abs().max(), 1e-10)
 
 
 def rows_held(rank, world_size, latent_BCHW):

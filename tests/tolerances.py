@@ -1,0 +1,43 @@
+"""How far from its reference each result was: every comparison of numbers in the tests goes through here.
+
+`start.py test --tolerances` prints, for each test, the largest error that was met beside the one that is allowed.
+"""
+
+import os
+from dataclasses import dataclass
+
+COMPARISONS = []                           # of this run, in the order they were made
+
+
+@dataclass(frozen=True)
+class Comparison:
+    test: str
+    error: float
+    tolerance: float
+
+
+def relative_error(result, reference):
+    """Euclidean norm of the difference, in units of the reference's."""
+    return ((result - reference).norm() / reference.norm()).item()
+
+
+def close(result, reference, tolerance, case=None):
+    """Fail unless the relative error is below the tolerance. case: what to name when it is not."""
+    within(relative_error(result, reference), tolerance, case)
+
+
+def within(error, tolerance, case=None):
+    """Fail unless this error is below the tolerance, and remember both. NaN fails."""
+    test = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
+    COMPARISONS.append(Comparison(test, float(error), tolerance))
+    assert error < tolerance, f"off by {error:.2g}, where {tolerance:.2g} is allowed" + (f": {case}" if case else "")
+
+
+def report(comparisons):
+    """Lines of a table: of each test (all its parameters together) the largest error beside its tolerance, the loosest first."""
+    worst = {}
+    for one in comparisons:
+        name = one.test.partition("[")[0], one.tolerance
+        worst[name] = max(worst.get(name, 0.0), one.error)
+    rows = sorted(worst.items(), key=lambda row: row[1] / row[0][1])
+    return [f"{error:10.1e} of {tolerance:7.1e}  {test}" for (test, tolerance), error in rows]
