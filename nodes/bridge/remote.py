@@ -4,23 +4,21 @@ import functools
 
 import torch
 
-import comfy.patcher_extension
-
 from ...xdit_backend.host.client import Call
 from ...xdit_backend.planner import choose_layout, describe_layout
-from ...xdit_backend.protocol.errors import UnsupportedError
+from ...xdit_backend.protocol.errors import ConfigError
+from .carried import refuse_call, refuse_changed_modules, refuse_model_options
 from .groups import GROUPS, show_text
 from .pipeline import PipelineRun, why_whole
 
-# what a workflow can put in transformer_options that changes a model's inside, and how a person knows it
-MODEL_PATCHES = {"patches": "model patches", "patches_replace": "model patches (such as PAG, SLG or IP-Adapter)",
-                 "rope_options": "a changed rotary scale", "optimized_attention_override": "an attention override"}
-
-
 class RemoteModel:
-    """What a shell's diffusion model does instead of computing: it asks the workers."""
+    """What a shell's diffusion model does instead of computing: it asks the workers.
 
-    def __init__(self, spec, family, transformer_config, config, devices):
+    modules, load_device: of the shell as it was made, to compare with; see carried.py.
+    """
+
+    def __init__(self, spec, family, transformer_config, config, devices, modules, load_device):
+        self.modules, self.load_device, self._looked_at = modules, load_device, set()
         self.spec, self.family = spec, family
         self.num_heads = family.num_heads(transformer_config)
         self.num_channels = family.num_channels(transformer_config)
@@ -38,6 +36,7 @@ class RemoteModel:
             client.drop(self.spec.name)
 
     def end_run(self):
+        self._looked_at.clear()
         self._shown = self._pipeline = self._schedule = self._whole_because = None
         client = GROUPS.client_if(self.devices)
         if client is not None:
@@ -46,16 +45,21 @@ class RemoteModel:
     def forward(self, x, timestep, context=None, control=None, transformer_options={}, **extra):
         """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32."""
         from . import branches
-        self._refuse(control, transformer_options, extra)
+        schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas", timestep)
+        refuse_call(self.family, control, transformer_options, extra)
+        self._refuse_changed_modules(schedule, sigmas)
+        if context is None:
+            raise ConfigError(f"{self.family.name} was called without text (context). A node calls this MODEL in a way of its own: "
+                              f"connect conditioning to it, or use a sampler node.")
         conditioning = {"context": context, **extra}
         call = Call(x, timestep, {name: tensor for name in self.family.conditioning
                                   if (tensor := conditioning.get(name)) is not None})
-        schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas", timestep)
         return branches.ask(call, functools.partial(self._predict, schedule, sigmas)).to(x.device)
 
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """Wraps ComfyUI's function of that name: branches run as coroutines where each goes to the workers on its own."""
         from . import branches  # here and below: the nodes load where greenlet is missing
+        refuse_model_options(model_options)
         if self.spec.stages is None:
             layout = self._layout(2)
             if sum(bool(cond) for cond in conds) < 2 or layout.cfg_degree == 1:
@@ -73,6 +77,13 @@ class RemoteModel:
         self._pipeline = PipelineRun(client, self.spec, self.family, self._transformer_config, self.config, self._layout(1),
                                      schedule, shape, whole_because)
         return self._pipeline
+
+    def _refuse_changed_modules(self, schedule, sigmas):
+        """Nodes may change modules for the time of a call. Looked at once for each noise level of a run."""
+        sigma = sigmas.max().item()
+        if schedule is None or sigma not in self._looked_at:
+            refuse_changed_modules(self.modules[""][0], self.modules)
+            self._looked_at.add(sigma)
 
     def _layout(self, num_branches):
         return choose_layout(self.config, len(self.devices), num_branches, self.num_heads, self.family.name, self.spec.stages)
@@ -98,22 +109,3 @@ class RemoteModel:
         if self._pipeline is None or schedule is not self._schedule:
             self.begin_run(schedule, calls[0].latent.shape, self._whole_because)
         return self._pipeline.predict(calls, sigma)
-
-    def _refuse(self, control, transformer_options, extra):
-        if control is not None:
-            raise UnsupportedError("xDiT does not support ControlNet conditioning yet. The ControlNet would be dropped without "
-                                   "notice. Remove it, or use Load Diffusion Model.")
-        for key, text in MODEL_PATCHES.items():
-            if transformer_options.get(key):
-                raise UnsupportedError(f"xDiT does not support {text} on this MODEL. They would be dropped without notice. Remove "
-                                       f"the node that adds them, or use Load Diffusion Model.")
-        wrappers = transformer_options.get("wrappers", {}).get(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL)
-        if wrappers and any(wrappers.values()):
-            raise UnsupportedError(f"xDiT does not support nodes that wrap the diffusion model ({', '.join(map(str, wrappers))}). "
-                                   f"Remove the node that adds them, or use Load Diffusion Model.")
-        known = {*self.family.conditioning, *self.family.ignored}
-        unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
-        if unknown:
-            raise UnsupportedError(f"xDiT runs {self.family.name} without {', '.join(unknown)}, which this workflow's conditioning "
-                                   f"has. It would be dropped without notice. Remove the node that adds it, or use Load "
-                                   f"Diffusion Model.")

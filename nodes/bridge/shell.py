@@ -17,6 +17,7 @@ from ...xdit_backend.config import validate_layout, validate_stages
 from ...xdit_backend.planner import choose_stages
 from ...xdit_backend.protocol.errors import CheckpointError
 from ...xdit_backend.protocol.segments import dtype_name
+from .carried import hold_elsewhere, remember_modules
 from .groups import check_packages, devices_of, memory_of
 from .patcher import ShellPatcher
 from .remote import RemoteModel
@@ -56,10 +57,13 @@ def load_shell(path, weight_dtype, config):
     weight_bytes = comfy.utils.calculate_parameters(tensors) * storage_dtype.itemsize
     stages = choose_stages(config, len(devices), weight_bytes, min(memory_of(device) for device in devices))
     spec = model_spec(header, family, dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype), stages)
-    remote = RemoteModel(spec, family, transformer_config, config, devices)
     net = base_model.diffusion_model
-    net.forward = remote.forward
+    hold_elsewhere(net)
+    modules = {}
+    remote = RemoteModel(spec, family, transformer_config, config, devices, modules, load_device)
+    net.forward = torch.compiler.disable(remote.forward)       # nodes compile the model; there is nothing to trace in a call to workers
     net._apply = lambda function, recurse=True: net            # .to(device) of a meta module would raise
+    modules |= remember_modules(net)
     base_model.remote = remote
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
     patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.CALC_COND_BATCH, "xdit", remote.calc_cond_batch)

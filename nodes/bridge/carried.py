@@ -1,0 +1,244 @@
+"""What a MODEL may carry: what ComfyUI itself carries out around the model is honoured, all else is refused by its name.
+
+ComfyUI's nodes and those of custom packs change a MODEL by what they write to its ModelPatcher, to the options that travel with
+each call, and to the modules themselves. Of the model's inside the workers know the file alone, so whatever is found here
+that is not listed with its reason would be dropped silently; it is refused, the unknown too. Called by patcher.py when a
+MODEL is loaded and when a run begins, and by remote.py for each call.
+"""
+
+import comfy.model_patcher
+import torch
+from comfy.context_windows import IndexListCallbacks
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ...xdit_backend.protocol.errors import UnsupportedError
+
+OURS = "xdit"                                                  # what the names of our own options begin with
+
+# Attributes of a ModelPatcher that change nothing of a prediction: how ComfyUI tells MODELs apart and keeps their memory.
+BOOKKEEPING = {
+    "model", "parent", "size", "clone_base_uuid", "patches_uuid", "cached_patcher_init", "is_multigpu_base_clone",
+    "backup", "backup_buffers", "object_patches_backup", "hook_backup", "hook_patches_backup", "cached_hook_patches",  # copies
+    "pinned", "offload_device", "weight_inplace_update", "hook_mode", "current_hooks", "is_injected", "skip_injection",
+    "force_cast_weights",                  # of the compute dtype, which is looked at itself
+}
+# Attributes with contents of their own -> what a person knows those as.
+REFUSED = {
+    "patches": "LoRA or other weight patches", "hook_patches": "LoRA hooks or other weight hooks",
+    "weight_wrapper_patches": "weight wrappers", "injections": "injections (such as a LoRA in bypass mode)",
+    "forced_hooks": "forced hooks", "attachments": "attachments", "additional_models": "additional models",
+    "load_device": "another device of its own (such as Select Model Device's; the devices of this MODEL are those of xDiT "
+                   "Parallel Config)",
+}
+# Keys of model_options -> who looks at them, outside of the model.
+MODEL_OPTIONS = {
+    "transformer_options": "looked at key by key",
+    "sampler_cfg_function": "ComfyUI's guidance", "sampler_pre_cfg_function": "ComfyUI's guidance",
+    "sampler_post_cfg_function": "ComfyUI's guidance", "sampler_calc_cond_batch_function": "ComfyUI's guidance",
+    "disable_cfg1_optimization": "ComfyUI's guidance", "denoise_mask_function": "ComfyUI's inpainting",
+    "model_function_wrapper": "ComfyUI's call of the model", "context_handler": "ComfyUI's context windows",
+    "registered_hooks": "ComfyUI's hooks; what they add is among the other keys", "to_load_options": "what hooks add, to move it",
+    "torch_compile_kwargs": "a note of a node that compiles: compiling changes no result",
+}
+# Keys of transformer_options -> the same.
+TRANSFORMER_OPTIONS = {
+    "wrappers": "looked at by type", "callbacks": "looked at by type",
+    "cond_or_uncond": "tells of the call", "uuids": "tells of the call", "sigmas": "tells of the call",
+    "sample_sigmas": "tells of the run", "context_window": "tells which piece of the latent ComfyUI has cut",
+    "prefetch_dynamic_vbars": "how ComfyUI would move weights", "ar_config": "read by the sampler for autoregressive video",
+    "easycache": "read by the wrappers of EasyCache and LazyCache",
+}
+# Keys that the models of ComfyUI read -> what a person knows them as.
+REFUSED_OPTIONS = {
+    "patches": "model patches", "patches_replace": "model patches (such as PAG, SLG or IP-Adapter)",
+    "rope_options": "a changed rotary scale", "optimized_attention_override": "an attention override",
+}
+WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
+            WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL}  # all around the model; DIFFUSION_MODEL is inside of it
+CALLBACKS = {value for names in (CallbacksMP, IndexListCallbacks) for value in vars(names).values()
+             if isinstance(value, str)}                        # ComfyUI calls all of them itself
+MOST_NAMED = 5                                                 # changes that a message names
+COMPILED = {"_compiled_call_impl"}                             # of a module that was compiled in place
+
+
+def refuse_patcher(patcher):
+    """Raise UnsupportedError where a ShellPatcher, its options or its modules carry what the workers would not honour."""
+    fresh = vars(comfy.model_patcher.ModelPatcher(patcher.model, patcher.remote.load_device, patcher.offload_device))
+    found = []
+    for name, value in vars(patcher).items():
+        if name == "object_patches":
+            found += _object_patches(patcher)
+        elif name == "model_options":
+            found += _model_options(value)
+        elif name == "wrappers":
+            found += _wrappers(value)
+        elif name == "callbacks":
+            found += _callbacks(value)
+        elif name not in BOOKKEEPING and not (name in fresh and value == fresh[name]):
+            found.append(_named(REFUSED.get(name, f"an attribute that ComfyUI does not know, {name}"), value))
+    found += _compute_dtype(patcher)
+    _refuse(found + changed_modules(patcher.model.diffusion_model, patcher.remote.modules))
+
+
+def refuse_model_options(model_options):
+    """Raise UnsupportedError where the options of a run hold what the workers would not honour."""
+    _refuse(_model_options(model_options))
+
+
+def refuse_call(family, control, transformer_options, extra):
+    """Raise UnsupportedError where a call of the model asks for what the workers would not honour.
+
+    extra: its arguments besides the latent, the timestep, the text, ControlNet and transformer_options.
+    """
+    if control is not None:
+        raise UnsupportedError("xDiT does not support ControlNet conditioning yet. The ControlNet would be dropped without notice. "
+                               "Remove it, or use Load Diffusion Model.")
+    _refuse(_transformer_options(transformer_options))
+    known = {*family.conditioning, *family.ignored}
+    unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
+    if unknown:
+        raise UnsupportedError(f"xDiT runs {family.name} without {', '.join(unknown)}, which this workflow's conditioning has. It "
+                               f"would be dropped without notice. Remove the node that adds it, or use Load Diffusion Model.")
+
+
+def refuse_changed_modules(net, modules):
+    """Raise UnsupportedError where modules of a shell are no more as they were made."""
+    _refuse(changed_modules(net, modules))
+
+
+def remember_modules(net):
+    """{name: (module, what it holds)} of a shell's diffusion model as it was made."""
+    return {name: (module, {key: _copy(value) for key, value in vars(module).items()}) for name, module in net.named_modules()}
+
+
+def changed_modules(net, modules):
+    """What was changed in a shell's modules since `modules` were remembered, in a person's words.
+
+    net: what the BaseModel holds as its diffusion model now. Hooks on the diffusion model as a whole run here, around the
+    workers' prediction; what is below it does not. Compiling changes no result.
+    """
+    root = modules[""][0]
+    found = [] if _is_it(net, root) else ["another diffusion model in the place of this one"]
+    for name, (module, held) in modules.items():
+        now = vars(module)
+        keys = [key for key, value in now.items() if not _same(value, held.get(key, None))] + [key for key in held if key not in now]
+        for key in keys:
+            if key not in COMPILED and not (module is root and "hook" in key):
+                path = ".".join(filter(None, ("diffusion_model", name)))
+                found.append(f"hooks on {path}" if "hook" in key else f"a changed {path}.{key.removeprefix('_')}")
+    return found
+
+
+def hold_elsewhere(net):
+    """Make the parameters of a shell's diffusion model (on the meta device) say where the weights are."""
+    for module in net.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            module.register_parameter(name, WorkerParameter(parameter, requires_grad=False))
+
+
+class WorkerParameter(torch.nn.Parameter):
+    """A weight that the workers hold: its shape and dtype are known here, and who asks for more is told where it is."""
+
+    # what needs no data: torch asks for attributes by __get__, and state_dict() detaches
+    KNOWN = {"__get__", "__repr__", "__hash__", "__len__", "__format__", "size", "dim", "ndimension", "numel", "nelement", "element_size",
+             "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "detach", "requires_grad_"}
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name = function.__name__
+        if name in cls.KNOWN or function == torch.Tensor.requires_grad.__set__:
+            return torch.Tensor.__torch_function__.__func__(cls, function, types, args, kwargs or {})
+        raise UnsupportedError(f"A node reads the weights of this MODEL or computes with its layers itself ({name}), and xDiT's workers "
+                               f"hold them. Use Load Diffusion Model for it.")
+
+
+def _refuse(found):
+    found = list(dict.fromkeys(found))
+    if found:
+        more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        raise UnsupportedError(f"xDiT does not support {'; '.join(found[:MOST_NAMED])}{more} on this MODEL. It would be dropped without "
+                               f"notice. Remove the node that adds it, or use Load Diffusion Model.")
+
+
+def _named(text, value):
+    """The text, and the names of what a dict holds."""
+    names = [str(key) for key in value][:3] if isinstance(value, dict) else []
+    return f"{text} ({', '.join(names)}{' ...' if len(value) > 3 else ''})" if names else text
+
+
+def _model_options(options):
+    found = [f"{key} in its model_options" for key, value in options.items()
+             if key not in MODEL_OPTIONS and not key.startswith(OURS) and not _is_empty(value)]
+    return found + _transformer_options(options.get("transformer_options", {}))
+
+
+def _transformer_options(options):
+    found = []
+    for key, value in options.items():
+        if key in REFUSED_OPTIONS:
+            found += [] if not value or _is_empty(value) else [_named(REFUSED_OPTIONS[key], value)]
+        elif key not in TRANSFORMER_OPTIONS and not str(key).startswith(OURS) and not _is_empty(value):
+            found.append(f"{key} in its transformer_options")
+    return found + _wrappers(options.get("wrappers", {})) + _callbacks(options.get("callbacks", {}))
+
+
+def _wrappers(wrappers):
+    found = []
+    for kind, by_name in wrappers.items():
+        names = [str(name) for name, functions in by_name.items() if functions]
+        if names and kind == WrappersMP.DIFFUSION_MODEL:
+            found.append(f"nodes that wrap the diffusion model ({', '.join(names)})")
+        elif names and kind not in WRAPPERS:
+            found.append(f"wrappers of {kind} ({', '.join(names)})")
+    return found
+
+
+def _callbacks(callbacks):
+    return [f"callbacks of {kind} ({', '.join(map(str, by_name))})" for kind, by_name in callbacks.items()
+            if kind not in CALLBACKS and any(by_name.values())]
+
+
+def _object_patches(patcher):
+    """Objects of ComfyUI's BaseModel (its sampling, its latent format) are ComfyUI's to use; those of the diffusion model are not."""
+    found = []
+    for name, value in patcher.object_patches.items():
+        top, _, rest = name.partition(".")
+        if top == "diffusion_model" and not (rest in patcher.remote.modules and _is_it(value, patcher.remote.modules[rest][0])):
+            found.append(f"a replaced {name}")
+    return found
+
+
+def _compute_dtype(patcher):
+    spec = patcher.remote.spec
+    wanted = patcher.object_patches.get("manual_cast_dtype", patcher.model.manual_cast_dtype)
+    name = spec.storage_dtype if wanted is None else str(wanted).removeprefix("torch.")
+    return [] if name == spec.compute_dtype else [f"the compute dtype {name} (it computes in {spec.compute_dtype}: weight_dtype of Load "
+                                                  f"xDiT Model chooses)"]
+
+
+def _is_empty(value):
+    return value is None or (isinstance(value, (dict, list, tuple, set)) and not any(
+        not _is_empty(part) for part in (value.values() if isinstance(value, dict) else value)))
+
+
+def _is_it(value, module):
+    """Is this the module, or the module as torch.compile gives it?"""
+    return value is module or getattr(value, "_orig_mod", None) is module
+
+
+def _copy(value):
+    return value.copy() if isinstance(value, (dict, list, set)) else value
+
+
+def _same(value, remembered):
+    if value is remembered:
+        return True
+    if type(value) is not type(remembered):
+        return False
+    if isinstance(value, dict):
+        return len(value) == len(remembered) and all(
+            key in remembered and (part is remembered[key] or (remembered[key] is not None and _is_it(part, remembered[key])))
+            for key, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(remembered) and all(part is other for part, other in zip(value, remembered))
+    return isinstance(value, (bool, int, float, str, set, torch.dtype)) and value == remembered

@@ -1,0 +1,17 @@
+"""The weights of a shell as its file holds them, under ComfyUI's names. For nodes that save or merge a MODEL; see patcher.py."""
+
+import comfy.model_detection
+from safetensors.torch import load_file
+
+from ...xdit_backend.checkpoints.header import read_header
+
+
+def read_weights(path, base_model):
+    """{name in base_model.diffusion_model: tensor of the file, in the file's dtype, a map of it on the CPU}."""
+    header = read_header(path)
+    tensors = {name.removeprefix(header.prefix): tensor for file in header.files for name, tensor in load_file(file).items()
+               if name.startswith(header.prefix)}
+    if header.config is not None:                              # a diffusers folder
+        tensors = comfy.model_detection.convert_diffusers_mmdit(tensors, "") or tensors
+    tensors = base_model.model_config.process_unet_state_dict(tensors)
+    return {name: tensors[name] for name in base_model.diffusion_model.state_dict() if name in tensors}
