@@ -25,10 +25,9 @@ BOOKKEEPING = {
 # Attributes with contents of their own -> what a person knows those as.
 REFUSED = {
     "patches": "LoRA or other weight patches", "hook_patches": "LoRA hooks or other weight hooks",
-    "weight_wrapper_patches": "weight wrappers", "injections": "injections (such as a LoRA in bypass mode)",
+    "weight_wrapper_patches": "weight wrappers", "injections": "injections such as a LoRA in bypass mode",
     "forced_hooks": "forced hooks", "attachments": "attachments", "additional_models": "additional models",
-    "load_device": "another device of its own (such as Select Model Device's; the devices of this MODEL are those of xDiT "
-                   "Parallel Config)",
+    "load_device": "another device, such as Select Model Device's; its devices are those of xDiT Parallel Config",
 }
 # Keys of model_options -> who looks at them, outside of the model.
 MODEL_OPTIONS = {
@@ -50,7 +49,7 @@ TRANSFORMER_OPTIONS = {
 }
 # Keys that the models of ComfyUI read -> what a person knows them as.
 REFUSED_OPTIONS = {
-    "patches": "model patches", "patches_replace": "model patches (such as PAG, SLG or IP-Adapter)",
+    "patches": "model patches", "patches_replace": "model patches such as PAG, SLG or IP-Adapter",
     "rope_options": "a changed rotary scale", "optimized_attention_override": "an attention override",
 }
 WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,

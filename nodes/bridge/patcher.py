@@ -67,8 +67,8 @@ class ShellPatcher(comfy.model_patcher.ModelPatcher):
         return self.model_state_dict()[key].to(device_to or "cpu")
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        raise UnsupportedError("xDiT does not support LoRA or other weight patches on its MODEL yet. They would be dropped without "
-                               "notice. Remove the LoRA node, or use Load Diffusion Model.")
+        raise UnsupportedError("xDiT does not support LoRA, merges or other weight patches on its MODEL yet. They would be dropped "
+                               "without notice. Remove the node that adds them, or use Load Diffusion Model.")
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
         self.add_patches(patches)

@@ -42,15 +42,15 @@ class RemoteModel:
         if client is not None:
             client.end_run()
 
-    def forward(self, x, timestep, context=None, control=None, transformer_options={}, **extra):
+    def forward(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
         """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32."""
         from . import branches
+        if not torch.is_tensor(timestep) or not torch.is_tensor(context):
+            raise ConfigError(f"A node calls this MODEL in a way of its own, and {self.family.name} takes a latent, a timestep and "
+                              f"conditioning. Use a sampler node, or the kind of model that the node is for.")
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas", timestep)
         refuse_call(self.family, control, transformer_options, extra)
         self._refuse_changed_modules(schedule, sigmas)
-        if context is None:
-            raise ConfigError(f"{self.family.name} was called without text (context). A node calls this MODEL in a way of its own: "
-                              f"connect conditioning to it, or use a sampler node.")
         conditioning = {"context": context, **extra}
         call = Call(x, timestep, {name: tensor for name in self.family.conditioning
                                   if (tensor := conditioning.get(name)) is not None})
