@@ -2,6 +2,7 @@
 
 from comfy_api.latest import io
 
+from ..xdit_backend.autoencoders import supported
 from ..xdit_backend.config import ParallelConfig
 from .bridge.autoencoder import decode
 from .parallel_config import Parallel
@@ -19,8 +20,7 @@ class XDiTVAEDecode(io.ComfyNode):
             search_aliases=["vae decode", "decode", "latent to image", "multi gpu"],
             inputs=[
                 io.Latent.Input("samples", tooltip="The latent to decode."),
-                io.Vae.Input("vae", tooltip="The ordinary VAE of SD, SDXL, SD3, Flux, Wan, Qwen-Image, "
-                             "HunyuanVideo, CogVideoX or LTX-Video."),
+                io.Vae.Input("vae", tooltip=f"The ordinary VAE of {supported(last='or')}."),
                 Parallel.Input("parallel", optional=True, tooltip="From xDiT Parallel Config. Not connected: the workers that are "
                                "running, else all GPUs."),
             ],

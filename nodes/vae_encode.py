@@ -2,6 +2,7 @@
 
 from comfy_api.latest import io
 
+from ..xdit_backend.autoencoders import supported
 from ..xdit_backend.config import ParallelConfig
 from .bridge.autoencoder import encode
 from .parallel_config import Parallel
@@ -18,8 +19,7 @@ class XDiTVAEEncode(io.ComfyNode):
             search_aliases=["vae encode", "encode", "image to latent", "multi gpu"],
             inputs=[
                 io.Image.Input("pixels", tooltip="The picture to encode; for a video VAE, the frames."),
-                io.Vae.Input("vae", tooltip="The ordinary VAE of SD, SDXL, SD3, Flux, Wan, Qwen-Image, "
-                             "HunyuanVideo, CogVideoX or LTX-Video."),
+                io.Vae.Input("vae", tooltip=f"The ordinary VAE of {supported(last='or')}."),
                 Parallel.Input("parallel", optional=True, tooltip="From xDiT Parallel Config. Not connected: the workers that are "
                                "running, else all GPUs."),
             ],

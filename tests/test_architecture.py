@@ -9,15 +9,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # room -> rooms it may import, besides itself
 ARROWS = {
-    "nodes": {"nodes.bridge", "xdit_backend.config", "xdit_backend.protocol", "xdit_backend.demo_model"},
+    "nodes": {"nodes.bridge", "xdit_backend.autoencoders", "xdit_backend.config", "xdit_backend.protocol", "xdit_backend.demo_model"},
     "nodes.bridge": {"xdit_backend.host", "xdit_backend.protocol", "xdit_backend.config", "xdit_backend.planner",
-                     "xdit_backend.partition", "xdit_backend.checkpoints"},
+                     "xdit_backend.partition", "xdit_backend.checkpoints", "xdit_backend.autoencoders"},
     "xdit_backend.host": {"xdit_backend.protocol", "xdit_backend.config", "xdit_backend.partition"},
     "xdit_backend.worker": {"xdit_backend.protocol", "xdit_backend.parallel", "xdit_backend.models",
                             "xdit_backend.checkpoints", "xdit_backend.partition"},
-    "xdit_backend.parallel": {"xdit_backend.protocol", "xdit_backend.partition"},
+    "xdit_backend.parallel": {"xdit_backend.protocol", "xdit_backend.partition", "xdit_backend.autoencoders"},
     "xdit_backend.models": {"xdit_backend.protocol"},
-    "xdit_backend.checkpoints": {"xdit_backend.protocol", "xdit_backend.models"},
+    "xdit_backend.checkpoints": {"xdit_backend.protocol", "xdit_backend.models", "xdit_backend.autoencoders"},
+    "xdit_backend.autoencoders": {"xdit_backend.protocol"},
     "xdit_backend.config": {"xdit_backend.protocol"},
     "xdit_backend.planner": {"xdit_backend.protocol", "xdit_backend.config", "xdit_backend.partition"},
     "xdit_backend.partition": {"xdit_backend.protocol"},

@@ -12,7 +12,7 @@ from diffusers import (
     AutoencoderKLWan,
 )
 
-from xdit_backend.parallel import frames
+from xdit_backend.autoencoders import family_of
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,14 @@ def tiny_vae(kind, dtype=torch.float64):
 @torch.no_grad()
 def decoded(kind, latent):
     """The whole picture."""
-    return frames.decode(tiny_vae(kind, latent.dtype), latent)
+    vae = tiny_vae(kind, latent.dtype)
+    return family_of(vae).decode(vae, latent)
 
 
 @torch.no_grad()
 def encoded(kind, picture):
-    return frames.encode(tiny_vae(kind, picture.dtype), picture)
+    vae = tiny_vae(kind, picture.dtype)
+    return family_of(vae).encode(vae, picture)
 
 
 def latent(kind, batch, height, width, dtype=torch.float64):

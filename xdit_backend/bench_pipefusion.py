@@ -182,7 +182,7 @@ def memory_formulas(header, family, spec, num_ranks, setting, degrees):
     Parameters: its stage's blocks, and all that is outside the blocks. Keys and values: 2 B (S + S_t) h / U for each of its
     blocks (ALGORITHMS.md 2.8).
     """
-    import diffusers                                           # slow to import, and --help needs neither
+    import diffusers  # slow to import, and --help needs neither
     from accelerate import init_empty_weights
     with init_empty_weights():
         model = getattr(diffusers, family.transformer).from_config(header.config)

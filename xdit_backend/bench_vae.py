@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from .autoencoders.kl import kl_config
 from .bench import Peer, count_cuda, start_clients
-from .checkpoints.vae_families import autoencoder_kl_config
 from .host.launcher import ROOT
 from .parallel.vae_memory import need_of
 from .protocol.errors import ConfigError
@@ -127,7 +127,7 @@ def outline(tensors, dtype):
     """The autoencoder without bytes, in the dtype of the decode."""
     from diffusers import AutoencoderKL
     with torch.device("meta"):
-        vae = AutoencoderKL(**autoencoder_kl_config({name: tuple(tensor.shape) for name, tensor in tensors.items()}))
+        vae = AutoencoderKL(**kl_config({name: tuple(tensor.shape) for name, tensor in tensors.items()}))
     return torch.nn.Module.to(vae, getattr(torch, dtype)).eval()
 
 

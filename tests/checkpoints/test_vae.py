@@ -11,9 +11,11 @@ from diffusers import AutoencoderKL
 
 from tests.comfyui_server import comfyui_folder
 from tests.tolerances import close
+from xdit_backend.autoencoders import FAMILIES
+from xdit_backend.autoencoders.family import replaced
+from xdit_backend.autoencoders.hunyuan_video import CarriedFrames
+from xdit_backend.autoencoders.kl import kl_config
 from xdit_backend.checkpoints.vae import load_autoencoder
-from xdit_backend.checkpoints.vae_families import autoencoder_kl_config
-from xdit_backend.parallel import frames
 from xdit_backend.parallel.vae import decode_rows, encode_rows
 from xdit_backend.protocol.errors import CheckpointError
 
@@ -119,8 +121,8 @@ def tensors(made_by_comfyui):
     return dict(made_by_comfyui[0]["sd"][0])
 
 
-DECODED_WITH = ("decoder.", "post_quant_conv.", "conv2.", "taesd_decoder.")
-ENCODED_WITH = ("encoder.", "quant_conv.", "conv1.", "taesd_encoder.")
+DECODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.decoder})
+ENCODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.encoder})
 KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "ltx", "ltx 0.9.5", "taesd", "hunyuan", "hunyuan, one frame",
          "cogvideox", "cogvideox, even", "cogvideox, one frame more", "cogvideox, one frame"]
 TOLERANCE = 1e-4
@@ -171,7 +173,7 @@ def test_the_comparison_notices_one_wrong_tensor(made_by_comfyui):
         assert (vae.decode(latent_BCHW).sample - picture).abs().max() > 1e-3 * picture.abs().max()
 
 
-def masked(owner, replaced=frames.replaced, **functions):
+def masked(owner, replaced=replaced, **functions):
     """With diffusers' mask, by which a frame sees those before it alone."""
     return nullcontext() if "prepare_causal_attention_mask" in functions else replaced(owner, **functions)
 
@@ -181,19 +183,19 @@ def everything_kept(module, args, kwargs, output):
 
 
 @pytest.mark.parametrize("kind, way, name, mutant", [
-    ("hunyuan", "decode", "HUNYUAN_LATENT_FRAMES", 4),
-    ("hunyuan", "decode", "CarriedFrames.next_piece", frames.CarriedFrames.forget),
-    ("hunyuan", "decode", "replaced", masked),
-    ("hunyuan", "encode", "HUNYUAN_FRAMES", 4),
-    ("hunyuan", "encode", "replaced", masked),
-    ("cogvideox", "decode", "COGVIDEOX_LATE_FRAMES", 8),
-    ("cogvideox, one frame more", "encode", "COGVIDEOX_FRAMES", 16),
-    ("cogvideox, one frame more", "encode", "_nothing_kept_of_one_frame", everything_kept),
+    ("hunyuan", "decode", "hunyuan_video.LATENT_FRAMES", 4),
+    ("hunyuan", "decode", "hunyuan_video.CarriedFrames.next_piece", CarriedFrames.forget),
+    ("hunyuan", "decode", "hunyuan_video.replaced", masked),
+    ("hunyuan", "encode", "hunyuan_video.FRAMES", 4),
+    ("hunyuan", "encode", "hunyuan_video.replaced", masked),
+    ("cogvideox", "decode", "cogvideox.LATE_FRAMES", 8),
+    ("cogvideox, one frame more", "encode", "cogvideox.FRAMES", 16),
+    ("cogvideox, one frame more", "encode", "cogvideox._nothing_kept_of_one_frame", everything_kept),
 ])
 def test_the_comparison_notices_other_pieces_of_frames(made_by_comfyui, monkeypatch, kind, way, name, mutant):
     tensors, latent, pixels, picture, encoded = made_by_comfyui[0][kind]
     vae = load_autoencoder(whole(tensors), torch.float32, "cpu")
-    monkeypatch.setattr(f"xdit_backend.parallel.frames.{name}", mutant)
+    monkeypatch.setattr(f"xdit_backend.autoencoders.{name}", mutant)
 
     result, want = (decode_rows(vae, latent).tensor, pixels) if way == "decode" else (encode_rows(vae, picture, 8).tensor, encoded)
 
@@ -216,7 +218,7 @@ def test_the_encoder_comes_along_where_there_is_one(tensors):
 
 
 def test_config_of_stable_diffusions_vae(made_by_comfyui):
-    config = autoencoder_kl_config(made_by_comfyui[1])
+    config = kl_config(made_by_comfyui[1])
 
     assert config["block_out_channels"] == (128, 256, 512, 512)
     assert config["layers_per_block"] == 2 and config["latent_channels"] == 4
@@ -233,7 +235,7 @@ def test_config_of_stable_diffusions_vae(made_by_comfyui):
 def test_rejects_the_other_vaes_of_comfyui(made_by_comfyui, kind, named):
     tensors = {name: torch.empty(shape, device="meta") for name, shape in made_by_comfyui[2][kind].items()}
 
-    with pytest.raises(CheckpointError, match="Distributed VAE Decode and Encode work with .* SD, SDXL, SD3, Flux and Flux.2") as caught:
+    with pytest.raises(CheckpointError, match="Decode and Encode work with the VAEs of SD, SDXL, SD3, Flux, Flux.2,") as caught:
         load_autoencoder(tensors, torch.float32, "cpu")
 
     assert named in str(caught.value)

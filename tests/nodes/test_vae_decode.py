@@ -1,6 +1,7 @@
 """Distributed VAE Decode equals VAE Decode, for every VAE it takes; others are refused by name."""
 
 import gc
+import importlib
 
 import pytest
 import torch
@@ -156,3 +157,14 @@ def test_sampled_latent_decodes_like_the_native_nodes(comfyui, vae_of):
         picture = comfyui.vae_decode.execute({"samples": latent}, vae_of("vae-sd3")).args[0]
 
     assert (picture - want).abs().max() <= TOLERANCE
+
+
+def test_every_family_of_vaes_is_recognised(comfyui):
+    """Each that can be loaded has its place in the bridge, and the nodes say so."""
+    kinds = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.vae_kinds").KINDS
+    families = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.autoencoders").FAMILIES
+
+    assert {id(kind.family) for kind in kinds} == {id(family) for family in families.values() if family.models}
+    for node in (comfyui.vae_decode, comfyui.vae_encode):
+        tooltip = next(given.tooltip for given in node.define_schema().inputs if given.id == "vae")
+        assert all(name in tooltip for family in families.values() for name in family.models)

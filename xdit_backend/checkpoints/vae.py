@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import diffusers
 import torch
 
-from .vae_families import FAMILIES, refusal
+from ..autoencoders import FAMILIES, supported
+from ..protocol.errors import CheckpointError
 
-# Part of a tensor's name -> whose VAE it is. Looked for before the last family is tried, whose names these have too.
+# Part of a tensor's name -> whose VAE it is. Looked for before the family without marks, whose names these have too.
 OTHER_VAES = {
     "bn.running_mean": "Flux.2's with its norm, which the host takes off",
     "time_stack": "Stable Video Diffusion's",
@@ -25,9 +27,12 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device, setting
     tensors do not fit.
     """
     family = _family_of(tensors)
-    cls, config = family.config({name: tuple(tensor.shape) for name, tensor in tensors.items()}, settings)
+    try:
+        config = family.config({name: tuple(tensor.shape) for name, tensor in tensors.items()}, settings)
+    except CheckpointError as error:
+        raise _refusal(str(error)) from None
     with torch.device("meta"):
-        vae = cls(**config)
+        vae = getattr(diffusers, family.autoencoder)(**config)
     family.finish(vae, settings)
     weights = family.convert(dict(tensors), config)
     for half, quant in (("encoder", "quant_conv"), ("decoder", "post_quant_conv")):
@@ -42,14 +47,20 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device, setting
     return vae.eval().requires_grad_(False)
 
 
+def _refusal(reason):
+    return CheckpointError(f"This VAE cannot be run by xDiT. {reason} Distributed VAE Decode and Encode work with the VAEs of "
+                           f"{supported()}. Use VAE Decode or VAE Encode for this one.")
+
+
 def _family_of(tensors):
-    for family in FAMILIES:
+    families = [family for family in FAMILIES.values() if family.models]
+    for family in families:
         if any(mark in name for mark in family.marks for name in tensors):
             return family
     for part, owner in OTHER_VAES.items():
         if any(part in name for name in tensors):
-            raise refusal(f"It is {owner}.")
-    return FAMILIES[-1]
+            raise _refusal(f"It is {owner}.")
+    return next(family for family in families if not family.marks)
 
 
 def _check_fit(tensors, weights, vae):
@@ -58,7 +69,7 @@ def _check_fit(tensors, weights, vae):
     wrong = [name for name in sorted({*needed, *given}) if needed.get(name) != given.get(name)]
     if wrong:
         name = wrong[0]
-        raise refusal(f"{len(wrong)} tensors do not fit, the first is {name}: shape {given.get(name, 'none')} is "
+        raise _refusal(f"{len(wrong)} tensors do not fit, the first is {name}: shape {given.get(name, 'none')} is "
                       f"given, {needed.get(name, 'none')} is needed.")
     if len(weights) != len(tensors):                           # converters pass over what they do not know
-        raise refusal(f"Of its {len(tensors)} tensors, {len(tensors) - len(weights)} are unknown.")
+        raise _refusal(f"Of its {len(tensors)} tensors, {len(tensors) - len(weights)} are unknown.")

@@ -11,34 +11,19 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers import (
-    AutoencoderDC,
-    AutoencoderKL,
-    AutoencoderKLCogVideoX,
-    AutoencoderKLHunyuanVideo,
-    AutoencoderKLLTXVideo,
-    AutoencoderKLWan,
-    AutoencoderTiny,
-)
 from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0, SanaMultiscaleLinearAttention
 
 # The originals, bound before they are replaced.
 from torch.nn.functional import interpolate
 from torch.nn.functional import pad as pad_whole
 
+from ..autoencoders import FAMILIES, family_of
+from ..autoencoders.family import replaced
 from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError
-from . import frames
 from .collectives import Traffic
-from .frames import replaced
 from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows, linear_attention_rows
 
-# Sana's AutoencoderDC is for those who call this package: ComfyUI has no VAE object of it.
-SPLIT = (AutoencoderKL, AutoencoderKLWan, AutoencoderTiny, AutoencoderDC, AutoencoderKLLTXVideo, AutoencoderKLHunyuanVideo,
-         AutoencoderKLCogVideoX)
-# Whose decoders can be split by frames too. The other video autoencoders go through their frames in order, a few at a time, so
-# that a rank would wait for the one before to end.
-BY_FRAMES = (AutoencoderKLLTXVideo,)
 NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE cannot be split. Use VAE Decode."
 
 
@@ -76,14 +61,14 @@ def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convo
     """Decode this rank's rows of a picture. Every rank of `ranks` calls it, with the same whole latent.
 
     latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H', W'):
-    put together by rank, the shares are vae.decode(latent), as ComfyUI does it (frames.py). Rows, columns or
+    put together by rank, the shares are vae.decode(latent), as ComfyUI does it (autoencoders/). Rows, columns or
     frames are split, see split_dim. Where there are more ranks than rows the last ones have nothing to do and get None.
     Without ranks, or alone, it decodes the whole picture. block_size: what of its output a convolution computes at once, see
     conv_rows; None for all. on_convolution() is called before each convolution of a picture that is split or computed in
     blocks. dim: -3, -2 or -1 to split frames, rows or columns, where the choice is not to be made here.
     Raises UnsupportedError for a VAE that cannot be split exactly.
     """
-    return _in_parts(vae, partial(frames.decode, vae), latent, 1, ranks, traffic, block_size, on_convolution, dim)
+    return _in_parts(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, block_size, on_convolution, dim)
 
 
 @torch.inference_mode()
@@ -96,7 +81,7 @@ def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, 
     assert all(size % scale == 0 for size in picture.shape[-2:]), f"{tuple(picture.shape)} is no multiple of {scale}"
 
     def encode(rows):
-        return frames.encode(vae, rows.to(vae.device, vae.dtype))
+        return _family(vae).encode(vae, rows.to(vae.device, vae.dtype))
 
     return _in_parts(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution, dim)
 
@@ -107,7 +92,7 @@ def split_dim(vae, shape, scale):
     shape, scale: of what is decoded (scale 1) or encoded.
     """
     rows, columns = shape[-2:]
-    if scale == 1 and isinstance(vae, BY_FRAMES) and shape[-3] - 1 > max(rows, columns):
+    if scale == 1 and _family(vae).by_frames and shape[-3] - 1 > max(rows, columns):
         return -3
     return -1 if columns > rows else -2
 
@@ -259,10 +244,15 @@ def _linear_attention(split, eps):
     return {"apply_linear_attention": attend, "apply_quadratic_attention": attend}
 
 
-def _check(vae):
-    if not isinstance(vae, SPLIT):
-        names = ", ".join(cls.__name__ for cls in SPLIT)
+def _family(vae):
+    family = family_of(vae)
+    if family is None:
+        names = ", ".join(family.autoencoder for family in FAMILIES.values())
         raise UnsupportedError(f"{type(vae).__name__} cannot be split by rows, only {names}. Use VAE Decode.")
+    return family
+
+
+def _check(vae):
     if vae.use_tiling:
         raise UnsupportedError("Tiling is on, which blends tiles, and rows are exact. Call vae.disable_tiling() first.")
     for name, processor in getattr(vae, "attn_processors", {}).items():

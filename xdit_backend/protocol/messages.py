@@ -13,7 +13,6 @@ from .errors import XDiTError
 from .segments import Segment
 from .strict import STRICT, Degree, Natural, Printable, Rank
 
-
 # --- what commands speak of ---
 
 @dataclass(frozen=True, config=STRICT)

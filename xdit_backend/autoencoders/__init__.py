@@ -1,0 +1,23 @@
+"""The families of VAEs that this project runs: a dict, one entry a file."""
+
+from .cogvideox import COGVIDEOX
+from .dc import DC
+from .hunyuan_video import HUNYUAN_VIDEO
+from .kl import KL
+from .ltx import LTX
+from .tiny import TINY
+from .wan import WAN
+
+FAMILIES = {"kl": KL, "wan": WAN, "ltx": LTX, "hunyuan_video": HUNYUAN_VIDEO, "cogvideox": COGVIDEOX, "tiny": TINY, "dc": DC}
+
+
+def family_of(vae):
+    """The family of diffusers' autoencoder, by its class; None where it is of none."""
+    names = {cls.__name__ for cls in type(vae).__mro__}
+    return next((family for family in FAMILIES.values() if family.autoencoder in names), None)
+
+
+def supported(last="and"):
+    """The models whose VAEs can be loaded, for a person."""
+    names = [name for family in FAMILIES.values() for name in family.models]
+    return f"{', '.join(names[:-1])} {last} {names[-1]}"

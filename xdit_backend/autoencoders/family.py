@@ -1,0 +1,79 @@
+"""How a family of VAEs is described: as data. One `VaeFamily` a file of this folder; the loader and the split need nothing else.
+
+Names of tensors are those of ComfyUI's first_stage_model.state_dict(). The host reads families too, so that their files import
+diffusers only where they use it.
+"""
+
+import itertools
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+def decode_whole(vae, latent):
+    """What vae.decode gives: (B, 3, H, W), or (B, 3, F, H, W) of a video."""
+    return vae.decode(latent, return_dict=False)[0]
+
+
+def encode_whole(vae, picture):
+    """The mean that vae.encode gives."""
+    latent = vae.encode(picture, return_dict=False)[0]
+    return latent if isinstance(latent, torch.Tensor) else latent.mode()
+
+
+@dataclass(frozen=True)
+class VaeFamily:
+    """Everything this project knows of one family of VAEs.
+
+    models: whose VAEs they are, in a person's words; () where ComfyUI has no VAE object of it.
+    autoencoder: its class in diffusers, which is no other family's.
+    marks: a tensor's name with one of these is found in no other family. The one without takes what has no mark of another.
+    decoder, encoder: what the names of each half's tensors begin with. Either half may be missing.
+    config(shapes, settings): the arguments of the class, of shapes by tensors' names; a missing half is described like the other.
+        Raises CheckpointError with the reason where the VAE is of a kind that cannot be run. settings: see AutoencoderSpec.
+    convert(tensors, arguments): the tensors under diffusers' names.
+    finish(vae, settings): gives the model without weights what its class has no argument for.
+    decode(vae, latent), encode(vae, picture): as ComfyUI does it, given diffusers' autoencoder; encode gives the mean.
+    by_frames: can its decoder be split by frames too? Most video autoencoders go through their frames in order, a few at a
+        time, so that a rank would wait for the one before to end.
+    """
+
+    models: tuple[str, ...]
+    autoencoder: str
+    marks: tuple[str, ...] = ()
+    decoder: tuple[str, ...] = ("decoder.",)
+    encoder: tuple[str, ...] = ("encoder.",)
+    config: Callable | None = None
+    convert: Callable = lambda tensors, arguments: tensors
+    finish: Callable = lambda vae, settings: None
+    decode: Callable = decode_whole
+    encode: Callable = encode_whole
+    by_frames: bool = False
+
+
+def count_layers(shapes, pattern):
+    """How many numbers, from 0 on, give the name of a tensor when they are put into `pattern`."""
+    return next(number for number in itertools.count() if pattern.format(number) not in shapes)
+
+
+def size_of(shapes):
+    """A function (name, dim) -> shapes[name][dim], or None where there is no such tensor."""
+    return lambda name, dim: shapes[name][dim] if name in shapes else None
+
+
+@contextmanager
+def replaced(owner, **functions):
+    """While active, attributes of a module, of Python's or of torch's, are these functions."""
+    originals = {name: vars(owner)[name] for name in functions if name in vars(owner)}
+    try:
+        for name, function in functions.items():
+            setattr(owner, name, function)
+        yield
+    finally:
+        for name in functions:
+            if name in originals:
+                setattr(owner, name, originals[name])
+            else:                                              # it hid its class's
+                delattr(owner, name)
