@@ -164,25 +164,28 @@ def autoencoder(kind, encoder=False):
     return module
 
 
-def state_dict(kind, size="test", encoder=False):
-    """Tensors of a checkpoint under the names that files have."""
+def state_dict(kind, size="test", encoder=False, positions=None):
+    """Tensors of a checkpoint under the names that files have. positions: rows of its square table of positions."""
     module = autoencoder(kind, encoder) if kind in AUTOENCODERS else transformer(kind, size)
     with torch.no_grad():
         fill(module, torch.Generator().manual_seed(SEED))
         if kind == "vae-flux2":                                # a variance is positive
             module.bn.running_var.copy_(1 + module.bn.running_var.abs())
     tensors = {name: tensor.clone().contiguous() for name, tensor in module.state_dict().items()}
+    if positions is not None:
+        hidden = tensors["x_embedder.proj.weight"].shape[0]
+        tensors["pos_embed"] = 0.1 * torch.randn(1, positions ** 2, hidden, generator=torch.Generator().manual_seed(SEED))
     if kind.startswith("flux"):                                # files say .scale where ComfyUI's module says .weight
         tensors = {name.replace("_norm.weight", "_norm.scale") if "norm." in name else name: tensor
                    for name, tensor in tensors.items()}
     return tensors
 
 
-def save(kind, path, size="test", prefix="", dtype=None, encoder=False):
+def save(kind, path, size="test", prefix="", dtype=None, encoder=False, positions=None):
     """Write a checkpoint."""
     from safetensors.torch import save_file
     tensors = {prefix + name: tensor if dtype is None else tensor.to(dtype)
-               for name, tensor in state_dict(kind, size, encoder).items()}
+               for name, tensor in state_dict(kind, size, encoder, positions).items()}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     config = {"config": json.dumps({"vae": VAE_CONFIGS[kind]})} if kind in VAE_CONFIGS else {}
     save_file(tensors, str(path), metadata={"format": "pt", **config})

@@ -75,7 +75,9 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     num_text_tokens = 5 if family is HUNYUAN_DIT else num_text_tokens
     torch.manual_seed(0)
     model = getattr(diffusers, family.transformer)(**config).eval().to(dtype).requires_grad_(False)
+    family.amend(model, config)
     generator = torch.Generator().manual_seed(1)
+    columns += 60 if name == "PixArt-Sigma" else 0             # it has no positions for latents of less than 66 rows and columns
     shape = (frames, rows, columns) if name == "Wan 2.1" else (rows, columns)
     latent = torch.randn(batch, 4, *shape, generator=generator).to(dtype)
     conditioning = {"context": torch.randn(batch, num_text_tokens, 24, generator=generator).to(dtype)}

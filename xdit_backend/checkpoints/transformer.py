@@ -48,6 +48,7 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
         model.enable_layerwise_casting(storage_dtype=getattr(torch, spec.storage_dtype),
                                        compute_dtype=getattr(torch, spec.compute_dtype))
     _move(model, device, spec, on_progress)
+    family.amend(model, config)
     return model, config
 
 

@@ -60,7 +60,8 @@ class Family:
 
     transformer: class name in diffusers. recognise(shapes): is a file with tensors of these names and shapes ours?
     config(shapes): arguments of the diffusers class, from the header alone. convert(tensors, config): from the file's
-    names to diffusers' names. inputs(latent, timestep, conditioning, config, patch): arguments of the diffusers forward;
+    names to diffusers' names. amend(model, config): make a loaded model compute as ComfyUI's does, where diffusers' does not.
+    inputs(latent, timestep, conditioning, config, patch): arguments of the diffusers forward;
     patch (a messages.Patch) where the latent is a piece. patch_size(config): latent pixels of a token along each dim.
     prediction(output, latent): back to the latent's rows and columns. conditioning: what it understands of ComfyUI's
     arguments to a diffusion model; ignored: what the model itself ignores too. refuse(shapes): why a file of
@@ -77,6 +78,7 @@ class Family:
     prediction: Callable
     conditioning: tuple[str, ...]
     ignored: tuple[str, ...] = ()
+    amend: Callable = lambda model, config: None
     refuse: Callable = lambda shapes: None
     patch_size: Callable = lambda config: (config["patch_size"],) * 2
     num_heads: Callable = lambda config: config["num_attention_heads"]

@@ -1,0 +1,85 @@
+"""One evaluation of a model at many sizes equals ComfyUI's own module, whatever the file says of sizes."""
+
+import pytest
+import torch
+
+TOLERANCE = 1e-4                           # relative, float32; seen: up to 2e-6
+# kind of checkpoint -> rows of the tables of positions that files are made with; None: as the class makes it
+POSITIONS = {"sd3": (None, 96, 192), "sd35": (None,), "pixart": (64, 32, 128, None), "wan": (None,), "flux": (None,),
+             "flux-schnell": (None,)}
+LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "ring2": ("cpu,cpu", {"ring": 2}),
+           "pipefusion2": ("cpu,cpu", {"pipefusion": 2})}
+SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3, 16, 25, 33, 48), "wan": (2, 7, 12, 13, 16),
+         "flux": (2, 7, 12, 16, 21), "flux-schnell": (2, 7, 12, 16, 21)}
+SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [None, 1, 2, 4])
+def test_positions_of_pixart_are_comfyuis_to_the_bit(comfyui, scale, dtype):
+    """Whole and by patches, at its own size and at others. The file's table says the scale, or it has none."""
+    from comfy.ldm.pixart.pixartms import get_2d_sincos_pos_embed_torch
+
+    from xdit_backend.models.pixart import _positions
+    from xdit_backend.protocol.messages import Patch
+    config = {"num_attention_heads": 16, "attention_head_dim": 72, "interpolation_scale": scale}
+    for height, width in [(34, 36), (64, 64), (128, 128), (96, 160), (160, 96), (100, 32), (192, 192)]:
+        latent = torch.zeros(1, 4, height, width, dtype=dtype)
+        side = round((height + width) // 2 / 64)
+        want = get_2d_sincos_pos_embed_torch(1152, h=height // 2, w=width // 2, pe_interpolation=scale or float(side),
+                                             base_size=side * 64 // 2, dtype=dtype)
+
+        assert torch.equal(_positions(latent, None, config)[0], want)
+        assert torch.equal(_positions(latent[:, :, 8:20], Patch(2, 8, height), config)[0], want[4 * (width // 2):10 * (width // 2)])
+
+
+def cases(kind):
+    """Latent sizes: five sides in three shapes; of a video with two numbers of frames."""
+    for number, side in enumerate(SIDES[kind]):
+        for shape in SHAPES.values():
+            height, width = round(side / shape ** 0.5), round(side * shape ** 0.5)
+            if kind == "pixart":                               # ComfyUI's has no positions for other ones
+                height, width = height // 2 * 2, max(width // 2 * 2, 66 - height // 2 * 2)
+            yield (1 + number, height, width) if kind == "wan" else (height, width)
+
+
+def inputs(comfyui, kind, size, batch):
+    x = torch.randn(batch, comfyui.latent(kind)["samples"].shape[1], *size, generator=torch.Generator().manual_seed(5))
+    text, pooled = comfyui.conditioning(kind, 1)[0]
+    given = {"context": text.expand(batch, -1, -1)}
+    if pooled:
+        given["y"] = pooled["pooled_output"].expand(batch, -1)
+    if kind == "flux":
+        given["guidance"] = torch.full((batch,), 3.5)
+    return x, torch.tensor([0.9, 0.3])[:batch] * (1 if kind.startswith("flux") else 1000), given
+
+
+def check(comfyui, kind, layout, positions, sizes):
+    options = {} if positions is None else {"positions": positions}
+    devices, degrees = LAYOUTS[layout]
+    ours = comfyui.ours(kind, comfyui.config(devices, **degrees), **options).model.diffusion_model
+    native = comfyui.native(kind, **options).model.diffusion_model
+    for number, size in enumerate(sizes):
+        x, t, given = inputs(comfyui, kind, size, batch=2 if number == 0 else 1)
+        with torch.inference_mode():
+            result, want = ours.forward(x, t, **given), native(x, t, **given)
+
+        assert (result - want).norm() / want.norm() < TOLERANCE, size
+
+
+HEADERS = [pytest.param(kind, positions, id=f"{kind}-{positions}")
+           for kind, tables in POSITIONS.items() for positions in tables]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, positions", HEADERS)
+def test_every_size_equals_comfyuis_own_module(comfyui, kind, positions):
+    sizes = list(cases(kind))
+    check(comfyui, kind, "one", positions, sizes if positions == POSITIONS[kind][0] else sizes[::3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", POSITIONS)
+@pytest.mark.parametrize("layout", ["ulysses2", "ring2", "pipefusion2"])
+def test_sizes_equal_comfyuis_own_module_on_two_workers(comfyui, kind, layout):
+    check(comfyui, kind, layout, POSITIONS[kind][0], list(cases(kind))[2:5])
