@@ -1,6 +1,7 @@
-"""Which worker group runs: at most one at a time, shared by all nodes, living as long as ComfyUI."""
+"""Which worker groups run: one for each set of devices that is in use, shared by all nodes, living as long as ComfyUI."""
 
 import importlib.util
+import threading
 import weakref
 
 import torch
@@ -13,6 +14,7 @@ from ...xdit_backend.host.client import Client
 from ...xdit_backend.protocol.errors import ConfigError
 
 WORKER_PACKAGES = ("diffusers", "accelerate", "safetensors", "greenlet", "pydantic")
+MAX_SHARING = 2                # groups with a worker on the same device; a third ends the one that was not used for longest
 
 
 def check_packages():
@@ -32,48 +34,91 @@ def devices_of(config):
 
 
 def memory_of(device):
-    """Bytes of memory a device has in all."""
-    return comfy.model_management.get_total_memory(torch.device(device))
+    """Bytes of memory a device has in all. Makes no CUDA context there, which would take up to half a gigabyte of it."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return comfy.model_management.get_total_memory(device)
+
+
+def load_device_of(devices):
+    """The device that ComfyUI is to think of a MODEL on these as being on: its own, where one of the workers is there, else the first.
+
+    It asks for room there, and samples there: noise that a sampler draws is what ComfyUI draws for a model on that device.
+    """
+    default = comfy.model_management.get_torch_device()
+    places = [torch.device(name) for name in devices]
+    return default if default in places else places[0]
 
 
 class Groups:
-    """The running worker group and the models in use on it."""
+    """The worker groups and the models in use on them.
+
+    Groups on different devices live side by side. Groups that share one do too, as far as MAX_SHARING allows: what a group
+    holds there is parked or dropped when room is needed.
+    """
 
     def __init__(self):
-        self._client = None
-        self._models = weakref.WeakValueDictionary()           # name of a loaded model -> its shell
+        self._clients = {}                                     # devices -> Client, the one not used for longest first
+        self._shells = {}                                      # (devices, name of a model) -> ids of the shells that need it
+        self._lock = threading.Lock()                          # of _shells
 
     def client(self, devices):
-        """The Client for these devices. A group on other devices is ended first: it would hold their memory."""
-        if self._client is None or self._client.devices != tuple(devices):
-            self.close()
-            self._client = Client(devices)
-            self._client.on_phase = _show_phase
-            self._client.check = comfy.model_management.throw_exception_if_processing_interrupted
-        return self._client
+        """The Client for these devices; its workers start when they are first needed."""
+        devices = tuple(devices)
+        client = self._clients.pop(devices, None)
+        if client is None:
+            self._end_others(devices)
+            client = Client(devices)
+            client.on_phase = _show_phase
+            client.check = comfy.model_management.throw_exception_if_processing_interrupted
+        self._clients[devices] = client
+        return client
 
     def client_if(self, devices):
         """The Client for these devices if there is one; nothing is started."""
-        return self._client if self._client is not None and self._client.devices == tuple(devices) else None
+        return self._clients.get(tuple(devices))
 
     def client_for_decode(self, config):
-        """The running group, or where none runs one for the config's devices."""
-        if self._client is not None and self._client.running and config.devices == "auto":
-            return self._client
+        """The running group that was used last, or where none runs one for the config's devices."""
+        if config.devices == "auto":
+            for client in reversed(self._clients.values()):
+                if client.running:
+                    return client
         return self.client(devices_of(config))
 
     def load_model(self, client, spec, shell):
-        """Load a model, and drop those whose shell nothing refers to any more."""
-        for name in client.model_names:
-            if name != spec.name and name not in self._models:
-                client.drop(name)
-        self._models[spec.name] = shell
+        """Load a model for a shell. It is dropped when nothing refers to the shell any more."""
+        with self._lock:
+            shells = self._shells.setdefault((client.devices, spec.name), set())
+            if id(shell) not in shells:
+                shells.add(id(shell))
+                weakref.finalize(shell, self._forget_soon, client.devices, spec.name, id(shell)).atexit = False
         client.load_model(spec)
 
     def close(self):
-        if self._client is not None:
-            self._client.close()
-        self._client = None
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+
+    def _end_others(self, devices):
+        for device in set(devices):
+            sharing = [other for other in self._clients if device in other]
+            for other in sharing[:len(sharing) + 1 - MAX_SHARING]:
+                self._clients.pop(other).close()
+
+    def _forget_soon(self, *which):
+        # A shell may be collected at any moment, also while this thread is sending a command.
+        threading.Thread(target=self._forget, args=which, daemon=True).start()
+
+    def _forget(self, devices, name, shell_id):
+        """Drop a model if this was the last shell that needed it."""
+        with self._lock:
+            shells = self._shells[devices, name]
+            shells.discard(shell_id)
+            client = self._clients.get(devices)
+            if not shells and client is not None:
+                client.forget(name)
 
 
 def show_text(text):

@@ -1,5 +1,6 @@
 """ComfyUI's ModelPatcher of a shell: what its memory manager and its patching nodes ask goes to the worker group, or is refused."""
 
+import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
 
@@ -33,6 +34,11 @@ class ShellPatcher(comfy.model_patcher.ModelPatcher):
         self.model.current_weight_patches_uuid = self.patches_uuid
         for callback in self.get_all_callbacks(comfy.patcher_extension.CallbacksMP.ON_LOAD):
             callback(self, device_to, lowvram_model_memory, force_patch_weights, full_load)
+
+    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
+        """Have the workers hold what they lack. However little memory is free, nothing is unloaded: the weights are in use."""
+        comfy.model_management.soft_empty_cache()              # what torch keeps in this process is of no use to the workers
+        return super().partially_load(device_to, max(extra_memory, 0))
 
     def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False):
         freed = self.model.model_loaded_weight_memory

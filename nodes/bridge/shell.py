@@ -18,7 +18,7 @@ from ...xdit_backend.planner import choose_stages
 from ...xdit_backend.protocol.errors import CheckpointError
 from ...xdit_backend.protocol.segments import dtype_name
 from .carried import hold_elsewhere, remember_modules
-from .groups import check_packages, devices_of, memory_of
+from .groups import check_packages, devices_of, load_device_of, memory_of
 from .patcher import ShellPatcher
 from .remote import RemoteModel
 
@@ -50,7 +50,7 @@ def load_shell(path, weight_dtype, config):
     model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=header.metadata)
     if model_config is None:
         raise CheckpointError(f"ComfyUI does not recognise {os.path.basename(path)} as a {family.name} model.")
-    load_device = comfy.model_management.get_torch_device()
+    load_device = load_device_of(devices)
     storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device)
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")

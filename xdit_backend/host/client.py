@@ -85,6 +85,15 @@ class Client:
             self._autoencoders.discard(name)
             self._request(lambda request: messages.DropModel(request, name))
 
+    def forget(self, name):
+        """As drop, but waits for nothing, and starts nothing where the workers have ended. From any thread."""
+        if self.holds(name):
+            self._models.discard(name)
+            try:
+                self._group.post(lambda request: messages.DropModel(request, name), answering=())
+            except WorkerDiedError:                            # who needs the workers next will be told, or start new ones
+                pass
+
     def predict(self, spec, layout, num_channels, calls):
         """Evaluate the model on one or two calls at once; returns a list of predictions, float32 on the CPU.
 

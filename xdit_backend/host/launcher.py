@@ -4,6 +4,7 @@ Everything a group opens is on this machine only: a socket file in a private fol
 """
 
 import atexit
+import functools
 import logging
 import multiprocessing.connection as connection
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -60,8 +62,17 @@ class _Open:
     failed_s: float = 0.0
 
 
+def _alone(method):
+    """A thread that is in one of these methods of a group keeps other threads out of them: ranks get commands in one order."""
+    @functools.wraps(method)
+    def locked(self, *args, **kwargs):
+        with self._lock:
+            return method(self, *args, **kwargs)
+    return locked
+
+
 class WorkerGroup:
-    """A running worker group. Not for several threads at once.
+    """A running worker group. Its methods may be called by several threads; one that waits keeps the others waiting.
 
     Construction blocks until every worker is ready. on_phase(Phase) tells what workers do meanwhile; check() is called
     often while waiting and may raise to give up, as ComfyUI's cancel does.
@@ -71,6 +82,7 @@ class WorkerGroup:
     def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None):
         self.devices = tuple(devices)
         self.segments = SegmentStore()
+        self._lock = threading.RLock()
         self._log_folder = self.segments.overflow_folder / "logs"
         self._channels, self._open, self._last_request, self._pids = {}, {}, 0, []
         self.totals = {}                                       # rank -> sums of the measurements in its answers, by name
@@ -91,10 +103,12 @@ class WorkerGroup:
     def alive(self):
         return self._process is not None and self._process.poll() is None and len(self._channels) == len(self.devices)
 
+    @_alone
     def request(self, make_command, on_phase=lambda phase: None, check=lambda: None, segments=()):
         """Send make_command(request number) to every rank, wait for every answer; returns {rank: Done}. Raises as `wait`."""
         return self.wait([self.post(make_command, segments)], on_phase, check)[1]
 
+    @_alone
     def post(self, make_command, segments=(), answering=None):
         """Send make_command(request number) to every rank and wait for nothing; returns the request number.
 
@@ -113,6 +127,7 @@ class WorkerGroup:
                 self._lost(rank)
         return request
 
+    @_alone
     def wait(self, requests, on_phase=lambda phase: None, check=lambda: None):
         """Wait until one of these requests is complete; returns (its number, {rank: Done}).
 
@@ -138,6 +153,7 @@ class WorkerGroup:
                 self._open[request].claimed = True
             self._settle()
 
+    @_alone
     def close(self):
         """End the workers and remove every file of the group. May be called twice, and from atexit."""
         atexit.unregister(self._close_at_exit)
