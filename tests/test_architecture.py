@@ -1,11 +1,10 @@
 """The rooms and arrows of the project: which package may import which. Read from the source, nothing is run."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.architecture import ROOT, essential, find_arrows, find_rooms, imports, sources
 
 # room -> rooms it may import, besides itself
 ARROWS = {
@@ -28,26 +27,10 @@ ARROWS = {
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "execution", "latent_preview"}
 
 
-def sources(package):
-    return sorted((ROOT / package).rglob("*.py"))
-
-
 def room_of(module):
     """The most specific room a dotted module belongs to, or None."""
     rooms = [room for room in ARROWS if module == room or module.startswith(room + ".")]
     return max(rooms, key=len) if rooms else None
-
-
-def imports(path):
-    """Absolute names of what a file imports, relative imports resolved from the repository's root."""
-    package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[:len(package) - node.level + 1] if node.level else []
-            stem = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{stem}.{alias.name}" for alias in node.names)
 
 
 @pytest.mark.parametrize("path", sources("nodes") + sources("xdit_backend"), ids=lambda path: str(path.relative_to(ROOT)))
@@ -59,6 +42,12 @@ def test_imports_follow_the_arrows(path):
         assert room is None or target in (None, room) or target in ARROWS[room], f"{own} imports {name}"
         if own.startswith("xdit_backend") and own != "xdit_backend.bench_comfyui":       # a process of its own
             assert name.split(".")[0] not in COMFYUI | {"nodes"}, f"{own} imports {name}"
+
+
+def test_no_rooms_import_each_other_in_a_circle():
+    assert essential(find_arrows(find_rooms()))
+    with pytest.raises(ValueError, match="in a circle: a, b"):
+        essential({"a": {"b"}, "b": {"a", "c"}, "c": set()})
 
 
 @pytest.mark.parametrize("path", sources("xdit_backend"), ids=lambda path: str(path.relative_to(ROOT)))

@@ -53,7 +53,7 @@ class Setting:
     def exchanged(self, degrees):
         """Elements a rank sends in the attention of one block: Ulysses 4 (S/D) h (U-1)/U, Ring 2 (S/R) (h/U) (R-1).
 
-        S with text, since text is sharded too (ALGORITHMS.md section 10).
+        S with text, since text is sharded too (docs/algorithms.md section 8).
         """
         ring, ulysses = degrees["ring"], degrees["ulysses"]
         tokens = self.num_image_tokens + self.num_text_tokens
@@ -226,7 +226,7 @@ def measure(setting, folder, layouts, num_cuda, options):
 
 
 def sent_bytes_formula(degrees, setting):
-    """Bytes a rank sends a step (ALGORITHMS.md section 10), for one branch.
+    """Bytes a rank sends a step (docs/algorithms.md section 8), for one branch.
 
     Attention of every block, and the image tokens once at the end, (S_image/D) h (D-1) elements.
     """

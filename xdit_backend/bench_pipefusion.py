@@ -39,7 +39,7 @@ class Row:
 
 
 def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_parallel=False):
-    """How much faster than one worker a run can be (ALGORITHMS.md section 2.4): slots of one patch on one stage."""
+    """How much faster than one worker a run can be (docs/algorithms.md section 2.4): slots of one patch on one stage."""
     stale = num_steps - warmup_steps
     slots = (stale - 1) * max(num_patches, num_stages) + num_patches + num_stages - 1 if stale else 0
     warm = warmup_steps / (num_stages if warmup_is_parallel else 1)
@@ -168,7 +168,7 @@ def measure(setting, folder, layouts, clients, call, options):
 def sent_formula(degrees, setting):
     """Bytes the busiest rank sends a step: hidden states of the image and, once, of the text, B (S + S_t) h / D elements.
 
-    With sequence parallelism also the exchange inside it, as for whole steps (ALGORITHMS.md sections 2.4 and 3).
+    With sequence parallelism also the exchange inside it, as for whole steps (docs/algorithms.md sections 2.4 and 3).
     """
     tokens = setting.num_image_tokens + setting.num_text_tokens
     num_blocks = (setting.num_double_blocks + setting.num_single_blocks) / degrees["pipefusion"]
@@ -180,7 +180,7 @@ def memory_formulas(header, family, spec, num_ranks, setting, degrees):
     """([bytes of parameters], [bytes of stale keys and values]) of each rank.
 
     Parameters: its stage's blocks, and all that is outside the blocks. Keys and values: 2 B (S + S_t) h / U for each of its
-    blocks (ALGORITHMS.md 2.8).
+    blocks (docs/algorithms.md 2.8).
     """
     import diffusers  # slow to import, and --help needs neither
     from accelerate import init_empty_weights

@@ -91,7 +91,7 @@ def resolve_devices(devices, num_cuda_devices):
 def validate(config, num_devices):
     """Refuse settings that cannot work on this number of devices, before a model is known.
 
-    Raises ConfigError naming the field, its value and what would work (rules of ALGORITHMS.md section 1).
+    Raises ConfigError naming the field, its value and what would work (rules of docs/algorithms.md section 1).
     """
     if config.mode not in ("auto", "manual"):
         raise ConfigError(f'mode="{config.mode}" is neither "auto" nor "manual".')

@@ -31,7 +31,7 @@ def check_shards(num_tokens, num_shards):
                           f"Use a larger latent or lower degrees.")
 
 
-# --- PipeFusion: which blocks, which rows (ALGORITHMS.md sections 2.1 and 2.4) ---
+# --- PipeFusion: which blocks, which rows (docs/algorithms.md sections 2.1 and 2.4) ---
 
 def split_stages(costs, num_stages, speeds=None, sizes=None, limits=None):
     """Cut blocks into contiguous stages so that the slowest stage is as fast as can be; returns blocks a stage.
@@ -103,7 +103,7 @@ def cut_patches(shape, patch_size, num_patches):
 
 
 def opens_step(patch):
-    """Does this patch (None: a whole latent) come first in a step? Text tokens come with it (ALGORITHMS.md section 2.5)."""
+    """Does this patch (None: a whole latent) come first in a step? Text tokens come with it (docs/algorithms.md section 2.5)."""
     return patch is None or patch.start == 0
 
 

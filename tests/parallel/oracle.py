@@ -1,4 +1,4 @@
-"""The oracle of PipeFusion, SIM(M, W) of ALGORITHMS.md 2.7: one process, the unmodified diffusers model, stale keys and values.
+"""The oracle of PipeFusion, SIM(M, W) of docs/algorithms.md 2.7: one process, the unmodified diffusers model, stale keys and values.
 
 A patch is predicted by running the whole latent, while every self-attention takes keys and values from a store for all
 tokens but the patch's own. Everything else in a transformer is token by token, so the patch's rows are its prediction.

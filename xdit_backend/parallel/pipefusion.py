@@ -1,6 +1,6 @@
 """PipeFusion on one rank: stale keys and values, and the way of hidden states from stage to stage (arXiv 2405.14430).
 
-The attention seam calls patch_attention; the engine owns a Link and the KeyValues. ALGORITHMS.md sections 2 and 3.
+The attention seam calls patch_attention; the engine owns a Link and the KeyValues. docs/algorithms.md sections 2 and 3.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -134,7 +134,7 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, trip, key, streams, attention):
     """Attention of a trip's queries over all tokens of the image, most of them stale. Every rank of the axes calls it.
 
     Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by an
-    all-gather along the ring axis (ALGORITHMS.md section 3, design i). key: (block, name and number of the attention).
+    all-gather along the ring axis (docs/algorithms.md section 3). key: (block, name and number of the attention).
     attention(q, k, v): plain attention. Returns like q.
     """
     mesh, traffic, sizes = trip.mesh, trip.traffic, trip.tokens.sizes(streams)

@@ -1,0 +1,109 @@
+"""What README, docs/ and the help pages say can be followed: commands run, links lead somewhere, cited sections exist."""
+
+import importlib
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture import PICTURE, ROOT, draw, sources
+from xdit_backend.models import FAMILIES
+
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "web" / "docs").glob("*.md")),
+         *sorted((ROOT / "xdit_backend").rglob("*.md"))]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = sorted({line.partition("  #")[0].strip() for page in PAGES
+                   for block in re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+                   for line in block.splitlines() if line.strip()})
+
+
+def slug(heading):
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("https://", "http://")):
+            name, _, anchor = target.partition("#")
+            file = page.parent / name if name else page
+            assert file.exists(), f"{page.name}: {target}"
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M) if anchor else []
+            assert not anchor or anchor in map(slug, headings), f"{page.name}: {target}"
+    for path in re.findall(r"`((?:xdit_backend|nodes|tests|web|workflows|docs)/[\w/.-]+\.\w+)`", text):
+        assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_there_are_commands():
+    assert len([command for command in COMMANDS if "python" in command]) >= 8
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_understood(command, monkeypatch, capsys):
+    """Commands of ours are parsed by the parser that they would meet; modules and files that others name are there."""
+    words = [word for word in shlex.split(command.replace("<this repository>", "REPOSITORY")) if "=" not in word or word.startswith("-")]
+    arguments = words[1:]
+    if words[:2] == ["python3", "start.py"]:
+        start = module_of("start", ROOT / "start.py")
+        monkeypatch.setattr(sys, "argv", words[1:])
+        options, rest = start.parse_arguments()
+        assert not rest or options.job == "test"
+    elif arguments[:2] == ["-m", "xdit_backend"]:
+        main = importlib.import_module("xdit_backend.__main__").main
+        monkeypatch.setattr(sys, "argv", ["xdit_backend", *arguments[2:], "--help"])
+        with pytest.raises(SystemExit) as end:
+            main()
+        shown = capsys.readouterr().out
+        assert end.value.code == 0
+        assert all(word in shown for word in arguments if word.startswith("--"))
+    elif arguments[:1] == ["-m"] and arguments[1] != "pip":
+        assert (ROOT / arguments[1].replace(".", "/")).with_suffix(".py").exists() or (ROOT / arguments[1].replace(".", "/")).is_dir()
+    else:
+        assert words[0] in ("cd", "git", "python"), command
+        assert all((ROOT.parent / word.replace("xdit-comfyui", ROOT.name)).exists() for word in words if word.endswith(".txt"))
+
+
+def module_of(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_sections_that_docstrings_cite_exist():
+    headings = re.findall(r"^#+ ([\d.]+) ", (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8"), re.M)
+    cited = {}
+    for path in [*sources("xdit_backend"), *sources("nodes"), *sources("tests"), *PAGES]:
+        if path == Path(__file__):
+            continue
+        text = path.read_text(encoding="utf-8")
+        assert "ALGORITHMS.md" not in text, path
+        for numbers in re.findall(r"algorithms\.md\)?,?\s+(?:sections?\s+)?((?:\d+(?:\.\d+)?(?:, | and )?)+)", text):
+            cited.update((number, path) for number in re.findall(r"\d+(?:\.\d+)?", numbers))
+
+    assert len(cited) >= 6
+    assert {number: path for number, path in cited.items() if number not in headings} == {}
+
+
+def test_the_picture_of_the_rooms_is_current():
+    assert PICTURE.read_text(encoding="utf-8") == draw(), "draw it anew: python -m tests.architecture"
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_readme_names_each_family(family):
+    rows = [line.split("|")[1].strip() for line in README.splitlines() if line.startswith("|")]
+
+    assert any(row.startswith(family.name) for row in rows)
+
+
+def test_environment_variables_are_listed():
+    read = {name for path in [*sources("xdit_backend"), *sources("nodes"), *sources("tests"), ROOT / "start.py"]
+            for name in re.findall(r"environ(?:\.get\(|\[)\"(XDIT_\w+)\"", path.read_text(encoding="utf-8"))}
+    listed = set(re.findall(r"^\| `(XDIT_\w+)` \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M))
+
+    assert listed == read
