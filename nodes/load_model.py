@@ -6,6 +6,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..xdit_backend.config import ParallelConfig
+from ..xdit_backend.models import supported
 from .bridge.shell import WEIGHT_DTYPES, load_shell
 from .parallel_config import Parallel
 
@@ -24,9 +25,9 @@ class XDiTLoadModel(io.ComfyNode):
             description="Loads a diffusion transformer on all devices. Takes the files that Load Diffusion Model takes.",
             search_aliases=["load diffusion model", "unet loader", "multi gpu"],
             inputs=[
-                io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip="A .safetensors file of SD3, SD3.5, "
-                               "Flux.1, Wan 2.1 text-to-video or PixArt-Sigma, in models/diffusion_models or models/checkpoints; or a "
-                               "folder of models/diffusers."),
+                io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip="A .safetensors file of "
+                               f"{supported(last='or')}, in models/diffusion_models or models/checkpoints; or a folder of "
+                               "models/diffusers."),
                 io.Combo.Input("weight_dtype", options=list(WEIGHT_DTYPES), default="default", tooltip="How the weights are held. "
                                "default: as ComfyUI's own loader would. fp8_e4m3fn halves the memory and changes the picture a "
                                "little."),

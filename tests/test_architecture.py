@@ -8,7 +8,8 @@ from tests.architecture import ROOT, essential, find_arrows, find_rooms, imports
 
 # room -> rooms it may import, besides itself
 ARROWS = {
-    "nodes": {"nodes.bridge", "xdit_backend.autoencoders", "xdit_backend.config", "xdit_backend.protocol", "xdit_backend.demo_model"},
+    "nodes": {"nodes.bridge", "xdit_backend.models",
+              "xdit_backend.autoencoders", "xdit_backend.config", "xdit_backend.protocol", "xdit_backend.demo_model"},
     "nodes.bridge": {"xdit_backend.host", "xdit_backend.protocol", "xdit_backend.config", "xdit_backend.planner",
                      "xdit_backend.partition", "xdit_backend.checkpoints", "xdit_backend.autoencoders"},
     "xdit_backend.host": {"xdit_backend.protocol", "xdit_backend.config", "xdit_backend.partition"},

@@ -15,30 +15,13 @@ from pathlib import Path
 import torch
 
 SEED = 1234
-FAMILIES = ("sd3", "sd35", "flux", "flux-schnell", "wan", "pixart")
+SHORT = {"Flux.1": "flux", "Wan 2.1": "wan", "PixArt-Sigma": "pixart"}
+VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}), "flux-schnell": ("flux", {"guidance_embed": False})}
+DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
+    "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
 AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox", "vae-ltx",
                 "vae-ltx095", "vae-taesd")
 
-# Arguments of ComfyUI's classes. Its detection fixes some of them: SD3's width is 64 x depth, Flux's is 3072,
-# PixArt's is 1152; both Wan and PixArt read 4,096 text channels.
-SD3 = {
-    "input_size": None, "patch_size": 2, "in_channels": 16, "out_channels": 16, "adm_in_channels": 64,
-    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 256}},
-    "depth": 4, "num_patches": 64 * 64, "pos_embed_max_size": 64, "pos_embed_scaling_factor": None,
-}
-FLUX = {
-    "image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 32,
-    "context_in_dim": 64, "hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 1, "depth_single_blocks": 1,
-    "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": [],
-}
-WAN = {
-    "model_type": "t2v", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096, "out_dim": 16,
-    "num_heads": 2, "num_layers": 3, "text_len": 512,
-}
-PIXART = {
-    "hidden_size": 1152, "num_heads": 16, "depth": 2, "caption_channels": 4096, "model_max_length": 300,
-    "micro_condition": False,
-}
 AUTOENCODER = {
     "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 2, 4, 4],
     "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
@@ -61,32 +44,30 @@ def fill(module, generator):
         tensor.data.copy_(value)
 
 
+def families():
+    """{kind of checkpoint: family}, one kind for each family and those that are said to differ from it."""
+    from xdit_backend.models import FAMILIES
+    kinds = {SHORT.get(name, name.lower().replace(" ", "-")): family for name, family in FAMILIES.items()}
+    return kinds | {kind: kinds[base] for kind, (base, _) in VARIANTS.items()}
+
+
 def transformer(kind, size="test"):
     """ComfyUI's model class of a family, small and random."""
-    import comfy.ldm.flux.model
-    import comfy.ldm.pixart.pixartms
-    import comfy.ldm.wan.model
     import comfy.ops
-    from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
-
+    tiny = families()[kind].tiny
+    base, changed = VARIANTS.get(kind, (kind, {}))
+    arguments = tiny.arguments | changed | (DEMO.get(base, {}) if size == "demo" else {})
+    module, _, name = tiny.native.partition(":")
     place = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
-    if kind == "sd3":
-        arguments = dict(SD3)
-        if size == "demo":
-            arguments |= {"depth": 8, "context_embedder_config": {
-                "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}
-        return OpenAISignatureMMDITWrapper(**arguments, **place)
-    if kind == "sd35":
-        return OpenAISignatureMMDITWrapper(**SD3, qk_norm="rms", x_block_self_attn_layers=[0, 1], **place)
-    if kind in ("flux", "flux-schnell"):
-        arguments = {**FLUX, "guidance_embed": kind == "flux"}
-        arguments = {key: value for key, value in arguments.items() if key != "image_model"}
-        return comfy.ldm.flux.model.Flux(image_model="flux", **arguments, **place)
-    if kind == "wan":
-        return comfy.ldm.wan.model.WanModel(**WAN, **place)
-    if kind == "pixart":
-        return comfy.ldm.pixart.pixartms.PixArtMS(**PIXART, **place)
-    raise ValueError(f"{kind} is none of {FAMILIES}")
+    return getattr(importlib.import_module(module), name)(**arguments, **place)
+
+
+def detect_thin():
+    """ComfyUI's detection takes widths of the published models for granted; make it take those of the tiny ones."""
+    import comfy.supported_models
+    for family in families().values():
+        if family.tiny.detected is not None:
+            getattr(comfy.supported_models, family.tiny.detected).unet_extra_config = family.tiny.arguments
 
 
 # LTX-Video's with fewer layers and channels, as the file of a VAE says it.
@@ -203,7 +184,7 @@ def import_comfyui(folder=None):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=FAMILIES + AUTOENCODERS)
+    parser.add_argument("kind", choices=(*families(), *AUTOENCODERS))
     parser.add_argument("path")
     parser.add_argument("--size", choices=("test", "demo"), default="test")
     options = parser.parse_args()

@@ -35,6 +35,14 @@ WAN_14B = {
 PIXART_SIGMA = {
     "x_embedder.proj.weight": (1152, 4, 2, 2), "final_layer.linear.weight": (32, 1152), "t_block.1.weight": (6912, 1152),
     "y_embedder.y_proj.fc1.weight": (1152, 4096), **blocks("blocks.", 28, {"attn.qkv.weight": (3456, 1152)})}
+QWEN_IMAGE = {
+    "img_in.weight": (3072, 64), "txt_in.weight": (3072, 3584), "txt_norm.weight": (3584,), "proj_out.weight": (64, 3072),
+    **blocks("transformer_blocks.", 60, {"attn.norm_q.weight": (128,), "img_mod.1.weight": (18432, 3072)})}
+LUMINA2 = {
+    "x_embedder.weight": (2304, 64), "cap_embedder.1.weight": (2304, 2304), "final_layer.linear.weight": (64, 2304),
+    **blocks("noise_refiner.", 2, {"attention.k_norm.weight": (96,)}),
+    **blocks("context_refiner.", 2, {"attention_norm1.weight": (2304,)}),
+    **blocks("layers.", 26, {"attention.q_norm.weight": (96,), "attention.qkv.weight": (3840, 2304)})}
 
 PUBLISHED = {
     "sd3.5-large": ("SD3", SD35_LARGE, {"num_layers": 38, "num_attention_heads": 38, "joint_attention_dim": 4096,
@@ -47,6 +55,10 @@ PUBLISHED = {
     "flux-schnell": ("Flux.1", FLUX_SCHNELL, {"num_layers": 19, "guidance_embeds": False}),
     "wan-14b": ("Wan 2.1", WAN_14B, {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824, "text_dim": 4096,
                                      "in_channels": 16, "out_channels": 16, "cross_attn_norm": True}),
+    "qwen-image": ("Qwen-Image", QWEN_IMAGE, {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "in_channels": 64,
+                                              "out_channels": 16, "joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56)}),
+    "lumina2": ("Lumina 2", LUMINA2, {"hidden_size": 2304, "num_layers": 26, "num_refiner_layers": 2, "num_attention_heads": 24,
+                                      "num_kv_heads": 8, "cap_feat_dim": 2304, "axes_dim_rope": (32, 32, 32), "in_channels": 16}),
     "pixart-sigma": ("PixArt-Sigma", PIXART_SIGMA, {"num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72,
                                                     "caption_channels": 4096, "out_channels": 8}),
 }
@@ -90,7 +102,8 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
 
 @pytest.mark.parametrize("base, extra, words", [
     (SD35_LARGE, {"context_processor.layers.0.attn.qkv.weight": (1, 1)}, "context processor"),
-    (FLUX_DEV, {"img_in.weight": (1024, 64)}, "its width is 1024"),
+    (QWEN_IMAGE, {"__index_timestep_zero__": (1,)}, "Qwen-Image-Edit 2511"),
+    (LUMINA2, {"x_pad_token": (1, 2304)}, "Z-Image"),
     (WAN_14B, {"img_emb.proj.0.bias": (1280,)}, "image-to-video"),
     (WAN_14B, {"vace_blocks.0.before_proj.weight": (1, 1)}, "vace_blocks"),
     (PIXART_SIGMA, {"ar_embedder.mlp.0.weight": (1, 1)}, "PixArt-Alpha")], ids=lambda value: value if isinstance(value, str) else "")

@@ -34,15 +34,15 @@ def cuts(one, num_patches):
 
 def sample(client, spec, one, layout, num_patches, warmup_steps, by_image=False):
     """A run as the bench drives it; every patch goes on as soon as its own prediction is there."""
-    scale = 1.0 if one.family.name == "Flux.1" else 1000.0
-    x = euler(client, spec, layout, call_of(one), SIGMAS, warmup_steps, cuts(one, num_patches), 4, scale, by_image)
+    x = euler(client, spec, layout, call_of(one), SIGMAS, warmup_steps, cuts(one, num_patches), one.latent.shape[1],
+              one.family.time_scale, by_image)
     client.end_run()
     return x
 
 
 def oracle(one, num_patches, warmup_steps):
     patches, latent = cuts(one, num_patches), one.latent
-    result = simulate(one, one.family.name == "Flux.1", [(patch.start, patch.start + rows) for patch, rows in patches],
+    result = simulate(one, [(patch.start, patch.start + rows) for patch, rows in patches],
                       warmup_steps, SIGMAS, patches[0][0].dim)
     one.latent = latent
     return result

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.comfyui_server import ROOT, comfyui_folder, run_async
-from tests.host_nodes import POOLED_CHANNELS, TEXT_CHANNELS
-from tests.tiny_checkpoints import import_comfyui, save, thin_class
+from tests.models.zoo import conditioning_of
+from tests.tiny_checkpoints import detect_thin, families, import_comfyui, save, thin_class
+from xdit_backend.checkpoints.header import read_header
 
-FAMILY_OF = {"sd35": "sd3", "flux-schnell": "flux"}            # kind of checkpoint -> family of its conditioning
-LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "pixart": (34, 36), "wan": (16, 18)}
+LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "pixart": (34, 36)}
 DEGREES = ("cfg", "data", "pipefusion", "ring", "ulysses")
 
 
@@ -21,6 +21,7 @@ class ComfyUI:
 
     def __init__(self, folder, base):
         import_comfyui(folder)
+        detect_thin()
         self.folder_paths, self.base = importlib.import_module("folder_paths"), Path(base)
         for name in ("diffusion_models", "checkpoints", "vae"):
             (self.base / name).mkdir()
@@ -61,17 +62,19 @@ class ComfyUI:
     def ours(self, kind, config, weight_dtype="fp32", **options):
         return self.load_model.execute(self.file(kind, **options), weight_dtype, config).args[0]
 
+    def transformer_config(self, kind):
+        """The arguments of diffusers' class for the tiny checkpoint."""
+        return families()[kind].config(read_header(self.base / "diffusion_models" / self.file(kind)).shapes)
+
     def conditioning(self, kind, seed, tokens=20):
-        family = FAMILY_OF.get(kind, kind)
         generator = torch.Generator().manual_seed(seed)
-        text = torch.randn(1, tokens, TEXT_CHANNELS[family], generator=generator)
-        pooled = POOLED_CHANNELS.get(family)
-        return [[text, {} if pooled is None else {"pooled_output": torch.randn(1, pooled, generator=generator)}]]
+        made = conditioning_of(families()[kind], self.transformer_config(kind), generator, {"context": tokens})
+        return [[made["context"], {"pooled_output": made["y"]} if "y" in made else {}]]
 
     def latent(self, kind, batch=1, size=None):
-        size = size or LATENT_SIZES.get(kind, (16, 18))
-        frames = (2,) if kind == "wan" else ()
-        return {"samples": torch.zeros(batch, 4 if kind == "pixart" else 16, *frames, *size)}
+        family, size = families()[kind], size or LATENT_SIZES.get(kind, (16, 18))
+        frames = (family.tiny.frames,) if len(family.latent.patch) == 3 else ()
+        return {"samples": torch.zeros(batch, family.num_channels(self.transformer_config(kind)), *frames, *size)}
 
     def sample(self, model, kind, sampler="euler", scheduler="simple", steps=3, cfg=4.0, positive=None, negative=None,
                latent=None, denoise=1.0, seed=7):

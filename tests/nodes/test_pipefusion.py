@@ -66,7 +66,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
         conditioning = {"context": context, **extra}
         key = tuple(transformer_options["cond_or_uncond"])
         if key not in stale["models"]:
-            stale["models"][key] = StaleModel(Example(model, family, config), kind == "flux")
+            stale["models"][key] = StaleModel(Example(model, family, config))
         one = stale["models"][key]
         one.example.conditioning = {name: conditioning[name] for name in family.conditioning if conditioning.get(name) is not None}
         if warmup_steps >= len(schedule) - 1 or sigma > schedule[warmup_steps]:

@@ -8,14 +8,16 @@ Neither the number of stages nor the sequence degree appears.
 import torch
 import torch.nn.functional as F
 
+from tests.models.zoo import text_first
+
 plain = F.scaled_dot_product_attention
 
 
 class StaleModel:
     """A model of the zoo that remembers keys and values from call to call."""
 
-    def __init__(self, example, text_first):
-        self.example, self.text_first = example, text_first
+    def __init__(self, example):
+        self.example, self.text_first = example, text_first(example.family)
         self.store = {}
 
     def predict(self, latent, timestep, rows=None):
@@ -24,9 +26,7 @@ class StaleModel:
         one.latent, one.timestep = latent, timestep
         size = one.family.patch_size(one.config)
         dim = 2 if latent.ndim == 4 or latent.shape[2] > size[0] else 3
-        num_image = 1
-        for length, patch in zip(latent.shape[2:], size):
-            num_image *= -(-length // patch)
+        num_image = one.family.latent.num_tokens(latent.shape)
         a_row = num_image // -(-latent.shape[dim] // size[dim - 2])
         first, last = (0, num_image) if rows is None else (a_row * (row // size[dim - 2]) for row in rows)
         if rows is not None and rows[1] == latent.shape[dim]:
@@ -49,6 +49,9 @@ class StaleModel:
             values = torch.where(fresh[:, None], value, values)
             seen = seen | fresh
             self.store[name] = keys, values, seen
+            if kwargs.get("attn_mask") is not None:
+                mask = kwargs["attn_mask"]
+                kwargs["attn_mask"] = mask.expand(*mask.shape[:3], len(seen))[..., seen]
             return plain(query, keys[:, :, seen], values[:, :, seen], *args, **kwargs)
 
         F.scaled_dot_product_attention = attention
@@ -58,10 +61,9 @@ class StaleModel:
             F.scaled_dot_product_attention = plain
 
 
-def simulate(example, text_first, patches, warmup_steps, sigmas, dim=2):
+def simulate(example, patches, warmup_steps, sigmas, dim=2):
     """Sample with Euler steps, patch by patch after the warm-up. patches: [(first row, last + 1)]. Returns the latent."""
-    model, x = StaleModel(example, text_first), example.latent
-    scale = 1.0 if example.family.name == "Flux.1" else 1000.0
+    model, x, scale = StaleModel(example), example.latent, example.family.time_scale
     for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:])):
         timestep = torch.full((x.shape[0],), sigma * scale, dtype=x.dtype)
         if step < warmup_steps:

@@ -9,20 +9,21 @@ from tests.models.zoo import CONFIGS, example
 from tests.parallel.oracle import simulate
 from tests.ranks import run_ranks
 from tests.tolerances import within
-from xdit_backend.parallel.apply import Seams
+from xdit_backend.models import FAMILIES
+from xdit_backend.parallel import regions
 from xdit_backend.parallel.collectives import Traffic
+from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import build_mesh
 from xdit_backend.parallel.pipefusion import KeyValues, Link, Offload
-from xdit_backend.parallel.tokens import Tokens
-from xdit_backend.parallel.trip import Trip
-from xdit_backend.partition import cut_patches, num_tokens, split_stages, stage_blocks
+from xdit_backend.partition import cut_patches, split_stages, stage_blocks
 from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol.messages import Layout
+from xdit_backend.worker.model import Loaded
 
 EXACT = 1e-10
 SIGMAS = [1.0, 0.75, 0.5, 0.25]                               # three steps
-TEXT_FIRST = {"Flux.1": True}
-SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan 2.1": {"rows": 10, "columns": 6, "frames": 5}}
+SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan 2.1": {"rows": 10, "columns": 6, "frames": 5},
+          "Qwen-Image": {"rows": 12, "columns": 6}}
 
 
 class Pipeline:
@@ -30,37 +31,23 @@ class Pipeline:
 
     def __init__(self, rank, world_size, one, layout, num_blocks=None, offload=False):
         self.one, self.mesh = one, build_mesh(layout, world_size)
-        self.seams = Seams(one.model, one.family.plan)
+        hooks = Hooks(one.model, one.family.plan)
         self.key_values = KeyValues(Offload(torch.device("cpu")) if offload else None)
-        sizes = num_blocks or split_stages([1] * self.seams.num_blocks, layout.pipefusion_degree)
-        self.blocks = stage_blocks(sizes, self.mesh.ranks["pipefusion"])
+        sizes = num_blocks or split_stages([1] * hooks.num_blocks, layout.pipefusion_degree)
+        blocks = stage_blocks(sizes, self.mesh.ranks["pipefusion"])
+        self.loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, blocks)
         self.link = Link(self.mesh, torch.device("cpu")) if layout.pipefusion_degree > 1 else None
         self.traffic = Traffic()
 
-    def trip(self, latent, timestep, patch, keep=True):
-        one = self.one
-        conditioning = dict(one.conditioning)
-        if one.family.has_text_stream and patch is not None and patch.start > 0:
-            conditioning["context"] = conditioning["context"][:, :0]
-        size = one.family.patch_size(one.config)
-        return Trip(self.mesh, self.traffic, one.family.inputs(latent, timestep, conditioning, one.config, patch),
-                    self.blocks, self.seams.num_blocks, patch, size[patch.dim - 2] if patch else 1,
-                    latent.shape[patch.dim] if patch else 0, self.key_values if keep else None, self.blocks,
-                    step=tuple(timestep.tolist()), num_images=latent.shape[0])
-
     def predict(self, latent, timestep, patch=None):
         """The prediction for a latent or a patch of it, on every rank: the last stage tells the others."""
-        trip = self.trip(latent, timestep, patch)
-        if self.blocks.start > 0:
-            counts = {"image": num_tokens(latent.shape[2:], self.one.family.patch_size(self.one.config))}
-            if self.one.family.has_text_stream:
-                counts["text"] = 0 if patch and patch.start else self.one.conditioning["context"].shape[1]
-            tokens = Tokens(counts, self.mesh.sequence_degree, self.mesh.sequence_rank)
-            shards = {stream: tokens.sizes((stream,))[self.mesh.sequence_rank] for stream in counts}
-            shapes = self.seams.message_shapes(self.blocks.start, latent.shape[0], shards, self.one.family.width(self.one.config))
-            handle = self.link.post_receive(sum(torch.Size(shape).numel() for shape in shapes), latent.dtype)
-            trip.arrive = lambda: self.link.receive(handle)
-        output, message = self.seams.run(trip)
+        context = self.loaded.context(self.mesh, self.traffic, latent, timestep, self.one.conditioning, patch,
+                                      key_values=self.key_values, num_images=latent.shape[0])
+        if self.loaded.blocks.start > 0:
+            size = self.loaded.received_size(self.mesh, latent.shape, self.one.conditioning, patch)
+            handle = self.link.post_receive(size, latent.dtype)
+            context.arrive = lambda: self.link.receive(handle)
+        output, message = self.loaded.hooks.run(context)
         if message is not None:
             self.link.send(message, self.traffic)
         prediction = torch.empty_like(latent) if output is None else self.one.family.prediction(output, latent).contiguous()
@@ -73,7 +60,7 @@ class Pipeline:
         """Euler steps, as in the oracle. patches: of partition.cut_patches."""
         self.key_values.kept.clear()
         self.key_values.once.clear()
-        x, scale = self.one.latent, 1.0 if self.one.family.name == "Flux.1" else 1000.0
+        x, scale = self.one.latent, self.one.family.time_scale
         for step, (sigma, following) in enumerate(zip(SIGMAS, SIGMAS[1:])):
             timestep = torch.full((x.shape[0],), sigma * scale, dtype=x.dtype)
             if step < warmup_steps:
@@ -89,18 +76,17 @@ def cuts(one, num_patches, sequence_degree=1):
     return cut_patches(one.latent.shape, size, choose_num_patches(num_patches, 1, one.latent.shape, size, sequence_degree))
 
 
-def errors(rank, world_size, name, layout, settings, num_blocks=None, mutant=None):
+def errors(rank, world_size, name, layout, settings, num_blocks=None, mutant=None, masked=False):
     """Largest difference from the oracle for each (num_patches, warmup_steps), one after the other on one model."""
     torch.set_grad_enabled(False)
-    one = example(name, **SHAPES.get(name, {"rows": 12, "columns": 6}))
+    one = example(name, **SHAPES.get(name, {"rows": 12, "columns": 6}), masked=masked)
     patches = {num: cuts(one, num, layout.ring_degree * layout.ulysses_degree) for num, _ in settings}
     latent, results = one.latent, []
     dim = patches[settings[0][0]][0][0].dim
     want = {}
     for num, warmup_steps in settings:
         one.latent = latent
-        want[num, warmup_steps] = simulate(one, TEXT_FIRST.get(name, False),
-                                           [(p.start, p.start + rows) for p, rows in patches[num]], warmup_steps, SIGMAS, dim)
+        want[num, warmup_steps] = simulate(one, [(p.start, p.start + rows) for p, rows in patches[num]], warmup_steps, SIGMAS, dim)
     if mutant:
         MUTANTS[mutant]()
     one.latent = latent
@@ -123,6 +109,15 @@ ALL = [(num_patches, warmup_steps) for num_patches in range(1, 6) for warmup_ste
 def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(name, num_stages):
     """num_patches below, equal to and above the stages; warm-up from none (a cold start) to all steps."""
     results = run_ranks(errors, num_stages, name, Layout(pipefusion_degree=num_stages), ALL)
+
+    within(max(max(result) for result in results), EXACT)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "attention_mask" in family.conditioning])
+@pytest.mark.parametrize("layout", [Layout(pipefusion_degree=2), Layout(ulysses_degree=2), Layout(pipefusion_degree=2, ring_degree=2)],
+                         ids=str)
+def test_masked_text_equals_the_oracle(name, layout):
+    results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 0), (2, 3)], None, None, True)
 
     within(max(max(result) for result in results), EXACT)
 
@@ -195,11 +190,12 @@ def nothing_is_kept():
 
 
 def positions_of_the_first_patch():
-    place = Seams._patch_positions
+    place = Hooks._hook_positions
 
     def first(self, module, forward, of_patch):
-        return place(self, module, forward, lambda *seen: of_patch(*seen[:3], replace(seen[3], start=0)))
-    Seams._patch_positions = first
+        return place(self, module, forward, lambda module, forward, rows, *seen: of_patch(
+            module, forward, replace(rows, first_token=0), *seen))
+    Hooks._hook_positions = first
 
 
 def own_shard_is_kept_only():
@@ -249,26 +245,27 @@ def cold_tokens_are_zero():
 
 
 def modulation_of_the_step_before():
-    once = Seams._evaluated_once
-    Seams._evaluated_once = lambda self, forward, key, span: once(self, forward, key, "run")
+    once = Hooks._hook_once
+    Hooks._hook_once = lambda self, forward, key, span: once(self, forward, key, "run")
 
 
 def skips_are_lost():
-    arriving = Seams._arriving
+    unpack = regions.unpack
+    regions.unpack = lambda *arguments: [shard * (index == 0) for index, shard in enumerate(unpack(*arguments))]
 
-    def without(self, trip, index, arguments):
-        streams = arriving(self, trip, index, arguments)
-        trip.skips = {block: skip * 0 for block, skip in trip.skips.items()}
-        return streams
-    Seams._arriving = without
+
+def a_stand_in_is_attended_to():
+    Hooks._without_stand_ins = lambda self, now, place, streams, *tensors: (*tensors, None)
 
 
 MUTANTS = {function.__name__: function for function in (
-    skips_are_lost, modulation_of_the_step_before, nothing_is_kept, positions_of_the_first_patch, own_shard_is_kept_only,
-    text_with_every_patch_forgotten, cold_tokens_are_zero)}
+    a_stand_in_is_attended_to, skips_are_lost, modulation_of_the_step_before, nothing_is_kept, positions_of_the_first_patch,
+    own_shard_is_kept_only, text_with_every_patch_forgotten, cold_tokens_are_zero)}
 
 
 @pytest.mark.parametrize("mutant, name, layout, setting", [
+    ("a_stand_in_is_attended_to", "Qwen-Image", Layout(pipefusion_degree=2), (4, 1)),
+    ("positions_of_the_first_patch", "Qwen-Image", Layout(), (4, 1)), ("positions_of_the_first_patch", "Lumina 2", Layout(), (4, 1)),
     ("skips_are_lost", "HunyuanDiT", Layout(pipefusion_degree=2), (2, 3)),
     ("modulation_of_the_step_before", "SD3", Layout(pipefusion_degree=2), (4, 1)),
     ("nothing_is_kept", "PixArt-Sigma", Layout(pipefusion_degree=2), (4, 1)),

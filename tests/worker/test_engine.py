@@ -63,7 +63,7 @@ def play(store, folder, layout, stages):
     for index, one in enumerate(branches):
         tensors = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
         commands.append(messages.Conditioning(next(request), f"branch {index}", tensors))
-    models = [StaleModel(one, False) for one in branches]
+    models = [StaleModel(one) for one in branches]
     wanted = []
 
     def predict(step, patch, rows):

@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..models import FAMILIES
+from ..models import FAMILIES, supported
 from ..models.plan import Family
 from ..protocol.errors import CheckpointError
 from ..protocol.messages import ModelSpec
@@ -104,5 +104,5 @@ def recognise(header) -> Family:
             if reason:
                 raise CheckpointError(f"{name} is a {family.name} model, but {reason}.")
             return family
-    raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. It runs {', '.join(FAMILIES)}, from "
+    raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. It runs {supported()}, from "
                           f".safetensors files in ComfyUI's or the publisher's format.")

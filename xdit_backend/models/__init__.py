@@ -1,8 +1,16 @@
 """The families this project runs: a dict, one entry a file."""
 
 from .flux import FLUX
+from .lumina2 import LUMINA2
 from .pixart import PIXART
+from .qwen_image import QWEN_IMAGE
 from .sd3 import SD3
 from .wan import WAN
 
-FAMILIES = {family.name: family for family in (SD3, FLUX, WAN, PIXART)}
+FAMILIES = {family.name: family for family in (SD3, FLUX, WAN, PIXART, QWEN_IMAGE, LUMINA2)}
+
+
+def supported(last="and"):
+    """The models that can be run, for a person."""
+    titles = [family.title for family in FAMILIES.values()]
+    return f"{', '.join(titles[:-1])} {last} {titles[-1]}"

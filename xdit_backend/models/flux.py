@@ -1,89 +1,55 @@
 """Flux.1 (dev, schnell and models of their shape): two streams, then one; joint attention, text first; rotary positions."""
 
-import torch
+from .describe import Packed, because, blocks, config_of, given, has, size, text_positions, timestep
+from .keys import SWAPPED, table
+from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 
-from .plan import BlockList, Family, ModelPlan, TokenArgument, count_blocks, pad_to_patches
+LATENT, BOTH = Packed((2, 2)), ("text", "image")
+HEAD_SIZE = size("double_blocks.0.img_attn.norm.key_norm.scale", 0)
 
-HEAD_SIZE = 128
-PATCH = 2                                                     # latent pixels a token has along each side
-
-
-def _config(shapes):
-    hidden, channels = shapes["img_in.weight"]
-    return {
-        "patch_size": 1, "in_channels": channels, "out_channels": shapes["final_layer.linear.weight"][0],
-        "num_layers": count_blocks(shapes, "double_blocks."), "num_single_layers": count_blocks(shapes, "single_blocks."),
-        "attention_head_dim": HEAD_SIZE, "num_attention_heads": hidden // HEAD_SIZE,
-        "joint_attention_dim": shapes["txt_in.weight"][1],
-        "pooled_projection_dim": shapes["vector_in.in_layer.weight"][1],
-        "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
-        "axes_dims_rope": (16, 56, 56),
-    }
-
-
-def _convert(tensors, config):
-    from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
-    return convert_flux_transformer_checkpoint_to_diffusers(tensors)
-
-
-def _inputs(latent, timestep, conditioning, config, patch=None):
-    latent = pad_to_patches(latent, (PATCH, PATCH))
-    batch, channels, height, width = latent.shape
-    rows, columns = height // PATCH, width // PATCH
-    # (B, C, rows, PATCH, columns, PATCH) -> (B, rows * columns, C * PATCH * PATCH)
-    tokens = latent.view(batch, channels, rows, PATCH, columns, PATCH).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-    first_row = patch.start // PATCH if patch else 0
-    positions = torch.zeros(rows, columns, 3, device=latent.device)
-    positions[..., 1] = first_row + torch.arange(rows, device=latent.device)[:, None]
-    positions[..., 2] = torch.arange(columns, device=latent.device)
-    text, pooled = conditioning["context"], conditioning.get("y")
-    if pooled is None:                                         # as ComfyUI's model does
-        pooled = latent.new_zeros(batch, config["pooled_projection_dim"])
-    inputs = {"hidden_states": tokens, "timestep": timestep, "encoder_hidden_states": text,
-              "pooled_projections": pooled, "img_ids": positions.view(-1, 3),
-              "txt_ids": torch.zeros(text.shape[1], 3, device=latent.device)}
-    if config["guidance_embeds"]:
-        inputs["guidance"] = conditioning["guidance"].expand(batch)
-    return inputs
-
-
-def _prediction(output, latent):
-    rows, columns = -(-latent.shape[-2] // PATCH), -(-latent.shape[-1] // PATCH)
-    # (B, rows * columns, C * PATCH * PATCH) -> (B, C, rows * PATCH, columns * PATCH)
-    picture = output.unflatten(1, (rows, columns)).unflatten(3, (-1, PATCH, PATCH)).permute(0, 3, 1, 4, 2, 5)
-    return picture.flatten(4, 5).flatten(2, 3)[..., :latent.shape[-2], :latent.shape[-1]]
-
-
-def _refuse(shapes):
-    if any(".img_mod.lin.weight" in name for name in shapes) and "vector_in.in_layer.weight" not in shapes:
-        return "it has no pooled text input (a Flux variant such as Chroma)"
-    if shapes["img_in.weight"][0] != 24 * HEAD_SIZE:
-        return f"its width is {shapes['img_in.weight'][0]}, and the converter knows {24 * HEAD_SIZE}"
-    return None
-
+KEYS = table(
+    (r"^time_in\.", "time_text_embed.timestep_embedder."), (r"^guidance_in\.", "time_text_embed.guidance_embedder."),
+    (r"^vector_in\.", "time_text_embed.text_embedder."), (r"^txt_in\.", "context_embedder."), (r"^img_in\.", "x_embedder."),
+    (r"\.in_layer\.", ".linear_1."), (r"\.out_layer\.", ".linear_2."),
+    (r"\.img_mod\.lin\.", ".norm1.linear."), (r"\.txt_mod\.lin\.", ".norm1_context.linear."), (r"\.modulation\.lin\.", ".norm.linear."),
+    (r"\.img_attn\.qkv\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v."), (1, 1, 1)),
+    (r"\.txt_attn\.qkv\.", (".attn.add_q_proj.", ".attn.add_k_proj.", ".attn.add_v_proj."), (1, 1, 1)),
+    (r"\.linear1\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v.", ".proj_mlp."), (1, 1, 1, 4)),
+    (r"\.txt_attn\.norm\.(q|k)(?:uery|ey)_norm\.scale$", r".attn.norm_added_\1.weight"),
+    (r"(?:\.img_attn)?\.norm\.(q|k)(?:uery|ey)_norm\.scale$", r".attn.norm_\1.weight"),
+    (r"\.img_attn\.proj\.", ".attn.to_out.0."), (r"\.txt_attn\.proj\.", ".attn.to_add_out."), (r"\.linear2\.", ".proj_out."),
+    (r"\.img_mlp\.0\.", ".ff.net.0.proj."), (r"\.img_mlp\.2\.", ".ff.net.2."),
+    (r"\.txt_mlp\.0\.", ".ff_context.net.0.proj."), (r"\.txt_mlp\.2\.", ".ff_context.net.2."),
+    (r"^double_blocks\.", "transformer_blocks."), (r"^single_blocks\.", "single_transformer_blocks."),
+    (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
 
 FLUX = Family(
-    name="Flux.1",
-    transformer="FluxTransformer2DModel",
+    name="Flux.1", title="Flux.1 dev, schnell", transformer="FluxTransformer2DModel", cfg="at cfg above 1",
+    recognise=lambda shapes: has("double_blocks.0.img_attn.norm.key_norm.scale", "single_blocks.0.linear1.weight",
+                                 "double_blocks.0.img_mod.lin.weight")(shapes) and len(shapes.get("img_in.weight", ())) == 2,
+    refusals=(because("it has no pooled text input (a Flux variant such as Chroma)", lambda shapes: not has("vector_in.")(shapes)),),
+    config=config_of(
+        patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
+        num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=HEAD_SIZE,
+        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // HEAD_SIZE(shapes),
+        joint_attention_dim=size("txt_in.weight", 1), pooled_projection_dim=size("vector_in.in_layer.weight", 1),
+        guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(16, 56, 56)),
+    convert=KEYS, latent=LATENT, time_scale=1.0, num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
+    conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim", "guidance": None},
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+               "pooled_projections": given("y", else_zeros="pooled_projection_dim"), "guidance": given("guidance", where="guidance_embeds"),
+               "img_ids": LATENT.positions, "txt_ids": text_positions},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", "image"), image_share=0.5),
-                BlockList("single_transformer_blocks", "single_blocks.", returns=("text", "image"))),
-        streams={"hidden_states": "image", "encoder_hidden_states": "text"},
-        tokens={"image_rotary_emb": TokenArgument(0, ("text", "image"))},
-        attention={"attn": ("text", "image")},
-        once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
-        exact={"time_text_embed": (("timestep", "guidance"), 1000.0)},
-    ),
-    recognise=lambda shapes: "double_blocks.0.img_attn.norm.key_norm.scale" in shapes
-    and "single_blocks.0.linear1.weight" in shapes and "img_in.weight" in shapes
-    and len(shapes["img_in.weight"]) == 2 and "double_blocks.0.img_mod.lin.weight" in shapes,
-    refuse=_refuse,
-    config=_config,
-    convert=_convert,
-    inputs=_inputs,
-    prediction=_prediction,
-    conditioning=("context", "y", "guidance"),
-    patch_size=lambda config: (PATCH, PATCH),
-    num_blocks=lambda config: config["num_layers"] + config["num_single_layers"],
-    num_channels=lambda config: config["out_channels"] // PATCH ** 2,
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5),
+                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH)),
+        streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH},
+        tokens={"image_rotary_emb": TokenArgument(0, BOTH)}, exact={"time_text_embed": (("timestep", "guidance"), 1000.0)},
+        once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"}, once_outside={"context_embedder": "run"}),
+    tiny=Tiny(
+        {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4,
+         "joint_attention_dim": 24, "pooled_projection_dim": 16, "guidance_embeds": True, "axes_dims_rope": (4, 4, 8)},
+        "comfy.ldm.flux.model:Flux",
+        {"image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 32, "context_in_dim": 64,
+         "hidden_size": 256, "mlp_ratio": 4.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 56, 56],
+         "theta": 10000, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": []}),
 )

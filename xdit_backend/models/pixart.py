@@ -5,74 +5,35 @@ import math
 import torch
 
 from ..protocol.errors import ConfigError
-from .plan import BlockList, Family, ModelPlan, count_blocks
+from .describe import Whole, because, blocks, config_of, given, has, size, timestep
+from .keys import table
+from .plan import BlockList, Family, ModelPlan, Tiny
 
-NUM_HEADS, PATCH_SIZE = 16, 2
+LATENT = Whole((2, 2))
 
-# name in the publisher's file -> names in diffusers; several names: the tensor is cut into as many equal parts
-NAMES = {
-    "x_embedder.proj": ("pos_embed.proj",),
-    "t_embedder.mlp.0": ("adaln_single.emb.timestep_embedder.linear_1",),
-    "t_embedder.mlp.2": ("adaln_single.emb.timestep_embedder.linear_2",),
-    "t_block.1": ("adaln_single.linear",),
-    "y_embedder.y_proj.fc1": ("caption_projection.linear_1",),
-    "y_embedder.y_proj.fc2": ("caption_projection.linear_2",),
-    "final_layer.linear": ("proj_out",),
-}
-BLOCK_NAMES = {
-    "attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-    "attn.proj": ("attn1.to_out.0",),
-    "cross_attn.q_linear": ("attn2.to_q",),
-    "cross_attn.kv_linear": ("attn2.to_k", "attn2.to_v"),
-    "cross_attn.proj": ("attn2.to_out.0",),
-    "mlp.fc1": ("ff.net.0.proj",),
-    "mlp.fc2": ("ff.net.2",),
-}
-UNUSED = ("pos_embed", "y_embedder.y_embedding")              # computed by the model; for training
+KEYS = table(
+    (r"^pos_embed$|^y_embedder\.y_embedding$", None),          # computed by the model; for training
+    (r"^x_embedder\.proj\.", "pos_embed.proj."), (r"^t_block\.1\.", "adaln_single.linear."),
+    (r"^t_embedder\.mlp\.0\.", "adaln_single.emb.timestep_embedder.linear_1."),
+    (r"^t_embedder\.mlp\.2\.", "adaln_single.emb.timestep_embedder.linear_2."),
+    (r"^y_embedder\.y_proj\.fc1\.", "caption_projection.linear_1."), (r"^y_embedder\.y_proj\.fc2\.", "caption_projection.linear_2."),
+    (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.", ""), (r"^blocks\.", "transformer_blocks."),
+    (r"\.attn\.qkv\.", (".attn1.to_q.", ".attn1.to_k.", ".attn1.to_v."), (1, 1, 1)), (r"\.attn\.proj\.", ".attn1.to_out.0."),
+    (r"\.cross_attn\.kv_linear\.", (".attn2.to_k.", ".attn2.to_v."), (1, 1)), (r"\.cross_attn\.q_linear\.", ".attn2.to_q."),
+    (r"\.cross_attn\.proj\.", ".attn2.to_out.0."), (r"\.mlp\.fc1\.", ".ff.net.0.proj."), (r"\.mlp\.fc2\.", ".ff.net.2."))
 
 
-def _config(shapes):
-    hidden, channels = shapes["x_embedder.proj.weight"][:2]
-    return {
-        "interpolation_scale": _interpolation_scale(shapes), "patch_size": PATCH_SIZE, "in_channels": channels,
-        "out_channels": shapes["final_layer.linear.weight"][0] // PATCH_SIZE ** 2,
-        "num_layers": count_blocks(shapes, "blocks."),
-        "num_attention_heads": NUM_HEADS, "attention_head_dim": hidden // NUM_HEADS, "cross_attention_dim": hidden,
-        "caption_channels": shapes["y_embedder.y_proj.fc1.weight"][1],
-        "attention_bias": True, "activation_fn": "gelu-approximate", "num_embeds_ada_norm": 1000,
-        "norm_type": "ada_norm_single", "norm_elementwise_affine": False, "norm_eps": 1e-6,
-        "use_additional_conditions": False,
-    }
-
-
-def _interpolation_scale(shapes):
+def _scale(shapes):
     """How many times 512 pixels the model's own size is, as a table of positions in the file tells it; else None."""
-    return math.isqrt(shapes["pos_embed"][1]) * PATCH_SIZE // 64 if "pos_embed" in shapes else None
+    return math.isqrt(shapes["pos_embed"][1]) * 2 // 64 if "pos_embed" in shapes else None
 
 
-def _convert(tensors, config):
-    converted = {"scale_shift_table": tensors["final_layer.scale_shift_table"]}
-    for name, tensor in tensors.items():
-        if name in UNUSED or name == "final_layer.scale_shift_table":
-            continue
-        prefix, rest, names = "", name, NAMES
-        if name.startswith("blocks."):
-            _, index, rest = name.split(".", 2)
-            prefix, names = f"transformer_blocks.{index}.", BLOCK_NAMES
-        stem, _, kind = rest.rpartition(".")
-        targets = [f"{target}.{kind}" for target in names[stem]] if stem in names else [rest]
-        for target, part in zip(targets, tensor.chunk(len(targets))):
-            converted[prefix + target] = part
-    return converted
-
-
-def _inputs(latent, timestep, conditioning, config, patch=None):
-    height, width = patch.whole if patch else latent.shape[2], latent.shape[3]
-    if height % PATCH_SIZE or width % PATCH_SIZE or height + width < 66:
+def _latent(asked):
+    height, width = asked.patch.whole if asked.patch else asked.latent.shape[2], asked.latent.shape[3]
+    if height % 2 or width % 2 or height + width < 66:
         raise ConfigError(f"PixArt-Sigma cannot draw {width * 8} x {height * 8} pixels. Its model takes sides that are multiples of 16, "
                           f"and together at least 528.")
-    return {"hidden_states": latent, "timestep": timestep, "encoder_hidden_states": conditioning["context"],
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
+    return asked.latent
 
 
 def _amend(model, config):
@@ -90,54 +51,50 @@ def _positions(latent, patch, config):
     latent's own size.
     """
     whole = patch.whole if patch else latent.shape[2]
-    num_rows, num_columns = whole // PATCH_SIZE, latent.shape[3] // PATCH_SIZE
+    num_rows, num_columns = whole // 2, latent.shape[3] // 2
     side = round((whole + latent.shape[3]) // 2 / 64)          # in units of 512 pixels
-    frequencies = _hidden(config) // 4
+    frequencies = config["num_attention_heads"] * config["attention_head_dim"] // 4
     dtype, device = latent.dtype, latent.device
     exponents = torch.arange(frequencies, dtype=dtype, device=device) / frequencies
 
     def sines(count):
-        spread = count / (side * 64 // PATCH_SIZE)
+        spread = count / (side * 64 // 2)
         scaled = torch.arange(count, dtype=dtype, device=device) / spread / float(config.get("interpolation_scale") or side)
         angles = scaled[:, None] * (1.0 / 10000 ** exponents)
         return torch.cat([angles.sin(), angles.cos()], 1)      # (count, hidden / 2)
 
-    start = patch.start // PATCH_SIZE if patch else 0
-    rows, columns = sines(num_rows)[start:start + latent.shape[2] // PATCH_SIZE], sines(num_columns)
+    start = patch.start // 2 if patch else 0
+    rows, columns = sines(num_rows)[start:start + latent.shape[2] // 2], sines(num_columns)
     shape = (len(rows), len(columns), -1)
     return torch.cat([columns.expand(shape), rows[:, None].expand(shape)], 2).flatten(0, 1)[None]
 
 
-def _hidden(config):
-    return config["num_attention_heads"] * config["attention_head_dim"]
-
-
-def _refuse(shapes):
-    if "ar_embedder.mlp.0.weight" in shapes:
-        return "it takes the picture's size as an input (PixArt-Alpha); PixArt-Sigma models work"
-    if _interpolation_scale(shapes) == 0:
-        return "its table of positions is of less than 512 pixels, for which ComfyUI's model has no positions either"
-    return None
-
-
 PIXART = Family(
-    name="PixArt-Sigma",
-    transformer="PixArtTransformer2DModel",
+    name="PixArt-Sigma", title="PixArt-Sigma", transformer="PixArtTransformer2DModel",
+    recognise=has("t_block.1.weight", "y_embedder.y_proj.fc1.weight"),
+    refusals=(because("it takes the picture's size as an input (PixArt-Alpha); PixArt-Sigma models work", has("ar_embedder.")),
+              because("its table of positions is of less than 512 pixels, for which ComfyUI's model has no positions either",
+                      lambda shapes: _scale(shapes) == 0)),
+    config=config_of(
+        interpolation_scale=_scale, patch_size=2, in_channels=size("x_embedder.proj.weight", 1),
+        out_channels=size("final_layer.linear.weight", 0, 4), num_layers=blocks("blocks."),
+        num_attention_heads=16, attention_head_dim=size("x_embedder.proj.weight", 0, 16),
+        cross_attention_dim=size("x_embedder.proj.weight", 0), caption_channels=size("y_embedder.y_proj.fc1.weight", 1),
+        attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000, norm_type="ada_norm_single",
+        norm_elementwise_affine=False, norm_eps=1e-6, use_additional_conditions=False),
+    convert=KEYS, latent=LATENT, amend=_amend, num_channels=lambda config: config["in_channels"],       # the other half is the variance
+    conditioning={"context": "caption_channels"}, ignored=("c_size", "c_ar"),
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
+               "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "blocks."),),
-        streams={"hidden_states": "image"},
-        attention={"attn1": ("image",)},
-        once={"attn2.to_k": "run", "attn2.to_v": "run"},
-        positions={"pos_embed": lambda module, forward, latent, patch: forward(latent, patch)},
-    ),
-    recognise=lambda shapes: "t_block.1.weight" in shapes and "y_embedder.y_proj.fc1.weight" in shapes,
-    refuse=_refuse,
-    config=_config,
-    convert=_convert,
-    amend=_amend,
-    inputs=_inputs,
-    prediction=lambda output, latent: output[:, :latent.shape[1]],
-    conditioning=("context",),
-    ignored=("c_size", "c_ar"),
-    num_channels=lambda config: config["in_channels"],         # the other half is the variance, which nothing uses
+        blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
+        once={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"},
+        positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)}),
+    tiny=Tiny(
+        {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4, "num_attention_heads": 4,
+         "attention_head_dim": 8, "cross_attention_dim": 32, "caption_channels": 24, "attention_bias": True,
+         "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single", "norm_elementwise_affine": False, "norm_eps": 1e-6,
+         "use_additional_conditions": False},
+        "comfy.ldm.pixart.pixartms:PixArtMS",
+        {"hidden_size": 1152, "num_heads": 16, "depth": 2, "caption_channels": 4096, "model_max_length": 300, "micro_condition": False}),
 )

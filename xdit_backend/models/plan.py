@@ -1,106 +1,178 @@
-"""How a model is described: as data. One `Family` a file of this folder; the engine and the loader need nothing else."""
+"""How a model is described: as data. One `Family` a file of this folder, in the words of describe.py, keys.py and positions.py."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import torch.nn.functional as F
-
-
-@dataclass(frozen=True)
-class BlockList:
-    """A ModuleList of transformer blocks, in execution order.
-
-    in_file: what its blocks' tensors are prefixed with in ComfyUI's and the publisher's files. returns: the streams a
-    block returns, in order. image_share: the part of a block's parameters that an image token passes through.
-    """
-
-    name: str
-    in_file: str
-    returns: tuple[str, ...] = ("image",)
-    image_share: float = 1.0
 
 
 @dataclass(frozen=True)
 class TokenArgument:
-    """A block argument with a token dim, holding all tokens of the streams one after the other (or a tuple of such)."""
+    """A tensor with a token dim, holding all tokens of the streams one after the other (or a tuple of such tensors)."""
 
     dim: int
     streams: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class ModelPlan:
-    """Where the tokens of a diffusers transformer are.
+class BlockList:
+    """A ModuleList of transformer blocks, in execution order.
 
-    streams: block arguments that carry hidden states (B, T, C) from block to block -> "image" or "text". A text
+    in_file: what its blocks' tensors are prefixed with in ComfyUI's and the publisher's files. count: the argument of the
+    diffusers class that says how many blocks there are. returns: what a block returns, in order; each a stream, or a tuple
+    of streams that are one tensor. image_share: the part of a block's parameters that an image token passes through.
+    streams, attention, tokens, masks: as in ModelPlan, where this list's differ from the plan's. Where `streams` differ, the
+    model's forward has merged or parted tensors in between.
+    """
+
+    name: str
+    in_file: str
+    count: str = "num_layers"
+    returns: tuple = ("image",)
+    image_share: float = 1.0
+    streams: dict[str, str | tuple[str, ...]] | None = None
+    attention: dict[str, tuple[str, ...]] | None = None
+    tokens: dict[str, TokenArgument | tuple[TokenArgument, ...]] | None = None
+    masks: dict[str, tuple[str, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Where the tokens of a diffusers transformer are. All lists of blocks share what is said here, unless they say otherwise.
+
+    streams: block arguments that carry hidden states (B, T, C) from block to block -> the stream, or the tuple of streams
+    that follow one another in it. "image" is the latent's; others ("text") take part in self-attention beside it. A text
     that is only read by cross-attention is not a stream.
-    tokens: other block arguments with a token dim, such as rotary tables.
+    attention: modules inside a block that mix tokens -> the streams they mix, in the order of their sequence.
+    tokens: other block arguments with a token dim, such as rotary tables; a tuple where the argument is one.
+    masks: block arguments that say which tokens may be attended to, (B, T) or (B, 1, 1, T) -> the streams of T, or () where
+    they never mask any. A block gets None in their place; one that masks nothing costs nothing.
     exact: modules whose leading arguments the forward rounds to half precision on the way -> the arguments of the
     forward they come from, and the factor it multiplies them by. They get them unrounded, as ComfyUI's models do.
-    attention: modules inside a block that mix tokens -> the streams they mix, in the order of their sequence.
-    positions: modules outside the blocks that derive positions from the latent's shape -> a function of positions.py.
+    positions: modules outside the blocks that derive positions from the latent's shape -> how a patch's are had (positions.py).
     once: modules inside a block whose input is the same for all patches -> "step" (of time and pooled conditioning) or "run"
     (of text only). PipeFusion evaluates them once a step or run, not for each patch; its weights are read as often.
+    once_outside: such modules outside the blocks, e.g. what refines the text; for a ModuleList, its modules.
+    needs_text: blocks cannot do without text tokens: where there are none, they get one that nothing attends to.
     skips(num_blocks): in U-shaped models, blocks that take a `skip` -> the earlier block whose output it is.
     """
 
     blocks: tuple[BlockList, ...]
-    streams: dict[str, str]
+    streams: dict[str, str | tuple[str, ...]]
     attention: dict[str, tuple[str, ...]]
-    tokens: dict[str, TokenArgument] = field(default_factory=dict)
+    tokens: dict[str, TokenArgument | tuple[TokenArgument, ...]] = field(default_factory=dict)
+    masks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     exact: dict[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
     positions: dict[str, Callable] = field(default_factory=dict)
     once: dict[str, str] = field(default_factory=dict)
+    once_outside: dict[str, str] = field(default_factory=dict)
+    needs_text: bool = False
     skips: Callable = lambda num_blocks: {}
+
+    @property
+    def lists(self):
+        """The block lists, each with all that is said of it here. What one tensor holds is always a tuple of streams."""
+        unit = lambda stream: stream if isinstance(stream, tuple) else (stream,)  # noqa: E731
+        lists = []
+        for list_ in self.blocks:
+            shared = {name: getattr(self, name) for name in ("streams", "attention", "tokens", "masks") if getattr(list_, name) is None}
+            list_ = dataclasses.replace(list_, **shared)
+            lists.append(dataclasses.replace(list_, streams={name: unit(stream) for name, stream in list_.streams.items()},
+                                             returns=tuple(unit(stream) for stream in list_.returns)))
+        return tuple(lists)
+
+    @property
+    def stream_names(self):
+        """All streams of the model, e.g. {"image", "text"}."""
+        return {name for list_ in self.lists for streams in list_.streams.values() for name in streams}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """The family at a size for tests: arguments of the diffusers class; ComfyUI's class ("module:Class") and its arguments.
+
+    frames: of a latent that has a dim for them. detected: name in comfy.supported_models whose detection from a file would
+    take published widths for granted.
+    """
+
+    config: dict
+    native: str
+    arguments: dict
+    frames: int = 3
+    detected: str | None = None
 
 
 @dataclass(frozen=True)
 class Family:
-    """Everything this project knows of one model family.
+    """Everything this project knows of one model family. shapes: {name of a tensor in a file: its shape}.
 
-    transformer: class name in diffusers. recognise(shapes): is a file with tensors of these names and shapes ours?
-    config(shapes): arguments of the diffusers class, from the header alone. convert(tensors, config): from the file's
-    names to diffusers' names. amend(model, config): make a loaded model compute as ComfyUI's does, where diffusers' does not.
-    inputs(latent, timestep, conditioning, config, patch): arguments of the diffusers forward;
-    patch (a messages.Patch) where the latent is a piece. patch_size(config): latent pixels of a token along each dim.
-    prediction(output, latent): back to the latent's rows and columns. conditioning: what it understands of ComfyUI's
-    arguments to a diffusion model; ignored: what the model itself ignores too. refuse(shapes): why a file of
-    this family cannot be run, or None. width(config): channels of a token. num_channels(config): channels of a prediction.
+    title: what a person reads in tables. transformer: class name in diffusers. recognise(shapes): is a file with such tensors
+    ours? refusals: functions of shapes, each says why a file of this family cannot be run, or None. config(shapes):
+    arguments of the diffusers class, from the header alone. convert(tensors, config): from the file's names to diffusers'.
+    latent: describe.Packed or describe.Whole, how latents become hidden states and back; sign: of the prediction.
+    arguments: of the diffusers forward -> a function of describe.Asked, or what it is. time_scale: ComfyUI's timestep at sigma 1.
+    conditioning: what is understood of ComfyUI's arguments to a diffusion model -> the argument of the diffusers class that says
+    how wide it is (None: one number an image); ignored: what ComfyUI's model itself ignores too.
+    lengths: streams beside the image -> a function of the conditioning that says how many tokens.
+    amend(model, config): make a loaded model compute as ComfyUI's does, where diffusers' does not.
+    heads, width, num_channels: of the attention, of a token, of a prediction; functions of config. cfg: what the table says of it.
     """
 
     name: str
+    title: str
     transformer: str
     plan: ModelPlan
     recognise: Callable
     config: Callable
     convert: Callable
-    inputs: Callable
-    prediction: Callable
-    conditioning: tuple[str, ...]
+    latent: object
+    arguments: dict
+    conditioning: dict[str, str | None]
+    tiny: Tiny
     ignored: tuple[str, ...] = ()
+    refusals: tuple[Callable, ...] = ()
+    lengths: dict[str, Callable] = field(default_factory=lambda: {"text": lambda conditioning: conditioning["context"].shape[1]})
+    sign: float = 1.0
+    time_scale: float = 1000.0
+    cfg: str = "yes"
     amend: Callable = lambda model, config: None
-    refuse: Callable = lambda shapes: None
-    patch_size: Callable = lambda config: (config["patch_size"],) * 2
     num_heads: Callable = lambda config: config["num_attention_heads"]
-    num_blocks: Callable = lambda config: config["num_layers"]
     width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
-    num_channels: Callable = lambda config: config["out_channels"]
+    num_channels: Callable = lambda config: config.get("out_channels") or config["in_channels"]
 
-    @property
-    def has_text_stream(self):
-        """Does text take part in self-attention?"""
-        return "text" in self.plan.streams.values()
+    def refuse(self, shapes):
+        """Why a file of this family cannot be run; None where it can."""
+        return next((reason for refusal in self.refusals if (reason := refusal(shapes))), None)
+
+    def inputs(self, latent, timestep, conditioning, config, patch=None):
+        """Arguments of the diffusers forward. timestep: (B,), as ComfyUI gives it. patch: a messages.Patch where the latent is one."""
+        asked = Asked(latent, timestep, conditioning, config, patch)
+        return {name: rule(asked) if callable(rule) else rule for name, rule in self.arguments.items()}
+
+    def prediction(self, output, latent):
+        """The forward's output as the latent's rows and columns, in ComfyUI's sign."""
+        prediction = self.latent.unpack(output, latent)
+        return prediction if self.sign == 1 else prediction * self.sign
+
+    def token_counts(self, shape, conditioning):
+        """Tokens of every stream: {"image": ..., "text": ...}. shape: of the latent; conditioning: of a whole forward."""
+        streams = self.plan.stream_names
+        return {"image": self.latent.num_tokens(shape)} | {
+            stream: length(conditioning) for stream, length in self.lengths.items() if stream in streams}
+
+    def patch_size(self, config):
+        """Latent pixels of a token along each dim."""
+        return self.latent.patch
+
+    def num_blocks(self, config):
+        return sum(config[list_.count] for list_ in self.plan.blocks)
 
 
-def count_blocks(shapes, prefix):
-    """Number of consecutive blocks named `prefix`0., `prefix`1., ... in a file."""
-    indices = {int(name[len(prefix):].partition(".")[0]) for name in shapes if name.startswith(prefix)}
-    return len(indices)
+@dataclass(frozen=True)
+class Asked:
+    """One call of a model, as ComfyUI makes it: what the rules of `Family.arguments` read."""
 
-
-def pad_to_patches(latent, patch_size):
-    """Pad the last dims at their end to multiples of the patch size, wrapping around, as ComfyUI's models do."""
-    pad = []
-    for size, patch in zip(reversed(latent.shape[2:]), reversed(patch_size)):
-        pad += [0, -size % patch]
-    return F.pad(latent, pad, mode="circular") if any(pad) else latent
+    latent: object
+    timestep: object
+    conditioning: dict
+    config: dict
+    patch: object = None

@@ -1,59 +1,38 @@
 """Wan 2.1 text-to-video: one stream over frames, rows and columns; text by cross-attention; rotary positions."""
 
-from .plan import BlockList, Family, ModelPlan, TokenArgument, count_blocks, pad_to_patches
-from .positions import rotary_patch
+from .describe import Whole, because, blocks, config_of, diffusers_converter, given, has, size, timestep
+from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from .positions import Cut
 
-HEAD_SIZE = 128
-PATCH_SIZE = (1, 2, 2)
-
-
-def _config(shapes):
-    hidden, channels = shapes["patch_embedding.weight"][:2]
-    return {
-        "patch_size": PATCH_SIZE, "in_channels": channels,
-        "out_channels": shapes["head.head.weight"][0] // 4,
-        "num_attention_heads": hidden // HEAD_SIZE, "attention_head_dim": HEAD_SIZE,
-        "text_dim": shapes["text_embedding.0.weight"][1], "freq_dim": shapes["time_embedding.0.weight"][1],
-        "ffn_dim": shapes["blocks.0.ffn.0.weight"][0], "num_layers": count_blocks(shapes, "blocks."),
-        "cross_attn_norm": "blocks.0.norm3.weight" in shapes,
-    }
+LATENT, TABLE = Whole((1, 2, 2)), TokenArgument(1, ("image",))
+PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "scaled_fp8"}
 
 
-def _convert(tensors, config):
-    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-    return convert_wan_transformer_to_diffusers(tensors)
-
-
-def _inputs(latent, timestep, conditioning, config, patch=None):
-    return {"hidden_states": pad_to_patches(latent, PATCH_SIZE), "timestep": timestep,
-            "encoder_hidden_states": conditioning["context"]}
-
-
-def _refuse(shapes):
-    if shapes["patch_embedding.weight"][1] != shapes["head.head.weight"][0] // 4 or "img_emb.proj.0.bias" in shapes:
-        return "it takes pictures as well (image-to-video); text-to-video models work"
-    extra = sorted({name.split(".")[0] for name in shapes} - {
-        "patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "scaled_fp8"})
+def _more_parts(shapes):
+    extra = sorted({name.split(".")[0] for name in shapes} - PARTS)
     return f"it has parts that text-to-video models lack ({', '.join(extra)})" if extra else None
 
 
 WAN = Family(
-    name="Wan 2.1",
-    transformer="WanTransformer3DModel",
+    name="Wan 2.1", title="Wan 2.1 text-to-video", transformer="WanTransformer3DModel",
+    recognise=has("blocks.0.self_attn.norm_q.weight", "head.modulation", "patch_embedding.weight"),
+    refusals=(because("it takes pictures as well (image-to-video); text-to-video models work", lambda shapes: has("img_emb.")(shapes)
+                      or shapes["patch_embedding.weight"][1] != shapes["head.head.weight"][0] // 4), _more_parts),
+    config=config_of(
+        patch_size=LATENT.patch, in_channels=size("patch_embedding.weight", 1), out_channels=size("head.head.weight", 0, 4),
+        num_attention_heads=size("patch_embedding.weight", 0, 128), attention_head_dim=128,
+        text_dim=size("text_embedding.0.weight", 1), freq_dim=size("time_embedding.0.weight", 1),
+        ffn_dim=size("blocks.0.ffn.0.weight", 0), num_layers=blocks("blocks."), cross_attn_norm=has("blocks.0.norm3.weight")),
+    convert=diffusers_converter("convert_wan_transformer_to_diffusers"), latent=LATENT,
+    conditioning={"context": "text_dim"},
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context")},
     plan=ModelPlan(
-        blocks=(BlockList("blocks", "blocks."),),
-        streams={"hidden_states": "image"},
-        tokens={"rotary_emb": TokenArgument(1, ("image",))},
-        attention={"attn1": ("image",)},
-        positions={"rope": rotary_patch},
-    ),
-    recognise=lambda shapes: "blocks.0.self_attn.norm_q.weight" in shapes and "head.modulation" in shapes
-    and "patch_embedding.weight" in shapes,
-    refuse=_refuse,
-    config=_config,
-    convert=_convert,
-    inputs=_inputs,
-    prediction=lambda output, latent: output[..., :latent.shape[-2], :latent.shape[-1]],
-    conditioning=("context",),
-    patch_size=lambda config: tuple(config["patch_size"]),
+        blocks=(BlockList("blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
+        tokens={"rotary_emb": TABLE}, positions={"rope": Cut(TABLE)}, once_outside={"condition_embedder.text_embedder": "run"}),
+    tiny=Tiny(
+        {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
+         "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4},
+        "comfy.ldm.wan.model:WanModel",
+        {"model_type": "t2v", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096, "out_dim": 16, "num_heads": 2,
+         "num_layers": 3, "text_len": 512}),
 )

@@ -6,14 +6,16 @@ The attention seam calls patch_attention; the engine owns a Link and the KeyValu
 """
 
 import datetime
+import itertools
 import os
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from ..protocol.errors import XDiTError
+from ..protocol.errors import UnsupportedError, XDiTError
 from .collectives import all_gather, on_wire
+from .masks import gathered_mask
 from .usp import heads_apart, heads_together, repeat_heads
 
 STAGE_TIMEOUT_S = 1800
@@ -22,7 +24,7 @@ MAX_SENT = 16                  # messages that are kept for the stage after
 
 @dataclass
 class Kept:
-    """Keys and values of all tokens of one attention: text first, then the image. The first `num_filled` tokens are valid."""
+    """Keys and values of all tokens of one attention: text and the like first, then the image. The first `num_filled` are valid."""
 
     both_KBNTH: torch.Tensor               # K: 0 keys, 1 values. On the device, or in host memory where they are offloaded
     num_text: int
@@ -101,9 +103,11 @@ class KeyValues:
         here = entry.both_KBNTH if self.offload is None or whole else self.offload.take(entry, self._following(key))
         places = [entry.both_KBNTH] if here is entry.both_KBNTH else [here, entry.both_KBNTH]
         rows = slice(trip.first_image, trip.first_image + keys_BNTH.shape[0])
-        offset = 0
+        others = [stream for stream in streams if stream != "image"]
+        starts = dict(zip(others, itertools.accumulate((trip.tokens.held(stream) for stream in others), initial=0)))
+        starts["image"], offset = entry.num_text + trip.first_token, 0
         for stream, start, size in trip.tokens.pieces(streams):
-            slot = start if stream == "text" else entry.num_text + trip.first_token + start
+            slot = starts[stream] + start
             for both in places:
                 for place, fresh in zip(both, (keys_BNTH, values_BNTH)):
                     place[rows, :, slot:slot + size].copy_(fresh[:, :, offset:offset + size], non_blocking=True)
@@ -111,9 +115,8 @@ class KeyValues:
         if whole:
             entry.num_filled = entry.both_KBNTH.shape[3]
             return keys_BNTH, values_BNTH
-        start = entry.num_text + trip.first_token
-        assert trip.opens or start <= entry.num_filled, "patches came out of order"
-        entry.num_filled = max(entry.num_filled, start + trip.tokens.counts["image"])
+        assert trip.opens or starts["image"] <= entry.num_filled, "patches came out of order"
+        entry.num_filled = max(entry.num_filled, starts["image"] + trip.tokens.counts["image"])
         return here[0][rows, :, :entry.num_filled], here[1][rows, :, :entry.num_filled]
 
     def _begin(self, key, keys_BNTH, trip, streams):
@@ -134,22 +137,33 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, trip, key, streams, attention):
     """Attention of a trip's queries over all tokens of the image, most of them stale. Every rank of the axes calls it.
 
     Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by an
-    all-gather along the ring axis (docs/algorithms.md section 3). key: (block, name and number of the attention).
-    attention(q, k, v): plain attention. Returns like q.
+    all-gather along the ring axis (docs/algorithms.md section 3). Grouped queries: k and v have fewer heads, and are kept so.
+    key: (block, name and number of the attention). attention(q, k, v, attn_mask): plain attention. Returns like q.
     """
     mesh, traffic, sizes = trip.mesh, trip.traffic, trip.tokens.sizes(streams)
     degree = mesh.degrees["ulysses"]
     if degree > 1:
-        k_BNTH, v_BNTH = repeat_heads(q_BNTH, k_BNTH, v_BNTH)
         region = sizes[mesh.ranks["ring"] * degree:][:degree]
         q_BNTH, k_BNTH, v_BNTH = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
     if mesh.degrees["ring"] > 1:
         regions = [sum(sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
         k_BNTH, v_BNTH = all_gather(torch.stack([k_BNTH, v_BNTH]), regions, 3, mesh.ring_group, traffic)
+    pieces = trip.tokens.pieces(streams)
     if trip.keeps(key[0]):
         k_BNTH, v_BNTH = trip.key_values.update(key, k_BNTH, v_BNTH, trip, streams)
-    out = attention(q_BNTH, k_BNTH, v_BNTH)
+        pieces = pieces if trip.patch is None else _kept_pieces(trip, streams, k_BNTH.shape[2])
+    mask = gathered_mask(trip.masks, pieces, q_BNTH)
+    out = attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask)
     return heads_together(out, region, mesh, traffic) if degree > 1 else out
+
+
+def _kept_pieces(trip, streams, num_keys):
+    """Where kept keys come from, as Tokens.pieces says it: other streams first, then the image."""
+    if "image" in trip.masks:
+        raise UnsupportedError("This model masks tokens of its image, which PipeFusion does not support yet. Use cfg_degree, "
+                               "ulysses_degree or ring_degree instead.")
+    others = [(stream, 0, trip.tokens.held(stream)) for stream in streams if stream != "image"]
+    return [*others, ("image", 0, num_keys - sum(size for _, _, size in others))]
 
 
 class Link:

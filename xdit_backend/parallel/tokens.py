@@ -1,6 +1,6 @@
-"""Which tokens this rank works on. The one object that cuts, attention and join share; built anew for each prediction."""
+"""Which tokens this rank works on. The one object that cuts, attention and joins share; built anew for each forward."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -9,20 +9,30 @@ from ..partition import shard_sizes, shard_start
 
 @dataclass(frozen=True)
 class Tokens:
-    """The image and text tokens of one prediction, and this rank's shard of each.
+    """The tokens of one forward, by stream, and this rank's shard of each.
 
-    Every stream is cut into one contiguous shard a sequence rank; shards differ by one token at most. Text is a
-    stream only in models whose text takes part in self-attention.
+    Every stream is cut into one contiguous shard a sequence rank; shards differ by one token at most. "image" is the latent's
+    stream; others take part in self-attention beside it. left_out: tokens that the model's forward holds as well, which
+    the blocks do not get, since an earlier patch has brought them.
     """
 
     counts: dict[str, int]                 # stream -> number of tokens in all
     num_shards: int = 1
     shard: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def held(self, stream):
+        """Tokens of a stream in tensors outside the blocks."""
+        return self.counts[stream] + self.left_out.get(stream, 0)
 
     def sizes(self, streams):
-        """How many tokens of these streams each sequence rank holds."""
+        """How many tokens of these streams each sequence rank has."""
         per_stream = [shard_sizes(self.counts[stream], self.num_shards) for stream in streams]
         return [sum(sizes) for sizes in zip(*per_stream)]
+
+    def own(self, streams):
+        """How many tokens of these streams this rank has."""
+        return self.sizes(streams)[self.shard]
 
     def pieces(self, streams):
         """[(stream, first token, number of tokens)], in the order in which tokens gathered from all ranks stand."""
@@ -32,13 +42,13 @@ class Tokens:
 
     def take(self, tensor, dim, streams):
         """Cut this rank's tokens out of a tensor that holds all tokens of the streams, one after the other, at `dim`."""
-        if self.num_shards == 1:
+        lengths = [self.held(stream) for stream in streams]
+        assert sum(lengths) == tensor.shape[dim], f"{streams} are {lengths} tokens, the tensor has {tensor.shape[dim]}"
+        if self.num_shards == 1 and not any(self.left_out.get(stream) for stream in streams):
             return tensor
-        pieces, offset = [], 0
-        for stream in streams:
+        pieces = []
+        for stream, piece in zip(streams, tensor.split(lengths, dim)):
             count = self.counts[stream]
             start = shard_start(count, self.num_shards, self.shard)
-            pieces.append(tensor.narrow(dim, offset + start, shard_sizes(count, self.num_shards)[self.shard]))
-            offset += count
-        assert offset == tensor.shape[dim], f"{streams} have {offset} tokens, the tensor has {tensor.shape[dim]}"
+            pieces.append(piece.narrow(dim, start, shard_sizes(count, self.num_shards)[self.shard]))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

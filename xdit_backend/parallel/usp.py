@@ -3,29 +3,31 @@
 # B batch, N heads, T tokens, H head size
 """
 
+import math
+
 import torch
 
 from .attention import attention_with_lse, merge_attention
 from .collectives import RingExchange, all_to_all
 
 
-def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic):
+def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic, mask=None):
     """Attention of this rank's queries over the tokens of all sequence ranks. Every rank of the axes calls it.
 
-    q, k, v: (B, N, T of this rank, H), positions already applied. sizes: T of every sequence rank; they may differ.
-    attention: the plain attention to use where no merge is needed. Without a mask the order of keys is irrelevant, so
-    text and image shards need no rearranging. Returns (B, N, T of this rank, H).
+    q, k, v: (B, N, T of this rank, H), positions already applied; k and v may have fewer heads, one for a group of q's.
+    sizes: T of every sequence rank; they may differ. mask: (B, 1, 1, T of all ranks), which keys may be attended to, rank after
+    rank. attention: the plain attention to use where no merge is needed. The order of keys is irrelevant, so text and image
+    shards need no rearranging. Returns (B, N, T of this rank, H).
     """
     degree = mesh.degrees["ulysses"]
-    k_BNTH, v_BNTH = repeat_heads(q_BNTH, k_BNTH, v_BNTH)
     if degree > 1:
         region = sizes[mesh.ranks["ring"] * degree:][:degree]
         q_BNTH, k_BNTH, v_BNTH = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
     if mesh.degrees["ring"] > 1:
         region_sizes = [sum(sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
-        out = ring_attention(q_BNTH, k_BNTH, v_BNTH, region_sizes, mesh, scale, traffic)
+        out = ring_attention(q_BNTH, k_BNTH, v_BNTH, region_sizes, mesh, scale, traffic, mask)
     else:
-        out = attention(q_BNTH, k_BNTH, v_BNTH, scale=scale)
+        out = attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask, scale=scale)
     return heads_together(out, region, mesh, traffic) if degree > 1 else out
 
 
@@ -35,12 +37,14 @@ def repeat_heads(q_BNTH, k_BNTH, v_BNTH):
     return (k_BNTH, v_BNTH) if repeats == 1 else (k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1))
 
 
-def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic):
+def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic, mask=None):
     """Attention over keys and values that go round the ring; each transfer runs while the block at hand is computed.
 
-    sizes: number of keys every ring rank starts with. Ring Attention, arXiv 2310.01889. Returns like q.
+    sizes: number of keys every ring rank starts with. mask: over all of them, rank after rank, known to every rank.
+    Ring Attention, arXiv 2310.01889. Returns like q.
     """
     degree, rank = mesh.degrees["ring"], mesh.ranks["ring"]
+    masks = [None] * degree if mask is None else mask.split(sizes, 3)
     key_value = torch.stack([k_BNTH, v_BNTH])
     out = lse = exchange = None
     for step in range(degree):
@@ -48,7 +52,8 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic):
             arriving = sizes[(rank - step - 1) % degree]
             shape = (*key_value.shape[:3], arriving, key_value.shape[4])
             exchange = RingExchange(key_value, shape, mesh.ring_group, traffic)
-        block_out, block_lse = attention_with_lse(q_BNTH, key_value[0], key_value[1], scale)
+        keys_BNTH, values_BNTH = repeat_heads(q_BNTH, key_value[0], key_value[1])
+        block_out, block_lse = attention_with_lse(q_BNTH, keys_BNTH, values_BNTH, scale, masks[(rank - step) % degree])
         if out is None:
             out, lse = block_out.to(torch.promote_types(block_out.dtype, torch.float32)), block_lse
         else:
@@ -59,16 +64,22 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic):
 
 
 def heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic):
-    """Ulysses all-to-all (arXiv 2309.14509): from all heads of this rank's tokens to its heads of the group's tokens."""
+    """Ulysses all-to-all (arXiv 2309.14509): from all heads of this rank's tokens to its heads of the group's tokens.
+
+    Where there are fewer key heads than query heads, each is repeated only as often as the ranks need to have equal parts.
+    """
     degree = mesh.degrees["ulysses"]
     batch, num_heads, num_tokens, head_size = q_BNTH.shape
-    heads = num_heads // degree
-    send = q_BNTH.new_empty(degree, 3, batch, heads, num_tokens, head_size)
-    for index, tensor in enumerate((q_BNTH, k_BNTH, v_BNTH)):
-        send[:, index].copy_(tensor.unflatten(1, (degree, heads)).movedim(1, 0))
-    shapes = [(3, batch, heads, size, head_size) for size in sizes]
+    repeats = math.lcm(degree, k_BNTH.shape[1]) // k_BNTH.shape[1]
+    if repeats > 1:
+        k_BNTH, v_BNTH = k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)
+    heads = [tensor.shape[1] // degree for tensor in (q_BNTH, k_BNTH, v_BNTH)]
+    send = q_BNTH.new_empty(degree, sum(heads), batch, num_tokens, head_size)
+    for place, count, tensor in zip(send.split(heads, 1), heads, (q_BNTH, k_BNTH, v_BNTH)):
+        place.copy_(tensor.unflatten(1, (degree, count)).permute(1, 2, 0, 3, 4))           # B D N T H -> D N B T H
+    shapes = [(sum(heads), batch, size, head_size) for size in sizes]
     received = all_to_all(send, shapes, mesh.ulysses_group, traffic)
-    return torch.cat(received, 3).unbind(0)
+    return [part.transpose(0, 1) for part in torch.cat(received, 2).split(heads)]
 
 
 def heads_together(out_BNTH, sizes, mesh, traffic):

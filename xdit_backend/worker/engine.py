@@ -4,7 +4,6 @@ import math
 import os
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import count as count_from
 
 import torch
@@ -13,32 +12,17 @@ import torch.distributed as dist
 from ..checkpoints.transformer import block_sizes, load_transformer
 from ..checkpoints.vae import load_autoencoder
 from ..models import FAMILIES
-from ..models.plan import Family
-from ..parallel.apply import Seams
 from ..parallel.collectives import Traffic, all_gather
+from ..parallel.hooks import Hooks
 from ..parallel.mesh import build_mesh
 from ..parallel.pipefusion import KeyValues, Link, Offload
-from ..parallel.tokens import Tokens
-from ..parallel.trip import Trip
 from ..parallel.vae import Ranks, decode_rows, encode_rows
 from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
-from ..partition import FULL, num_tokens, opens_step, shard_sizes, shard_start, split_stages, stage_blocks, stage_of
+from ..partition import FULL, shard_sizes, shard_start, split_stages, stage_blocks, stage_of
 from ..protocol import messages
 from ..protocol.errors import XDiTError
 from ..protocol.segments import map_segment, pinned
-
-
-@dataclass
-class Loaded:
-    """A model on this rank."""
-
-    model: torch.nn.Module
-    config: dict
-    family: Family
-    seams: Seams
-    dtype: torch.dtype             # of its arithmetic
-    spec: messages.ModelSpec
-    blocks: range                  # the blocks of this rank's stage; all, where there are no stages
+from .model import Loaded
 
 
 class Engine:
@@ -80,8 +64,8 @@ class Engine:
             return every_block if spec.stages is None or spec.stages.every_block else blocks
 
         model, config = load_transformer(spec, family, self.device, report, held_blocks)
-        self._models[spec.name] = Loaded(model, config, family, Seams(model, family.plan),
-                                         getattr(torch, spec.compute_dtype), spec, blocks)
+        self._models[spec.name] = Loaded(model, config, family, Hooks(model, family.plan), getattr(torch, spec.compute_dtype),
+                                         blocks, spec)
 
     def _balanced(self, spec, sizes):
         """Blocks of each stage, balanced by cost, by the speed of the stages' devices and by what they can hold.
@@ -142,7 +126,7 @@ class Engine:
             shape = (last - first, *branch.latent.shape[1:])
             latent = map_segment(branch.latent)[first:last].to(self.device, loaded.dtype) if is_first_stage \
                 else torch.zeros(shape, dtype=loaded.dtype, device=self.device)        # only its shape is used
-            trip = self._trip(loaded, mesh, command, branch, latent, first, traffic)
+            context = self._context(loaded, mesh, command, branch, latent, first, traffic)
             if handles:
                 handle = handles.pop(0)
 
@@ -152,8 +136,8 @@ class Engine:
                     message = link.receive(handle)
                     waited_s += time.perf_counter() - waiting_s
                     return message
-                trip.arrive = arrive
-            output, message = loaded.seams.run(trip)
+                context.arrive = arrive
+            output, message = loaded.hooks.run(context)
             if message is not None:
                 link.send(message, traffic)
             elif mesh.sequence_rank == 0:
@@ -175,27 +159,16 @@ class Engine:
                 parts.append((branch, start, start + size))
         return parts
 
-    def _trip(self, loaded, mesh, command, branch, latent, first, traffic):
-        patch, size = command.patch, loaded.family.patch_size(loaded.config)
-        rows = slice(first, first + latent.shape[0])
-        batch = branch.latent.shape[0]
-        timestep = map_segment(branch.timestep)[rows]
-        conditioning = {name: tensor[rows].to(loaded.dtype) if tensor.shape[0] == batch else tensor.to(loaded.dtype)
+    def _context(self, loaded, mesh, command, branch, latent, first, traffic):
+        batch, rows = branch.latent.shape[0], slice(first, first + latent.shape[0])
+        conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch else tensor, loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
-        if loaded.family.has_text_stream and not opens_step(patch):
-            conditioning["context"] = conditioning["context"][:, :0]
-        inputs = loaded.family.inputs(latent, timestep.to(self.device), conditioning, loaded.config, patch)
-        num_blocks = loaded.seams.num_blocks
-        staged = mesh.degrees["pipefusion"] > 1
-        trip = Trip(mesh, traffic, inputs, loaded.blocks if staged else range(num_blocks), num_blocks)
-        if patch is not None:
-            trip.patch, trip.patch_size, trip.rows = patch, size[patch.dim - 2], latent.shape[patch.dim]
-        if command.keep or patch is not None:
-            trip.key_values = self._kept(loaded, branch.conditioning)
-            trip.kept_blocks, trip.step = loaded.blocks, tuple(timestep.tolist())
-            trip.num_images = shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]
-            trip.first_image = first - shard_start(batch, mesh.degrees["data"], mesh.ranks["data"])
-        return trip
+        keeping = {}
+        if command.keep or command.patch is not None:
+            keeping = {"key_values": self._kept(loaded, branch.conditioning),
+                       "first_image": first - shard_start(batch, mesh.degrees["data"], mesh.ranks["data"]),
+                       "num_images": shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]}
+        return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, **keeping)
 
     def _kept(self, loaded, conditioning):
         """The keys and values of a conditioning, made when they are first kept."""
@@ -210,15 +183,10 @@ class Engine:
         if mesh.ranks["pipefusion"] == 0:
             return []
         link, handles = self._link(mesh, command.layout), []
-        size = loaded.family.patch_size(loaded.config)
         for branch, first, last in self._parts(command, mesh):
-            counts = {"image": num_tokens(branch.latent.shape[2:], size)}
-            if loaded.family.has_text_stream:
-                counts["text"] = self._conditioning[branch.conditioning]["context"].shape[1] if opens_step(command.patch) else 0
-            tokens = Tokens(counts, mesh.sequence_degree, mesh.sequence_rank)
-            shards = {stream: tokens.sizes((stream,))[mesh.sequence_rank] for stream in counts}
-            shapes = loaded.seams.message_shapes(loaded.blocks.start, last - first, shards, loaded.family.width(loaded.config))
-            handles.append(link.post_receive(sum(math.prod(shape) for shape in shapes), loaded.dtype))
+            shape = (last - first, *branch.latent.shape[1:])
+            size = loaded.received_size(mesh, shape, self._conditioning[branch.conditioning], command.patch)
+            handles.append(link.post_receive(size, loaded.dtype))
         return handles
 
     def _link(self, mesh, layout):
@@ -303,6 +271,11 @@ class Engine:
     def _release_memory(self):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _as_input(tensor, dtype):
+    """Conditioning in the model's dtype; masks stay whole numbers."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _copy_out(tensor, mapped):

@@ -1,0 +1,54 @@
+"""What is said of the model families comes from their registry, and each family is one small file."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints.test_header import PUBLISHED
+from xdit_backend.models import FAMILIES
+
+ROOT = Path(__file__).parent.parent.parent
+MODULES = {family.name: module for module in (importlib.import_module(f"xdit_backend.models.{path.stem}")
+                                              for path in (ROOT / "xdit_backend" / "models").glob("[!_]*.py"))
+           for family in vars(module).values() if any(family is other for other in FAMILIES.values())}
+METHODS = ["CFG", "data", "Ulysses", "Ring", "USP (Ulysses x Ring)", "PipeFusion"]
+
+
+def test_the_readme_lists_the_families():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    header, _, *rows = text[text.index("| model | CFG"):].split("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (header, *rows)]
+
+    assert cells[0] == ["model", *METHODS]
+    assert cells[1:] == [[family.title, family.cfg, *["yes"] * 5] for family in FAMILIES.values()]
+
+
+def test_the_help_page_names_every_family():
+    text = (ROOT / "web" / "docs" / "XDiTLoadModel.md").read_text(encoding="utf-8")
+
+    assert [family.title for family in FAMILIES.values() if family.title not in text] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_one_small_file(name):
+    """About 40 lines; a table of keys, and what a model computes of its own, come on top."""
+    source = inspect.getsource(MODULES[name])
+    keys = re.search(r"^KEYS = table\(.*?\n\n", source, re.MULTILINE | re.DOTALL)
+    functions = [value for value in vars(MODULES[name]).values() if inspect.isfunction(value)
+                 and value.__module__ == MODULES[name].__name__ and value.__name__.startswith("_")]
+    others = [keys.group() if keys else "", *(inspect.getsource(function) for function in functions)]
+    num_lines = lambda text: len([line for line in text.splitlines() if line.strip()])  # noqa: E731
+
+    assert num_lines(source) - sum(num_lines(other) for other in others) <= 42
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_file_is_of_one_family(name):
+    published = [shapes for family, shapes, _ in PUBLISHED.values() if family == name]
+
+    assert published
+    for shapes in published:
+        assert [family.name for family in FAMILIES.values() if family.recognise(shapes)] == [name]

@@ -1,0 +1,42 @@
+"""Files of the published models load whole: ComfyUI's own module at published size names the tensors; nothing holds bytes."""
+
+import importlib
+
+import pytest
+import torch
+
+from tests.checkpoints.test_header import PUBLISHED
+from xdit_backend.models import FAMILIES
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name][0] in ("Qwen-Image", "Lumina 2", "HunyuanVideo", "Flux.1")])
+def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, name):
+    """Recognised by ComfyUI and by us, converted, and loaded: no tensor is missing, none left over, every shape fits."""
+    import diffusers
+
+    import comfy.model_detection
+    import comfy.supported_models
+    family_name, some_shapes, expected = PUBLISHED[name]
+    family = FAMILIES[family_name]
+    if family.tiny.detected:
+        monkeypatch.setattr(getattr(comfy.supported_models, family.tiny.detected), "unet_extra_config", {})
+    given = {key: torch.empty(shape, device="meta") for key, shape in some_shapes.items()}
+    unet = comfy.model_detection.detect_unet_config(given, "")
+    module, _, class_name = family.tiny.native.partition(":")
+    import comfy.ops
+    native = getattr(importlib.import_module(module), class_name)(
+        **{key: value for key, value in unet.items() if key != "image_model" or family_name == "Flux.1"},
+        dtype=torch.bfloat16, device="meta", operations=comfy.ops.disable_weight_init)
+    tensors = native.state_dict()
+    if family_name == "Flux.1":
+        tensors = {key.replace("_norm.weight", "_norm.scale") if "norm." in key else key: tensor for key, tensor in tensors.items()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+
+    assert family.recognise(shapes) and family.refuse(shapes) is None
+    config = family.config(shapes)
+    assert expected.items() <= config.items()
+    with torch.device("meta"):
+        model = getattr(diffusers, family.transformer)(**config)
+    converted = family.convert(tensors, config)
+    assert {key: tuple(tensor.shape) for key, tensor in converted.items()} == {
+        key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}

@@ -1,0 +1,151 @@
+"""Words for describing a family as data: what a file's shapes say, how latents become tokens, what the forward is given.
+
+# B batch, C channels, T tokens
+"""
+
+import importlib
+import math
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+
+from ..protocol.errors import UnsupportedError
+
+# --- rules over the shapes of a file: {name: shape} ---
+
+def size(name, dim, divided_by=1):
+    """One size of a tensor."""
+    return lambda shapes: shapes[name][dim] // divided_by
+
+
+def blocks(prefix):
+    """Number of blocks named `prefix`0., `prefix`1., ..."""
+    return lambda shapes: len({name[len(prefix):].partition(".")[0] for name in shapes if name.startswith(prefix)})
+
+
+def has(*names):
+    """Are all these tensors there? A name that ends in "." stands for any tensor under it."""
+    return lambda shapes: all(name in shapes or name.endswith(".") and any(other.startswith(name) for other in shapes)
+                              for name in names)
+
+
+def config_of(**rules):
+    """A config from shapes: rules are asked, anything else stands as it is."""
+    return lambda shapes: {key: rule(shapes) if callable(rule) else rule for key, rule in rules.items()}
+
+
+def because(reason, condition):
+    """A refusal for Family.refusals: the reason, where the condition holds for the shapes."""
+    return lambda shapes: reason if condition(shapes) else None
+
+
+def diffusers_converter(name):
+    """A converter of diffusers' single-file loader, for Family.convert. Only those that read widths from the tensors."""
+    def convert(tensors, config):
+        return getattr(importlib.import_module("diffusers.loaders.single_file_utils"), name)(tensors)
+    return convert
+
+
+# --- latents as hidden states; rules for the argument that takes them ---
+
+@dataclass(frozen=True)
+class Whole:
+    """Latents that the model itself cuts into tokens. patch: latent pixels of a token along each dim after C.
+
+    Padded at their end to whole patches, wrapping around, as ComfyUI's models do. A prediction may have more channels than
+    the latent (variances): they are left out.
+    """
+
+    patch: tuple[int, ...]
+
+    def counts(self, shape):
+        """Tokens along each dim of a latent of this shape."""
+        return [-(-length // patch) for length, patch in zip(shape[2:], self.patch)]
+
+    def num_tokens(self, shape):
+        return math.prod(self.counts(shape))
+
+    def padded(self, latent):
+        pad = [length for size, patch in zip(reversed(latent.shape[2:]), reversed(self.patch)) for length in (0, -size % patch)]
+        return F.pad(latent, pad, mode="circular") if any(pad) else latent
+
+    def __call__(self, asked):
+        return self.padded(asked.latent)
+
+    def unpack(self, output, latent):
+        return output[tuple(slice(length) for length in (None, *latent.shape[1:]))]
+
+
+@dataclass(frozen=True)
+class Packed(Whole):
+    """Latents that travel as tokens (B, T, C * pixels of a token)."""
+
+    def __call__(self, asked):
+        # (B, C, n, p, m, q) -> (B, n * m, C * p * q)
+        latent, dims = self.padded(asked.latent), len(self.patch)
+        cut = latent.reshape(*latent.shape[:2], *chain.from_iterable(zip(self.counts(latent.shape), self.patch)))
+        order = (0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2))
+        return cut.permute(order).flatten(1 + dims).flatten(1, dims)
+
+    def unpack(self, output, latent):
+        """Tokens after the latent's own (of reference pictures) are left out."""
+        counts, dims = self.counts(latent.shape), len(self.patch)
+        cut = output[:, :math.prod(counts)].unflatten(1, counts).unflatten(1 + dims, (-1, *self.patch))
+        order = (0, 1 + dims, *chain.from_iterable((1 + dim, 2 + dims + dim) for dim in range(dims)))
+        whole = cut.permute(order).reshape(len(output), -1, *(count * patch for count, patch in zip(counts, self.patch)))
+        return super().unpack(whole, latent)
+
+    def positions(self, asked):
+        """(T, 3): frame, row and column of each token in the whole latent."""
+        counts = [1] * (3 - len(self.patch)) + self.counts(asked.latent.shape)
+        axes = [torch.arange(float(count), device=asked.latent.device) for count in counts]
+        if asked.patch is not None:
+            dim = asked.patch.dim - 2
+            axes[dim - len(self.patch)] += asked.patch.start // self.patch[dim]
+        return torch.cartesian_prod(*axes)
+
+    def shapes(self, asked):
+        """[[(frames, token rows, token columns)]] for each image."""
+        return [[tuple([1] * (3 - len(self.patch)) + self.counts(asked.latent.shape))]] * len(asked.latent)
+
+
+# --- rules for other arguments of the forward ---
+
+def timestep(times=1, plus=0):
+    """plus + times * the timestep that ComfyUI gives."""
+    return lambda asked: asked.timestep if (times, plus) == (1, 0) else plus + times * asked.timestep
+
+
+def given(name, times=1, where=None, else_zeros=None):
+    """A conditioning, one for each image. where: only if this of the config is set, else None. else_zeros: where a workflow
+    has none, zeros as wide as this of the config says."""
+    def rule(asked):
+        if where is not None and not asked.config[where]:
+            return None
+        tensor = asked.conditioning.get(name)
+        if tensor is None:
+            return None if else_zeros is None else asked.latent.new_zeros(len(asked.latent), asked.config[else_zeros])
+        tensor = tensor if len(tensor) == len(asked.latent) else tensor.expand(len(asked.latent), *tensor.shape[1:])
+        return tensor if times == 1 else tensor * times
+    return rule
+
+
+def text_positions(asked):
+    """(T, 3): text has no place in the picture."""
+    return torch.zeros(asked.conditioning["context"].shape[1], 3, device=asked.latent.device)
+
+
+def text_mask(asked):
+    """(B, T) bool, which text tokens are real, as ComfyUI's `attention_mask` says; None where it says nothing."""
+    mask = given("attention_mask")(asked)
+    if mask is not None and mask.is_floating_point():
+        raise UnsupportedError("The conditioning weighs text tokens by an attention mask of fractions, which xDiT does not support. "
+                               "Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model.")
+    return None if mask is None else mask.bool()
+
+
+def all_text(asked):
+    """(B, T): a mask that says that every text token is real, for forwards that cannot do without one."""
+    return torch.ones(asked.conditioning["context"].shape[:2], dtype=torch.bool, device=asked.latent.device)

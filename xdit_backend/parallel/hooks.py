@@ -1,0 +1,277 @@
+"""Hooks on a diffusers transformer: where its own, unmodified forward meets the parallel methods.
+
+Placed once on a loaded model, as its plan says: streams are cut to this rank's shards where they enter the blocks, attention
+inside the listed modules is handed to a parallel method, blocks of other stages are passed by, and shards are joined after
+the blocks. What is to be done in a forward, a ForwardContext says.
+"""
+
+import functools
+import inspect
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ..partition import check_shards
+from ..protocol.errors import UnsupportedError
+from . import regions
+from .masks import gathered_mask, read_mask
+from .pipefusion import patch_attention
+from .usp import usp_attention
+
+
+class StageEnd(Exception):
+    """Leaves a forward after the last block of this rank's stage. message: what the next stage gets."""
+
+    def __init__(self, message):
+        super().__init__()
+        self.message = message
+
+
+@dataclass(frozen=True)
+class Place:
+    """A block's place in the model. list_: what the plan says of its list."""
+
+    index: int                     # over all lists
+    list_: object
+    starts: bool                   # streams are cut before it
+    ends: bool                     # and joined after it
+
+    def returned(self, shards):
+        """What the block's forward returns. shards: {streams: tensor}."""
+        outputs = tuple(shards[streams] for streams in self.list_.returns)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+class Hooks:
+    """The hooks of one model on this rank, and the forward they serve now."""
+
+    def __init__(self, model, plan):
+        self.plan = plan
+        self._model, self._now, self._cuts = model, None, {}
+        blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
+        assert not any("forward" in vars(block) for block, _ in blocks), "this model has its hooks; placed twice, they cut twice"
+        self.num_blocks = len(blocks)
+        self._skips = plan.skips(self.num_blocks)
+        starts = [index == 0 or list_.streams != blocks[index - 1][1].streams for index, (_, list_) in enumerate(blocks)] + [True]
+        self._places = [Place(index, list_, starts[index], starts[index + 1]) for index, (_, list_) in enumerate(blocks)]
+        for place, (block, list_) in zip(self._places, blocks):
+            for name, streams in list_.attention.items():
+                module = getattr(block, name, None)
+                if module is not None:
+                    module.forward = self._hook_attention(module, module.forward, place, name, streams)
+            for path, span in plan.once.items():
+                module = functools.reduce(lambda parent, name: getattr(parent, name, None), path.split("."), block)
+                if module is not None:
+                    module.forward = self._hook_once(module.forward, (place.index, path), span)
+            block.forward = self._hook_block(block.forward, place)
+        for path, span in plan.once_outside.items():
+            module = model.get_submodule(path)
+            for index, each in enumerate(module if isinstance(module, torch.nn.ModuleList) else [module]):
+                each.forward = self._hook_once(each.forward, (path, index), span)
+        for path, (arguments, factor) in plan.exact.items():
+            model.get_submodule(path).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
+        for path, of_patch in plan.positions.items():
+            module = model.get_submodule(path)
+            module.forward = self._hook_positions(module, module.forward, of_patch)
+
+    def run(self, context):
+        """Run the model's forward as the context says. Every rank of the sequence axes does.
+
+        Returns (output of the forward, None) on the last stage, else (None, message for the next stage): one flat tensor.
+        """
+        with self.serving(context):
+            try:
+                return self._model(**context.inputs, return_dict=False)[0], None
+            except StageEnd as end:
+                return None, end.message
+
+    def message_units(self, block):
+        """Which streams each piece of a message holds that goes from one stage to the next before `block`."""
+        return [*self._places[block - 1].list_.returns, *[("image",)] * len(self._skips_over(block))]
+
+    @contextmanager
+    def serving(self, context):
+        """The model's forward runs as the context says while under this."""
+        check_shards(context.tokens.counts["image"], context.mesh.sequence_degree)
+        self._now = context
+        try:
+            yield
+        finally:
+            self._now, self._cuts = None, {}
+
+    def _skips_over(self, block):
+        """Earlier blocks whose outputs are skips for this block or later ones."""
+        return sorted(source for target, source in self._skips.items() if source < block <= target)
+
+    # --- blocks ---
+
+    def _hook_block(self, forward, place):
+        names = list(inspect.signature(forward).parameters)
+
+        @functools.wraps(forward)
+        def block(*args, **kwargs):
+            now = self._now
+            if now is None or now.is_plain:
+                return forward(*args, **kwargs)
+            arguments = {**dict(zip(names, args)), **kwargs}
+            if place.index < now.blocks.start:
+                return place.returned(self._passed_by(now, place, arguments))
+            outputs = self._computed(forward, now, place, arguments)
+            if place.index + 1 == now.blocks.stop < self.num_blocks:
+                shards = [*outputs.values(), *(now.skips[source] for source in self._skips_over(now.blocks.stop))]
+                raise StageEnd(regions.pack(shards, self.message_units(now.blocks.stop), now.tokens))
+            return place.returned(self._joined(now, place, outputs) if place.ends else outputs)
+        return block
+
+    def _passed_by(self, now, place, arguments):
+        """What stands for the output of a block of an earlier stage: for the last of them what has arrived, else its input."""
+        held = {streams: arguments[name] for name, streams in place.list_.streams.items()}
+        if place.index + 1 < now.blocks.start:
+            return held
+        image = next(tensor for streams, tensor in held.items() if "image" in streams)
+        shards = regions.unpack(now.arrive(), self.message_units(now.blocks.start), image.shape[0], image.shape[2], now.tokens,
+                                self.plan.needs_text)
+        arrived = dict(zip(place.list_.returns, shards))
+        now.skips.update(zip(self._skips_over(now.blocks.start), shards[len(arrived):]))
+        return self._joined(now, place, arrived) if place.ends else arrived
+
+    def _computed(self, forward, now, place, arguments):
+        """{streams: shard} of a block of this stage."""
+        list_ = place.list_
+        if place.starts:
+            arguments |= {name: regions.cut(arguments[name], streams, now.tokens, self.plan.needs_text)
+                          for name, streams in list_.streams.items()}
+        for name, argument in list_.tokens.items():
+            if arguments.get(name) is not None:
+                arguments[name] = self._cut_once(now, place, arguments[name], argument)
+        for name, streams in list_.masks.items():
+            if arguments.get(name) is not None:
+                if streams:
+                    self._read_once(now, arguments[name], streams)
+                arguments[name] = None
+        if place.index in self._skips:
+            arguments["skip"] = now.skips[self._skips[place.index]]
+        output = forward(**arguments)
+        if place.index in self._skips.values():
+            now.skips[place.index] = output
+        return dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
+
+    def _joined(self, now, place, shards):
+        """Whole streams for the model's forward; after the last block it only needs the image."""
+        wanted = now.tokens.counts if place.index + 1 < self.num_blocks else ("image",)
+        return {streams: shard if shard is None else regions.join(shard, streams, now.tokens, now.mesh, now.traffic, wanted)
+                for streams, shard in shards.items()}
+
+    def _stands_in(self, streams, now, place):
+        return streams in place.list_.streams.values() and regions.stands_in(streams, now.tokens, self.plan.needs_text)
+
+    def _cut_once(self, now, place, value, argument):
+        """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
+        def cut(tensor, each):
+            if self._stands_in(each.streams, now, place):
+                return tensor.narrow(each.dim, 0, 1)
+            return now.tokens.take(tensor, each.dim, each.streams)
+
+        key = id(value), id(argument)
+        if key not in self._cuts:
+            if isinstance(value, (tuple, list)):
+                arguments = argument if isinstance(argument, tuple) else (argument,) * len(value)
+                result = tuple(cut(tensor, each) for tensor, each in zip(value, arguments))
+            else:
+                result = cut(value, argument)
+            self._cuts[key] = (value, result)                  # `value` is kept, so that its id stays its own
+        return self._cuts[key][1]
+
+    def _read_once(self, now, mask, streams):
+        if id(mask) not in self._cuts:
+            self._cuts[id(mask)] = mask
+            now.masks.update(read_mask(mask, streams, now.tokens))
+
+    # --- modules whose output is known, or to be had otherwise ---
+
+    def _hook_once(self, forward, key, span):
+        @functools.wraps(forward)
+        def once(*args, **kwargs):
+            now = self._now
+            if now is None or now.key_values is None:
+                return forward(*args, **kwargs)
+            batch = next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)).shape[0]
+            moment = (now.first_image, batch, *(now.step if span == "step" else ()))
+            known = now.key_values.once.get(key)
+            if known is None or known[0] != moment:
+                known = now.key_values.once[key] = (moment, forward(*args, **kwargs))
+            return known[1]
+        return once
+
+    def _unround(self, arguments, factor, module, args):
+        if self._now is None:
+            return args
+        exact = [self._now.inputs[name] * factor for name in arguments if self._now.inputs.get(name) is not None]
+        return (*exact, *args[len(exact):])
+
+    def _hook_positions(self, module, forward, of_patch):
+        @functools.wraps(forward)
+        def positions(*args, **kwargs):
+            now = self._now
+            if now is None or now.patch is None:
+                return forward(*args, **kwargs)
+            return of_patch(module, forward, now.rows, now.tokens, args, kwargs)
+        return positions
+
+    # --- attention ---
+
+    def _hook_attention(self, module, forward, place, name, streams):
+        plain = F.scaled_dot_product_attention
+
+        @functools.wraps(forward)
+        def scoped(*args, **kwargs):
+            now, num_calls = self._now, 0
+            if now is None or (now.mesh.sequence_degree == 1 and now.key_values is None):
+                return forward(*args, **kwargs)
+
+            def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+                nonlocal num_calls
+                if attn_mask is not None or is_causal:
+                    raise UnsupportedError("This model masks its self-attention in a way that sequence parallelism and PipeFusion do "
+                                           "not support yet. Use cfg_degree instead.")
+                num_calls += 1
+                key, value = _one_for_a_group(module, query, key), _one_for_a_group(module, query, value)
+                query, key, value, pad = self._without_stand_ins(now, place, streams, query, key, value)
+                if now.key_values is None:
+                    mask = gathered_mask(now.masks, now.tokens.pieces(streams), query)
+                    out = usp_attention(query, key, value, now.tokens.sizes(streams), now.mesh, plain, scale, now.traffic, mask)
+                else:
+                    local = functools.partial(plain, scale=scale)
+                    out = patch_attention(query, key, value, now, (place.index, name, num_calls), streams, local)
+                return out if pad is None else F.pad(out, pad)
+
+            F.scaled_dot_product_attention = attention
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                F.scaled_dot_product_attention = plain
+            if num_calls == 0:                                 # each rank would have attended to its own tokens only
+                raise UnsupportedError(f"The attention {name} of block {place.index} did not call PyTorch's scaled_dot_product_attention, "
+                                       f"where parallel methods take its place. Unset what chooses another attention for "
+                                       f"diffusers in the workers, or use one device.")
+            return output
+        return scoped
+
+    def _without_stand_ins(self, now, place, streams, *tensors_BNTH):
+        """The tensors without tokens that stand in for streams, and how to pad the output to have them again."""
+        where = [index for index, stream in enumerate(streams) if self._stands_in((stream,), now, place)]
+        if not where:
+            return *tensors_BNTH, None
+        assert where in ([0], [len(streams) - 1]), "a stand-in is the first or the last token"
+        start = int(where == [0])
+        return *(tensor.narrow(2, start, tensor.shape[2] - 1) for tensor in tensors_BNTH), (0, 0, start, 1 - start)
+
+
+def _one_for_a_group(module, query_BNTH, key_BNTH):
+    """Grouped queries: keys (or values) that the module has repeated for the queries of each group, once."""
+    to_q, to_k = getattr(module, "to_q", None), getattr(module, "to_k", None)
+    if to_q is None or to_k is None or key_BNTH.shape[1] != query_BNTH.shape[1]:
+        return key_BNTH
+    return key_BNTH[:, ::max(1, to_q.out_features // to_k.out_features)]

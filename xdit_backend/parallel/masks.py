@@ -1,0 +1,40 @@
+"""Masks over the keys of self-attention: read where a model hands them to its blocks, cut and gathered as the keys are.
+
+Every rank's forward makes the whole mask, so nothing is sent. Called by the hooks and by the methods.
+
+# B batch, T tokens
+"""
+
+import torch
+
+from ..protocol.errors import UnsupportedError
+
+
+def read_mask(mask, streams, tokens):
+    """{stream: (B, T) bool} of the streams some of whose tokens are masked; {} where none is.
+
+    mask: (B, T) or (B, 1, 1, T) over all tokens that the forward holds; True or 1 where a token may be attended to.
+    """
+    if mask.is_floating_point() or mask.shape[1:-1].numel() != 1:
+        raise UnsupportedError(f"This model masks its self-attention by a tensor of shape {tuple(mask.shape)} and dtype {mask.dtype}, "
+                               f"which sequence parallelism and PipeFusion cannot split. Use cfg_degree instead.")
+    parts = mask.flatten(1).bool().split([tokens.held(stream) for stream in streams], 1)
+    is_full = torch.stack([part.all() for part in parts]).tolist()
+    return {stream: part for stream, part, full in zip(streams, parts, is_full) if not full}
+
+
+def gathered_mask(masks, pieces, like):
+    """The mask of keys gathered from all ranks, (B, 1, 1, T); None where nothing is masked.
+
+    masks: of read_mask. pieces: of Tokens.pieces. like: a tensor of the batch and device.
+    """
+    if not any(stream in masks for stream, _, _ in pieces):
+        return None
+    return torch.cat([masks[stream][:, start:start + size] if stream in masks
+                      else torch.ones(like.shape[0], size, dtype=torch.bool, device=like.device)
+                      for stream, start, size in pieces], 1)[:, None, None]
+
+
+def as_bias(mask, dtype):
+    """A mask to add to logits: finite, so that a row whose keys are all masked is no NaN."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min / 2)
