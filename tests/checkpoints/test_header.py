@@ -43,6 +43,12 @@ LUMINA2 = {
     **blocks("noise_refiner.", 2, {"attention.k_norm.weight": (96,)}),
     **blocks("context_refiner.", 2, {"attention_norm1.weight": (2304,)}),
     **blocks("layers.", 26, {"attention.q_norm.weight": (96,), "attention.qkv.weight": (3840, 2304)})}
+HUNYUAN_VIDEO = {
+    "img_in.proj.weight": (3072, 16, 1, 2, 2), "txt_in.input_embedder.weight": (3072, 4096), "vector_in.in_layer.weight": (3072, 768),
+    "guidance_in.in_layer.weight": (3072, 256), "final_layer.linear.weight": (64, 3072),
+    **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (3072,)}),
+    **blocks("double_blocks.", 20, {"img_attn.qkv.weight": (9216, 3072)}),
+    **blocks("single_blocks.", 40, {"linear1.weight": (21504, 3072)})}
 
 PUBLISHED = {
     "sd3.5-large": ("SD3", SD35_LARGE, {"num_layers": 38, "num_attention_heads": 38, "joint_attention_dim": 4096,
@@ -59,6 +65,9 @@ PUBLISHED = {
                                               "out_channels": 16, "joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56)}),
     "lumina2": ("Lumina 2", LUMINA2, {"hidden_size": 2304, "num_layers": 26, "num_refiner_layers": 2, "num_attention_heads": 24,
                                       "num_kv_heads": 8, "cap_feat_dim": 2304, "axes_dim_rope": (32, 32, 32), "in_channels": 16}),
+    "hunyuan-video": ("HunyuanVideo", HUNYUAN_VIDEO, {
+        "num_layers": 20, "num_single_layers": 40, "num_refiner_layers": 2, "num_attention_heads": 24, "attention_head_dim": 128,
+        "in_channels": 16, "out_channels": 16, "text_embed_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}),
     "pixart-sigma": ("PixArt-Sigma", PIXART_SIGMA, {"num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72,
                                                     "caption_channels": 4096, "out_channels": 8}),
 }
@@ -104,6 +113,7 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (SD35_LARGE, {"context_processor.layers.0.attn.qkv.weight": (1, 1)}, "context processor"),
     (QWEN_IMAGE, {"__index_timestep_zero__": (1,)}, "Qwen-Image-Edit 2511"),
     (LUMINA2, {"x_pad_token": (1, 2304)}, "Z-Image"),
+    (HUNYUAN_VIDEO, {"img_in.proj.weight": (3072, 33, 1, 2, 2)}, "image-to-video"),
     (WAN_14B, {"img_emb.proj.0.bias": (1280,)}, "image-to-video"),
     (WAN_14B, {"vace_blocks.0.before_proj.weight": (1, 1)}, "vace_blocks"),
     (PIXART_SIGMA, {"ar_embedder.mlp.0.weight": (1, 1)}, "PixArt-Alpha")], ids=lambda value: value if isinstance(value, str) else "")

@@ -21,7 +21,7 @@ from xdit_backend.worker.model import Loaded
 EXACT = 1e-10
 LAYOUTS = {"ulysses2": Layout(ulysses_degree=2), "ring2": Layout(ring_degree=2), "ring3": Layout(ring_degree=3),
            "ring2-ulysses2": Layout(ring_degree=2, ulysses_degree=2), "ulysses4": Layout(ulysses_degree=4)}
-MASKED = {"rows": 6, "columns": 10, "num_text_tokens": 7, "batch": 2, "masked": True}
+MASKED = {"rows": 8, "columns": 8, "num_text_tokens": 8, "batch": 2, "masked": True}
 SHAPES = {"even": {"rows": 8, "columns": 8, "num_text_tokens": 8}, "uneven": {"rows": 6, "columns": 10, "num_text_tokens": 7},
           "batch": {"rows": 4, "columns": 6, "batch": 3}}
 
@@ -68,7 +68,7 @@ def test_prediction_equals_the_model(name, layout):
 @pytest.mark.parametrize("layout", ["ulysses2", "ring2-ulysses2", "ring3"])
 def test_masked_text_is_not_attended_to(name, layout):
     """Two images, whose masks differ: on some ranks all text of one is masked."""
-    results = run_ranks(difference, num_ranks(LAYOUTS[layout]), name, LAYOUTS[layout], [MASKED, SHAPES["uneven"]])
+    results = run_ranks(difference, num_ranks(LAYOUTS[layout]), name, LAYOUTS[layout], [MASKED, SHAPES["uneven"], SHAPES["uneven"] | {"masked": True}])
 
     within(max(max(result) for result in results), EXACT)
 

@@ -23,7 +23,7 @@ from xdit_backend.worker.model import Loaded
 EXACT = 1e-10
 SIGMAS = [1.0, 0.75, 0.5, 0.25]                               # three steps
 SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan 2.1": {"rows": 10, "columns": 6, "frames": 5},
-          "Qwen-Image": {"rows": 12, "columns": 6}}
+          "Qwen-Image": {"rows": 12, "columns": 6}, "HunyuanVideo": {"rows": 10, "columns": 6, "frames": 5}}
 
 
 class Pipeline:
@@ -265,7 +265,9 @@ MUTANTS = {function.__name__: function for function in (
 
 @pytest.mark.parametrize("mutant, name, layout, setting", [
     ("a_stand_in_is_attended_to", "Qwen-Image", Layout(pipefusion_degree=2), (4, 1)),
+    ("modulation_of_the_step_before", "HunyuanVideo", Layout(pipefusion_degree=2), (4, 1)),
     ("positions_of_the_first_patch", "Qwen-Image", Layout(), (4, 1)), ("positions_of_the_first_patch", "Lumina 2", Layout(), (4, 1)),
+    ("positions_of_the_first_patch", "HunyuanVideo", Layout(), (4, 1)),
     ("skips_are_lost", "HunyuanDiT", Layout(pipefusion_degree=2), (2, 3)),
     ("modulation_of_the_step_before", "SD3", Layout(pipefusion_degree=2), (4, 1)),
     ("nothing_is_kept", "PixArt-Sigma", Layout(pipefusion_degree=2), (4, 1)),

@@ -1,13 +1,14 @@
 """The families this project runs: a dict, one entry a file."""
 
 from .flux import FLUX
+from .hunyuan_video import HUNYUAN_VIDEO
 from .lumina2 import LUMINA2
 from .pixart import PIXART
 from .qwen_image import QWEN_IMAGE
 from .sd3 import SD3
 from .wan import WAN
 
-FAMILIES = {family.name: family for family in (SD3, FLUX, WAN, PIXART, QWEN_IMAGE, LUMINA2)}
+FAMILIES = {family.name: family for family in (SD3, FLUX, WAN, PIXART, QWEN_IMAGE, LUMINA2, HUNYUAN_VIDEO)}
 
 
 def supported(last="and"):

@@ -1,0 +1,65 @@
+"""HunyuanVideo text-to-video: two streams, then one; joint attention, image first; guidance; rotary positions of the video."""
+
+from .describe import Whole, all_text, because, blocks, config_of, given, has, size, timestep
+from .keys import SWAPPED, table
+from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from .positions import Cut
+
+LATENT, BOTH, TABLE = Whole((1, 2, 2)), ("image", "text"), TokenArgument(0, ("image",))
+
+KEYS = table(                                                  # the publisher's names and ComfyUI's
+    (r"(_in|_embedder)\.(?:mlp\.0|in_layer|linear_1)\.", r"\1.linear_1."),
+    (r"(_in|_embedder)\.(?:mlp\.2|out_layer|linear_2)\.", r"\1.linear_2."),
+    (r"^time_in\.", "time_text_embed.timestep_embedder."), (r"^guidance_in\.", "time_text_embed.guidance_embedder."),
+    (r"^vector_in\.", "time_text_embed.text_embedder."), (r"^img_in\.", "x_embedder."),
+    (r"^txt_in\.input_embedder\.", "context_embedder.proj_in."),
+    (r"^txt_in\.t_embedder\.", "context_embedder.time_text_embed.timestep_embedder."),
+    (r"^txt_in\.c_embedder\.", "context_embedder.time_text_embed.text_embedder."),
+    (r"^txt_in\.individual_token_refiner\.blocks\.", "context_embedder.token_refiner.refiner_blocks."),
+    (r"(refiner_blocks\.\d+)\.adaLN_modulation\.1\.", r"\1.norm_out.linear."), (r"(refiner_blocks\.\d+)\.mlp\.", r"\1.ff."),
+    (r"\.(?:self_attn|img_attn)[._]qkv\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v."), (1, 1, 1)),
+    (r"\.txt_attn[._]qkv\.", (".attn.add_q_proj.", ".attn.add_k_proj.", ".attn.add_v_proj."), (1, 1, 1)),
+    (r"\.linear1\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v.", ".proj_mlp."), (1, 1, 1, 4)), (r"\.linear2\.", ".proj_out."),
+    (r"\.txt_attn(?:_|\.norm\.)(q|k)(?:uery|ey)?_norm\.\w+$", r".attn.norm_added_\1.weight"),
+    (r"(?:\.img_attn)?(?:[._]|\.norm\.)(q|k)(?:uery|ey)?_norm\.\w+$", r".attn.norm_\1.weight"),
+    (r"\.(?:self_attn|img_attn)[._]proj\.", ".attn.to_out.0."), (r"\.txt_attn[._]proj\.", ".attn.to_add_out."),
+    (r"\.img_mod\.lin(?:ear)?\.", ".norm1.linear."), (r"\.txt_mod\.lin(?:ear)?\.", ".norm1_context.linear."),
+    (r"\.modulation\.lin(?:ear)?\.", ".norm.linear."),
+    (r"\.img_mlp\.", ".ff."), (r"\.txt_mlp\.", ".ff_context."), (r"(\.ff(?:_context)?)\.(?:0|fc1)\.", r"\1.net.0.proj."),
+    (r"(\.ff(?:_context)?)\.(?:2|fc2)\.", r"\1.net.2."),
+    (r"^double_blocks\.", "transformer_blocks."), (r"^single_blocks\.", "single_transformer_blocks."),
+    (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
+
+HUNYUAN_VIDEO = Family(
+    name="HunyuanVideo", title="HunyuanVideo text-to-video", transformer="HunyuanVideoTransformer3DModel", cfg="at cfg above 1",
+    recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight"),
+    refusals=(because("it is a variant without pooled text (HunyuanVideo 1.5, HunyuanImage)", lambda shapes: not has("vector_in.")(shapes)),
+              because("it takes pictures as well (image-to-video); text-to-video models work",
+                      lambda shapes: shapes["img_in.proj.weight"][1] != shapes["final_layer.linear.weight"][0] // 4)),
+    config=config_of(
+        patch_size=2, patch_size_t=1, in_channels=size("img_in.proj.weight", 1), out_channels=size("final_layer.linear.weight", 0, 4),
+        num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128, num_layers=blocks("double_blocks."),
+        num_single_layers=blocks("single_blocks."), num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
+        guidance_embeds=has("guidance_in."), text_embed_dim=size("txt_in.input_embedder.weight", 1), rope_axes_dim=(16, 56, 56),
+        pooled_projection_dim=lambda shapes: shapes.get("vector_in.in_layer.weight", shapes.get("vector_in.mlp.0.weight"))[1]),
+    convert=KEYS, latent=LATENT,
+    conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None},
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+               "encoder_attention_mask": all_text, "pooled_projections": given("y"),
+               "guidance": given("guidance", times=1000, where="guidance_embeds")},
+    plan=ModelPlan(
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5),
+                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH)),
+        streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
+        tokens={"image_rotary_emb": TABLE, "freqs_cis": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
+        once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"}, once_outside={"context_embedder": "step"}),
+    tiny=Tiny(
+        {"patch_size": 2, "patch_size_t": 1, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
+         "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24,
+         "pooled_projection_dim": 16, "rope_axes_dim": (4, 6, 6), "guidance_embeds": True},
+        "comfy.ldm.hunyuan_video.model:HunyuanVideo",
+        {"in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 48, "hidden_size": 256, "mlp_ratio": 4.0,
+         "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 256, "patch_size": [1, 2, 2],
+         "qkv_bias": True, "guidance_embed": True, "byt5": False, "meanflow": False, "use_cond_type_embedding": False,
+         "vision_in_dim": None, "meanflow_sum": False}),
+)
