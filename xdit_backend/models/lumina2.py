@@ -24,7 +24,7 @@ def _num_heads(shapes):
 
 
 LUMINA2 = Family(
-    name="Lumina 2", title="Lumina-Image 2.0", transformer="Lumina2Transformer2DModel",
+    name="Lumina 2", title="Lumina 2", transformer="Lumina2Transformer2DModel",
     recognise=has("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight"),
     refusals=(because("it is a Z-Image model", has("x_pad_token")), because("it is a NewBie model", has("clip_text_pooled_proj."))),
     config=config_of(
