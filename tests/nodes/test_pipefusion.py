@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.parallel.oracle import StaleModel
+from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.transformer import load_transformer
@@ -18,7 +19,8 @@ from xdit_backend.partition import cut_patches
 from xdit_backend.planner import choose_num_patches
 
 EXACT, STALE = 1e-4, 1e-5
-KINDS = ("sd3", "wan", "pixart", pytest.param("flux", marks=pytest.mark.slow))
+QUICK = ("sd3", "wan", "lumina-2")           # a picture, a video, and streams that merge
+KINDS = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in families() if kind not in VARIANTS]
 
 
 @dataclasses.dataclass

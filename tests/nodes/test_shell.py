@@ -5,11 +5,12 @@ import sys
 import pytest
 import torch
 
+from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
 
 TOLERANCE = 1e-4                           # relative, float32 on both sides; seen: 1e-7 to 3e-6
 
-KINDS = ("sd3", "sd35", "flux", "flux-schnell", "wan", "pixart")
+KINDS = tuple(families())
 LAYOUTS = {
     "one": ("cpu", {}),
     "auto2": ("cpu,cpu", {}),

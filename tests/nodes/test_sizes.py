@@ -3,14 +3,16 @@
 import pytest
 import torch
 
+from tests.models.zoo import conditioning_of
+from tests.tiny_checkpoints import families
+
 TOLERANCE = 1e-4                           # relative, float32; seen: up to 2e-6
 # kind of checkpoint -> rows of the tables of positions that files are made with; None: as the class makes it
-POSITIONS = {"sd3": (None, 96, 192), "sd35": (None,), "pixart": (64, 32, 128, None), "wan": (None,), "flux": (None,),
-             "flux-schnell": (None,)}
+POSITIONS = {kind: {"sd3": (None, 96, 192), "pixart": (64, 32, 128, None)}.get(kind, (None,)) for kind in families()}
 LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "ring2": ("cpu,cpu", {"ring": 2}),
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2})}
-SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3, 16, 25, 33, 48), "wan": (2, 7, 12, 13, 16),
-         "flux": (2, 7, 12, 16, 21), "flux-schnell": (2, 7, 12, 16, 21)}
+SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3, 16, 25, 33, 48), "wan": (2, 7, 12, 13, 16)}
+EVEN = ("pixart", "hunyuanvideo")          # ComfyUI's modules take no odd sides
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 
 
@@ -35,23 +37,24 @@ def test_positions_of_pixart_are_comfyuis_to_the_bit(comfyui, scale, dtype):
 
 def cases(kind):
     """Latent sizes: five sides in three shapes; of a video with two numbers of frames."""
-    for number, side in enumerate(SIDES[kind]):
+    for number, side in enumerate(SIDES.get(kind, (2, 7, 12, 16, 21))):
         for shape in SHAPES.values():
             height, width = round(side / shape ** 0.5), round(side * shape ** 0.5)
-            if kind == "pixart":                               # ComfyUI's has no positions for other ones
-                height, width = height // 2 * 2, max(width // 2 * 2, 66 - height // 2 * 2)
-            yield (1 + number, height, width) if kind == "wan" else (height, width)
+            if kind in EVEN:
+                height, width = max(2, height // 2 * 2), max(2, width // 2 * 2)
+            if kind == "pixart":                               # nor smaller ones
+                width = max(width, 66 - height)
+            frames = {"wan": (1 + number,), "hunyuanvideo": (1 + number,), "qwen-image": (1,)}.get(kind, ())
+            yield *frames, height, width
 
 
 def inputs(comfyui, kind, size, batch):
     x = torch.randn(batch, comfyui.latent(kind)["samples"].shape[1], *size, generator=torch.Generator().manual_seed(5))
-    text, pooled = comfyui.conditioning(kind, 1)[0]
-    given = {"context": text.expand(batch, -1, -1)}
-    if pooled:
-        given["y"] = pooled["pooled_output"].expand(batch, -1)
-    if kind == "flux":
-        given["guidance"] = torch.full((batch,), 3.5)
-    return x, torch.tensor([0.9, 0.3])[:batch] * (1 if kind.startswith("flux") else 1000), given
+    family = families()[kind]
+    given = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator().manual_seed(6), {"context": 20}, batch)
+    if "num_tokens" in family.ignored:
+        given["num_tokens"] = 20
+    return x, torch.tensor([0.9, 0.3])[:batch] * family.time_scale, given
 
 
 def check(comfyui, kind, layout, positions, sizes):
