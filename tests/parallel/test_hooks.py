@@ -68,7 +68,9 @@ def test_prediction_equals_the_model(name, layout):
 @pytest.mark.parametrize("layout", ["ulysses2", "ring2-ulysses2", "ring3"])
 def test_masked_text_is_not_attended_to(name, layout):
     """Two images, whose masks differ: on some ranks all text of one is masked."""
-    results = run_ranks(difference, num_ranks(LAYOUTS[layout]), name, LAYOUTS[layout], [MASKED, SHAPES["uneven"], SHAPES["uneven"] | {"masked": True}])
+    shapes = [MASKED, SHAPES["uneven"], SHAPES["uneven"] | {"masked": True}]
+
+    results = run_ranks(difference, num_ranks(LAYOUTS[layout]), name, LAYOUTS[layout], shapes)
 
     within(max(max(result) for result in results), EXACT)
 

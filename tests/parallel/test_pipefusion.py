@@ -318,6 +318,21 @@ def replicas(rank, world_size, layout):
     return [entry.both_KBNTH[0].clone() for entry in pipeline.key_values.kept.values()]
 
 
+def kept_heads(rank, world_size, layout):
+    torch.set_grad_enabled(False)
+    one = example("Lumina 2", rows=12, columns=6)
+    pipeline = Pipeline(rank, world_size, one, layout)
+    pipeline.predict(one.latent, one.timestep)
+    return {entry.both_KBNTH.shape[2] for entry in pipeline.key_values.kept.values()}
+
+
+@pytest.mark.parametrize("layout, heads", [(Layout(), 2), (Layout(ring_degree=2), 2), (Layout(ulysses_degree=2), 1),
+                                           (Layout(ulysses_degree=4), 1)], ids=str)
+def test_keys_of_grouped_queries_are_kept_once(layout, heads):
+    """Four query heads share two key heads; four Ulysses ranks have one each, two of them the same."""
+    assert run_ranks(kept_heads, num_ranks(layout), layout) == [{heads}] * num_ranks(layout)
+
+
 def test_sequence_ranks_hold_the_same_keys():
     """Ring ranks keep the same keys; Ulysses ranks the same tokens of their own heads, together those of one rank."""
     alone = run_ranks(replicas, 1, Layout())[0]

@@ -6,8 +6,6 @@ A region is a run of block lists between which the model's forward neither merge
 # B batch, T tokens, C channels
 """
 
-import math
-
 import torch
 
 from .collectives import all_gather
@@ -55,7 +53,7 @@ def unpack(message, units, batch, width, tokens, needs_text):
 
 def message_size(units, batch, width, tokens):
     """Elements of a message."""
-    return math.prod((batch, width, sum(tokens.own(streams) for streams in units)))
+    return batch * width * sum(tokens.own(streams) for streams in units)
 
 
 def stands_in(streams, tokens, needs_text):
