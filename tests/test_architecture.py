@@ -1,6 +1,7 @@
 """The rooms and arrows of the project: which package may import which. Read from the source, nothing is run."""
 
 import ast
+import graphlib
 
 import pytest
 
@@ -23,9 +24,17 @@ ARROWS = {
     "xdit_backend.planner": {"xdit_backend.protocol", "xdit_backend.config", "xdit_backend.partition"},
     "xdit_backend.partition": {"xdit_backend.protocol"},
     "xdit_backend.demo_model": {"xdit_backend.protocol"},
+    "xdit_backend.bench": {"xdit_backend.host", "xdit_backend.parallel", "xdit_backend.checkpoints", "xdit_backend.autoencoders",
+                           "xdit_backend.planner", "xdit_backend.partition", "xdit_backend.config", "xdit_backend.demo_model",
+                           "xdit_backend.protocol"},
+    "xdit_backend.__main__": {"xdit_backend.bench", "xdit_backend.protocol"},
     "xdit_backend.protocol": set(),
 }
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "execution", "latent_preview"}
+
+
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def room_of(module):
@@ -36,13 +45,28 @@ def room_of(module):
 
 @pytest.mark.parametrize("path", sources("nodes") + sources("xdit_backend"), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_follow_the_arrows(path):
-    own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    own = name_of(path)
     room = room_of(own)
     for name in imports(path):
         target = room_of(name)
         assert room is None or target in (None, room) or target in ARROWS[room], f"{own} imports {name}"
-        if own.startswith("xdit_backend") and own != "xdit_backend.bench_comfyui":       # a process of its own
+        if own.startswith("xdit_backend") and own != "xdit_backend.bench.comfyui_peer":       # a process of its own
             assert name.split(".")[0] not in COMFYUI | {"nodes"}, f"{own} imports {name}"
+
+
+def test_every_room_has_its_arrows():
+    """A file that belongs to no room could import what it likes."""
+    assert set(find_rooms()) == set(ARROWS)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """At their top: what a function imports is not there when the file is read."""
+    modules = {name_of(path): path for path in sources("nodes") + sources("xdit_backend")}
+    del modules["nodes"]                                       # who imports that means ComfyUI's
+    graph = {name: {found if found in modules else found.rpartition(".")[0] for found in imports(path, inside=False)} & set(modules)
+             for name, path in modules.items()}
+
+    assert list(graphlib.TopologicalSorter(graph).static_order())              # raises CycleError
 
 
 def test_no_rooms_import_each_other_in_a_circle():

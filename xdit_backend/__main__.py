@@ -1,23 +1,55 @@
-"""The commands of this package: python -m xdit_backend bench, bench vae, and bench quality."""
+"""The commands of this package: python -m xdit_backend bench COMMAND. One file of bench/ each."""
 
 import argparse
 import sys
 
-from . import bench, bench_quality, bench_vae
+from .bench import methods, quality, vae
+from .protocol.errors import ConfigError
 
-COMMANDS = {"bench": bench, "bench vae": bench_vae, "bench quality": bench_quality}
+BENCHES = {"methods": methods, "vae": vae, "quality": quality}
 
 
 def main():
-    arguments = sys.argv[1:]
-    if " ".join(arguments[:2]) in COMMANDS:
-        arguments[:2] = [" ".join(arguments[:2])]
-    parser = argparse.ArgumentParser(prog="python -m xdit_backend")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in COMMANDS.items():
-        module.add_arguments(commands.add_parser(name, help=module.__doc__.splitlines()[0]))
-    options = parser.parse_args(arguments)
-    COMMANDS[options.command].main(options)
+    options = make_parser().parse_args(completed(sys.argv[1:]))
+    try:
+        options.run(options)
+    except ConfigError as error:
+        sys.exit(str(error))
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(prog="python -m xdit_backend", description="Measures what xDiT for ComfyUI does on this machine.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    bench = commands.add_parser("bench", help="time the parallel methods, the VAE, or measure PipeFusion's pictures",
+                                description="Without a command, or with layouts in its place, it runs `methods`.")
+    benches = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, module in BENCHES.items():
+        summary, _, details = module.__doc__.partition("\n\n")
+        one = benches.add_parser(name, help=summary[0].lower() + summary[1:].rstrip("."), description=summary, epilog=details,
+                                 formatter_class=Defaults)
+        module.add_arguments(one)
+        one.set_defaults(run=module.main)
+    return parser
+
+
+class Defaults(argparse.HelpFormatter):
+    """Help that says each option's default as it would be typed."""
+
+    def _get_help_string(self, action):
+        if action.default in (None, False, argparse.SUPPRESS):
+            return action.help
+        default = " ".join(map(str, action.default)) if isinstance(action.default, (list, tuple)) else action.default
+        return f"{action.help} (default: {default})"
+
+    def _get_default_metavar_for_optional(self, action):
+        return "N" if action.type in (int, float) else super()._get_default_metavar_for_optional(action)
+
+
+def completed(arguments):
+    """The arguments with the command that `bench` alone, or `bench one ulysses2`, means."""
+    if arguments[:1] == ["bench"] and not (set(arguments[1:2]) & {*BENCHES, "-h", "--help"}):
+        return ["bench", "methods", *arguments[1:]]
+    return arguments
 
 
 if __name__ == "__main__":

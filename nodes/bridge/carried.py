@@ -6,8 +6,9 @@ that is not listed with its reason would be dropped silently; it is refused, the
 MODEL is loaded and when a run begins, and by remote.py for each call.
 """
 
-import comfy.model_patcher
 import torch
+
+import comfy.model_patcher
 from comfy.context_windows import IndexListCallbacks
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 

@@ -1,7 +1,8 @@
 """The weights of a shell as its file holds them, under ComfyUI's names. For nodes that save or merge a MODEL; see patcher.py."""
 
-import comfy.model_detection
 from safetensors.torch import load_file
+
+import comfy.model_detection
 
 from ...xdit_backend.checkpoints.header import read_header
 

@@ -11,6 +11,7 @@ from .carried import refuse_call, refuse_changed_modules, refuse_model_options
 from .groups import GROUPS, show_text
 from .pipeline import PipelineRun, why_whole
 
+
 class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 

@@ -11,7 +11,7 @@ from tests.host.conftest import call_of
 from tests.models.zoo import CONFIGS, example
 from tests.parallel.oracle import simulate
 from tests.tolerances import within
-from xdit_backend.bench_pipefusion import sample as euler
+from xdit_backend.bench.sampler import sample as euler
 from xdit_backend.host.client import Call, Client
 from xdit_backend.partition import cut_patches
 from xdit_backend.planner import choose_num_patches

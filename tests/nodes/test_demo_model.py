@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.tolerances import close
-from xdit_backend.bench import start_clients
-from xdit_backend.bench_quality import compare, decode, draw, frechet_distance, load_recogniser, moments, settings
+from xdit_backend.bench.groups import start_clients
+from xdit_backend.bench.quality import compare, decode, draw, frechet_distance, load_recogniser, moments, settings
 
 NAMES = ("xdit_demo.safetensors", "xdit_demo_vae.safetensors")
 

@@ -1,6 +1,6 @@
 """How much memory a decode or encode by rows takes, found on the meta device before it starts, and what to do about it.
 
-The engine asks RowPlanner. bench_vae measures with LiveBytes what it has estimated with it.
+The engine asks RowPlanner. bench/vae.py measures with LiveBytes what it has estimated with it.
 """
 
 import copy

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xdit_backend.bench_quality import frechet_distance
+from xdit_backend.bench.quality import frechet_distance
 
 
 def test_the_frechet_distance_of_normal_distributions_is_the_closed_form():

@@ -13,34 +13,34 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from .bench import count_cuda, start_clients
-from .bench_pipefusion import sample
-from .checkpoints.header import model_spec, read_header, recognise
-from .checkpoints.vae import load_autoencoder
-from .config import ParallelConfig
-from .demo_model.autoencoder import CHANNELS, SIDE
-from .demo_model.features import Recogniser
-from .demo_model.text import WEIGHTS, load_text_encoder
-from .demo_model.transformer import shifted_sigmas
-from .host.client import Call
-from .partition import cut_patches
-from .protocol.errors import ConfigError
-from .protocol.messages import Stages
+from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.vae import load_autoencoder
+from ..config import ParallelConfig
+from ..demo_model.autoencoder import CHANNELS, SIDE
+from ..demo_model.features import Recogniser
+from ..demo_model.text import WEIGHTS, load_text_encoder
+from ..demo_model.transformer import shifted_sigmas
+from ..host.client import Call
+from ..partition import cut_patches
+from ..protocol.errors import ConfigError
+from ..protocol.messages import Stages
+from .groups import count_cuda, start_clients
+from .sampler import sample
 
 ONE = "one device"
 NUM_SHOWN = 8                              # prompts on the contact sheet
 
 
 def add_arguments(parser):
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker (default 1)")
-    parser.add_argument("--prompts", type=int, default=256, help="how many of the 256 prompts (default all)")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--guidance", type=float, default=3.0)
-    parser.add_argument("--patches", type=int, nargs="+", default=(2, 4, 8))
-    parser.add_argument("--warmup-steps", type=int, nargs="+", default=(0, 1, 2, 3, 4))
-    parser.add_argument("--sheet", type=Path, default=Path("quality.png"), help="where the contact sheet goes (default quality.png)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
+    parser.add_argument("--prompts", type=int, default=256, help="how many of the 256 prompts")
+    parser.add_argument("--batch", type=int, default=16, help="prompts drawn at once")
+    parser.add_argument("--steps", type=int, default=20, help="Euler steps of a picture")
+    parser.add_argument("--guidance", type=float, default=3.0, help="scale of classifier-free guidance")
+    parser.add_argument("--patches", type=int, nargs="+", default=(2, 4, 8), help="num_patches to try")
+    parser.add_argument("--warmup-steps", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="warmup_steps to try")
+    parser.add_argument("--sheet", type=Path, default=Path("quality.png"), help="where the contact sheet goes")
 
 
 def main(options):

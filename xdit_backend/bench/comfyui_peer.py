@@ -1,4 +1,4 @@
-"""ComfyUI's own VAE Decode, whole or tiled, in a process of its own: one decode for each line on stdin. Run by bench vae.
+"""ComfyUI's own VAE Decode, whole or tiled, in a process of its own: one decode for each line on stdin. Run by vae.
 
 The one file of the backend that imports ComfyUI: nothing of it runs in ComfyUI or in a worker.
 """

@@ -1,4 +1,4 @@
-"""diffusers' own context parallelism on the bench's model: two processes, one step for each line on stdin. Run by bench."""
+"""diffusers' own context parallelism on the bench's model: two processes, one step for each line on stdin. Run by methods."""
 
 import json
 import multiprocessing
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from .bench import Setting, calls
-from .checkpoints.header import read_header, recognise
+from ..checkpoints.header import read_header, recognise
+from .model import Setting, calls
 
 
 def run(rank, job, store):

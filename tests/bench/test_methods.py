@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from xdit_backend.bench import parse_layout
-from xdit_backend.bench_pipefusion import bubble_ratio
+from xdit_backend.bench.methods import parse_layout
+from xdit_backend.bench.pipefusion import bubble_ratio
 from xdit_backend.protocol.errors import ConfigError
 
 

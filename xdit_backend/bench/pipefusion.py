@@ -1,4 +1,4 @@
-"""Time PipeFusion against one worker over whole runs, beside its formulas. Called by bench for layouts with `pipefusion`.
+"""Time PipeFusion against one worker over whole runs, beside its formulas. Called by methods for layouts with `pipefusion`.
 
 A run is what the patchwise sampler does: Euler steps, each patch going on as soon as its own prediction is there.
 """
@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from .checkpoints.header import model_spec, read_header, recognise
-from .checkpoints.transformer import block_sizes
-from .config import ParallelConfig, validate, validate_layout
-from .partition import cut_patches, split_stages, stage_blocks, stage_of
-from .planner import choose_num_patches, warmup_layout
-from .protocol.messages import Stages
+from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.transformer import block_sizes
+from ..config import ParallelConfig, validate, validate_layout
+from ..partition import cut_patches, split_stages, stage_blocks, stage_of
+from ..planner import choose_num_patches
+from ..protocol.messages import Stages
+from .sampler import sample
 
 BASELINE_STEPS = 4             # of one worker, before and after each run of a pipeline
 
@@ -44,55 +45,6 @@ def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_par
     slots = (stale - 1) * max(num_patches, num_stages) + num_patches + num_stages - 1 if stale else 0
     warm = warmup_steps / (num_stages if warmup_is_parallel else 1)
     return num_steps / (warm + slots / (num_stages * num_patches))
-
-
-def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channels, time_scale=1.0, by_image=False,
-           guidance=None):
-    """Euler steps from the call's latent down the sigmas; returns the latent.
-
-    patches: of partition.cut_patches; None: every step is whole and nothing is kept. time_scale: timestep at sigma 1.
-    guidance: the scale of classifier-free guidance; the call's conditioning is then of twice as many rows as its latent,
-    the unconditional ones last.
-    """
-    num_steps = len(sigmas) - 1
-    num_whole = num_steps if patches is None else min(warmup_steps, num_steps)
-
-    def at(latent, step):
-        latent = latent if guidance is None else torch.cat([latent, latent])
-        timestep = torch.full((len(latent),), sigmas[step] * time_scale, dtype=latent.dtype)
-        return dataclasses.replace(call, latent=latent.clone(), timestep=timestep)
-
-    def stepped(latent, step, prediction):
-        if guidance is not None:
-            conditional, unconditional = prediction.chunk(2)
-            prediction = unconditional + guidance * (conditional - unconditional)
-        return latent + (sigmas[step + 1] - sigmas[step]) * prediction.to(latent.dtype)
-
-    x = call.latent
-    whole_layout = warmup_layout(layout, spec.stages) if spec.stages else layout
-    for step in range(num_whole):
-        ticket = client.submit(spec, whole_layout, num_channels, [at(x, step)], keep=patches is not None, by_image=by_image)
-        x = stepped(x, step, client.wait([ticket])[1][0])
-    if not patches or num_whole == num_steps:
-        return x
-    dim = patches[0][0].dim
-    pieces = [x.narrow(dim, patch.start, rows) for patch, rows in patches]
-    steps, flying = [num_whole] * len(patches), {}
-
-    def submit(index):
-        if steps[index] < num_steps:
-            asked = at(pieces[index], steps[index])
-            flying[client.submit(spec, layout, num_channels, [asked], patch=patches[index][0])] = index
-
-    for index in range(len(patches)):
-        submit(index)
-    while flying:
-        ticket, predictions = client.wait(list(flying))
-        index = flying.pop(ticket)
-        pieces[index] = stepped(pieces[index], steps[index], predictions[0])
-        steps[index] += 1
-        submit(index)
-    return torch.cat(pieces, dim)
 
 
 def run(client, spec, layout, call, num_steps, warmup_steps, patches):
@@ -212,8 +164,8 @@ def print_table(one_s, rows, options):
         return "/".join(f"{value / 1e6:.1f}" for value in values)
 
     for row in rows.values():
-        print(f"{row.name:<26} {row.seconds:>7.3f} {row.ratio:>5.2f}x {row.bubble:>6.2f}x {row.ratio / row.bubble:>6.1%} {row.apart:>5.2f}x "
-              f"{row.sent_bytes / 1e6:>8.2f} {row.sent_formula / 1e6:>8.2f} {megabytes(row.weight_bytes):>19} "
+        print(f"{row.name:<26} {row.seconds:>7.3f} {row.ratio:>5.2f}x {row.bubble:>6.2f}x {row.ratio / row.bubble:>6.1%} "
+              f"{row.apart:>5.2f}x {row.sent_bytes / 1e6:>8.2f} {row.sent_formula / 1e6:>8.2f} {megabytes(row.weight_bytes):>19} "
               f"{megabytes(row.weight_formula):>15} {megabytes(row.key_value_bytes):>15} {megabytes(row.key_value_formula):>13}")
     print("ratio: to one worker's steps just before and after the run. bubble: T / (W + slots / (N M)), what the schedule allows on "
           "N full\ndevices. apart: two workers that share nothing, in the same minutes: 2 if this machine has two full devices. "

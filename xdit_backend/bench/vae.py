@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from .autoencoders.kl import kl_config
-from .bench import Peer, count_cuda, start_clients
-from .host.launcher import ROOT
-from .parallel.vae_memory import need_of
-from .protocol.errors import ConfigError
+from ..autoencoders.kl import kl_config
+from ..host.launcher import ROOT
+from ..parallel.vae_memory import need_of
+from ..protocol.errors import ConfigError
+from .groups import count_cuda, start_clients
+from .peer import Peer
 
 LEVELS = (1, 2, 4, 4)                      # SD's widths, as multiples
 RESNETS = 3                                # of a decoder's level
@@ -28,16 +29,16 @@ MB = 2 ** 20
 
 
 def add_arguments(parser):
-    parser.add_argument("--sizes", type=int, nargs="*", default=[256, 512], help="pixels a side, multiples of 8 (default 256 512)")
-    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--width", type=int, default=64, help="channels at full size, a multiple of 32 (default 64; SD has 128)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker (default 1)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tile", type=int, default=256, help="pixels a side of VAE Decode (Tiled) (default 256)")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[256, 512], help="pixels a side, multiples of 8")
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4], help="numbers of workers")
+    parser.add_argument("--width", type=int, default=64, help="channels at full size, a multiple of 32 (SD has 128)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and results")
+    parser.add_argument("--rounds", type=int, default=3, help="in each of which everything runs once")
+    parser.add_argument("--tile", type=int, default=256, help="pixels a side of VAE Decode (Tiled)")
     parser.add_argument("--comfyui", metavar="FOLDER", default=find_comfyui(),
-                        help="the ComfyUI to compare with (default: XDIT_COMFYUI, what start.py fetched, or the one around this pack)")
+                        help="the ComfyUI to compare with: XDIT_COMFYUI, what start.py fetched, or the one around this pack")
 
 
 def find_comfyui():
@@ -57,7 +58,8 @@ def main(options):
     place = f"{num_cuda} CUDA devices" if num_cuda else f"CPU workers of {options.threads} thread(s), {os.cpu_count()} cores"
     print(f"AutoencoderKL of Stable Diffusion's structure, width {options.width}, {options.dtype}; {place}; torch "
           f"{torch.__version__}; medians of {options.rounds} rounds", flush=True)
-    print(f"{'pixels':>12} {'workers':>11} {'s':>8} {'ratio':>7} {'CPU s/rank':>11} {'peak MB/rank':>13} {'formula MB':>11} {'of one':>7} {'sent MB/rank':>13} {'off':>8}")
+    print(f"{'pixels':>12} {'workers':>11} {'s':>8} {'ratio':>7} {'CPU s/rank':>11} {'peak MB/rank':>13} {'formula MB':>11} "
+          f"{'of one':>7} {'sent MB/rank':>13} {'off':>8}")
     clients, peer = {}, None
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
         try:
@@ -66,7 +68,7 @@ def main(options):
                 save_file(tensors, f"{folder}/vae.safetensors")
                 job = {"comfyui": options.comfyui, "cuda": bool(num_cuda), "weights": f"{folder}/vae.safetensors",
                        "dtype": options.dtype}
-                peer = Peer("bench_comfyui", job, options.threads)
+                peer = Peer("comfyui_peer", job, options.threads)
             for size in options.sizes:
                 print_size(size, *measure(tensors, size, clients, peer, folder, options), outline(tensors, options.dtype))
         finally:

@@ -1,0 +1,22 @@
+"""The worker groups that commands time."""
+
+import torch
+
+from ..config import resolve_devices
+from ..host.client import Client
+
+
+def count_cuda(device):
+    """CUDA devices to run on; 0 where --device says cpu or there are none."""
+    return torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
+
+
+def start_clients(sizes, num_cuda):
+    """{number of devices: Client}; ranks share a CUDA device, over gloo, where there are too few."""
+    return {size: Client(resolve_devices(",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(size)),
+                                         num_cuda)) for size in sizes}
+
+
+def second_client(first, num_cuda):
+    """A client of one device beside the first one's."""
+    return Client(resolve_devices("cuda:1" if num_cuda > 1 else first.devices[0], num_cuda))
