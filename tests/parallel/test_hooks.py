@@ -18,7 +18,7 @@ from xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from xdit_backend.protocol.messages import Layout
 from xdit_backend.worker.model import Loaded
 
-EXACT = 1e-10
+EXACT = 1e-12
 LAYOUTS = {"ulysses2": Layout(ulysses_degree=2), "ring2": Layout(ring_degree=2), "ring3": Layout(ring_degree=3),
            "ring2-ulysses2": Layout(ring_degree=2, ulysses_degree=2), "ulysses4": Layout(ulysses_degree=4)}
 MASKED = {"rows": 8, "columns": 8, "num_text_tokens": 8, "batch": 2, "masked": True}

@@ -8,6 +8,7 @@ import torch
 from tests.models.zoo import CONFIGS, example
 from tests.parallel.oracle import simulate
 from tests.ranks import run_ranks
+from tests.tiers import quick
 from tests.tolerances import within
 from xdit_backend.models import FAMILIES
 from xdit_backend.parallel import regions
@@ -20,7 +21,7 @@ from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol.messages import Layout
 from xdit_backend.worker.model import Loaded
 
-EXACT = 1e-10
+EXACT = 1e-12
 SIGMAS = [1.0, 0.75, 0.5, 0.25]                               # three steps
 SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan 2.1": {"rows": 10, "columns": 6, "frames": 5},
           "Qwen-Image": {"rows": 12, "columns": 6}, "HunyuanVideo": {"rows": 10, "columns": 6, "frames": 5}}
@@ -105,7 +106,7 @@ ALL = [(num_patches, warmup_steps) for num_patches in range(1, 6) for warmup_ste
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, "HunyuanDiT"])
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_stages", quick([3], [1, 2, 3, 4]))
 def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(name, num_stages):
     """num_patches below, equal to and above the stages; warm-up from none (a cold start) to all steps."""
     results = run_ranks(errors, num_stages, name, Layout(pipefusion_degree=num_stages), ALL)
@@ -133,7 +134,7 @@ def num_ranks(layout):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("layout", HYBRIDS.values(), ids=HYBRIDS)
+@pytest.mark.parametrize("layout", quick([HYBRIDS["2x ring2"], HYBRIDS["1x ulysses2"]], HYBRIDS.values()), ids=HYBRIDS)
 def test_hybrids_with_sequence_parallelism_equal_the_oracle(name, layout):
     results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 1), (4, 0), (2, 3), (1, 1)])
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.ranks import run_ranks
 from tests.row_splits import WORLD_SIZES, apply_mutant, of_this_rank, sizes_of, split_of
+from tests.tiers import quick
 from tests.tolerances import within
 from xdit_backend.parallel import rows
 from xdit_backend.parallel.vae_memory import LiveBytes
@@ -110,14 +111,14 @@ def conv_errors(world_size, dim=-2, num_dims=2, block_size=None, mutant=None):
 @pytest.mark.parametrize("dim", [-2, -1])
 def test_convolution_by_rows_equals_convolution(world_size, dim, num_dims):
     for case, error in conv_errors(world_size, dim, num_dims):
-        within(error, 1e-10, case)
+        within(error, 1e-12, case)
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES[1:], ids=str)
+@pytest.mark.parametrize("block_size", quick(BLOCK_SIZES[1:4], BLOCK_SIZES[1:]), ids=str)
 @pytest.mark.parametrize("dim", [-2, -1])
 def test_convolution_in_blocks_equals_convolution(dim, block_size):
     for case, error in conv_errors(3, dim, block_size=block_size):
-        within(error, 1e-10, case)
+        within(error, 1e-12, case)
 
 
 @pytest.mark.parametrize("block_size", [None, (2, 3)], ids=str)
@@ -169,7 +170,7 @@ def test_100_convolutions_on_8_ranks_neither_block_nor_mix_messages(num_repeats)
         whole = F.conv2d(whole, weight, None, padding=1)
 
     for pieces in zip(*run_ranks(convolve_many_times, 8, 100, num_repeats)):
-        assert (torch.cat(pieces, -2) - whole).abs().max() < 1e-10 * whole.abs().max()
+        within((torch.cat(pieces, -2) - whole).abs().max() / whole.abs().max(), 1e-12)
 
 
 # Group norm
@@ -215,9 +216,9 @@ def norm_errors(world_size, mutant=None):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_group_norm_by_rows_equals_group_norm(world_size):
     """In float32 at mean 100 torch's own norm is off by 1e-5. bfloat16 may round a result, of up to 8, once."""
-    allowed = {torch.float64: 1e-10, torch.float32: 5e-6, torch.bfloat16: 8 * 2 ** -8}
+    allowed = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 8 * 2 ** -8}
     for case, error, plain_error in norm_errors(world_size):
-        assert error < max(allowed[case[-1]], 1.5 * plain_error), case
+        within(error, max(allowed[case[-1]], 1.5 * plain_error), case)
 
 
 @pytest.mark.parametrize("mutant", ["own moments", "mean of variances"])
@@ -241,4 +242,4 @@ def test_group_norm_takes_tokens_that_are_not_contiguous():
 
     tokens = torch.cat(run_ranks(normalise_tokens, 3), -1)
 
-    within((tokens - F.group_norm(x_BCHW, 3, weight, bias, 1e-6).flatten(2)).abs().max(), 1e-10)
+    within((tokens - F.group_norm(x_BCHW, 3, weight, bias, 1e-6).flatten(2)).abs().max(), 1e-12)

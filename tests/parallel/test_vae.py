@@ -11,6 +11,7 @@ from diffusers.models.attention_processor import AttnProcessor
 
 from tests.ranks import run_ranks
 from tests.row_splits import WORLD_SIZES, apply_mutant
+from tests.tiers import quick
 from tests.tolerances import within
 from tests.vae_zoo import KINDS, decoded, encoded, latent, picture, tiny_vae
 from xdit_backend.parallel.vae import Ranks, decode_rows, encode_rows, split_dim
@@ -46,7 +47,7 @@ def decode_sizes(rank, world_size, kind):
     return [decode_rows(vae, latent(kind, *size), ranks) for size in sizes_of(kind)]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", quick([3], WORLD_SIZES))
 @pytest.mark.parametrize("kind", KINDS)
 def test_decode_by_rows_equals_decode(kind, world_size):
     by_rank = run_ranks(decode_sizes, world_size, kind)
@@ -54,12 +55,12 @@ def test_decode_by_rows_equals_decode(kind, world_size):
     for size, shares in zip(sizes_of(kind), zip(*by_rank)):
         result, whole = put_together(shares), decoded(kind, latent(kind, *size))
         assert result.shape == whole.shape, size
-        assert (result - whole).abs().max() < KINDS[kind].tolerance, size
+        within((result - whole).abs().max(), KINDS[kind].tolerance, size)
         assert sum(share is not None for share in shares) == min(world_size, max(size[1:])), size
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("block_size", [3, (5, 4)], ids=str)
+@pytest.mark.parametrize("block_size", quick([3], [3, (5, 4)]), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_decode_in_blocks_equals_decode(kind, block_size, world_size):
     whole = latent(kind, 1, 5, 4)
@@ -74,7 +75,7 @@ def test_decode_in_float32_equals_decode():
 
     result = put_together(run_ranks(decode, 3, "sd", latent_BCHW))
 
-    within((result - decoded("sd", latent_BCHW)).abs().max(), 1e-4)
+    within((result - decoded("sd", latent_BCHW)).abs().max(), 2e-5)
 
 
 def test_decode_in_bfloat16_is_as_near_to_the_truth_as_plain_decode_is():
@@ -118,7 +119,7 @@ def test_decode_by_frames_equals_decode(kind, world_size, block_size):
     for size, shares in zip(VIDEOS, zip(*by_rank)):
         result, whole = put_together(shares), decoded(kind, frames(size))
         assert shares[0].dim == -3 and result.shape == whole.shape, size
-        assert (result - whole).abs().max() < KINDS[kind].tolerance, size
+        within((result - whole).abs().max(), KINDS[kind].tolerance, size)
         assert sum(share is not None for share in shares) == min(world_size, size[0] - 1), size
 
 
@@ -158,7 +159,7 @@ def encode_sizes(rank, world_size, kind):
     return [encode_rows(vae, picture(kind, *size), KINDS[kind].scale, ranks) for size in sizes_of(kind)]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", quick([3], WORLD_SIZES))
 @pytest.mark.parametrize("kind", KINDS)
 def test_encode_by_rows_equals_encode(kind, world_size):
     by_rank = run_ranks(encode_sizes, world_size, kind)
@@ -166,7 +167,7 @@ def test_encode_by_rows_equals_encode(kind, world_size):
     for size, shares in zip(sizes_of(kind), zip(*by_rank)):
         result, whole = put_together(shares), encoded(kind, picture(kind, *size))
         assert result.shape == whole.shape, size
-        assert (result - whole).abs().max() < KINDS[kind].tolerance, size
+        within((result - whole).abs().max(), KINDS[kind].tolerance, size)
 
 
 @pytest.mark.parametrize("kind, mutant", [(kind, mutant) for kind in KINDS for mutant in KINDS[kind].mutants + KINDS[kind].encode_mutants])
@@ -198,7 +199,7 @@ def test_decodes_in_a_group_without_rank_0():
 
     _, *pieces = run_ranks(decode_in_subgroup, 3, latent_BCHW)
 
-    within((put_together(pieces) - decoded("sd", latent_BCHW)).abs().max(), 1e-10)
+    within((put_together(pieces) - decoded("sd", latent_BCHW)).abs().max(), 1e-12)
 
 
 def rows_held(rank, world_size, latent_BCHW):

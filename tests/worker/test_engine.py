@@ -118,7 +118,7 @@ QUICK = [Layout(cfg_degree=2, pipefusion_degree=2), Layout(data_degree=2, pipefu
 def test_mixtures_equal_the_oracle(store, folder, layout):
     results, _ = play(store, folder, layout, stages_of(layout))
 
-    within(max((got - want).abs().max() for got, want in results), 1e-10)
+    within(max((got - want).abs().max() for got, want in results), 1e-12)
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_mixtures_equal_the_oracle(store, folder, layout):
 def test_every_mixture_of_eight_ranks_equals_the_oracle(store, folder, layout):
     results, _ = play(store, folder, layout, stages_of(layout))
 
-    within(max((got - want).abs().max() for got, want in results), 1e-10)
+    within(max((got - want).abs().max() for got, want in results), 1e-12)
 
 
 def test_every_stage_receives_each_part_once_and_the_last_sends_nothing(store, folder):
