@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Family:
     recognise: Callable
     config: Callable
     convert: Callable
-    latent: object
+    latent: Any
     arguments: dict
     conditioning: dict[str, str | None]
     tiny: Tiny

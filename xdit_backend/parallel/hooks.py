@@ -9,6 +9,7 @@ import functools
 import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ class Place:
     """A block's place in the model. list_: what the plan says of its list."""
 
     index: int                     # over all lists
-    list_: object
+    list_: Any
     starts: bool                   # streams are cut before it
     ends: bool                     # and joined after it
 

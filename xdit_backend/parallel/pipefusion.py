@@ -45,7 +45,8 @@ class Offload:
     def __init__(self, device):
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._buffers, self._turn, self._arriving = [None, None], 0, None
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._turn, self._arriving = 0, None
 
     @property
     def num_bytes(self):

@@ -5,6 +5,7 @@ that they hold the group's key (HMAC challenge of multiprocessing.connection); n
 """
 
 import logging
+import multiprocessing
 import multiprocessing.connection as connection
 import secrets
 import socket
@@ -88,7 +89,7 @@ class Door:
         try:
             connection.deliver_challenge(raw, self._key)
             connection.answer_challenge(raw, self._key)
-        except (connection.AuthenticationError, EOFError, OSError):
+        except (multiprocessing.AuthenticationError, EOFError, OSError):
             raw.close()
             return None
         return Channel(raw)

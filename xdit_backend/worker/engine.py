@@ -53,7 +53,7 @@ class Engine:
             return
         family = FAMILIES[spec.family]
         report = lambda done, total: self.report_phase("loading weights", done, total)  # noqa: E731
-        blocks = None
+        blocks = range(0)
 
         def held_blocks(model):
             nonlocal blocks
