@@ -37,15 +37,6 @@ class Example:
         return self.family.prediction(self.model(**inputs, return_dict=False)[0], self.latent)
 
 
-class Unchanged:
-    """Stands where the workers would; nothing is started."""
-
-    def load(self, base_model):
-        pass
-
-    unload = end_run = lambda self: None
-
-
 @functools.cache
 def transformer(path):
     header = read_header(path)
@@ -77,8 +68,9 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
         return torch.cat([one.predict(x, timestep, (patch.start, patch.start + rows)).narrow(dim, patch.start, rows)
                           for patch, rows in patches], dim)
 
-    shell.model.diffusion_model.forward = forward
-    shell.model.remote = Unchanged()
+    remote = shell.model.remote                                # the workers are not asked; nothing is started
+    remote.load = remote.unload = remote.end_run = lambda *base_model: None
+    shell.model.diffusion_model.forward = remote.modules[""][1]["forward"] = forward
     return shell
 
 
