@@ -1,13 +1,12 @@
 """Parallel Sampler: KSampler on a MODEL of Load xDiT Model."""
 
-import comfy.patcher_extension
 import comfy.samplers
 import nodes
 from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from .bridge.patcher import ShellPatcher
-from .bridge.pipeline import WHOLE, why_whole
+from .bridge.pipeline import PATCHWISE
 
 
 class XDiTParallelSampler(io.ComfyNode):
@@ -42,22 +41,15 @@ class XDiTParallelSampler(io.ComfyNode):
     def execute(cls, model, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image,
                 denoise) -> io.NodeOutput:
         check(model, cfg, positive, negative, latent_image)
-        if model.remote.spec.stages is not None:
-            model = in_stages(model, sampler_name, positive, negative)
+        model = patchwise(model)
         return io.NodeOutput(*nodes.common_ksampler(model, seed, steps, cfg, sampler_name, scheduler, positive, negative,
                                                     latent_image, denoise=denoise))
 
 
-def in_stages(model, sampler_name, positive, negative):
-    """The MODEL whose stages stay full from step to step, where the sampler and the conditioning can be cut into patches."""
-    from .bridge import patches
-    because = patches.WHOLE_SAMPLERS.get(sampler_name)
+def patchwise(model):
+    """The MODEL whose stages, if it has any, stay full from step to step, where the workflow can be cut into patches."""
     model = model.clone()
-    if because is not None:
-        model.model_options["transformer_options"][WHOLE] = because
-    elif patches.is_elementwise(model.model_options) and why_whole(
-            [[options for _, options in prompt] for prompt in (positive, negative)], model.model_options) is None:
-        model.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE, "xdit", patches.wrap_sampler(model.remote))
+    model.model_options["transformer_options"][PATCHWISE] = True
     return model
 
 
@@ -72,7 +64,8 @@ def check(model, cfg, positive, negative, latent_image):
                 raise UnsupportedError(f"Parallel Sampler does not support {name} conditioning. The {name} would be dropped without "
                                        f"notice. Remove it, or use KSampler with Load Diffusion Model.")
     config = model.remote.config
-    if config.mode == "manual" and config.cfg_degree == 2 and cfg == 1.0:
+    one_branch = cfg == 1.0 and not model.model_options.get("disable_cfg1_optimization")
+    if config.mode == "manual" and config.cfg_degree == 2 and one_branch:
         raise ConfigError("cfg_degree=2 needs two branches, and cfg=1.0 evaluates only the positive prompt, so half of the "
                           "devices would do nothing. Set cfg above 1, or mode to auto.")
     samples = latent_image["samples"]

@@ -1,10 +1,12 @@
 """Decode and encode with ComfyUI's ordinary VAE on the worker group. Called by the nodes Distributed VAE Decode and Encode."""
 
+import time
+
 import torch
 
 from ...xdit_backend.autoencoders import supported
 from ...xdit_backend.protocol.errors import UnsupportedError
-from .groups import GROUPS, check_packages
+from .groups import GROUPS, check_packages, show_text
 from .vae_kinds import kind_of
 from .vae_weights import half_of
 
@@ -31,7 +33,9 @@ def decode(vae, latent, config):
     half = half_of(vae, kind.family.decoder, kind.settings(vae.first_stage_model))
     half.use_on(client, vae.memory_used_decode(latent.shape, vae.vae_dtype))
     inner = kind.before_decode(vae.first_stage_model, latent.to(torch.float32))
+    started_s = time.perf_counter()
     picture = client.decode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings)
+    _show_done("decoded", started_s, client)
     return picture.reshape(-1, *picture.shape[-3:]).to(vae.output_device)
 
 
@@ -56,8 +60,15 @@ def encode(vae, pixels, config):
     half = half_of(vae, kind.family.encoder, kind.settings(vae.first_stage_model))
     half.use_on(client, vae.memory_used_encode(pixels.shape, vae.vae_dtype))
     inner = vae.process_input(pixels.to(torch.float32))
+    started_s = time.perf_counter()
     latent = client.encode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings)
+    _show_done("encoded", started_s, client)
     return kind.after_encode(vae.first_stage_model, latent).to(vae.output_device)
+
+
+def _show_done(done, started_s, client):
+    devices = "1 device" if len(client.devices) == 1 else f"{len(client.devices)} devices"
+    show_text(f"{done} in {time.perf_counter() - started_s:.1f} s on {devices}")
 
 
 def _kind_of(vae, what):

@@ -5,11 +5,24 @@ in a greenlet of its own; when all wait for the model, their calls go to the wor
 """
 
 import contextvars
+from dataclasses import dataclass
 
 import torch
 from greenlet import getcurrent, greenlet
 
+from ...xdit_backend.host.client import Call
+
 MAX_BRANCHES = 2                           # what one prediction takes
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A call of a diffusion model by ComfyUI."""
+
+    remote: object                         # the RemoteModel that was called
+    call: Call
+    schedule: torch.Tensor | None          # the sigmas of the run; None outside of a sampler
+    sigmas: torch.Tensor                   # of the call
 
 
 class Task(greenlet):
@@ -31,19 +44,22 @@ class BranchTask(Task):
     """A coroutine that evaluates one branch; its parent is told what it asks of the model."""
 
 
-def ask(request, predict):
-    """The prediction for one request: at once by predict([request]), or together with the other branches'."""
+def ask(question):
+    """The prediction for one question: at once, or together with the other branches'."""
     current = getcurrent()
     if isinstance(current, BranchTask):
-        return current.parent.switch(request)
-    return predict([request])[0]
+        return current.parent.switch(question)
+    return answer([question])[0]
 
 
-def run_branches(predict, calc_cond_batch, model, conds, x, timestep, model_options):
-    """ComfyUI's calc_cond_batch with one coroutine for each branch that has conditioning.
+def answer(questions):
+    """The predictions for questions to one model, at most MAX_BRANCHES of them."""
+    first = questions[0]
+    return first.remote.predict(first.schedule, first.sigmas, [question.call for question in questions])
 
-    predict(requests) -> predictions, in order; at most MAX_BRANCHES at once.
-    """
+
+def run_branches(calc_cond_batch, model, conds, x, timestep, model_options):
+    """ComfyUI's calc_cond_batch with one coroutine for each branch that has conditioning."""
     live = [index for index, cond in enumerate(conds) if cond]
     outputs = [None] * len(conds)
 
@@ -55,16 +71,17 @@ def run_branches(predict, calc_cond_batch, model, conds, x, timestep, model_opti
     waiting = {}
 
     def resume(index, value):
-        request = tasks[index].switch(value)
+        question = tasks[index].switch(value)
         if not tasks[index].dead:
-            waiting[index] = request
+            waiting[index] = question
 
     try:
         for index in live:
             resume(index, index)
         while waiting:
-            batch = list(waiting)[:MAX_BRANCHES]
-            predictions = predict([waiting.pop(index) for index in batch])
+            asked = next(iter(waiting.values())).remote
+            batch = [index for index, question in waiting.items() if question.remote is asked][:MAX_BRANCHES]
+            predictions = answer([waiting.pop(index) for index in batch])
             for index, prediction in zip(batch, predictions):
                 resume(index, prediction)
     finally:

@@ -2,7 +2,7 @@
 
 A sampler is element by element in space, so a copy for each patch gives what one for the whole would. Whenever a patch
 asks for a prediction, its request goes to the workers and another patch runs; so the stages stay full across steps.
-Used by Parallel Sampler.
+Used for the runs of Parallel Sampler, where nothing looks at the whole latent.
 """
 
 import dataclasses
@@ -15,40 +15,33 @@ from greenlet import getcurrent
 import comfy.k_diffusion.sampling as k_sampling
 import comfy.samplers
 
+from ...xdit_backend.protocol.errors import UnsupportedError
 from .branches import Task, end_tasks
-
-# samplers whose steps depend on the whole latent, and what a person is told
-WHOLE_SAMPLERS = {"dpm_adaptive": "dpm_adaptive, which chooses its steps by an error over the whole latent"}
-# functions on the MODEL that may look at the whole latent; the sampler's own, which come later, are per patch
-GUIDANCE = ("sampler_cfg_function", "sampler_post_cfg_function", "sampler_pre_cfg_function", "sampler_calc_cond_batch_function")
 
 
 class PatchTask(Task):
     """A coroutine that samples one patch; its parent is told what it asks of the workers."""
 
+    def __init__(self, run, remote):
+        super().__init__(run)
+        self.remote = remote                   # the RemoteModel whose patches these are
 
-def ask(requests, sigma):
-    """The predictions for a patch's requests, from the sampler that runs the patches; None outside of it."""
+
+def ask(remote, requests, sigma):
+    """The predictions for a patch's requests, from the sampler that runs the patches of this model; None outside of it."""
     current = getcurrent()
-    return current.parent.switch((requests, sigma)) if isinstance(current, PatchTask) else None
+    return current.parent.switch((requests, sigma)) if isinstance(current, PatchTask) and current.remote is remote else None
 
 
-def is_elementwise(model_options):
-    """Can each patch run ComfyUI's guidance alone? Nodes that change it may use statistics of the whole latent."""
-    return not any(model_options.get(key) for key in GUIDANCE)
-
-
-def wrap_sampler(remote):
-    """A wrapper of ComfyUI's Sampler.sample (WrappersMP.SAMPLER_SAMPLE) that runs its sampler function patch by patch."""
-    def sample(executor, *args, **kwargs):
-        sampler = executor.class_obj                           # made for this run by ComfyUI
-        function = sampler.sampler_function
-        sampler.sampler_function = functools.partial(sample_patches, remote, function)
-        try:
-            return executor(*args, **kwargs)
-        finally:
-            sampler.sampler_function = function
-    return sample
+@contextmanager
+def patchwise(sampler, remote):
+    """While under this, ComfyUI's KSAMPLER, made for this run, runs its sampler function patch by patch."""
+    function = sampler.sampler_function
+    sampler.sampler_function = functools.partial(sample_patches, remote, function)
+    try:
+        yield
+    finally:
+        sampler.sampler_function = function
 
 
 def sample_patches(remote, sampler_function, model, x, sigmas, extra_args=None, callback=None, disable=None, **options):
@@ -59,14 +52,15 @@ def sample_patches(remote, sampler_function, model, x, sigmas, extra_args=None, 
     run = remote.begin_run(sigmas, x.shape)
     if len(run.patches) == 1:
         return sampler_function(model, x, sigmas, extra_args=extra_args, callback=callback, disable=disable, **options)
-    return PatchwiseSampler(run, model, x, extra_args or {}, callback).sample(sampler_function, sigmas, disable, options)
+    return PatchwiseSampler(remote, run, model, x, extra_args or {}, callback).sample(sampler_function, sigmas, disable, options)
 
 
 class PatchwiseSampler:
     """The patches of one run: their coroutines, what each waits for, and what each has shown."""
 
-    def __init__(self, run, model, x, extra_args, callback):
-        self._run, self._model, self._x, self._extra_args, self._callback = run, model, x, extra_args, callback
+    def __init__(self, remote, run, model, x, extra_args, callback):
+        self._remote, self._run, self._model, self._x = remote, run, model, x
+        self._extra_args, self._callback = extra_args, callback
         self._noise = SharedNoise(x, run.dim, [(patch.start, rows) for patch, rows in run.patches])
         self._shown = {}                       # step -> {patch: what its sampler told the callback}
         self._waiting, self._flying, self._outputs = {}, {}, {}
@@ -77,7 +71,7 @@ class PatchwiseSampler:
                                     extra_args=self._patch_arguments(index), callback=functools.partial(self._show, index),
                                     disable=True if index else disable, **options)
 
-        self._tasks = [PatchTask(run_patch) for _ in self._run.patches]
+        self._tasks = [PatchTask(run_patch, self._remote) for _ in self._run.patches]
         try:
             with self._noise.drawn_whole():
                 for index in range(len(self._tasks)):
@@ -101,7 +95,9 @@ class PatchwiseSampler:
             self._resume(self._flying.pop(ticket), predictions)
             return
         asked = [self._waiting.pop(index)[0] for index in range(len(self._tasks))]
-        assert len({tuple(request.name for request in requests) for requests in asked}) == 1, "patches ask for different things"
+        if len({tuple(request.name for request in requests) for requests in asked}) > 1:
+            raise UnsupportedError("Parallel Sampler cannot run this workflow piece by piece: its pieces ask the model for different "
+                                   "prompts at the same step. Use KSampler.")
         whole = [dataclasses.replace(parts[0], latent=torch.cat([part.latent for part in parts], run.dim)) for parts in zip(*asked)]
         predictions = run.predict_whole(whole)
         for index in range(len(self._tasks)):

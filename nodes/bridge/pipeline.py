@@ -9,25 +9,73 @@ import math
 
 import torch
 
-from ...xdit_backend.partition import cut_patches
+from ...xdit_backend.partition import cut_patches, num_tokens
 from ...xdit_backend.planner import choose_num_patches, describe_layout, warmup_layout
-from .groups import show_text
 
-# what makes a prediction depend on where its latent lies in the whole, so that patches would be wrong
-CONDITIONING = {"area": "an area for a prompt", "mask": "a mask for a prompt", "gligen": "GLIGEN", "hooks": "hooks on a prompt"}
-WHOLE = "xdit_whole"                      # in transformer_options: why every call of this run must be whole
+# What is known to leave the calls of the model as the workers take them. All else makes every step whole.
+# Of a prompt: ComfyUI takes a part of the latent for it, or only a part of its prediction.
+PARTS = {"area": "an area for a prompt", "mask": "a mask for a prompt", "gligen": "GLIGEN", "hooks": "hooks on a prompt"}
+# Of model_options: functions outside of the model's calls, which may look at the whole latent
+GUIDANCE = {"sampler_cfg_function": "a node that changes guidance", "sampler_post_cfg_function": "a node that changes guidance",
+            "sampler_pre_cfg_function": "a node that changes guidance",
+            "sampler_calc_cond_batch_function": "a node that changes guidance",
+            "denoise_mask_function": "a node that changes the noise mask"}
+HARMLESS = {"transformer_options", "disable_cfg1_optimization", "to_load_options"}
 OPTIONS = {"model_function_wrapper": "a node that wraps the model's function", "context_handler": "context windows"}
+# Of the MODEL: objects that may be replaced
+OBJECTS = {"model_sampling", "latent_format"}
+# Samplers whose steps are element by element in space, by the names of their functions
+ELEMENTWISE = {f"sample_{name}" for name in (
+    "euler", "euler_cfg_pp", "euler_ancestral", "euler_ancestral_cfg_pp", "heun", "heunpp2", "exp_heun_2_x0", "exp_heun_2_x0_sde",
+    "dpm_2", "dpm_2_ancestral", "lms", "dpmpp_2s_ancestral", "dpmpp_2s_ancestral_cfg_pp", "dpmpp_sde", "dpmpp_sde_gpu", "dpmpp_2m",
+    "dpmpp_2m_cfg_pp", "dpmpp_2m_sde", "dpmpp_2m_sde_gpu", "dpmpp_2m_sde_heun", "dpmpp_2m_sde_heun_gpu", "dpmpp_3m_sde",
+    "dpmpp_3m_sde_gpu", "ddpm", "lcm", "ipndm", "ipndm_v", "deis", "res_multistep", "res_multistep_cfg_pp",
+    "res_multistep_ancestral", "res_multistep_ancestral_cfg_pp", "gradient_estimation", "gradient_estimation_cfg_pp", "er_sde",
+    "seeds_2", "seeds_3", "sa_solver", "sa_solver_pece", "unipc", "unipc_bh2")} | {"dpm_fast_function"}
+KEY = "xdit"                               # of our wrappers
+PATCHWISE, WHOLE, DRAINED = "xdit_patchwise", "xdit_whole", "xdit_drained"     # in transformer_options, see wrappers.py
 
 
 def why_whole(conds, model_options):
-    """What in this workflow cannot be cut into patches, in a person's words; None if nothing."""
-    if WHOLE in model_options.get("transformer_options", {}):
-        return model_options["transformer_options"][WHOLE]
+    """Why every step of this workflow has to be whole, in a person's words; None if it need not."""
+    options = model_options.get("transformer_options", {})
+    if WHOLE in options:
+        return options[WHOLE]
     for entry in (entry for cond in conds if cond for entry in cond):
-        for key, text in CONDITIONING.items():
+        for key, text in PARTS.items():
             if entry.get(key) is not None:
                 return text
-    return next((text for key, text in OPTIONS.items() if model_options.get(key) is not None), None)
+    for key, value in model_options.items():
+        if key not in HARMLESS and key not in GUIDANCE and value is not None:
+            return OPTIONS.get(key, f'a node that sets "{key}" on the MODEL')
+    for wrappers in options.get("wrappers", {}).values():
+        for key, functions in wrappers.items():
+            if key != KEY and functions:
+                name = key or getattr(functions[0], "__qualname__", type(functions[0]).__name__).partition(".")[0]
+                return f"a node that wraps the sampling ({name})"
+    return None
+
+
+def why_whole_run(sampler, guider):
+    """The same, of what is the same for all steps: the sampler and the MODEL of ComfyUI's guider."""
+    if getattr(getattr(sampler, "sampler_function", None), "__name__", "") == "dpm_adaptive_function":
+        return "dpm_adaptive, which chooses its steps by an error over the whole latent"
+    replaced = sorted(set(guider.model_patcher.object_patches) - OBJECTS)
+    return f"a node that replaces {replaced[0]} of the MODEL" if replaced else None
+
+
+def why_drained(sampler, model_options):
+    """Why a run with patches has to take its steps one after the other, in a person's words; None if it need not."""
+    for key, text in GUIDANCE.items():
+        if model_options.get(key):
+            return text
+    callbacks = model_options["transformer_options"].get("callbacks", {})
+    if any(functions for kind in callbacks.values() for functions in kind.values()):
+        return "a node that follows the sampling"
+    function = getattr(sampler, "sampler_function", None)
+    if function is None or not function.__module__.startswith("comfy.") or function.__name__ not in ELEMENTWISE:
+        return "a sampler that is not known to work on each piece alone"
+    return None
 
 
 class PipelineRun:
@@ -35,55 +83,62 @@ class PipelineRun:
 
     A call of the model is whole (synchronous) while its sigma is above sigmas[warmup_steps], and when the workers hold no
     keys and values for its conditioning yet; the rest run as patches with stale keys and values. warmup_steps = 0 is a
-    cold start: in the first step, patches see the patches before them only. whole_because: why every call is whole, in a
-    person's words.
+    cold start: in the first step, patches see the patches before them only.
     """
 
-    def __init__(self, client, spec, family, transformer_config, config, layout, schedule, shape, whole_because=None):
+    def __init__(self, client, spec, family, transformer_config, config, layout, schedule, shape):
         self._client, self._spec, self._config, self._layout = client, spec, config, layout
         self._num_channels = family.num_channels(transformer_config)
-        patch_size = family.patch_size(transformer_config)
+        self._patch_size = family.patch_size(transformer_config)
         sequence_degree = layout.ring_degree * layout.ulysses_degree
-        num_patches = choose_num_patches(config.num_patches, layout.pipefusion_degree, shape, patch_size, sequence_degree)
+        num_patches = choose_num_patches(config.num_patches, layout.pipefusion_degree, shape, self._patch_size, sequence_degree)
         self.shape = tuple(shape)
-        self.patches = cut_patches(shape, patch_size, num_patches)
+        self.patches = cut_patches(shape, self._patch_size, num_patches)
         self.dim = self.patches[0][0].dim
         sigmas = schedule.tolist()
         self._warm_sigma = sigmas[config.warmup_steps] if config.warmup_steps < len(sigmas) - 1 else -math.inf
         self._cold_sigma = sigmas[1] if config.warmup_steps == 0 and len(sigmas) > 1 else None
         self._filled = set()
-        self.whole_because = whole_because
-        client.end_run()
-        text = f"running on {', '.join(client.devices)}: {describe_layout(layout)}, "
+
+    def end(self):
+        """Have the workers forget what they keep for this run."""
+        self._client.end_run(self)
+
+    def describe(self, whole_because, drained_because):
+        """How the run is split, in a person's words. The arguments: as why_whole and why_drained say."""
+        text, num_patches = describe_layout(self._layout), len(self.patches)
         if whole_because is not None:
-            text += f"every step whole, because this workflow uses {whole_because}"
-        elif num_patches < config.num_patches:
-            text += f"{num_patches} patches (the latent has too few rows for {config.num_patches})"
-        else:
-            text += f"{num_patches} patches"
-        show_text(text)
+            return f"{text}, every step whole, because this workflow uses {whole_because}"
+        text += f", {num_patches} patch{'es' if num_patches > 1 else ''}"
+        if num_patches < self._config.num_patches:
+            text += f" (the latent has too few rows for {self._config.num_patches})"
+        if drained_because is not None and num_patches > 1:
+            text += f", one step after the other, because this workflow uses {drained_because}"
+        return text
 
     def name(self, requests):
         """Give the requests' conditioning the name that the workers know it by."""
-        return [dataclasses.replace(request, name=self._client.name_conditioning(request.conditioning)) for request in requests]
+        return [dataclasses.replace(request, name=self._client.name_conditioning(request.conditioning, run=self))
+                for request in requests]
 
     def is_whole(self, requests, sigma):
         """Must these named requests be evaluated for the whole latent?"""
-        if len(self.patches) == 1 or self.whole_because is not None or sigma > self._warm_sigma:
+        if len(self.patches) == 1 or sigma > self._warm_sigma:
             return True
         if self._cold_sigma is not None and sigma > self._cold_sigma:
             return False
         return any(request.name not in self._filled for request in requests)
 
-    def predict_whole(self, requests):
+    def predict_whole(self, requests, patches_follow=True):
         """Evaluate named requests for whole latents; keys and values are kept where patches of this latent follow."""
-        keep = (len(self.patches) > 1 and self.whole_because is None and self._warm_sigma > -math.inf
-                and self._is_of_this_run(requests))
+        keep = patches_follow and len(self.patches) > 1 and self._warm_sigma > -math.inf and self._is_of_this_run(requests)
         layout = warmup_layout(self._layout, self._spec.stages)
+        if num_tokens(requests[0].latent.shape[2:], self._patch_size) < layout.ring_degree * layout.ulysses_degree:
+            layout = self._layout                              # too few to share: one stage after the other
         batches = [[request] for request in requests] if self._config.warmup == "whole" else [requests]
         predictions = []
         for batch in batches:
-            ticket = self._client.submit(self._spec, layout, self._num_channels, batch, keep=keep,
+            ticket = self._client.submit(self._spec, layout, self._num_channels, batch, keep=keep, run=self,
                                          by_image=self._config.warmup in ("auto", "micro_batches") and layout == self._layout)
             predictions += self._client.wait([ticket])[1]
         if keep:
@@ -98,17 +153,18 @@ class PipelineRun:
         """Send named requests for patch `index`; returns a ticket for `wait`."""
         if index == len(self.patches) - 1:
             self._filled |= {request.name for request in requests}
-        return self._client.submit(self._spec, self._layout, self._num_channels, requests, patch=self.patches[index][0])
+        return self._client.submit(self._spec, self._layout, self._num_channels, requests, patch=self.patches[index][0],
+                                   run=self)
 
     def wait(self, tickets):
         """The first of these tickets to be ready, and its predictions."""
         return self._client.wait(tickets)
 
-    def predict(self, requests, sigma):
+    def predict(self, requests, sigma, whole_because=None):
         """Evaluate requests for whole latents, whole or patch by patch; the stages run empty at the end."""
         requests = self.name(requests)
-        if not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
-            return self.predict_whole(requests)
+        if whole_because is not None or not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
+            return self.predict_whole(requests, whole_because is None)
         tickets = [self.submit_patch([dataclasses.replace(request, latent=request.latent.narrow(self.dim, patch.start, rows))
                                       for request in requests], index)
                    for index, (patch, rows) in enumerate(self.patches)]

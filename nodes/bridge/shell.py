@@ -9,17 +9,19 @@ import torch
 
 import comfy.model_detection
 import comfy.model_management
-import comfy.patcher_extension
 import comfy.utils
+from comfy.patcher_extension import WrappersMP
 
 from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from ...xdit_backend.config import validate_layout, validate_stages
 from ...xdit_backend.planner import choose_stages
 from ...xdit_backend.protocol.errors import CheckpointError
 from ...xdit_backend.protocol.segments import dtype_name
+from . import wrappers
 from .carried import hold_elsewhere, remember_modules
 from .groups import check_packages, devices_of, load_device_of, memory_of
 from .patcher import ShellPatcher
+from .pipeline import KEY
 from .remote import RemoteModel
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -60,13 +62,14 @@ def load_shell(path, weight_dtype, config):
     net = base_model.diffusion_model
     hold_elsewhere(net)
     modules = {}
-    remote = RemoteModel(spec, family, transformer_config, config, devices, modules, load_device)
+    remote = RemoteModel(spec, family, transformer_config, base_model.latent_format, config, devices, modules, load_device)
     net.forward = torch.compiler.disable(remote.forward)       # nodes compile the model; there is nothing to trace in a call to workers
     net._apply = lambda function, recurse=True: net            # .to(device) of a meta module would raise
     modules |= remember_modules(net)
     base_model.remote = remote
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
-    patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.CALC_COND_BATCH, "xdit", remote.calc_cond_batch)
+    for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch), (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
+        patcher.add_wrapper_with_key(kind, KEY, wrapper)
     return patcher
 
 

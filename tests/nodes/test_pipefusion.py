@@ -71,6 +71,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
     remote = shell.model.remote                                # the workers are not asked; nothing is started
     remote.load = remote.unload = remote.end_run = lambda *base_model: None
     shell.model.diffusion_model.forward = remote.modules[""][1]["forward"] = forward
+    shell.wrappers.clear()
     return shell
 
 
@@ -190,7 +191,8 @@ def test_a_prompt_that_starts_late_runs_whole_when_it_is_first_seen(comfyui):
 def said(comfyui, monkeypatch):
     """What the node tells a person about the run."""
     texts = []
-    monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.pipeline"], "show_text", texts.append)
+    for module in ("remote", "wrappers"):
+        monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.{module}"], "show_text", texts.append)
     return texts
 
 
@@ -234,7 +236,7 @@ def test_progress_is_told_once_a_step_with_the_whole_latent(comfyui):
     prompts = comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 2)
     import comfy.sample
     with torch.inference_mode():
-        comfy.sample.sample(sampler.in_stages(model, "euler", *prompts), noise, 5, 4.0, "euler", "simple", *prompts, noise * 0,
+        comfy.sample.sample(sampler.patchwise(model), noise, 5, 4.0, "euler", "simple", *prompts, noise * 0,
                             callback=lambda step, denoised, x, total: told.append((step, tuple(denoised.shape), total)), seed=1)
 
     assert told == [(step, (1, 16, 16, 18), 5) for step in range(5)]

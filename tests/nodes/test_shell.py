@@ -93,9 +93,9 @@ def test_auto_runs_both_branches_in_one_prediction(comfyui):
     requests = []
     predict = type(comfyui.groups.client(("cpu", "cpu"))).predict
 
-    def counted(client, spec, layout, num_channels, calls):
+    def counted(client, spec, layout, num_channels, calls, **options):
         requests.append(len(calls))
-        return predict(client, spec, layout, num_channels, calls)
+        return predict(client, spec, layout, num_channels, calls, **options)
 
     client = comfyui.groups.client(("cpu", "cpu"))
     client.predict = counted.__get__(client)

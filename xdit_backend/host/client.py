@@ -1,6 +1,6 @@
 """What the bridge asks of a worker group: predictions of a model and decoded pictures, as tensors in, tensors out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -9,7 +9,8 @@ from ..protocol import messages
 from ..protocol.errors import WorkerDiedError, XDiTError
 from .launcher import WorkerGroup
 
-MAX_CONDITIONINGS = 64
+MAX_CONDITIONINGS = 64                     # that a run has the workers hold; the one not used for longest goes first
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}         # bytes of a number -> the type to compare it as
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,14 @@ class Ticket:
     in_stages: bool
 
 
+@dataclass(eq=False)
+class _Run:
+    """The conditioning that the workers keep for one run, and the group that keeps it."""
+
+    group: WorkerGroup
+    conditionings: dict = field(default_factory=dict)          # name -> its tensors, as they were sent
+
+
 class Client:
     """A worker group and what it holds. Starts the group when it is first needed, and again after it died.
 
@@ -43,8 +52,8 @@ class Client:
         self.on_phase = lambda phase: None
         self.check = lambda: None
         self.last_numbers = {}                 # rank -> measurements of the last decode or encode, by name
-        self._group, self._models, self._autoencoders, self._conditionings, self._count = None, set(), set(), {}, 0
-        self._keeper = None                    # the group that conditioning of this run was first sent to
+        self._group, self._models, self._autoencoders = None, set(), set()
+        self._runs, self._num_conditionings = {}, 0            # whose conditioning -> _Run; named since the start
 
     @property
     def group(self):
@@ -94,29 +103,26 @@ class Client:
             except WorkerDiedError:                            # who needs the workers next will be told, or start new ones
                 pass
 
-    def predict(self, spec, layout, num_channels, calls):
+    def predict(self, spec, layout, num_channels, calls, run=None):
         """Evaluate the model on one or two calls at once; returns a list of predictions, float32 on the CPU.
 
-        num_channels: channels of a prediction. Raises as WorkerGroup.wait.
+        num_channels: channels of a prediction. run: see `name_conditioning`. Raises as WorkerGroup.wait.
         """
-        return self.wait([self.submit(spec, layout, num_channels, calls)])[1]
+        return self.wait([self.submit(spec, layout, num_channels, calls, run=run)])[1]
 
-    def submit(self, spec, layout, num_channels, calls, patch=None, keep=False, by_image=False):
+    def submit(self, spec, layout, num_channels, calls, patch=None, keep=False, by_image=False, run=None):
         """Send calls to the workers and wait for nothing; returns a ticket for `wait`.
 
         Calls are worked on in the order they are submitted. patch: which rows of the whole latent the calls' latents
         hold. keep: patches of the same conditioning will follow, which need this call's keys and values. by_image: send
-        the images of a batch through the stages one after the other. Raises WorkerDiedError where a patch or a name
-        needs what a group kept that has ended since.
+        the images of a batch through the stages one after the other. run: see `name_conditioning`. Raises WorkerDiedError
+        where a patch or a name needs what a group kept that has ended since.
         """
-        if (patch is not None or any(call.name for call in calls)) and self._keeper is not None and not self._keeper.alive:
-            raise WorkerDiedError("The workers that kept this run's tensors have ended. Queue the prompt again to start a new "
-                                  "group.")
+        if patch is not None or any(call.name for call in calls):
+            self._check_kept(run)
         self.load_model(spec)
         group = self.group
-        if len(self._conditionings) + len(calls) > MAX_CONDITIONINGS and not any(call.name for call in calls):
-            self.end_run()                                     # before any of this prediction's is named
-        names = [call.name or self.name_conditioning(call.conditioning) for call in calls]
+        names = [call.name or self._name(call.conditioning, run) for call in calls]
         branches, predictions, segments = [], [], []
         for call, name in zip(calls, names):
             prediction, view = group.segments.create((call.latent.shape[0], num_channels, *call.latent.shape[2:]), torch.float32)
@@ -144,14 +150,14 @@ class Client:
         self.report_memory()
         return {rank: dict(numbers) for rank, numbers in self.group.totals.items()}
 
-    def end_run(self):
+    def end_run(self, run=None):
         """Forget the conditioning of a run, on both sides. Waits for nothing: a cancelled step may still be running.
 
         Called between runs, also after one that failed.
         """
-        names, self._conditionings, self._keeper = list(self._conditionings), {}, None
-        if names and self.running:
-            self._group.post(lambda request: messages.DropConditioning(request, names), answering=())
+        held = self._runs.pop(run, None)
+        if held is not None:
+            self._forget(held, list(held.conditionings))
 
     def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False, settings=None):
         """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].
@@ -196,26 +202,52 @@ class Client:
         """End the worker group."""
         if self._group is not None:
             self._group.close()
-        self._group, self._models, self._autoencoders, self._conditionings = None, set(), set(), {}
+        self._group, self._models, self._autoencoders = None, set(), set()
 
-    def name_conditioning(self, tensors):
-        """The name under which the workers hold these tensors; sends them if they do not.
+    def name_conditioning(self, tensors, run=None):
+        """The name under which the workers hold these tensors for a run; sends them if they do not.
 
-        Compared by content, because ComfyUI builds the tensors anew for every step.
+        run: whose they are (hashable). Runs share nothing: the workers keep stale keys and values by this name. Raises
+        WorkerDiedError where the group has ended that kept them.
         """
-        for name, known in self._conditionings.items():
-            if known.keys() == tensors.keys() and all(
-                    known[key].shape == tensors[key].shape and known[key].dtype == tensors[key].dtype
-                    and torch.equal(known[key], tensors[key]) for key in tensors):
-                return name
+        self._check_kept(run)
+        return self._name(tensors, run)
+
+    def _name(self, tensors, run):
         group = self.group
-        self._keeper = self._keeper or group
-        self._count += 1
-        name = f"conditioning-{self._count}"
-        self._conditionings[name] = {key: tensor.clone() for key, tensor in tensors.items()}
+        held = self._runs.get(run)
+        if held is None or held.group is not group:
+            held = self._runs[run] = _Run(group)
+        for name, known in held.conditionings.items():
+            if known.keys() == tensors.keys() and all(_same_bits(known[key], tensors[key]) for key in tensors):
+                held.conditionings[name] = held.conditionings.pop(name)        # the last one is the last one used
+                return name
+        self._num_conditionings += 1
+        name = f"conditioning-{self._num_conditionings}"
+        held.conditionings[name] = {key: tensor.clone() for key, tensor in tensors.items()}
         segments = {key: group.segments.share(tensor) for key, tensor in tensors.items()}
         self._request(lambda request: messages.Conditioning(request, name, segments), segments.values())
+        self._forget(held, list(held.conditionings)[:-MAX_CONDITIONINGS])
         return name
+
+    def _check_kept(self, run):
+        if run in self._runs and not self._runs[run].group.alive:
+            raise WorkerDiedError("The workers that kept this run's tensors have ended. Queue the prompt again to start a new "
+                                  "group.")
+
+    def _forget(self, held, names):
+        for name in names:
+            del held.conditionings[name]
+        if names and self.running and held.group is self._group:
+            self._group.post(lambda request: messages.DropConditioning(request, names), answering=())
 
     def _request(self, make_command, segments=()):
         return self.group.request(make_command, self.on_phase, self.check, segments)
+
+
+def _same_bits(tensor, other):
+    """Are two tensors the same, NaN equal to itself? ComfyUI makes them anew for every step, and nodes may change them in place."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (other.shape, other.dtype, other.device):
+        return False
+    bits = BITS[tensor.element_size()]
+    return torch.equal(tensor.view(bits), other.view(bits))

@@ -1,0 +1,50 @@
+"""What a shell's MODEL puts around ComfyUI's own functions. Added by shell.py; their key tells them from others' wrappers."""
+
+import time
+from contextlib import nullcontext
+
+from .groups import show_text
+from .pipeline import DRAINED, PATCHWISE, WHOLE, why_drained, why_whole, why_whole_run
+
+
+def calc_cond_batch(executor, model, conds, x, timestep, model_options):
+    """Wraps ComfyUI's function of that name: branches run as coroutines where each goes to the workers on its own.
+
+    model: ComfyUI's BaseModel; of a guider with several MODELs it need not be the one whose wrapper this is.
+    """
+    from . import branches  # here and below: the nodes load where greenlet is missing
+    remote = getattr(model, "remote", None)
+    if remote is None or not remote.splits_branches(conds, model_options):
+        return executor(model, conds, x, timestep, model_options)
+    return branches.run_branches(executor, model, conds, x, timestep, model_options)
+
+
+def sample(executor, guider, sigmas, extra_args, *arguments, **options):
+    """Wraps ComfyUI's Sampler.sample: decides how PipeFusion runs it, and says what it took when it is done."""
+    remote = getattr(guider.inner_model, "remote", None)
+    if remote is None:                                         # another loader's, of a guider with several
+        return executor(guider, sigmas, extra_args, *arguments, **options)
+    started_s = time.perf_counter()
+    with nullcontext() if remote.spec.stages is None else _in_stages(remote, executor.class_obj, guider, extra_args["model_options"]):
+        result = executor(guider, sigmas, extra_args, *arguments, **options)
+    elapsed_s, num_steps = time.perf_counter() - started_s, len(sigmas) - 1
+    if num_steps > 0 and remote.how is not None:
+        steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
+        show_text(f"{steps} in {elapsed_s:.1f} s, {elapsed_s / num_steps:.2f} s a step, {remote.how}")
+    return result
+
+
+def _in_stages(remote, sampler, guider, model_options):
+    """What is to be around the sampler of a run with stages: the patchwise sampler, where Parallel Sampler asks for it."""
+    from . import patches
+    options = model_options["transformer_options"]
+    whole = why_whole_run(sampler, guider)
+    if whole is not None:
+        options[WHOLE] = whole
+    if not options.get(PATCHWISE) or any(why_whole([conds], model_options) for conds in guider.conds.values()):
+        return nullcontext()
+    drained = why_drained(sampler, model_options)
+    if drained is not None:
+        options[DRAINED] = drained
+        return nullcontext()
+    return patches.patchwise(sampler, remote)
