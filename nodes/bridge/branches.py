@@ -23,6 +23,16 @@ class Question:
     call: Call
     schedule: torch.Tensor | None          # the sigmas of the run; None outside of a sampler
     sigmas: torch.Tensor                   # of the call
+    num_branches: int = 1                  # that ComfyUI has put into its batch, one after the other
+
+    def halves(self):
+        """The call as two, of one branch each."""
+        call = self.call
+        batch = call.latent.shape[0]
+        parts = [slice(0, batch // 2), slice(batch // 2, batch)]
+        return [Call(call.latent[part], call.timestep[part],
+                     {name: tensor[part] if tensor.shape[0] == batch else tensor for name, tensor in call.conditioning.items()})
+                for part in parts]
 
 
 class Task(greenlet):
@@ -55,6 +65,8 @@ def ask(question):
 def answer(questions):
     """The predictions for questions to one model, at most MAX_BRANCHES of them."""
     first = questions[0]
+    if len(questions) == 1 and first.num_branches == MAX_BRANCHES and first.remote.runs_branches_apart():
+        return [torch.cat(first.remote.predict(first.schedule, first.sigmas, first.halves()))]
     return first.remote.predict(first.schedule, first.sigmas, [question.call for question in questions])
 
 

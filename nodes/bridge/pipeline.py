@@ -9,6 +9,8 @@ import math
 
 import torch
 
+from comfy.patcher_extension import WrappersMP
+
 from ...xdit_backend.partition import cut_patches, num_tokens
 from ...xdit_backend.planner import choose_num_patches, describe_layout, warmup_layout
 
@@ -20,10 +22,10 @@ GUIDANCE = {"sampler_cfg_function": "a node that changes guidance", "sampler_pos
             "sampler_pre_cfg_function": "a node that changes guidance",
             "sampler_calc_cond_batch_function": "a node that changes guidance",
             "denoise_mask_function": "a node that changes the noise mask"}
-HARMLESS = {"transformer_options", "disable_cfg1_optimization", "to_load_options"}
+HARMLESS = {"transformer_options", "disable_cfg1_optimization", "to_load_options", "torch_compile_kwargs"}
 OPTIONS = {"model_function_wrapper": "a node that wraps the model's function", "context_handler": "context windows"}
 # Of the MODEL: objects that may be replaced
-OBJECTS = {"model_sampling", "latent_format"}
+OBJECTS = {"model_sampling", "latent_format", "diffusion_model"}               # the last: compiled, see carried.py
 # Samplers whose steps are element by element in space, by the names of their functions
 ELEMENTWISE = {f"sample_{name}" for name in (
     "euler", "euler_cfg_pp", "euler_ancestral", "euler_ancestral_cfg_pp", "heun", "heunpp2", "exp_heun_2_x0", "exp_heun_2_x0_sde",
@@ -32,7 +34,7 @@ ELEMENTWISE = {f"sample_{name}" for name in (
     "dpmpp_3m_sde_gpu", "ddpm", "lcm", "ipndm", "ipndm_v", "deis", "res_multistep", "res_multistep_cfg_pp",
     "res_multistep_ancestral", "res_multistep_ancestral_cfg_pp", "gradient_estimation", "gradient_estimation_cfg_pp", "er_sde",
     "seeds_2", "seeds_3", "sa_solver", "sa_solver_pece", "unipc", "unipc_bh2")} | {"dpm_fast_function"}
-KEY = "xdit"                               # of our wrappers
+KEY, COMPILE_KEY = "xdit", "torch.compile"                     # of our wrappers, and of ComfyUI's that put the compiled model in place
 PATCHWISE, WHOLE, DRAINED = "xdit_patchwise", "xdit_whole", "xdit_drained"     # in transformer_options, see wrappers.py
 
 
@@ -50,7 +52,7 @@ def why_whole(conds, model_options):
             return OPTIONS.get(key, f'a node that sets "{key}" on the MODEL')
     for wrappers in options.get("wrappers", {}).values():
         for key, functions in wrappers.items():
-            if key != KEY and functions:
+            if key not in (KEY, COMPILE_KEY) and functions:
                 name = key or getattr(functions[0], "__qualname__", type(functions[0]).__name__).partition(".")[0]
                 return f"a node that wraps the sampling ({name})"
     return None
@@ -64,17 +66,26 @@ def why_whole_run(sampler, guider):
     return f"a node that replaces {replaced[0]} of the MODEL" if replaced else None
 
 
-def why_drained(sampler, model_options):
+def why_drained(sampler, base_model, model_options):
     """Why a run with patches has to take its steps one after the other, in a person's words; None if it need not."""
     for key, text in GUIDANCE.items():
         if model_options.get(key):
             return text
-    callbacks = model_options["transformer_options"].get("callbacks", {})
-    if any(functions for kind in callbacks.values() for functions in kind.values()):
-        return "a node that follows the sampling"
     function = getattr(sampler, "sampler_function", None)
     if function is None or not function.__module__.startswith("comfy.") or function.__name__ not in ELEMENTWISE:
         return "a sampler that is not known to work on each piece alone"
+    return why_one_call(base_model, model_options)
+
+
+def why_one_call(base_model, model_options):
+    """What of others' runs around each call of the model, so that no other call may come in between; None if nothing does."""
+    net, options = base_model.diffusion_model, model_options["transformer_options"]
+    if model_options.get("model_function_wrapper") or any(options.get("wrappers", {}).get(WrappersMP.APPLY_MODEL, {}).values()):
+        return "a node that wraps the model's calls"
+    if any(functions for kind in options.get("callbacks", {}).values() for functions in kind.values()):
+        return "a node that follows the sampling"
+    if net._forward_hooks or net._forward_pre_hooks or hasattr(net, "_orig_mod"):
+        return "hooks on the model, or a compiled one"
     return None
 
 

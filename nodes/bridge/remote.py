@@ -7,7 +7,7 @@ from ...xdit_backend.planner import choose_layout, describe_layout
 from ...xdit_backend.protocol.errors import ConfigError
 from .carried import refuse_call, refuse_changed_modules, refuse_model_options
 from .groups import GROUPS, show_text
-from .pipeline import DRAINED, PipelineRun, why_whole
+from .pipeline import DRAINED, PipelineRun, why_one_call, why_whole
 
 
 
@@ -57,16 +57,20 @@ class RemoteModel:
         conditioning = {"context": context, **extra}
         call = Call(x, timestep, {name: tensor for name in self.family.conditioning
                                   if (tensor := conditioning.get(name)) is not None})
-        return branches.ask(branches.Question(self, call, schedule, sigmas)).to(x.device)
+        num_branches = len(transformer_options.get("cond_or_uncond", ()))
+        return branches.ask(branches.Question(self, call, schedule, sigmas, num_branches)).to(x.device)
 
-    def splits_branches(self, conds, model_options):
-        """Do the branches of ComfyUI's calc_cond_batch go to the workers each on its own? Called before each."""
+    def splits_branches(self, base_model, conds, model_options):
+        """Do the branches of ComfyUI's calc_cond_batch run as coroutines? Called before each."""
         refuse_model_options(model_options)
         if self.spec.stages is not None:
             self._whole_because = why_whole(conds, model_options)
             self._drained_because = model_options["transformer_options"].get(DRAINED)
-            return True
-        return sum(bool(cond) for cond in conds) > 1 and self._layout(2).cfg_degree > 1
+        return sum(bool(cond) for cond in conds) > 1 and self.runs_branches_apart() and not why_one_call(base_model, model_options)
+
+    def runs_branches_apart(self):
+        """Are two branches two calls for the workers, and not one of twice the batch?"""
+        return self.spec.stages is not None or self._layout(2).cfg_degree > 1
 
     def begin_run(self, schedule, shape):
         """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent."""

@@ -1,22 +1,31 @@
 """What a shell's MODEL puts around ComfyUI's own functions. Added by shell.py; their key tells them from others' wrappers."""
 
+import functools
 import time
 from contextlib import nullcontext
+
+from comfy.patcher_extension import WrapperExecutor
 
 from .groups import show_text
 from .pipeline import DRAINED, PATCHWISE, WHOLE, why_drained, why_whole, why_whole_run
 
 
-def calc_cond_batch(executor, model, conds, x, timestep, model_options):
-    """Wraps ComfyUI's function of that name: branches run as coroutines where each goes to the workers on its own.
+def calc_cond_batch(executor, *arguments):
+    """Wraps ComfyUI's function of that name, inside of all other wrappers, which see all branches at once."""
+    others = executor.wrappers[executor.idx + 1:]
+    return WrapperExecutor.new_executor(functools.partial(_calc_cond_batch, executor.original), others).execute(*arguments)
+
+
+def _calc_cond_batch(original, model, conds, x, timestep, model_options):
+    """Branches run as coroutines where each goes to the workers on its own.
 
     model: ComfyUI's BaseModel; of a guider with several MODELs it need not be the one whose wrapper this is.
     """
     from . import branches  # here and below: the nodes load where greenlet is missing
     remote = getattr(model, "remote", None)
-    if remote is None or not remote.splits_branches(conds, model_options):
-        return executor(model, conds, x, timestep, model_options)
-    return branches.run_branches(executor, model, conds, x, timestep, model_options)
+    if remote is None or not remote.splits_branches(model, conds, model_options):
+        return original(model, conds, x, timestep, model_options)
+    return branches.run_branches(original, model, conds, x, timestep, model_options)
 
 
 def sample(executor, guider, sigmas, extra_args, *arguments, **options):
@@ -43,7 +52,7 @@ def _in_stages(remote, sampler, guider, model_options):
         options[WHOLE] = whole
     if not options.get(PATCHWISE) or any(why_whole([conds], model_options) for conds in guider.conds.values()):
         return nullcontext()
-    drained = why_drained(sampler, model_options)
+    drained = why_drained(sampler, guider.inner_model, model_options)
     if drained is not None:
         options[DRAINED] = drained
         return nullcontext()

@@ -2,6 +2,7 @@
 
 import psutil
 import pytest
+import torch
 
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import CONFIGS, example
@@ -69,6 +70,30 @@ def test_changed_conditioning_is_noticed(client, spec_of):
 
     within((second - one.run()).abs().max(), 1e-6)
     assert (second - first).abs().max() > 1e-6
+
+
+def test_conditioning_with_nan_keeps_its_name_and_runs_share_none(client, spec_of):
+    """NaN is unequal to itself; a new name at every step would mean new keys and values at every step."""
+    tensors = {"context": torch.full((1, 4, 8), float("nan"))}
+    name = client.name_conditioning(tensors, run="one")
+
+    assert client.name_conditioning({"context": tensors["context"].clone()}, run="one") == name
+    assert client.name_conditioning(tensors, run="other") != name
+    tensors["context"][0, 0, 0] = 0
+    assert client.name_conditioning(tensors, run="one") != name
+    client.end_run("one")
+    client.end_run("other")
+    assert all(numbers["num_conditionings"] == 0 for numbers in client.report_memory().values())
+
+
+def test_a_run_whose_conditioning_changes_at_every_step_keeps_a_bounded_number(client):
+    names = [client.name_conditioning({"context": torch.full((1, 1), float(step))}, run="long") for step in range(70)]
+
+    held = client.report_memory()[0]["num_conditionings"]
+    assert client.name_conditioning({"context": torch.full((1, 1), 69.0)}, run="long") == names[-1]
+    assert client.name_conditioning({"context": torch.full((1, 1), 0.0)}, run="long") not in names
+    client.end_run("long")
+    assert held == 64
 
 
 def test_a_failure_is_named_and_the_next_prediction_runs(client, spec_of):

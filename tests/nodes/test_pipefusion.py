@@ -75,8 +75,9 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
     return shell
 
 
-def sample_oracle(comfyui, kind, num_patches, warmup_steps, **arguments):
-    model = oracle(comfyui, kind, num_patches, warmup_steps)
+def sample_oracle(comfyui, kind, num_patches, warmup_steps, change=lambda model: model, **arguments):
+    """change(MODEL): what a node does to it."""
+    model = change(oracle(comfyui, kind, num_patches, warmup_steps))
     arguments = {"sampler": "euler", "scheduler": "simple", "steps": 3, "cfg": 4.0, "denoise": 1.0} | arguments
     with torch.inference_mode():
         return comfyui.nodes.KSampler().sample(
@@ -173,18 +174,25 @@ def test_prompts_of_different_length_equal_the_oracle(comfyui):
 
 
 def test_a_prompt_that_starts_late_runs_whole_when_it_is_first_seen(comfyui):
-    """Its keys and values are not there yet; nothing else would be honest.
-
-    It takes over for the last step, which would run as patches; with all steps before that warm-up, nothing is stale.
-    """
+    """Its keys and values are not there yet; nothing else would be honest. With all the rest warm-up, that equals native."""
     early, late = comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 5)
-    early[0][1].update(start_percent=0.0, end_percent=0.7)     # sigmas 1.0, 0.9, 0.75 and 0.5; 70 % is at 0.56
-    late[0][1].update(start_percent=0.7, end_percent=1.0)
-    arguments = {"positive": early + late, "steps": 4, "cfg": 1.0}
+    early[0][1].update(start_percent=0.0, end_percent=0.7)
+    late[0][1].update(start_percent=0.7, end_percent=1.0)     # the last of four steps
+    arguments = {"positive": early + late, "steps": 4}
 
     result = comfyui.sample(staged(comfyui, "sd3", warmup_steps=3), "sd3", **arguments)
 
     close(result, comfyui.sample(comfyui.native("sd3"), "sd3", **arguments), EXACT)
+    assert relative_error(result, comfyui.sample(comfyui.native("sd3"), "sd3", steps=4)) > 10 * EXACT
+
+
+def test_a_latent_of_one_token_equals_native(comfyui):
+    """Too few tokens for stages to share: they run one after the other."""
+    latent = comfyui.latent("sd3", size=(2, 2))
+
+    result = comfyui.sample(staged(comfyui, "sd3", warmup="sequence"), "sd3", latent=latent)
+
+    close(result, comfyui.sample(comfyui.native("sd3"), "sd3", latent=latent), EXACT)
 
 
 @pytest.fixture

@@ -91,6 +91,16 @@ def test_latent_of_another_model_is_refused(comfyui, model):
         comfyui.sample(model, "sd3", latent={"samples": torch.ones(1, 4, 16, 16)})
 
 
+@pytest.mark.parametrize("degrees", [{}, {"pipefusion": 2}], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4, 16, 16), (1, 16, 2, 16, 16)], ids=str)
+def test_latent_of_another_model_is_refused_in_any_sampler_node(comfyui, degrees, shape):
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees))
+
+    with torch.inference_mode(), pytest.raises(comfyui.errors.ConfigError, match="latent has the shape .*SD3 works on .batch, 16 chan"):
+        comfyui.nodes.KSampler().sample(model, 7, 2, 4.0, "euler", "simple", comfyui.conditioning("sd3", 1),
+                                        comfyui.conditioning("sd3", 2), {"samples": torch.ones(shape)}, 1.0)
+
+
 def test_cfg_degree_without_guidance_is_refused(comfyui):
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
 

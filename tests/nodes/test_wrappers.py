@@ -1,0 +1,171 @@
+"""Nodes that wrap or change the sampling, and guiders with two MODELs: what they see and give is as with ComfyUI's own model."""
+
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.nodes.test_pipefusion import EXACT, STALE, oracle, sample_oracle, staged
+from tests.tolerances import close, relative_error
+
+WRAPPED = ("outer_sample", "sampler_sample", "predict_noise", "calc_cond_batch", "apply_model", "model_function_wrapper")
+
+
+@pytest.fixture
+def said(comfyui, monkeypatch):
+    """What the node tells a person about the run."""
+    texts = []
+    for module in ("remote", "wrappers"):
+        monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.{module}"], "show_text", texts.append)
+    return texts
+
+
+def looking_at_all(model, where):
+    """The MODEL with a wrapper that adds something of the whole latent, and of all branches, to what it wraps."""
+    model = model.clone()
+
+    def changed(out):
+        if isinstance(out, list):                              # of branches
+            return [part + 0.1 * (out[0] - out[-1]).std() for part in out]
+        return out + 0.1 * out.std()
+
+    if where == "model_function_wrapper":
+        model.set_model_unet_function_wrapper(
+            lambda apply_model, given: changed(apply_model(given["input"], given["timestep"], **given["c"])))
+    else:
+        model.add_wrapper(where, lambda executor, *args, **kwargs: changed(executor(*args, **kwargs)))
+    return model
+
+
+@pytest.mark.parametrize("where", WRAPPED)
+def test_wrappers_that_look_at_the_whole_latent_see_it(comfyui, said, where):
+    want = comfyui.sample(looking_at_all(comfyui.native("sd3"), where), "sd3")
+
+    for model in (staged(comfyui, "sd3"), comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))):
+        close(comfyui.sample(looking_at_all(model, where), "sd3"), want, EXACT)
+    assert any("every step whole, because this workflow uses a node that wraps the" in text for text in said)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("CFGOverride", {"cfg": 2.0, "start_percent": 0.3, "end_percent": 1.0}),
+    ("LazyCache", {"reuse_threshold": 0.5, "start_percent": 0.15, "end_percent": 0.95, "verbose": False})])
+def test_nodes_that_wrap_each_step_equal_native(comfyui, said, name, options):
+    extras = {"CFGOverride": "nodes_custom_sampler", "LazyCache": "nodes_easycache"}
+    node = getattr(__import__(f"comfy_extras.{extras[name]}", fromlist=["x"]), {"LazyCache": "LazyCacheNode"}.get(name, name))
+    sample = lambda model: comfyui.sample(node.execute(model=model, **options).args[0], "sd3", steps=6)  # noqa: E731
+
+    result = sample(staged(comfyui, "sd3"))
+
+    close(result, sample(comfyui.native("sd3")), EXACT)
+    assert relative_error(result, comfyui.reference("sd3", steps=6)) > 10 * EXACT
+    assert any("every step whole" in text and name.lower() in text.lower() for text in said)
+
+
+def test_guidance_that_looks_at_the_whole_latent_gets_it_from_patches(comfyui, said):
+    """One sampler for the whole latent; each call of the model runs as stale patches inside."""
+    def with_guidance(model):
+        model = model.clone()
+        model.set_model_sampler_post_cfg_function(lambda given: given["denoised"] / given["denoised"].std())
+        return model
+
+    result = comfyui.sample(with_guidance(staged(comfyui, "sd3")), "sd3", steps=4)
+
+    close(result, sample_oracle(comfyui, "sd3", 4, 1, with_guidance, steps=4), STALE)
+    assert any("4 patches, one step after the other, because this workflow uses a node that changes guidance" in text for text in said)
+
+
+def test_a_sampler_that_nobody_knows_runs_once_for_the_whole_latent(comfyui, said, monkeypatch):
+    import comfy.k_diffusion.sampling as k_sampling
+    euler = k_sampling.sample_euler
+
+    def unknown(model, x, sigmas, **options):
+        return euler(model, x / x.std(), sigmas, **options)
+
+    monkeypatch.setattr(k_sampling, "sample_lcm", unknown)
+    arguments = {"sampler": "lcm", "steps": 4}
+
+    result = comfyui.sample(staged(comfyui, "sd3"), "sd3", **arguments)
+
+    close(result, sample_oracle(comfyui, "sd3", 4, 1, **arguments), STALE)
+    assert any("a sampler that is not known to work on each piece alone" in text for text in said)
+
+
+@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"pipefusion": 2, "num_patches": 4}], ids=str)
+def test_a_wrapper_that_changes_the_model_for_a_call_finds_it_as_it_left_it(comfyui, degrees):
+    """As the node that compiles the model does: two calls that run inside of each other would leave it changed."""
+    model, inside = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees)), []
+
+    def wrapper(executor, *args, **kwargs):
+        inside.append(1)
+        assert len(inside) == 1
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            inside.pop()
+
+    model.add_wrapper_with_key("apply_model", "torch.compile", wrapper)
+
+    result = comfyui.sample(model, "sd3", positive=comfyui.conditioning("sd3", 1, tokens=31))
+
+    if "cfg" in degrees:
+        want = comfyui.sample(comfyui.native("sd3"), "sd3", positive=comfyui.conditioning("sd3", 1, tokens=31))
+        close(result, want, EXACT)
+    else:
+        want = sample_oracle(comfyui, "sd3", 4, 1, positive=comfyui.conditioning("sd3", 1, tokens=31))
+        close(result, want, STALE)
+
+
+# --- guiders with two MODELs ---
+
+@pytest.fixture(scope="module")
+def other_file(comfyui):
+    """A second checkpoint of the same family."""
+    tensors = load_file(comfyui.base / "diffusion_models" / comfyui.file("sd3"))
+    generator = torch.Generator().manual_seed(9)
+    tensors = {name: tensor + 0.2 * tensor.std() * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+    save_file(tensors, comfyui.base / "diffusion_models" / "sd3-other.safetensors")
+    return "sd3-other.safetensors"
+
+
+def sample_dual(comfyui, model, other, seeds=(1, 2)):
+    """Euler steps with ComfyUI's DualModelGuider: `model` for the positive prompt, `other` for the negative one."""
+    from comfy_extras.nodes_custom_sampler import DualModelGuider
+    positive, negative = (comfyui.conditioning("sd3", seed) for seed in seeds)
+    guider = DualModelGuider.execute(model, positive, 4.0, other, negative).args[0]
+    sigmas = comfyui.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", 4)
+    noise = torch.randn(1, 16, 16, 18, generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        return guider.sample(noise, torch.zeros_like(noise), comfyui.samplers.sampler_object("euler"), sigmas, seed=3)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"cfg": 2}, {"pipefusion": 2, "num_patches": 1}], ids=str)
+def test_each_model_of_a_guider_answers_for_itself(comfyui, other_file, degrees):
+    config = comfyui.config("cpu,cpu", **degrees)
+    model, other = comfyui.ours("sd3", config), comfyui.load_model.execute(other_file, "fp32", config).args[0]
+    native, native_other = comfyui.native("sd3"), comfyui.nodes.UNETLoader().load_unet(other_file, "default")[0]
+    want = sample_dual(comfyui, native, native_other)
+
+    close(sample_dual(comfyui, model, other), want, EXACT)
+    close(sample_dual(comfyui, native, other), want, EXACT)
+    close(sample_dual(comfyui, model, native_other), want, EXACT)
+    assert relative_error(sample_dual(comfyui, model, model), want) > 10 * EXACT
+
+
+def test_two_models_of_one_file_keep_their_own_keys_and_values(comfyui):
+    """The same prompt for both, so that nothing but the model tells their conditioning apart."""
+    model, other = staged(comfyui, "sd3"), staged(comfyui, "sd3", num_patches=2)
+
+    result = sample_dual(comfyui, model, other, seeds=(1, 1))
+
+    want = sample_dual(comfyui, oracle(comfyui, "sd3", 4, 1), oracle(comfyui, "sd3", 2, 1), seeds=(1, 1))
+    close(result, want, STALE)
+
+
+def test_a_finished_run_says_what_it_took(comfyui, said):
+    comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2, warmup="auto")), "sd3", steps=3)
+    comfyui.sample(staged(comfyui, "sd3"), "sd3", steps=1)
+
+    assert said[0] == "running on cpu, cpu: CFG 2"
+    assert said[1].startswith("3 steps in ") and said[1].endswith(" s a step, CFG 2")
+    assert said[3].startswith("1 step in ") and said[3].endswith(" s a step, PipeFusion 2, 4 patches")
