@@ -8,7 +8,7 @@ from .bridge.groups import devices_of
 Parallel = io.Custom("XDIT_PARALLEL")
 
 DEGREES = {
-    "cfg_degree": "2: the two branches of guidance on different devices. The fastest split; needs cfg above 1.",
+    "cfg_degree": "2: the two branches of guidance on different devices. Sends the least between devices; needs cfg above 1.",
     "data_degree": "Images of a batch on different devices.",
     "pipefusion_degree": "Stages of a pipeline, each holding its part of the model: for models too large for one device, and for "
                          "devices with a slow connection. Pieces of the image flow through the stages and use keys and values "
