@@ -25,6 +25,7 @@ def gone(before, within_s=5):
     return not set(left_behind()) - before
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_says_why():
     before, phases = set(left_behind()), []
 
@@ -36,6 +37,7 @@ def test_a_worker_that_cannot_start_says_why():
     assert gone(before)
 
 
+@pytest.mark.slow
 def test_workers_take_nothing_from_the_environment_that_changes_results(spec_of, monkeypatch):
     """The first of these sends diffusers' attention past the seam, the second is read by CPU kernels."""
     one = example("Flux.1")

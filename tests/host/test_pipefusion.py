@@ -154,6 +154,7 @@ def test_a_killed_stage_ends_the_run_within_10_s_and_is_named(client, spec_of, r
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.values())
 
 
+@pytest.mark.slow
 def test_a_run_whose_workers_died_is_not_continued_by_a_new_group(client, spec_of):
     """A new group holds no keys and values: its patches would begin cold and give another picture without a word."""
     client.end_run()
