@@ -105,3 +105,32 @@ def test_a_send_does_not_wait_for_the_next_stage():
     seconds, total = run_ranks(send_long_before, 2)
 
     assert seconds < 0.9 and total == 1_000_000
+
+
+class StreamWork:
+    """NCCL's handle of a transfer: without a time-out `wait` puts the wait in the stream's order, with one the process polls."""
+
+    def __init__(self):
+        self.waits = []
+
+    def wait(self, *timeout):
+        self.waits.append(timeout)
+
+    def is_completed(self):
+        return False
+
+
+def wait_on_nccl(rank, world_size):
+    """What is asked of NCCL's handles, when a message is received and when too many were sent."""
+    mesh = build_mesh(Layout(pipefusion_degree=world_size), world_size)
+    torch.distributed.get_backend, work = lambda group=None: "nccl", StreamWork()
+    link = Link(mesh, torch.device("cpu"))
+    link.receive((torch.zeros(2), work))
+    link._sent = [(work, None)] * MAX_SENT
+    torch.distributed.isend = lambda message, to, group: work
+    link.send(torch.zeros(2), Traffic())
+    return work.waits
+
+
+def test_the_process_does_not_wait_for_nccl():
+    assert run_ranks(wait_on_nccl, 3)[1] == [(), ()]

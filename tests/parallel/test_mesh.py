@@ -1,32 +1,51 @@
 """Who works with whom: the groups of every axis, for layouts of up to 16 ranks."""
 
+import datetime
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from xdit_backend.parallel.mesh import AXES, build_mesh
+from xdit_backend.parallel.mesh import AXES, _pair_options, backend_for, build_mesh
+from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.messages import Layout
+
+
+@contextmanager
+def pretended_world(rank, world_size):
+    """torch.distributed as it is on one rank, without processes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def groups_of(layout, world_size):
     """{axis: set of groups}, from what every rank would build; no process is started."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    groups = {"pipefusion": set(), "ring": set(), "ulysses": set(), "sequence": set()}
+    groups = {name: set() for name in ("ring", "ulysses", "sequence", "before", "after")}
     places = []
     for rank in range(world_size):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        try:
+        with pretended_world(rank, world_size):
             mesh = build_mesh(layout, world_size)
             places.append(tuple(mesh.ranks[axis] for axis in AXES))
             for name in groups:
                 group = getattr(mesh, f"{name}_group")
                 groups[name].add(tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,))
-        finally:
-            dist.destroy_process_group()
     return groups, places
+
+
+def groups_made(monkeypatch, layout, world_size, rank=0):
+    """Arguments of each dist.new_group that a rank calls for a layout."""
+    made, new_group = [], dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append((tuple(ranks), options)) or new_group(ranks, **options))
+    with pretended_world(rank, world_size):
+        build_mesh(layout, world_size)
+    return made
 
 
 def test_groups_of_sixteen_ranks():
@@ -43,7 +62,8 @@ def test_stages_are_groups_of_equal_place_in_the_sequence():
     """The 16 ranks of xDiT's example, cfg 2, pipefusion 2, ulysses 2, data 2: a stage sends to the same shard of the next."""
     groups, _ = groups_of(Layout(cfg_degree=2, data_degree=2, pipefusion_degree=2, ulysses_degree=2), 16)
 
-    assert groups["pipefusion"] == {(rank, rank + 2) for rank in range(16) if rank % 4 < 2}
+    assert groups["before"] == {*((rank, rank + 2) for rank in range(16) if rank % 4 < 2), *((r,) for r in range(16) if r % 4 < 2)}
+    assert groups["after"] == {*((rank, rank + 2) for rank in range(16) if rank % 4 < 2), *((r,) for r in range(16) if r % 4 >= 2)}
     assert groups["sequence"] == {(rank, rank + 1) for rank in range(0, 16, 2)}
 
 
@@ -56,9 +76,62 @@ def test_groups_partition_the_world_and_meet_in_one_rank(degrees):
     groups, places = groups_of(Layout(**dict(zip(names, degrees))), world_size)
 
     assert len(set(places)) == world_size
-    for name, found in groups.items():
+    for name, found in ((name, groups[name]) for name in ("ring", "ulysses", "sequence")):
         assert sorted(rank for group in found for rank in group) == list(range(world_size)), name
     assert all(len(set(a) & set(b)) <= 1 for a in groups["ring"] for b in groups["ulysses"])
+
+
+@pytest.mark.parametrize("layout, world_size, members", [
+    (Layout(ulysses_degree=2), 2, []), (Layout(data_degree=4), 4, []), (Layout(pipefusion_degree=2), 2, [(0, 1)]),
+    (Layout(cfg_degree=2, ulysses_degree=2), 4, [(0, 1), (2, 3)]),
+    (Layout(ring_degree=2, ulysses_degree=2), 4, [(0, 2), (1, 3), (0, 1), (2, 3)])], ids=str)
+def test_no_group_is_of_one_rank_or_made_twice(monkeypatch, layout, world_size, members):
+    """With NCCL each is a communicator: 0.3 s, threads and memory of the device."""
+    assert sorted(ranks for ranks, _ in groups_made(monkeypatch, layout, world_size)) == sorted(members)
+
+
+def test_every_rank_makes_every_group_in_one_order(monkeypatch):
+    """With NCCL a group splits the world's communicator, in which all ranks take part."""
+    layout = Layout(cfg_degree=2, pipefusion_degree=2, ring_degree=2, ulysses_degree=2)
+
+    orders = [[ranks for ranks, _ in groups_made(monkeypatch, layout, 16, rank)] for rank in (0, 7, 15)]
+
+    assert orders[0] == orders[1] == orders[2] and len(orders[0]) == 8 + 8 + 4 + 8
+
+
+@pytest.mark.parametrize("seconds, timeout_s", [("2400", 2400), (None, 1800), ("3", 60)])
+def test_every_group_waits_as_long_as_a_stage_does(monkeypatch, seconds, timeout_s):
+    """torch's own time-out for NCCL is ten minutes, for each group that is not told."""
+    monkeypatch.delenv("XDIT_STAGE_TIMEOUT_S", raising=False)
+    if seconds:
+        monkeypatch.setenv("XDIT_STAGE_TIMEOUT_S", seconds)
+
+    made = groups_made(monkeypatch, Layout(pipefusion_degree=2, ring_degree=2, ulysses_degree=2), 8)
+
+    assert {options["timeout"] for _, options in made} == {datetime.timedelta(seconds=timeout_s)} and len(made) == 14
+
+
+def test_a_receive_posted_ahead_may_hold_few_thread_blocks():
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+
+    assert _pair_options("nccl").config.max_ctas == 2 and _pair_options("gloo") is None
+
+
+@pytest.mark.parametrize("devices, has_nccl, backend", [
+    (("cuda:0", "cuda:1"), True, "nccl"), (("cuda:0", "cuda:1"), False, "gloo"), (("cuda:0", "cuda:0"), True, "gloo"),
+    (("cuda:1",), True, "gloo"), (("cpu", "cpu"), True, "gloo"), (("cpu",), True, "gloo")])
+def test_nccl_joins_cuda_devices_apart_where_torch_has_it(devices, has_nccl, backend):
+    assert backend_for(devices, has_nccl) == backend
+
+
+def test_a_layout_for_another_number_of_ranks_is_refused_and_a_new_world_takes_it():
+    with pretended_world(0, 4):
+        build_mesh(Layout(ulysses_degree=4), 4)
+        with pytest.raises(ConfigError, match=r"The layout \(ring 2\) is for 2 workers, and this group has 4. Use"):
+            build_mesh(Layout(ring_degree=2), 4)
+    with pretended_world(1, 2):
+        assert build_mesh(Layout(ring_degree=2), 2).ranks["ring"] == 1
 
 
 def sums(rank, world_size):

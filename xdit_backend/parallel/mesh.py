@@ -4,13 +4,20 @@ Axis order, slowest first: data, cfg, pipefusion, ring, ulysses; so that Ulysses
 rank = ulysses + ulysses_degree * (ring + ring_degree * (pipefusion + pipefusion_degree * (cfg + cfg_degree * data))).
 """
 
+import datetime
 import math
+import os
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+
+from ..protocol.errors import ConfigError
 
 AXES = ("data", "cfg", "pipefusion", "ring", "ulysses")
+WAIT_TIMEOUT_S = 1800
+LEAST_GROUP_TIMEOUT_S = 60     # making a group takes seconds, and is under its time-out too
+PAIR_MAX_CTAS = 2              # a receive that is posted ahead is a kernel that waits: so many thread blocks at most
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,6 @@ class Mesh:
 
     degrees: dict[str, int]
     ranks: dict[str, int]
-    pipefusion_group: object = None
     ring_group: object = None
     ulysses_group: object = None
     sequence_group: object = None          # ring x ulysses, ulysses fastest
@@ -41,35 +47,85 @@ class Mesh:
 SINGLE = Mesh(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0))
 
 
+def backend_for(devices, has_nccl):
+    """Which of torch's backends joins workers on these devices: NCCL where each has a CUDA device of its own, else gloo.
+
+    NCCL refuses two ranks on a device. One rank alone has nobody to talk to. gloo takes CUDA tensors through host memory.
+    """
+    apart = len(set(devices)) == len(devices) > 1 and all(device.startswith("cuda") for device in devices)
+    return "nccl" if apart and has_nccl else "gloo"
+
+
+def wait_timeout_s():
+    """Seconds after which a rank that waits for another gives up."""
+    return float(os.environ.get("XDIT_STAGE_TIMEOUT_S", WAIT_TIMEOUT_S))
+
+
+def group_timeout():
+    """The time-out that every group is made with, since torch's own for NCCL is ten minutes, for each group that is not told."""
+    return datetime.timedelta(seconds=max(LEAST_GROUP_TIMEOUT_S, wait_timeout_s()))
+
+
 def build_mesh(layout, world_size):
-    """Make the process groups of a layout. A collective: every rank of the world calls it, in the same order."""
+    """Make the process groups of a layout. A collective: every rank of the world calls it, in the same order.
+
+    Groups of one rank are not made, nor a second one of the same ranks; the pairs of neighbouring stages have their own. Raises
+    ConfigError when the degrees are not those of this world.
+    """
     degrees = {axis: getattr(layout, f"{axis}_degree") for axis in AXES}
-    assert math.prod(degrees.values()) == world_size, f"{degrees} on {world_size} ranks"
+    if math.prod(degrees.values()) != world_size:
+        text = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "all degrees 1"
+        raise ConfigError(f"The layout ({text}) is for {math.prod(degrees.values())} workers, and this group has {world_size}. "
+                          f"Use degrees whose product is {world_size}, or start a group on as many devices as the layout needs.")
     if world_size == 1:
         return SINGLE
-    device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=AXES)
-    ranks = {axis: mesh.get_local_rank(axis) for axis in AXES}
-    sequence_degree = degrees["ring"] * degrees["ulysses"]
-    pipefusion_group = mesh["pipefusion"].get_group() if degrees["pipefusion"] > 1 else None
-    before_group, after_group = _neighbours(mesh, degrees) if degrees["pipefusion"] > 1 else (None, None)
-    return Mesh(
-        degrees, ranks,
-        pipefusion_group=pipefusion_group, before_group=before_group, after_group=after_group,
-        ring_group=mesh["ring"].get_group() if degrees["ring"] > 1 else None,
-        ulysses_group=mesh["ulysses"].get_group() if degrees["ulysses"] > 1 else None,
-        sequence_group=mesh["ring", "ulysses"]._flatten().get_group() if sequence_degree > 1 else None)
+    places = torch.arange(world_size).view(*degrees.values())
+    rank = dist.get_rank()
+    ranks = dict(zip(AXES, (int(place) for place in (places == rank).nonzero()[0])))
+    known = {tuple(range(world_size)): dist.group.WORLD}
+
+    def group_along(*axes):
+        """This rank's group along these axes, the last one fastest. Every rank of the world makes every group."""
+        size = math.prod(degrees[axis] for axis in axes)
+        if size == 1:
+            return None
+        own = None
+        for members in _lines(places, axes, size):
+            if members not in known:
+                known[members] = dist.new_group(members, timeout=group_timeout())
+            own = known[members] if rank in members else own
+        return own
+
+    before_group, after_group = _neighbours(places, degrees["pipefusion"], rank)
+    return Mesh(degrees, ranks, ring_group=group_along("ring"), ulysses_group=group_along("ulysses"),
+                sequence_group=group_along("ring", "ulysses"), before_group=before_group, after_group=after_group)
 
 
-def _neighbours(mesh, degrees):
+def _lines(places, axes, size):
+    """The ranks of each group along some axes, as tuples."""
+    dims = [AXES.index(axis) for axis in axes]
+    others = [dim for dim in range(places.dim()) if dim not in dims]
+    return [tuple(members) for members in places.permute(*others, *dims).reshape(-1, size).tolist()]
+
+
+def _neighbours(places, num_stages, rank):
     """A group for each two ranks in consecutive stages: (with the stage before, with the stage after).
 
     One group for a whole pipeline would put what a stage waits for and what it sends in one queue, with NCCL.
     """
-    own, before, after = dist.get_rank(), None, None
-    for pipeline in mesh.mesh.movedim(AXES.index("pipefusion"), -1).reshape(-1, degrees["pipefusion"]).tolist():
-        for first, second in zip(pipeline, pipeline[1:]):
-            group = dist.new_group([first, second])            # every rank of the world makes every group
-            before = group if own == second else before
-            after = group if own == first else after
+    before = after = None
+    for pipeline in _lines(places, ("pipefusion",), num_stages):
+        for first, second in zip(pipeline, pipeline[1:]):      # every rank of the world makes every group
+            group = dist.new_group([first, second], timeout=group_timeout(), pg_options=_pair_options(dist.get_backend()))
+            before = group if rank == second else before
+            after = group if rank == first else after
     return before, after
+
+
+def _pair_options(backend):
+    """NCCL's options for two neighbouring stages; None for other backends, and torch without the setting."""
+    options = dist.ProcessGroupNCCL.Options() if backend == "nccl" else None
+    if not hasattr(getattr(options, "config", None), "max_ctas"):
+        return None
+    options.config.max_ctas = PAIR_MAX_CTAS
+    return options
