@@ -53,8 +53,7 @@ class Pipeline:
             self.link.send(message, self.traffic)
         prediction = torch.empty_like(latent) if output is None else self.one.family.prediction(output, latent).contiguous()
         if self.link:
-            last = torch.distributed.get_process_group_ranks(self.mesh.pipefusion_group)[-1]
-            torch.distributed.broadcast(prediction, last, group=self.mesh.pipefusion_group)
+            torch.distributed.broadcast(prediction, torch.distributed.get_world_size() - 1)
         return prediction
 
     def sample(self, patches, warmup_steps, dim):
@@ -181,6 +180,49 @@ def test_offloaded_keys_and_values_change_nothing_and_leave_two_attentions_on_th
 
     assert same and with_offload <= 2 * largest < kept
     assert all(result[0] for result in run_ranks(offloaded, 2, name))
+
+
+def offloaded_copies(rank, world_size, batch):
+    """Of the copies between device and host memory, (how many, how many with both sides in one piece of memory)."""
+    torch.set_grad_enabled(False)
+    one, copies, copy = example("Flux.1", rows=12, columns=6, batch=batch), [], torch.Tensor.copy_
+
+    def spied(to, given, non_blocking=False):
+        if non_blocking:
+            copies.append(to.is_contiguous() and given.is_contiguous())
+        return copy(to, given, non_blocking)
+    torch.Tensor.copy_ = spied
+    Pipeline(rank, world_size, one, Layout(), offload=True).sample(cuts(one, 3), 1, 2)
+    return len(copies), sum(copies)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_is_copied_from_and_to_host_memory_is_in_one_piece(batch):
+    """CUDA copies what is not through memory of its own, and stops the process for it."""
+    num_copies, num_in_one_piece = run_ranks(offloaded_copies, 1, batch)[0]
+
+    assert num_copies == num_in_one_piece > 0
+
+
+def whole_steps_between(rank, world_size, name):
+    """The largest differences that offload makes where whole steps come between the patches, and after the images of a batch."""
+    torch.set_grad_enabled(False)
+    results = []
+    for offload in (False, True):
+        one = example(name, rows=12, columns=6)
+        pipeline = Pipeline(rank, world_size, one, Layout(), offload=offload)
+        for step in range(4):
+            timestep = torch.full((1,), 900.0 - 100 * step, dtype=torch.float64)
+            pieces = cuts(one, 3) if step % 2 else [(None, 12)]
+            results.append(torch.cat([pipeline.predict(one.latent.narrow(2, patch.start if patch else 0, rows) + step, timestep, patch)
+                                      for patch, rows in pieces], 2))
+    half = len(results) // 2
+    return max((with_offload - without).abs().max().item() for without, with_offload in zip(results, results[half:]))
+
+
+@pytest.mark.parametrize("name", ["SD3", "Flux.1"])
+def test_offload_forgets_what_had_arrived_when_a_whole_step_comes_between(name):
+    within(run_ranks(whole_steps_between, 1, name)[0], EXACT)
 
 
 # --- mutants ---

@@ -7,7 +7,7 @@ The attention seam calls patch_attention; the engine owns a Link and the KeyValu
 
 import datetime
 import itertools
-import os
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -16,10 +16,11 @@ import torch.distributed as dist
 from ..protocol.errors import UnsupportedError, XDiTError
 from .collectives import all_gather, on_wire
 from .masks import gathered_mask
+from .mesh import wait_timeout_s
 from .usp import heads_apart, heads_together, repeat_heads
 
-STAGE_TIMEOUT_S = 1800
 MAX_SENT = 16                  # messages that are kept for the stage after
+TO_TOKEN_MAJOR, FROM_TOKEN_MAJOR = (1, 3, 0, 2, 4), (2, 0, 3, 1, 4)        # (K, B, N, T, H) -> (B, T, K, N, H), and back
 
 
 @dataclass
@@ -39,7 +40,8 @@ class Offload:
     """Keeps keys and values in host memory; the device holds those of the attention at hand and, arriving, of the next.
 
     Attentions come in the same order in every trip, so the next one is known. Host memory is pinned where there is CUDA, and
-    transfers run on a stream of their own.
+    transfers run on a stream of their own, in order. Both sides are token-major, (B, T, K, N, H) in memory: any tokens of an
+    image are in one piece, which is what an asynchronous copy needs. What attention sees are views of it as (K, B, N, T, H).
     """
 
     def __init__(self, device):
@@ -54,30 +56,60 @@ class Offload:
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers if buffer is not None)
 
     def home(self, shape, like):
-        return torch.empty(shape, dtype=like.dtype, pin_memory=self._stream is not None)
+        """Host memory for an entry of shape (K, B, N, T, H)."""
+        kinds, batch, heads, tokens, size = shape
+        memory = torch.empty(batch, tokens, kinds, heads, size, dtype=like.dtype, pin_memory=self._stream is not None)
+        return memory.permute(FROM_TOKEN_MAJOR)
 
     def take(self, entry, following):
         """The entry's keys and values on the device; those of the following entry start to arrive."""
-        entry_here, here = self._arriving or (None, None)
+        entry_here, here, arrived = self._arriving or (None, None, None)
         if entry_here is not entry:
-            here = self._fetch(entry)
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._arriving = (following, self._fetch(following)) if following is not entry else (entry, here)
+            here, arrived = self._fetch(entry)
+        if arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(arrived)
+        self._arriving = (following, *self._fetch(following)) if following is not entry else None
         return here
 
+    def room(self, entry):
+        """A place on the device for the entry's keys and values, all of which are about to be made anew."""
+        self._arriving = None                                  # it would be what they were before
+        if self._stream is not None:                           # what this place held may still be on its way to host memory
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return self._next_buffer(entry)
+
+    def keep(self, entry, here, rows, slots):
+        """Start copying tokens, which have been changed `here`, to host memory. rows: the images. slots: of tokens, slices."""
+        with self._copying():
+            memory, changed = (both.permute(TO_TOKEN_MAJOR) for both in (entry.both_KBNTH, here))
+            for image in range(rows.start, rows.stop):
+                for slot in slots:
+                    memory[image, slot].copy_(changed[image, slot], non_blocking=True)
+
     def _fetch(self, entry):
-        """Start copying an entry to the buffer that the attention before the one at hand has used."""
+        """Start copying an entry to the device; returns where, and the event after which it is there."""
+        here = self._next_buffer(entry)
+        with self._copying():
+            here.permute(TO_TOKEN_MAJOR).copy_(entry.both_KBNTH.permute(TO_TOKEN_MAJOR), non_blocking=True)
+            return here, self._stream and self._stream.record_event()
+
+    def _next_buffer(self, entry):
+        """The buffer that the attention before the one at hand has used, shaped as the entry."""
         self._turn = 1 - self._turn
         size = entry.both_KBNTH.numel()
         if self._buffers[self._turn] is None or self._buffers[self._turn].numel() < size:
             self._buffers[self._turn] = torch.empty(size, dtype=entry.both_KBNTH.dtype, device=self._device)
-        here = self._buffers[self._turn][:size].view(entry.both_KBNTH.shape)
+        return self._buffers[self._turn][:size].view(entry.both_KBNTH.permute(TO_TOKEN_MAJOR).shape).permute(FROM_TOKEN_MAJOR)
+
+    @contextmanager
+    def _copying(self):
+        """Copies under this follow all that the device has been asked for, on their own stream."""
         if self._stream is None:
-            return here.copy_(entry.both_KBNTH)
+            yield
+            return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            return here.copy_(entry.both_KBNTH, non_blocking=True)
+            yield
 
 
 @dataclass
@@ -101,18 +133,21 @@ class KeyValues:
         """
         entry = self.kept.get(key) or self._begin(key, keys_BNTH, trip, streams)
         whole = trip.patch is None
-        here = entry.both_KBNTH if self.offload is None or whole else self.offload.take(entry, self._following(key))
-        places = [entry.both_KBNTH] if here is entry.both_KBNTH else [here, entry.both_KBNTH]
+        if self.offload is None:
+            here = entry.both_KBNTH
+        else:
+            here = self.offload.room(entry) if whole else self.offload.take(entry, self._following(key))
         rows = slice(trip.first_image, trip.first_image + keys_BNTH.shape[0])
         others = [stream for stream in streams if stream != "image"]
         starts = dict(zip(others, itertools.accumulate((trip.tokens.held(stream) for stream in others), initial=0)))
-        starts["image"], offset = entry.num_text + trip.first_token, 0
+        starts["image"], offset, slots = entry.num_text + trip.first_token, 0, []
         for stream, start, size in trip.tokens.pieces(streams):
-            slot = starts[stream] + start
-            for both in places:
-                for place, fresh in zip(both, (keys_BNTH, values_BNTH)):
-                    place[rows, :, slot:slot + size].copy_(fresh[:, :, offset:offset + size], non_blocking=True)
+            slots.append(slice(starts[stream] + start, starts[stream] + start + size))
+            for place, fresh in zip(here, (keys_BNTH, values_BNTH)):
+                place[rows, :, slots[-1]].copy_(fresh[:, :, offset:offset + size])
             offset += size
+        if self.offload is not None:
+            self.offload.keep(entry, here, rows, slots)
         if whole:
             entry.num_filled = entry.both_KBNTH.shape[3]
             return keys_BNTH, values_BNTH
@@ -181,18 +216,18 @@ class Link:
         self._before = dist.get_process_group_ranks(self._before_group)[0] if self._before_group else None
         self._after = dist.get_process_group_ranks(self._after_group)[1] if self._after_group else None
         self._sent = []
-        self._timeout_s = float(os.environ.get("XDIT_STAGE_TIMEOUT_S", STAGE_TIMEOUT_S))
+        self._timeout_s = wait_timeout_s()
+        self._on_nccl = dist.get_backend(self._before_group or self._after_group) == "nccl"
         self.num_posted = self.num_received = self.num_sent = 0
 
     def post_receive(self, num_elements, dtype):
         """Make room for the next message of the stage before. Returns a handle for `receive`."""
-        on_cpu = dist.get_backend(self._before_group) == "gloo"
-        buffer = torch.empty(num_elements, dtype=dtype, device="cpu" if on_cpu else self._device)
+        buffer = torch.empty(num_elements, dtype=dtype, device=self._device if self._on_nccl else "cpu")
         self.num_posted += 1
         return buffer, dist.irecv(buffer, self._before, group=self._before_group)
 
     def receive(self, handle):
-        """Wait for a posted message. Raises XDiTError naming the stage that is silent."""
+        """Wait for a posted message. Raises XDiTError naming the stage that is silent; NCCL's watchdog ends the process instead."""
         buffer, work = handle
         self._wait(work, f"Stage {self.stage - 1} (rank {self._before}) sent nothing to stage {self.stage}")
         self.num_received += 1
@@ -210,6 +245,9 @@ class Link:
         self.num_sent += 1
 
     def _wait(self, work, otherwise):
+        if self._on_nccl:                                      # the stream waits; with a time-out this process would, and poll
+            work.wait()
+            return
         try:
             work.wait(datetime.timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
