@@ -229,6 +229,37 @@ def test_group_norm_test_notices(mutant):
     assert all(errors[shift] > 0.3 for shift in (1, 3, 100))
 
 
+def exchanges_of_a_norm(rank, world_size):
+    """Exchanges of a norm whose moments are found one group after the other; copies to the device of two more norms of the split."""
+    rows.NORM_ELEMENTS, copies = 1, []
+    x_BCHW, weight, bias = norm_inputs([3, 2, 4], 3, torch.float64)
+    split = split_of([3, 2, 4])
+    own = of_this_rank(x_BCHW, [3, 2, 4], rank)
+    rows.group_norm_rows(own, 3, weight, bias, 1e-6, split)
+    num_exchanges, new_tensor = split.traffic.num_exchanges, torch.Tensor.new_tensor
+    torch.Tensor.new_tensor = lambda *args, **options: copies.append(1) or new_tensor(*args, **options)
+    rows.group_norm_rows(own, 3, weight, bias, 1e-6, split)
+    rows.group_norm_rows(own, 3, weight, bias, 1e-6, split)
+    return num_exchanges, len(copies)
+
+
+def test_a_norm_is_one_exchange_and_waits_for_no_copy():
+    """Mean and variance of all groups travel together. A copy of numbers to a CUDA device would wait for all work before it."""
+    assert run_ranks(exchanges_of_a_norm, 3) == [(1, 0)] * 3
+
+
+@pytest.mark.parametrize("batch, channels, num_groups", [(1, 6, 3), (2, 8, 8), (3, 12, 1)])
+def test_moments_of_channels_give_those_of_groups(batch, channels, num_groups):
+    """As on CUDA, where those of the channels come from one kernel."""
+    x = torch.randn(batch, channels, 5, 4, dtype=torch.float64) * 3 + torch.arange(channels)[:, None, None]
+    flat = x.view(batch * channels, -1)
+
+    moments = rows.moments_of_channels(flat.mean(1), flat.var(1, correction=0), batch, num_groups)
+
+    for got, want in zip(moments, rows.own_moments(x, num_groups)):
+        within((got - want).abs().max(), 1e-10)
+
+
 def normalise_tokens(rank, world_size):
     """As in the middle of the decoder, where the norm of the attention gets (B, C, T)."""
     sizes = [3, 0, 2]

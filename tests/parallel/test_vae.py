@@ -202,6 +202,21 @@ def test_decodes_in_a_group_without_rank_0():
     within((put_together(pieces) - decoded("sd", latent_BCHW)).abs().max(), 1e-12)
 
 
+def groups_made(rank, world_size, latent_BCHW):
+    """The arguments of each group that this rank takes part in making, for two decodes."""
+    made, new_group, ranks = [], dist.new_group, Ranks(dist.group.WORLD)
+    dist.new_group = lambda members, **options: made.append((members, options.get("use_local_synchronization", False))) \
+        or new_group(members, **options)
+    for _ in range(2):
+        decode_rows(tiny_vae("sd"), latent_BCHW, ranks)
+    return made
+
+
+def test_every_rank_takes_part_in_making_a_group_of_the_first_ones():
+    """NCCL splits it off the communicator of all: without the others the first ones would wait for ever."""
+    assert run_ranks(groups_made, 3, latent("sd", 1, 2, 2)) == [[([0, 1], False)]] * 3
+
+
 def rows_held(rank, world_size, latent_BCHW):
     """The most rows of a tensor that any module gives out, as a share of the rows the picture has at that scale."""
     vae, shares = tiny_vae("sd"), []

@@ -8,12 +8,14 @@ import torch.distributed as dist
 
 
 class Traffic:
-    """Bytes this rank has sent through these collectives."""
+    """Exchanges that this rank has begun with others, and bytes it has sent in them."""
 
     def __init__(self):
-        self.sent_bytes = 0
+        self.num_exchanges = self.sent_bytes = 0
 
     def count(self, num_elements, tensor):
+        """One exchange, in which this rank sends so many elements of this tensor's dtype. Called before it begins."""
+        self.num_exchanges += 1
         self.sent_bytes += num_elements * tensor.element_size()
 
 
@@ -33,8 +35,8 @@ def start_all_to_all(pieces, receive_shapes, group, traffic):
     home, send = send.device, on_wire(send, group)
     receive_sizes = [torch.Size(shape).numel() for shape in receive_shapes]
     receive = send.new_empty(sum(receive_sizes))
-    work = dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group, async_op=True)
     traffic.count(send.numel() - pieces[rank].numel(), send)
+    work = dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group, async_op=True)
 
     def wait(sent=send):                       # gloo needs what is sent to live until then
         work.wait()
@@ -53,8 +55,8 @@ def all_gather(local, sizes, dim, group, traffic):
         padded = torch.cat([padded, padded.new_zeros(largest - padded.shape[0], *padded.shape[1:])])
     gathered = padded.new_empty(len(sizes) * largest, *padded.shape[1:])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, padded, group=group)
     traffic.count(padded.numel() * (len(sizes) - 1), padded)
+    gather(gathered, padded, group=group)
     parts = [gathered[index * largest:index * largest + size] for index, size in enumerate(sizes)]
     return torch.cat(parts).to(local.device).movedim(0, dim)
 

@@ -22,6 +22,7 @@ from ..autoencoders.family import replaced
 from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError
 from .collectives import Traffic
+from .mesh import group_timeout
 from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows, linear_attention_rows
 
 NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE cannot be split. Use VAE Decode."
@@ -48,12 +49,13 @@ class Ranks:
         return len(self._all)
 
     def first(self, count):
-        """The group of the first `count` ranks, on these, and None on the others. All of these call it, in one order."""
-        if dist.get_rank() not in self._all[:count]:
-            return None
+        """The group of the first `count` ranks, on these, and None on the others. Every rank of the world calls it, in one order.
+
+        With NCCL a group is split off the world's communicator, which takes all of its ranks.
+        """
         if count not in self._groups:
-            self._groups[count] = dist.new_group(self._all[:count], use_local_synchronization=True)
-        return self._groups[count]
+            self._groups[count] = dist.new_group(self._all[:count], timeout=group_timeout())
+        return self._groups[count] if dist.get_rank() in self._all[:count] else None
 
 
 @torch.inference_mode()
