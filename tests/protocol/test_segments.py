@@ -1,7 +1,11 @@
 """Tensors go through shared memory bit by bit, and nothing is left of it."""
 
+import fcntl
 import multiprocessing
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,3 +97,71 @@ def test_close_removes_everything(store):
     store.close()
 
     assert not store.folder.exists() and not store.overflow_folder.exists()
+
+
+OTHER_HOST = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("xdit_backend", {init!r}, submodule_search_locations=[{package!r}])
+sys.modules["xdit_backend"] = importlib.util.module_from_spec(spec)
+from xdit_backend.protocol.segments import SegmentStore
+store = SegmentStore()
+store.create((100,), __import__("torch").uint8)
+print(store.folder, store.overflow_folder, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_host():
+    """Another process with a store: (the process, its folders)."""
+    package = Path(segments.__file__).parents[1]
+    process = subprocess.Popen([sys.executable, "-c", OTHER_HOST.format(init=str(package / "__init__.py"), package=str(package))],
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    yield process, [Path(folder) for folder in process.stdout.readline().split()]
+    process.kill()
+    process.wait()
+    SegmentStore().close()                                     # which sweeps
+
+
+def test_what_a_killed_host_has_left_is_removed_by_the_next(other_host):
+    process, folders = other_host
+    process.kill()
+    process.wait()
+    assert len(folders) == 2 and all(folder.is_dir() for folder in folders)
+
+    SegmentStore().close()
+
+    assert not any(folder.exists() or folder.with_name(f"{folder.name}.lock").exists() for folder in folders)
+
+
+def test_the_folders_of_a_living_host_stay_whatever_they_are_called(other_host):
+    """Containers that share /dev/shm have process numbers of their own: the number in a name may be that of nobody here."""
+    _, folders = other_host
+    renamed = [folder.with_name(f"xdit-{2 ** 22 + 1}-{index}") for index, folder in enumerate(folders)]
+    for folder, name in zip(folders, renamed):
+        folder.rename(name)
+        folder.with_name(f"{folder.name}.lock").rename(name.with_name(f"{name.name}.lock"))
+
+    SegmentStore().close()
+
+    assert all((folder / "1").exists() or folder == renamed[1] for folder in renamed) and all(folder.is_dir() for folder in renamed)
+
+
+def test_a_folder_that_another_host_takes_for_left_behind_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    """Between the making and the locking of the file, a host that starts finds it unlocked."""
+    flock, swept = fcntl.flock, []
+
+    def sweep_first(file, operation):
+        if operation == fcntl.LOCK_EX and not swept:
+            swept.append(True)
+            segments.sweep(tmp_path)
+            assert not list(tmp_path.iterdir())
+        flock(file, operation)
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
+
+    with segments.claim(tmp_path / "xdit-1-a"):
+        segments.sweep(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["xdit-1-a", "xdit-1-a.lock"]
+    segments.sweep(tmp_path)
+
+    assert swept and not list(tmp_path.iterdir())

@@ -1,7 +1,7 @@
 """One authenticated connection between the host and one worker, carrying messages.
 
-On Linux and macOS it is a socket file in the group's private folder; elsewhere a TCP port on 127.0.0.1. Both ends prove
-that they hold the group's key (HMAC challenge of multiprocessing.connection); nothing is pickled.
+It is a socket file in the group's private folder. Both ends prove that they hold the group's key (HMAC challenge of
+multiprocessing.connection); nothing is pickled.
 """
 
 import logging
@@ -66,14 +66,9 @@ class Door:
         key_file = folder / KEY_FILE
         key_file.touch(mode=0o600)
         key_file.write_bytes(self._key)
-        if hasattr(socket, "AF_UNIX"):
-            address = str(folder / "socket")
-            self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.bind(address)
-        else:
-            self._socket = socket.socket(socket.AF_INET)
-            self._socket.bind(("127.0.0.1", 0))
-            address = "{}:{}".format(*self._socket.getsockname())
+        address = str(folder / "socket")
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(address)
         self._socket.listen(64)
         (folder / ADDRESS_FILE).write_text(address)
 
@@ -102,7 +97,4 @@ def connect(folder):
     """Join the host whose private folder this is."""
     folder = Path(folder)
     address = (folder / ADDRESS_FILE).read_text()
-    if not hasattr(socket, "AF_UNIX"):
-        host, _, port = address.rpartition(":")
-        address = (host, int(port))
     return Channel(connection.Client(address, authkey=(folder / KEY_FILE).read_bytes()))

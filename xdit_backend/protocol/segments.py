@@ -10,9 +10,13 @@ import secrets
 import shutil
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:                                            # Windows, where no worker group is started
+    fcntl = None
 import torch
 from pydantic.dataclasses import dataclass
 
@@ -24,7 +28,6 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float8_e4m3fn, torch.float8_e5m2)}
 
 
-MIN_PINNED_BYTES = 2 ** 22
 MAX_DIMS, MAX_ELEMENTS = 16, 2 ** 52                           # of a segment; more is a mistake, or overflows somewhere
 
 
@@ -68,42 +71,77 @@ def map_segment(segment):
     return flat.view(segment.shape)
 
 
-@contextmanager
-def pinned(tensor):
-    """Page-lock a mapped tensor while a CUDA device copies to or from it, so that the copy is direct and asynchronous.
+def claim(folder):
+    """Make a private folder that belongs to this process for as long as it lives. Returns what holds it: a file, kept open.
 
-    Yields the tensor. Small ones are left as they are: locking them would cost more than it saves.
+    The file beside the folder is locked. The kernel lets go of a lock when its process ends in whatever way, and keeps it for all
+    containers that share the file system, where two processes may have the same name and number.
     """
-    num_bytes = tensor.numel() * tensor.element_size()
-    if not torch.cuda.is_available() or num_bytes < MIN_PINNED_BYTES:
-        yield tensor
-        return
-    runtime = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(tensor.data_ptr(), num_bytes, 0))
-    if code:
-        raise XDiTError(f"CUDA could not page-lock {num_bytes / 2**20:.0f} MB of shared memory (error {code}). Free host memory, "
-                        f"or raise the limit on locked memory (ulimit -l).")
+    while True:
+        lock = open(_lock_of(folder), "x", opener=lambda path, flags: os.open(path, flags, 0o600))
+        with suppress(OSError):                                # file systems without locks, where nothing is swept either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_there(lock):
+            folder.mkdir(mode=0o700)
+            return lock
+        lock.close()                                           # another host took it for one that was left, before it was locked
+
+
+def sweep(base):
+    """Remove the folders below `base` whose hosts have ended without removing them: nobody holds their locks."""
+    for path in base.glob("xdit-*.lock"):
+        try:
+            lock = open(path, "r+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW))
+        except OSError:                                        # another user's, or gone by now
+            continue
+        with lock:
+            if os.fstat(lock.fileno()).st_uid != os.getuid():
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            if _is_there(lock):
+                discard(path.with_suffix(""))
+
+
+def discard(folder):
+    """Remove a folder that `claim` has made, with everything in it, and the file beside it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _lock_of(folder).unlink(missing_ok=True)
+
+
+def folders_of(name):
+    """The folders of the group of this name: in memory (/dev/shm) where there is such, and on disk."""
+    memory = Path("/dev/shm") if sys.platform == "linux" and os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    return memory / name, Path(tempfile.gettempdir()) / name
+
+
+def _lock_of(folder):
+    return folder.with_name(f"{folder.name}.lock")
+
+
+def _is_there(lock):
+    """Is an open file still the one of its name?"""
     try:
-        yield tensor
-        torch.cuda.synchronize()                               # a copy may still be running
-    finally:
-        runtime.cudaHostUnregister(tensor.data_ptr())
+        return os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 class SegmentStore:
     """The private folder of one worker group, and the segments in it.
 
-    `folder` is in memory (/dev/shm) where there is one, and readable by this user only. `overflow_folder` is on disk
-    and takes segments that do not fit, as in containers with 64 MB of /dev/shm.
+    `folder` is in memory where there is such, and readable by this user only. `overflow_folder` is on disk and takes segments that
+    do not fit, as in containers with 64 MB of /dev/shm. Both are this process's; what hosts have left that ended is removed first.
     """
 
     def __init__(self):
-        name = f"xdit-{os.getpid()}-{secrets.token_hex(4)}"
-        base = Path("/dev/shm") if sys.platform == "linux" and os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-        self.folder = base / name
-        self.folder.mkdir(mode=0o700)
-        self.overflow_folder = Path(tempfile.gettempdir()) / name
-        self.overflow_folder.mkdir(mode=0o700, exist_ok=True)
+        self.folder, self.overflow_folder = folders_of(f"xdit-{os.getpid()}-{secrets.token_hex(8)}")
+        self._locks = []
+        for folder in sorted({self.folder, self.overflow_folder}):
+            sweep(folder.parent)
+            self._locks.append(claim(folder))
         self._count = 0
 
     def create(self, shape, dtype):
@@ -141,9 +179,11 @@ class SegmentStore:
                       for p in folder.iterdir() if p.name.isdecimal())
 
     def close(self):
-        """Remove the folders and everything in them."""
+        """Remove the folders and everything in them. May be called twice."""
         for folder in (self.folder, self.overflow_folder):
-            shutil.rmtree(folder, ignore_errors=True)
+            discard(folder)
+        while self._locks:
+            self._locks.pop().close()
 
 
 def _reserve(path, num_bytes):
