@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import psutil
@@ -13,9 +14,10 @@ from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from tests.tolerances import within
 from xdit_backend.host.client import Client
-from xdit_backend.host.launcher import WorkerGroup
+from xdit_backend.host.launcher import WorkerGroup, _environment
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerStartError
 from xdit_backend.protocol.messages import ReportMemory
+from xdit_backend.protocol.segments import SegmentStore
 
 
 def gone(before, within_s=5):
@@ -55,6 +57,16 @@ def test_workers_take_nothing_from_the_environment_that_changes_results(spec_of,
     assert theirs["LC_ALL"] == "C" and "PATH" in theirs
     assert not {"DIFFUSERS_ATTN_BACKEND", "ATEN_CPU_CAPABILITY"} & theirs.keys()
     within((result - one.run()).abs().max(), 1e-6)             # predictions come back in float32
+
+
+def test_cuda_workers_have_an_allocator_of_their_own(monkeypatch):
+    """ComfyUI sets its own, under which an allocation may wait for a receive that is posted ahead."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
+
+    for devices, allocator in ((("cuda:0", "cuda:1"), "expandable_segments:True"), (("cpu", "cpu"), None)):
+        environment = _environment(devices)
+        assert environment.get("PYTORCH_CUDA_ALLOC_CONF") == allocator and "PYTORCH_ALLOC_CONF" not in environment
 
 
 def test_giving_up_while_starting_leaves_nothing():
@@ -138,3 +150,38 @@ def test_a_dying_host_takes_its_group_along(tmp_path):
     host.wait()
 
     assert gone(before, within_s=5)
+
+
+def test_a_host_killed_while_its_workers_start_leaves_nothing_to_the_next(tmp_path):
+    """No worker has connected yet that would notice."""
+    import subprocess
+    import sys
+
+    from tests.conftest import ROOT
+    code = ("import time; from xdit_backend.host import launcher\n"
+            "def started(phase): print(group.segments.folder, flush=True); time.sleep(60)\n"
+            "class Group(launcher.WorkerGroup):\n"
+            "    def _greet(self, *args):\n"
+            "        global group; group = self; started(None)\n"
+            "Group(('cpu', 'cpu'))")
+    before = set(left_behind())
+    host = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                            stdout=subprocess.PIPE, text=True)
+    folder = host.stdout.readline().strip()
+
+    host.kill()
+    host.wait()
+    assert os.path.isdir(folder)
+    SegmentStore().close()
+
+    assert gone(before)
+
+
+def test_windows_is_refused_before_anything_is_made(monkeypatch):
+    before = set(left_behind())
+    monkeypatch.setattr(sys, "platform", "win32")
+
+    with pytest.raises(WorkerStartError, match="run on Linux, and this is Windows: start ComfyUI inside WSL2"):
+        WorkerGroup(("cuda:0",))
+
+    assert gone(before)

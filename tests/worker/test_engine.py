@@ -151,3 +151,35 @@ def test_a_rank_holds_its_share_of_weights_and_keys(store, folder):
         dual = 2 * 8 * 2 * 3 * 18 * 32 if rank == 0 else 0     # block 0 has a second attention, over the image only
         assert numbers[rank]["weight_bytes"] == pytest.approx(weights, rel=0.05)
         assert numbers[rank]["key_value_bytes"] == pytest.approx(keys + dual, rel=0.05)
+
+
+def exchanges_begun(rank, world_size, commands):
+    """Of each command: whether it failed, and how many exchanges this rank had begun."""
+    engine, begun = Engine(rank, torch.device("cpu"), lambda *phase: None), []
+    for command in commands:
+        try:
+            engine.carry_out(command)
+            begun.append((False, engine.traffic.num_exchanges))
+        except Exception:
+            begun.append((True, engine.traffic.num_exchanges))
+    return begun
+
+
+def test_a_rank_knows_what_it_has_begun_with_others_when_it_fails(store, folder):
+    """What all ranks refuse before their first exchange leaves nothing in flight between CUDA devices."""
+    header, one = read_header(folder), example("SD3", rows=8, columns=6)
+    spec = model_spec(header, recognise(header), "float64", "float64")
+    prediction, _ = store.create(tuple(one.latent.shape), torch.float64)
+    wrong = store.share(torch.zeros(1, 4, 8, 7, dtype=torch.float64))
+    conditioning = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
+    commands = [messages.LoadModel(1, spec), messages.Conditioning(2, "whole", conditioning),
+                messages.Conditioning(3, "no y", {"context": conditioning["context"]})]
+    for request, (name, place) in enumerate([("no y", prediction), ("whole", prediction), ("whole", wrong)], 4):
+        branch = messages.Branch(store.share(one.latent), store.share(one.timestep), name, place)
+        commands.append(messages.Predict(request, spec.name, Layout(ulysses_degree=2), [branch]))
+
+    refused, done, too_late = (list(each) for each in list(zip(*run_ranks(exchanges_begun, 2, commands)))[3:])
+
+    assert refused == [(True, 0)] * 2
+    assert [failed for failed, _ in done] == [False, False] and done[0][1] == done[1][1] > 0
+    assert too_late == [(True, done[0][1]), (False, done[0][1])]           # rank 0 writes the prediction, which has another shape

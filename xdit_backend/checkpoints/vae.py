@@ -8,6 +8,7 @@ import torch
 
 from ..autoencoders import FAMILIES, supported
 from ..protocol.errors import CheckpointError
+from ..protocol.transfers import Ferry
 
 # Part of a tensor's name -> whose VAE it is. Looked for before the family without marks, whose names these have too.
 OTHER_VAES = {
@@ -41,8 +42,8 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device, setting
             if getattr(vae, quant, None) is not None:
                 setattr(vae, quant, None)
     _check_fit(tensors, weights, vae)
-    copies = {name: weight.new_empty(weight.shape, dtype=dtype, device=device).copy_(weight)
-              for name, weight in weights.items()}
+    ferry = Ferry(device)
+    copies = {name: ferry.bring(weight).to(dtype) for name, weight in weights.items()}
     vae.load_state_dict(copies, assign=True)
     return vae.eval().requires_grad_(False)
 

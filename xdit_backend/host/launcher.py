@@ -37,12 +37,14 @@ CPU_ALLOCATOR = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_TRIM_THRESHOLD_": str(2 **
 # What workers take over from this process: where things are, and the threads that a person has chosen. Nothing else, since libraries
 # read variables that change what is computed (DIFFUSERS_ATTN_BACKEND, NVIDIA_TF32_OVERRIDE, ATEN_CPU_CAPABILITY).
 INHERITED = frozenset({
-    "PATH", "PATHEXT", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME",
-    "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "SYSTEMDRIVE", "WINDIR", "COMSPEC", "USERPROFILE", "APPDATA", "LOCALAPPDATA",
-    "PROGRAMDATA", "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_PATH", "CUDA_CACHE_PATH",
-    "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION", "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS"})
+    "PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME",
+    "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_PATH",
+    "CUDA_CACHE_PATH", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS"})
 INHERITED_PREFIXES = ("XDIT_", "NCCL_", "LC_")
+
+# CUDA workers: ComfyUI sets cudaMallocAsync for itself, under which later allocations may wait for receives that are posted ahead.
+CUDA_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if sys.platform == "linux" else {}
 
 START_TIMEOUT_S = 300
 STRAGGLER_S = 10                                   # how long the others may take to answer after one rank has failed
@@ -60,6 +62,10 @@ class _Open:
     done: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
     failed_s: float = 0.0
+
+    @property
+    def first_failure(self):
+        return min(self.failed.values(), key=lambda failure: failure.rank)
 
 
 def _alone(method):
@@ -80,6 +86,8 @@ class WorkerGroup:
     """
 
     def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None):
+        if sys.platform == "win32":
+            raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to use its nodes.")
         self.devices = tuple(devices)
         self.segments = SegmentStore()
         self._lock = threading.RLock()
@@ -87,6 +95,7 @@ class WorkerGroup:
         self._channels, self._open, self._last_request, self._pids = {}, {}, 0, []
         self.totals = {}                                       # rank -> sums of the measurements in its answers, by name
         self._process = self._door = self._store = None
+        self._ended_by = ""                                    # what ended the group, where it was not the host
         self._finalizer = weakref.finalize(self, self.segments.close)
         self._close_at_exit = _closer(weakref.ref(self))
         atexit.register(self._close_at_exit)
@@ -137,16 +146,19 @@ class WorkerGroup:
         """
         try:
             while True:
+                self._end_if_lost()
                 for request in requests:
                     waiting = self._open[request]
-                    if waiting.failed:
-                        self._fail_when_settled(waiting)
-                    elif waiting.answering <= waiting.done.keys():
+                    if waiting.failed and (not waiting.unanswered or not self._channels):
+                        raise _raised(waiting.first_failure)
+                if not self._channels:                         # also where answers are there: they may come of a broken exchange
+                    raise WorkerDiedError(f"The workers have ended{self._ended_by}. Queue the prompt again to start a new group.")
+                for request in requests:
+                    waiting = self._open[request]
+                    if not waiting.failed and waiting.answering <= waiting.done.keys():
                         requests = [request]
                         return request, waiting.done
                 check()
-                if not self._channels:
-                    raise WorkerDiedError("The workers have ended. Queue the prompt again to start a new group.")
                 self._receive(on_phase)
         finally:
             for request in requests:                           # the complete one; all, when nobody will come back for them
@@ -164,6 +176,7 @@ class WorkerGroup:
                 pass
         if self._process is not None:
             _end(self._process, self._pids, patience_s=3 if self._channels else 0)
+            self._process.stdin.close()
         for channel in self._channels.values():
             channel.close()
         self._channels = {}
@@ -183,14 +196,14 @@ class WorkerGroup:
         self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
                                     master_listen_fd=listening.detach())
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={len(self.devices)}",
+            sys.executable, "-m", "xdit_backend.host.torchrun", "--nnodes=1", f"--nproc-per-node={len(self.devices)}",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=is_host=0", "--max-restarts=0",
             "--local-addr=127.0.0.1", f"--log-dir={self._log_folder}", "--redirects=3", "-m", "xdit_backend.worker",
             str(self.segments.folder), ",".join(self.devices), str(port)]
         self._log_folder.mkdir(parents=True)
         with open(self._log_folder / "torchrun.log", "wb") as output:
             self._process = subprocess.Popen(
-                command, cwd=self.segments.overflow_folder, env=_environment(self.devices), stdin=subprocess.DEVNULL,
+                command, cwd=self.segments.overflow_folder, env=_environment(self.devices), stdin=subprocess.PIPE,
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
     def _greet(self, on_phase, check):
@@ -231,33 +244,40 @@ class WorkerGroup:
         for raw in connection.wait(list(ranks), timeout=POLL_S):
             rank = ranks[raw]
             try:
-                message = self._channels[rank].receive()
+                self._take(rank, self._channels[rank].receive(), on_phase)
+                while raw.poll():                              # all that is there: a failure may stand behind other answers
+                    self._take(rank, self._channels[rank].receive(), on_phase)
             except ChannelClosedError:
                 self._lost(rank)
-            if isinstance(message, Phase):
-                on_phase(message)
-                continue
-            answered = self._open.get(message.request)
-            if answered is None:
-                continue
-            answered.unanswered.discard(rank)
-            if isinstance(message, Done):
-                answered.done[rank] = message
-                for name, number in message.numbers.items():
-                    totals = self.totals.setdefault(rank, {})
-                    totals[name] = totals.get(name, 0) + number
-            else:
-                answered.failed[rank] = message
-                answered.failed_s = answered.failed_s or time.monotonic()
 
-    def _fail_when_settled(self, waiting):
-        """Raise what a worker raised, once the others have answered too or are stuck."""
-        if waiting.unanswered and time.monotonic() - waiting.failed_s <= STRAGGLER_S:
+    def _take(self, rank, message, on_phase):
+        if isinstance(message, Phase):
+            on_phase(message)
             return
-        if waiting.unanswered:
-            # The others wait inside a collective, or for a stage's hidden states, for the one that failed. Nothing can wake them.
-            self.close()
-        raise _raised(min(waiting.failed.values(), key=lambda failure: failure.rank))
+        answered = self._open.get(message.request)
+        if answered is None:
+            return
+        answered.unanswered.discard(rank)
+        if isinstance(message, Done):
+            answered.done[rank] = message
+            for name, number in message.numbers.items():
+                totals = self.totals.setdefault(rank, {})
+                totals[name] = totals.get(name, 0) + number
+        else:
+            answered.failed[rank] = message
+            answered.failed_s = answered.failed_s or time.monotonic()
+
+    def _end_if_lost(self):
+        """End the group where a failed command, whoever waits for it, has left ranks in an exchange that will not end."""
+        for waiting in self._open.values():
+            if not waiting.failed or not self._channels:
+                continue
+            # Over gloo the others wait inside a collective, or for a stage's hidden states, for the one that failed, and do not answer.
+            stuck = waiting.unanswered and time.monotonic() - waiting.failed_s > STRAGGLER_S
+            if stuck or (not waiting.unanswered and not outlives(self.devices, waiting.failed.values())):
+                failure = waiting.first_failure
+                self._ended_by = f" because rank {failure.rank} ({failure.device}) failed with {failure.kind}: {failure.message}"
+                self.close()
 
     def _settle(self):
         """Remove the segments of requests that every rank has answered, and forget those whose answers were taken."""
@@ -300,16 +320,29 @@ class WorkerGroup:
         return "\n".join("\n".join(text.splitlines()[-num_lines:]) for text in texts if text.strip())
 
 
+def outlives(devices, failures):
+    """May a group go on after a command that these failures (messages.Failed), of some or all of its ranks, are the answers to?
+
+    Over gloo a rank that answers has left its exchanges. With CUDA they are only put in order: one that another rank never joined
+    still runs, and would be joined by that rank's next command, which gives a hang or a wrong picture. So a group of several CUDA
+    devices goes on only when every rank failed before its first exchange, as when all refuse a command alike. And a device
+    whose context is lost, which "CUDA error" says, computes nothing more.
+    """
+    if any(failure.kind == "AcceleratorError" or failure.message.startswith("CUDA error") for failure in failures):
+        return False
+    if "cpu" in devices or len(set(devices)) == 1:
+        return True
+    return len(failures) == len(devices) and not any(failure.exchanged for failure in failures)
+
+
 def _environment(devices):
     inherited = {name: value for name, value in os.environ.items()
                  if name.upper() in INHERITED or name.upper().startswith(INHERITED_PREFIXES)}
     environment = {**inherited, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    if sys.platform != "win32":
-        environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    if "cpu" in devices:
-        environment |= CPU_ALLOCATOR
+    environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    environment |= CPU_ALLOCATOR if "cpu" in devices else CUDA_ALLOCATOR
     if "OMP_NUM_THREADS" not in environment:                   # torchrun would set 1
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(devices)))
     return environment
@@ -324,12 +357,12 @@ def _end(process, pids, patience_s):
         pass
     for pid in pids:                                           # one that hangs or is stopped takes no other signal
         try:
-            os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+            os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    for kill in (signal.SIGTERM, getattr(signal, "SIGKILL", signal.SIGTERM)):
+    for kill in (signal.SIGTERM, signal.SIGKILL):
         try:
-            os.killpg(process.pid, kill) if hasattr(os, "killpg") else process.kill()
+            os.killpg(process.pid, kill)
             process.wait(5)
             return
         except subprocess.TimeoutExpired:

@@ -196,6 +196,7 @@ class Failed:
     kind: str                      # name of the exception's class
     message: Printable
     traceback: Printable
+    exchanged: bool = True         # had it begun an exchange with other ranks, which they may still be in?
 
 
 MESSAGES = {cls.__name__: cls for cls in (

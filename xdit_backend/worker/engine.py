@@ -21,7 +21,9 @@ from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
 from ..partition import FULL, shard_sizes, shard_start, split_stages, stage_blocks, stage_of
 from ..protocol import messages
 from ..protocol.errors import XDiTError
-from ..protocol.segments import map_segment, pinned
+from ..protocol.segments import map_segment
+from ..protocol.transfers import Ferry, on_device
+from .clock import Clock
 from .model import Loaded
 
 
@@ -35,6 +37,8 @@ class Engine:
         self._key_values, self._links, self._posted = {}, {}, {}
         self._unclaimed = []               # receives of commands that failed before they waited; gloo needs them kept
         self._ranks, self._planners = Ranks(dist.group.WORLD), {}
+        self._ferry, self._clock = Ferry(device), Clock(device)
+        self.traffic = Traffic()           # of the command at hand, or of the last one
         self._handlers = {
             messages.LoadModel: self._load_model, messages.DropModel: self._drop_model,
             messages.Conditioning: self._keep_conditioning, messages.DropConditioning: self._drop_conditioning,
@@ -44,6 +48,7 @@ class Engine:
 
     def carry_out(self, command):
         """Carry out one command; returns measurements by name, or None."""
+        self.traffic = Traffic()
         with torch.inference_mode():
             return self._handlers[type(command)](command)
 
@@ -90,11 +95,11 @@ class Engine:
         self._models.pop(command.name, None)
         self._autoencoders.pop(command.name, None)
         self._planners.pop(command.name, None)
-        self._release_memory()
+        self.release_memory()
 
     def _keep_conditioning(self, command):
         self._conditioning[command.name] = {
-            name: map_segment(segment).to(self.device, copy=True) for name, segment in command.tensors.items()}
+            name: self._ferry.bring(map_segment(segment)) for name, segment in command.tensors.items()}
 
     def _drop_conditioning(self, command):
         for name in command.names:
@@ -117,32 +122,34 @@ class Engine:
     def _predict(self, command):
         """Run this rank's branch, batch share, stage and token shard; the first rank of the last stage writes the prediction."""
         loaded, mesh = self._loaded(command.model), self._mesh(command.layout)
-        traffic, started_s, waited_s = Traffic(), time.perf_counter(), 0.0
+        clock, waits = self._clock, []
+        start = clock.mark()
         handles = self._posted.pop(command.request, None) or self._post_receives(command)
+        self.traffic.num_exchanges += len(handles)             # what others send cannot be called off
         link = self._link(mesh, command.layout)
         self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
         for branch, first, last in self._parts(command, mesh):
             is_first_stage = mesh.ranks["pipefusion"] == 0
             shape = (last - first, *branch.latent.shape[1:])
-            latent = map_segment(branch.latent)[first:last].to(self.device, loaded.dtype) if is_first_stage \
+            latent = on_device(map_segment(branch.latent)[first:last], self.device).to(loaded.dtype) if is_first_stage \
                 else torch.zeros(shape, dtype=loaded.dtype, device=self.device)        # only its shape is used
-            context = self._context(loaded, mesh, command, branch, latent, first, traffic)
+            context = self._context(loaded, mesh, command, branch, latent, first)
             if handles:
                 handle = handles.pop(0)
 
                 def arrive(handle=handle):
-                    nonlocal waited_s
-                    waiting_s = time.perf_counter()
+                    asked = clock.mark()
                     message = link.receive(handle)
-                    waited_s += time.perf_counter() - waiting_s
+                    waits.append((asked, clock.mark()))
                     return message
                 context.arrive = arrive
             output, message = loaded.hooks.run(context)
             if message is not None:
-                link.send(message, traffic)
+                link.send(message, self.traffic)
             elif mesh.sequence_rank == 0:
-                map_segment(branch.prediction)[first:last].copy_(loaded.family.prediction(output, latent))
-        return {"sent_bytes": traffic.sent_bytes, "busy_s": time.perf_counter() - started_s - waited_s}
+                self._ferry.fetch(loaded.family.prediction(output, latent), map_segment(branch.prediction)[first:last])
+        clock.add(start, clock.mark(), waits)
+        return {"sent_bytes": self.traffic.sent_bytes, "busy_s": clock.take()}
 
     def _parts(self, command, mesh):
         """[(branch, first image, last image + 1)]: what this rank runs of a command, in the order in which it travels."""
@@ -159,7 +166,7 @@ class Engine:
                 parts.append((branch, start, start + size))
         return parts
 
-    def _context(self, loaded, mesh, command, branch, latent, first, traffic):
+    def _context(self, loaded, mesh, command, branch, latent, first):
         batch, rows = branch.latent.shape[0], slice(first, first + latent.shape[0])
         conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch else tensor, loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
@@ -168,7 +175,7 @@ class Engine:
             keeping = {"key_values": self._kept(loaded, branch.conditioning),
                        "first_image": first - shard_start(batch, mesh.degrees["data"], mesh.ranks["data"]),
                        "num_images": shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]}
-        return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, **keeping)
+        return loaded.context(mesh, self.traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, **keeping)
 
     def _kept(self, loaded, conditioning):
         """The keys and values of a conditioning, made when they are first kept."""
@@ -206,20 +213,18 @@ class Engine:
         vae = self._autoencoders[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
         block_size, num_steps = self._plan_rows(command.autoencoder, latent[:1].shape, 1)
-        traffic, live, started_s, started_cpu_s = Traffic(), LiveBytes(), time.perf_counter(), time.process_time()
+        live, started_s, started_cpu_s = LiveBytes(), time.perf_counter(), time.process_time()
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps)
             with live if command.measure_memory else nullcontext():
-                share = decode_rows(vae, latent[index:index + 1].to(self.device, vae.dtype), self._ranks, traffic,
+                share = decode_rows(vae, on_device(latent[index:index + 1], self.device).to(vae.dtype), self._ranks, self.traffic,
                                     block_size, progress)
             if share is not None:
                 # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
                 pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
-                own = picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1])
-                for frame, own_frame in zip(pixels, own) if pixels.dim() == 4 else [(pixels, own)]:
-                    _copy_out(frame, own_frame)
-        return {"sent_bytes": traffic.sent_bytes, "busy_s": time.perf_counter() - started_s,
-                "cpu_s": time.process_time() - started_cpu_s, "peak_bytes": live.peak_bytes}
+                self._ferry.fetch(pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
+        return {"sent_bytes": self.traffic.sent_bytes, "num_exchanges": self.traffic.num_exchanges,
+                "busy_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s, "peak_bytes": live.peak_bytes}
 
     def _encode(self, command):
         vae = self._autoencoders[command.autoencoder]
@@ -228,7 +233,7 @@ class Engine:
         block_size, num_steps = self._plan_rows(command.autoencoder, picture[:1].shape, scale)
         for index in range(len(picture)):
             progress = self._progress("encoding", index, len(picture), num_steps)
-            share = encode_rows(vae, picture[index:index + 1], scale, self._ranks,
+            share = encode_rows(vae, picture[index:index + 1], scale, self._ranks, self.traffic,
                                 block_size=block_size, on_convolution=progress)
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
@@ -249,12 +254,15 @@ class Engine:
         return step
 
     def _report_memory(self, command):
-        """Bytes of parameters and buffers held, and bytes of device memory in use."""
+        """Bytes of parameters and buffers held, and bytes of device memory in use. Waits until the device has done all it was asked."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         modules = [loaded.model for loaded in self._models.values()] + list(self._autoencoders.values())
         held = sum(t.numel() * t.element_size() for module in modules for t in (*module.parameters(), *module.buffers())
                    if not t.is_meta)
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         return {"pid": os.getpid(), "weight_bytes": held, "allocated_bytes": allocated, "num_conditionings": len(self._conditioning),
+                "busy_s": self._clock.take(),
                 "key_value_bytes": sum(kept.num_bytes for kept in self._key_values.values())}
 
     def _loaded(self, name):
@@ -268,7 +276,8 @@ class Engine:
             self._meshes[layout] = build_mesh(layout, self.world_size)
         return self._meshes[layout]
 
-    def _release_memory(self):
+    def release_memory(self):
+        """Give memory that nothing uses back to the device, so that other processes can have it."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -276,12 +285,3 @@ class Engine:
 def _as_input(tensor, dtype):
     """Conditioning in the model's dtype; masks stay whole numbers."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _copy_out(tensor, mapped):
-    """Copy a result into its part of shared memory: page-locked where that part is in one piece."""
-    if not mapped.is_contiguous():
-        mapped.copy_(tensor)
-        return
-    with pinned(mapped) as target:
-        target.copy_(tensor.contiguous(), non_blocking=True)

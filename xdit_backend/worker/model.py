@@ -9,6 +9,7 @@ from ..parallel.context import ForwardContext, rows_of, tokens_of
 from ..parallel.hooks import Hooks
 from ..parallel.regions import message_size
 from ..protocol.messages import ModelSpec
+from ..protocol.transfers import on_device
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Loaded:
         if keeping:
             keeping |= {"kept_blocks": self.blocks, "step": tuple(timestep.tolist())}
         return ForwardContext(
-            family.inputs(latent, timestep.to(latent.device), conditioning, self.config, patch), mesh, traffic,
+            family.inputs(latent, on_device(timestep, latent.device), conditioning, self.config, patch), mesh, traffic,
             self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,
             tokens_of(family, mesh, latent.shape, conditioning, patch), patch,
             None if patch is None else rows_of(family, latent.shape, patch), **keeping)

@@ -5,8 +5,6 @@ import itertools
 import logging
 import os
 import queue
-import shutil
-import tempfile
 import threading
 import traceback
 from pathlib import Path
@@ -14,9 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..parallel.mesh import backend_for, group_timeout
 from ..protocol.channel import connect
 from ..protocol.errors import ChannelClosedError
 from ..protocol.messages import Done, Failed, Phase, Ready, Stop
+from ..protocol.segments import discard, folders_of
 from .engine import Engine
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,10 @@ def serve(folder, rank, devices, store_port):
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.init()                                      # else DeviceMesh would choose a device by rank
-    # Ranks that share one CUDA device talk over gloo: NCCL refuses two ranks on a device.
-    nccl = device.type == "cuda" and len(set(devices)) == len(devices)
+    backend = backend_for(devices, dist.is_nccl_available())
     store = dist.PrefixStore("workers", dist.TCPStore("127.0.0.1", store_port, is_master=False))
-    dist.init_process_group("nccl" if nccl else "gloo", store=store, rank=rank, world_size=len(devices),
-                            device_id=device if nccl else None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=len(devices), timeout=group_timeout(),
+                            device_id=device if backend == "nccl" else None)
     torch.set_grad_enabled(False)
     engine = Engine(rank, device, lambda text, done=0, total=0: channel.send(Phase(rank, text, done, total)))
     channel.send(Ready(rank, os.getpid(), str(device)))
@@ -57,7 +56,10 @@ def serve(folder, rank, devices, store_port):
             reply = Done(command.request, rank, numbers or {})
         except Exception as error:                             # one road for failure: it reaches the node by name
             log.exception("command %s failed", type(command).__name__)
-            reply = Failed(command.request, rank, str(device), type(error).__name__, str(error), traceback.format_exc())
+            reply = Failed(command.request, rank, str(device), type(error).__name__, str(error), traceback.format_exc(),
+                           engine.traffic.num_exchanges > 0)
+        if isinstance(reply, Failed):                          # by now nothing refers to what the command held
+            engine.release_memory()
         channel.send(reply)
     dist.destroy_process_group()
 
@@ -79,6 +81,6 @@ def _read(channel, commands, folder):
             if isinstance(command, Stop):
                 return
     except ChannelClosedError:
-        for left in (Path(folder), Path(tempfile.gettempdir()) / Path(folder).name):
-            shutil.rmtree(left, ignore_errors=True)
+        for left in folders_of(Path(folder).name):
+            discard(left)
         os._exit(1)

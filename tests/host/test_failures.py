@@ -1,0 +1,129 @@
+"""What becomes of a worker group when a rank fails: with CUDA, an exchange that one rank never joined outlives the command."""
+
+import multiprocessing
+
+import pytest
+
+from xdit_backend.host import launcher
+from xdit_backend.host.launcher import WorkerGroup, outlives
+from xdit_backend.protocol.channel import Channel
+from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError
+from xdit_backend.protocol.messages import Done, Failed, ReportMemory
+
+TWO_GPUS = ("cuda:0", "cuda:1")
+
+
+class PretendedGroup(WorkerGroup):
+    """A worker group whose workers are ends of pipes, so that devices may be any and answers come in any order."""
+
+    def _launch(self):
+        self.workers = {}
+
+    def _greet(self, on_phase, check):
+        for rank in range(len(self.devices)):
+            ours, theirs = multiprocessing.Pipe()
+            self._channels[rank], self.workers[rank] = Channel(ours), Channel(theirs)
+
+    def answer(self, request, failed=(), done=(), exchanged=True):
+        for rank in failed:
+            self.workers[rank].send(failure(rank, exchanged, request))
+        for rank in done:
+            self.workers[rank].send(Done(request, rank))
+
+    @property
+    def goes_on(self):
+        return len(self._channels) == len(self.devices)
+
+
+def failure(rank, exchanged, request=1, kind="OutOfMemoryError", message="no room"):
+    return Failed(request, rank, f"device {rank}", kind, message, "Traceback", exchanged)
+
+
+@pytest.fixture
+def group(request):
+    group = PretendedGroup(request.param)
+    yield group
+    group.close()
+
+
+def with_devices(*devices):
+    return pytest.mark.parametrize("group", devices, indirect=True, ids=str)
+
+
+@pytest.mark.parametrize("devices, failures, goes_on", [
+    (TWO_GPUS, [failure(0, True)], False),                                         # the other one waits for it, or will
+    (TWO_GPUS, [failure(1, False)], False),                                        # as far as is known
+    (TWO_GPUS, [failure(0, False), failure(1, False)], True),                      # refused alike
+    (TWO_GPUS, [failure(0, True), failure(1, False)], False),
+    (TWO_GPUS, [failure(0, True), failure(1, True)], False),
+    (("cuda:0", "cuda:0"), [failure(0, True)], True),                              # joined by gloo
+    (("cuda:0",), [failure(0, True)], True),
+    (("cpu", "cpu"), [failure(0, True)], True),
+    (("cuda:0",), [failure(0, False, kind="AcceleratorError")], False),
+    (("cuda:0",), [failure(0, False, kind="RuntimeError", message="CUDA error: an illegal memory access")], False)])
+def test_a_group_outlives_a_failure_only_where_no_exchange_can_be_left(devices, failures, goes_on):
+    assert outlives(devices, failures) is goes_on
+
+
+@with_devices(TWO_GPUS, ("cpu", "cpu"))
+def test_a_failed_rank_ends_a_group_of_several_gpus_though_the_others_have_answered(group):
+    request = group.post(ReportMemory)
+    group.answer(request, failed=[0], done=[1])
+
+    with pytest.raises(WorkerFailedError, match=r"rank 0 \(device 0\) failed with OutOfMemoryError: no room"):
+        group.wait([request])
+
+    assert group.goes_on is (group.devices != TWO_GPUS)
+
+
+@with_devices(TWO_GPUS)
+def test_what_all_ranks_refuse_alike_leaves_the_group(group):
+    refused = group.post(ReportMemory)
+    group.answer(refused, failed=[0, 1], exchanged=False)
+    with pytest.raises(WorkerFailedError):
+        group.wait([refused])
+
+    request = group.post(ReportMemory)
+    group.answer(request, done=[0, 1])
+
+    assert group.wait([request])[1].keys() == {0, 1}
+
+
+def abandon(group):
+    """A request that nobody waits for any more; returns the next one."""
+    class Cancelled(Exception):
+        pass
+
+    def cancel():
+        raise Cancelled
+    request = group.post(ReportMemory)
+    with pytest.raises(Cancelled):
+        group.wait([request], check=cancel)
+    return request, group.post(ReportMemory, answering={1})
+
+
+@with_devices(TWO_GPUS, ("cpu", "cpu"))
+def test_a_failure_in_a_cancelled_step_is_not_passed_over(group):
+    """The next command's answer is there: what it holds may come of the exchange that the failed rank never joined."""
+    cancelled, request = abandon(group)
+    group.answer(cancelled, failed=[0], done=[1])
+    group.answer(request, done=[0, 1])
+
+    if group.devices == TWO_GPUS:
+        with pytest.raises(WorkerDiedError, match=r"ended because rank 0 \(device 0\) failed with OutOfMemoryError"):
+            group.wait([request])
+    else:
+        assert group.wait([request])[0] == request
+    assert group.goes_on is (group.devices != TWO_GPUS)
+
+
+@with_devices(("cpu", "cpu"))
+def test_a_rank_that_is_stuck_in_a_cancelled_step_ends_the_next(group, monkeypatch):
+    monkeypatch.setattr(launcher, "STRAGGLER_S", 0.2)
+    cancelled, request = abandon(group)
+    group.answer(cancelled, failed=[0])
+
+    with pytest.raises(WorkerDiedError, match="Queue the prompt again"):
+        group.wait([request])
+
+    assert not group.goes_on

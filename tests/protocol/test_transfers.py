@@ -1,0 +1,115 @@
+"""Copies through two pieces in turn: every element arrives, and no piece is filled while it still travels."""
+
+import pytest
+import torch
+
+from xdit_backend.protocol import transfers
+from xdit_backend.protocol.transfers import Ferry, on_device
+
+CPU = torch.device("cpu")
+SHAPES = [(), (0, 3), (1,), (1000,), (7, 5, 3), (2, 300), (300, 2), (3, 4, 50, 2)]
+
+
+class LateCopies:
+    """A device whose copies are made when they are waited for, or when the next one to the same piece has to be over."""
+
+    def __init__(self, monkeypatch):
+        self.asked, self.copy = [], torch.Tensor.copy_
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda to, given, non_blocking=False: self.ask(to, given, non_blocking))
+        monkeypatch.setattr(transfers, "Arrived", self.event)
+
+    def ask(self, to, given, non_blocking):
+        if non_blocking:
+            self.asked.append((to, given))
+        else:
+            self.copy(to, given)
+        return to
+
+    def event(self):
+        device = self
+
+        class Event:
+            seen = 0
+
+            def record(self):
+                self.seen = len(device.asked)
+
+            def synchronize(self):
+                device.run(self.seen)
+        return Event()
+
+    def run(self, end):
+        for index, job in enumerate(self.asked[:end]):
+            if job is not None:
+                self.copy(*job)
+                self.asked[index] = None
+
+
+@pytest.mark.parametrize("piece_bytes", [None, 8, 64, 1000, 10 ** 6])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_element_arrives(shape, piece_bytes):
+    ferry, source = Ferry(CPU, piece_bytes), torch.randn(shape)
+
+    target = torch.full(shape, torch.nan, dtype=torch.float64)
+    ferry.fetch(source, target)
+
+    assert torch.equal(ferry.bring(source), source) and torch.equal(target, source.double())
+
+
+def test_strided_tensors_arrive():
+    """A decoded picture's channels come last in shared memory, and its columns are a part of it."""
+    ferry, source = Ferry(CPU, 256), torch.randn(3, 20, 30)
+    picture = torch.zeros(20, 50, 3)
+
+    ferry.fetch(source.movedim(0, -1), picture[:, 10:40])
+
+    assert torch.equal(picture[:, 10:40].movedim(-1, 0), source) and picture[:, :10].abs().sum() == picture[:, 40:].abs().sum() == 0
+    for each in (ferry, Ferry(CPU)):
+        brought = each.bring(source.movedim(0, -1))
+        assert torch.equal(brought, source.movedim(0, -1)) and brought.is_contiguous()
+
+
+@pytest.mark.parametrize("never_waits", [False, True])
+def test_a_piece_is_filled_again_only_when_it_has_travelled(monkeypatch, never_waits):
+    """On a device that copies as late as it may. Where a piece is not waited for, something is lost."""
+    ferry, source, target = Ferry(CPU, 64), torch.arange(100.0), torch.zeros(100)
+    device = LateCopies(monkeypatch)
+    if never_waits:
+        monkeypatch.setattr(transfers, "Arrived", _NeverWaits)
+
+    brought = ferry.bring(source)
+    device.run(len(device.asked))
+    ferry.fetch(source, target)
+
+    assert (torch.equal(brought, source) and torch.equal(target, source)) is not never_waits
+
+
+class _NeverWaits:
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+def test_at_most_two_pieces_are_held(monkeypatch):
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: made.append(shape) or empty(*shape, **options))
+    ferry = Ferry(CPU, 64)
+
+    for _ in range(3):
+        ferry.fetch(torch.randn(500), torch.zeros(500))
+
+    assert made == [(64,), (64,)]
+
+
+def test_a_cpu_worker_copies_directly_and_touches_no_cuda(monkeypatch):
+    """A context on a GPU takes 0.3 GB of it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for CUDA"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("asked for CUDA"))
+    source = torch.randn(5)
+
+    brought = Ferry(CPU).bring(source)
+    source_there = on_device(source, CPU)
+
+    assert source_there is source and torch.equal(brought, source) and brought.data_ptr() != source.data_ptr()
