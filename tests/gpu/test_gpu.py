@@ -10,7 +10,6 @@ from xdit_backend.host.client import Client
 from xdit_backend.parallel.attention import attention_with_lse, merge_attention
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.rows import RowSplit, group_norm_rows
-from xdit_backend.protocol.segments import SegmentStore, pinned
 
 pytestmark = pytest.mark.gpu
 
@@ -43,19 +42,6 @@ def test_norms_by_rows_are_torchs_norm(dtype, tolerance, shape):
 
     assert out.dtype == dtype
     assert (out.double() - F.group_norm(x.double(), 8, weight.double(), bias.double(), 1e-6)).abs().max() < tolerance
-
-
-def test_hand_off_is_pinned_while_it_is_copied():
-    store = SegmentStore()
-    try:
-        _, view = store.create((2 ** 23,), torch.float32)
-        source = torch.randn(2 ** 23, device="cuda")
-        with pinned(view) as target:
-            assert target.is_pinned()
-            target.copy_(source, non_blocking=True)
-        assert torch.equal(view, source.cpu()) and not view.is_pinned()
-    finally:
-        store.close()
 
 
 def test_one_worker_equals_the_native_ksampler_in_half_precision(tmp_path):
