@@ -13,12 +13,12 @@ from tests.conftest import ROOT
 from tests.models.zoo import CONFIGS, example
 from tests.tolerances import within
 from xdit_backend.host.launcher import _environment
-from xdit_backend.parallel.apply import Seams
 from xdit_backend.parallel.attention import Kernel, attention_with_lse, choose_kernel, run_kernel
 from xdit_backend.parallel.collectives import Traffic
+from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import SINGLE
 from xdit_backend.parallel.rows import RowSplit, group_norm_rows
-from xdit_backend.parallel.trip import Trip
+from xdit_backend.worker.model import Loaded
 
 pytestmark = pytest.mark.gpu
 
@@ -99,15 +99,15 @@ def test_a_norm_does_not_wait_for_the_device():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_forward_does_not_wait_for_the_device(name):
     one = example(name, torch.float32)
-    seams = Seams(one.model.to(CUDA), one.family.plan)
+    hooks = Hooks(one.model.to(CUDA), one.family.plan)
+    loaded = Loaded(one.model, one.config, one.family, hooks, torch.float32, range(hooks.num_blocks))
     conditioning = {key: tensor.to(CUDA) for key, tensor in one.conditioning.items()}
-    inputs = one.family.inputs(one.latent.to(CUDA), one.timestep.to(CUDA), conditioning, one.config)
-    trip = Trip(SINGLE, Traffic(), inputs, range(seams.num_blocks), seams.num_blocks)
+    context = loaded.context(SINGLE, Traffic(), one.latent.to(CUDA), one.timestep.to(CUDA), conditioning)
     with torch.inference_mode():
-        seams.run(trip)                                        # tables that are made once
+        hooks.run(context)                                     # tables that are made once
 
         with nothing_waits():
-            seams.run(trip)
+            hooks.run(context)
 
 
 def test_workers_have_torchs_own_allocator_with_segments_that_grow(monkeypatch):
