@@ -28,8 +28,9 @@ class Kernel:
 def choose_kernel(dtype, head_size, num_keys, capability=None, has_cudnn=False, masked=False):
     """The fastest operator that returns a log-sum-exp for these tensors. capability: of the CUDA device; None: it is a CPU.
 
-    Masks are for the memory-efficient kernel. The limits are those that torch 2.11 states: flash attention from compute capability 8 on and for heads up to 256, cuDNN for
-    heads up to 128 and more than one key, the memory-efficient kernel without bfloat16 before 8. All want 16-byte rows.
+    Masks are for the memory-efficient kernel. The limits are those that torch 2.11 states: flash attention from compute capability 8
+    on and for heads up to 256, cuDNN for heads up to 128 and more than one key, the memory-efficient kernel without bfloat16 before
+    8. All want 16-byte rows.
     Raises UnsupportedError where there is none.
     """
     if capability is None:
