@@ -218,6 +218,8 @@ def install(python, stamp, pinned, requirement_files):
     files = [argument for file in requirement_files for argument in ("-r", str(file))]
     run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *pinned, *files],
                "installing the packages")
+    if pinned is OLDEST:                   # with this triton ComfyUI ends at its start where there is no GPU; without, it starts anywhere
+        run_logged([python, "-m", "pip", "uninstall", "--yes", "triton"], "removing triton")
     stamp.write_text(json.dumps(wanted, indent=1))
 
 

@@ -101,6 +101,20 @@ def test_readme_names_each_family(family):
     assert any(row.startswith(family.name) for row in rows)
 
 
+def test_versions_agree():
+    """Of requirements.txt, pyproject.toml, the README and what start.py installs."""
+    start = module_of("start", ROOT / "start.py")
+    required = [line for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    dependencies = re.search(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)[1]
+    oldest = dict(package.split("==") for package in start.OLDEST)
+
+    assert dependencies == ", ".join(f'"{line}"' for line in required)
+    assert f"diffusers>={oldest['diffusers'].rpartition('.')[0]}" in required
+    for name, version in (("PyTorch", oldest["torch"]), ("diffusers", oldest["diffusers"]), ("PyTorch", start.TORCH[0].split("==")[1])):
+        assert f"{name} {version.rpartition('.')[0]}" in README
+    assert start.COMFYUI_TAG.removeprefix("v") in README
+
+
 def test_environment_variables_are_listed():
     read = {name for path in [*sources("xdit_backend"), *sources("nodes"), *sources("tests"), ROOT / "start.py"]
             for name in re.findall(r"environ(?:\.get\(|\[)\"(XDIT_\w+)\"", path.read_text(encoding="utf-8"))}

@@ -10,7 +10,6 @@ from .groups import GROUPS, show_text
 from .pipeline import DRAINED, PipelineRun, why_one_call, why_whole
 
 
-
 class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
