@@ -1,5 +1,6 @@
 """Parallel Sampler: KSampler on a MODEL of Load xDiT Model."""
 
+import comfy.sample
 import comfy.samplers
 import nodes
 from comfy_api.latest import io
@@ -68,8 +69,4 @@ def check(model, cfg, positive, negative, latent_image):
     if config.mode == "manual" and config.cfg_degree == 2 and one_branch:
         raise ConfigError("cfg_degree=2 needs two branches, and cfg=1.0 evaluates only the positive prompt, so half of the "
                           "devices would do nothing. Set cfg above 1, or mode to auto.")
-    samples = latent_image["samples"]
-    channels = model.get_model_object("latent_format").latent_channels
-    if samples.shape[1] != channels and samples.count_nonzero() > 0:
-        raise ConfigError(f"The latent has {samples.shape[1]} channels and {model.remote.family.name} works on {channels}. It was "
-                          f"made for another model: use the VAE or the empty latent node that belongs to this one.")
+    model.remote.check_latent(comfy.sample.fix_empty_latent_channels(model, latent_image["samples"]))

@@ -52,7 +52,7 @@ class RemoteModel:
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas", timestep)
         refuse_call(self.family, control, transformer_options, extra)
         self._refuse_changed_modules(schedule, sigmas)
-        self._check_latent(x)
+        self.check_latent(x)
         conditioning = {"context": context, **extra}
         call = Call(x, timestep, {name: tensor for name in self.family.conditioning
                                   if (tensor := conditioning.get(name)) is not None})
@@ -123,9 +123,11 @@ class RemoteModel:
             show_text(f"running on {', '.join(self.devices)}: {how}")
             self.how = how
 
-    def _check_latent(self, x):
+    def check_latent(self, x):
+        """Refuse a latent of another model. Raises ConfigError."""
         channels, num_dims = self._latent_format.latent_channels, self._latent_format.latent_dimensions
-        if x.shape[1] != channels or x.ndim != num_dims + 2:
+        if not torch.is_tensor(x) or x.is_nested or x.ndim != num_dims + 2 or x.shape[1] != channels:
+            given = f"the shape {tuple(x.shape)}" if torch.is_tensor(x) and not x.is_nested else "several parts"
             needs = f"{channels} channels, " + ("frames, rows and columns" if num_dims == 3 else "rows and columns")
-            raise ConfigError(f"The latent has the shape {tuple(x.shape)}, and {self.family.name} works on (batch, {needs}). It was made "
-                              f"for another model: use the VAE or the empty latent node that belongs to this one.")
+            raise ConfigError(f"The latent has {given}, and {self.family.name} works on (batch, {needs}). It was made for another model: "
+                              f"use the VAE or the empty latent node that belongs to this one.")

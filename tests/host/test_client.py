@@ -74,6 +74,7 @@ def test_changed_conditioning_is_noticed(client, spec_of):
 
 def test_conditioning_with_nan_keeps_its_name_and_runs_share_none(client, spec_of):
     """NaN is unequal to itself; a new name at every step would mean new keys and values at every step."""
+    client.end_run()
     tensors = {"context": torch.full((1, 4, 8), float("nan"))}
     name = client.name_conditioning(tensors, run="one")
 
@@ -87,6 +88,7 @@ def test_conditioning_with_nan_keeps_its_name_and_runs_share_none(client, spec_o
 
 
 def test_a_run_whose_conditioning_changes_at_every_step_keeps_a_bounded_number(client):
+    client.end_run()
     names = [client.name_conditioning({"context": torch.full((1, 1), float(step))}, run="long") for step in range(70)]
 
     held = client.report_memory()[0]["num_conditionings"]

@@ -87,7 +87,7 @@ def test_native_model_in_parallel_sampler_is_refused(comfyui):
 
 
 def test_latent_of_another_model_is_refused(comfyui, model):
-    with pytest.raises(comfyui.errors.ConfigError, match="has 4 channels and SD3 works on 16"):
+    with pytest.raises(comfyui.errors.ConfigError, match="shape .1, 4, 16, 16., and SD3 works on .batch, 16 channels"):
         comfyui.sample(model, "sd3", latent={"samples": torch.ones(1, 4, 16, 16)})
 
 

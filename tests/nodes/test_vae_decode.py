@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import re
 
 import pytest
 import torch
@@ -45,6 +46,18 @@ def test_pictures_equal_native_vae_decode(comfyui, vae_of, kind, devices, shape)
     assert (picture - want).abs().max() <= TOLERANCE
     close(picture, want, 2e-5)
     assert want.std() > 0.05
+
+
+def test_a_finished_decode_says_what_it_took(comfyui, vae_of, monkeypatch):
+    """The last that the node says, after what the workers have told of their progress."""
+    bridge, texts = f"{comfyui.pack.__name__}.nodes.bridge", []
+    for module in ("autoencoder", "groups"):
+        monkeypatch.setattr(importlib.import_module(f"{bridge}.{module}"), "show_text", texts.append)
+
+    comfyui.vae_decode.execute({"samples": latents("vae-taesd", 1, 8, 8)}, vae_of("vae-taesd"), comfyui.config("cpu,cpu"))
+
+    assert any(text.startswith("decoding ") for text in texts)
+    assert re.fullmatch(r"decoded in \d+\.\d s on 2 devices", texts[-1])
 
 
 def test_weights_are_sent_once(comfyui, vae_of):
