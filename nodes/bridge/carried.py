@@ -121,6 +121,8 @@ def changed_modules(net, modules):
     found = [] if _is_it(net, root) else ["another diffusion model in the place of this one"]
     for name, (module, held) in modules.items():
         now = vars(module)
+        if _is_equal(now, held):
+            continue
         keys = [key for key, value in now.items() if not _same(value, held.get(key, None))] + [key for key in held if key not in now]
         for key in keys:
             if key not in COMPILED and not (module is root and "hook" in key):
@@ -224,6 +226,14 @@ def _is_empty(value):
 def _is_it(value, module):
     """Is this the module, or the module as torch.compile gives it?"""
     return value is module or getattr(value, "_orig_mod", None) is module
+
+
+def _is_equal(now, held):
+    """A quick look at all that a module holds. Comparing tensors raises, and nothing is compared that is the same object."""
+    try:
+        return now == held
+    except (RuntimeError, ValueError):
+        return False
 
 
 def _copy(value):
