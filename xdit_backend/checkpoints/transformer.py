@@ -8,6 +8,7 @@ import importlib
 import torch
 
 from ..protocol.errors import CheckpointError
+from .casting import cast_at_use
 from .header import read_header
 
 
@@ -17,18 +18,16 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     choose_blocks(model without weights) -> a range: load these blocks only, and read nothing of the others, which stay on
     the meta device. Blocks are numbered over all of the plan's lists. Returns (model, config).
 
-    Weights in the compute dtype stay maps of the file on CPU devices. float8 storage keeps weights in float8 and casts
-    them layer by layer. on_progress(done, total) counts parameters moved. Raises CheckpointError when the tensors of the
-    file and of the model do not match.
+    Weights that are held in the dtype of the file stay maps of it on CPU devices. on_progress(done, total) counts tensors
+    moved. Raises CheckpointError when the tensors of the file and of the model do not match.
     """
     from accelerate import init_empty_weights
     from safetensors import safe_open
 
-    model_class = getattr(importlib.import_module("diffusers"), family.transformer)
     header = read_header(spec.path)
     config = header.config or family.config(header.shapes)
     with init_empty_weights():
-        model = model_class.from_config(config)
+        model = build(family, config)
     blocks = choose_blocks(model) if choose_blocks else None
     tensors = {}
     for path in header.files:
@@ -44,12 +43,35 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
         raise CheckpointError(f"{spec.path} does not fit {family.transformer}: {len(missing)} tensors are missing "
                               f"({', '.join(missing[:3])} ...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...).")
     model.eval().requires_grad_(False)
-    if spec.storage_dtype.startswith("float8"):                # before moving, so that the device never holds more than float8
-        model.enable_layerwise_casting(storage_dtype=getattr(torch, spec.storage_dtype),
-                                       compute_dtype=getattr(torch, spec.compute_dtype))
-    _move(model, device, spec, on_progress)
-    family.amend(model, config)
+    _move(model, device, family, spec, on_progress)
+    if spec.storage_dtype != spec.compute_dtype:
+        cast_at_use(model, getattr(torch, spec.compute_dtype))
     return model, config
+
+
+def build(family, config):
+    """The family's diffusers model, which computes as ComfyUI's does."""
+    model = getattr(importlib.import_module("diffusers"), family.transformer).from_config(config)
+    family.amend(model, config)
+    return model
+
+
+def held_bytes(model, family, spec):
+    """Bytes that a rank with the whole model holds of parameters and buffers. The model may be on the meta device."""
+    return sum(tensor.numel() * dtype.itemsize for _, tensor, dtype in _held(model, family, spec))
+
+
+def block_bytes(model, family, spec):
+    """Bytes of each block, over all lists of the plan, as a rank holds them."""
+    held = _held(model, family, spec)
+    return [sum(tensor.numel() * dtype.itemsize for name, tensor, dtype in held if name.startswith(f"{list_.name}.{index}."))
+            for list_ in family.plan.blocks for index in range(len(model.get_submodule(list_.name)))]
+
+
+def block_sizes(model, plan):
+    """Parameters of each block, over all lists of the plan: [(number, share an image token meets)]."""
+    return [(sum(parameter.numel() for parameter in block.parameters()), list_.image_share)
+            for list_ in plan.blocks for block in model.get_submodule(list_.name)]
 
 
 def _block_of(name, model, family, header):
@@ -63,27 +85,26 @@ def _block_of(name, model, family, header):
     return None
 
 
-def block_sizes(model, plan):
-    """Parameters of each block, over all lists of the plan: [(number, share an image token meets)]."""
-    return [(sum(parameter.numel() for parameter in block.parameters()), list_.image_share)
-            for list_ in plan.blocks for block in model.get_submodule(list_.name)]
+def _held(model, family, spec):
+    """[(name, tensor, the dtype in which a rank holds it)] of all parameters and buffers."""
+    storage, compute = getattr(torch, spec.storage_dtype), getattr(torch, spec.compute_dtype)
+    exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
+
+    def dtype_of(name, tensor):
+        parts = set(name.split("."))
+        if not tensor.is_floating_point() or parts & {"freqs_cos", "freqs_sin"}:       # rotary tables stay as they were made
+            return tensor.dtype
+        if storage != compute:                                 # cast where they are used
+            return compute if parts & set(family.unrounded) else storage
+        return torch.float32 if parts & exact else compute
+    return [(name, tensor, dtype_of(name, tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
 
 
-def _move(model, device, spec, on_progress):
-    """Cast and move one tensor after the other, so that never two copies of the model exist."""
-    compute_dtype = getattr(torch, spec.compute_dtype)
-    keep = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-    tensors = [(f"{prefix}.{name}", tensor, hasattr(module, "_diffusers_hook")) for prefix, module in model.named_modules()
-               for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
-    for done, (name, tensor, cast_by_layer) in enumerate(tensors):
-        if tensor.is_meta:                                     # a block of another stage
-            continue
-        dtype = tensor.dtype
-        is_table = name.endswith(("freqs_cos", "freqs_sin"))   # rotary tables stay as precise as they were made
-        if dtype.is_floating_point and not is_table and not (cast_by_layer and dtype.itemsize == 1):
-            dtype = torch.float32 if any(part in name.split(".") for part in keep) and compute_dtype != torch.float64 \
-                else compute_dtype
-        tensor.data = tensor.data.to(device, dtype)
+def _move(model, device, family, spec, on_progress):
+    """Move and cast one tensor after the other, so that never two copies of the model exist; cast on the device."""
+    tensors = [(tensor, dtype) for _, tensor, dtype in _held(model, family, spec) if not tensor.is_meta]      # not of another stage
+    for done, (tensor, dtype) in enumerate(tensors):
+        tensor.data = tensor.data.to(device).to(dtype)
         if done % 32 == 0:
             on_progress(done, len(tensors))
     on_progress(len(tensors), len(tensors))

@@ -23,6 +23,24 @@ KEYS = table(
     (r"^double_blocks\.", "transformer_blocks."), (r"^single_blocks\.", "single_transformer_blocks."),
     (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
 
+def _amend(model, config):
+    """A model that takes guidance does without where a workflow disables it, as ComfyUI's does."""
+    embed = model.time_text_embed
+    forward = embed.forward
+
+    def embedded(timestep, *guidance_and_text):
+        if len(guidance_and_text) == 2 or not config["guidance_embeds"]:
+            return forward(timestep, *guidance_and_text)
+        text, = guidance_and_text
+        return embed.timestep_embedder(embed.time_proj(timestep).to(text.dtype)) + embed.text_embedder(text)
+    embed.forward = embedded
+
+
+def _pooled(asked):
+    """As wide as the model takes it; ComfyUI's leaves the rest out."""
+    return given("y", else_zeros="pooled_projection_dim")(asked)[:, :asked.config["pooled_projection_dim"]]
+
+
 FLUX = Family(
     name="Flux.1", title="Flux.1 dev, schnell", transformer="FluxTransformer2DModel", cfg="at cfg above 1",
     recognise=lambda shapes: has("double_blocks.0.img_attn.norm.key_norm.scale", "single_blocks.0.linear1.weight",
@@ -34,10 +52,11 @@ FLUX = Family(
         num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // HEAD_SIZE(shapes),
         joint_attention_dim=size("txt_in.weight", 1), pooled_projection_dim=size("vector_in.in_layer.weight", 1),
         guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(16, 56, 56)),
-    convert=KEYS, latent=LATENT, time_scale=1.0, num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
+    convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0,
+    num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim", "guidance": None},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "pooled_projections": given("y", else_zeros="pooled_projection_dim"), "guidance": given("guidance", where="guidance_embeds"),
+               "pooled_projections": _pooled, "guidance": given("guidance", where="guidance_embeds"),
                "img_ids": LATENT.positions, "txt_ids": text_positions},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5),

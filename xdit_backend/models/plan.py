@@ -114,7 +114,8 @@ class Family:
     conditioning: what is understood of ComfyUI's arguments to a diffusion model -> the argument of the diffusers class that says
     how wide it is (None: one number an image); ignored: what ComfyUI's model itself ignores too.
     lengths: streams beside the image -> a function of the conditioning that says how many tokens.
-    amend(model, config): make a loaded model compute as ComfyUI's does, where diffusers' does not.
+    amend(model, config): make the model compute as ComfyUI's does, where diffusers' does not; before it has weights.
+    unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in.
     heads, width, num_channels: of the attention, of a token, of a prediction; functions of config. cfg: what the table says of it.
     """
 
@@ -136,6 +137,7 @@ class Family:
     time_scale: float = 1000.0
     cfg: str = "yes"
     amend: Callable = lambda model, config: None
+    unrounded: tuple[str, ...] = ()
     num_heads: Callable = lambda config: config["num_attention_heads"]
     width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     num_channels: Callable = lambda config: config.get("out_channels") or config["in_channels"]

@@ -70,11 +70,11 @@ def embedded(module, forward, rows, tokens, args, kwargs):
     latent, size = args[0], module.patch_size
     columns, hidden = latent.shape[3] // size, module.proj.out_channels
 
-    module.proj.forward = lambda blank: torch.zeros(1, hidden, rows.whole_token_rows, columns, device=latent.device)
+    embed, module.proj.forward = module.proj.forward, lambda blank: torch.zeros(1, hidden, rows.whole_token_rows, columns, device=latent.device)
     try:                                                       # the positions alone, in the precision they have
         positions = forward(torch.empty(1, 1, rows.whole_rows, columns * size, device="meta"))
     finally:
-        del module.proj.forward
+        module.proj.forward = embed
     table, module.pos_embed = module.pos_embed, None
     try:
         embedded = forward(latent)

@@ -2,16 +2,39 @@
 
 import math
 
+from ..protocol.errors import ConfigError
 from .describe import Whole, because, blocks, config_of, diffusers_converter, given, has, size, timestep
 from .plan import BlockList, Family, ModelPlan, Tiny
 from .positions import embedded
 
 LATENT = Whole((2, 2))
 
+def _latent(asked):
+    height, width = asked.patch.whole if asked.patch else asked.latent.shape[2], asked.latent.shape[3]
+    most = asked.config["pos_embed_max_size"] * 2
+    if max(height, width) > most:
+        raise ConfigError(f"This SD3 model has positions for {most * 8} x {most * 8} pixels, and the latent is of {width * 8} x "
+                          f"{height * 8}. Use a smaller one.")
+    return LATENT(asked)
+
+
+def _amend(model, config):
+    """Positions are added in float32, whatever type they are held in."""
+    embed = model.pos_embed
+    crop = embed.cropped_pos_embed
+
+    def cropped(height, width):
+        positions = crop(height, width)
+        return positions if positions.dtype.itemsize > 4 else positions.float()
+    embed.cropped_pos_embed = cropped
+
+
 SD3 = Family(
     name="SD3", title="SD3, SD3.5", transformer="SD3Transformer2DModel",
     recognise=has("joint_blocks.0.context_block.attn.qkv.weight"),
-    refusals=(because("it has a context processor (SD3.5 variants with extra text layers)", has("context_processor.")),),
+    refusals=(because("it has a context processor (SD3.5 variants with extra text layers)", has("context_processor.")),
+              because("it lacks the square table of positions (pos_embed) that published models have",
+                      lambda shapes: math.isqrt(shapes.get("pos_embed", (1, 2))[1]) ** 2 != shapes.get("pos_embed", (1, 2))[1])),
     config=config_of(
         sample_size=128, patch_size=size("x_embedder.proj.weight", 2), in_channels=size("x_embedder.proj.weight", 1),
         out_channels=lambda shapes: shapes["final_layer.linear.weight"][0] // shapes["x_embedder.proj.weight"][2] ** 2,
@@ -21,9 +44,9 @@ SD3 = Family(
         qk_norm=lambda shapes: "rms_norm" if "joint_blocks.0.x_block.attn.ln_q.weight" in shapes else None,
         dual_attention_layers=lambda shapes: tuple(sorted(
             int(name.split(".")[1]) for name in shapes if name.endswith("x_block.attn2.qkv.weight")))),
-    convert=diffusers_converter("convert_sd3_transformer_checkpoint_to_diffusers"), latent=LATENT,
+    convert=diffusers_converter("convert_sd3_transformer_checkpoint_to_diffusers"), latent=LATENT, amend=_amend,
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": given("y")},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_share=0.5),),

@@ -1,5 +1,7 @@
 """Wan 2.1 text-to-video: one stream over frames, rows and columns; text by cross-attention; rotary positions."""
 
+import torch
+
 from .describe import Whole, because, blocks, config_of, diffusers_converter, given, has, size, timestep
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 from .positions import Cut
@@ -13,6 +15,19 @@ def _more_parts(shapes):
     return f"it has parts that text-to-video models lack ({', '.join(extra)})" if extra else None
 
 
+def _amend(model, config):
+    """The time embedder gets the sines of the time as they are: diffusers rounds them to the type that weights are held in."""
+    embedder, sines = model.condition_embedder, []
+    make_sines, embed = embedder.timesteps_proj.forward, embedder.time_embedder.forward
+
+    def remember(timestep):
+        sines[:] = [make_sines(timestep)]
+        return sines[0]
+    embedder.timesteps_proj.forward = remember
+    embedder.time_embedder.forward = lambda rounded: embed(
+        sines[0].to(rounded.dtype if rounded.dtype.itemsize > 4 else torch.float32))
+
+
 WAN = Family(
     name="Wan 2.1", title="Wan 2.1 text-to-video", transformer="WanTransformer3DModel",
     recognise=has("blocks.0.self_attn.norm_q.weight", "head.modulation", "patch_embedding.weight"),
@@ -24,6 +39,7 @@ WAN = Family(
         text_dim=size("text_embedding.0.weight", 1), freq_dim=size("time_embedding.0.weight", 1),
         ffn_dim=size("blocks.0.ffn.0.weight", 0), num_layers=blocks("blocks."), cross_attn_norm=has("blocks.0.norm3.weight")),
     convert=diffusers_converter("convert_wan_transformer_to_diffusers"), latent=LATENT,
+    amend=_amend, unrounded=("patch_embedding",),
     conditioning={"context": "text_dim"},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context")},
     plan=ModelPlan(

@@ -9,7 +9,7 @@ from itertools import count as count_from
 import torch
 import torch.distributed as dist
 
-from ..checkpoints.transformer import block_sizes, load_transformer
+from ..checkpoints.transformer import block_bytes, block_sizes, load_transformer
 from ..checkpoints.vae import load_autoencoder
 from ..models import FAMILIES
 from ..parallel.collectives import Traffic, all_gather
@@ -62,20 +62,20 @@ class Engine:
 
         def held_blocks(model):
             nonlocal blocks
-            sizes = block_sizes(model, family.plan)
-            blocks = every_block = range(len(sizes))
+            blocks = every_block = range(len(block_sizes(model, family.plan)))
             if spec.stages is not None:
-                blocks = stage_blocks(spec.stages.num_blocks or self._balanced(spec, sizes), stage_of(self.rank, spec.stages))
+                counts = spec.stages.num_blocks or self._balanced(spec, model, family)
+                blocks = stage_blocks(counts, stage_of(self.rank, spec.stages))
             return every_block if spec.stages is None or spec.stages.every_block else blocks
 
         model, config = load_transformer(spec, family, self.device, report, held_blocks)
         self._models[spec.name] = Loaded(model, config, family, Hooks(model, family.plan), getattr(torch, spec.compute_dtype),
                                          blocks, spec)
 
-    def _balanced(self, spec, sizes):
+    def _balanced(self, spec, model, family):
         """Blocks of each stage, balanced by cost, by the speed of the stages' devices and by what they can hold.
 
-        sizes: of checkpoints.transformer.block_sizes. A collective: every rank calls it.
+        model: without weights. A collective: every rank calls it.
         """
         speed, free = 1.0, math.inf
         if self.device.type == "cuda":
@@ -85,10 +85,9 @@ class Engine:
         devices = all_gather(mine, [1] * self.world_size, 0, dist.group.WORLD, Traffic()).tolist()
         stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
                   for stage in range(spec.stages.pipefusion_degree)]
-        item = getattr(torch, spec.storage_dtype).itemsize
-        return split_stages([size * share for size, share in sizes], len(stages),
+        return split_stages([size * share for size, share in block_sizes(model, family.plan)], len(stages),
                             speeds=[min(speed for speed, _ in ranks) for ranks in stages],
-                            sizes=[size * item for size, _ in sizes],
+                            sizes=block_bytes(model, family, spec),
                             limits=[min(free for _, free in ranks) for ranks in stages])
 
     def _drop_model(self, command):
