@@ -13,6 +13,8 @@ import comfy.utils
 from comfy.patcher_extension import WrappersMP
 
 from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from ...xdit_backend.checkpoints.outline import outline
+from ...xdit_backend.checkpoints.transformer import held_bytes
 from ...xdit_backend.config import validate_layout, validate_stages
 from ...xdit_backend.planner import choose_stages
 from ...xdit_backend.protocol.errors import CheckpointError
@@ -40,7 +42,7 @@ def load_shell(path, weight_dtype, config):
     devices = devices_of(config)
     header = read_header(path)
     family = recognise(header)
-    transformer_config = header.config or family.config(header.shapes)
+    transformer_config, model = outline(header, family)
     if config.mode == "manual":
         validate_layout(config.layout, family.num_heads(transformer_config), family.name)
         validate_stages(config, family.num_blocks(transformer_config), family.name)
@@ -56,9 +58,10 @@ def load_shell(path, weight_dtype, config):
     storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device)
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
-    weight_bytes = comfy.utils.calculate_parameters(tensors) * storage_dtype.itemsize
+    dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)
+    weight_bytes = held_bytes(model, family, model_spec(header, family, *dtypes))
     stages = choose_stages(config, len(devices), weight_bytes, min(memory_of(device) for device in devices))
-    spec = model_spec(header, family, dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype), stages)
+    spec = model_spec(header, family, *dtypes, stages)
     net = base_model.diffusion_model
     hold_elsewhere(net)
     modules = {}

@@ -1,78 +1,75 @@
-"""Weights held in a smaller type than a model computes in give what ComfyUI's own loader gives, and take the bytes that are planned."""
-
-import functools
+"""Weights held in a smaller type than a model computes in give what ComfyUI's own loader gives, and are held so, all of them."""
 
 import pytest
 import torch
 
 from tests.models.zoo import conditioning_of
+from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from xdit_backend.checkpoints.transformer import load_transformer
-from xdit_backend.models import FAMILIES
+from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.transformer import held_bytes, load_transformer
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import SINGLE
 from xdit_backend.worker.model import Loaded
 
 CPU = torch.device("cpu")
-def inputs(kind):
-    size, text, pooled = GIVEN[kind]
+
+
+def asked(family, config):
     generator = torch.Generator().manual_seed(3)
-    given = {"context": torch.randn(1, 12, text, generator=generator)}
-    if pooled:
-        given["y"] = torch.randn(1, pooled, generator=generator)
-    if kind == "flux":
-        given["guidance"] = torch.tensor([3.5])
-    return torch.randn(1, *size, generator=generator), torch.tensor([0.613 if kind == "flux" else 613.0]), given
+    size = (family.tiny.frames, 34, 36)[-len(family.latent.patch):]
+    latent = torch.randn(1, family.num_channels(config), *size, generator=generator)
+    return latent, torch.tensor([0.613 * family.time_scale]), conditioning_of(family, config, generator, {"context": 12})
 
 
-def ours(path, kind, storage, compute):
-    """One prediction of our model, as a worker computes it, and the bytes it holds."""
-    header = read_header(path)
-    family: Family = recognise(header)
-    model, config = load_transformer(model_spec(header, family, storage, compute), family, CPU)
-    x, t, given = inputs(kind)
-    dtype = getattr(torch, compute)
-    arguments = family.inputs(x.to(dtype), t, {name: tensor.to(dtype) for name, tensor in given.items()}, config)
-    seams = Seams(model, family.plan)
-    output, _ = seams.run(Trip(SINGLE, Traffic(), arguments, range(seams.num_blocks), seams.num_blocks))
-    return family.prediction(output, x).float()
+def ours(path, family, storage):
+    """One prediction of our model, as a worker computes it in float32; its weights must take the bytes that are planned."""
+    spec = model_spec(read_header(path), family, storage, "float32")
+    model, config = load_transformer(spec, family, CPU)
+    assert sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) == held_bytes(model, family, spec)
+    loaded = Loaded(model, config, family, Hooks(model, family.plan), torch.float32, range(0))
+    latent, timestep, conditioning = asked(family, config)
+    output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, timestep, conditioning))
+    return family.prediction(output, latent)
 
 
-def native(path, kind, storage, compute):
+def native(path, family, storage):
     """The same of ComfyUI's own loader."""
     import comfy.sd
     model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": getattr(torch, storage)}).model
-    x, t, given = inputs(kind)
-    dtype = getattr(torch, compute)
-    assert (model.manual_cast_dtype or model.get_dtype()) == dtype
-    return model.diffusion_model(x.to(dtype), t, **{name: tensor.to(dtype) for name, tensor in given.items()}).float()
+    assert (model.manual_cast_dtype or model.get_dtype()) == torch.float32
+    latent, timestep, conditioning = asked(family, family.config(read_header(path).shapes))
+    lengths = {"num_tokens": 12} if "num_tokens" in family.ignored else {}
+    return model.diffusion_model(latent, timestep, **conditioning, **lengths)
 
 
 @pytest.fixture(scope="module")
 def file_of(tmp_path_factory):
     from tests.comfyui_server import comfyui_folder
-    from tests.tiny_checkpoints import import_comfyui, save
+    from tests.tiny_checkpoints import detect_thin, import_comfyui, save
     if comfyui_folder() is None:
         pytest.skip("no ComfyUI: run `python3 start.py test`, or name one in XDIT_COMFYUI")
     import_comfyui(comfyui_folder())
+    detect_thin()
+    folder = tmp_path_factory.mktemp("files")
 
-    def file(kind, dtype=None):
-        path = tmp_path_factory.getbasetemp() / f"{kind}-{dtype}.safetensors"
+    def file(kind):
+        path = folder / f"{kind}.safetensors"
         if not path.exists():
-            save(kind, path, dtype=dtype)
+            save(kind, path)
         return path
     return file
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", families())
 @pytest.mark.parametrize("storage", ["float8_e4m3fn", "bfloat16"])
 def test_weights_cast_at_use_equal_comfyuis(file_of, kind, storage):
     """Arithmetic in float32 on both sides, so nothing but the weights is rounded."""
+    family = families()[kind]
     with torch.inference_mode():
-        result, want = ours(file_of(kind), kind, storage, "float32"), native(file_of(kind), kind, storage, "float32")
-        exact = ours(file_of(kind), kind, "float32", "float32")
+        result, want = ours(file_of(kind), family, storage), native(file_of(kind), family, storage)
+        exact = ours(file_of(kind), family, "float32")
 
     close(result, want, 1e-4)
     assert relative_error(want, exact) > 1e-3

@@ -186,19 +186,16 @@ def test_file_formats_equal_native_ksampler(comfyui, options):
     close(result, comfyui.sample(native, "sd3"), TOLERANCE)
 
 
-@pytest.mark.parametrize("weight_dtype, dtype, tolerance", [
-    ("bf16", torch.bfloat16, 3e-2), ("fp16", torch.float16, 5e-3), ("fp8_e4m3fn", torch.float8_e4m3fn, 5e-2)])
-def test_weight_dtypes_equal_native_ksampler(comfyui, weight_dtype, dtype, tolerance):
-    """Rounding differs in half precision. In float8 ComfyUI rounds biases and norms too, and diffusers does not."""
+@pytest.mark.parametrize("weight_dtype, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp8_e4m3fn", torch.float8_e4m3fn)])
+def test_weight_dtypes_equal_native_ksampler(comfyui, weight_dtype, dtype):
+    """On a CPU ComfyUI computes in float32 with weights of any type, cast where they are used. So do workers."""
     import comfy.sd
     path = comfyui.base / "diffusion_models" / comfyui.file("sd3")
     reference = comfyui.sample(comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype}), "sd3")
-    exact = comfyui.reference("sd3")
 
     result = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu"), weight_dtype), "sd3")
 
-    assert relative_error(result, reference) < tolerance
-    assert relative_error(result, exact) < 1.5 * relative_error(reference, exact) + 1e-3
+    close(result, reference, TOLERANCE)
 
 
 @pytest.mark.parametrize("weight_dtype", ["default", "fp32", "bf16", "fp8_e4m3fn"])
@@ -211,7 +208,7 @@ def test_a_float8_file_equals_native_ksampler(comfyui, weight_dtype):
 
     result = comfyui.sample(comfyui.ours("sd35", comfyui.config("cpu,cpu"), weight_dtype, dtype=torch.float8_e4m3fn), "sd35")
 
-    assert relative_error(result, comfyui.sample(native, "sd35")) < (3e-2 if weight_dtype == "bf16" else TOLERANCE)
+    close(result, comfyui.sample(native, "sd35"), TOLERANCE)
 
 
 def test_float8_halves_the_workers_memory(comfyui):
@@ -223,7 +220,7 @@ def test_float8_halves_the_workers_memory(comfyui):
         comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu"), weight_dtype), "sd3", steps=1)
         weights[weight_dtype] = client.report_memory()[0]["weight_bytes"] - before
 
-    assert weights["fp8_e4m3fn"] < 0.65 * weights["bf16"]
+    assert weights["fp8_e4m3fn"] == weights["bf16"] / 2
 
 
 def test_diffusers_folder_equals_the_single_file(comfyui):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -11,6 +12,19 @@ from ..models import FAMILIES, supported
 from ..models.plan import Family
 from ..protocol.errors import CheckpointError
 from ..protocol.messages import ModelSpec
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
+              "BOOL": 1}                   # of safetensors' types
+# parts of tensors' names -> what such files are; looked through in this order, for files that are no model of a family
+OTHERS = (
+    ((".lora_", ".lora.", "_lora."), "a LoRA: load it with a LoRA node"),
+    (("control_model.", "controlnet_", "zero_convs."), "a ControlNet"),
+    (("input_blocks.", "down_blocks.0.attentions."), "a UNet model (SD 1.5, SDXL and their like)"),
+    (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", "model.embed_tokens.", "token_embedding."),
+     "a text encoder: load it with Load CLIP"),
+    (("decoder.conv_in.", "decoder.up.", "encoder.down.", "decoder.conv1.", "quant_conv."), "a VAE: load it with Load VAE"),
+    (("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
+     "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"))
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 MAX_HEADER_BYTES = 100 * 2 ** 20
@@ -79,14 +93,31 @@ def _read_file(path):
         try:
             entries = json.loads(file.read(length))
             metadata = entries.pop("__metadata__", {})
-            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
             tensors = {key: (entry["dtype"], tuple(entry["shape"])) for key, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            end = _check_places({key: (*tensors[key], *entry["data_offsets"]) for key, entry in entries.items()})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{name} has a header that cannot be read ({error}). Download the file again.") from error
     if 8 + length + end > size:
         raise CheckpointError(f"{name} is cut short: its header promises {8 + length + end:,} bytes and the file has {size:,}. "
                               f"Download it again.")
     return tensors, metadata
+
+
+def _check_places(entries):
+    """Where the last tensor ends. entries: {name: (dtype, shape, start, stop)}. Raises ValueError where they do not follow one another."""
+    end = 0
+    for key, (dtype, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"{key} is of the unknown type {dtype}")
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+            raise ValueError(f"{key} has shape {list(shape)} and bytes {start} to {stop}")
+        if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
+            raise ValueError(f"{key} has {stop - start:,} bytes, and a {dtype} of shape {list(shape)} takes "
+                             f"{math.prod(shape) * ITEM_BYTES[dtype]:,}")
+        if start != end:
+            raise ValueError(f"{key} starts at byte {start:,}, and what comes before it ends at {end:,}")
+        end = stop
+    return end
 
 
 def recognise(header) -> Family:
@@ -97,12 +128,26 @@ def recognise(header) -> Family:
                               f"Use the bf16, fp16 or plain fp8 file of the same model.")
     for family in FAMILIES.values():
         if header.config is not None:
-            if header.config.get("_class_name") == family.transformer:
+            if _class_name(header.config) == family.transformer:
                 return family
         elif family.recognise(header.shapes):
-            reason = family.refuse(header.shapes)
+            try:
+                reason = family.refuse(header.shapes)
+            except (KeyError, IndexError, ValueError, TypeError):          # what it would look at is not there: outline() names it
+                reason = None
             if reason:
                 raise CheckpointError(f"{name} is a {family.name} model, but {reason}.")
             return family
+    if header.config is not None:
+        raise CheckpointError(f"{name} is a {_class_name(header.config)}, which xDiT does not run. It runs {supported()}.")
+    for marks, what in OTHERS:
+        if any(mark in f".{key}" for key in header.shapes for mark in marks):
+            raise CheckpointError(f"{name} is {what}. xDiT runs diffusion transformers: {supported()}.")
     raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. It runs {supported()}, from "
                           f".safetensors files in ComfyUI's or the publisher's format.")
+
+
+def _class_name(config):
+    """The class of diffusers that a folder's config.json means; older ones name what PixArt's was split from."""
+    name = config.get("_class_name")
+    return "PixArtTransformer2DModel" if name == "Transformer2DModel" and config.get("norm_type") == "ada_norm_single" else name

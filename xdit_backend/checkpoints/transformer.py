@@ -25,7 +25,7 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     from safetensors import safe_open
 
     header = read_header(spec.path)
-    config = header.config or family.config(header.shapes)
+    config = model_config(header, family)
     with init_empty_weights():
         model = build(family, config)
     blocks = choose_blocks(model) if choose_blocks else None
@@ -47,6 +47,14 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     if spec.storage_dtype != spec.compute_dtype:
         cast_at_use(model, getattr(torch, spec.compute_dtype))
     return model, config
+
+
+def model_config(header, family):
+    """Arguments of the diffusers class: from a file's shapes; of a folder, from its config.json, but for what ComfyUI tells by tensors."""
+    if header.config is None:
+        return family.config(header.shapes)
+    rules = {name: family.config.rules[name] for name in family.by_tensors}
+    return header.config | {name: rule(header.shapes) if callable(rule) else rule for name, rule in rules.items()}
 
 
 def build(family, config):

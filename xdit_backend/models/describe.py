@@ -32,8 +32,11 @@ def has(*names):
 
 
 def config_of(**rules):
-    """A config from shapes: rules are asked, anything else stands as it is."""
-    return lambda shapes: {key: rule(shapes) if callable(rule) else rule for key, rule in rules.items()}
+    """A config from shapes: rules are asked, anything else stands as it is. `.rules`: these, to compare a folder's config with."""
+    def config(shapes):
+        return {key: rule(shapes) if callable(rule) else rule for key, rule in rules.items()}
+    config.rules = rules
+    return config
 
 
 def because(reason, condition):
@@ -42,9 +45,14 @@ def because(reason, condition):
 
 
 def diffusers_converter(name):
-    """A converter of diffusers' single-file loader, for Family.convert. Only those that read widths from the tensors."""
+    """A converter of diffusers' single-file loader, for Family.convert. Only those that read widths from the tensors.
+
+    Tensors that it leaves out keep their names, so that they are noticed.
+    """
     def convert(tensors, config):
-        return getattr(importlib.import_module("diffusers.loaders.single_file_utils"), name)(tensors)
+        left = dict(tensors)
+        converted = getattr(importlib.import_module("diffusers.loaders.single_file_utils"), name)(left)
+        return {**left, **converted}
     return convert
 
 

@@ -76,13 +76,13 @@ PIXART = Family(
               because("its table of positions is of less than 512 pixels, for which ComfyUI's model has no positions either",
                       lambda shapes: _scale(shapes) == 0)),
     config=config_of(
-        interpolation_scale=_scale, patch_size=2, in_channels=size("x_embedder.proj.weight", 1),
+        interpolation_scale=_scale, sample_size=128, patch_size=2, in_channels=size("x_embedder.proj.weight", 1),
         out_channels=size("final_layer.linear.weight", 0, 4), num_layers=blocks("blocks."),
         num_attention_heads=16, attention_head_dim=size("x_embedder.proj.weight", 0, 16),
         cross_attention_dim=size("x_embedder.proj.weight", 0), caption_channels=size("y_embedder.y_proj.fc1.weight", 1),
         attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000, norm_type="ada_norm_single",
         norm_elementwise_affine=False, norm_eps=1e-6, use_additional_conditions=False),
-    convert=KEYS, latent=LATENT, amend=_amend, unrounded=("scale_shift_table",),
+    convert=KEYS, latent=LATENT, amend=_amend, by_tensors=("interpolation_scale", "sample_size"), unrounded=("scale_shift_table",),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "caption_channels"}, ignored=("c_size", "c_ar"),
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),

@@ -115,6 +115,7 @@ class Family:
     how wide it is (None: one number an image); ignored: what ComfyUI's model itself ignores too.
     lengths: streams beside the image -> a function of the conditioning that says how many tokens.
     amend(model, config): make the model compute as ComfyUI's does, where diffusers' does not; before it has weights.
+    by_tensors: arguments of the diffusers class that ComfyUI tells by the tensors alone; a folder's config.json is not asked.
     unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in.
     heads, width, num_channels: of the attention, of a token, of a prediction; functions of config. cfg: what the table says of it.
     """
@@ -137,6 +138,7 @@ class Family:
     time_scale: float = 1000.0
     cfg: str = "yes"
     amend: Callable = lambda model, config: None
+    by_tensors: tuple[str, ...] = ()
     unrounded: tuple[str, ...] = ()
     num_heads: Callable = lambda config: config["num_attention_heads"]
     width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]

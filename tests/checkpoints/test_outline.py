@@ -1,0 +1,167 @@
+"""What a file or folder lacks, or is, is said in words before a worker is asked: for every family, from headers alone."""
+
+import json
+import random
+import shutil
+
+import pytest
+
+from tests.checkpoints.test_header import write_header
+from tests.models.zoo import CONFIGS, example
+from tests.tiny_checkpoints import families
+from xdit_backend.checkpoints.header import read_header, recognise
+from xdit_backend.checkpoints.outline import outline
+from xdit_backend.protocol.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def shapes_of():
+    """Names and shapes of every family's tiny file, as ComfyUI's classes make them."""
+    import torch
+
+    from tests.comfyui_server import comfyui_folder
+    from tests.tiny_checkpoints import import_comfyui, state_dict
+    if comfyui_folder() is None:
+        pytest.skip("no ComfyUI: run `python3 start.py test`, or name one in XDIT_COMFYUI")
+    import_comfyui(comfyui_folder())
+    made = {}
+
+    def shapes(kind):
+        if kind not in made:
+            with torch.inference_mode():
+                made[kind] = {name: tuple(tensor.shape) for name, tensor in state_dict(kind).items()}
+        return dict(made[kind])
+    return shapes
+
+
+def look_at(path):
+    header = read_header(path)
+    return outline(header, recognise(header))
+
+
+@pytest.mark.parametrize("kind", families())
+def test_a_whole_file_has_all_that_is_needed(tmp_path, shapes_of, kind):
+    write_header(tmp_path / "model.safetensors", shapes_of(kind))
+
+    config, model = look_at(tmp_path / "model.safetensors")
+
+    assert families()[kind].num_blocks(config) == sum(len(model.get_submodule(list_.name)) for list_ in families()[kind].plan.blocks)
+
+
+@pytest.mark.parametrize("kind", families())
+def test_mutated_headers_are_refused_in_words(tmp_path, shapes_of, kind):
+    """A tensor left out, of another shape, of absurd size, one too many: twelve of each, the same ones each time."""
+    chance, path = random.Random(kind), tmp_path / "model.safetensors"
+    unread = {"y_embedder.y_embedding"}                        # for training
+    write_header(path, shapes_of(kind))
+    whole, _ = look_at(path)
+    for number in range(48):
+        shapes = shapes_of(kind)
+        name = chance.choice(sorted(shapes))
+        if number % 4 == 0:
+            del shapes[name]
+        elif number % 4 == 1:
+            shapes[name] = (*shapes[name][:-1], shapes[name][-1] + 1)
+        elif number % 4 == 2:
+            shapes[name] = chance.choice([(10 ** 12,), (), (0,), (1,) * 7, (2 ** 20, *shapes[name][1:])])
+        else:
+            shapes[f"{name}.more"] = (3,)
+        write_header(path, shapes)
+        try:
+            config, _ = look_at(path)
+        except CheckpointError as error:
+            assert "model.safetensors" in str(error)
+        else:                                                  # another size of the family, such as that of the text
+            assert name in unread or config != whole, (number, name, shapes.get(name))
+
+
+@pytest.mark.parametrize("kind", families())
+def test_a_tensor_that_is_missing_is_named(tmp_path, shapes_of, kind):
+    """Under the name it has in the file, or the one it has in diffusers."""
+    shapes = shapes_of(kind)
+    name = next(name for name in reversed(shapes) if name.endswith(".bias") and "1" in name)
+    del shapes[name]
+    write_header(tmp_path / "model.safetensors", shapes)
+
+    with pytest.raises(CheckpointError, match=r"model.safetensors lacks .*\.bias"):
+        look_at(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"data_offsets": [4, 8]}, "starts at byte 4"), ({"data_offsets": [0, 6]}, "has 6 bytes"), ({"dtype": "F3"}, "unknown type F3"),
+    ({"shape": [-1, -2]}, "has shape"), ({"shape": "ab"}, "cannot be read"), ({"data_offsets": [0]}, "cannot be read"),
+    ({"shape": [2 ** 70]}, "has 4 bytes")], ids=str)
+def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words):
+    raw = json.dumps({"a": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]} | change}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16))
+
+    with pytest.raises(CheckpointError, match=words):
+        read_header(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("names, words", [
+    (["lora_unet_double_blocks_0_img_attn_proj.lora_down.weight"], "a LoRA"),
+    (["diffusion_model.double_blocks.0.img_attn.proj.lora_A.weight"], "a LoRA"),
+    (["transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight"], "a LoRA"),
+    (["encoder.block.0.layer.0.SelfAttention.k.weight", "shared.weight"], "a text encoder"),
+    (["text_model.encoder.layers.0.mlp.fc1.weight"], "a text encoder"),
+    (["decoder.conv_in.weight", "encoder.down.0.block.0.conv1.weight"], "a VAE"), (["first_stage_model.decoder.conv_in.weight"], "a VAE"),
+    (["model.diffusion_model.input_blocks.0.0.weight", "conditioner.embedders.0.transformer.text_model.a", "first_stage_model.decoder.conv_in.b"],
+     "a UNet model"),
+    (["transformer_blocks.0.attn.add_q_proj.weight"], "under diffusers' names"), (["a"], "not a diffusion model that xDiT runs")], ids=str)
+def test_other_files_are_called_what_they_are(tmp_path, names, words):
+    write_header(tmp_path / "model.safetensors", {name: (2, 2) for name in names})
+
+    with pytest.raises(CheckpointError, match=words):
+        recognise(read_header(tmp_path / "model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """A diffusers folder of a tiny model, its config.json changed."""
+    folder = tmp_path_factory.mktemp("folders")
+
+    def changed(name, **changes):
+        path = folder / name.replace(" ", "")
+        if not path.exists():
+            example(name).model.save_pretrained(path)
+            shutil.copy(path / "config.json", path / "original.json")
+        config = json.loads((path / "original.json").read_text())
+        rules = families_by_name()[name].config.rules          # those of the published sizes, which the tiny model has others of
+        fixed = {key: value for key, value in rules.items() if not callable(value) and key not in changes}
+        (path / "config.json").write_text(json.dumps(config | fixed | changes))
+        return path
+    return changed
+
+
+def families_by_name():
+    from xdit_backend.models import FAMILIES
+    return FAMILIES
+
+
+@pytest.mark.parametrize("name, changes, words", [
+    ("PixArt-Sigma", {"use_additional_conditions": True}, "use_additional_conditions = True"),
+    ("PixArt-Sigma", {"norm_type": "ada_norm_zero"}, "norm_type = 'ada_norm_zero'"),
+    ("Wan 2.1", {"image_dim": 1280}, "image_dim = 1280"), ("Wan 2.1", {"added_kv_proj_dim": 5120}, "added_kv_proj_dim = 5120"),
+    ("Wan 2.1", {"eps": 1e-5}, "eps = 1e-05"), ("Flux.1", {"axes_dims_rope": [8, 60, 60]}, "axes_dims_rope"),
+    ("SD3", {"a_new_part": True}, "a_new_part = True")], ids=str)
+def test_settings_of_a_folder_that_are_not_honoured_are_refused(folder_of, name, changes, words):
+    with pytest.raises(CheckpointError, match=words):
+        look_at(folder_of(name, **changes))
+
+
+def test_a_folder_of_pixart_alpha_does_not_pass_for_sigma(folder_of):
+    """Neither under its own class nor under the one that was split."""
+    with pytest.raises(CheckpointError, match="use_additional_conditions = True"):
+        look_at(folder_of("PixArt-Sigma", _class_name="Transformer2DModel", use_additional_conditions=True))
+    with pytest.raises(CheckpointError, match="is a UNet2DConditionModel, which xDiT does not run"):
+        look_at(folder_of("PixArt-Sigma", _class_name="UNet2DConditionModel"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_a_folder_says_of_parts_that_are_off_is_passed_over(folder_of, name):
+    """Sizes differ from the tiny model's, so what is refused are tensors; of a setting nothing is said."""
+    try:
+        look_at(folder_of(name, a_part_of_old_releases=None, _diffusers_version="0.27.0"))
+    except CheckpointError as error:
+        assert "a_part_of_old_releases" not in str(error)

@@ -1,0 +1,74 @@
+"""A model on disk without its weights: does it have all that diffusers' model needs, and nothing that would change it unnoticed?
+
+Used by the host before any worker is asked, and offline.
+"""
+
+import importlib
+import inspect
+import os
+
+import torch
+
+from ..protocol.errors import CheckpointError
+from .transformer import build, model_config
+
+NUM_NAMED = 3                              # how many tensors a message names
+
+
+def outline(header, family):
+    """(config, the diffusers model on the meta device) of a file or folder.
+
+    Raises CheckpointError that names what is missing, unknown, of another shape, or set as the family is not run.
+    """
+    name = os.path.basename(header.path)
+    if header.config is not None:
+        _check_folder_config(header.config, family, name)
+    tensors = {key: torch.empty(shape, device="meta") for key, shape in header.shapes.items()}
+    try:
+        config = model_config(header, family)
+        with torch.device("meta"):
+            model = build(family, config)
+        if header.config is None:
+            tensors = family.convert(tensors, config)
+    except KeyError as error:
+        raise CheckpointError(f"{name} lacks the tensor {error.args[0]}, which a {family.name} model needs. Download it again, or choose "
+                              f"another file.") from error
+    except (ValueError, IndexError, TypeError, RuntimeError, ArithmeticError, AssertionError, NotImplementedError) as error:
+        raise CheckpointError(f"{name} looks like a {family.name} model, but its tensors have shapes that none has ({error}). "
+                              f"Download it again, or choose another file.") from error
+    _compare(model.state_dict(), tensors, family, name)
+    return config, model
+
+
+def _check_folder_config(config, family, name):
+    """Refuse settings that the family is not run with, and those that diffusers' class would pass over."""
+    cls = getattr(importlib.import_module("diffusers"), family.transformer)
+    defaults = {key: parameter.default for key, parameter in inspect.signature(cls.__init__).parameters.items() if key != "self"}
+    given = {key: value for key, value in config.items() if not key.startswith("_")}
+    rules = family.config.rules
+    for key, value in {**defaults, **given}.items():
+        if key in family.by_tensors or callable(rules.get(key)):
+            continue
+        if key not in defaults:
+            expected, fits = None, not value                   # what older releases of diffusers wrote of what is off
+        else:
+            expected = rules.get(key, defaults[key])
+            fits = _plain(value) == _plain(expected)
+        if not fits:
+            raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = {value!r}, and xDiT runs "
+                                  f"{family.name} with {expected!r} only. Use another model, or Load Diffusion Model.")
+
+
+def _plain(value):
+    return list(value) if isinstance(value, (tuple, list)) else value
+
+
+def _compare(needed, found, family, name):
+    missing, unknown = [key for key in needed if key not in found], [key for key in found if key not in needed]
+    other = [f"{key} is {list(found[key].shape)} and should be {list(needed[key].shape)}" for key in needed
+             if key in found and found[key].shape != needed[key].shape]
+    for keys, what in ((missing, f"lacks tensors of a {family.name} model"), (other, f"has tensors of shapes that do not fit a {family.name} model"),
+                       (unknown, f"has tensors that a {family.name} model does not")):
+        if keys:
+            more = f", and {len(keys) - NUM_NAMED} more" if len(keys) > NUM_NAMED else ""
+            raise CheckpointError(f"{name} {what}: {', '.join(keys[:NUM_NAMED])}{more}. Download it again, or choose another file.")
