@@ -68,7 +68,7 @@ def test_file_that_is_no_safetensors_file_is_refused(comfyui, content):
 
 
 @pytest.mark.parametrize("shapes, message", [
-    ({"input_blocks.0.0.weight": (320, 4, 3, 3)}, "is not a diffusion model that xDiT runs. It runs SD3, Flux.1"),
+    ({"input_blocks.0.0.weight": (320, 4, 3, 3)}, "is a UNet model .SD 1.5, SDXL and their like.. xDiT runs diffusion transformers: SD3"),
     ({"double_blocks.0.img_attn.qkv.weight": (9, 3), "double_blocks.0.img_attn.qkv.scale_weight": (1,)}, "scaled"),
     ({"t_block.1.weight": (1, 1), "y_embedder.y_proj.fc1.weight": (1, 1), "ar_embedder.mlp.0.weight": (1, 1)}, "PixArt-Alpha"),
 ], ids=["sd15", "scaled", "pixart-alpha"])
