@@ -48,12 +48,12 @@ class Ferry:
         if self._piece_bytes is None:
             target.copy_(source)
             return
-        travelling = None
+        travelling = ()
         for part, place in _parts(source, target, self._piece_bytes):
             piece, travelled = self._next(part.shape, target.dtype)
             piece.copy_(part, non_blocking=True)
             travelled.record()
-            if travelling is not None:
+            if travelling:
                 _land(*travelling)
             travelling = (piece, travelled, place)
         _land(*travelling)
