@@ -168,8 +168,8 @@ class Matrix:
     def _arguments(self, name, node, kind, model):
         comfyui = self.comfyui
         seeds = iter(range(3, 12))                             # not those of the prompts that are sampled with
-        made = {"CONDITIONING": lambda: comfyui.conditioning(kind, next(seeds)), "LATENT": lambda: self._latent(kind), "VAE": lambda: self.vae,
-                "NOISE": self._noise, "SAMPLER": self._sampler, "SIGMAS": lambda: torch.linspace(1, 0, 4),
+        made = {"CONDITIONING": lambda: comfyui.conditioning(kind, next(seeds)), "LATENT": lambda: self._latent(kind),
+                "VAE": lambda: self.vae, "NOISE": self._noise, "SAMPLER": self._sampler, "SIGMAS": lambda: torch.linspace(1, 0, 4),
                 "IMAGE": lambda: torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(5)),
                 "MASK": lambda: torch.ones(1, 64, 64), "CLIP": lambda: None, "MODEL_PATCH": self._model_patch,
                 "AUDIO": lambda: {"waveform": torch.zeros(1, 2, 16000), "sample_rate": 16000},
