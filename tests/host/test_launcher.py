@@ -41,7 +41,7 @@ def test_a_worker_that_cannot_start_says_why():
 
 @pytest.mark.slow
 def test_workers_take_nothing_from_the_environment_that_changes_results(spec_of, monkeypatch):
-    """The first of these sends diffusers' attention past the seam, the second is read by CPU kernels."""
+    """The first of these sends diffusers' attention past the hook, the second is read by CPU kernels."""
     one = example("Flux.1")
     monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "_native_math")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")

@@ -229,7 +229,7 @@ def test_offload_forgets_what_had_arrived_when_a_whole_step_comes_between(name):
 
 def nothing_is_kept():
     """Patches attend to themselves only: naive patches."""
-    KeyValues.update = lambda self, key, keys, values, trip, streams: (keys, values)
+    KeyValues.update = lambda self, key, keys, values, context, streams: (keys, values)
 
 
 def positions_of_the_first_patch():
@@ -245,15 +245,15 @@ def own_shard_is_kept_only():
     """The standard sequence-parallel buffer of docs/algorithms.md section 3: what the peers made fresh is not kept."""
     update = KeyValues.update
 
-    def own_only(self, key, keys, values, trip, streams):
+    def own_only(self, key, keys, values, context, streams):
         before = self.kept.get(key)
         old = before and before.both_KBNTH.clone()
-        result = update(self, key, keys, values, trip, streams)
-        if old is not None and trip.patch is not None:
+        result = update(self, key, keys, values, context, streams)
+        if old is not None and context.patch is not None:
             entry, offset = self.kept[key], 0
-            for index, (stream, start, size) in enumerate(trip.tokens.pieces(streams)):
-                slot = start if stream == "text" else entry.num_text + trip.first_token + start
-                if index // len(streams) != trip.tokens.shard:
+            for index, (stream, start, size) in enumerate(context.tokens.pieces(streams)):
+                slot = start if stream == "text" else entry.num_text + context.first_token + start
+                if index // len(streams) != context.tokens.shard:
                     entry.both_KBNTH[:, :, :, slot:slot + size] = old[:, :, :, slot:slot + size]
                 offset += size
         return result
@@ -264,9 +264,9 @@ def text_with_every_patch_forgotten():
     """Later patches do not see the text."""
     update = KeyValues.update
 
-    def without_text(self, key, keys, values, trip, streams):
-        keys, values = update(self, key, keys, values, trip, streams)
-        start = self.kept[key].num_text if not trip.opens else 0
+    def without_text(self, key, keys, values, context, streams):
+        keys, values = update(self, key, keys, values, context, streams)
+        start = self.kept[key].num_text if not context.opens else 0
         return keys[:, :, start:], values[:, :, start:]
     KeyValues.update = without_text
 
@@ -275,11 +275,11 @@ def cold_tokens_are_zero():
     """warmup_steps = 0: tokens not seen yet count as zeros instead of being left out."""
     update = KeyValues.update
 
-    def zeros(self, key, keys, values, trip, streams):
+    def zeros(self, key, keys, values, context, streams):
         first = key not in self.kept
-        result = update(self, key, keys, values, trip, streams)
+        result = update(self, key, keys, values, context, streams)
         entry = self.kept[key]
-        if first and trip.patch is not None:
+        if first and context.patch is not None:
             entry.both_KBNTH[:, :, :, entry.num_filled:] = 0
             entry.num_filled = entry.both_KBNTH.shape[3]
             return tuple(entry.both_KBNTH)

@@ -1,1 +1,1 @@
-"""The parallel methods, one file each, and the seams that apply them to a diffusers model."""
+"""The parallel methods, one file each, and the hooks that apply them to a diffusers model."""

@@ -1,6 +1,6 @@
 """PipeFusion on one rank: stale keys and values, and the way of hidden states from stage to stage (arXiv 2405.14430).
 
-The attention seam calls patch_attention; the engine owns a Link and the KeyValues. docs/algorithms.md sections 2 and 3.
+The attention hook calls patch_attention; the engine owns a Link and the KeyValues. docs/algorithms.md sections 2 and 3.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -39,7 +39,7 @@ class Kept:
 class Offload:
     """Keeps keys and values in host memory; the device holds those of the attention at hand and, arriving, of the next.
 
-    Attentions come in the same order in every trip, so the next one is known. Host memory is pinned where there is CUDA, and
+    Attentions come in the same order in every forward, so the next one is known. Host memory is pinned where there is CUDA, and
     transfers run on a stream of their own, in order. Both sides are token-major, (B, T, K, N, H) in memory: any tokens of an
     image are in one piece, which is what an asynchronous copy needs. What attention sees are views of it as (K, B, N, T, H).
     """
@@ -125,23 +125,23 @@ class KeyValues:
         """Bytes on the device."""
         return sum(entry.num_bytes for entry in self.kept.values()) if self.offload is None else self.offload.num_bytes
 
-    def update(self, key, keys_BNTH, values_BNTH, trip, streams):
-        """Overwrite the trip's tokens and return keys and values to attend to: fresh ones of this trip, else stale ones.
+    def update(self, key, keys_BNTH, values_BNTH, context, streams):
+        """Overwrite the forward's tokens and return keys and values to attend to: fresh ones of this forward, else stale ones.
 
-        keys, values: (batch of the trip, N, tokens of the trip by sequence rank, H). Tokens that no step has seen yet
+        keys, values: (batch of the forward, N, its tokens by sequence rank, H). Tokens that no step has seen yet
         (warmup_steps = 0) are left out, not zero.
         """
-        entry = self.kept.get(key) or self._begin(key, keys_BNTH, trip, streams)
-        whole = trip.patch is None
+        entry = self.kept.get(key) or self._begin(key, keys_BNTH, context, streams)
+        whole = context.patch is None
         if self.offload is None:
             here = entry.both_KBNTH
         else:
             here = self.offload.room(entry) if whole else self.offload.take(entry, self._following(key))
-        rows = slice(trip.first_image, trip.first_image + keys_BNTH.shape[0])
+        rows = slice(context.first_image, context.first_image + keys_BNTH.shape[0])
         others = [stream for stream in streams if stream != "image"]
-        starts = dict(zip(others, itertools.accumulate((trip.tokens.held(stream) for stream in others), initial=0)))
-        starts["image"], offset, slots = entry.num_text + trip.first_token, 0, []
-        for stream, start, size in trip.tokens.pieces(streams):
+        starts = dict(zip(others, itertools.accumulate((context.tokens.held(stream) for stream in others), initial=0)))
+        starts["image"], offset, slots = entry.num_text + context.first_token, 0, []
+        for stream, start, size in context.tokens.pieces(streams):
             slots.append(slice(starts[stream] + start, starts[stream] + start + size))
             for place, fresh in zip(here, (keys_BNTH, values_BNTH)):
                 place[rows, :, slots[-1]].copy_(fresh[:, :, offset:offset + size])
@@ -151,32 +151,32 @@ class KeyValues:
         if whole:
             entry.num_filled = entry.both_KBNTH.shape[3]
             return keys_BNTH, values_BNTH
-        assert trip.opens or starts["image"] <= entry.num_filled, "patches came out of order"
-        entry.num_filled = max(entry.num_filled, starts["image"] + trip.tokens.counts["image"])
+        assert context.opens or starts["image"] <= entry.num_filled, "patches came out of order"
+        entry.num_filled = max(entry.num_filled, starts["image"] + context.tokens.counts["image"])
         return here[0][rows, :, :entry.num_filled], here[1][rows, :, :entry.num_filled]
 
-    def _begin(self, key, keys_BNTH, trip, streams):
-        assert trip.opens, f"the patch at token {trip.first_token} came before the first one"
-        num_text = sum(trip.tokens.counts[stream] for stream in streams if stream != "image")
-        shape = (2, trip.num_images, keys_BNTH.shape[1], num_text + trip.num_image_tokens, keys_BNTH.shape[3])
+    def _begin(self, key, keys_BNTH, context, streams):
+        assert context.opens, f"the patch at token {context.first_token} came before the first one"
+        num_text = sum(context.tokens.counts[stream] for stream in streams if stream != "image")
+        shape = (2, context.num_images, keys_BNTH.shape[1], num_text + context.num_image_tokens, keys_BNTH.shape[3])
         both = keys_BNTH.new_empty(shape) if self.offload is None else self.offload.home(shape, keys_BNTH)
         self.kept[key] = Kept(both, num_text)
         return self.kept[key]
 
     def _following(self, key):
-        """The entry that the next attention of this or the next trip will ask for."""
+        """The entry that the next attention of this or the next forward will ask for."""
         keys = list(self.kept)
         return self.kept[keys[(keys.index(key) + 1) % len(keys)]]
 
 
-def patch_attention(q_BNTH, k_BNTH, v_BNTH, trip, key, streams, attention):
-    """Attention of a trip's queries over all tokens of the image, most of them stale. Every rank of the axes calls it.
+def patch_attention(q_BNTH, k_BNTH, v_BNTH, context, key, streams, attention):
+    """Attention of a forward's queries over all tokens of the image, most of them stale. Every rank of the axes calls it.
 
     Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by an
     all-gather along the ring axis (docs/algorithms.md section 3). Grouped queries: k and v have fewer heads, and are kept so.
     key: (block, name and number of the attention). attention(q, k, v, attn_mask): plain attention. Returns like q.
     """
-    mesh, traffic, sizes = trip.mesh, trip.traffic, trip.tokens.sizes(streams)
+    mesh, traffic, sizes = context.mesh, context.traffic, context.tokens.sizes(streams)
     degree = mesh.degrees["ulysses"]
     if degree > 1:
         region = sizes[mesh.ranks["ring"] * degree:][:degree]
@@ -184,21 +184,21 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, trip, key, streams, attention):
     if mesh.degrees["ring"] > 1:
         regions = [sum(sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
         k_BNTH, v_BNTH = all_gather(torch.stack([k_BNTH, v_BNTH]), regions, 3, mesh.ring_group, traffic)
-    pieces = trip.tokens.pieces(streams)
-    if trip.keeps(key[0]):
-        k_BNTH, v_BNTH = trip.key_values.update(key, k_BNTH, v_BNTH, trip, streams)
-        pieces = pieces if trip.patch is None else _kept_pieces(trip, streams, k_BNTH.shape[2])
-    mask = gathered_mask(trip.masks, pieces, q_BNTH)
+    pieces = context.tokens.pieces(streams)
+    if context.keeps(key[0]):
+        k_BNTH, v_BNTH = context.key_values.update(key, k_BNTH, v_BNTH, context, streams)
+        pieces = pieces if context.patch is None else _kept_pieces(context, streams, k_BNTH.shape[2])
+    mask = gathered_mask(context.masks, pieces, q_BNTH)
     out = attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask)
     return heads_together(out, region, mesh, traffic) if degree > 1 else out
 
 
-def _kept_pieces(trip, streams, num_keys):
+def _kept_pieces(context, streams, num_keys):
     """Where kept keys come from, as Tokens.pieces says it: other streams first, then the image."""
-    if "image" in trip.masks:
+    if "image" in context.masks:
         raise UnsupportedError("This model masks tokens of its image, which PipeFusion does not support yet. Use cfg_degree, "
                                "ulysses_degree or ring_degree instead.")
-    others = [(stream, 0, trip.tokens.held(stream)) for stream in streams if stream != "image"]
+    others = [(stream, 0, context.tokens.held(stream)) for stream in streams if stream != "image"]
     return [*others, ("image", 0, num_keys - sum(size for _, _, size in others))]
 
 

@@ -1,4 +1,4 @@
-"""Unified sequence parallelism: Ulysses inside, Ring outside (USP, arXiv 2405.07719). Called by the attention seam.
+"""Unified sequence parallelism: Ulysses inside, Ring outside (USP, arXiv 2405.07719). Called by the attention hook.
 
 # B batch, N heads, T tokens, H head size
 """
