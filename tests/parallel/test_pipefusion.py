@@ -343,10 +343,10 @@ def stale_share(rank, world_size):
 
 
 def test_a_patch_overwrites_its_own_tokens_only():
-    """After (step i, patch m), tokens of patches up to m are of step i and the others of step i - 1. 6 x 3 tokens, 3 patches."""
+    """After (step i, patch m), tokens of patches up to m are of step i and the others of step i - 1. 6 x 33 tokens, 3 patches."""
     changed = run_ranks(stale_share, 1)[0]
 
-    assert changed == [[list(range(start, start + 6))] * 4 for start in (0, 6, 12)]
+    assert changed == [[list(range(start, start + 66))] * 4 for start in (0, 66, 132)]
 
 
 def replicas(rank, world_size, layout):
