@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import AutoencoderOobleck
-from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.attention_processor import Attention, AttnProcessor
 
 from tests.ranks import run_ranks
 from tests.row_splits import WORLD_SIZES, apply_mutant
 from tests.tiers import quick
 from tests.tolerances import within
 from tests.vae_zoo import KINDS, decoded, encoded, latent, picture, tiny_vae
+from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.vae import Ranks, decode_rows, encode_rows, split_dim
 from xdit_backend.protocol.errors import UnsupportedError
 
@@ -200,6 +201,24 @@ def test_decodes_in_a_group_without_rank_0():
     _, *pieces = run_ranks(decode_in_subgroup, 3, latent_BCHW)
 
     within((put_together(pieces) - decoded("sd", latent_BCHW)).abs().max(), 1e-12)
+
+
+def exchanges(rank, world_size, latent_BCHW):
+    """(exchanges of a decode, the layers that need one: norms, convolutions wider than a pixel, attentions)."""
+    vae, traffic, layers = tiny_vae("sd"), Traffic(), []
+
+    def note(module, args, output):
+        if isinstance(module, torch.nn.GroupNorm | Attention) or isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
+            layers.append(module)
+    for module in vae.decoder.modules():
+        module.register_forward_hook(note)
+    decode_rows(vae, latent_BCHW, Ranks(dist.group.WORLD), traffic)
+    return traffic.num_exchanges, len(layers)
+
+
+def test_a_layer_is_one_exchange():
+    for num_exchanges, num_layers in run_ranks(exchanges, 2, latent("sd", 1, 6, 4)):
+        assert num_exchanges == num_layers > 20
 
 
 def groups_made(rank, world_size, latent_BCHW):
