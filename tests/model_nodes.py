@@ -269,8 +269,8 @@ def main():
     parser.add_argument("--only", nargs="*", help="names of nodes")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]     # our nodes/ would shadow ComfyUI's nodes.py
     from tests.nodes.conftest import ComfyUI
+    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]     # our nodes/ would shadow ComfyUI's nodes.py
     with tempfile.TemporaryDirectory(prefix="xdit-nodes-") as base, contextlib.ExitStack() as stack:
         comfyui = ComfyUI(comfyui_folder(), base)
         stack.callback(comfyui.groups.close)
