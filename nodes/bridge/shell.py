@@ -28,7 +28,7 @@ from .remote import RemoteModel
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
                       "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
-                      "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+                      "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 WEIGHT_DTYPES = {"default": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
                  "fp8_e4m3fn": torch.float8_e4m3fn}
 
@@ -54,6 +54,9 @@ def load_shell(path, weight_dtype, config):
     model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=header.metadata)
     if model_config is None:
         raise CheckpointError(f"ComfyUI does not recognise {os.path.basename(path)} as a {family.name} model.")
+    if header.metadata and model_config.unet_config != comfy.model_detection.model_config_from_unet(tensors, "").unet_config:
+        raise CheckpointError(f"{os.path.basename(path)} says in its metadata that it differs from other {family.name} models, which xDiT "
+                              f"would not heed. Use Load Diffusion Model.")
     load_device = load_device_of(devices)
     storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device)
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)

@@ -1,5 +1,8 @@
 """Weights held in a smaller type than a model computes in give what ComfyUI's own loader gives, and are held so, all of them."""
 
+import inspect
+
+import diffusers
 import pytest
 import torch
 
@@ -7,10 +10,12 @@ from tests.models.zoo import conditioning_of
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header
-from xdit_backend.checkpoints.transformer import held_bytes, load_transformer
+from xdit_backend.checkpoints.transformer import block_bytes, build, held_bytes, load_transformer
+from xdit_backend.models import FAMILIES
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import SINGLE
+from xdit_backend.protocol.messages import ModelSpec
 from xdit_backend.worker.model import Loaded
 
 CPU = torch.device("cpu")
@@ -73,3 +78,25 @@ def test_weights_cast_at_use_equal_comfyuis(file_of, kind, storage):
 
     close(result, want, 1e-4)
     assert relative_error(want, exact) > 1e-3
+
+
+@pytest.mark.parametrize("name, config, tables", [
+    ("Flux.1", {"guidance_embeds": True}, 0),
+    ("SD3", {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
+             "qk_norm": "rms_norm"}, 192 * 192 * 2432),
+    ("Wan 2.1", {}, 1024 * 128 * 4 * 2 + 5120 * (16 * 4 + 1))], ids=["flux-dev", "sd3.5-large", "wan-14b"])
+def test_a_published_model_in_float8_takes_a_byte_a_parameter(name, config, tables):
+    """Beside: SD3's table of positions; Wan's rotary tables in float32, and its patch embedding, which ComfyUI does not round."""
+    family = FAMILIES[name]
+    with torch.device("meta"):
+        model = build(family, {**defaults(family), **config})
+    spec = ModelSpec("model", name, "file", "float8_e4m3fn", "bfloat16")
+    blocks = [block for list_ in family.plan.blocks for block in model.get_submodule(list_.name)]
+
+    assert held_bytes(model, family, spec) == sum(parameter.numel() for parameter in model.parameters()) + tables
+    assert block_bytes(model, family, spec) == [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+
+
+def defaults(family):
+    parameters = inspect.signature(getattr(diffusers, family.transformer).__init__).parameters
+    return {name: parameter.default for name, parameter in parameters.items() if name != "self"}

@@ -79,6 +79,16 @@ def test_file_of_an_unsupported_model_is_refused(comfyui, shapes, message):
         comfyui.load_model.execute("other.safetensors", "default")
 
 
+def test_metadata_that_changes_a_model_is_refused(comfyui):
+    """ComfyUI's detection takes a Wan model's settings from the file's metadata."""
+    from safetensors.torch import load_file, save_file
+    tensors = load_file(comfyui.base / "diffusion_models" / comfyui.file("wan"))
+    save_file(tensors, comfyui.base / "diffusion_models" / "said.safetensors", {"config": json.dumps({"transformer": {"eps": 1e-3}})})
+
+    with pytest.raises(comfyui.errors.CheckpointError, match="says in its metadata that it differs from other Wan 2.1 models"):
+        comfyui.load_model.execute("said.safetensors", "default")
+
+
 def test_native_model_in_parallel_sampler_is_refused(comfyui):
     with pytest.raises(comfyui.errors.ConfigError, match="needs a MODEL from Load xDiT Model"):
         comfyui.parallel_sampler.execute(

@@ -88,3 +88,36 @@ def test_every_size_equals_comfyuis_own_module(comfyui, kind, positions):
 @pytest.mark.parametrize("layout", ["ulysses2", "ring2", "pipefusion2"])
 def test_sizes_equal_comfyuis_own_module_on_two_workers(comfyui, kind, layout):
     check(comfyui, kind, layout, POSITIONS[kind][0], list(cases(kind))[2:5])
+
+
+def test_a_latent_larger_than_the_table_of_positions_is_refused(comfyui):
+    ours = comfyui.ours("sd3", comfyui.config("cpu")).model.diffusion_model
+    given = conditioning_of(families()["sd3"], comfyui.transformer_config("sd3"), torch.Generator(), {"context": 20})
+
+    with pytest.raises(comfyui.errors.ConfigError, match="has positions for 1024 x 1024 pixels, and the latent is of 128 x 1040"):
+        ours.forward(torch.zeros(1, 16, 130, 16), torch.tensor([500.0]), **given)
+
+
+@pytest.mark.parametrize("given", [{"guidance": None}, {"y": torch.linspace(-1, 1, 50)[None]}, {"y": None}], ids=["guidance", "wide", "y"])
+def test_flux_without_guidance_or_with_other_pooled_text_equals_comfyuis_own_module(comfyui, given):
+    family, config = families()["flux"], comfyui.transformer_config("flux")
+    given = conditioning_of(family, config, torch.Generator().manual_seed(5), {"context": 20}) | given
+    x, t = torch.randn(1, 16, 12, 10, generator=torch.Generator().manual_seed(6)), torch.tensor([0.6])
+
+    with torch.inference_mode():
+        result = comfyui.ours("flux", comfyui.config("cpu")).model.diffusion_model.forward(x, t, **given)
+        want = comfyui.native("flux").model.diffusion_model(x, t, **given)
+
+    close(result, want, TOLERANCE)
+
+
+@pytest.mark.parametrize("kind, size", [("hunyuanvideo", (1, 6, 7)), ("pixart", (35, 40)), ("pixart", (30, 34))])
+def test_sizes_that_comfyuis_module_fails_at_are_refused(comfyui, kind, size):
+    family, config = families()[kind], comfyui.transformer_config(kind)
+    given = conditioning_of(family, config, torch.Generator(), {"context": 20})
+
+    with pytest.raises(comfyui.errors.ConfigError, match="multiples of 16"):
+        comfyui.ours(kind, comfyui.config("cpu")).model.diffusion_model.forward(
+            torch.zeros(1, family.num_channels(config), *size), torch.tensor([500.0]), **given)
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
+        comfyui.native(kind).model.diffusion_model(torch.zeros(1, family.num_channels(config), *size), torch.tensor([500.0]), **given)

@@ -1,5 +1,6 @@
 """HunyuanVideo text-to-video: two streams, then one; joint attention, image first; guidance; rotary positions of the video."""
 
+from ..protocol.errors import ConfigError
 from .describe import Whole, all_text, because, blocks, config_of, given, has, size, timestep
 from .keys import SWAPPED, table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
@@ -30,6 +31,13 @@ KEYS = table(                                                  # the publisher's
     (r"^double_blocks\.", "transformer_blocks."), (r"^single_blocks\.", "single_transformer_blocks."),
     (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
 
+def _latent(asked):
+    if any(side % 2 for side in asked.latent.shape[3:]):
+        raise ConfigError(f"HunyuanVideo takes latents of even sides, and this one is of {asked.latent.shape[3]} x {asked.latent.shape[4]}. "
+                          f"Use a width and a height that are multiples of 16 pixels.")
+    return LATENT(asked)
+
+
 HUNYUAN_VIDEO = Family(
     name="HunyuanVideo", title="HunyuanVideo text-to-video", transformer="HunyuanVideoTransformer3DModel", cfg="at cfg above 1",
     recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight"),
@@ -44,7 +52,7 @@ HUNYUAN_VIDEO = Family(
         pooled_projection_dim=lambda shapes: shapes.get("vector_in.in_layer.weight", shapes.get("vector_in.mlp.0.weight"))[1]),
     convert=KEYS, latent=LATENT,
     conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "encoder_attention_mask": all_text, "pooled_projections": given("y"),
                "guidance": given("guidance", times=1000, where="guidance_embeds")},
     plan=ModelPlan(
