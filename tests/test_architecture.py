@@ -18,7 +18,8 @@ ARROWS = {
                             "xdit_backend.checkpoints", "xdit_backend.partition"},
     "xdit_backend.parallel": {"xdit_backend.protocol", "xdit_backend.partition", "xdit_backend.autoencoders"},
     "xdit_backend.models": {"xdit_backend.protocol"},
-    "xdit_backend.checkpoints": {"xdit_backend.protocol", "xdit_backend.models", "xdit_backend.autoencoders"},
+    "xdit_backend.checkpoints": {"xdit_backend.protocol", "xdit_backend.models", "xdit_backend.autoencoders", "xdit_backend.forecast"},
+    "xdit_backend.forecast": set(),
     "xdit_backend.autoencoders": {"xdit_backend.protocol"},
     "xdit_backend.config": {"xdit_backend.protocol"},
     "xdit_backend.planner": {"xdit_backend.protocol", "xdit_backend.config", "xdit_backend.partition"},
@@ -26,7 +27,7 @@ ARROWS = {
     "xdit_backend.demo_model": {"xdit_backend.protocol"},
     "xdit_backend.bench": {"xdit_backend.host", "xdit_backend.parallel", "xdit_backend.checkpoints", "xdit_backend.autoencoders",
                            "xdit_backend.planner", "xdit_backend.partition", "xdit_backend.config", "xdit_backend.demo_model",
-                           "xdit_backend.protocol"},
+                           "xdit_backend.forecast", "xdit_backend.protocol"},
     "xdit_backend.__main__": {"xdit_backend.bench", "xdit_backend.protocol"},
     "xdit_backend.protocol": set(),
 }

@@ -3,10 +3,10 @@
 import argparse
 import sys
 
-from .bench import methods, quality, vae
+from .bench import methods, planner, quality, vae
 from .protocol.errors import ConfigError
 
-BENCHES = {"methods": methods, "vae": vae, "quality": quality}
+BENCHES = {"methods": methods, "vae": vae, "quality": quality, "planner": planner}
 
 
 def main():
@@ -20,7 +20,7 @@ def main():
 def make_parser():
     parser = argparse.ArgumentParser(prog="python -m xdit_backend", description="Measures what xDiT for ComfyUI does on this machine.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    bench = commands.add_parser("bench", help="time the parallel methods, the VAE, or measure PipeFusion's pictures",
+    bench = commands.add_parser("bench", help="time the parallel methods or the VAE, measure PipeFusion's pictures or the forecasts",
                                 description="Without a command, or with layouts in its place, it runs `methods`.")
     benches = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, module in BENCHES.items():

@@ -1,0 +1,36 @@
+"""What the cost model knows of a family's model is what its config says: sizes of published models, and every family's tiny one."""
+
+import inspect
+
+import diffusers
+import pytest
+
+from tests.tolerances import within
+from xdit_backend.bench.planner import NETS
+from xdit_backend.checkpoints.net import net_of
+from xdit_backend.models import FAMILIES
+
+
+def usual_config(family):
+    """Of a class of diffusers: most classes' defaults are the published model's."""
+    arguments = inspect.signature(getattr(diffusers, family.transformer).__init__).parameters
+    return {name: argument.default for name, argument in arguments.items() if argument.default is not inspect.Parameter.empty}
+
+
+@pytest.mark.parametrize("name, published", [
+    ("Flux.1", "flux.1-dev"), ("PixArt-Sigma", "pixart-alpha"), ("HunyuanVideo", "hunyuanvideo"), ("Qwen-Image", "qwen-image"),
+    ("Wan 2.1", "wan2.1-14b")])
+def test_published_sizes(name, published):
+    net, known = net_of(FAMILIES[name], usual_config(FAMILIES[name])), NETS[published]
+
+    assert (net.blocks, net.width, net.heads, net.joint) == (known.blocks, known.width, known.heads, known.joint)
+    within(abs(net.elements / known.elements - 1), 0.01)
+    within(abs(net.parameters / known.parameters - 1), 0.01)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_a_net(name):
+    family = FAMILIES[name]
+    net = net_of(family, family.tiny.config)
+
+    assert net.blocks > 0 and net.width > 0 and 0 < net.key_heads <= net.heads and net.elements > 4

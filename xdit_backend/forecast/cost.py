@@ -1,0 +1,237 @@
+"""Seconds of a run under a layout, and what limits them: compute, link, launch or warm-up. Pure arithmetic.
+
+A block on a rank takes as long as its device computes and waits for others, or as its host needs to launch its kernels, whichever
+is longer. Rows are tokens times images. Sources: the methods' papers as docs/algorithms.md cites them, and published timings.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+ELEMENT_BYTES = 2              # of hidden states: 16-bit types
+HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multiple of this
+DEVICES_A_NODE = 8             # a group that leaves its node goes by the network
+
+
+@dataclass(frozen=True)
+class Net:
+    """A diffusion transformer, as its config says. net_of in checkpoints/net.py derives it for the families."""
+
+    blocks: int
+    width: int
+    heads: int
+    elements: float                        # of the matrices that an image token passes in a block, in squares of the width
+    parameters: float                      # of all of it
+    key_heads: int = 0                     # 0: as many as heads
+    joint: bool = True                     # text runs through the blocks; else blocks read it by cross-attention
+    attention: str = "all"                 # "all" tokens, those of the own "frame", or "linear"
+    shared: float = 1.0                    # share of the blocks whose attention crosses ranks
+    skips: bool = False                    # U-shaped: the later half of the blocks reads the earlier half
+    shards_text: bool = True               # sequence parallelism shards text too
+    text_once: bool = False                # PipeFusion runs text with the first patch of a step alone
+    kernels: float = 1.0                   # that a block launches, as multiples of a PixArt block's
+
+    @property
+    def key_share(self):
+        """Size of keys, or of values, to that of queries."""
+        return (self.key_heads or self.heads) / self.heads
+
+
+@dataclass(frozen=True)
+class Job:
+    tokens: int                            # of an image or video
+    text: int
+    steps: int
+    branches: int = 1                      # 2 with classifier-free guidance
+    frames: int = 1
+    compiled: bool = False                 # by torch.compile
+    fixed_s: float = 0.0                   # outside the transformer
+    images: int = 1                        # of a batch
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """A layout. displaced: DistriFusion's patches, which stand still on their ranks."""
+
+    cfg: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    pipefusion: int = 1
+    tensor: int = 1
+    displaced: int = 1
+    data: int = 1
+    num_patches: int = 0                   # of PipeFusion; 0: as many as stages
+    warmup_steps: int = 1
+    warmup_by_sequence: bool = False       # whole steps run by Ring over all ranks, which then hold all blocks
+
+    @property
+    def devices(self):
+        return self.cfg * self.data * self.sequence * self.pipefusion * self.tensor * self.displaced
+
+    @property
+    def sequence(self):
+        return self.ulysses * self.ring
+
+    def batch(self, job):
+        """Rows of the batch that a rank computes."""
+        return math.ceil(job.branches / self.cfg) * math.ceil(job.images / self.data)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, as measured: full matrix multiplications, attention over many keys, and memory."""
+
+    matrix_flops_s: float
+    attention_flops_s: float
+    memory_bytes_s: float
+    half_rows: float = 300.0               # rows at which a matrix multiplication runs at half of its rate
+    half_keys: float = 300.0               # keys at which attention does
+    kernel_bytes: float = 60.0             # that a block's small kernels move, in its hidden states
+    block_launch_s: float = 1.3e-3         # the host's, for a block's kernels
+    collective_launch_s: float = 2e-4
+    round_launch_s: float = 3.5e-4         # of a round of Ring
+    slot_launch_s: float = 2e-3            # of a patch on a stage
+    merge_bytes: float = 8.0               # that merging a round's result moves, in float32 results
+    pack_bytes: float = 4.0                # that packing and unpacking a tensor of an all-to-all moves, in its own bytes
+    busy_ring: float = 0.1                 # by how much attention is slower while a hop runs beside it
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second that a rank sends in a group of so many neighbours: {(collective, size): rate}, and seconds a message takes.
+
+    Collectives are "all_to_all", "hop", "all_reduce" and "gather"; sizes in between are interpolated. hidden: the share of a
+    hop that can pass beside computing.
+    """
+
+    rates: dict = field(default_factory=dict)
+    latency_s: float = 3e-5
+    hidden: float = 1.0
+
+    def rate(self, collective, size):
+        known = sorted(of for name, of in self.rates if name == collective)
+        if not known:
+            raise KeyError(f"no rate of {collective} was measured")
+        if size > DEVICES_A_NODE >= known[-1] and ("network", 0) in self.rates:
+            return self.rates["network", 0]
+        below = max((of for of in known if of <= size), default=known[0])
+        above = min((of for of in known if of >= size), default=known[-1])
+        if below == above:
+            return self.rates[collective, below]
+        part = math.log(size / below) / math.log(above / below)
+        return self.rates[collective, below] ** (1 - part) * self.rates[collective, above] ** part
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a block, a step or a run: what the device computes, waits for others, and the host launches."""
+
+    compute: float
+    link: float
+    launch: float
+
+    @property
+    def seconds(self):
+        return max(self.compute + self.link, self.launch)
+
+    def times(self, factor):
+        return Parts(self.compute * factor, self.link * factor, self.launch * factor)
+
+
+def block_parts(net, job, degrees, device, links, batch, rows, keys, text_rows):
+    """Parts of one block on one rank, which has `rows` image and `text_rows` text tokens of each image; keys: tokens in all."""
+    ulysses, ring, tensor, width = degrees.ulysses, degrees.ring, degrees.tensor, net.width
+    own = batch * (rows + text_rows)
+    flops = 2 * net.elements * width ** 2 * own / tensor
+    scores = 4 * own * width / tensor * seen_keys(net, job, keys)
+    if not net.joint:                                          # keys and values of the text, and attention to them
+        flops += 4 * width ** 2 * batch * job.text / tensor
+        scores += 4 * batch * rows * job.text * width / tensor
+    head = width / net.heads
+    scores *= HEAD_MULTIPLE * math.ceil(head / HEAD_MULTIPLE) / head
+    compute = (flops / device.matrix_flops_s * (1 + device.half_rows / own)
+               + device.kernel_bytes * own * width * ELEMENT_BYTES / device.memory_bytes_s)
+    attend = scores / device.attention_flops_s
+    if net.attention == "all":
+        attend *= 1 + device.half_keys / (keys / ring)
+    link, launch = 0.0, device.block_launch_s * net.kernels
+    if ulysses > 1:                                            # four tensors, not hidden
+        tensors = 2 + 2 * net.key_share                        # queries and results, keys and values
+        size = (tensors * rows + (tensors if net.shards_text else 2) * text_rows) * batch * width * ELEMENT_BYTES * (ulysses - 1) / ulysses
+        link += net.shared * (size / links.rate("all_to_all", wide(ulysses * tensor, degrees)) + 4 * links.latency_s)
+        compute += net.shared * device.pack_bytes * 4 * own * width * ELEMENT_BYTES / device.memory_bytes_s
+        launch += 4 * device.collective_launch_s
+    if ring > 1:
+        piece = 2 * net.key_share * batch * (rows + (text_rows if net.shards_text else 0)) * width * ELEMENT_BYTES
+        hop = piece / links.rate("hop", wide(degrees.sequence * tensor, degrees)) + links.latency_s
+        turn = attend / ring * (1 + device.busy_ring) + device.merge_bytes * own * width * 4 / device.memory_bytes_s
+        waits = (ring - 1) * (max(turn, hop) + (1 - links.hidden) * min(turn, hop) - turn)
+        attend = net.shared * ring * turn + (1 - net.shared) * attend
+        link += net.shared * waits
+        launch += ring * device.round_launch_s
+    if tensor > 1:                                             # two all-reduces, not hidden
+        size = 2 * 2 * own * width * ELEMENT_BYTES * (tensor - 1) / tensor
+        link += size / links.rate("all_reduce", tensor) + 2 * links.latency_s
+        launch += 2 * device.collective_launch_s
+    return Parts(compute + attend, link, launch)
+
+
+def seen_keys(net, job, keys):
+    if net.attention == "linear":
+        return 2 * net.width / net.heads
+    return keys / job.frames if net.attention == "frame" else keys
+
+
+def wide(size, degrees):
+    """The devices that a group spans: one that does not tile a node crosses it."""
+    return 2 * DEVICES_A_NODE if degrees.devices > DEVICES_A_NODE and degrees.devices // 2 % size else size
+
+
+def run_seconds(net, job, degrees, device, links):
+    """{cause: seconds} of a run: "compute", "link", "launch" (what the device waits for its host) and "warm-up" (what PipeFusion's
+    and DistriFusion's whole steps and empty slots take longer than an even share)."""
+    text = job.text if net.joint else 0
+    sequence, stages, displaced = degrees.sequence, degrees.pipefusion, degrees.displaced
+    batch = degrees.batch(job)
+    own_text = text / sequence if net.shards_text else text
+    keys = job.tokens + text
+    if displaced > 1:
+        block = block_parts(net, job, replace(degrees, displaced=1), device, links, batch, job.tokens / displaced, keys, text)
+        gather = 2 * batch * job.tokens / displaced * net.width * ELEMENT_BYTES * (displaced - 1) / links.rate("gather", displaced)
+        synchronous = min(job.steps, degrees.warmup_steps + 1)
+        hidden = max(0.0, gather - block.seconds)
+        return causes(job, block.times(net.blocks * job.steps), net.blocks * (job.steps - synchronous) * hidden,
+                      net.blocks * synchronous * gather)
+    whole = block_parts(net, job, degrees, device, links, batch, job.tokens / sequence, keys, own_text).times(net.blocks)
+    if stages == 1:
+        return causes(job, whole.times(job.steps))
+    num_patches = degrees.num_patches or stages
+    warmup_steps = min(job.steps, degrees.warmup_steps)
+    patched = job.steps - warmup_steps
+    hidden_bytes = batch * job.tokens / sequence * net.width * ELEMENT_BYTES
+    alone = degrees.devices <= DEVICES_A_NODE
+    rate = links.rate("hop", 2 * sequence * degrees.tensor if alone else 2 * DEVICES_A_NODE) / (sequence if sequence * stages > 8 else 1)
+    hop = hidden_bytes / rate + links.latency_s
+    patch_hop = hidden_bytes / num_patches / rate + links.latency_s
+    blocks = net.blocks / stages                               # stages are split by cost, so that none has much more
+    # The text's tokens with every patch, or with one of them: on average that share.
+    patch_text = own_text / num_patches if net.text_once else own_text
+    part = block_parts(net, job, degrees, device, links, batch, job.tokens / sequence / num_patches, keys, patch_text).times(blocks)
+    skips = blocks * patch_hop if net.skips else 0.0           # of the earlier blocks' outputs, which a stage waits for
+    slot = max(part.seconds + skips, patch_hop) + device.slot_launch_s
+    slots = (patched - 1) * max(num_patches, stages) + num_patches + stages - 1 if patched else 0
+    busy = patched * num_patches                               # slots in which a stage computes
+    even = warmup_steps * whole.seconds / stages
+    warm = warmup_steps * (whole.seconds + stages * hop)       # one stage after the other
+    if degrees.warmup_by_sequence:
+        spread = replace(degrees, ring=degrees.ring * stages, pipefusion=1)
+        warm = warmup_steps * net.blocks * block_parts(net, job, spread, device, links, batch, job.tokens / spread.sequence, keys,
+                                                       text / spread.sequence if net.shards_text else text).seconds
+    return {"compute": job.fixed_s + even + busy * part.compute,
+            "link": busy * (part.link + skips + max(0.0, patch_hop - part.seconds - skips)),
+            "launch": busy * (device.slot_launch_s + max(0.0, part.launch - part.compute - part.link)),
+            "warm-up": max(0.0, warm - even) + (slots - busy) * slot}
+
+
+def causes(job, parts, link=0.0, warmup=0.0):
+    waits = max(0.0, parts.seconds - parts.compute - parts.link)
+    return {"compute": job.fixed_s + parts.compute, "link": parts.link + link, "launch": waits, "warm-up": warmup}
