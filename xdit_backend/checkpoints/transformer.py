@@ -8,6 +8,7 @@ import importlib
 import torch
 
 from ..protocol.errors import CheckpointError
+from ..protocol.transfers import Ferry
 from .casting import cast_at_use
 from .header import read_header
 
@@ -111,8 +112,9 @@ def _held(model, family, spec):
 def _move(model, device, family, spec, on_progress):
     """Move and cast one tensor after the other, so that never two copies of the model exist; cast on the device."""
     tensors = [(tensor, dtype) for _, tensor, dtype in _held(model, family, spec) if not tensor.is_meta]      # not of another stage
+    ferry = Ferry(device)
     for done, (tensor, dtype) in enumerate(tensors):
-        tensor.data = tensor.data.to(device).to(dtype)
+        tensor.data = (ferry.bring(tensor.data) if device.type == "cuda" else tensor.data).to(device, dtype)
         if done % 32 == 0:
             on_progress(done, len(tensors))
     on_progress(len(tensors), len(tensors))

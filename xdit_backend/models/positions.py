@@ -68,11 +68,11 @@ def embedded(module, forward, rows, tokens, args, kwargs):
     args: the latent (B, C, rows of the patch, W). Returns (B, tokens of the patch, hidden).
     """
     latent, size = args[0], module.patch_size
-    columns, hidden = latent.shape[3] // size, module.proj.out_channels
+    whole = torch.empty(1, 1, rows.whole_rows, latent.shape[3] // size * size, device="meta")
 
-    embed, module.proj.forward = module.proj.forward, lambda blank: torch.zeros(1, hidden, rows.whole_token_rows, columns, device=latent.device)
-    try:                                                       # the positions alone, in the precision they have
-        positions = forward(torch.empty(1, 1, rows.whole_rows, columns * size, device="meta"))
+    embed, module.proj.forward = module.proj.forward, lambda blank: torch.zeros(1, 1, 1, 1, device=latent.device)
+    try:                                                       # the positions alone, added to one zero, in the precision they have
+        positions = forward(whole)
     finally:
         module.proj.forward = embed
     table, module.pos_embed = module.pos_embed, None
