@@ -74,6 +74,7 @@ def load_shell(path, weight_dtype, config):
     modules |= remember_modules(net)
     base_model.remote = remote
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
+    patcher.size = weight_bytes                                # what ComfyUI is to make room for
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch), (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
         patcher.add_wrapper_with_key(kind, KEY, wrapper)
     return patcher

@@ -212,15 +212,31 @@ def test_a_float8_file_equals_native_ksampler(comfyui, weight_dtype):
 
 
 def test_float8_halves_the_workers_memory(comfyui):
+    """And ComfyUI makes room for what a worker holds."""
     weights = {}
     for weight_dtype in ("bf16", "fp8_e4m3fn"):
         comfyui.management.unload_all_models()
         client = comfyui.groups.client(("cpu", "cpu"))
         before = client.report_memory()[0]["weight_bytes"]
-        comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu"), weight_dtype), "sd3", steps=1)
+        model = comfyui.ours("sd3", comfyui.config("cpu,cpu"), weight_dtype)
+        comfyui.sample(model, "sd3", steps=1)
         weights[weight_dtype] = client.report_memory()[0]["weight_bytes"] - before
+        assert model.model_size() == weights[weight_dtype]
 
     assert weights["fp8_e4m3fn"] == weights["bf16"] / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sd3", "wan"])
+def test_float8_in_stages_equals_native_ksampler(comfyui, kind):
+    """PipeFusion with every step whole. With patches the same weights are cast, once a step where that is enough."""
+    import comfy.sd
+    path = comfyui.base / "diffusion_models" / comfyui.file(kind)
+    native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float8_e4m3fn})
+    whole, patches = (comfyui.ours(kind, comfyui.config("cpu,cpu", pipefusion=2, warmup_steps=steps), "fp8_e4m3fn") for steps in (3, 1))
+
+    close(comfyui.sample(whole, kind), comfyui.sample(native, kind), TOLERANCE)
+    assert comfyui.sample(patches, kind).isfinite().all()
 
 
 def test_diffusers_folder_equals_the_single_file(comfyui):
