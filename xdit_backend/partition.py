@@ -117,6 +117,13 @@ def stage_of(rank, stages):
     return rank // stages.sequence_degree % stages.pipefusion_degree
 
 
+def holders(num_ranks, stages):
+    """The ranks that hold the same weights: a list of ranks for each part of the model. stages: None where all hold all."""
+    if stages is None or stages.every_block:
+        return [list(range(num_ranks))]
+    return [[rank for rank in range(num_ranks) if stage_of(rank, stages) == stage] for stage in range(stages.pipefusion_degree)]
+
+
 def last_stage_ranks(layout, world_size):
     """The ranks that give predictions: those of the last stage."""
     sequence_degree = layout.ring_degree * layout.ulysses_degree

@@ -30,9 +30,9 @@ def decode(vae, latent, config):
     frames = [kind.decoded_frames(vae, latent.shape[2])] if latent.ndim == 5 else []
     shape = (latent.shape[0], *frames, latent.shape[-2] * scale, latent.shape[-1] * scale, vae.output_channels)
     client = GROUPS.client_for_decode(config)
-    half = half_of(vae, kind.family.decoder, kind.settings(vae.first_stage_model))
-    half.use_on(client, vae.memory_used_decode(latent.shape, vae.vae_dtype))
+    half = half_of(vae, kind.family.decoder, kind.settings(vae.first_stage_model), client)
     inner = kind.before_decode(vae.first_stage_model, latent.to(torch.float32))
+    half.make_ready(inner.shape, 1)
     started_s = time.perf_counter()
     picture = client.decode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings)
     _show_done("decoded", started_s, client)
@@ -57,9 +57,9 @@ def encode(vae, pixels, config):
     patch = kind.latent_patch
     shape = (pixels.shape[0], vae.latent_channels // patch ** 2, *frames, *(size // scale * patch for size in pixels.shape[-2:]))
     client = GROUPS.client_for_decode(config)
-    half = half_of(vae, kind.family.encoder, kind.settings(vae.first_stage_model))
-    half.use_on(client, vae.memory_used_encode(pixels.shape, vae.vae_dtype))
+    half = half_of(vae, kind.family.encoder, kind.settings(vae.first_stage_model), client)
     inner = vae.process_input(pixels.to(torch.float32))
+    half.make_ready(inner.shape, inner.shape[-1] // shape[-1])
     started_s = time.perf_counter()
     latent = client.encode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings)
     _show_done("encoded", started_s, client)

@@ -4,6 +4,7 @@ import importlib.util
 import threading
 import weakref
 
+import psutil
 import torch
 
 import comfy.model_management
@@ -14,6 +15,7 @@ from ...xdit_backend.host.client import Client
 from ...xdit_backend.protocol.errors import ConfigError
 
 WORKER_PACKAGES = ("diffusers", "accelerate", "safetensors", "greenlet", "pydantic")
+KEPT_FREE_BYTES = 2 ** 31
 MAX_SHARING = 2                # groups with a worker on the same device; a third ends the one that was not used for longest
 
 
@@ -41,6 +43,11 @@ def memory_of(device):
     return comfy.model_management.get_total_memory(device)
 
 
+def parking_room():
+    """Bytes of host memory that parked weights may take: what is there, but for what ComfyUI too keeps free."""
+    return psutil.virtual_memory().available - KEPT_FREE_BYTES
+
+
 def load_device_of(devices):
     """The device that ComfyUI is to think of a MODEL on these as being on: its own, where one of the workers is there, else the first.
 
@@ -60,8 +67,9 @@ class Groups:
 
     def __init__(self):
         self._clients = {}                                     # devices -> Client, the one not used for longest first
-        self._shells = {}                                      # (devices, name of a model) -> ids of the shells that need it
-        self._lock = threading.Lock()                          # of _shells
+        self._holders = {}                                     # (devices, name of a model or VAE) -> a token for each that needs it
+        self._held = weakref.WeakKeyDictionary()               # what needs models or VAEs -> {(devices, name) of those}
+        self._lock = threading.Lock()                          # of _holders
 
     def client(self, devices):
         """The Client for these devices; its workers start when they are first needed."""
@@ -87,14 +95,21 @@ class Groups:
                     return client
         return self.client(devices_of(config))
 
-    def load_model(self, client, spec, shell):
-        """Load a model for a shell. It is dropped when nothing refers to the shell any more."""
-        with self._lock:
-            shells = self._shells.setdefault((client.devices, spec.name), set())
-            if id(shell) not in shells:
-                shells.add(id(shell))
-                weakref.finalize(shell, self._forget_soon, client.devices, spec.name, id(shell)).atexit = False
+    def load_model(self, client, spec, shell, missing):
+        """Load a model for a shell, which holds it. missing: {device: bytes that its workers there lack}."""
+        self.hold(client, spec.name, shell)
+        for device, num_bytes in missing.items():
+            self._make_room(client, device, num_bytes)
         client.load_model(spec)
+
+    def hold(self, client, name, holder):
+        """Have the workers drop a model or VAE when none of the objects that hold it is referred to any more."""
+        key, token = (client.devices, name), object()
+        with self._lock:
+            if key not in self._held.setdefault(holder, set()):
+                self._held[holder].add(key)
+                self._holders.setdefault(key, set()).add(token)
+                weakref.finalize(holder, self._forget_soon, key, token).atexit = False
 
     def close(self):
         for client in self._clients.values():
@@ -107,17 +122,29 @@ class Groups:
             for other in sharing[:len(sharing) + 1 - MAX_SHARING]:
                 self._clients.pop(other).close()
 
+    def _make_room(self, client, device, num_bytes):
+        """Park what other groups have on a device, as far as this one needs it; of ComfyUI's own models ComfyUI takes care."""
+        others = [other for other in self._clients.values() if other is not client and device in other.devices and other.running]
+        if not num_bytes or not others:
+            return
+        rank = client.devices.index(device)
+        lacking = num_bytes + comfy.model_management.minimum_inference_memory() - client.report_memory()[rank]["free_bytes"]
+        for other in others:
+            for name in other.model_names:
+                if lacking > 0:
+                    lacking -= other.park(name, parking_room(), device, lacking)
+
     def _forget_soon(self, *which):
-        # A shell may be collected at any moment, also while this thread is sending a command.
+        # Anything may be collected at any moment, also while this thread is sending a command.
         threading.Thread(target=self._forget, args=which, daemon=True).start()
 
-    def _forget(self, devices, name, shell_id):
-        """Drop a model if this was the last shell that needed it."""
+    def _forget(self, key, token):
+        """Drop a model if this was the last that needed it."""
+        devices, name = key
         with self._lock:
-            shells = self._shells[devices, name]
-            shells.discard(shell_id)
+            self._holders[key].discard(token)
             client = self._clients.get(devices)
-            if not shells and client is not None:
+            if not self._holders[key] and client is not None:
                 client.forget(name)
 
 

@@ -1,23 +1,13 @@
-"""ComfyUI's ModelPatcher of a shell: what its memory manager and its patching nodes ask goes to the worker group, or is refused."""
-
-import comfy.model_management
-import comfy.model_patcher
-import comfy.patcher_extension
+"""ComfyUI's ModelPatcher of a shell: what its patching nodes ask goes to the worker group, or is refused."""
 
 from ...xdit_backend.protocol.errors import UnsupportedError
 from .carried import refuse_patcher
 from .file_weights import read_weights
+from .placement import RemotePatcher
 
 
-class ShellPatcher(comfy.model_patcher.ModelPatcher):
-    """ComfyUI's ModelPatcher, whose weights are the workers': loading and unloading go to the worker group.
-
-    What it carries that they would not honour is refused when it is loaded and when a run begins.
-    """
-
-    @property
-    def remote(self):
-        return self.model.remote
+class ShellPatcher(RemotePatcher):
+    """A RemotePatcher that refuses, when it is loaded and when a run begins, what it carries that the workers would not honour."""
 
     def patch_model(self, *args, **kwargs):
         refuse_patcher(self)
@@ -26,33 +16,6 @@ class ShellPatcher(comfy.model_patcher.ModelPatcher):
     def pre_run(self):
         super().pre_run()
         refuse_patcher(self)                                   # ComfyUI's callbacks have been called by now
-
-    def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False):
-        self.remote.load(self.model)
-        self.model.device = device_to
-        self.model.model_loaded_weight_memory = self.model_size()
-        self.model.current_weight_patches_uuid = self.patches_uuid
-        for callback in self.get_all_callbacks(comfy.patcher_extension.CallbacksMP.ON_LOAD):
-            callback(self, device_to, lowvram_model_memory, force_patch_weights, full_load)
-
-    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """Have the workers hold what they lack. However little memory is free, nothing is unloaded: the weights are in use."""
-        comfy.model_management.soft_empty_cache()              # what torch keeps in this process is of no use to the workers
-        return super().partially_load(device_to, max(extra_memory, 0))
-
-    def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False):
-        freed = self.model.model_loaded_weight_memory
-        self.unpatch_model(device_to, unpatch_weights=True)
-        return freed
-
-    def unpatch_model(self, device_to=None, unpatch_weights=True):
-        if unpatch_weights and self.model.model_loaded_weight_memory:
-            self.remote.unload()
-        super().unpatch_model(device_to, unpatch_weights)
-
-    def cleanup(self):
-        super().cleanup()
-        self.remote.end_run()
 
     # --- weights: read from the file, changed by nobody ---
 

@@ -3,37 +3,67 @@
 import torch
 
 from ...xdit_backend.host.client import Call
-from ...xdit_backend.planner import choose_layout, describe_layout
+from ...xdit_backend.planner import choose_layout, describe_layout, rank_bytes
 from ...xdit_backend.protocol.errors import ConfigError
 from .carried import refuse_call, refuse_changed_modules, refuse_model_options
-from .groups import GROUPS, show_text
+from .groups import GROUPS, parking_room, show_text
 from .pipeline import DRAINED, PipelineRun, why_one_call, why_whole
 
+PATIENCE_S = 0.5
 
 class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
     latent_format: ComfyUI's, of the model. config, devices: how and where it runs. modules, load_device: of the shell as it
-    was made, to compare with; see carried.py.
+    was made, to compare with; see carried.py. weight_bytes: of the whole model.
     """
 
-    def __init__(self, spec, family, transformer_config, latent_format, config, devices, modules, load_device):
+    def __init__(self, spec, family, transformer_config, latent_format, config, devices, modules, load_device, weight_bytes):
         self.modules, self.load_device, self._looked_at = modules, load_device, set()
         self.spec, self.family = spec, family
         self.num_heads = family.num_heads(transformer_config)
         self.num_channels = family.num_channels(transformer_config)
         self.config, self.devices = config, devices
         self._transformer_config, self._latent_format = transformer_config, latent_format
+        self._rank_bytes = [rank_bytes(weight_bytes, spec.stages)] * len(devices)        # until the workers have told theirs
         self.how = None                                        # how this run is split, in a person's words; None before it
         self._pipeline = self._schedule = self._whole_because = self._drained_because = None
 
+    # --- what placement.py asks ---
+
     def load(self, base_model):
-        GROUPS.load_model(GROUPS.client(self.devices), self.spec, base_model)
+        client = GROUPS.client(self.devices)
+        missing = {device: self.bytes_on(device) - self.loaded_on(device) for device in set(self.devices)}
+        GROUPS.load_model(client, self.spec, base_model, missing)
+        self._rank_bytes = client.residence(self.spec.name).weight_bytes
+
+    @property
+    def is_loaded(self):
+        residence = self._residence()
+        return residence is not None and not any(residence.parked_bytes)
+
+    def bytes_on(self, device):
+        return sum(size for size, name in zip(self._rank_bytes, self.devices) if name == str(device))
+
+    def loaded_on(self, device):
+        residence = self._residence()
+        return 0 if residence is None else self.bytes_on(device) - sum(
+            parked for parked, name in zip(residence.parked_bytes, self.devices) if name == str(device))
+
+    def free(self, device, num_bytes):
+        client = GROUPS.client_if(self.devices)
+        return 0 if client is None else client.park(self.spec.name, parking_room(), str(device), num_bytes)
 
     def unload(self):
         client = GROUPS.client_if(self.devices)
         if client is not None:
-            client.drop(self.spec.name)
+            client.park(self.spec.name, parking_room())
+
+    def _residence(self):
+        client = GROUPS.client_if(self.devices)
+        return None if client is None else client.residence(self.spec.name)
+
+    # --- a run ---
 
     def end_run(self):
         self._looked_at.clear()
@@ -42,6 +72,7 @@ class RemoteModel:
         client = GROUPS.client_if(self.devices)
         if client is not None:
             client.end_run(self)
+            client.catch_up(PATIENCE_S)                        # ComfyUI is to see the memory that the workers give back now
 
     def forward(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
         """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32."""

@@ -68,7 +68,7 @@ def load_shell(path, weight_dtype, config):
     net = base_model.diffusion_model
     hold_elsewhere(net)
     modules = {}
-    remote = RemoteModel(spec, family, transformer_config, base_model.latent_format, config, devices, modules, load_device)
+    remote = RemoteModel(spec, family, transformer_config, base_model.latent_format, config, devices, modules, load_device, weight_bytes)
     net.forward = torch.compiler.disable(remote.forward)       # nodes compile the model; there is nothing to trace in a call to workers
     net._apply = lambda function, recurse=True: net            # .to(device) of a meta module would raise
     modules |= remember_modules(net)

@@ -11,52 +11,76 @@ import torch
 import comfy.model_management
 
 from ...xdit_backend.protocol.segments import dtype_name
-from .patcher import ShellPatcher
+from .groups import GROUPS, load_device_of
+from .placement import RemotePatcher
 
-HALVES = weakref.WeakKeyDictionary()       # first-stage model -> {prefixes of the tensors' names: VaeHalf}
+HALVES = weakref.WeakKeyDictionary()       # first-stage model -> {(prefixes of the tensors' names, devices): VaeHalf}
 
 
-def half_of(vae, prefixes, settings):
-    """The VaeHalf with the tensors whose names have these prefixes, made when it is first needed.
+def half_of(vae, prefixes, settings, client):
+    """The VaeHalf with the tensors whose names have these prefixes on a group's workers, made when it is first needed.
 
     settings: what the tensors do not tell of the VAE, see AutoencoderSpec.
     """
     halves = HALVES.setdefault(vae.first_stage_model, {})
-    if prefixes not in halves:
-        halves[prefixes] = VaeHalf(vae, prefixes, settings)
-    return halves[prefixes]
+    half = halves.get((prefixes, client.devices))
+    if half is None:
+        half = halves[prefixes, client.devices] = VaeHalf(vae, prefixes, settings, client.devices)
+    half.client = client
+    return half
 
 
 class VaeHalf:
-    """The decoder or encoder of a VAE. ShellPatcher asks it to load and unload."""
+    """The decoder or encoder of a VAE on the workers of a group. RemotePatcher asks it for what it tells ComfyUI."""
 
-    def __init__(self, vae, prefixes, settings):
+    def __init__(self, vae, prefixes, settings, devices):
         self.name = f"vae-{uuid.uuid4().hex[:8]}"
-        self.dtype, self.settings = dtype_name(vae.vae_dtype), settings
-        self._model, self._prefixes, self._client = weakref.ref(vae.first_stage_model), prefixes, None
-        self._patcher = ShellPatcher(Outline(self, vae.vae_dtype), comfy.model_management.get_torch_device(),
-                                     comfy.model_management.unet_offload_device())
+        self.dtype, self.settings, self.client = dtype_name(vae.vae_dtype), settings, None
+        self._model, self._prefixes, self._devices = weakref.ref(vae.first_stage_model), prefixes, devices
+        outline = Outline(self, vae.vae_dtype)
+        self._num_bytes = sum(tensor.nbytes for tensor in outline.buffers())
+        self._patcher = RemotePatcher(outline, load_device_of(devices), comfy.model_management.unet_offload_device())
 
     def weights(self):
         """The tensors, where the VAE object has them."""
         return {key: tensor for key, tensor in self._model().state_dict().items() if key.startswith(self._prefixes)}
 
-    def use_on(self, client, needed_bytes):
-        """Have the workers hold this half, and ComfyUI unload what is in the way of it and of its work."""
-        self._client = client
-        known = {half.name for halves in HALVES.values() for half in halves.values()}
-        for name in client.autoencoder_names:                  # of VAE objects that are gone
-            if name not in known:
-                client.drop(name)
+    def make_ready(self, shape, scale):
+        """Have the workers hold this half, and ComfyUI make room for it and for what its work needs at the least.
+
+        shape: of the tensor to decode (scale 1) or encode. The workers count what they need on a model without weights, for which
+        they must hold it first.
+        """
+        comfy.model_management.load_models_gpu([self._patcher])
+        needed_bytes = self.client.estimate(self.name, shape, scale) * self._num_workers(self._patcher.load_device)
         comfy.model_management.load_models_gpu([self._patcher], memory_required=needed_bytes)
 
-    # --- what ShellPatcher asks ---
+    def _num_workers(self, device):
+        return self._devices.count(str(device))
+
+    # --- what placement.py asks ---
 
     def load(self, outline):
-        self._client.load_autoencoder(self.name, self.dtype, self.weights, self.settings)
+        GROUPS.hold(self.client, self.name, self._model())
+        self.client.load_autoencoder(self.name, self.dtype, self.weights, self.settings)
+
+    @property
+    def is_loaded(self):
+        return self.client.holds(self.name)
+
+    def bytes_on(self, device):
+        return self._num_bytes * self._num_workers(device)
+
+    def loaded_on(self, device):
+        return self.bytes_on(device) if self.is_loaded else 0
+
+    def free(self, device, num_bytes):
+        freed = self.loaded_on(device)
+        self.unload()                                          # the VAE object has the weights in host memory
+        return freed
 
     def unload(self):
-        self._client.drop(self.name)
+        self.client.drop(self.name)
 
     def end_run(self):
         pass

@@ -154,9 +154,10 @@ def test_all_ranks_share_one_copy_of_the_file(tmp_path):
     """Weights in the file's dtype stay maps of the file: no worker has a private copy."""
     from diffusers import SD3Transformer2DModel
 
-    from tests.models.zoo import SD3
     from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-    config = {**SD3, "num_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64, "caption_projection_dim": 512}
+    from xdit_backend.models import FAMILIES
+    config = {**FAMILIES["SD3"].tiny.config, "num_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
+              "caption_projection_dim": 512}
     SD3Transformer2DModel(**config).save_pretrained(tmp_path / "transformer")
     file_bytes = sum(file.stat().st_size for file in (tmp_path / "transformer").glob("*.safetensors"))
     header = read_header(tmp_path)

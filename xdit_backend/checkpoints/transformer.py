@@ -13,12 +13,13 @@ from .casting import cast_at_use
 from .header import read_header
 
 
-def load_transformer(spec, family, device, on_progress=lambda done, total: None, choose_blocks=None):
+def load_transformer(spec, family, device, on_progress=lambda done, total: None, choose_blocks=None, files=None):
     """Build the family's diffusers model with the weights of a file or folder, in spec's dtypes, on `device`.
 
     choose_blocks(model without weights) -> a range: load these blocks only, and read nothing of the others, which stay on
     the meta device. Blocks are numbered over all of the plan's lists. Returns (model, config).
 
+    files: a dict to fill with {id of a weight: the map of its part of the file}, of weights that are there as the device has them.
     Weights that are held in the dtype of the file stay maps of it on CPU devices. on_progress(done, total) counts tensors
     moved. Raises CheckpointError when the tensors of the file and of the model do not match.
     """
@@ -38,13 +39,17 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
                     short = name.removeprefix(header.prefix)
                     here = blocks is None or (block := _block_of(short, model, family, header)) is None or block in blocks
                     tensors[short] = file.get_tensor(name) if here else torch.empty(header.shapes[short], device="meta")
+    maps = list(tensors.values())                              # kept until the end, so that no other tensor gets their addresses
     tensors = tensors if header.config is not None else family.convert(tensors, config)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     if missing or unexpected:
         raise CheckpointError(f"{spec.path} does not fit {family.transformer}: {len(missing)} tensors are missing "
                               f"({', '.join(missing[:3])} ...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...).")
     model.eval().requires_grad_(False)
+    mapped = _mapped(model, maps)
     _move(model, device, family, spec, on_progress)
+    if files is not None:
+        files |= {key: tensor for key, (weight, tensor) in mapped.items() if weight.dtype == tensor.dtype}
     if spec.storage_dtype != spec.compute_dtype:
         cast_at_use(model, getattr(torch, spec.compute_dtype))
     return model, config
@@ -107,6 +112,13 @@ def _held(model, family, spec):
             return compute if parts & set(family.unrounded) else storage
         return torch.float32 if parts & exact else compute
     return [(name, tensor, dtype_of(name, tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+
+
+def _mapped(model, maps):
+    """{id: (weight, its values)} of the weights whose values are one of these tensors, or part of one."""
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in maps if not tensor.is_meta}
+    return {id(weight): (weight, weight.data) for weight in (*model.parameters(), *model.buffers())
+            if not weight.is_meta and weight.untyped_storage().data_ptr() in addresses}
 
 
 def _move(model, device, family, spec, on_progress):

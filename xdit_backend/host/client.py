@@ -1,5 +1,7 @@
 """What the bridge asks of a worker group: predictions of a model and decoded pictures, as tensors in, tensors out."""
 
+import math
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -8,6 +10,7 @@ from ..partition import last_stage_ranks
 from ..protocol import messages
 from ..protocol.errors import WorkerDiedError, XDiTError
 from .launcher import WorkerGroup
+from .residence import Residence
 
 MAX_CONDITIONINGS = 64                     # that a run has the workers hold; the one not used for longest goes first
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}         # bytes of a number -> the type to compare it as
@@ -52,7 +55,7 @@ class Client:
         self.on_phase = lambda phase: None
         self.check = lambda: None
         self.last_numbers = {}                 # rank -> measurements of the last decode or encode, by name
-        self._group, self._models, self._autoencoders = None, set(), set()
+        self._group, self._models, self._autoencoders = None, {}, set()
         self._runs, self._num_conditionings = {}, 0            # whose conditioning -> _Run; named since the start
 
     @property
@@ -69,7 +72,7 @@ class Client:
 
     def holds(self, name):
         """Does the running group hold this model or VAE?"""
-        return self.running and name in self._models | self._autoencoders
+        return self.running and (name in self._models or name in self._autoencoders)
 
     @property
     def model_names(self):
@@ -82,22 +85,70 @@ class Client:
         return sorted(self._autoencoders) if self.running else []
 
     def load_model(self, spec):
-        """Make sure that every worker holds the model."""
-        if not self.holds(spec.name):
-            self._request(lambda request: messages.LoadModel(request, spec))
-            self._models.add(spec.name)
+        """Make sure that every worker holds the model, on its device."""
+        residence = self.residence(spec.name)
+        if residence is None:
+            done = self._request(lambda request: messages.LoadModel(request, spec))
+            self._models[spec.name] = Residence.told(spec.stages, done)
+        elif any(residence.parked_bytes):
+            residence.parked(self._request(lambda request: messages.RestoreModel(request, spec.name)))
+
+    def residence(self, name):
+        """Where the running group holds a model; None where it does not."""
+        return self._models.get(name) if self.running else None
+
+    def park(self, name, room_bytes, device=None, num_bytes=math.inf):
+        """Move weights of a model to host memory, until `device` has num_bytes more free; None: every device.
+
+        Where host memory has less room than is needed (room_bytes), or shared memory has, the model is dropped instead. Returns the bytes
+        that came free on these devices. load_model brings the weights back.
+        """
+        residence = self.residence(name)
+        if residence is None:
+            return 0
+        ranks = [rank for rank, own in enumerate(self.devices) if device in (None, own)]
+        before = residence.parked_bytes
+        targets = residence.targets(ranks, num_bytes)
+        if targets == before:
+            return 0
+        segments = self._reserve(residence.needed_bytes(targets), room_bytes)
+        if segments is None:
+            self.drop(name)
+            return sum(residence.weight_bytes[rank] - before[rank] for rank in ranks)
+        try:                                                   # not to be given up halfway: ranks write what others will read
+            residence.parked(self.group.request(lambda request: messages.ParkModel(request, name, targets, segments), self.on_phase,
+                                                segments=segments))
+        except XDiTError:
+            self.forget(name)
+            raise
+        return sum(residence.parked_bytes[rank] - before[rank] for rank in ranks)
+
+    def _reserve(self, sizes, room_bytes):
+        """Segments of these sizes in memory; None where there is no room for them."""
+        if sum(sizes) > room_bytes:
+            return None
+        store, segments = self.group.segments, []
+        try:
+            for size in sizes:
+                segments.append(store.create((size,), torch.uint8, in_memory=True)[0])
+        except XDiTError:
+            for segment in segments:
+                store.remove(segment)
+            return None
+        return segments
 
     def drop(self, name):
         """Give a model's or VAE's memory back on every worker."""
         if self.holds(name):
-            self._models.discard(name)
+            self._models.pop(name, None)
             self._autoencoders.discard(name)
             self._request(lambda request: messages.DropModel(request, name))
 
     def forget(self, name):
         """As drop, but waits for nothing, and starts nothing where the workers have ended. From any thread."""
         if self.holds(name):
-            self._models.discard(name)
+            self._models.pop(name, None)
+            self._autoencoders.discard(name)
             try:
                 self._group.post(lambda request: messages.DropModel(request, name), answering=())
             except WorkerDiedError:                            # who needs the workers next will be told, or start new ones
@@ -194,15 +245,35 @@ class Client:
         self.last_numbers = {rank: reply.numbers for rank, reply in done.items()}
         return view
 
+    def estimate(self, name, shape, scale):
+        """Bytes that a rank needs, beside weights, to decode (scale 1) or encode a tensor of this shape with a VAE it holds."""
+        done = self._request(lambda request: messages.Estimate(request, name, tuple(shape), scale))
+        return int(max(reply.numbers["needed_bytes"] for reply in done.values()))
+
     def report_memory(self):
         """{rank: measurements}, see Engine."""
         return {rank: reply.numbers for rank, reply in self._request(messages.ReportMemory).items()}
+
+    def catch_up(self, patience_s):
+        """Wait until the workers have done all they were asked, but no longer than this: a step that was given up may take its time."""
+        if not self.running:
+            return
+        deadline_s = time.monotonic() + patience_s
+
+        def check():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError
+
+        try:
+            self.group.wait([self.group.post(messages.ReportMemory)], self.on_phase, check)
+        except (TimeoutError, WorkerDiedError):                # what was asked for is done: who needs the workers next starts new ones
+            pass
 
     def close(self):
         """End the worker group."""
         if self._group is not None:
             self._group.close()
-        self._group, self._models, self._autoencoders = None, set(), set()
+        self._group, self._models, self._autoencoders = None, {}, set()
 
     def name_conditioning(self, tensors, run=None):
         """The name under which the workers hold these tensors for a run; sends them if they do not.

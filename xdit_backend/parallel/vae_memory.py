@@ -124,7 +124,7 @@ class RowPlanner:
         when the busiest rank needs more than the fullest has; it names the number of devices that would do.
         """
         free_bytes = _least(free_bytes, ranks, self._device)
-        num_ranks = min(ranks.count, num_parts(shape, scale, split_dim(self._outline, shape, scale)))
+        num_ranks = self._num_working(shape, scale, ranks.count)
         whole = self._need(shape, scale, num_ranks, whole=True)
         if whole.peak_bytes * ROOMY <= free_bytes:
             return None, whole.num_convolutions if num_ranks > 1 else 0
@@ -135,6 +135,13 @@ class RowPlanner:
         room_bytes = int(free_bytes / MARGIN) - need.peak_bytes
         block_bytes = min(max(MIN_BLOCK_BYTES, counted_bytes), counted_bytes + room_bytes)
         return max(1, block_bytes // need.row_bytes), need.num_convolutions
+
+    def least_bytes(self, shape, scale, num_ranks):
+        """Bytes that the busiest of these ranks must have free to decode or encode a tensor of this shape: below, `plan` refuses."""
+        return int(self._need([1, *shape[1:]], scale, self._num_working(shape, scale, num_ranks)).peak_bytes * MARGIN)
+
+    def _num_working(self, shape, scale, num_ranks):
+        return min(num_ranks, num_parts(shape, scale, split_dim(self._outline, shape, scale)))
 
     def _need(self, shape, scale, num_ranks, whole=False):
         key = (tuple(shape), scale, num_ranks, whole)

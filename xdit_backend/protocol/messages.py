@@ -95,6 +95,24 @@ class DropModel:
 
 
 @dataclass(frozen=True, config=STRICT)
+class ParkModel:
+    """Move weights of a model to host memory, where they stay until RestoreModel or DropModel."""
+
+    request: Natural
+    name: str
+    targets: list[Natural]         # for each rank: bytes of its weights that are to be in host memory alone
+    segments: list[Segment]        # for each part of the model (partition.holders): memory for what has no place there yet
+
+
+@dataclass(frozen=True, config=STRICT)
+class RestoreModel:
+    """Bring all weights of a model back to the devices."""
+
+    request: Natural
+    name: str
+
+
+@dataclass(frozen=True, config=STRICT)
 class Conditioning:
     """Tensors that stay the same for a run, sent once and then named."""
 
@@ -126,6 +144,16 @@ class Predict:
 class LoadAutoencoder:
     request: Natural
     spec: AutoencoderSpec
+
+
+@dataclass(frozen=True, config=STRICT)
+class Estimate:
+    """Tell how much memory a rank needs to decode (scale 1) or encode a tensor of this shape: "needed_bytes" of the answer."""
+
+    request: Natural
+    autoencoder: str
+    shape: tuple[Natural, ...]
+    scale: Natural                 # see parallel.vae.encode_rows
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -200,8 +228,8 @@ class Failed:
 
 
 MESSAGES = {cls.__name__: cls for cls in (
-    LoadModel, DropModel, Conditioning, DropConditioning, Predict, LoadAutoencoder, Decode, Encode, ReportMemory, Stop,
-    Ready, Phase, Done, Failed)}
+    LoadModel, DropModel, ParkModel, RestoreModel, Conditioning, DropConditioning, Predict, LoadAutoencoder, Estimate, Decode, Encode,
+    ReportMemory, Stop, Ready, Phase, Done, Failed)}
 
 
 ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}

@@ -144,14 +144,14 @@ class SegmentStore:
             self._locks.append(claim(folder))
         self._count = 0
 
-    def create(self, shape, dtype):
+    def create(self, shape, dtype, in_memory=False):
         """Make a segment and return (segment, its tensor). Its memory is reserved, so a later write cannot fail.
 
-        Raises XDiTError when neither memory nor the temporary folder has room.
+        Raises XDiTError when neither memory nor the temporary folder has room. in_memory: the temporary folder will not do.
         """
         self._count += 1
         segment = None
-        for folder in (self.folder, self.overflow_folder):
+        for folder in (self.folder,) if in_memory else (self.folder, self.overflow_folder):
             candidate = Segment(str(folder / f"{self._count}"), dtype_name(dtype), tuple(shape))
             num_bytes = candidate.num_elements * dtype.itemsize
             if _reserve(candidate.path, num_bytes):

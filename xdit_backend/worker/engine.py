@@ -18,13 +18,14 @@ from ..parallel.mesh import build_mesh
 from ..parallel.pipefusion import KeyValues, Link, Offload
 from ..parallel.vae import Ranks, decode_rows, encode_rows
 from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
-from ..partition import FULL, shard_sizes, shard_start, split_stages, stage_blocks, stage_of
+from ..partition import FULL, holders, shard_sizes, shard_start, split_stages, stage_blocks, stage_of
 from ..protocol import messages
 from ..protocol.errors import XDiTError
 from ..protocol.segments import map_segment
 from ..protocol.transfers import Ferry, on_device
 from .clock import Clock
 from .model import Loaded
+from .residency import Residency, return_freed_memory
 
 
 class Engine:
@@ -41,6 +42,8 @@ class Engine:
         self.traffic = Traffic()           # of the command at hand, or of the last one
         self._handlers = {
             messages.LoadModel: self._load_model, messages.DropModel: self._drop_model,
+            messages.Estimate: self._estimate,
+            messages.ParkModel: self._park_model, messages.RestoreModel: self._restore_model,
             messages.Conditioning: self._keep_conditioning, messages.DropConditioning: self._drop_conditioning,
             messages.Predict: self._predict, messages.LoadAutoencoder: self._load_autoencoder,
             messages.Decode: self._decode, messages.Encode: self._encode, messages.ReportMemory: self._report_memory,
@@ -55,7 +58,7 @@ class Engine:
     def _load_model(self, command):
         spec = command.spec
         if spec.name in self._models:
-            return
+            return self._models[spec.name].residency.numbers
         family = FAMILIES[spec.family]
         report = lambda done, total: self.report_phase("loading weights", done, total)  # noqa: E731
         blocks = range(0)
@@ -68,9 +71,12 @@ class Engine:
                 blocks = stage_blocks(counts, stage_of(self.rank, spec.stages))
             return every_block if spec.stages is None or spec.stages.every_block else blocks
 
-        model, config = load_transformer(spec, family, self.device, report, held_blocks)
-        self._models[spec.name] = Loaded(model, config, family, Hooks(model, family.plan), getattr(torch, spec.compute_dtype),
-                                         blocks, spec)
+        files = {}
+        model, config = load_transformer(spec, family, self.device, report, held_blocks, files)
+        hooks = Hooks(model, family.plan)
+        residency = Residency(model, files, self._bring, self._ferry.fetch)
+        self._models[spec.name] = Loaded(model, config, family, hooks, getattr(torch, spec.compute_dtype), blocks, spec, residency)
+        return residency.numbers
 
     def _balanced(self, spec, model, family):
         """Blocks of each stage, balanced by cost, by the speed of the stages' devices and by what they can hold.
@@ -96,6 +102,27 @@ class Engine:
         self._planners.pop(command.name, None)
         self.release_memory()
 
+    def _park_model(self, command):
+        loaded = self._loaded(command.name)
+        parts = holders(self.world_size, loaded.spec.stages)
+        number = next(number for number, ranks in enumerate(parts) if self.rank in ranks)
+        targets = [command.targets[rank] for rank in parts[number]]
+        loaded.residency.park(targets, parts[number].index(self.rank), command.segments[number])
+        self.release_memory()
+        return_freed_memory()
+        return loaded.residency.numbers
+
+    def _restore_model(self, command):
+        residency = self._loaded(command.name).residency
+        residency.restore(lambda done, total: self.report_phase("bringing weights back", done, total))
+        return residency.numbers
+
+    def _bring(self, weight):
+        """A weight in host memory on the device, with the same order of dims."""
+        if self.device.type == "cpu":
+            return weight
+        return self._ferry.bring(weight) if weight.is_contiguous() else weight.to(self.device)
+
     def _keep_conditioning(self, command):
         self._conditioning[command.name] = {
             name: self._ferry.bring(map_segment(segment)) for name, segment in command.tensors.items()}
@@ -104,6 +131,7 @@ class Engine:
         for name in command.names:
             self._conditioning.pop(name, None)
             self._key_values.pop(name, None)
+        self.release_memory()                                 # a run has ended: ComfyUI and other groups can use the rest
 
     def foresee(self, command):
         """Post the receives of a command that is yet to be carried out, so that its transfers overlap what runs before it.
@@ -208,6 +236,9 @@ class Engine:
                                                              spec.settings)
             self._planners[spec.name] = RowPlanner(self._autoencoders[spec.name])
 
+    def _estimate(self, command):
+        return {"needed_bytes": self._planners[command.autoencoder].least_bytes(command.shape, command.scale, self._ranks.count)}
+
     def _decode(self, command):
         vae = self._autoencoders[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
@@ -253,14 +284,15 @@ class Engine:
         return step
 
     def _report_memory(self, command):
-        """Bytes of parameters and buffers held, and bytes of device memory in use. Waits until the device has done all it was asked."""
+        """Bytes of weights on the device and parked in host memory, of device memory in use and free; when all before is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        modules = [loaded.model for loaded in self._models.values()] + list(self._autoencoders.values())
-        held = sum(t.numel() * t.element_size() for module in modules for t in (*module.parameters(), *module.buffers())
-                   if not t.is_meta)
+        residencies = [loaded.residency for loaded in self._models.values()]
+        held = sum(t.nbytes for vae in self._autoencoders.values() for t in (*vae.parameters(), *vae.buffers()))
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return {"pid": os.getpid(), "weight_bytes": held, "allocated_bytes": allocated, "num_conditionings": len(self._conditioning),
+        return {"pid": os.getpid(), "weight_bytes": held + sum(residency.device_bytes for residency in residencies),
+                "parked_bytes": sum(residency.parked_bytes for residency in residencies),
+                "allocated_bytes": allocated, "free_bytes": free_bytes(self.device), "num_conditionings": len(self._conditioning),
                 "busy_s": self._clock.take(),
                 "key_value_bytes": sum(kept.num_bytes for kept in self._key_values.values())}
 

@@ -10,6 +10,7 @@ from ..parallel.hooks import Hooks
 from ..parallel.regions import message_size
 from ..protocol.messages import ModelSpec
 from ..protocol.transfers import on_device
+from .residency import Residency
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Loaded:
     dtype: torch.dtype             # of its arithmetic
     blocks: range                  # the blocks of this rank's stage; all, where there are no stages
     spec: ModelSpec | None = None
+    residency: Residency | None = None
 
     def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, **keeping):
         """The ForwardContext of a latent or its patch. keeping: where keys and values are kept, ForwardContext's fields for that."""

@@ -1,0 +1,78 @@
+"""What ComfyUI's memory manager is told of models that the workers hold, and what becomes of them when it asks for room.
+
+ComfyUI knows one device of a model, its load_device: for one on several GPUs, its own GPU where a worker is there. Sizes are those of
+the workers there. When ComfyUI needs some of that memory, only those workers move weights to host memory, and only as much as it asks
+for; when it unloads the model, all do. Like a model of ComfyUI's own, an unloaded one stays in host memory until nothing refers to its
+MODEL; it is dropped where host memory has no room for it.
+"""
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.patcher_extension
+
+
+class RemotePatcher(comfy.model_patcher.ModelPatcher):
+    """ComfyUI's ModelPatcher of a model whose weights are the workers'.
+
+    `model.remote` is asked: load(model), is_loaded, bytes_on(device) of weights in all, loaded_on(device), free(device, num_bytes)
+    -> bytes freed, unload(), end_run().
+    """
+
+    @property
+    def remote(self):
+        return self.model.remote
+
+    def model_size(self):
+        return self.remote.bytes_on(self.load_device)
+
+    def loaded_size(self):
+        return self.remote.loaded_on(self.load_device)
+
+    def current_loaded_device(self):
+        return self.load_device                                # what is not there now is what has to come there
+
+    def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False):
+        self.remote.load(self.model)
+        self.model.device = device_to
+        self.model.current_weight_patches_uuid = self.patches_uuid
+        for callback in self.get_all_callbacks(comfy.patcher_extension.CallbacksMP.ON_LOAD):
+            callback(self, device_to, lowvram_model_memory, force_patch_weights, full_load)
+
+    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
+        """Have the workers hold what they lack. However little memory is free, nothing is unloaded: the weights are in use."""
+        comfy.model_management.soft_empty_cache()              # what torch keeps in this process is of no use to the workers
+        with self.use_ejected(skip_and_inject_on_exit_only=True):
+            before = self.loaded_size()
+            self.unpatch_model(self.offload_device, unpatch_weights=False)
+            self.patch_model(load_weights=False)
+            if not self.remote.is_loaded:
+                try:
+                    self.load(device_to, full_load=True)
+                except Exception:
+                    self.detach()
+                    raise
+            return self.loaded_size() - before
+
+    def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False):
+        return self.remote.free(self.load_device, memory_to_free)
+
+    def unpatch_model(self, device_to=None, unpatch_weights=True):
+        if unpatch_weights:
+            self.remote.unload()
+        super().unpatch_model(device_to, unpatch_weights)
+
+    def cleanup(self):
+        super().cleanup()
+        self.remote.end_run()
+
+
+def _claim_no_pinned_memory(loaded_model):
+    """Make ComfyUI's LoadedModel (a class) count no host memory to be page-locked for a model of the workers.
+
+    ComfyUI takes a model's whole size for that, and has other models give up theirs for it.
+    """
+    size = loaded_model.model_memory
+    loaded_model.model_memory = lambda self: 0 if isinstance(self.model, RemotePatcher) else size(self)
+
+
+_claim_no_pinned_memory(comfy.model_management.LoadedModel)

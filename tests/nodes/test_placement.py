@@ -1,0 +1,210 @@
+"""What ComfyUI's memory manager makes of our MODELs: driven with a pretended GPU, whose workers are real ones on the CPU."""
+
+import importlib
+
+import pytest
+import torch
+
+CUDA = torch.device("cuda:0")
+GB = 2 ** 30
+
+
+class Pretended:
+    """ComfyUI as on a machine with CUDA devices, of which it is told how much memory is free; and what the workers are sent."""
+
+    def __init__(self, comfyui, monkeypatch):
+        self.comfyui, self.management, self.monkeypatch = comfyui, comfyui.management, monkeypatch
+        self.free_bytes, self.sent, self.emptied, self.pins = 20 * GB, [], 0, []
+        groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups")
+        self.groups = type(comfyui.groups)()
+        for name in ("remote", "vae_weights", "autoencoder"):
+            monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"), "GROUPS", self.groups)
+        self.room = 20 * GB
+        for name in ("remote", "groups"):
+            monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"), "parking_room", lambda: self.room)
+        self._module = groups
+        monkeypatch.setattr(self.management, "current_loaded_models", [])
+        monkeypatch.setattr(self.management, "vram_state", self.management.VRAMState.NORMAL_VRAM)
+        monkeypatch.setattr(self.management, "get_torch_device", lambda: CUDA)
+        monkeypatch.setattr(self.management, "get_all_torch_devices", lambda exclude_current=False: [CUDA])
+        monkeypatch.setattr(self.management, "get_free_memory", self._free)
+        monkeypatch.setattr(self.management, "soft_empty_cache", self._empty)
+        monkeypatch.setattr(self.management, "ensure_pin_budget", lambda size, **_: self.pins.append(size))
+
+    def _free(self, device=None, torch_free_too=False):
+        return (self.free_bytes, 0) if torch_free_too else self.free_bytes
+
+    def _empty(self, force=False):
+        self.emptied += 1
+        self.sent.append("soft_empty_cache")
+
+    def client(self, *devices):
+        """The Client of a group with these devices' names, on as many CPU workers."""
+        client = self.groups.client(("cpu",) * len(devices))
+        assert client.group.alive
+        client.devices = devices
+        self.groups._clients = {**{key: other for key, other in self.groups._clients.items() if other is not client}, devices: client}
+        post = client.group.post
+
+        def counted(make_command, *args, **kwargs):
+            def named(request):
+                command = make_command(request)
+                self.sent.append(type(command).__name__)
+                return command
+            return post(named, *args, **kwargs)
+        client.group.post = counted
+        return client
+
+    def model(self, *devices, kind="sd3", weight_dtype="fp32", options=None, **degrees):
+        """Our MODEL on these devices."""
+        self.monkeypatch.setattr(self.comfyui.shell, "devices_of", lambda config: devices)
+        self.monkeypatch.setattr(self.comfyui.shell, "memory_of", lambda device: 24 * GB)
+        config = self.comfyui.config(",".join("cpu" for _ in devices), **degrees)
+        return self.comfyui.ours(kind, config, weight_dtype, **(options or {}))
+
+    def predict(self, model):
+        """A prediction of the workers, as ComfyUI's sampler asks for it."""
+        generator = torch.Generator().manual_seed(5)
+        latent = torch.randn(1, 16, 8, 8, generator=generator)
+        (text, pooled), = self.comfyui.conditioning("sd3", 1)
+        with torch.inference_mode():
+            result = model.model.diffusion_model(latent, torch.full((1,), 500.0), context=text, y=pooled["pooled_output"])
+        model.cleanup()
+        return result
+
+
+@pytest.fixture
+def pretended(comfyui, monkeypatch):
+    comfyui.groups.close()                                     # room for other workers
+    pretended = Pretended(comfyui, monkeypatch)
+    yield pretended
+    pretended.groups.close()
+
+
+FP16 = {"dtype": torch.float16}                                # held in float32, so that no weight is in the file as it is on the device
+
+
+def held(client):
+    """Bytes of weights on each rank's device."""
+    return [int(numbers["weight_bytes"]) for _, numbers in sorted(client.report_memory().items())]
+
+
+def test_weights_move_as_far_as_comfyui_asks_and_come_back_the_same(pretended):
+    """One story on one group, since groups take long to start: load, room short, room for others, unload, no room to park."""
+    client = pretended.client("cuda:0", "cuda:1")
+    model = pretended.model("cuda:0", "cuda:1", options=FP16, ulysses=2)
+    management, patcher_of = pretended.management, lambda: [loaded.model for loaded in management.current_loaded_models]
+
+    management.load_models_gpu([model])
+    assert pretended.sent == ["soft_empty_cache", "LoadModel"]
+    whole, (own, other) = held(client)[0], held(client)
+    assert whole > 1e6 and own == other
+    assert abs(model.model_size() - own) < 0.01 * own and model.loaded_size() == model.model_size()
+    before = pretended.predict(model)
+
+    # A step with hardly any memory free: the model is in use, nothing of it goes.
+    pretended.free_bytes, pretended.sent[:] = 2 ** 20, []
+    management.load_models_gpu([model], memory_required=8 * GB, minimum_memory_required=6 * GB)
+    assert pretended.sent == ["soft_empty_cache"] and held(client) == [own, other]
+    assert pretended.pins == []                                # it needs no page-locked memory of ComfyUI's
+
+    # Another model needs room on cuda:0, a third of ours: cuda:1 keeps everything.
+    needed = own // 3
+    pretended.free_bytes = GB - needed
+    management.free_memory(GB, CUDA)
+    now = held(client)
+    assert now[1] == other and own // 2 < now[0] <= own - needed
+    assert patcher_of() == [model] and abs(model.loaded_size() - now[0]) < 0.01 * own
+    assert client.group.segments.names() == []                 # it goes with the workers, whatever becomes of them
+    pretended.free_bytes, pretended.sent[:] = 20 * GB, []
+    management.load_models_gpu([model])
+    assert pretended.sent == ["soft_empty_cache", "RestoreModel"] and held(client) == [own, other]
+    assert torch.equal(pretended.predict(model), before)
+
+    # "Unload models": nothing is on any device, and it comes back without the file.
+    management.unload_all_models()
+    assert held(client) == [0, 0] and model.loaded_size() == 0 and patcher_of() == []
+    pretended.sent.clear()
+    assert torch.equal(pretended.predict(model), before)       # also where nothing asked for it to be loaded
+    assert "RestoreModel" in pretended.sent and "LoadModel" not in pretended.sent
+    management.load_models_gpu([model])
+
+    # What has once been written need not be written again, so that it may be parked whatever is free; a new model may not.
+    pretended.room = 0
+    management.unload_all_models()
+    assert held(client) == [0, 0] and client.holds(model.model.remote.spec.name)
+    fresh = pretended.model("cuda:0", "cuda:1", options=FP16 | {"prefix": "model.diffusion_model."}, ulysses=2)
+    management.load_models_gpu([fresh])
+    assert held(client) == [own, other]
+    management.unload_all_models()
+    assert held(client) == [0, 0] and not client.holds(fresh.model.remote.spec.name)
+    assert torch.equal(pretended.predict(fresh), before)
+
+
+def test_comfyui_is_told_of_the_stage_on_its_own_device(pretended):
+    """PipeFusion: half of the model is there, and another device is no concern of ComfyUI's when it has no worker."""
+    model = pretended.model("cuda:0", "cuda:1", pipefusion=2)
+    whole = pretended.model("cuda:0", "cuda:1", ulysses=2).model_size()
+    assert whole / 2 <= model.model_size() < 0.6 * whole
+
+    client = pretended.client("cuda:0", "cuda:1")
+    pretended.management.load_models_gpu([model])
+    own, other = held(client)
+
+    assert abs(model.model_size() - own) < 0.01 * own and own + other < 1.2 * whole
+    assert model.load_device == CUDA
+    assert pretended.model("cuda:1", "cuda:2", ulysses=2).load_device == torch.device("cuda:1")
+    assert pretended.model("cuda:0", "cuda:0", ulysses=2).model_size() == 2 * whole
+
+
+def test_a_group_parks_what_another_has_on_its_device(pretended):
+    """As much as it lacks; ComfyUI itself knows one device of a model only."""
+    first, second = pretended.client("cuda:0", "cuda:1"), pretended.client("cuda:1")
+    one = pretended.model("cuda:0", "cuda:1", options=FP16, ulysses=2)
+    pretended.management.load_models_gpu([one])
+    own = held(first)[0]
+    two = pretended.model("cuda:1")
+    spare = int(pretended.management.minimum_inference_memory()) + two.model_size()
+    report = second.report_memory
+    second.report_memory = lambda: {0: report()[0] | {"free_bytes": spare - own // 3}}
+
+    pretended.management.load_models_gpu([two])
+
+    now = held(first)
+    assert now[0] == own and own // 2 < now[1] <= own - own // 3
+    assert second.holds(two.model.remote.spec.name)
+
+
+@pytest.fixture
+def vae(vae_of):
+    return vae_of("vae-sd3")                                   # loaded where ComfyUI really is
+
+
+def test_a_decode_asks_for_what_it_needs(vae, pretended):
+    """ComfyUI's estimate is several times as much, for which it would unload the diffusion model."""
+    client = pretended.client("cuda:0", "cuda:1")
+    asked = []
+    load = pretended.management.load_models_gpu
+    pretended.monkeypatch.setattr(pretended.management, "load_models_gpu",
+                                  lambda models, memory_required=0, **options: asked.append((models[0], memory_required)) or load(models))
+    latent = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(1))
+
+    autoencoder = importlib.import_module(f"{pretended.comfyui.pack.__name__}.nodes.bridge.autoencoder")
+    autoencoder.decode(vae, latent, pretended.comfyui.config("auto"))
+
+    (_, nothing), (patcher, needed) = asked
+    decoder_bytes = sum(tensor.nbytes for name, tensor in vae.first_stage_model.state_dict().items() if name.startswith("decoder."))
+    assert patcher.model_size() == patcher.loaded_size() >= decoder_bytes
+    assert nothing == 0 and needed == client.estimate(patcher.model.remote.name, latent.shape, 1)
+    assert 0 < needed < vae.memory_used_decode(latent.shape, vae.vae_dtype) / 2
+
+
+def test_asking_for_a_devices_memory_makes_no_context_there(comfyui, monkeypatch):
+    """mem_get_info and memory_stats would, and take up to half a gigabyte."""
+    memory_of = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups").memory_of
+    for name in ("mem_get_info", "memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: pytest.fail(f"a context on {device}"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"total_memory": 24 * GB}))
+
+    assert memory_of("cuda:1") == 24 * GB
+    assert memory_of("cpu") > 0

@@ -1,0 +1,55 @@
+"""Where the ranks of a group hold a model's weights, as they have told the host: on their devices, or parked in host memory.
+
+The client keeps a Residence for each model that its workers hold.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from ..partition import holders
+
+
+@dataclass
+class Residence:
+    """Bytes of a model's weights on each rank of a group.
+
+    weight_bytes: all that a rank holds. homeless_bytes: those of them that are not in the file as the rank has them, and need memory
+    to be parked; ranks that hold the same weights share it. largest_bytes: the largest weight. parked_bytes: what is in host memory alone.
+    """
+
+    parts: list[list[int]]                 # ranks that hold the same weights
+    weight_bytes: list[int]
+    homeless_bytes: list[int]
+    largest_bytes: list[int]
+    parked_bytes: list[int]
+    written_bytes: list[int] = field(default_factory=list)     # of each part: weights from the first on that have been parked before
+
+    @classmethod
+    def told(cls, stages, done):
+        """What the ranks' answers to LoadModel say. done: {rank: Done}."""
+        parts = holders(len(done), stages)
+        numbers = {name: [int(done[rank].numbers[name]) for rank in sorted(done)]
+                   for name in ("weight_bytes", "homeless_bytes", "largest_bytes", "parked_bytes")}
+        return cls(parts, **numbers, written_bytes=[0] * len(parts))
+
+    def targets(self, ranks, num_bytes):
+        """What each rank is to have parked in all, so that these ranks free num_bytes more between them."""
+        share = num_bytes if math.isinf(num_bytes) else -(-int(num_bytes) // len(ranks))
+        return [min(held, parked + share) if rank in ranks else parked
+                for rank, (held, parked) in enumerate(zip(self.weight_bytes, self.parked_bytes))]
+
+    def needed_bytes(self, targets):
+        """Host memory that parking so much takes, for each part of the model. A weight is parked whole."""
+        needed = []
+        for part, written in zip(self.parts, self.written_bytes):
+            target = max(targets[rank] for rank in part)
+            first = part[0]
+            beyond = target - written + self.largest_bytes[first] if target > written else 0
+            needed.append(min(beyond, self.homeless_bytes[first], self.weight_bytes[first] - written))
+        return needed
+
+    def parked(self, done):
+        """Take in the ranks' answers to ParkModel or RestoreModel."""
+        self.parked_bytes = [int(done[rank].numbers["parked_bytes"]) for rank in sorted(done)]
+        self.written_bytes = [max([written, *(self.parked_bytes[rank] for rank in part)])
+                              for part, written in zip(self.parts, self.written_bytes)]

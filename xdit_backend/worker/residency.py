@@ -1,0 +1,101 @@
+"""Where the weights of one model are on this rank: on its device, or parked in host memory. Used by the engine.
+
+A weight's home is its place in host memory. It is the map of the checkpoint file, where the file has the weight as the device does: all
+processes share its pages, and writing them anywhere else would only take memory twice. What was cast or computed when it was loaded
+gets its home in a segment that all ranks with the same weights share. Weights do not change, so a home once made stays good: to park
+a weight is to let go of the device's copy.
+"""
+
+import bisect
+import ctypes
+import itertools
+import sys
+
+from ..protocol.segments import map_segment
+
+ALIGNMENT = 64                             # bytes; of a weight's place in a segment, as torch's allocators have it
+
+
+class Residency:
+    """The weights of a model on this rank. Those parked are always the first so many, in the order of the model's modules.
+
+    files: {id of a weight: its home in the checkpoint file}, where it has one. bring(tensor) copies from host memory to the device,
+    fetch(tensor, target) back.
+    """
+
+    def __init__(self, model, files, bring, fetch):
+        self._bring, self._fetch = bring, fetch
+        self._weights = [weight for weight in (*model.parameters(), *model.buffers()) if not weight.is_meta]
+        self._homes = [files.get(id(weight)) for weight in self._weights]
+        sizes = [_aligned(weight.nbytes) for weight in self._weights]
+        self._sums = list(itertools.accumulate(sizes))
+        self._num_parked = 0
+        self._largest_bytes = max(sizes, default=0)
+        self._homeless_bytes = sum(size for size, home in zip(sizes, self._homes) if home is None)
+
+    @property
+    def numbers(self):
+        """What the host keeps account of: see host/residence.py."""
+        return {"weight_bytes": self._sums[-1], "homeless_bytes": self._homeless_bytes, "largest_bytes": self._largest_bytes,
+                "parked_bytes": self.parked_bytes}
+
+    @property
+    def parked_bytes(self):
+        return self._sums[self._num_parked - 1] if self._num_parked else 0
+
+    @property
+    def device_bytes(self):
+        """Bytes of the weights on the device, without what aligns them."""
+        return sum(weight.nbytes for weight in self._weights[self._num_parked:])
+
+    def num_weights(self, num_bytes):
+        """How many of the first weights make up so many bytes, or the least that are more."""
+        return bisect.bisect_left(self._sums, num_bytes) + 1 if num_bytes > 0 else 0
+
+    def park(self, targets, own, segment):
+        """Let go of the device's copies of the first weights, until targets[own] bytes are in host memory alone.
+
+        targets: of all ranks that hold the same weights; they share the work of writing those that have no home yet, which they
+        find in the same places of `segment`. Nobody may read a home before all of these ranks are done.
+        """
+        counts = [min(self.num_weights(target), len(self._weights)) for target in targets]
+        memory, start = map_segment(segment), 0
+        for index in range(max(counts)):
+            if self._homes[index] is None:
+                weight = self._weights[index].data
+                self._homes[index] = home = _place(weight, memory, start)
+                start += _aligned(weight.nbytes)
+                writers = [rank for rank, count in enumerate(counts) if count > index]
+                if writers[index % len(writers)] == own:
+                    self._fetch(weight, home)
+        for index in range(self._num_parked, counts[own]):
+            self._weights[index].data = self._homes[index]
+            self._num_parked = index + 1
+
+    def restore(self, on_progress=lambda done, total: None):
+        """Bring all weights back to the device."""
+        total = self._num_parked
+        while self._num_parked:
+            weight = self._weights[self._num_parked - 1]
+            weight.data = self._bring(weight.data)
+            self._num_parked -= 1
+            if self._num_parked % 32 == 0:
+                on_progress(total - self._num_parked, total)
+
+
+def return_freed_memory():
+    """Have the C library give the system back what was freed, which CPU workers are set up to keep for activations."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:                                       # glibc's
+        trim(0)
+
+
+def _aligned(num_bytes):
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _place(weight, memory, start):
+    """Part of a segment (uint8), from byte `start` on, as a tensor like `weight`; in its order of dims where it leaves no gaps."""
+    flat = memory[start:start + weight.nbytes].view(weight.dtype)
+    is_dense = 1 + sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride())) == weight.numel()
+    return flat.as_strided(weight.shape, weight.stride()) if is_dense else flat.view(weight.shape)
