@@ -63,6 +63,8 @@ COMPILED = {"_compiled_call_impl"}                             # of a module tha
 
 def refuse_patcher(patcher):
     """Raise UnsupportedError where a ShellPatcher, its options or its modules carry what the workers would not honour."""
+    if not hasattr(patcher.model, "diffusion_model"):          # the half of a VAE, which no node can change
+        return
     fresh = vars(comfy.model_patcher.ModelPatcher(patcher.model, patcher.remote.load_device, patcher.offload_device))
     found = []
     for name, value in vars(patcher).items():
