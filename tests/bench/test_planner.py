@@ -41,7 +41,7 @@ def table(tmp_path_factory):
                 lines.append({
                     "id": f"R{len(lines)}", "source": "made", "model": model, "resolution": str(tokens), "frames": 1, "tokens": tokens,
                     "text_tokens": 512, "steps": 20, "cfg_branches": 2, "gpu": card, "number": number, "link": link, "machine": machine,
-                    "layout": str(layout), **{f"deg_{name}": layout.get(name, 1) for name in planner.DEGREES.values()}, "warmup": 1,
+                    "layout": str(layout), **{f"deg_{name}": layout.get(name, 1) for name in planner.DEGREES}, "warmup": 1,
                     "compiled": 0, "seconds": 1.0})
     path = write(tmp_path_factory.mktemp("planner") / "runs.csv", COLUMNS, lines)
     rows, chance = read_rows(path), random.Random(0)
@@ -86,13 +86,13 @@ def test_what_is_not_measured_does_not_move_the_fit(table):
 
 
 def test_the_command_prints_all_models_and_links(table, tmp_path, capsys):
-    names = ("model", "number", "tokens", "text_tokens", "cfg_branches", *planner.DEGREES.values(), "gb")
+    names = ("model", "number", "tokens", "text_tokens", "cfg_branches", *planner.DEGREES, "gb")
     lines = []
     for layout in ({}, {"pipefusion": 4}, {"ulysses": 4}):
         degrees = Degrees(**layout)
         formula = rank_memory(NETS["flux.1-dev"], Job(4096, 512, 1), degrees, beside_bytes=7e9).total / 1e9
         lines.append({"model": "flux.1-dev", "number": degrees.devices, "tokens": 4096, "text_tokens": 512, "cfg_branches": 1,
-                      "gb": formula, **{name: layout.get(name, 1) for name in planner.DEGREES.values()}})
+                      "gb": formula, **{name: layout.get(name, 1) for name in planner.DEGREES}})
     memory = write(tmp_path / "memory.csv", names, lines)
 
     planner.print_seconds(table)

@@ -54,11 +54,10 @@ RELATIVES = {"flux.1-schnell": "flux.1-dev", "chroma": "flux.1-dev", "qwen-image
 CARDS = {"A100-80G": (312e12, 1.9e12), "A100": (312e12, 1.9e12), "L40": (181e12, 0.864e12), "L20": (119.5e12, 0.864e12),
          "H100": (989e12, 3.35e12), "H20": (148e12, 4.0e12), "T4": (65e12, 0.3e12), "V100": (125e12, 0.9e12),
          "RTX 2000 Ada": (48e12, 0.224e12)}
-DEGREES = {"cfg": "cfg", "ulysses": "ulysses", "ring": "ring", "pipefusion": "pipefusion", "tensor": "tensor",
-           "displaced": "distrifusion"}                     # ours -> the tables'
-MEMORY_COLUMNS = ("model", "tokens", "text_tokens", "cfg_branches", "number", "gb", *DEGREES.values())
+DEGREES = ("cfg", "ulysses", "ring", "pipefusion", "tensor", "distrifusion")           # as the tables call them
+MEMORY_COLUMNS = ("model", "tokens", "text_tokens", "cfg_branches", "number", "gb", *DEGREES)
 COLUMNS = ("id", "source", "model", "resolution", "frames", "tokens", "text_tokens", "steps", "cfg_branches", "gpu", "number", "link",
-           "machine", "layout", *(f"deg_{name}" for name in DEGREES.values()), "patches", "warmup", "compiled", "seconds", "note",
+           "machine", "layout", *(f"deg_{name}" for name in DEGREES), "patches", "warmup", "compiled", "seconds", "note",
            "exclude")
 COLLECTIVES = {"ulysses": "all_to_all", "ring": "hop", "displaced": "gather", "tensor": "all_reduce"}
 GROUP_SIZES = (2, 4, 8, 16)
@@ -105,8 +104,7 @@ def read_rows(path):
 def row_of(line):
     degrees = None
     if not line["layout"].startswith("best"):
-        degrees = Degrees(num_patches=int(line["patches"] or 0), warmup_steps=warmup_of(line),
-                          **{ours: int(line[f"deg_{theirs}"]) for ours, theirs in DEGREES.items()})
+        degrees = replace(degrees_of(line, "deg_"), num_patches=int(line["patches"] or 0), warmup_steps=warmup_of(line))
     megapixels = 0.0
     if "end to end" in line["note"]:
         width, height = (int(size) for size in line["resolution"].split("x"))
@@ -115,6 +113,11 @@ def row_of(line):
               line["compiled"] == "1", megapixels)
     return Row(line["id"], line["source"], line["model"], line["resolution"], line["gpu"], int(line["number"]), line["link"],
                line["machine"], line["layout"], degrees, job, float(line["seconds"]), line.get("held_out", "0") == "1")
+
+
+def degrees_of(line, prefix=""):
+    cfg, ulysses, ring, pipefusion, tensor, displaced = (int(line[prefix + name]) for name in DEGREES)
+    return Degrees(cfg, ulysses, ring, pipefusion, tensor, displaced)
 
 
 def warmup_of(line):
@@ -171,7 +174,7 @@ RATES = {"NVLink": {"all_to_all": 60, "hop": 80, "all_reduce": 40, "gather": 80}
 
 def usual_constants(rows, probed):
     """{constant: (its usual value, its spread as a logarithm)}. A constant is a name and what it is of."""
-    constants = {(name,): value for name, value in USUAL.items()}
+    constants: dict[tuple, tuple] = {(name,): value for name, value in USUAL.items()}
     for link, rates in RATES.items():
         constants |= {(collective, link): (rate, 0.2) for collective, rate in rates.items()}
     for row in rows:
@@ -283,7 +286,7 @@ def read_memory_rows(path):
     with open(path, newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
             if line["model"] in NETS:
-                degrees = Degrees(**{ours: int(line[theirs]) for ours, theirs in DEGREES.items()})
+                degrees = degrees_of(line)
                 job = Job(int(line["tokens"]), int(line["text_tokens"]), 1, int(line["cfg_branches"]))
                 rows.append((line["model"], line["number"] == "1" and line.get("held_out", "0") != "1", float(line["gb"]),
                              rank_memory(NETS[line["model"]], job, degrees).total / 1e9))
