@@ -67,7 +67,8 @@ def _compare(needed, found, family, name):
     missing, unknown = [key for key in needed if key not in found], [key for key in found if key not in needed]
     other = [f"{key} is {list(found[key].shape)} and should be {list(needed[key].shape)}" for key in needed
              if key in found and found[key].shape != needed[key].shape]
-    for keys, what in ((missing, f"lacks tensors of a {family.name} model"), (other, f"has tensors of shapes that do not fit a {family.name} model"),
+    for keys, what in ((missing, f"lacks tensors of a {family.name} model"),
+                       (other, f"has tensors of shapes that do not fit a {family.name} model"),
                        (unknown, f"has tensors that a {family.name} model does not")):
         if keys:
             more = f", and {len(keys) - NUM_NAMED} more" if len(keys) > NUM_NAMED else ""
