@@ -110,7 +110,7 @@ def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words)
      "a UNet model"),
     (["transformer_blocks.0.attn.add_q_proj.weight"], "under diffusers' names"), (["a"], "not a diffusion model that xDiT runs")], ids=str)
 def test_other_files_are_called_what_they_are(tmp_path, names, words):
-    write_header(tmp_path / "model.safetensors", {name: (2, 2) for name in names})
+    write_header(tmp_path / "model.safetensors", dict.fromkeys(names, (2, 2)))
 
     with pytest.raises(CheckpointError, match=words):
         recognise(read_header(tmp_path / "model.safetensors"))

@@ -52,3 +52,11 @@ def test_a_file_is_of_one_family(name):
     assert published
     for shapes in published:
         assert [family.name for family in FAMILIES.values() if family.recognise(shapes)] == [name]
+
+
+def test_a_diffusers_that_is_too_old_for_a_family_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.36.0")
+
+    assert FAMILIES["Qwen-Image"].refuse({}) == "it needs diffusers 0.37 or newer, and this is 0.36.0"
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.37.0")
+    assert FAMILIES["Qwen-Image"].refuse({}) is None

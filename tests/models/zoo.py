@@ -58,7 +58,9 @@ HUNYUAN_DIT = Family(
         skips=lambda num_blocks: {block: num_blocks - 1 - block for block in range(num_blocks // 2 + 1, num_blocks)}),
     tiny=Tiny(HUNYUAN, "", {}))
 
-CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()}
+# All, but for those that need a newer diffusers than is installed.
+CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
+           if not any(refusal.__name__ == "older_diffusers" and refusal({}) for refusal in family.refusals)}
 TEXT_LENGTHS = {"HunyuanDiT": {"context": 5, "t5": 6}}
 
 

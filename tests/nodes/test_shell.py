@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tiny_checkpoints import families
-from tests.tolerances import close, relative_error
+from tests.tolerances import close
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides; seen: 1e-7 to 3e-6
 

@@ -4,12 +4,14 @@
 """
 
 import importlib
+import importlib.metadata
 import math
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 
 from ..protocol.errors import UnsupportedError
 
@@ -42,6 +44,14 @@ def config_of(**rules):
 def because(reason, condition):
     """A refusal for Family.refusals: the reason, where the condition holds for the shapes."""
     return lambda shapes: reason if condition(shapes) else None
+
+
+def needs_diffusers(version):
+    """A refusal for Family.refusals: of a diffusers that is older, whose transformer's forward takes other arguments."""
+    def older_diffusers(shapes):
+        installed = importlib.metadata.version("diffusers")
+        return f"it needs diffusers {version} or newer, and this is {installed}" if Version(installed) < Version(version) else None
+    return older_diffusers
 
 
 def diffusers_converter(name):

@@ -2,7 +2,7 @@
 
 import torch
 
-from .describe import Packed, because, blocks, config_of, given, has, size, text_mask, timestep
+from .describe import Packed, because, blocks, config_of, given, has, needs_diffusers, size, text_mask, timestep
 from .keys import table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 from .positions import Cut, whole_shapes
@@ -28,7 +28,8 @@ def _amend(model, config):
 QWEN_IMAGE = Family(
     name="Qwen-Image", title="Qwen-Image", transformer="QwenImageTransformer2DModel",
     recognise=has("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),
-    refusals=(because("it makes layers (Qwen-Image-Layered)", has("time_text_embed.addition_t_embedding.weight")),
+    refusals=(needs_diffusers("0.37"),
+              because("it makes layers (Qwen-Image-Layered)", has("time_text_embed.addition_t_embedding.weight")),
               because("it edits pictures (Qwen-Image-Edit 2511)", has("__index_timestep_zero__"))),
     config=config_of(
         patch_size=2, in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0, 4),
