@@ -37,7 +37,7 @@ def config_of(**rules):
     """A config from shapes: rules are asked, anything else stands as it is. `.rules`: these, to compare a folder's config with."""
     def config(shapes):
         return {key: rule(shapes) if callable(rule) else rule for key, rule in rules.items()}
-    config.rules = rules
+    config.rules = rules  # type: ignore[attr-defined]
     return config
 
 

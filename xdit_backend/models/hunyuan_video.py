@@ -33,7 +33,8 @@ KEYS = table(                                                  # the publisher's
 
 def _latent(asked):
     if any(side % 2 for side in asked.latent.shape[3:]):
-        raise ConfigError(f"HunyuanVideo takes latents of even sides, and this one is of {asked.latent.shape[3]} x {asked.latent.shape[4]}. "
+        raise ConfigError(f"HunyuanVideo takes latents of even sides, and this one is of {asked.latent.shape[3]} x "
+                          f"{asked.latent.shape[4]}. "
                           f"Use a width and a height that are multiples of 16 pixels.")
     return LATENT(asked)
 

@@ -44,7 +44,8 @@ SD3 = Family(
         qk_norm=lambda shapes: "rms_norm" if "joint_blocks.0.x_block.attn.ln_q.weight" in shapes else None,
         dual_attention_layers=lambda shapes: tuple(sorted(
             int(name.split(".")[1]) for name in shapes if name.endswith("x_block.attn2.qkv.weight")))),
-    convert=diffusers_converter("convert_sd3_transformer_checkpoint_to_diffusers"), latent=LATENT, amend=_amend, by_tensors=("sample_size",),
+    convert=diffusers_converter("convert_sd3_transformer_checkpoint_to_diffusers"), latent=LATENT, amend=_amend,
+    by_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": given("y")},
