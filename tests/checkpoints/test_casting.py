@@ -16,7 +16,7 @@ from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import SINGLE
 from xdit_backend.protocol.messages import ModelSpec
-from xdit_backend.worker.model import Loaded
+from xdit_backend.worker.models import Loaded
 
 CPU = torch.device("cpu")
 

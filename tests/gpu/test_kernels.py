@@ -18,7 +18,7 @@ from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import SINGLE
 from xdit_backend.parallel.rows import RowSplit, group_norm_rows
-from xdit_backend.worker.model import Loaded
+from xdit_backend.worker.models import Loaded
 
 pytestmark = pytest.mark.gpu
 

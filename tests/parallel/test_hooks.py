@@ -16,7 +16,7 @@ from xdit_backend.parallel.mesh import SINGLE, build_mesh
 from xdit_backend.parallel.tokens import Tokens
 from xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from xdit_backend.protocol.messages import Layout
-from xdit_backend.worker.model import Loaded
+from xdit_backend.worker.models import Loaded
 
 EXACT = 1e-12
 LAYOUTS = {"ulysses2": Layout(ulysses_degree=2), "ring2": Layout(ring_degree=2), "ring3": Layout(ring_degree=3),

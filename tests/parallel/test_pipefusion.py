@@ -19,7 +19,7 @@ from xdit_backend.parallel.pipefusion import KeyValues, Link, Offload
 from xdit_backend.partition import cut_patches, split_stages, stage_blocks
 from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol.messages import Layout
-from xdit_backend.worker.model import Loaded
+from xdit_backend.worker.models import Loaded
 
 EXACT = 1e-12
 SIGMAS = [1.0, 0.75, 0.5, 0.25]                               # three steps

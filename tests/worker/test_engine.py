@@ -29,14 +29,14 @@ def carry_out(rank, world_size, commands):
     torch.set_grad_enabled(False)
     for index, command in enumerate(commands):
         for upcoming in commands[index:index + 3]:
-            if not engine.foresee(upcoming):
+            if not engine.prefetch(upcoming):
                 break
         numbers = engine.carry_out(command)
-    for link in engine._links.values():
+    for link in engine.links:
         link.drain()
         assert link.num_posted == link.num_received
-    return numbers | {"sent": sum(link.num_sent for link in engine._links.values()),
-                      "received": sum(link.num_received for link in engine._links.values())}
+    return numbers | {"sent": sum(link.num_sent for link in engine.links),
+                      "received": sum(link.num_received for link in engine.links)}
 
 
 @pytest.fixture

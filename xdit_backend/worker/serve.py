@@ -21,7 +21,7 @@ from .engine import Engine
 
 log = logging.getLogger(__name__)
 
-FORESEEN = 3                               # commands whose receives are posted: the one at hand and two ahead
+PREFETCHED = 3                               # commands whose receives are posted: the one at hand and two ahead
 
 
 def serve(folder, rank, devices, store_port):
@@ -45,8 +45,8 @@ def serve(folder, rank, devices, store_port):
     while True:
         while not waiting or not commands.empty():
             waiting.append(commands.get())
-        for upcoming in itertools.islice(waiting, FORESEEN):
-            if not _foresee(engine, upcoming):
+        for upcoming in itertools.islice(waiting, PREFETCHED):
+            if not _prefetch(engine, upcoming):
                 break
         command = waiting.popleft()
         if isinstance(command, Stop):
@@ -64,9 +64,9 @@ def serve(folder, rank, devices, store_port):
     dist.destroy_process_group()
 
 
-def _foresee(engine, command):
+def _prefetch(engine, command):
     try:
-        return engine.foresee(command)
+        return engine.prefetch(command)
     except Exception:                                          # it fails again, and is reported, when its turn comes
         log.exception("cannot prepare %s", type(command).__name__)
         return False

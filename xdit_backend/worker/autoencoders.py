@@ -1,0 +1,85 @@
+"""The VAEs on this rank, and decoding and encoding with them. Used by the engine."""
+
+import time
+from contextlib import nullcontext
+from itertools import count as count_from
+
+import torch
+import torch.distributed as dist
+
+from ..checkpoints.vae import load_autoencoder
+from ..parallel.vae import Ranks, decode_rows, encode_rows
+from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
+from ..protocol.segments import map_segment
+from ..protocol.transfers import on_device
+
+
+class Autoencoders:
+    """The VAEs that this rank holds, by the names of their specs. All ranks share each picture, by rows."""
+
+    def __init__(self, device, ferry, report_phase):
+        self._device, self._report_phase = device, report_phase
+        self._loaded, self._planners = {}, {}
+        self._ranks, self._ferry = Ranks(dist.group.WORLD), ferry
+
+    def load(self, spec):
+        if spec.name not in self._loaded:
+            tensors = {name: map_segment(segment) for name, segment in spec.weights.items()}
+            self._loaded[spec.name] = load_autoencoder(tensors, getattr(torch, spec.dtype), self._device, spec.settings)
+            self._planners[spec.name] = RowPlanner(self._loaded[spec.name])
+
+    def estimate(self, command, traffic):
+        """The least bytes that a decode or encode needs on this rank."""
+        return {"needed_bytes": self._planners[command.autoencoder].least_bytes(command.shape, command.scale, self._ranks.count)}
+
+    def drop(self, name):
+        self._loaded.pop(name, None)
+        self._planners.pop(name, None)
+
+    @property
+    def weight_bytes(self):
+        return sum(tensor.nbytes for vae in self._loaded.values() for tensor in (*vae.parameters(), *vae.buffers()))
+
+    def decode(self, command, traffic):
+        vae = self._loaded[command.autoencoder]
+        latent, picture = map_segment(command.latent), map_segment(command.picture)
+        block_size, num_steps = self._plan_rows(command.autoencoder, latent[:1].shape, 1)
+        live, started_s, started_cpu_s = LiveBytes(), time.perf_counter(), time.process_time()
+        for index in range(len(latent)):
+            progress = self._progress("decoding", index, len(latent), num_steps)
+            with live if command.measure_memory else nullcontext():
+                share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), self._ranks, traffic,
+                                    block_size, progress)
+            if share is not None:
+                # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
+                pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
+                self._ferry.fetch(pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
+        return {"sent_bytes": traffic.sent_bytes, "num_exchanges": traffic.num_exchanges,
+                "busy_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s, "peak_bytes": live.peak_bytes}
+
+    def encode(self, command, traffic):
+        vae = self._loaded[command.autoencoder]
+        picture, latent = map_segment(command.picture), map_segment(command.latent)
+        scale = picture.shape[-1] // latent.shape[-1]
+        block_size, num_steps = self._plan_rows(command.autoencoder, picture[:1].shape, scale)
+        for index in range(len(picture)):
+            progress = self._progress("encoding", index, len(picture), num_steps)
+            share = encode_rows(vae, picture[index:index + 1], scale, self._ranks, traffic,
+                                block_size=block_size, on_convolution=progress)
+            if share is not None:
+                latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
+
+    def _plan_rows(self, name, shape, scale):
+        return self._planners[name].plan(shape, scale, self._ranks, free_bytes(self._device))
+
+    def _progress(self, text, index, count, num_steps):
+        """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth."""
+        steps = count_from(index * num_steps)
+        total = count * max(1, num_steps)
+
+        def step():
+            done = next(steps)
+            if done * 20 // total != (done - 1) * 20 // total:
+                self._report_phase(text, done, total)
+        self._report_phase(text, index * max(1, num_steps), total)
+        return step

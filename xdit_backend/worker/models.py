@@ -1,0 +1,144 @@
+"""The models on this rank: loaded with their hooks, each with the blocks of this rank's stage. Used by the engine.
+
+What a forward of one needs, and what it receives from the stage before, is said here as well.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..checkpoints.transformer import block_bytes, block_sizes, load_transformer
+from ..models import FAMILIES
+from ..models.plan import Family
+from ..parallel.collectives import Traffic, all_gather
+from ..parallel.context import ForwardContext, rows_of, tokens_of
+from ..parallel.hooks import Hooks
+from ..parallel.regions import message_size
+from ..partition import FULL, holders, split_stages, stage_blocks, stage_of
+from ..protocol.errors import XDiTError
+from ..protocol.messages import ModelSpec
+from ..protocol.transfers import on_device
+from .residency import Residency
+
+
+class Models:
+    """The models that this rank holds, by the names of their specs."""
+
+    def __init__(self, rank, world_size, device, ferry, report_phase):
+        self._rank, self._world_size, self._device, self._report_phase = rank, world_size, device, report_phase
+        self._ferry = ferry
+        self._loaded = {}
+
+    def __contains__(self, name):
+        return name in self._loaded
+
+    def __getitem__(self, name):
+        if name not in self._loaded:
+            raise XDiTError(f"The model {name} is not loaded on rank {self._rank}. Queue the prompt again.")
+        return self._loaded[name]
+
+    def load(self, spec):
+        """Load a model, unless it is here. A collective: every rank calls it. Returns the numbers of its residency."""
+        if spec.name in self._loaded:
+            return self._loaded[spec.name].residency.numbers
+        family = FAMILIES[spec.family]
+        report = lambda done, total: self._report_phase("loading weights", done, total)  # noqa: E731
+        blocks = range(0)
+
+        def held_blocks(model):
+            nonlocal blocks
+            blocks = every_block = range(len(block_sizes(model, family.plan)))
+            if spec.stages is not None:
+                counts = spec.stages.num_blocks or self._balanced(spec, model, family)
+                blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
+            return every_block if spec.stages is None or spec.stages.every_block else blocks
+
+        files = {}
+        model, config = load_transformer(spec, family, self._device, report, held_blocks, files)
+        hooks = Hooks(model, family.plan)
+        residency = Residency(model, files, self._bring, self._ferry.fetch)
+        self._loaded[spec.name] = Loaded(model, config, family, hooks, getattr(torch, spec.compute_dtype), blocks, spec, residency)
+        return residency.numbers
+
+    def drop(self, name):
+        self._loaded.pop(name, None)
+
+    def park(self, command):
+        """Let go of weights on the device, which then are in host memory alone."""
+        residency, parts = self[command.name].residency, holders(self._world_size, self[command.name].spec.stages)
+        number = next(number for number, ranks in enumerate(parts) if self._rank in ranks)
+        targets = [command.targets[rank] for rank in parts[number]]
+        residency.park(targets, parts[number].index(self._rank), command.segments[number])
+        return residency.numbers
+
+    def restore(self, command):
+        """Bring a model's weights back to the device."""
+        residency = self[command.name].residency
+        residency.restore(lambda done, total: self._report_phase("bringing weights back", done, total))
+        return residency.numbers
+
+    @property
+    def weight_bytes(self):
+        """Bytes of weights on the device."""
+        return sum(loaded.residency.device_bytes for loaded in self._loaded.values())
+
+    @property
+    def parked_bytes(self):
+        """Bytes of weights in host memory alone."""
+        return sum(loaded.residency.parked_bytes for loaded in self._loaded.values())
+
+    def _bring(self, weight):
+        """A weight in host memory on the device, with the same order of dims."""
+        if self._device.type == "cpu":
+            return weight
+        return self._ferry.bring(weight) if weight.is_contiguous() else weight.to(self._device)
+
+    def _balanced(self, spec, model, family):
+        """Blocks of each stage, balanced by cost, by the speed of the stages' devices and by what they can hold.
+
+        model: without weights. A collective: every rank calls it.
+        """
+        speed, free = 1.0, math.inf
+        if self._device.type == "cuda":
+            speed = torch.cuda.get_device_properties(self._device).multi_processor_count
+            free = torch.cuda.mem_get_info(self._device)[0] * FULL
+        mine = torch.tensor([[speed, free]], dtype=torch.float64, device=self._device)
+        devices = all_gather(mine, [1] * self._world_size, 0, dist.group.WORLD, Traffic()).tolist()
+        stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
+                  for stage in range(spec.stages.pipefusion_degree)]
+        return split_stages([size * share for size, share in block_sizes(model, family.plan)], len(stages),
+                            speeds=[min(speed for speed, _ in ranks) for ranks in stages],
+                            sizes=block_bytes(model, family, spec),
+                            limits=[min(free for _, free in ranks) for ranks in stages])
+
+
+@dataclass
+class Loaded:
+    """A model on this rank."""
+
+    model: torch.nn.Module
+    config: dict
+    family: Family
+    hooks: Hooks
+    dtype: torch.dtype             # of its arithmetic
+    blocks: range                  # the blocks of this rank's stage; all, where there are no stages
+    spec: ModelSpec | None = None
+    residency: Residency | None = None
+
+    def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, **keeping):
+        """The ForwardContext of a latent or its patch. keeping: where keys and values are kept, ForwardContext's fields for that."""
+        family, num_blocks = self.family, self.hooks.num_blocks
+        if keeping:
+            keeping |= {"kept_blocks": self.blocks, "step": tuple(timestep.tolist())}
+        return ForwardContext(
+            family.inputs(latent, on_device(timestep, latent.device), conditioning, self.config, patch), mesh, traffic,
+            self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,
+            tokens_of(family, mesh, latent.shape, conditioning, patch), patch,
+            None if patch is None else rows_of(family, latent.shape, patch), **keeping)
+
+    def received_size(self, mesh, shape, conditioning, patch=None):
+        """Elements of the message that the stage before sends for a latent (or patch) of this shape."""
+        tokens = tokens_of(self.family, mesh, shape, conditioning, patch)
+        return message_size(self.hooks.message_units(self.blocks.start), shape[0], self.family.width(self.config), tokens)

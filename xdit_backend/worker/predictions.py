@@ -1,0 +1,143 @@
+"""Predictions on this rank: conditioning that is kept for a run, process groups, and the traffic between stages. Used by the engine."""
+
+import torch
+
+from ..parallel.mesh import build_mesh
+from ..parallel.pipefusion import KeyValues, Link, Offload
+from ..partition import shard_sizes, shard_start
+from ..protocol.segments import map_segment
+from ..protocol.transfers import on_device
+from .clock import Clock
+
+
+class Predictions:
+    """What this rank keeps between predictions: conditioning, keys and values, groups and links of layouts, posted receives."""
+
+    def __init__(self, models, world_size, device, ferry):
+        self._models, self._world_size, self._device = models, world_size, device
+        self._conditioning, self._key_values = {}, {}
+        self._meshes, self._links, self._posted = {}, {}, {}
+        self._unclaimed = []               # receives of commands that failed before they waited; gloo needs them kept
+        self._ferry, self._clock = ferry, Clock(device)
+
+    @property
+    def links(self):
+        """The links of all layouts that have stages."""
+        return self._links.values()
+
+    def report(self):
+        """Numbers for ReportMemory."""
+        return {"num_conditionings": len(self._conditioning), "busy_s": self._clock.take(),
+                "key_value_bytes": sum(kept.num_bytes for kept in self._key_values.values())}
+
+    def keep_conditioning(self, command, traffic):
+        self._conditioning[command.name] = {
+            name: self._ferry.bring(map_segment(segment)) for name, segment in command.tensors.items()}
+
+    def drop_conditioning(self, command, traffic):
+        for name in command.names:
+            self._conditioning.pop(name, None)
+            self._key_values.pop(name, None)
+
+    def prefetch(self, command):
+        """Post the receives of a Predict ahead; False where what it needs is not here yet."""
+        if command.layout not in self._meshes or command.model not in self._models:
+            return False
+        if any(branch.conditioning not in self._conditioning for branch in command.branches):
+            return False
+        if command.request not in self._posted:
+            self._posted[command.request] = self._post_receives(command)
+        return True
+
+    def predict(self, command, traffic):
+        """Run this rank's branch, batch share, stage and token shard; the first rank of the last stage writes the prediction."""
+        loaded, mesh = self._models[command.model], self._mesh(command.layout)
+        clock, waits = self._clock, []
+        start = clock.mark()
+        handles = self._posted.pop(command.request, None) or self._post_receives(command)
+        traffic.num_exchanges += len(handles)             # what others send cannot be called off
+        link = self._link(mesh, command.layout)
+        self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
+        for branch, first, last in self._parts(command, mesh):
+            is_first_stage = mesh.ranks["pipefusion"] == 0
+            shape = (last - first, *branch.latent.shape[1:])
+            latent = on_device(map_segment(branch.latent)[first:last], self._device).to(loaded.dtype) if is_first_stage \
+                else torch.zeros(shape, dtype=loaded.dtype, device=self._device)        # only its shape is used
+            context = self._context(loaded, mesh, command, branch, latent, first, traffic)
+            if handles:
+                handle = handles.pop(0)
+
+                def arrive(handle=handle):
+                    asked = clock.mark()
+                    message = link.receive(handle)
+                    waits.append((asked, clock.mark()))
+                    return message
+                context.arrive = arrive
+            output, message = loaded.hooks.run(context)
+            if message is not None:
+                link.send(message, traffic)
+            elif mesh.sequence_rank == 0:
+                self._ferry.fetch(loaded.family.prediction(output, latent), map_segment(branch.prediction)[first:last])
+        clock.add(start, clock.mark(), waits)
+        return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take()}
+
+    def _parts(self, command, mesh):
+        """[(branch, first image, last image + 1)]: what this rank runs of a command, in the order in which it travels."""
+        parts = []
+        for index, branch in enumerate(command.branches):
+            if index % mesh.degrees["cfg"] != mesh.ranks["cfg"]:
+                continue
+            batch = branch.latent.shape[0]
+            start = shard_start(batch, mesh.degrees["data"], mesh.ranks["data"])
+            size = shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]
+            if command.by_image:
+                parts += [(branch, image, image + 1) for image in range(start, start + size)]
+            elif size:                                         # fewer images than data ranks: this one rests
+                parts.append((branch, start, start + size))
+        return parts
+
+    def _context(self, loaded, mesh, command, branch, latent, first, traffic):
+        batch, rows = branch.latent.shape[0], slice(first, first + latent.shape[0])
+        conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch else tensor, loaded.dtype)
+                        for name, tensor in self._conditioning[branch.conditioning].items()}
+        keeping = {}
+        if command.keep or command.patch is not None:
+            keeping = {"key_values": self._kept(loaded, branch.conditioning),
+                       "first_image": first - shard_start(batch, mesh.degrees["data"], mesh.ranks["data"]),
+                       "num_images": shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]}
+        return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, **keeping)
+
+    def _kept(self, loaded, conditioning):
+        """The keys and values of a conditioning, made when they are first kept."""
+        if conditioning not in self._key_values:
+            offload = loaded.spec.stages is not None and loaded.spec.stages.offload
+            self._key_values[conditioning] = KeyValues(Offload(self._device) if offload else None)
+        return self._key_values[conditioning]
+
+    def _post_receives(self, command):
+        """Handles for the hidden states of each part of a command; [] on the first stage."""
+        loaded, mesh = self._models[command.model], self._mesh(command.layout)
+        if mesh.ranks["pipefusion"] == 0:
+            return []
+        link, handles = self._link(mesh, command.layout), []
+        for branch, first, last in self._parts(command, mesh):
+            shape = (last - first, *branch.latent.shape[1:])
+            size = loaded.received_size(mesh, shape, self._conditioning[branch.conditioning], command.patch)
+            handles.append(link.post_receive(size, loaded.dtype))
+        return handles
+
+    def _link(self, mesh, layout):
+        if mesh.degrees["pipefusion"] > 1 and layout not in self._links:
+            self._links[layout] = Link(mesh, self._device)
+        return self._links.get(layout)
+
+    def _mesh(self, layout):
+        """The process groups of a layout, made when it is first used. Commands come in one order, so ranks agree."""
+        if layout not in self._meshes:
+            self._meshes[layout] = build_mesh(layout, self._world_size)
+        return self._meshes[layout]
+
+
+def _as_input(tensor, dtype):
+    """Conditioning in the model's dtype; masks stay whole numbers."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
