@@ -87,6 +87,7 @@ class RemoteModel:
         conditioning = {"context": context, **extra}
         call = Call(x, timestep, {name: tensor for name in self.family.conditioning
                                   if (tensor := conditioning.get(name)) is not None})
+        self.check_conditioning(call.conditioning)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
         return branches.ask(branches.Question(self, call, schedule, sigmas, num_branches)).to(x.device)
 
@@ -162,3 +163,14 @@ class RemoteModel:
             needs = f"{channels} channels, " + ("frames, rows and columns" if num_dims == 3 else "rows and columns")
             raise ConfigError(f"The latent has {given}, and {self.family.name} works on (batch, {needs}). It was made for another model: "
                               f"use the VAE or the empty latent node that belongs to this one.")
+
+    def check_conditioning(self, conditioning):
+        """Refuse text of another model. conditioning: {name: tensor}. Raises ConfigError."""
+        for name, argument in self.family.conditioning.items():
+            if argument is None or name not in conditioning:
+                continue
+            given, needed = conditioning[name].shape[-1], self._transformer_config[argument]
+            if given < needed or (given > needed and name == "context"):       # of a wider pooled text the first numbers count
+                what = "text" if name == "context" else "pooled text"
+                raise ConfigError(f"The conditioning has {what} of {given} numbers a token, and this {self.family.name} model takes {needed}. "
+                                  f"It was made by another text encoder: use the CLIP or text encoder that belongs to this model.")

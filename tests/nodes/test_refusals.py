@@ -160,9 +160,13 @@ def test_more_sequence_ranks_than_tokens_are_refused_and_the_group_survives(comf
     assert {numbers["pid"] for numbers in comfyui.groups.client(("cpu", "cpu")).report_memory().values()} == pids
 
 
-def test_conditioning_of_another_model_fails_by_name_and_the_group_survives(comfyui, model):
-    with pytest.raises(comfyui.errors.WorkerFailedError, match=r"Worker rank . \(cpu\) failed with RuntimeError"):
-        comfyui.sample(model, "sd3", positive=[[torch.zeros(1, 20, 50), {"pooled_output": torch.zeros(1, 64)}]])
+@pytest.mark.parametrize("text, pooled, message", [
+    (50, 64, r"has text of 50 numbers a token, and this SD3 model takes 96"), (200, 64, "text of 200 numbers"),
+    (96, 30, r"has pooled text of 30 numbers a token, and this SD3 model takes 64"),
+], ids=["narrow", "wide", "pooled"])
+def test_conditioning_of_another_model_is_refused_by_name_and_the_group_survives(comfyui, model, text, pooled, message):
+    with pytest.raises(comfyui.errors.ConfigError, match=message):
+        comfyui.sample(model, "sd3", positive=[[torch.zeros(1, 20, text), {"pooled_output": torch.zeros(1, pooled)}]])
 
     comfyui.sample(model, "sd3")
 
