@@ -129,7 +129,7 @@ def decode(latents):
     """Pictures [B, 3, 128, 128] in -1..1."""
     tensors = load_file(WEIGHTS / "vae" / "xdit_demo_vae.safetensors")
     weights = {name: tensor for name, tensor in tensors.items() if name.startswith("taesd_")}      # the others are the host's
-    autoencoder = load_autoencoder(weights, torch.float32, "cpu")
+    autoencoder = load_autoencoder(weights, torch.float32, torch.device("cpu"))
     return torch.cat([autoencoder.decode(some).sample.clamp(-1, 1) for some in latents.float().split(16)])
 
 
