@@ -42,7 +42,7 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device, setting
             if getattr(vae, quant, None) is not None:
                 setattr(vae, quant, None)
     _check_fit(tensors, weights, vae)
-    ferry = Ferry(device)
+    ferry = Ferry(torch.device(device))
     copies = {name: ferry.bring(weight).to(dtype) for name, weight in weights.items()}
     vae.load_state_dict(copies, assign=True)
     return vae.eval().requires_grad_(False)
