@@ -24,6 +24,8 @@ class Question:
     schedule: torch.Tensor | None          # the sigmas of the run; None outside of a sampler
     sigmas: torch.Tensor                   # of the call
     num_branches: int = 1                  # that ComfyUI has put into its batch, one after the other
+    whole_because: str | None = None       # with PipeFusion: what pipeline.why_whole and why_drained have said
+    drained_because: str | None = None
 
     def halves(self):
         """The call as two, of one branch each."""
@@ -66,8 +68,8 @@ def answer(questions):
     """The predictions for questions to one model, at most MAX_BRANCHES of them."""
     first = questions[0]
     if len(questions) == 1 and first.num_branches == MAX_BRANCHES and first.remote.runs_branches_apart():
-        return [torch.cat(first.remote.predict(first.schedule, first.sigmas, first.halves()))]
-    return first.remote.predict(first.schedule, first.sigmas, [question.call for question in questions])
+        return [torch.cat(first.remote.predict(first, first.halves()))]
+    return first.remote.predict(first, [question.call for question in questions])
 
 
 def run_branches(calc_cond_batch, model, conds, x, timestep, model_options):

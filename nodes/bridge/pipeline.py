@@ -41,7 +41,7 @@ PATCHWISE, WHOLE, DRAINED = "xdit_patchwise", "xdit_whole", "xdit_drained"     #
 def why_whole(conds, model_options):
     """Why every step of this workflow has to be whole, in a person's words; None if it need not."""
     options = model_options.get("transformer_options", {})
-    if WHOLE in options:
+    if options.get(WHOLE) is not None:
         return options[WHOLE]
     for entry in (entry for cond in conds if cond for entry in cond):
         for key, text in PARTS.items():

@@ -5,11 +5,12 @@ import torch
 from ...xdit_backend.host.client import Call
 from ...xdit_backend.planner import choose_layout, describe_layout, rank_bytes
 from ...xdit_backend.protocol.errors import ConfigError
-from .carried import refuse_call, refuse_changed_modules, refuse_model_options
+from .carried import refuse_call, refuse_changed_modules
 from .groups import GROUPS, parking_room, show_text
-from .pipeline import DRAINED, PipelineRun, why_one_call, why_whole
+from .pipeline import DRAINED, WHOLE, PipelineRun
 
-PATIENCE_S = 0.5
+PATIENCE_S = 0.5                           # to wait for the workers' memory when a run ends
+
 
 class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
@@ -27,7 +28,7 @@ class RemoteModel:
         self._transformer_config, self._latent_format = transformer_config, latent_format
         self._rank_bytes = [rank_bytes(weight_bytes, spec.stages)] * len(devices)        # until the workers have told theirs
         self.how = None                                        # how this run is split, in a person's words; None before it
-        self._pipeline = self._schedule = self._whole_because = self._drained_because = None
+        self._pipeline = self._schedule = None
 
     # --- what placement.py asks ---
 
@@ -68,7 +69,7 @@ class RemoteModel:
     def end_run(self):
         self._looked_at.clear()
         self._end_pipeline()
-        self.how = self._whole_because = self._drained_because = None
+        self.how = None
         client = GROUPS.client_if(self.devices)
         if client is not None:
             client.end_run(self)
@@ -89,51 +90,46 @@ class RemoteModel:
                                   if (tensor := conditioning.get(name)) is not None})
         self.check_conditioning(call.conditioning)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
-        return branches.ask(branches.Question(self, call, schedule, sigmas, num_branches)).to(x.device)
-
-    def splits_branches(self, base_model, conds, model_options):
-        """Do the branches of ComfyUI's calc_cond_batch run as coroutines? Called before each."""
-        refuse_model_options(model_options)
-        if self.spec.stages is not None:
-            self._whole_because = why_whole(conds, model_options)
-            self._drained_because = model_options["transformer_options"].get(DRAINED)
-        return sum(bool(cond) for cond in conds) > 1 and self.runs_branches_apart() and not why_one_call(base_model, model_options)
+        return branches.ask(branches.Question(self, call, schedule, sigmas, num_branches, transformer_options.get(WHOLE),
+                                              transformer_options.get(DRAINED))).to(x.device)
 
     def runs_branches_apart(self):
         """Are two branches two calls for the workers, and not one of twice the batch?"""
         return self.spec.stages is not None or self._layout(2).cfg_degree > 1
 
-    def begin_run(self, schedule, shape):
-        """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent."""
+    def begin_run(self, schedule, shape, whole_because=None, drained_because=None):
+        """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent. The others: see pipeline.py."""
         self._end_pipeline()
         client = GROUPS.client(self.devices)
         client.load_model(self.spec)
         self._schedule = schedule
         self._pipeline = PipelineRun(client, self.spec, self.family, self._transformer_config, self.config, self._layout(1),
                                      schedule, shape)
-        self._show(self._pipeline.describe(self._whole_because, self._drained_because))
+        self._show(self._pipeline.describe(whole_because, drained_because))
         return self._pipeline
 
-    def predict(self, schedule, sigmas, calls):
-        """The predictions for one or two calls of this model, see branches.Question."""
+    def predict(self, question, calls):
+        """The predictions for one or two calls of this model, all of the step that the branches.Question is of."""
         if self.spec.stages is not None:
-            return self._predict_in_stages(schedule, sigmas.max().item(), calls)
+            return self._predict_in_stages(question, calls)
         layout = self._layout(len(calls))
         client = GROUPS.client(self.devices)
         client.load_model(self.spec)
         self._show(describe_layout(layout) + self.config.idle)
         return client.predict(self.spec, layout, self.num_channels, calls, run=self)
 
-    def _predict_in_stages(self, schedule, sigma, calls):
+    def _predict_in_stages(self, question, calls):
         from . import patches
+        sigma = question.sigmas.max().item()
         predictions = patches.ask(self, calls, sigma)
         if predictions is not None:
             return predictions
+        schedule = question.schedule
         if schedule is None:                                   # called outside of a sampler: no step can be stale
             schedule = torch.tensor([sigma])
         if self._pipeline is None or schedule is not self._schedule:
-            self.begin_run(schedule, calls[0].latent.shape)
-        return self._pipeline.predict(calls, sigma, self._whole_because)
+            self.begin_run(schedule, calls[0].latent.shape, question.whole_because, question.drained_because)
+        return self._pipeline.predict(calls, sigma, question.whole_because)
 
     def _refuse_changed_modules(self, schedule, sigmas):
         """Nodes may change modules for the time of a call. Looked at once for each noise level of a run."""
@@ -172,5 +168,5 @@ class RemoteModel:
             given, needed = conditioning[name].shape[-1], self._transformer_config[argument]
             if given < needed or (given > needed and name == "context"):       # of a wider pooled text the first numbers count
                 what = "text" if name == "context" else "pooled text"
-                raise ConfigError(f"The conditioning has {what} of {given} numbers a token, and this {self.family.name} model takes {needed}. "
-                                  f"It was made by another text encoder: use the CLIP or text encoder that belongs to this model.")
+                raise ConfigError(f"The conditioning has {what} of {given} numbers a token, and this {self.family.name} model takes "
+                                  f"{needed}. It was made by another text encoder: use the CLIP that belongs to this model.")

@@ -6,8 +6,9 @@ from contextlib import nullcontext
 
 from comfy.patcher_extension import WrapperExecutor
 
+from .carried import refuse_model_options
 from .groups import show_text
-from .pipeline import DRAINED, PATCHWISE, WHOLE, why_drained, why_whole, why_whole_run
+from .pipeline import DRAINED, PATCHWISE, WHOLE, why_drained, why_one_call, why_whole, why_whole_run
 
 
 def calc_cond_batch(executor, *arguments):
@@ -23,7 +24,13 @@ def _calc_cond_batch(original, model, conds, x, timestep, model_options):
     """
     from . import branches  # here and below: the nodes load where greenlet is missing
     remote = getattr(model, "remote", None)
-    if remote is None or not remote.splits_branches(model, conds, model_options):
+    if remote is None:
+        return original(model, conds, x, timestep, model_options)
+    refuse_model_options(model_options)
+    if remote.spec.stages is not None:                         # the reason travels with the calls
+        options = {**model_options["transformer_options"], WHOLE: why_whole(conds, model_options)}
+        model_options = {**model_options, "transformer_options": options}
+    if sum(bool(cond) for cond in conds) < 2 or not remote.runs_branches_apart() or why_one_call(model, model_options):
         return original(model, conds, x, timestep, model_options)
     return branches.run_branches(original, model, conds, x, timestep, model_options)
 
