@@ -158,13 +158,17 @@ def test_all_ranks_share_one_copy_of_the_file(tmp_path):
     from xdit_backend.models import FAMILIES
     config = {**FAMILIES["SD3"].tiny.config, "num_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
               "caption_projection_dim": 512}
-    SD3Transformer2DModel(**config).save_pretrained(tmp_path / "transformer")
-    file_bytes = sum(file.stat().st_size for file in (tmp_path / "transformer").glob("*.safetensors"))
-    header = read_header(tmp_path)
+    specs = []
+    for name, num_layers in (("small", 1), ("large", 4)):
+        SD3Transformer2DModel(**{**config, "num_layers": num_layers}).save_pretrained(tmp_path / name / "transformer")
+        header = read_header(tmp_path / name)
+        specs.append(model_spec(header, recognise(header), "float32", "float32"))
+    file_bytes = sum(file.stat().st_size for file in (tmp_path / "large" / "transformer").glob("*.safetensors"))
     client = Client(("cpu", "cpu"))
     try:
+        client.load_model(specs[0])                            # a worker imports diffusers' model with its first
         before = [psutil.Process(pid).memory_full_info().uss for pid in worker_pids(client)]
-        client.load_model(model_spec(header, recognise(header), "float32", "float32"))
+        client.load_model(specs[1])
         after = [psutil.Process(pid).memory_full_info().uss for pid in worker_pids(client)]
     finally:
         client.close()

@@ -1,6 +1,6 @@
 """Weights that are held in another type than a model computes in, such as float8: cast where they are used, as ComfyUI does it.
 
-Placed by the loader on each rank, before the seams.
+Placed by the loader on each rank, before the hooks.
 """
 
 import functools
@@ -12,7 +12,7 @@ from torch import nn
 def cast_at_use(model, dtype):
     """Let every module compute in `dtype` with parameters that are held in other types, and go on holding them so.
 
-    A cast lives while its own module runs; no module casts those of another. What the seams evaluate once a step is cast once.
+    A cast lives while its own module runs; no module casts those of another. What the hooks evaluate once a step is cast once.
     """
     for module in model.modules():
         names = [name for name, parameter in module.named_parameters(recurse=False)
