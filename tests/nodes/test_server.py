@@ -97,7 +97,7 @@ def watch(host, prompt, on_message, preview_method="latent2rgb", timeout_s=120):
 def workers(host):
     """Pids of the host's workers (not of torchrun)."""
     return sorted(process.pid for process in psutil.Process(host.process.pid).children(recursive=True)
-                  if "xdit_backend.worker" in process.cmdline() and "torch.distributed.run" not in process.cmdline())
+                  if "xdit_backend.worker" in process.cmdline() and "xdit_backend.host.torchrun" not in process.cmdline())
 
 
 def test_picture_equals_the_native_nodes(server, base):
