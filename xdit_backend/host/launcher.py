@@ -194,7 +194,7 @@ class WorkerGroup:
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
-                                    master_listen_fd=listening.detach())
+                                    master_listen_fd=listening.detach(), use_libuv=False)   # libuv's takes no socket before 2.7
         command = [
             sys.executable, "-m", "xdit_backend.host.torchrun", "--nnodes=1", f"--nproc-per-node={len(self.devices)}",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=is_host=0", "--max-restarts=0",
