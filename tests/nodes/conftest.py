@@ -117,3 +117,12 @@ def vae_of(comfyui):
                 vaes[name] = comfyui.nodes.VAELoader().load_vae(name)[0]
         return vaes[name]
     return load
+
+
+@pytest.fixture
+def said(comfyui, monkeypatch):
+    """What the node tells a person about the run."""
+    texts = []
+    for module in ("remote", "wrappers"):
+        monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.{module}"], "show_text", texts.append)
+    return texts

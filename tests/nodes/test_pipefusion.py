@@ -195,15 +195,6 @@ def test_a_latent_of_one_token_equals_native(comfyui):
     close(result, comfyui.sample(comfyui.native("sd3"), "sd3", latent=latent), EXACT)
 
 
-@pytest.fixture
-def said(comfyui, monkeypatch):
-    """What the node tells a person about the run."""
-    texts = []
-    for module in ("remote", "wrappers"):
-        monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.{module}"], "show_text", texts.append)
-    return texts
-
-
 def test_dpm_adaptive_runs_whole_and_the_node_says_so(comfyui, said):
     arguments = {"sampler": "dpm_adaptive", "steps": 2}
 

@@ -1,7 +1,5 @@
 """Nodes that wrap or change the sampling, and guiders with two MODELs: what they see and give is as with ComfyUI's own model."""
 
-import sys
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,15 +8,6 @@ from tests.nodes.test_pipefusion import EXACT, STALE, oracle, sample_oracle, sta
 from tests.tolerances import close, relative_error
 
 WRAPPED = ("outer_sample", "sampler_sample", "predict_noise", "calc_cond_batch", "apply_model", "model_function_wrapper")
-
-
-@pytest.fixture
-def said(comfyui, monkeypatch):
-    """What the node tells a person about the run."""
-    texts = []
-    for module in ("remote", "wrappers"):
-        monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.{module}"], "show_text", texts.append)
-    return texts
 
 
 def looking_at_all(model, where):

@@ -1,11 +1,9 @@
 """What the cost model needs to know of a family's model, derived from its config and its modules' shapes."""
 
-import importlib
-
 import torch
 
 from ..forecast.cost import Net
-from .transformer import block_sizes
+from .transformer import build
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
 
@@ -14,10 +12,10 @@ def net_of(family, config):
     """The Net of a model with this config of diffusers; no weights are made."""
     from accelerate import init_empty_weights
     with init_empty_weights():
-        model = getattr(importlib.import_module("diffusers"), family.transformer).from_config(config)
-    width, num_blocks = family.width(model.config), len(block_sizes(model, family.plan))
-    lists = [(list_.image_share, block) for list_ in family.plan.blocks for block in model.get_submodule(list_.name)]
-    elements = sum(share * _matrix_elements(block, family.plan.once) for share, block in lists) / num_blocks
+        model = build(family, config)
+    blocks = [(list_.image_share, block) for list_ in family.plan.blocks for block in model.get_submodule(list_.name)]
+    width, num_blocks = family.width(model.config), len(blocks)
+    elements = sum(share * _matrix_elements(block, family.plan.once) for share, block in blocks) / num_blocks
     heads = family.num_heads(model.config)
     joint = any("text" in streams for streams in family.plan.attention.values())
     return Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
