@@ -162,11 +162,14 @@ def state_dict(kind, size="test", encoder=False, positions=None):
     return tensors
 
 
-def save(kind, path, size="test", prefix="", dtype=None, encoder=False, positions=None):
-    """Write a checkpoint."""
+def save(kind, path, size="test", prefix="", dtype=None, encoder=False, positions=None, vae=None):
+    """Write a checkpoint. vae: the kind of one that is in the same file, as in all-in-one checkpoints, after some of a text encoder."""
     from safetensors.torch import save_file
     tensors = {prefix + name: tensor if dtype is None else tensor.to(dtype)
                for name, tensor in state_dict(kind, size, encoder, positions).items()}
+    if vae is not None:
+        tensors |= {f"first_stage_model.{name}": tensor for name, tensor in state_dict(vae, encoder=True).items()}
+        tensors["cond_stage_model.text_model.encoder.layers.0.mlp.fc1.weight"] = torch.ones(4, 4)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     config = {"config": json.dumps({"vae": VAE_CONFIGS[kind]})} if kind in VAE_CONFIGS else {}
     save_file(tensors, str(path), metadata={"format": "pt", **config})

@@ -62,6 +62,10 @@ class ComfyUI:
     def ours(self, kind, config, weight_dtype="fp32", **options):
         return self.load_model.execute(self.file(kind, **options), weight_dtype, config).args[0]
 
+    def all_in_one(self, kind):
+        """The name of an all-in-one checkpoint: the diffusion model, a VAE, and some of a text encoder."""
+        return self.file(kind, folder="checkpoints", prefix="model.diffusion_model.", vae="vae-sd3")
+
     def transformer_config(self, kind):
         """The arguments of diffusers' class for the tiny checkpoint."""
         return families()[kind].config(read_header(self.base / "diffusion_models" / self.file(kind)).shapes)

@@ -186,6 +186,19 @@ def test_file_formats_equal_native_ksampler(comfyui, options):
     close(result, comfyui.sample(native, "sd3"), TOLERANCE)
 
 
+@pytest.mark.parametrize("kind", ["sd3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "sd3")])
+def test_the_diffusion_model_of_an_all_in_one_checkpoint_equals_native_ksampler(comfyui, kind):
+    import comfy.sd
+    name = comfyui.all_in_one(kind)
+    assert name in comfyui.load_model.define_schema().inputs[0].options
+    path = comfyui.base / "checkpoints" / name
+    native = comfy.sd.load_checkpoint_guess_config(str(path), output_vae=False, output_clip=False)[0]
+
+    result = comfyui.sample(comfyui.load_model.execute(name, "default", comfyui.config()).args[0], kind, steps=2)
+
+    close(result, comfyui.sample(native, kind, steps=2), TOLERANCE)
+
+
 @pytest.mark.parametrize("weight_dtype, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp8_e4m3fn", torch.float8_e4m3fn)])
 def test_weight_dtypes_equal_native_ksampler(comfyui, weight_dtype, dtype):
     """On a CPU ComfyUI computes in float32 with weights of any type, cast where they are used. So do workers."""
