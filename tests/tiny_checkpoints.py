@@ -15,8 +15,11 @@ from pathlib import Path
 import torch
 
 SEED = 1234
-SHORT = {"Flux.1": "flux", "Wan 2.1": "wan", "PixArt-Sigma": "pixart"}
-VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}), "flux-schnell": ("flux", {"guidance_embed": False})}
+SHORT = {"Flux.1": "flux", "PixArt-Sigma": "pixart"}
+VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}), "flux-schnell": ("flux", {"guidance_embed": False}),
+            "wan-i2v": ("wan", {"model_type": "i2v", "in_dim": 36}), "wan22-i2v": ("wan", {"in_dim": 36}),
+            "wan-flf": ("wan", {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 8}),
+            "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}), "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48})}
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
 AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox", "vae-ltx",

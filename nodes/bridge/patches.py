@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from greenlet import getcurrent
 
+import comfy.conds
 import comfy.k_diffusion.sampling as k_sampling
 import comfy.samplers
 
@@ -22,15 +23,29 @@ from .branches import Task, end_tasks
 class PatchTask(Task):
     """A coroutine that samples one patch; its parent is told what it asks of the workers."""
 
-    def __init__(self, run, remote):
+    def __init__(self, run, remote, cut):
         super().__init__(run)
         self.remote = remote                   # the RemoteModel whose patches these are
+        self.cut = cut                         # a tensor of the whole latent's rows -> of the patch's
 
 
 def ask(remote, requests, sigma):
     """The predictions for a patch's requests, from the sampler that runs the patches of this model; None outside of it."""
     current = getcurrent()
     return current.parent.switch((requests, sigma)) if isinstance(current, PatchTask) and current.remote is remote else None
+
+
+def cut_conditioning(remote, conds):
+    """ComfyUI's conds, where a patch is being sampled, with the patch's rows of what is as large as the whole latent."""
+    task = getcurrent()
+    if not isinstance(task, PatchTask) or task.remote is not remote:
+        return conds
+
+    def cut(entry):
+        pictures = {name: cond._copy_with(task.cut(cond.cond)) for name, cond in entry["model_conds"].items()
+                    if isinstance(cond, comfy.conds.CONDNoiseShape)}
+        return {**entry, "model_conds": {**entry["model_conds"], **pictures}}
+    return [[cut(entry) for entry in cond] if cond else cond for cond in conds]
 
 
 @contextmanager
@@ -71,7 +86,8 @@ class PatchwiseSampler:
                                     extra_args=self._patch_arguments(index), callback=functools.partial(self._show, index),
                                     disable=True if index else disable, **options)
 
-        self._tasks = [PatchTask(run_patch, self._remote) for _ in self._run.patches]
+        self._tasks = [PatchTask(run_patch, self._remote, functools.partial(self._slice, index=index))
+                       for index in range(len(self._run.patches))]
         try:
             with self._noise.drawn_whole():
                 for index in range(len(self._tasks)):

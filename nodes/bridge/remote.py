@@ -23,7 +23,7 @@ class RemoteModel:
         self.modules, self.load_device, self._looked_at = modules, load_device, set()
         self.spec, self.family = spec, family
         self.num_heads = family.num_heads(transformer_config)
-        self.num_channels = family.num_channels(transformer_config)
+        self.num_channels, self._taken_channels = family.num_channels(transformer_config), family.taken_channels(transformer_config)
         self.config, self.devices = config, devices
         self._transformer_config, self._latent_format = transformer_config, latent_format
         self._rank_bytes = [rank_bytes(weight_bytes, spec.stages)] * len(devices)        # until the workers have told theirs
@@ -84,7 +84,7 @@ class RemoteModel:
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas", timestep)
         refuse_call(self.family, control, transformer_options, extra)
         self._refuse_changed_modules(schedule, sigmas)
-        self.check_latent(x)
+        self.check_latent(x, self._taken_channels)
         conditioning = {"context": context, **extra}
         call = Call(x, timestep, {name: tensor for name in self.family.conditioning
                                   if (tensor := conditioning.get(name)) is not None})
@@ -151,9 +151,9 @@ class RemoteModel:
             show_text(f"running on {', '.join(self.devices)}: {how}")
             self.how = how
 
-    def check_latent(self, x):
-        """Refuse a latent of another model. Raises ConfigError."""
-        channels, num_dims = self._latent_format.latent_channels, self._latent_format.latent_dimensions
+    def check_latent(self, x, channels=None):
+        """Refuse a latent of another model. channels: where it is not the latent alone. Raises ConfigError."""
+        channels, num_dims = channels or self._latent_format.latent_channels, self._latent_format.latent_dimensions
         if not torch.is_tensor(x) or x.is_nested or x.ndim != num_dims + 2 or x.shape[1] != channels:
             given = f"the shape {tuple(x.shape)}" if torch.is_tensor(x) and not x.is_nested else "several parts"
             needs = f"{channels} channels, " + ("frames, rows and columns" if num_dims == 3 else "rows and columns")
@@ -166,7 +166,9 @@ class RemoteModel:
             if argument is None or name not in conditioning:
                 continue
             given, needed = conditioning[name].shape[-1], self._transformer_config[argument]
-            if given < needed or (given > needed and name == "context"):       # of a wider pooled text the first numbers count
-                what = "text" if name == "context" else "pooled text"
+            if needed is None:                                 # a model without this input, as ComfyUI's
+                continue
+            if given < needed or (given > needed and name != "y"):             # of a wider pooled text the first numbers count
+                what = {"y": "pooled text", "clip_fea": "a picture's CLIP vision tokens"}.get(name, "text")
                 raise ConfigError(f"The conditioning has {what} of {given} numbers a token, and this {self.family.name} model takes "
                                   f"{needed}. It was made by another text encoder: use the CLIP that belongs to this model.")

@@ -28,6 +28,8 @@ def _calc_cond_batch(original, model, conds, x, timestep, model_options):
         return original(model, conds, x, timestep, model_options)
     refuse_model_options(model_options)
     if remote.spec.stages is not None:                         # the reason travels with the calls
+        from . import patches
+        conds = patches.cut_conditioning(remote, conds)
         options = {**model_options["transformer_options"], WHOLE: why_whole(conds, model_options)}
         model_options = {**model_options, "transformer_options": options}
     if sum(bool(cond) for cond in conds) < 2 or not remote.runs_branches_apart() or why_one_call(model, model_options):

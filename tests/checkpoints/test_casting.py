@@ -84,7 +84,7 @@ def test_weights_cast_at_use_equal_comfyuis(file_of, kind, storage):
     ("Flux.1", {"guidance_embeds": True}, 0),
     ("SD3", {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
              "qk_norm": "rms_norm"}, 192 * 192 * 2432),
-    ("Wan 2.1", {}, 1024 * 128 * 4 * 2 + 5120 * (16 * 4 + 1))], ids=["flux-dev", "sd3.5-large", "wan-14b"])
+    ("Wan", {}, 1024 * 128 * 4 * 2 + 5120 * (16 * 4 + 1))], ids=["flux-dev", "sd3.5-large", "wan-14b"])
 def test_a_published_model_in_float8_takes_a_byte_a_parameter(name, config, tables):
     """Beside: SD3's table of positions; Wan's rotary tables in float32, and its patch embedding, which ComfyUI does not round."""
     family = FAMILIES[name]

@@ -28,10 +28,19 @@ FLUX_SCHNELL = {
     **blocks("double_blocks.", 19, {"img_attn.norm.key_norm.scale": (128,), "img_mod.lin.weight": (18432, 3072)}),
     **blocks("single_blocks.", 38, {"linear1.weight": (21504, 3072)})}
 FLUX_DEV = {**FLUX_SCHNELL, "guidance_in.in_layer.weight": (3072, 256)}
-WAN_14B = {
-    "patch_embedding.weight": (5120, 16, 1, 2, 2), "text_embedding.0.weight": (5120, 4096), "time_embedding.0.weight": (5120, 256),
-    "head.head.weight": (64, 5120), "head.modulation": (1, 2, 5120),
-    **blocks("blocks.", 40, {"self_attn.norm_q.weight": (5120,), "ffn.0.weight": (13824, 5120), "norm3.weight": (5120,)})}
+
+
+def wan(width, feed_forward, num_blocks, in_channels=16, out_channels=16):
+    return {"patch_embedding.weight": (width, in_channels, 1, 2, 2), "text_embedding.0.weight": (width, 4096),
+            "time_embedding.0.weight": (width, 256), "head.head.weight": (out_channels * 4, width), "head.modulation": (1, 2, width),
+            **blocks("blocks.", num_blocks, {"self_attn.norm_q.weight": (width,), "ffn.0.weight": (feed_forward, width),
+                                             "norm3.weight": (width,)})}
+
+
+WAN_14B, WAN_1B, WAN22_5B = wan(5120, 13824, 40), wan(1536, 8960, 30), wan(3072, 14336, 30, 48, 48)
+WAN_I2V = {**wan(5120, 13824, 40, 36), "img_emb.proj.0.bias": (1280,), "img_emb.proj.1.weight": (1280, 1280),
+           **blocks("blocks.", 40, {"cross_attn.k_img.weight": (5120, 5120)})}
+WAN_FLF = {**WAN_I2V, "img_emb.emb_pos": (1, 514, 1280)}
 PIXART_SIGMA = {
     "x_embedder.proj.weight": (1152, 4, 2, 2), "final_layer.linear.weight": (32, 1152), "t_block.1.weight": (6912, 1152),
     "y_embedder.y_proj.fc1.weight": (1152, 4096), **blocks("blocks.", 28, {"attn.qkv.weight": (3456, 1152)})}
@@ -59,8 +68,14 @@ PUBLISHED = {
     "flux-dev": ("Flux.1", FLUX_DEV, {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "in_channels": 64,
                                       "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}),
     "flux-schnell": ("Flux.1", FLUX_SCHNELL, {"num_layers": 19, "guidance_embeds": False}),
-    "wan-14b": ("Wan 2.1", WAN_14B, {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824, "text_dim": 4096,
-                                     "in_channels": 16, "out_channels": 16, "cross_attn_norm": True}),
+    "wan-14b": ("Wan", WAN_14B, {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824, "text_dim": 4096,
+                                     "in_channels": 16, "out_channels": 16, "cross_attn_norm": True, "image_dim": None}),
+    "wan-1.3b": ("Wan", WAN_1B, {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}),
+    "wan-i2v-14b": ("Wan", WAN_I2V, {"in_channels": 36, "out_channels": 16, "image_dim": 1280, "added_kv_proj_dim": 5120,
+                                     "pos_embed_seq_len": None}),
+    "wan-flf2v-14b": ("Wan", WAN_FLF, {"in_channels": 36, "image_dim": 1280, "pos_embed_seq_len": 514}),
+    "wan2.2-i2v-14b": ("Wan", wan(5120, 13824, 40, 36), {"in_channels": 36, "out_channels": 16, "image_dim": None}),
+    "wan2.2-ti2v-5b": ("Wan", WAN22_5B, {"in_channels": 48, "out_channels": 48, "num_attention_heads": 24, "num_layers": 30}),
     "qwen-image": ("Qwen-Image", QWEN_IMAGE, {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "in_channels": 64,
                                               "out_channels": 16, "joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56)}),
     "lumina2": ("Lumina 2", LUMINA2, {"hidden_size": 2304, "num_layers": 26, "num_refiner_layers": 2, "num_attention_heads": 24,
@@ -114,8 +129,10 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (QWEN_IMAGE, {"__index_timestep_zero__": (1,)}, "Qwen-Image-Edit 2511"),
     (LUMINA2, {"x_pad_token": (1, 2304)}, "Z-Image"),
     (HUNYUAN_VIDEO, {"img_in.proj.weight": (3072, 33, 1, 2, 2)}, "image-to-video"),
-    (WAN_14B, {"img_emb.proj.0.bias": (1280,)}, "image-to-video"),
-    (WAN_14B, {"vace_blocks.0.before_proj.weight": (1, 1)}, "vace_blocks"),
+    (WAN_14B, {"vace_patch_embedding.weight": (1, 1)}, "of the variant Wan VACE"),
+    (WAN_I2V, {"ref_conv.weight": (1, 1)}, "Wan Fun-Control with a reference picture"),
+    (WAN_I2V, {"audio_proj.audio_proj_glob_1.layer.bias": (1,)}, "Wan with audio"),
+    (WAN_14B, {"more_blocks.0.before_proj.weight": (1, 1)}, "more_blocks"),
     (PIXART_SIGMA, {"ar_embedder.mlp.0.weight": (1, 1)}, "PixArt-Alpha")], ids=lambda value: value if isinstance(value, str) else "")
 def test_variants_that_cannot_be_run_are_refused_by_name(tmp_path, base, extra, words):
     write_header(tmp_path / "model.safetensors", {**base, **extra})

@@ -19,7 +19,7 @@ def usual_config(family):
 
 @pytest.mark.parametrize("name, published", [
     ("Flux.1", "flux.1-dev"), ("PixArt-Sigma", "pixart-alpha"), ("HunyuanVideo", "hunyuanvideo"), ("Qwen-Image", "qwen-image"),
-    ("Wan 2.1", "wan2.1-14b")])
+    ("Wan", "wan2.1-14b")])
 def test_published_sizes(name, published):
     net, known = net_of(FAMILIES[name], usual_config(FAMILIES[name])), NETS[published]
 

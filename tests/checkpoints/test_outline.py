@@ -143,8 +143,8 @@ def families_by_name():
 @pytest.mark.parametrize("name, changes, words", [
     ("PixArt-Sigma", {"use_additional_conditions": True}, "use_additional_conditions = True"),
     ("PixArt-Sigma", {"norm_type": "ada_norm_zero"}, "norm_type = 'ada_norm_zero'"),
-    ("Wan 2.1", {"image_dim": 1280}, "image_dim = 1280"), ("Wan 2.1", {"added_kv_proj_dim": 5120}, "added_kv_proj_dim = 5120"),
-    ("Wan 2.1", {"eps": 1e-5}, "eps = 1e-05"), ("Flux.1", {"axes_dims_rope": [8, 60, 60]}, "axes_dims_rope"),
+    ("Wan", {"rope_max_seq_len": 512}, "rope_max_seq_len = 512"),
+    ("Wan", {"eps": 1e-5}, "eps = 1e-05"), ("Flux.1", {"axes_dims_rope": [8, 60, 60]}, "axes_dims_rope"),
     ("SD3", {"a_new_part": True}, "a_new_part = True")], ids=str)
 def test_settings_of_a_folder_that_are_not_honoured_are_refused(folder_of, name, changes, words):
     with pytest.raises(CheckpointError, match=words):

@@ -20,7 +20,7 @@ from xdit_backend.protocol.messages import Layout, Stages
 
 SIGMAS = [1.0, 0.8, 0.6, 0.4, 0.2]
 STAGES = Stages(2)
-SHAPES = {"Wan 2.1": {"rows": 8, "columns": 6, "frames": 4}}
+SHAPES = {"Wan": {"rows": 8, "columns": 6, "frames": 4}}
 
 
 def small(name, **more):

@@ -17,8 +17,13 @@ class Example:
     family: object
     config: dict
     latent: torch.Tensor
+    times: torch.Tensor                        # (B,), or (B, frames or tokens): as parts of the sampler's
     timestep: torch.Tensor
     conditioning: dict
+
+    def at(self, sigma):
+        """The timestep at a noise level."""
+        return self.times * sigma * self.family.time_scale
 
     def run(self):
         """The model's own prediction, like the latent."""
@@ -61,11 +66,17 @@ HUNYUAN_DIT = Family(
 # All, but for those that need a newer diffusers than is installed.
 CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
            if not any(refusal.__name__ == "older_diffusers" and refusal({}) for refusal in family.refusals)}
+VISION_TOKENS = 5
+# families of which parts of a latent may be at times of their own -> how many parts a latent has
+APART = {"Wan": lambda family, shape: shape[2]}
 TEXT_LENGTHS = {"HunyuanDiT": {"context": 5, "t5": 6}}
 
 
-def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, batch=1, frames=None, masked=False):
-    """A model with seeded weights; rows x columns are latent pixels. The same on every rank. masked: some text is not attended to."""
+def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, batch=1, frames=None, masked=False,
+            apart=False):
+    """A model with seeded weights; rows x columns are latent pixels. The same on every rank. masked: some text is not attended to.
+    apart: parts of the latent are at times of their own.
+    """
     import diffusers
     family = FAMILIES.get(name, HUNYUAN_DIT)
     config = family.tiny.config
@@ -75,13 +86,15 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     generator = torch.Generator().manual_seed(1)
     columns += 60 if name == "PixArt-Sigma" else 0             # it has no positions for latents of less than 66 rows and columns
     shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)
-    latent = torch.randn(batch, family.num_channels(config), *shape, generator=generator).to(dtype)
+    latent = torch.randn(batch, family.taken_channels(config), *shape, generator=generator).to(dtype)
     conditioning = conditioning_of(family, config, generator, TEXT_LENGTHS.get(name, {"context": num_text_tokens}), batch)
     if masked:
         kept = torch.arange(num_text_tokens) < torch.arange(2, 2 + 2 * batch, 2)[:, None]
         conditioning["attention_mask"] = kept.long()
-    timestep = torch.full((batch,), 0.7 * family.time_scale, dtype=dtype)
-    return Example(model, family, config, latent, timestep, {
+    times = torch.ones(batch, dtype=dtype)
+    if apart:
+        times = torch.rand(batch, APART[name](family, latent.shape), generator=generator).to(dtype)
+    return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
 
 
@@ -91,8 +104,8 @@ def conditioning_of(family, config, generator, lengths, batch=1):
     for name, width in family.conditioning.items():
         if name == "guidance":
             made[name] = torch.full((batch,), 3.5)
-        elif width is not None:
-            length = (lengths[name],) if name in lengths else ()
+        elif width is not None and config.get(width) is not None:
+            length = (lengths[name],) if name in lengths else (VISION_TOKENS,) if name == "clip_fea" else ()
             made[name] = torch.randn(batch, *length, config[width], generator=generator)
     return made
 

@@ -8,8 +8,10 @@ import torch
 from tests.checkpoints.test_header import PUBLISHED
 from xdit_backend.models import FAMILIES
 
+FAMILY_NAMES = ("Qwen-Image", "Lumina 2", "HunyuanVideo", "Flux.1", "Wan")
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name][0] in ("Qwen-Image", "Lumina 2", "HunyuanVideo", "Flux.1")])
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name][0] in FAMILY_NAMES])
 def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, name):
     """Recognised by ComfyUI and by us, converted, and loaded: no tensor is missing, none left over, every shape fits."""
     import diffusers

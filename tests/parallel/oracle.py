@@ -63,15 +63,18 @@ class StaleModel:
 
 def simulate(example, patches, warmup_steps, sigmas, dim=2):
     """Sample with Euler steps, patch by patch after the warm-up. patches: [(first row, last + 1)]. Returns the latent."""
-    model, x, scale = StaleModel(example), example.latent, example.family.time_scale
+    model, x = StaleModel(example), example.latent
     for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:])):
-        timestep = torch.full((x.shape[0],), sigma * scale, dtype=x.dtype)
+        timestep = example.at(sigma)
         if step < warmup_steps:
-            x = x + (following - sigma) * model.predict(x, timestep)[:, :x.shape[1]]
+            x = stepped(x, model.predict(x, timestep), following - sigma)
             continue
-        stepped = x.clone()
-        for first, last in patches:
-            velocity = model.predict(x, timestep, (first, last))[:, :x.shape[1]].narrow(dim, first, last - first)
-            stepped.narrow(dim, first, last - first).add_((following - sigma) * velocity)
-        x = stepped
+        x = torch.cat([stepped(x, model.predict(x, timestep, (first, last)), following - sigma).narrow(dim, first, last - first)
+                       for first, last in patches], dim)
     return x
+
+
+def stepped(x, velocity, by):
+    """An Euler step of a latent; channels that no prediction is made for, of pictures beside it, stay as they are."""
+    count = min(x.shape[1], velocity.shape[1])
+    return torch.cat([x[:, :count] + by * velocity[:, :count], x[:, count:]], 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import xdit_backend.parallel.usp as usp
-from tests.models.zoo import CONFIGS, example
+from tests.models.zoo import APART, CONFIGS, example
 from tests.ranks import run_ranks
 from tests.tolerances import within
 from xdit_backend.models import FAMILIES
@@ -75,6 +75,16 @@ def test_masked_text_is_not_attended_to(name, layout):
     within(max(max(result) for result in results), EXACT)
 
 
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("layout", ["ring2-ulysses2", "ring3"])
+def test_times_that_differ_within_a_latent_are_cut_as_its_tokens(name, layout):
+    shapes = [shape | {"apart": apart} for shape in SHAPES.values() for apart in (True, False)]
+
+    results = run_ranks(difference, num_ranks(LAYOUTS[layout]), name, LAYOUTS[layout], shapes)
+
+    within(max(max(result) for result in results), EXACT)
+
+
 def own_keys_only():
     usp.ring_attention = lambda q, k, v, sizes, mesh, scale, traffic, mask: usp.attention_with_lse(q, k, v, scale)[0]
 
@@ -126,7 +136,7 @@ MUTANTS = {function.__name__: function for function in (
     ("own_keys_only", "SD3", "ring2"), ("merge_by_mean", "PixArt-Sigma", "ring2"),
     ("masks_are_forgotten", "Qwen-Image", "ulysses2"), ("mask_of_the_rank_before", "Qwen-Image", "ring2"),
     ("keys_of_another_group", "Lumina 2", "ulysses2"), ("text_after_the_image", "Lumina 2", "ring2"),
-    ("rotary_tables_of_the_first_shard", "Flux.1", "ring2"), ("heads_back_in_reverse", "Wan 2.1", "ulysses2")])
+    ("rotary_tables_of_the_first_shard", "Flux.1", "ring2"), ("heads_back_in_reverse", "Wan", "ulysses2")])
 def test_exactness_notices_a_broken_method(mutant, name, layout):
     shape = MASKED if "mask" in mutant else SHAPES["even"]
 

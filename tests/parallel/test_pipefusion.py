@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.models.zoo import CONFIGS, example
-from tests.parallel.oracle import simulate
+from tests.models.zoo import APART, CONFIGS, example
+from tests.parallel.oracle import simulate, stepped
 from tests.ranks import run_ranks
 from tests.tiers import quick
 from tests.tolerances import within
@@ -23,7 +23,7 @@ from xdit_backend.worker.models import Loaded
 
 EXACT = 1e-12
 SIGMAS = [1.0, 0.75, 0.5, 0.25]                               # three steps
-SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan 2.1": {"rows": 10, "columns": 6, "frames": 5},
+SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan": {"rows": 10, "columns": 6, "frames": 5},
           "Qwen-Image": {"rows": 12, "columns": 6}, "HunyuanVideo": {"rows": 10, "columns": 6, "frames": 5}}
 
 
@@ -51,7 +51,8 @@ class Pipeline:
         output, message = self.loaded.hooks.run(context)
         if message is not None:
             self.link.send(message, self.traffic)
-        prediction = torch.empty_like(latent) if output is None else self.one.family.prediction(output, latent).contiguous()
+        shape = (latent.shape[0], self.one.family.num_channels(self.one.config), *latent.shape[2:])
+        prediction = latent.new_empty(shape) if output is None else self.one.family.prediction(output, latent).contiguous()
         if self.link:
             torch.distributed.broadcast(prediction, torch.distributed.get_world_size() - 1)
         return prediction
@@ -60,13 +61,13 @@ class Pipeline:
         """Euler steps, as in the oracle. patches: of partition.cut_patches."""
         self.key_values.kept.clear()
         self.key_values.once.clear()
-        x, scale = self.one.latent, self.one.family.time_scale
+        x = self.one.latent
         for step, (sigma, following) in enumerate(zip(SIGMAS, SIGMAS[1:])):
-            timestep = torch.full((x.shape[0],), sigma * scale, dtype=x.dtype)
+            timestep = self.one.at(sigma)
             if step < warmup_steps:
-                x = x + (following - sigma) * self.predict(x, timestep)
+                x = stepped(x, self.predict(x, timestep), following - sigma)
                 continue
-            x = torch.cat([piece + (following - sigma) * self.predict(piece, timestep, patch) for patch, rows in patches
+            x = torch.cat([stepped(piece, self.predict(piece, timestep, patch), following - sigma) for patch, rows in patches
                            for piece in [x.narrow(dim, patch.start, rows)]], dim)
         return x
 
@@ -76,10 +77,10 @@ def cuts(one, num_patches, sequence_degree=1):
     return cut_patches(one.latent.shape, size, choose_num_patches(num_patches, 1, one.latent.shape, size, sequence_degree))
 
 
-def errors(rank, world_size, name, layout, settings, num_blocks=None, mutant=None, masked=False):
+def errors(rank, world_size, name, layout, settings, num_blocks=None, mutant=None, options={}):
     """Largest difference from the oracle for each (num_patches, warmup_steps), one after the other on one model."""
     torch.set_grad_enabled(False)
-    one = example(name, **SHAPES.get(name, {"rows": 12, "columns": 6}), masked=masked)
+    one = example(name, **SHAPES.get(name, {"rows": 12, "columns": 6}), **options)
     patches = {num: cuts(one, num, layout.ring_degree * layout.ulysses_degree) for num, _ in settings}
     latent, results = one.latent, []
     dim = patches[settings[0][0]][0][0].dim
@@ -117,7 +118,15 @@ def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(name, n
 @pytest.mark.parametrize("layout", [Layout(pipefusion_degree=2), Layout(ulysses_degree=2), Layout(pipefusion_degree=2, ring_degree=2)],
                          ids=str)
 def test_masked_text_equals_the_oracle(name, layout):
-    results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 0), (2, 3)], None, None, True)
+    results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 0), (2, 3)], None, None, {"masked": True})
+
+    within(max(max(result) for result in results), EXACT)
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("layout", [Layout(pipefusion_degree=2, ring_degree=2)], ids=str)
+def test_times_that_differ_within_a_latent_equal_the_oracle(name, layout):
+    results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 0), (2, 3)], None, None, {"apart": True})
 
     within(max(max(result) for result in results), EXACT)
 
@@ -315,7 +324,7 @@ MUTANTS = {function.__name__: function for function in (
     ("modulation_of_the_step_before", "SD3", Layout(pipefusion_degree=2), (4, 1)),
     ("nothing_is_kept", "PixArt-Sigma", Layout(pipefusion_degree=2), (4, 1)),
     ("positions_of_the_first_patch", "SD3", Layout(pipefusion_degree=2), (4, 1)),
-    ("positions_of_the_first_patch", "Wan 2.1", Layout(pipefusion_degree=2), (4, 1)),
+    ("positions_of_the_first_patch", "Wan", Layout(pipefusion_degree=2), (4, 1)),
     ("own_shard_is_kept_only", "Flux.1", Layout(pipefusion_degree=1, ulysses_degree=2), (4, 1)),
     ("own_shard_is_kept_only", "Flux.1", Layout(pipefusion_degree=1, ring_degree=2), (4, 1)),
     ("text_with_every_patch_forgotten", "SD3", Layout(pipefusion_degree=2), (4, 1)),

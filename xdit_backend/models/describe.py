@@ -22,6 +22,11 @@ def size(name, dim, divided_by=1):
     return lambda shapes: shapes[name][dim] // divided_by
 
 
+def if_there(name, dim):
+    """One size of a tensor; None where the file lacks it."""
+    return lambda shapes: shapes[name][dim] if name in shapes else None
+
+
 def blocks(prefix):
     """Number of blocks named `prefix`0., `prefix`1., ..."""
     return lambda shapes: len({name[len(prefix):].partition(".")[0] for name in shapes if name.startswith(prefix)})
@@ -85,6 +90,10 @@ class Whole:
     def num_tokens(self, shape):
         return math.prod(self.counts(shape))
 
+    def channels(self, in_channels):
+        """Channels of a latent, where the diffusers class has this for `in_channels`."""
+        return in_channels
+
     def padded(self, latent):
         pad = [length for size, patch in zip(reversed(latent.shape[2:]), reversed(self.patch)) for length in (0, -size % patch)]
         return F.pad(latent, pad, mode="circular") if any(pad) else latent
@@ -99,6 +108,9 @@ class Whole:
 @dataclass(frozen=True)
 class Packed(Whole):
     """Latents that travel as tokens (B, T, C * pixels of a token)."""
+
+    def channels(self, in_channels):
+        return in_channels // math.prod(self.patch)
 
     def __call__(self, asked):
         # (B, C, n, p, m, q) -> (B, n * m, C * p * q)

@@ -8,10 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TokenArgument:
-    """A tensor with a token dim, holding all tokens of the streams one after the other (or a tuple of such tensors)."""
+    """A tensor with a token dim, holding all tokens of the streams one after the other (or a tuple of such tensors).
+
+    ndim: it has tokens only where it has so many dims, such as times that differ from token to token.
+    """
 
     dim: int
     streams: tuple[str, ...]
+    ndim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -144,12 +148,17 @@ class Family:
     width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     num_channels: Callable = lambda config: config.get("out_channels") or config["in_channels"]
 
+    def taken_channels(self, config):
+        """Channels of what ComfyUI hands to its model: those of the latent, and of pictures that it adds to them."""
+        return self.latent.channels(config["in_channels"])
+
     def refuse(self, shapes):
         """Why a file of this family cannot be run; None where it can."""
         return next((reason for refusal in self.refusals if (reason := refusal(shapes))), None)
 
     def inputs(self, latent, timestep, conditioning, config, patch=None):
-        """Arguments of the diffusers forward. timestep: (B,), as ComfyUI gives it. patch: a messages.Patch where the latent is one."""
+        """Arguments of the diffusers forward. timestep: as ComfyUI gives it, (B,), or one for each frame or token of the
+        whole latent, (B, N). patch: a messages.Patch where the latent is one."""
         asked = Asked(latent, timestep, conditioning, config, patch)
         return {name: rule(asked) if callable(rule) else rule for name, rule in self.arguments.items()}
 

@@ -1,53 +1,127 @@
-"""Wan 2.1 text-to-video: one stream over frames, rows and columns; text by cross-attention; rotary positions."""
+"""Wan 2.1 and 2.2: one stream over frames, rows and columns; text and CLIP vision tokens by cross-attention; rotary positions.
+
+Pictures come as channels beside the latent's, from ComfyUI; where Wan 2.2's 5B model keeps given frames, they have times of their own.
+"""
 
 import torch
+import torch.nn.functional as F
 
-from .describe import Whole, because, blocks, config_of, diffusers_converter, given, has, size, timestep
+from .describe import Whole, blocks, config_of, diffusers_converter, given, has, if_there, size
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 from .positions import Cut
 
-LATENT, TABLE = Whole((1, 2, 2)), TokenArgument(1, ("image",))
-PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "scaled_fp8"}
+LATENT, TABLE, TIMES = Whole((1, 2, 2)), TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)
+CONVERT = diffusers_converter("convert_wan_transformer_to_diffusers")
+PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "img_emb", "scaled_fp8"}
+
+
+def _variant(shapes):
+    """What other models of this kind have beside its parts."""
+    variants = {"Wan VACE": "vace_patch_embedding.weight", "Wan Camera": "control_adapter.conv.weight",
+                "Wan Fun-Control with a reference picture": "ref_conv.weight", "Wan with audio (HuMo, MultiTalk)": "audio_proj.",
+                "Wan 2.2 S2V": "casual_audio_encoder.encoder.final_linear.weight",
+                "Wan 2.2 Animate": "face_adapter.fuser_blocks.0.k_norm.weight", "Wan SCAIL-2": "patch_embedding_mask.weight",
+                "Wan SCAIL": "patch_embedding_pose.weight", "WanDancer": "patch_embedding_global.weight"}
+    return next((f"of the variant {name}" for name, tensor in variants.items() if has(tensor)(shapes)), None)
 
 
 def _more_parts(shapes):
     extra = sorted({name.split(".")[0] for name in shapes} - PARTS)
-    return f"it has parts that text-to-video models lack ({', '.join(extra)})" if extra else None
+    return f"it has parts that Wan's models for text and pictures lack ({', '.join(extra)})" if extra else None
+
+
+def _convert(tensors, config):
+    """diffusers' converter does not know the places of a first and a last picture."""
+    return CONVERT({name.replace("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"): tensor
+                    for name, tensor in tensors.items()}, config)
+
+
+def _times(asked):
+    """(B,), or (B, frames) where they differ; a patch has its own frames."""
+    times = asked.timestep
+    if times.ndim == 1:
+        return times
+    start = asked.patch.start if asked.patch is not None and asked.patch.dim == 2 else 0
+    return times[:, start:start + asked.latent.shape[2]]
 
 
 def _amend(model, config):
-    """The time embedder gets the sines of the time as they are: diffusers rounds them to the type that weights are held in."""
-    embedder, sines = model.condition_embedder, []
-    make_sines, embed = embedder.timesteps_proj.forward, embedder.time_embedder.forward
+    """What diffusers computes otherwise: times are rounded to the type of the weights and embedded for each token, text is taken to
+    have 512 tokens.
+    """
+    embedder, sines, num_vision_tokens, frame_sizes = model.condition_embedder, [], [], []
+    make_sines, embed, condition = embedder.timesteps_proj.forward, embedder.time_embedder.forward, embedder.forward
+    model.patch_embedding.register_forward_hook(lambda module, args, tokens: frame_sizes.append(tokens.shape[3] * tokens.shape[4]))
 
     def remember(timestep):
         sines[:] = [make_sines(timestep)]
         return sines[0]
-    embedder.timesteps_proj.forward = remember
+
+    def conditioned(timestep, text, vision=None, timestep_seq_len=None):
+        num_vision_tokens[:] = [] if vision is None else [vision.shape[1]]
+        time, projected, *rest = condition(timestep, text, vision, timestep_seq_len)
+        frame_size = frame_sizes.pop()
+        if timestep_seq_len is not None:                       # of frames: for all tokens of each
+            time, projected = time.repeat_interleave(frame_size, 1), projected.repeat_interleave(frame_size, 1)
+        return time, projected, *rest
+
+    embedder.timesteps_proj.forward, embedder.forward = remember, conditioned
     embedder.time_embedder.forward = lambda rounded: embed(
-        sines[0].to(rounded.dtype if rounded.dtype.itemsize > 4 else torch.float32))
+        sines[0].to(rounded.dtype if rounded.dtype.itemsize > 4 else torch.float32).view(rounded.shape))
+    if config.get("pos_embed_seq_len") is not None:
+        embedder.image_embedder.forward = _with_places(embedder.image_embedder)
+    if config.get("added_kv_proj_dim") is not None:
+        for block in model.blocks:
+            block.attn2.forward = _vision_and_text(block.attn2, num_vision_tokens)
+
+
+def _with_places(embedder):
+    """Of a first and a last picture: as many places as there are tokens, and tokens beyond the last place are left out."""
+    def embedded(vision):
+        places = embedder.pos_embed
+        return embedder.norm2(embedder.ff(embedder.norm1(vision[:, :places.shape[1]] + places[:, :vision.shape[1]])))
+    return embedded
+
+
+def _vision_and_text(attn, num_vision_tokens):
+    """Cross-attention over a picture's tokens and over the text's, added. Without a picture, both are over the text."""
+    def heads(tensor):
+        return tensor.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+
+    def attend(hidden_states, context, *others):
+        vision, text = context.split([*num_vision_tokens, context.shape[1] - num_vision_tokens[0]], 1) if num_vision_tokens \
+            else (context, context)
+        query = heads(attn.norm_q(attn.to_q(hidden_states)))
+        of_text = F.scaled_dot_product_attention(query, heads(attn.norm_k(attn.to_k(text))), heads(attn.to_v(text)))
+        of_vision = F.scaled_dot_product_attention(query, heads(attn.norm_added_k(attn.add_k_proj(vision))), heads(attn.add_v_proj(vision)))
+        return attn.to_out[0]((of_text + of_vision).transpose(1, 2).flatten(2))
+    return attend
 
 
 WAN = Family(
-    name="Wan 2.1", title="Wan 2.1 text-to-video", transformer="WanTransformer3DModel",
+    name="Wan", title="Wan 2.1, 2.2 text- and image-to-video", transformer="WanTransformer3DModel",
     recognise=has("blocks.0.self_attn.norm_q.weight", "head.modulation", "patch_embedding.weight"),
-    refusals=(because("it takes pictures as well (image-to-video); text-to-video models work", lambda shapes: has("img_emb.")(shapes)
-                      or shapes["patch_embedding.weight"][1] != shapes["head.head.weight"][0] // 4), _more_parts),
+    refusals=(_variant, _more_parts),
     config=config_of(
         patch_size=LATENT.patch, in_channels=size("patch_embedding.weight", 1), out_channels=size("head.head.weight", 0, 4),
         num_attention_heads=size("patch_embedding.weight", 0, 128), attention_head_dim=128,
         text_dim=size("text_embedding.0.weight", 1), freq_dim=size("time_embedding.0.weight", 1),
-        ffn_dim=size("blocks.0.ffn.0.weight", 0), num_layers=blocks("blocks."), cross_attn_norm=has("blocks.0.norm3.weight")),
-    convert=diffusers_converter("convert_wan_transformer_to_diffusers"), latent=LATENT,
+        ffn_dim=size("blocks.0.ffn.0.weight", 0), num_layers=blocks("blocks."), cross_attn_norm=has("blocks.0.norm3.weight"),
+        image_dim=if_there("img_emb.proj.1.weight", 1), added_kv_proj_dim=if_there("blocks.0.cross_attn.k_img.weight", 1),
+        pos_embed_seq_len=if_there("img_emb.emb_pos", 1)),
+    convert=_convert, latent=LATENT,
     amend=_amend, unrounded=("patch_embedding",),
-    conditioning={"context": "text_dim"},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context")},
+    conditioning={"context": "text_dim", "clip_fea": "image_dim"}, ignored=("reference_latent", "denoise_mask"),
+    arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": given("context"),
+               "encoder_hidden_states_image": given("clip_fea", where="image_dim")},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
-        tokens={"rotary_emb": TABLE}, positions={"rope": Cut(TABLE)}, once_outside={"condition_embedder.text_embedder": "run"}),
+        tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
+        once_outside={"condition_embedder.text_embedder": "run"}),
     tiny=Tiny(
-        {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
-         "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4},
+        {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 7, "out_channels": 4,
+         "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "image_dim": 20, "added_kv_proj_dim": 48,
+         "pos_embed_seq_len": 6},
         "comfy.ldm.wan.model:WanModel",
         {"model_type": "t2v", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096, "out_dim": 16, "num_heads": 2,
          "num_layers": 3, "text_len": 512}),

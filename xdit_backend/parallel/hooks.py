@@ -172,6 +172,8 @@ class Hooks:
     def _cut_once(self, now, place, value, argument):
         """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
         def cut(tensor, each):
+            if each.ndim not in (None, tensor.ndim):
+                return tensor
             if self._stands_in(each.streams, now, place):
                 return tensor.narrow(each.dim, 0, 1)
             return now.tokens.take(tensor, each.dim, each.streams)

@@ -73,7 +73,7 @@ class Branch:
     """One call of the model: a latent, its timesteps and its conditioning, and where the prediction goes."""
 
     latent: Segment                # (B, C, H, W) or (B, C, F, H, W)
-    timestep: Segment              # (B,)
+    timestep: Segment              # (B,), or (B, N): one for each frame or token of the whole latent
     conditioning: str              # name given by Conditioning
     prediction: Segment            # like latent
 
