@@ -9,35 +9,75 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def cast_at_use(model, dtype):
+class Casts:
+    """The weights of a model in the type it computes in, made where they are used, and some of them kept.
+
+    A cast lives while its own module runs, and no module casts those of another. PipeFusion runs every module once for each patch:
+    while `keep` holds, casts stay for the patches that follow, from the first module on, as far as there is room. Casting is exact
+    in one direction and weights do not change, so nothing else changes.
+    """
+
+    def __init__(self):
+        self._kept, self._room_bytes = {}, None
+
+    @property
+    def are_kept(self):
+        return self._room_bytes is not None
+
+    @property
+    def num_bytes(self):
+        """Bytes of the casts that are kept."""
+        return sum(cast.nbytes for _, cast in self._kept.values())
+
+    def keep(self, room_bytes):
+        """From now on, keep casts of so many bytes; until `drop`."""
+        self._room_bytes = room_bytes
+
+    def drop(self):
+        """Keep none any more."""
+        self._kept, self._room_bytes = {}, None
+
+    def of(self, parameter, dtype):
+        """The parameter in this type."""
+        key = id(parameter), dtype
+        if key in self._kept:
+            return self._kept[key][1]
+        cast = parameter.to(dtype)
+        if self.are_kept and cast.nbytes <= self._room_bytes and cast is not parameter:
+            self._kept[key] = parameter, cast                  # the parameter, so that its id stays its own
+            self._room_bytes -= cast.nbytes
+        return cast
+
+
+def cast_at_use(model, dtype, casts):
     """Let every module compute in `dtype` with parameters that are held in other types, and go on holding them so.
 
-    A cast lives while its own module runs; no module casts those of another. What the hooks evaluate once a step is cast once.
+    casts: the model's Casts. What the hooks evaluate once a step is cast once.
     """
     for module in model.modules():
         names = [name for name, parameter in module.named_parameters(recurse=False)
                  if parameter.is_floating_point() and parameter.dtype != dtype and not parameter.is_meta]
         if names:
-            module.forward = _linear(module) if type(module) is nn.Linear else _casting(module, names, dtype)
+            module.forward = _linear(module, casts) if type(module) is nn.Linear else _casting(module, names, dtype, casts)
 
 
-def _linear(module):
+def _linear(module, casts):
     @functools.wraps(module.forward)
     def linear(tensor):
         if tensor.numel() == 0:                                # text, after the first patch
             return tensor.new_empty((*tensor.shape[:-1], module.out_features))
-        bias = None if module.bias is None else module.bias.to(tensor.dtype)
-        return F.linear(tensor, module.weight.to(tensor.dtype), bias)
+        bias = None if module.bias is None else casts.of(module.bias, tensor.dtype)
+        return F.linear(tensor, casts.of(module.weight, tensor.dtype), bias)
     return linear
 
 
-def _casting(module, names, dtype):
+def _casting(module, names, dtype, casts):
     forward = module.forward
 
     @functools.wraps(forward)
     def casting(*args, **kwargs):
         held = {name: module._parameters[name] for name in names}
-        module._parameters.update({name: parameter.to(dtype) for name, parameter in held.items()})
+        module._parameters.update({name: casts.of(parameter, dtype) for name, parameter in held.items()})
         try:
             return forward(*args, **kwargs)
         finally:

@@ -9,17 +9,18 @@ import torch
 
 from ..protocol.errors import CheckpointError
 from ..protocol.transfers import Ferry
-from .casting import cast_at_use
+from .casting import Casts, cast_at_use
 from .header import read_header
 
 
-def load_transformer(spec, family, device, on_progress=lambda done, total: None, choose_blocks=None, files=None):
+def load_transformer(spec, family, device, on_progress=lambda done, total: None, choose_blocks=None, files=None, casts=None):
     """Build the family's diffusers model with the weights of a file or folder, in spec's dtypes, on `device`.
 
     choose_blocks(model without weights) -> a range: load these blocks only, and read nothing of the others, which stay on
     the meta device. Blocks are numbered over all of the plan's lists. Returns (model, config).
 
     files: a dict to fill with {id of a weight: the map of its part of the file}, of weights that are there as the device has them.
+    casts: the Casts of weights that are held in another type than spec's compute dtype; None: kept by nobody.
     Weights that are held in the dtype of the file stay maps of it on CPU devices. on_progress(done, total) counts tensors
     moved. Raises CheckpointError when the tensors of the file and of the model do not match.
     """
@@ -51,7 +52,7 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     if files is not None:
         files |= {key: tensor for key, (weight, tensor) in mapped.items() if weight.dtype == tensor.dtype}
     if spec.storage_dtype != spec.compute_dtype:
-        cast_at_use(model, getattr(torch, spec.compute_dtype))
+        cast_at_use(model, getattr(torch, spec.compute_dtype), casts or Casts())
     return model, config
 
 

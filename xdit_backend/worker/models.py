@@ -4,11 +4,12 @@ What a forward of one needs, and what it receives from the stage before, is said
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from ..checkpoints.casting import Casts
 from ..checkpoints.transformer import block_bytes, block_sizes, load_transformer
 from ..models import FAMILIES
 from ..models.plan import Family
@@ -55,11 +56,11 @@ class Models:
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
             return every_block if spec.stages is None or spec.stages.every_block else blocks
 
-        files = {}
-        model, config = load_transformer(spec, family, self._device, report, held_blocks, files)
+        files, casts = {}, Casts()
+        model, config = load_transformer(spec, family, self._device, report, held_blocks, files, casts)
         hooks = Hooks(model, family.plan)
         residency = Residency(model, files, self._bring, self._ferry.fetch)
-        self._loaded[spec.name] = Loaded(model, config, family, hooks, getattr(torch, spec.compute_dtype), blocks, spec, residency)
+        self._loaded[spec.name] = Loaded(model, config, family, hooks, getattr(torch, spec.compute_dtype), blocks, spec, residency, casts)
         return residency.numbers
 
     def drop(self, name):
@@ -67,6 +68,7 @@ class Models:
 
     def park(self, command):
         """Let go of weights on the device, which then are in host memory alone."""
+        self[command.name].casts.drop()                        # memory is wanted
         residency, parts = self[command.name].residency, holders(self._world_size, self[command.name].spec.stages)
         number = next(number for number, ranks in enumerate(parts) if self._rank in ranks)
         targets = [command.targets[rank] for rank in parts[number]]
@@ -78,6 +80,16 @@ class Models:
         residency = self[command.name].residency
         residency.restore(lambda done, total: self._report_phase("bringing weights back", done, total))
         return residency.numbers
+
+    def drop_casts(self):
+        """Let go of the casts that were kept for a run's patches."""
+        for loaded in self._loaded.values():
+            loaded.casts.drop()
+
+    @property
+    def cast_bytes(self):
+        """Bytes of weights that are held a second time, in the type they are computed with."""
+        return sum(loaded.casts.num_bytes for loaded in self._loaded.values())
 
     @property
     def weight_bytes(self):
@@ -126,6 +138,7 @@ class Loaded:
     blocks: range                  # the blocks of this rank's stage; all, where there are no stages
     spec: ModelSpec | None = None
     residency: Residency | None = None
+    casts: Casts = field(default_factory=Casts)
 
     def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, **keeping):
         """The ForwardContext of a latent or its patch. keeping: where keys and values are kept, ForwardContext's fields for that."""

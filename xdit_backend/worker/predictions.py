@@ -4,7 +4,8 @@ import torch
 
 from ..parallel.mesh import build_mesh
 from ..parallel.pipefusion import KeyValues, Link, Offload
-from ..partition import shard_sizes, shard_start
+from ..parallel.vae_memory import free_bytes
+from ..partition import FULL, shard_sizes, shard_start
 from ..protocol.segments import map_segment
 from ..protocol.transfers import on_device
 from .clock import Clock
@@ -27,7 +28,7 @@ class Predictions:
 
     def report(self):
         """Numbers for ReportMemory."""
-        return {"num_conditionings": len(self._conditioning), "busy_s": self._clock.take(),
+        return {"cast_bytes": self._models.cast_bytes, "num_conditionings": len(self._conditioning), "busy_s": self._clock.take(),
                 "key_value_bytes": sum(kept.num_bytes for kept in self._key_values.values())}
 
     def keep_conditioning(self, command, traffic):
@@ -38,6 +39,8 @@ class Predictions:
         for name in command.names:
             self._conditioning.pop(name, None)
             self._key_values.pop(name, None)
+        if not self._key_values:                               # no run has patches on their way
+            self._models.drop_casts()
 
     def prefetch(self, command):
         """Post the receives of a Predict ahead; False where what it needs is not here yet."""
@@ -78,6 +81,8 @@ class Predictions:
                 link.send(message, traffic)
             elif mesh.sequence_rank == 0:
                 self._ferry.fetch(loaded.family.prediction(output, latent), map_segment(branch.prediction)[first:last])
+        if command.patch is not None and not loaded.casts.are_kept:        # by now activations have taken what they need
+            loaded.casts.keep(FULL * self._unused_bytes())
         clock.add(start, clock.mark(), waits)
         return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take()}
 
@@ -125,6 +130,12 @@ class Predictions:
             size = loaded.received_size(mesh, shape, self._conditioning[branch.conditioning], command.patch)
             handles.append(link.post_receive(size, loaded.dtype))
         return handles
+
+    def _unused_bytes(self):
+        """Bytes of the device that nobody has asked for yet; CPU workers share what the machine has."""
+        if self._device.type == "cuda":
+            return torch.cuda.mem_get_info(self._device)[0]
+        return free_bytes(self._device) // self._world_size
 
     def _link(self, mesh, layout):
         if mesh.degrees["pipefusion"] > 1 and layout not in self._links:
