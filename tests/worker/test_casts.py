@@ -1,8 +1,7 @@
-"""Weights in float8 under PipeFusion: cast for the first patches of a run and kept as far as there is room; the same bits with and without."""
+"""Weights in float8 under PipeFusion: cast for the first patches of a run and kept as far as there is room, with the same result."""
 
 import itertools
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,42 +46,46 @@ def casts_of_commands(rank, world_size, commands, unused_bytes):
     return counted
 
 
-def test_no_cast_is_repeated_for_each_patch_as_far_as_there_is_room(tmp_path):
-    """A warm-up step, three steps of patches, the end of the run, and a patch of another run."""
-    one = example("SD3", torch.float32, rows=16, columns=6)
-    one.model.save_pretrained(tmp_path / "transformer")
-    header, store, results = read_header(tmp_path), SegmentStore(), {}
-    spec = model_spec(header, recognise(header), "float8_e4m3fn", "float32", Stages(2))
+def play(store, one, spec, room_bytes):
+    """A warm-up step, three steps of patches, the end of the run, a whole step of another: (predictions, what each rank counted)."""
+    request, made = itertools.count(1), []
     patches = cut_patches(one.latent.shape, (2, 2), NUM_PATCHES)
+
+    def predict(time, patch=None, rows=0):
+        latent = one.latent if patch is None else one.latent.narrow(2, patch.start, rows)
+        made.append(store.create(tuple(latent.shape), torch.float32)[0])
+        branch = messages.Branch(store.share(latent), store.share(torch.tensor([time])), "text", made[-1])
+        return messages.Predict(next(request), spec.name, Layout(pipefusion_degree=2), [branch], patch, keep=True)
+
+    text = messages.Conditioning(next(request), "text", {name: store.share(tensor) for name, tensor in one.conditioning.items()})
+    commands = [messages.LoadModel(next(request), spec), text, predict(900.0),
+                *(predict(time, *patch) for time in (800.0, 700.0, 600.0) for patch in patches),
+                messages.ReportMemory(next(request)), messages.DropConditioning(next(request), ["text"]),
+                messages.ReportMemory(next(request)), text, predict(500.0)]
+    ranks = run_ranks(casts_of_commands, 2, commands, room_bytes / 0.8)
+    return [map_segment(prediction).clone() for prediction in made], ranks
+
+
+def test_no_cast_is_repeated_for_each_patch_as_far_as_there_is_room(tmp_path):
+    one, store, results = example("SD3", torch.float32, rows=16, columns=6), SegmentStore(), {}
+    one.model.save_pretrained(tmp_path / "transformer")
+    header = read_header(tmp_path)
+    spec = model_spec(header, recognise(header), "float8_e4m3fn", "float32", Stages(2))
     try:
         for room in (2 ** 40, 60_000, 0):
-            request, made = itertools.count(1), []
-
-            def predict(time, patch=None, rows=0):
-                latent = one.latent if patch is None else one.latent.narrow(2, patch.start, rows)
-                made.append(store.create(tuple(latent.shape), torch.float32)[0])
-                branch = messages.Branch(store.share(latent), store.share(torch.tensor([time])), "text", made[-1])
-                return messages.Predict(next(request), spec.name, Layout(pipefusion_degree=2), [branch], patch, keep=True)
-
-            keep = messages.Conditioning(next(request), "text", {name: store.share(tensor) for name, tensor in one.conditioning.items()})
-            commands = [messages.LoadModel(next(request), spec), keep, predict(900.0),
-                        *(predict(time, *patch) for time in (800.0, 700.0, 600.0) for patch in patches),
-                        messages.ReportMemory(next(request)), messages.DropConditioning(next(request), ["text"]),
-                        messages.ReportMemory(next(request)), keep, predict(500.0)]
-            ranks = run_ranks(casts_of_commands, 2, commands, room / 0.8)
-            results[room] = [map_segment(prediction).clone() for prediction in made]
+            results[room], ranks = play(store, one, spec, room)
             for counted in ranks:
                 whole, patch, steps = counted[2], counted[3], counted[4 + NUM_PATCHES:3 + 3 * NUM_PATCHES]
-                kept_bytes = counted[3 + 3 * NUM_PATCHES][2]["cast_bytes"]
+                held, after = (counted[index + 3 * NUM_PATCHES][2]["cast_bytes"] for index in (3, 5))
                 repeated = [num_bytes for _, num_bytes, _ in steps]
-                assert whole[0] >= patch[0] > 10 and counted[-1][0] == whole[0]          # casts are counted, and another run begins anew
-                assert counted[5 + 3 * NUM_PATCHES][2]["cast_bytes"] == 0
+                assert whole[0] >= patch[0] > 10 and counted[-1][0] == whole[0]          # another run begins anew
+                assert after == 0
                 if room == 2 ** 40:
-                    assert not any(repeated) and whole[1] / 2 < kept_bytes <= whole[1]
+                    assert not any(repeated) and whole[1] / 2 < held <= whole[1]
                 elif room:
-                    assert room / 2 < kept_bytes <= room and 0 < min(repeated) and max(repeated) <= whole[1] - kept_bytes
+                    assert room / 2 < held <= room and 0 < min(repeated) and max(repeated) <= whole[1] - held
                 else:
-                    assert kept_bytes == 0 and min(repeated) > whole[1] / 3
+                    assert held == 0 and min(repeated) > whole[1] / 3
     finally:
         store.close()
 
