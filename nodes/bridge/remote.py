@@ -3,6 +3,7 @@
 import torch
 
 from ...xdit_backend.host.client import Call
+from ...xdit_backend.models.references import references
 from ...xdit_backend.planner import choose_layout, describe_layout, rank_bytes
 from ...xdit_backend.protocol.errors import ConfigError
 from .carried import refuse_call, refuse_changed_modules
@@ -85,10 +86,8 @@ class RemoteModel:
         refuse_call(self.family, control, transformer_options, extra)
         self._refuse_changed_modules(schedule, sigmas)
         self.check_latent(x, self._taken_channels)
-        conditioning = {"context": context, **extra}
-        call = Call(x, timestep, {name: tensor for name in self.family.conditioning
-                                  if (tensor := conditioning.get(name)) is not None})
-        self.check_conditioning(call.conditioning)
+        call = Call(x, timestep, self.family.tensors({"context": context, **extra}))
+        self.check_conditioning(call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
         return branches.ask(branches.Question(self, call, schedule, sigmas, num_branches, transformer_options.get(WHOLE),
                                               transformer_options.get(DRAINED))).to(x.device)
@@ -160,8 +159,13 @@ class RemoteModel:
             raise ConfigError(f"The latent has {given}, and {self.family.name} works on (batch, {needs}). It was made for another model: "
                               f"use the VAE or the empty latent node that belongs to this one.")
 
-    def check_conditioning(self, conditioning):
-        """Refuse text of another model. conditioning: {name: tensor}. Raises ConfigError."""
+    def check_conditioning(self, conditioning, x):
+        """Refuse text or reference latents of another model. conditioning: {name: tensor}. x: the latent. Raises ConfigError."""
+        for reference in references(conditioning):
+            if reference.ndim != x.ndim or reference.shape[1] != x.shape[1]:
+                raise ConfigError(f"The conditioning has a reference latent of {reference.shape[1]} channels and {reference.ndim} dims, and this "
+                                  f"{self.family.name} model takes {x.shape[1]} and {x.ndim}. Encode the picture with the VAE that belongs "
+                                  f"to it; a model that takes pictures in other ways (Fill, Canny, Depth) takes no reference latents.")
         for name, argument in self.family.conditioning.items():
             if argument is None or name not in conditioning:
                 continue

@@ -28,6 +28,8 @@ FLUX_SCHNELL = {
     **blocks("double_blocks.", 19, {"img_attn.norm.key_norm.scale": (128,), "img_mod.lin.weight": (18432, 3072)}),
     **blocks("single_blocks.", 38, {"linear1.weight": (21504, 3072)})}
 FLUX_DEV = {**FLUX_SCHNELL, "guidance_in.in_layer.weight": (3072, 256)}
+FLUX_FILL = {**FLUX_DEV, "img_in.weight": (3072, 384)}
+FLUX_CANNY = {**FLUX_DEV, "img_in.weight": (3072, 128)}
 
 
 def wan(width, feed_forward, num_blocks, in_channels=16, out_channels=16):
@@ -68,6 +70,8 @@ PUBLISHED = {
     "flux-dev": ("Flux.1", FLUX_DEV, {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "in_channels": 64,
                                       "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}),
     "flux-schnell": ("Flux.1", FLUX_SCHNELL, {"num_layers": 19, "guidance_embeds": False}),
+    "flux-fill": ("Flux.1", FLUX_FILL, {"in_channels": 384, "out_channels": 64, "guidance_embeds": True}),
+    "flux-canny": ("Flux.1", FLUX_CANNY, {"in_channels": 128, "out_channels": 64, "num_layers": 19}),
     "wan-14b": ("Wan", WAN_14B, {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824, "text_dim": 4096,
                                      "in_channels": 16, "out_channels": 16, "cross_attn_norm": True, "image_dim": None}),
     "wan-1.3b": ("Wan", WAN_1B, {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}),

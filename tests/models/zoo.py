@@ -73,9 +73,10 @@ TEXT_LENGTHS = {"HunyuanDiT": {"context": 5, "t5": 6}}
 
 
 def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, batch=1, frames=None, masked=False,
-            apart=False):
+            apart=False, references=(), method=None):
     """A model with seeded weights; rows x columns are latent pixels. The same on every rank. masked: some text is not attended to.
-    apart: parts of the latent are at times of their own.
+    apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how they are
+    placed.
     """
     import diffusers
     family = FAMILIES.get(name, HUNYUAN_DIT)
@@ -88,6 +89,10 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)
     latent = torch.randn(batch, family.taken_channels(config), *shape, generator=generator).to(dtype)
     conditioning = conditioning_of(family, config, generator, TEXT_LENGTHS.get(name, {"context": num_text_tokens}), batch)
+    for number, size in enumerate(references):
+        conditioning[f"ref_latents.{number}"] = torch.randn(*latent.shape[:2], *latent.shape[2:-2], *size, generator=generator)
+    if method is not None:
+        conditioning[f"ref_latents_method.{method}"] = torch.zeros(1)
     if masked:
         kept = torch.arange(num_text_tokens) < torch.arange(2, 2 + 2 * batch, 2)[:, None]
         conditioning["attention_mask"] = kept.long()
@@ -110,6 +115,7 @@ def conditioning_of(family, config, generator, lengths, batch=1):
     return made
 
 
-def text_first(family):
-    """Does text stand before the image where both take part in attention?"""
-    return any(streams.index("text") == 0 for list_ in family.plan.lists for streams in list_.attention.values() if "text" in streams)
+def num_before_image(family, counts):
+    """Tokens before the image's where other streams take part in its attention. counts: of the streams."""
+    order = next(streams for list_ in reversed(family.plan.lists) for streams in list_.attention.values() if "image" in streams)
+    return sum(counts[stream] for stream in order[:order.index("image")])

@@ -61,7 +61,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
         if key not in stale["models"]:
             stale["models"][key] = StaleModel(Example(model, family, config))
         one = stale["models"][key]
-        one.example.conditioning = {name: conditioning[name] for name in family.conditioning if conditioning.get(name) is not None}
+        one.example.conditioning = family.tensors(conditioning)
         if warmup_steps >= len(schedule) - 1 or sigma > schedule[warmup_steps]:
             return one.predict(x, timestep)
         dim = patches[0][0].dim

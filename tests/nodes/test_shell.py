@@ -10,7 +10,7 @@ from tests.tolerances import close
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides; seen: 1e-7 to 3e-6
 
-KINDS = tuple(kind for kind in families() if kind not in VARIANTS or kind in ("sd35", "flux-schnell"))
+KINDS = tuple(kind for kind in families() if kind not in VARIANTS)
 LAYOUTS = {
     "one": ("cpu", {}),
     "auto2": ("cpu,cpu", {}),
@@ -39,6 +39,14 @@ def test_latents_equal_native_ksampler(comfyui, layout, kind):
         result = comfyui.sample(model, kind, **arguments)
 
         close(result, comfyui.reference(kind, **arguments), TOLERANCE, sampler)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sd35", "flux-schnell"])
+def test_latents_of_variants_equal_native_ksampler(comfyui, kind):
+    result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu", ring=2)), kind)
+
+    close(result, comfyui.reference(kind), TOLERANCE)
 
 
 @pytest.mark.parametrize("layout_name", ["cfg2", "ulysses2", "ring2"])

@@ -8,7 +8,7 @@ Neither the number of stages nor the sequence degree appears.
 import torch
 import torch.nn.functional as F
 
-from tests.models.zoo import text_first
+from tests.models.zoo import num_before_image
 
 plain = F.scaled_dot_product_attention
 
@@ -17,8 +17,7 @@ class StaleModel:
     """A model of the zoo that remembers keys and values from call to call."""
 
     def __init__(self, example):
-        self.example, self.text_first = example, text_first(example.family)
-        self.store = {}
+        self.example, self.store = example, {}
 
     def predict(self, latent, timestep, rows=None):
         """The model's prediction for a whole latent. rows: the patch, (first, last + 1) along its dim; None: all is fresh."""
@@ -26,7 +25,8 @@ class StaleModel:
         one.latent, one.timestep = latent, timestep
         size = one.family.patch_size(one.config)
         dim = 2 if latent.ndim == 4 or latent.shape[2] > size[0] else 3
-        num_image = one.family.latent.num_tokens(latent.shape)
+        counts = one.family.token_counts(latent.shape, one.conditioning)
+        num_image, num_before = counts["image"], num_before_image(one.family, counts)
         a_row = num_image // -(-latent.shape[dim] // size[dim - 2])
         first, last = (0, num_image) if rows is None else (a_row * (row // size[dim - 2]) for row in rows)
         if rows is not None and rows[1] == latent.shape[dim]:
@@ -34,15 +34,13 @@ class StaleModel:
         calls = iter(range(1000))
 
         def attention(query, key, value, *args, **kwargs):
-            num_text = key.shape[2] - num_image
-            if num_text < 0 or (num_text and query.shape[2] != key.shape[2]):
+            num_others = key.shape[2] - num_image
+            if num_others < 0 or (num_others and query.shape[2] != key.shape[2]):
                 return plain(query, key, value, *args, **kwargs)                   # cross-attention
-            offset = num_text if self.text_first else 0
-            fresh = torch.zeros(key.shape[2], dtype=torch.bool)
+            offset = num_before if num_others else 0
+            fresh = torch.full((key.shape[2],), first == 0)                        # text and the like come with the first patch
+            fresh[offset:offset + num_image] = False
             fresh[offset + first:offset + last] = True
-            if first == 0:
-                text = slice(0, num_text) if self.text_first else slice(num_image, None)
-                fresh[text] = True
             name = next(calls)
             keys, values, seen = self.store.get(name, (torch.zeros_like(key), torch.zeros_like(value), torch.zeros_like(fresh)))
             keys = torch.where(fresh[:, None], key, keys)

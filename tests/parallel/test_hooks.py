@@ -85,6 +85,19 @@ def test_times_that_differ_within_a_latent_are_cut_as_its_tokens(name, layout):
     within(max(max(result) for result in results), EXACT)
 
 
+REFERENCES = [{"references": [(6, 8)], "rows": 8, "columns": 8}, {"references": [(4, 6), (5, 3)], "method": "offset"}, SHAPES["uneven"],
+              {"references": [(2, 2)], "batch": 2}]
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "ref_latents" in FAMILIES[name].conditioning])
+@pytest.mark.parametrize("layout", ["ulysses2", "ring2-ulysses2", "ring3"])
+def test_reference_latents_are_tokens_of_their_own(name, layout):
+    """Of other sizes than the latent, fewer than ranks, and none between runs that have some."""
+    results = run_ranks(difference, num_ranks(LAYOUTS[layout]), name, LAYOUTS[layout], REFERENCES)
+
+    within(max(max(result) for result in results), EXACT)
+
+
 def own_keys_only():
     usp.ring_attention = lambda q, k, v, sizes, mesh, scale, traffic, mask: usp.attention_with_lse(q, k, v, scale)[0]
 
@@ -110,6 +123,12 @@ def mask_of_the_rank_before():
         else split(self, *arguments)
 
 
+def references_of_the_first_shard():
+    take = Tokens.take
+    Tokens.take = lambda self, tensor, dim, streams: take(
+        dataclasses.replace(self, shard=0) if streams == ("image", "reference") else self, tensor, dim, streams)
+
+
 def keys_of_another_group():
     import xdit_backend.parallel.hooks as module
     module._one_for_a_group = lambda module, query, key: key[:, :module.to_k.out_features * key.shape[1] // module.to_q.out_features]
@@ -128,17 +147,18 @@ def heads_back_in_reverse():
 
 
 MUTANTS = {function.__name__: function for function in (
-    masks_are_forgotten, mask_of_the_rank_before, keys_of_another_group, text_after_the_image, own_keys_only, merge_by_mean,
+    masks_are_forgotten, mask_of_the_rank_before, references_of_the_first_shard, keys_of_another_group, text_after_the_image, own_keys_only, merge_by_mean,
     rotary_tables_of_the_first_shard, heads_back_in_reverse)}
 
 
 @pytest.mark.parametrize("mutant, name, layout", [
     ("own_keys_only", "SD3", "ring2"), ("merge_by_mean", "PixArt-Sigma", "ring2"),
     ("masks_are_forgotten", "Qwen-Image", "ulysses2"), ("mask_of_the_rank_before", "Qwen-Image", "ring2"),
+    ("references_of_the_first_shard", "Flux.1", "ulysses2"),
     ("keys_of_another_group", "Lumina 2", "ulysses2"), ("text_after_the_image", "Lumina 2", "ring2"),
     ("rotary_tables_of_the_first_shard", "Flux.1", "ring2"), ("heads_back_in_reverse", "Wan", "ulysses2")])
 def test_exactness_notices_a_broken_method(mutant, name, layout):
-    shape = MASKED if "mask" in mutant else SHAPES["even"]
+    shape = MASKED if "mask" in mutant else REFERENCES[0] if "references" in mutant else SHAPES["even"]
 
     results = run_ranks(difference, 2, name, LAYOUTS[layout], [shape], mutant)
 

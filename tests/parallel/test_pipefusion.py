@@ -131,6 +131,18 @@ def test_times_that_differ_within_a_latent_equal_the_oracle(name, layout):
     within(max(max(result) for result in results), EXACT)
 
 
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "ref_latents" in FAMILIES[name].conditioning])
+@pytest.mark.parametrize("layout", [Layout(pipefusion_degree=2), Layout(pipefusion_degree=2, ring_degree=2), Layout(ulysses_degree=2)],
+                         ids=str)
+def test_reference_latents_equal_the_oracle(name, layout):
+    """They come with a step's first patch, and later patches attend to them."""
+    options = {"references": [(6, 8), (3, 4)], "batch": 2}
+
+    results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 0), (2, 3)], None, None, options)
+
+    within(max(max(result) for result in results), EXACT)
+
+
 HYBRIDS = {"2x ulysses2": Layout(pipefusion_degree=2, ulysses_degree=2), "2x ring2": Layout(pipefusion_degree=2, ring_degree=2),
            "1x ulysses2": Layout(ulysses_degree=2), "1x ring2": Layout(ring_degree=2), "1x ring3": Layout(ring_degree=3)}
 LARGE = {"2x ring2-ulysses2": Layout(pipefusion_degree=2, ring_degree=2, ulysses_degree=2),

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from packaging.version import Version
 
 from ..protocol.errors import UnsupportedError
+from .references import method_of, places, references
 
 # --- rules over the shapes of a file: {name: shape} ---
 
@@ -107,14 +108,24 @@ class Whole:
 
 @dataclass(frozen=True)
 class Packed(Whole):
-    """Latents that travel as tokens (B, T, C * pixels of a token)."""
+    """Latents that travel as tokens (B, T, C * pixels of a token), those of reference latents after the image's.
+
+    method, step: how references are placed where a workflow does not say; see references.places.
+    """
+
+    method: str = "index"
+    step: int = 1
 
     def channels(self, in_channels):
         return in_channels // math.prod(self.patch)
 
     def __call__(self, asked):
+        pieces = [self.tokens(latent) for latent in (asked.latent, *references(asked.conditioning))]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+    def tokens(self, latent):
         # (B, C, n, p, m, q) -> (B, n * m, C * p * q)
-        latent, dims = self.padded(asked.latent), len(self.patch)
+        latent, dims = self.padded(latent), len(self.patch)
         cut = latent.reshape(*latent.shape[:2], *chain.from_iterable(zip(self.counts(latent.shape), self.patch)))
         order = (0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2))
         return cut.permute(order).flatten(1 + dims).flatten(1, dims)
@@ -128,17 +139,26 @@ class Packed(Whole):
         return super().unpack(whole, latent)
 
     def positions(self, asked):
-        """(T, 3): frame, row and column of each token in the whole latent."""
-        counts = [1] * (3 - len(self.patch)) + self.counts(asked.latent.shape)
-        axes = [torch.arange(float(count), device=asked.latent.device) for count in counts]
+        """(T, 3): frame, row and column of each token in the whole latent; of a reference, its index, row and column."""
+        starts = [0, 0, 0]
         if asked.patch is not None:
             dim = asked.patch.dim - 2
-            axes[dim - len(self.patch)] += asked.patch.start // self.patch[dim]
-        return torch.cartesian_prod(*axes)
+            starts[dim - len(self.patch)] = asked.patch.start // self.patch[dim]
+        pieces = zip(self.shapes(asked)[0], (starts, *self.places(asked)))
+        return torch.cat([torch.cartesian_prod(*(start + torch.arange(float(count), device=asked.latent.device)
+                                                 for start, count in zip(first, counts))) for counts, first in pieces])
 
     def shapes(self, asked):
-        """[[(frames, token rows, token columns)]] for each image."""
-        return [[tuple([1] * (3 - len(self.patch)) + self.counts(asked.latent.shape))]] * len(asked.latent)
+        """[[(frames, token rows, token columns), those of each reference ...]] for each image."""
+        latents = asked.latent, *references(asked.conditioning)
+        return [[tuple([1] * (3 - len(self.patch)) + self.counts(latent.shape)) for latent in latents]] * len(asked.latent)
+
+    def places(self, asked):
+        """[(index, token row, token column)] at which references begin."""
+        return places(asked, self.patch[-1], method_of(asked.conditioning, self.method), self.step)
+
+    def num_reference_tokens(self, conditioning):
+        return sum(self.num_tokens(latent.shape) for latent in references(conditioning))
 
 
 # --- rules for other arguments of the forward ---

@@ -1,10 +1,10 @@
-"""Flux.1 (dev, schnell and models of their shape): two streams, then one; joint attention, text first; rotary positions."""
+"""Flux.1: two streams, then one; joint attention, text first; rotary positions; pictures beside the latent, or as references."""
 
 from .describe import Packed, because, blocks, config_of, given, has, size, text_positions, timestep
 from .keys import SWAPPED, table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 
-LATENT, BOTH = Packed((2, 2)), ("text", "image")
+LATENT, IMAGE, ALL = Packed((2, 2), "offset"), ("image", "reference"), ("text", "image", "reference")
 HEAD_SIZE = size("double_blocks.0.img_attn.norm.key_norm.scale", 0)
 
 KEYS = table(
@@ -42,7 +42,8 @@ def _pooled(asked):
 
 
 FLUX = Family(
-    name="Flux.1", title="Flux.1 dev, schnell", transformer="FluxTransformer2DModel", cfg="at cfg above 1",
+    name="Flux.1", title="Flux.1 dev, schnell, Krea, Kontext, Fill, Canny, Depth", transformer="FluxTransformer2DModel",
+    cfg="at cfg above 1",
     recognise=lambda shapes: has("double_blocks.0.img_attn.norm.key_norm.scale", "single_blocks.0.linear1.weight",
                                  "double_blocks.0.img_mod.lin.weight")(shapes) and len(shapes.get("img_in.weight", ())) == 2,
     refusals=(because("it has no pooled text input (a Flux variant such as Chroma)", lambda shapes: not has("vector_in.")(shapes)),),
@@ -54,15 +55,17 @@ FLUX = Family(
         guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(16, 56, 56)),
     convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0,
     num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
-    conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim", "guidance": None},
+    conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim", "guidance": None, "ref_latents": None,
+                  "ref_latents_method": None},
+    choices={"ref_latents_method": ("offset", "index", "uxo")}, lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": _pooled, "guidance": given("guidance", where="guidance_embeds"),
                "img_ids": LATENT.positions, "txt_ids": text_positions},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5),
-                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH)),
-        streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH},
-        tokens={"image_rotary_emb": TokenArgument(0, BOTH)}, exact={"time_text_embed": (("timestep", "guidance"), 1000.0)},
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5),
+                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=("text", IMAGE))),
+        streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}, attention={"attn": ALL},
+        tokens={"image_rotary_emb": TokenArgument(0, ALL)}, exact={"time_text_embed": (("timestep", "guidance"), 1000.0)},
         once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"}, once_outside={"context_embedder": "run"}),
     tiny=Tiny(
         {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4,

@@ -5,6 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from ..protocol.errors import UnsupportedError
+
 
 @dataclass(frozen=True)
 class TokenArgument:
@@ -116,12 +120,13 @@ class Family:
     latent: describe.Packed or describe.Whole, how latents become hidden states and back; sign: of the prediction.
     arguments: of the diffusers forward -> a function of describe.Asked, or what it is. time_scale: ComfyUI's timestep at sigma 1.
     conditioning: what is understood of ComfyUI's arguments to a diffusion model -> the argument of the diffusers class that says
-    how wide it is (None: one number an image); ignored: what ComfyUI's model itself ignores too.
-    lengths: streams beside the image -> a function of the conditioning that says how many tokens.
+    how wide it is (None: it has a shape of its own); ignored: what ComfyUI's model itself ignores too.
+    choices: conditioning that is a word -> the words that are understood.
+    lengths: streams beside the image -> a function of the conditioning that says how many tokens. "text": those of its context.
     amend(model, config): make the model compute as ComfyUI's does, where diffusers' does not; before it has weights.
     by_tensors: arguments of the diffusers class that ComfyUI tells by the tensors alone; a folder's config.json is not asked.
     unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in.
-    heads, width, num_channels: of the attention, of a token, of a prediction; functions of config. cfg: what the table says of it.
+    num_heads, width, num_channels: of the attention, of a token, of a prediction; functions of config. cfg: what the table says of it.
     """
 
     name: str
@@ -136,8 +141,9 @@ class Family:
     conditioning: dict[str, str | None]
     tiny: Tiny
     ignored: tuple[str, ...] = ()
+    choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
     refusals: tuple[Callable, ...] = ()
-    lengths: dict[str, Callable] = field(default_factory=lambda: {"text": lambda conditioning: conditioning["context"].shape[1]})
+    lengths: dict[str, Callable] = field(default_factory=dict)
     sign: float = 1.0
     time_scale: float = 1000.0
     cfg: str = "yes"
@@ -156,6 +162,26 @@ class Family:
         """Why a file of this family cannot be run; None where it can."""
         return next((reason for refusal in self.refusals if (reason := refusal(shapes))), None)
 
+    def tensors(self, conditioning):
+        """What is understood of ComfyUI's conditioning as tensors, which is what workers take.
+
+        Of a list, `name.0` and so on; a word is part of a name. Raises UnsupportedError for words that are not understood.
+        """
+        found = {}
+        for name in self.conditioning:
+            value = conditioning.get(name)
+            if isinstance(value, (list, tuple)):
+                found |= {f"{name}.{number}": tensor for number, tensor in enumerate(value)}
+            elif isinstance(value, str):
+                if value not in self.choices.get(name, ()):
+                    raise UnsupportedError(f"xDiT runs {self.name} with {name} = {' or '.join(self.choices.get(name, ('nothing',)))}, and this "
+                                           f"workflow's conditioning has {value}. Change it in the node that sets it, or use Load "
+                                           f"Diffusion Model.")
+                found[f"{name}.{value}"] = torch.zeros(1)
+            elif value is not None:
+                found[name] = value
+        return found
+
     def inputs(self, latent, timestep, conditioning, config, patch=None):
         """Arguments of the diffusers forward. timestep: as ComfyUI gives it, (B,), or one for each frame or token of the
         whole latent, (B, N). patch: a messages.Patch where the latent is one."""
@@ -169,9 +195,9 @@ class Family:
 
     def token_counts(self, shape, conditioning):
         """Tokens of every stream: {"image": ..., "text": ...}. shape: of the latent; conditioning: of a whole forward."""
-        streams = self.plan.stream_names
+        streams, lengths = self.plan.stream_names, {"text": lambda conditioning: conditioning["context"].shape[1]} | self.lengths
         return {"image": self.latent.num_tokens(shape)} | {
-            stream: length(conditioning) for stream, length in self.lengths.items() if stream in streams}
+            stream: length(conditioning) for stream, length in lengths.items() if stream in streams}
 
     def patch_size(self, config):
         """Latent pixels of a token along each dim."""

@@ -1,0 +1,109 @@
+"""Pictures that a model looks at, beside its latent (Fill, Canny, Depth) or as reference latents (Kontext and other edit models)."""
+
+import pytest
+import torch
+
+from tests.models.zoo import conditioning_of
+from tests.nodes.test_pipefusion import EXACT, STALE, sample_oracle, staged
+from tests.tiny_checkpoints import families
+from tests.tolerances import close, relative_error
+
+EDIT = [kind for kind, family in families().items() if "ref_latents" in family.conditioning and kind in ("flux", "qwen-image")]
+METHODS = [(kind, method) for kind in EDIT for method in (None, *families()[kind].choices.get("ref_latents_method", ()))]
+SIZES = [((12, 10), [(8, 14)]), ((7, 9), [(5, 3)]), ((4, 16), [(6, 6), (3, 10)]), ((11, 6), [(12, 4), (4, 4), (9, 7)])]
+
+
+def random(*shape, seed=3):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def references(kind, sizes, batch=1):
+    frames = (1,) if len(families()[kind].latent.patch) == 3 else ()
+    return [random(batch, 16, *frames, *size, seed=number) for number, size in enumerate(sizes)]
+
+
+def beside(comfyui, kind, seed, size):
+    """A prompt with a picture and a mask, as InpaintModelConditioning and InstructPixToPixConditioning give it."""
+    positive, mask = comfyui.conditioning(kind, seed), torch.zeros(1, 1, 8 * size[0], 8 * size[1])
+    mask[..., 20:70, 30:] = 1.0
+    positive[0][1].update(concat_latent_image=random(1, 16, *size), concat_mask=mask)
+    return positive
+
+
+@pytest.mark.parametrize("kind, degrees, size", [
+    ("flux-fill", {"ulysses": 2}, (16, 16)), ("flux-fill", {"cfg": 2}, (13, 18)), ("flux-canny", {"ring": 2}, (15, 10)),
+    ("flux-fill", {"pipefusion": 2, "num_patches": 4, "warmup_steps": 9}, (16, 14))], ids=str)
+def test_pictures_beside_the_latent_equal_native_ksampler(comfyui, kind, degrees, size):
+    arguments = {"positive": beside(comfyui, kind, 1, size), "negative": beside(comfyui, kind, 2, size),
+                 "latent": comfyui.latent(kind, size=size)}
+
+    result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)), kind, **arguments)
+
+    want = comfyui.sample(comfyui.native(kind), kind, **arguments)
+    close(result, want, EXACT)
+    without = {**arguments, "positive": comfyui.conditioning(kind, 1), "negative": comfyui.conditioning(kind, 2)}
+    assert relative_error(want, comfyui.sample(comfyui.native(kind), kind, **without)) > 100 * EXACT
+
+
+def test_stale_patches_with_pictures_beside_the_latent_equal_the_oracle(comfyui):
+    arguments = {"positive": beside(comfyui, "flux-fill", 1, (16, 16)), "negative": beside(comfyui, "flux-fill", 2, (16, 16))}
+
+    result = comfyui.sample(staged(comfyui, "flux-fill"), "flux-fill", **arguments)
+
+    close(result, sample_oracle(comfyui, "flux-fill", 4, 1, **arguments), STALE)
+
+
+@pytest.mark.parametrize("kind, method", METHODS)
+def test_references_equal_comfyuis_own_module(comfyui, kind, method):
+    """One to three of them, of other shapes than the latent, also of odd ones."""
+    family, config = families()[kind], comfyui.transformer_config(kind)
+    ours, native = comfyui.ours(kind, comfyui.config("cpu")), comfyui.native(kind)
+    for batch, (size, sizes) in enumerate(SIZES, 1):
+        frames, batch = ((1,) if len(family.latent.patch) == 3 else ()), 1 + batch // 4
+        given = conditioning_of(family, config, torch.Generator().manual_seed(5), {"context": 9}, batch)
+        given |= {"ref_latents": references(kind, sizes, batch)} | ({} if method is None else {"ref_latents_method": method})
+        x, t = random(batch, 16, *frames, *size), torch.full((batch,), 0.6)
+        with torch.inference_mode():
+            result = ours.model.diffusion_model.forward(x, t, **given)
+            want = native.model.diffusion_model(x, t, **given)
+            without = native.model.diffusion_model(x, t, **{**given, "ref_latents": None})
+
+        close(result, want, EXACT, size)
+        assert relative_error(want, without) > 100 * EXACT
+
+
+def edited(comfyui, kind, sizes=((10, 8), (5, 7))):
+    """A prompt with references, as ReferenceLatent gives it."""
+    positive = comfyui.conditioning(kind, 1)
+    positive[0][1]["reference_latents"] = references(kind, sizes)
+    return positive
+
+
+@pytest.mark.parametrize("kind", EDIT)
+@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"cfg": 2}, {"pipefusion": 2, "num_patches": 4, "warmup_steps": 9}], ids=str)
+def test_references_of_one_prompt_equal_native_ksampler(comfyui, kind, degrees):
+    """The negative prompt has none."""
+    positive = edited(comfyui, kind)
+
+    result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)), kind, positive=positive)
+
+    close(result, comfyui.sample(comfyui.native(kind), kind, positive=positive), EXACT)
+
+
+@pytest.mark.parametrize("kind", EDIT)
+def test_stale_patches_with_references_equal_the_oracle(comfyui, kind):
+    positive = edited(comfyui, kind)
+
+    result = comfyui.sample(staged(comfyui, kind), kind, positive=positive)
+
+    close(result, sample_oracle(comfyui, kind, 4, 1, positive=positive), STALE)
+
+
+def test_what_a_family_does_not_do_with_references_is_refused_by_name(comfyui):
+    model, positive = comfyui.ours("flux", comfyui.config("cpu")), edited(comfyui, "flux")
+    positive[0][1]["reference_latents_method"] = "index_timestep_zero"
+    with pytest.raises(comfyui.errors.UnsupportedError, match="ref_latents_method = offset or index or uxo, and this workflow's .* has index_t"):
+        comfyui.sample(model, "flux", positive=positive)
+    positive[0][1].update(reference_latents=[random(1, 4, 8, 8)], reference_latents_method="index")
+    with pytest.raises(comfyui.errors.ConfigError, match="a reference latent of 4 channels and 4 dims, and this Flux.1 model takes 16 and 4"):
+        comfyui.sample(model, "flux", positive=positive)
