@@ -128,11 +128,11 @@ def test_controlnet_is_refused_before_anything_runs(comfyui, model):
 
 @pytest.mark.slow
 def test_reference_latents_are_refused(comfyui):
-    positive = comfyui.conditioning("flux", 1)
+    positive = comfyui.conditioning("lumina-2", 1)
     positive[0][1]["reference_latents"] = [torch.zeros(1, 16, 8, 8)]
 
     with pytest.raises(comfyui.errors.UnsupportedError, match="without ref_latents"):
-        comfyui.sample(comfyui.ours("flux", comfyui.config("cpu,cpu")), "flux", positive=positive)
+        comfyui.sample(comfyui.ours("lumina-2", comfyui.config("cpu,cpu")), "lumina-2", positive=positive)
 
 
 def test_model_patches_are_refused(comfyui, model):
