@@ -163,8 +163,8 @@ class RemoteModel:
         """Refuse text or reference latents of another model. conditioning: {name: tensor}. x: the latent. Raises ConfigError."""
         for reference in references(conditioning):
             if reference.ndim != x.ndim or reference.shape[1] != x.shape[1]:
-                raise ConfigError(f"The conditioning has a reference latent of {reference.shape[1]} channels and {reference.ndim} dims, and this "
-                                  f"{self.family.name} model takes {x.shape[1]} and {x.ndim}. Encode the picture with the VAE that belongs "
+                raise ConfigError(f"The conditioning has a reference latent of {reference.shape[1]} channels and {reference.ndim} dims, and "
+                                  f"this {self.family.name} model takes {x.shape[1]} and {x.ndim}. Encode the picture with the VAE that belongs "
                                   f"to it; a model that takes pictures in other ways (Fill, Canny, Depth) takes no reference latents.")
         for name, argument in self.family.conditioning.items():
             if argument is None or name not in conditioning:

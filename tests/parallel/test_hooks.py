@@ -147,7 +147,8 @@ def heads_back_in_reverse():
 
 
 MUTANTS = {function.__name__: function for function in (
-    masks_are_forgotten, mask_of_the_rank_before, references_of_the_first_shard, keys_of_another_group, text_after_the_image, own_keys_only, merge_by_mean,
+    masks_are_forgotten, mask_of_the_rank_before, references_of_the_first_shard,
+    keys_of_another_group, text_after_the_image, own_keys_only, merge_by_mean,
     rotary_tables_of_the_first_shard, heads_back_in_reverse)}
 
 

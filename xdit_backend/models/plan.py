@@ -174,8 +174,8 @@ class Family:
                 found |= {f"{name}.{number}": tensor for number, tensor in enumerate(value)}
             elif isinstance(value, str):
                 if value not in self.choices.get(name, ()):
-                    raise UnsupportedError(f"xDiT runs {self.name} with {name} = {' or '.join(self.choices.get(name, ('nothing',)))}, and this "
-                                           f"workflow's conditioning has {value}. Change it in the node that sets it, or use Load "
+                    raise UnsupportedError(f"xDiT runs {self.name} with {name} = {' or '.join(self.choices.get(name, ('nothing',)))}, and "
+                                           f"this workflow's conditioning has {value}. Change it in the node that sets it, or use Load "
                                            f"Diffusion Model.")
                 found[f"{name}.{value}"] = torch.zeros(1)
             elif value is not None:
