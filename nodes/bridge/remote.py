@@ -3,7 +3,6 @@
 import torch
 
 from ...xdit_backend.host.client import Call
-from ...xdit_backend.models.references import references
 from ...xdit_backend.planner import choose_layout, describe_layout, rank_bytes
 from ...xdit_backend.protocol.errors import ConfigError
 from .carried import refuse_call, refuse_changed_modules
@@ -161,11 +160,11 @@ class RemoteModel:
 
     def check_conditioning(self, conditioning, x):
         """Refuse text or reference latents of another model. conditioning: {name: tensor}. x: the latent. Raises ConfigError."""
-        for reference in references(conditioning):
+        for reference in (tensor for name, tensor in conditioning.items() if name.startswith("ref_latents.")):
             if reference.ndim != x.ndim or reference.shape[1] != x.shape[1]:
-                raise ConfigError(f"The conditioning has a reference latent of {reference.shape[1]} channels and {reference.ndim} dims, and "
-                                  f"this {self.family.name} model takes {x.shape[1]} and {x.ndim}. Encode the picture with the VAE that belongs "
-                                  f"to it; a model that takes pictures in other ways (Fill, Canny, Depth) takes no reference latents.")
+                raise ConfigError(f"The conditioning has a reference latent of {reference.shape[1]} channels and {reference.ndim} dims, "
+                                  f"and this {self.family.name} model takes {x.shape[1]} and {x.ndim}. Encode the picture with the "
+                                  f"VAE that belongs to it; models that take pictures otherwise (Fill, Canny, Depth) take none.")
         for name, argument in self.family.conditioning.items():
             if argument is None or name not in conditioning:
                 continue
