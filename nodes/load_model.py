@@ -22,7 +22,8 @@ class XDiTLoadModel(io.ComfyNode):
             node_id="XDiTLoadModel",
             display_name="Load xDiT Model",
             category="xDiT",
-            description="Loads a diffusion transformer on all devices. Takes the files that Load Diffusion Model takes.",
+            description="Loads a diffusion model on all devices. Takes the files that Load Diffusion Model takes, and the diffusion "
+                        "model of an all-in-one checkpoint.",
             search_aliases=["load diffusion model", "unet loader", "multi gpu"],
             inputs=[
                 io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip="A .safetensors file of "

@@ -15,12 +15,16 @@ from pathlib import Path
 import torch
 
 SEED = 1234
-SHORT = {"Flux.1": "flux", "PixArt-Sigma": "pixart"}
+SHORT = {"Flux.1": "flux", "PixArt-Sigma": "pixart", "SD 1.5": "sd15", "SD 2": "sd2"}
+REFINER = {"num_res_blocks": [1, 1, 1, 1], "channel_mult": [1, 2, 2, 2], "transformer_depth": [0, 2, 2, 0], "transformer_depth_middle": 2,
+           "transformer_depth_output": [0, 0, 2, 2, 2, 2, 0, 0], "context_dim": 1280, "adm_in_channels": 2560}
 VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}), "flux-schnell": ("flux", {"guidance_embed": False}),
             "flux-fill": ("flux", {"in_channels": 96}), "flux-canny": ("flux", {"in_channels": 32}),
             "wan-i2v": ("wan", {"model_type": "i2v", "in_dim": 36}), "wan22-i2v": ("wan", {"in_dim": 36}),
             "wan-flf": ("wan", {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 8}),
-            "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}), "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48})}
+            "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}), "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48}),
+            "sd15-inpaint": ("sd15", {"in_channels": 9}), "sdxl-inpaint": ("sdxl", {"in_channels": 9}), "sdxl-refiner": ("sdxl", REFINER)}
+DETECTED = {"sdxl-refiner": "SDXLRefiner"}                     # where another class of comfy.supported_models detects a variant
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
 AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox", "vae-ltx",
@@ -69,9 +73,15 @@ def transformer(kind, size="test"):
 def detect_thin():
     """ComfyUI's detection takes widths of the published models for granted; make it take those of the tiny ones."""
     import comfy.supported_models
-    for family in families().values():
-        if family.tiny.detected is not None:
-            getattr(comfy.supported_models, family.tiny.detected).unet_extra_config = family.tiny.arguments
+    models = comfy.supported_models.models
+    for kind, family in families().items():
+        detected = getattr(comfy.supported_models, DETECTED.get(kind, family.tiny.detected) or "", None)
+        arguments = family.tiny.arguments | VARIANTS.get(kind, (kind, {}))[1]
+        if family.by_rows:                                     # a class of its own for what is compared
+            thin = {key: arguments[key] for key in detected.unet_config if key in arguments}
+            models.append(type(f"Thin{detected.__name__}", (detected,), {"unet_config": detected.unet_config | thin}))
+        elif detected is not None:
+            detected.unet_extra_config = family.tiny.arguments
 
 
 # LTX-Video's with fewer layers and channels, as the file of a VAE says it.

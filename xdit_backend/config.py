@@ -138,8 +138,15 @@ def validate_stages(config, num_blocks, family):
 
 
 def validate_layout(layout, num_heads, family):
-    """Refuse a layout that this model cannot run. Raises ConfigError with the values that would work."""
+    """Refuse a layout that this model cannot run. num_heads: None of a U-Net. Raises ConfigError with what would work."""
     degree = layout.ulysses_degree
+    if num_heads is None:
+        for name in ("ulysses_degree", "ring_degree", "pipefusion_degree"):
+            value = getattr(layout, name)
+            if value > 1:
+                raise ConfigError(f"{name}={value} shares out the tokens and blocks of a transformer, and {family} is a U-Net, which "
+                                  f"has neither from end to end. Use cfg_degree or data_degree, and 1 here.")
+        return
     if num_heads % degree:
         works = [str(d) for d in range(1, num_heads + 1) if num_heads % d == 0]
         raise ConfigError(f"ulysses_degree={degree} does not divide {family}'s {num_heads} attention heads. "

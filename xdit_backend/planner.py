@@ -11,7 +11,7 @@ from .protocol.messages import Layout, Stages
 
 
 def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None):
-    """Return the Layout for one prediction.
+    """Return the Layout for one prediction. num_heads: None of a U-Net, which shares out branches and images alone.
 
     Manual mode: the person's degrees. Auto mode: CFG parallel when there are two branches and an even number of
     devices, then Ulysses as far as the heads allow, then Ring. CFG parallel comes first because it sends only the
@@ -23,6 +23,8 @@ def choose_layout(config, num_devices, num_branches, num_heads, family, stages=N
         validate_layout(layout, num_heads, family)
         return layout
     cfg_degree = 2 if num_branches == 2 and num_devices % 2 == 0 and stages is None else 1
+    if num_heads is None:
+        return Layout(cfg_degree=cfg_degree, data_degree=num_devices // cfg_degree)
     rest = num_devices // cfg_degree if stages is None else stages.sequence_degree
     ulysses_degree = max(d for d in range(1, rest + 1) if rest % d == 0 and num_heads % d == 0)
     return Layout(cfg_degree=cfg_degree, ring_degree=rest // ulysses_degree, ulysses_degree=ulysses_degree,

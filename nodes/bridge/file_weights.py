@@ -1,5 +1,9 @@
-"""The weights of a shell as its file holds them, under ComfyUI's names. For nodes that save or merge a MODEL; see patcher.py."""
+"""The weights of a shell as its file holds them, under ComfyUI's names. For nodes that save or merge a MODEL; see patcher.py.
 
+And the few tensors whose values ComfyUI looks at when it makes a model; see shell.py.
+"""
+
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import comfy.model_detection
@@ -16,3 +20,13 @@ def read_weights(path, base_model):
         tensors = comfy.model_detection.convert_diffusers_mmdit(tensors, "") or tensors
     tensors = base_model.model_config.process_unet_state_dict(tensors)
     return {name: tensors[name] for name in base_model.diffusion_model.state_dict() if name in tensors}
+
+
+def read_values(header, names):
+    """{name: tensor} of those of these that a file has, in the diffusion model or beside it."""
+    found = {}
+    for path in header.files if names else ():
+        with safe_open(path, "pt") as file:
+            there = {key.removeprefix(header.prefix): key for key in file.keys()}  # noqa: SIM118
+            found |= {name: file.get_tensor(there[name]) for name in names if name in there}
+    return found

@@ -21,6 +21,7 @@ from ...xdit_backend.protocol.errors import CheckpointError
 from ...xdit_backend.protocol.segments import dtype_name
 from . import wrappers
 from .carried import hold_elsewhere, remember_modules
+from .file_weights import read_values
 from .groups import check_packages, devices_of, load_device_of, memory_of
 from .patcher import ShellPatcher
 from .pipeline import KEY
@@ -45,12 +46,14 @@ def load_shell(path, weight_dtype, config):
     transformer_config, model = outline(header, family)
     if config.mode == "manual":
         validate_layout(config.layout, family.num_heads(transformer_config), family.name)
-        validate_stages(config, family.num_blocks(transformer_config), family.name)
+        if not family.by_rows:
+            validate_stages(config, family.num_blocks(transformer_config), family.name)
 
     tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES[header.dtypes[name]], device="meta")
                for name, shape in header.shapes.items()}
     if header.config is not None:                              # a diffusers folder: to the names that ComfyUI knows
         tensors = comfy.model_detection.convert_diffusers_mmdit(tensors, "") or tensors
+    tensors |= read_values(header, family.values)
     model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=header.metadata)
     if model_config is None:
         raise CheckpointError(f"ComfyUI does not recognise {os.path.basename(path)} as a {family.name} model.")
@@ -63,7 +66,7 @@ def load_shell(path, weight_dtype, config):
     base_model = model_config.get_model(tensors, "", device="meta")
     dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)
     weight_bytes = held_bytes(model, family, model_spec(header, family, *dtypes))
-    stages = choose_stages(config, len(devices), weight_bytes, min(memory_of(device) for device in devices))
+    stages = None if family.by_rows else choose_stages(config, len(devices), weight_bytes, min(map(memory_of, devices)))
     spec = model_spec(header, family, *dtypes, stages)
     net = base_model.diffusion_model
     hold_elsewhere(net)

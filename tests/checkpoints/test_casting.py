@@ -15,6 +15,7 @@ from xdit_backend.models import FAMILIES
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import SINGLE
+from xdit_backend.parallel.row_hooks import RowHooks
 from xdit_backend.protocol.messages import ModelSpec
 from xdit_backend.worker.models import Loaded
 
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 def asked(family, config):
     generator = torch.Generator().manual_seed(3)
     size = (family.tiny.frames, 34, 36)[-len(family.latent.patch):]
-    latent = torch.randn(1, family.num_channels(config), *size, generator=generator)
+    latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     return latent, torch.tensor([0.613 * family.time_scale]), conditioning_of(family, config, generator, {"context": 12})
 
 
@@ -33,7 +34,7 @@ def ours(path, family, storage):
     spec = model_spec(read_header(path), family, storage, "float32")
     model, config = load_transformer(spec, family, CPU)
     assert sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) == held_bytes(model, family, spec)
-    loaded = Loaded(model, config, family, Hooks(model, family.plan), torch.float32, range(0))
+    loaded = Loaded(model, config, family, (RowHooks if family.by_rows else Hooks)(model, family.plan), torch.float32, range(0))
     latent, timestep, conditioning = asked(family, config)
     output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, timestep, conditioning))
     return family.prediction(output, latent)

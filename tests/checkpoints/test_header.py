@@ -61,6 +61,39 @@ HUNYUAN_VIDEO = {
     **blocks("double_blocks.", 20, {"img_attn.qkv.weight": (9216, 3072)}),
     **blocks("single_blocks.", 40, {"linear1.weight": (21504, 3072)})}
 
+
+def unet(widths, depths, middle, context, vector=None, num_layers=2, linear=True, channels=4):
+    """Of a U-Net in the publisher's names, what tells its shape. depths: transformer blocks of a layer of each level."""
+    shapes, number, down = {"input_blocks.0.0.weight": (widths[0], channels, 3, 3), "out.2.weight": (4, widths[0], 3, 3)}, 1, []
+
+    def layer(name, width, depth):
+        shapes.update({f"{name}.0.in_layers.0.weight": (width,), f"{name}.0.out_layers.3.weight": (width, width, 3, 3)})
+        if depth:
+            projection = (width, width) if linear else (width, width, 1, 1)
+            shapes.update({f"{name}.1.norm.weight": (width,), f"{name}.1.proj_in.weight": projection})
+            shapes.update({f"{name}.1.transformer_blocks.{block}.attn2.to_k.weight": (width, context) for block in range(depth)})
+
+    for level, (width, depth) in enumerate(zip(widths, depths)):
+        for _ in range(num_layers):
+            layer(f"input_blocks.{number}", width, depth)
+            number += 1
+        down += [(width, depth)] * (num_layers + 1)
+        if level + 1 < len(widths):
+            shapes[f"input_blocks.{number}.0.op.weight"] = (width, width, 3, 3)
+            number += 1
+    for index, (width, depth) in enumerate(reversed(down)):
+        layer(f"output_blocks.{index}", width, depth)
+    layer("middle_block", widths[-1], middle)
+    return shapes | ({} if vector is None else {"label_emb.0.0.weight": (4 * widths[0], vector)})
+
+
+SD_WIDTHS, SD_DEPTHS = (320, 640, 1280, 1280), (1, 1, 1, 0)
+SD15 = unet(SD_WIDTHS, SD_DEPTHS, 1, 768, linear=False)
+SD15_INPAINTING = unet(SD_WIDTHS, SD_DEPTHS, 1, 768, linear=False, channels=9)
+SD21 = unet(SD_WIDTHS, SD_DEPTHS, 1, 1024)
+SDXL_BASE = unet((320, 640, 1280), (0, 2, 10), 10, 2048, 2816)
+SDXL_REFINER = unet((384, 768, 1536, 1536), (0, 4, 4, 0), 4, 1280, 2560)
+
 PUBLISHED = {
     "sd3.5-large": ("SD3", SD35_LARGE, {"num_layers": 38, "num_attention_heads": 38, "joint_attention_dim": 4096,
                                         "pooled_projection_dim": 2048, "pos_embed_max_size": 192, "qk_norm": "rms_norm",
@@ -89,6 +122,18 @@ PUBLISHED = {
         "in_channels": 16, "out_channels": 16, "text_embed_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}),
     "pixart-sigma": ("PixArt-Sigma", PIXART_SIGMA, {"num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72,
                                                     "caption_channels": 4096, "out_channels": 8}),
+    "sd1.5": ("SD 1.5", SD15, {"block_out_channels": SD_WIDTHS, "layers_per_block": 2, "attention_head_dim": (8,) * 4, "in_channels": 4,
+                               "cross_attention_dim": 768, "use_linear_projection": False, "class_embed_type": None,
+                               "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",)}),
+    "sd1.5-inpainting": ("SD 1.5", SD15_INPAINTING, {"in_channels": 9, "out_channels": 4}),
+    "sd2.1": ("SD 2", SD21, {"attention_head_dim": (5, 10, 20, 20), "cross_attention_dim": 1024, "use_linear_projection": True}),
+    "sdxl": ("SDXL", SDXL_BASE, {"block_out_channels": (320, 640, 1280), "transformer_layers_per_block": (1, 2, 10),
+                                 "attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048, "use_linear_projection": True,
+                                 "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+                                 "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+                                 "projection_class_embeddings_input_dim": 2816}),
+    "sdxl-refiner": ("SDXL", SDXL_REFINER, {"transformer_layers_per_block": (1, 4, 4, 4), "attention_head_dim": (6, 12, 24, 24),
+                                            "cross_attention_dim": 1280, "projection_class_embeddings_input_dim": 2560}),
 }
 
 
@@ -137,7 +182,12 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (WAN_I2V, {"ref_conv.weight": (1, 1)}, "Wan Fun-Control with a reference picture"),
     (WAN_I2V, {"audio_proj.audio_proj_glob_1.layer.bias": (1,)}, "Wan with audio"),
     (WAN_14B, {"more_blocks.0.before_proj.weight": (1, 1)}, "more_blocks"),
-    (PIXART_SIGMA, {"ar_embedder.mlp.0.weight": (1, 1)}, "PixArt-Alpha")], ids=lambda value: value if isinstance(value, str) else "")
+    (PIXART_SIGMA, {"ar_embedder.mlp.0.weight": (1, 1)}, "PixArt-Alpha"),
+    (SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "Stable Video Diffusion"),
+    (SD21, {"label_emb.0.0.weight": (1280, 1536)}, "unCLIP"), (SD21, {"label_emb.weight": (1000, 1024)}, "x4 upscaler"),
+    (SD15, {"cc_projection.weight": (768, 772)}, "Zero123"),
+    (unet((320, 640, 1280), (0, 2, 4), 4, 2048, 2816), {"output_blocks.0.1.transformer_blocks.4.attn2.to_k.weight": (1280, 2048)},
+     "SSD-1B")], ids=lambda value: value if isinstance(value, str) else "")
 def test_variants_that_cannot_be_run_are_refused_by_name(tmp_path, base, extra, words):
     write_header(tmp_path / "model.safetensors", {**base, **extra})
 

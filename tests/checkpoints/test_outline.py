@@ -108,7 +108,7 @@ def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words)
     (["decoder.conv_in.weight", "encoder.down.0.block.0.conv1.weight"], "a VAE"), (["first_stage_model.decoder.conv_in.weight"], "a VAE"),
     (["model.diffusion_model.input_blocks.0.0.weight", "conditioner.embedders.0.transformer.text_model.a",
       "first_stage_model.decoder.conv_in.b"],
-     "a UNet model"),
+     "a U-Net of a kind"),
     (["transformer_blocks.0.attn.add_q_proj.weight"], "under diffusers' names"), (["a"], "not a diffusion model that xDiT runs")], ids=str)
 def test_other_files_are_called_what_they_are(tmp_path, names, words):
     write_header(tmp_path / "model.safetensors", dict.fromkeys(names, (2, 2)))

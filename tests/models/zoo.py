@@ -65,7 +65,8 @@ HUNYUAN_DIT = Family(
 
 # All, but for those that need a newer diffusers than is installed.
 CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
-           if not any(refusal.__name__ == "older_diffusers" and refusal({}) for refusal in family.refusals)}
+           if not family.by_rows and not any(refusal.__name__ == "older_diffusers" and refusal({}) for refusal in family.refusals)}
+UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.by_rows}
 VISION_TOKENS = 5
 # families of which parts of a latent may be at times of their own -> how many parts a latent has
 APART = {"Wan": lambda family, shape: shape[2]}

@@ -59,6 +59,11 @@ class ComfyUI:
                   "tensor_degree": 1, "warmup": "whole"} | {name: value for name, value in degrees.items() if name not in DEGREES}
         return self.parallel_config.execute(**values, **{f"{name}_degree": degrees.get(name, 1) for name in DEGREES}).args[0]
 
+    def native_checkpoint(self, name):
+        """The MODEL that ComfyUI's own loader takes out of an all-in-one checkpoint."""
+        path = str(self.base / "checkpoints" / name)
+        return importlib.import_module("comfy.sd").load_checkpoint_guess_config(path, output_vae=False, output_clip=False)[0]
+
     def ours(self, kind, config, weight_dtype="fp32", **options):
         return self.load_model.execute(self.file(kind, **options), weight_dtype, config).args[0]
 
@@ -73,7 +78,10 @@ class ComfyUI:
     def conditioning(self, kind, seed, tokens=20):
         generator = torch.Generator().manual_seed(seed)
         made = conditioning_of(families()[kind], self.transformer_config(kind), generator, {"context": tokens})
-        return [[made["context"], {"pooled_output": made["y"]} if "y" in made else {}]]
+        pooled = made.get("y")
+        if pooled is not None and families()[kind].by_rows:    # the rest of it ComfyUI makes of the picture's size
+            pooled = pooled[:, :1280]
+        return [[made["context"], {} if pooled is None else {"pooled_output": pooled}]]
 
     def latent(self, kind, batch=1, size=None):
         family, size = families()[kind], size or LATENT_SIZES.get(kind, (16, 18))

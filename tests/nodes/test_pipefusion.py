@@ -20,7 +20,8 @@ from xdit_backend.planner import choose_num_patches
 
 EXACT, STALE = 2e-5, 1e-5
 QUICK = ("sd3", "wan", "lumina-2")           # a picture, a video, and streams that merge
-KINDS = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in families() if kind not in VARIANTS]
+KINDS = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind, family in families().items()
+         if kind not in VARIANTS and not family.by_rows]
 
 
 @dataclasses.dataclass

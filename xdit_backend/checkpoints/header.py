@@ -5,7 +5,7 @@ import json
 import math
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..models import FAMILIES, supported
@@ -19,7 +19,8 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 OTHERS = (
     ((".lora_", ".lora.", "_lora."), "a LoRA: load it with a LoRA node"),
     (("control_model.", "controlnet_", "zero_convs."), "a ControlNet"),
-    (("input_blocks.", "down_blocks.0.attentions."), "a UNet model (SD 1.5, SDXL and their like)"),
+    (("down_blocks.0.attentions.", "down_blocks.1.attentions."), "a U-Net under diffusers' names, which xDiT does not read"),
+    (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
     (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", "model.embed_tokens.",
       "token_embedding."),
      "a text encoder: load it with Load CLIP"),
@@ -35,7 +36,8 @@ MAX_HEADER_BYTES = 100 * 2 ** 20
 class Header:
     """Names, dtypes and shapes of the diffusion model in a file or folder; names without the prefix they have there.
 
-    files: the safetensors files. config: of a diffusers folder, arguments of its class; else None.
+    files: the safetensors files. config: of a diffusers folder, arguments of its class; else None. beside: names of what else is in
+    an all-in-one checkpoint.
     """
 
     path: str
@@ -45,6 +47,7 @@ class Header:
     dtypes: dict[str, str]                 # safetensors' own names, e.g. "BF16"
     metadata: dict[str, str]
     config: dict | None = None
+    beside: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def read_header(path):
@@ -58,7 +61,8 @@ def read_header(path):
     prefix = next(p for p in PREFIXES if not p or any(key.startswith(p) for key in tensors))
     ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
     return Header(str(path), prefix, (str(path),), {key: shape for key, (_, shape) in ours.items()},
-                  {key: dtype for key, (dtype, _) in ours.items()}, metadata)
+                  {key: dtype for key, (dtype, _) in ours.items()}, metadata,
+                  beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)})
 
 
 def model_spec(header, family, storage_dtype, compute_dtype, stages=None):
@@ -129,11 +133,11 @@ def recognise(header) -> Family:
                               f"Use the bf16, fp16 or plain fp8 file of the same model.")
     for family in FAMILIES.values():
         if header.config is not None:
-            if _class_name(header.config) == family.transformer:
+            if _class_name(header.config) == family.transformer and not family.by_rows:
                 return family
         elif family.recognise(header.shapes):
             try:
-                reason = family.refuse(header.shapes)
+                reason = family.refuse({**header.beside, **header.shapes})
             except (KeyError, IndexError, ValueError, TypeError):          # what it would look at is not there: outline() names it
                 reason = None
             if reason:
@@ -143,7 +147,7 @@ def recognise(header) -> Family:
         raise CheckpointError(f"{name} is a {_class_name(header.config)}, which xDiT does not run. It runs {supported()}.")
     for marks, what in OTHERS:
         if any(mark in f".{key}" for key in header.shapes for mark in marks):
-            raise CheckpointError(f"{name} is {what}. xDiT runs diffusion transformers: {supported()}.")
+            raise CheckpointError(f"{name} is {what}. xDiT runs {supported()}.")
     raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. It runs {supported()}, from "
                           f".safetensors files in ComfyUI's or the publisher's format.")
 

@@ -5,10 +5,13 @@ from .hunyuan_video import HUNYUAN_VIDEO
 from .lumina2 import LUMINA2
 from .pixart import PIXART
 from .qwen_image import QWEN_IMAGE
+from .sd2 import SD2
 from .sd3 import SD3
+from .sd15 import SD15
+from .sdxl import SDXL
 from .wan import WAN
 
-FAMILIES = {family.name: family for family in (SD3, FLUX, WAN, PIXART, QWEN_IMAGE, LUMINA2, HUNYUAN_VIDEO)}
+FAMILIES = {family.name: family for family in (SD3, FLUX, WAN, PIXART, QWEN_IMAGE, LUMINA2, HUNYUAN_VIDEO, SD15, SD2, SDXL)}
 
 
 def supported(last="and"):

@@ -96,6 +96,22 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
+class RowPlan:
+    """Where a U-Net, which has no blocks that tokens pass, mixes the rows of its images: its convolutions, norms and self-attention.
+
+    first: the convolution that reads the latent itself. self_attention: what modules that mix the pixels of an image are called.
+    of_text: modules of the cross-attention whose input is the text alone. num_levels(config): sizes of the image, each half the last.
+    """
+
+    first: str
+    self_attention: str
+    of_text: tuple[str, ...]
+    num_levels: Callable
+    blocks: tuple = ()
+    stream_names: frozenset = frozenset(("image",))
+
+
+@dataclass(frozen=True)
 class Tiny:
     """The family at a size for tests: arguments of the diffusers class; ComfyUI's class ("module:Class") and its arguments.
 
@@ -125,14 +141,16 @@ class Family:
     lengths: streams beside the image -> a function of the conditioning that says how many tokens. "text": those of its context.
     amend(model, config): make the model compute as ComfyUI's does, where diffusers' does not; before it has weights.
     by_tensors: arguments of the diffusers class that ComfyUI tells by the tensors alone; a folder's config.json is not asked.
+    values: tensors whose values tell ComfyUI how a model is sampled; they may stand beside the diffusion model in a file.
     unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in.
-    num_heads, width, num_channels: of the attention, of a token, of a prediction; functions of config. cfg: what the table says of it.
+    num_heads, width, num_channels: of the attention (None: a U-Net, whose tokens nothing shares out), of a token, of a prediction;
+    functions of config. cfg: what the table says of it.
     """
 
     name: str
     title: str
     transformer: str
-    plan: ModelPlan
+    plan: ModelPlan | RowPlan
     recognise: Callable
     config: Callable
     convert: Callable
@@ -150,6 +168,7 @@ class Family:
     amend: Callable = lambda model, config: None
     by_tensors: tuple[str, ...] = ()
     unrounded: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
     num_heads: Callable = lambda config: config["num_attention_heads"]
     width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     num_channels: Callable = lambda config: config.get("out_channels") or config["in_channels"]
@@ -202,6 +221,11 @@ class Family:
     def patch_size(self, config):
         """Latent pixels of a token along each dim."""
         return self.latent.patch
+
+    @property
+    def by_rows(self):
+        """Is it a U-Net?"""
+        return isinstance(self.plan, RowPlan)
 
     def num_blocks(self, config):
         return sum(config[list_.count] for list_ in self.plan.blocks)

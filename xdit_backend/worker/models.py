@@ -17,6 +17,7 @@ from ..parallel.collectives import Traffic, all_gather
 from ..parallel.context import ForwardContext, rows_of, tokens_of
 from ..parallel.hooks import Hooks
 from ..parallel.regions import message_size
+from ..parallel.row_hooks import RowHooks
 from ..partition import FULL, holders, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
 from ..protocol.messages import ModelSpec
@@ -58,7 +59,7 @@ class Models:
 
         files, casts = {}, Casts()
         model, config = load_transformer(spec, family, self._device, report, held_blocks, files, casts)
-        hooks = Hooks(model, family.plan)
+        hooks = (RowHooks if family.by_rows else Hooks)(model, family.plan)
         residency = Residency(model, files, self._bring, self._ferry.fetch)
         self._loaded[spec.name] = Loaded(model, config, family, hooks, getattr(torch, spec.compute_dtype), blocks, spec, residency, casts)
         return residency.numbers
@@ -133,7 +134,7 @@ class Loaded:
     model: torch.nn.Module
     config: dict
     family: Family
-    hooks: Hooks
+    hooks: Hooks | RowHooks
     dtype: torch.dtype             # of its arithmetic
     blocks: range                  # the blocks of this rank's stage; all, where there are no stages
     spec: ModelSpec | None = None

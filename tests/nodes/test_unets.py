@@ -1,0 +1,113 @@
+"""U-Nets as MODELs: the latents of ComfyUI's own KSampler for SD 1.5, SD 2, SDXL, its refiner and inpainting models; refusals."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.tiny_checkpoints import families, state_dict
+from tests.tolerances import close
+
+TOLERANCE = 2e-5                           # relative, float32 on both sides
+KINDS = [kind for kind, family in families().items() if family.by_rows]
+LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2})}
+MATRIX = [*((kind, "one") for kind in KINDS), ("sdxl", "cfg2"), ("sdxl-inpaint", "data2")]
+# sampler, scheduler, size, images
+RUNS = [("euler", "normal", (16, 18), 1), ("dpmpp_2m", "karras", (17, 23), 2), ("heun", "sgm_uniform", (9, 16), 1),
+        ("dpmpp_2s_ancestral", "simple", (16, 18), 3), ("ddim", "ddim_uniform", (21, 8), 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, layout", MATRIX)
+def test_latents_equal_native_ksampler(comfyui, kind, layout):
+    devices, degrees = LAYOUTS[layout]
+    model = comfyui.ours(kind, comfyui.config(devices, **degrees))
+    for sampler, scheduler, size, batch in RUNS:
+        arguments = {"sampler": sampler, "scheduler": scheduler, "steps": 2, "latent": comfyui.latent(kind, batch, size)}
+
+        result = comfyui.sample(model, kind, **arguments)
+
+        close(result, comfyui.sample(comfyui.native(kind), kind, **arguments), TOLERANCE, (sampler, size))
+
+
+@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+def test_prompts_of_different_length_equal_native_ksampler(comfyui, kind):
+    """Guidance of two prompts that ComfyUI cannot put into one batch, on two devices; and a prompt for a part of the picture."""
+    positive, area = comfyui.conditioning(kind, 1, tokens=31), comfyui.conditioning(kind, 3, tokens=20)
+    area[0][1]["area"] = (9, 10, 0, 6)
+    for prompts in (positive, positive + area):
+        arguments = {"positive": prompts, "negative": comfyui.conditioning(kind, 2, tokens=20)}
+
+        result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu")), kind, **arguments)
+
+        close(result, comfyui.sample(comfyui.native(kind), kind, **arguments), TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["sd15", "sdxl-inpaint"])
+def test_img2img_with_noise_mask_equals_native_ksampler(comfyui, kind):
+    """An inpainting model also reads the masked picture, which ComfyUI puts beside the latent."""
+    generator = torch.Generator().manual_seed(3)
+    latent = {"samples": torch.randn(1, 4, 16, 18, generator=generator), "noise_mask": torch.zeros(1, 128, 144)}
+    latent["noise_mask"][:, 40:, 60:] = 1.0
+    prompts = {}
+    for seed, name in ((1, "positive"), (2, "negative")):
+        prompts[name] = comfyui.conditioning(kind, seed)
+        if kind == "sdxl-inpaint":
+            prompts[name][0][1].update(concat_latent_image=latent["samples"], concat_mask=latent["noise_mask"][:, None])
+
+    result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu")), kind, latent=latent, denoise=0.6, steps=5, **prompts)
+
+    reference = comfyui.sample(comfyui.native(kind), kind, latent=latent, denoise=0.6, steps=5, **prompts)
+    close(result, reference, TOLERANCE)
+
+
+SPREAD = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.norm1.bias"
+CHECKPOINTS = {                            # kind, what tells how it is sampled, and how that is
+    "eps": ("sd15", {}, "EPS"), "sd2-velocity": ("sd2", {SPREAD: torch.linspace(-1, 1, 64)}, "V_PREDICTION"),
+    "sd2-noise": ("sd2", {SPREAD: torch.linspace(-0.1, 0.1, 64)}, "EPS"),
+    "sdxl-velocity": ("sdxl", {"v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}, "V_PREDICTION"),
+    "sdxl-edm": ("sdxl", {"edm_vpred.sigma_max": torch.tensor(120.0), "edm_vpred.sigma_min": torch.tensor(0.01)}, "V_PREDICTION"),
+    "playground": ("sdxl", {"edm_mean": torch.zeros(1, 4, 1, 1), "edm_std": torch.ones(1, 4, 1, 1)}, "EDM")}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_checkpoint_gives_the_model_that_comfyui_takes_out_of_it(comfyui, case):
+    """The diffusion model alone, sampled as some of its weights say, and what stands beside them."""
+    kind, marks, expected = CHECKPOINTS[case]
+    tensors = {f"model.diffusion_model.{name}": tensor for name, tensor in state_dict(kind).items()} | marks
+    others = {"first_stage_model.decoder.conv_in.weight": torch.zeros(8, 4, 3, 3), "cond_stage_model.x": torch.zeros(3)}
+    save_file(tensors | others, str(comfyui.base / "checkpoints" / f"{case}.safetensors"))
+    assert f"{case}.safetensors" in comfyui.load_model.define_schema().inputs[0].options
+
+    model = comfyui.load_model.execute(f"{case}.safetensors", "fp32", comfyui.config("cpu,cpu")).args[0]
+    native = comfyui.native_checkpoint(f"{case}.safetensors")
+
+    for each in (model, native):
+        assert expected in [cls.__name__ for cls in type(each.model.model_sampling).__mro__]
+    close(comfyui.sample(model, kind), comfyui.sample(native, kind), TOLERANCE)
+
+
+@pytest.mark.parametrize("degree", ["ulysses", "ring", "pipefusion"])
+def test_methods_that_need_tokens_are_refused_by_name(comfyui, degree):
+    with pytest.raises(comfyui.errors.ConfigError, match=rf"{degree}_degree=2 shares out .* SDXL is a U-Net"):
+        comfyui.ours("sdxl", comfyui.config("cpu,cpu", **{degree: 2}))
+
+
+@pytest.mark.parametrize("devices, text", [("cpu,cpu", "CFG 2"), ("cpu,cpu,cpu", "data 3"), ("cpu,cpu,cpu,cpu", "CFG 2 x data 2")])
+def test_auto_shares_out_branches_and_images(comfyui, said, devices, text):
+    comfyui.sample(comfyui.ours("sd15", comfyui.config(devices)), "sd15", steps=1)
+
+    assert said[0].partition(" (")[0] == f"running on {devices.replace(',', ', ')}: {text}"
+
+
+def test_what_reaches_inside_is_refused_by_name(comfyui):
+    """FreeU patches the blocks, a ControlNet adds to them."""
+    model = comfyui.ours("sd15", comfyui.config("cpu"))
+    from tests.model_nodes import model_nodes
+    patched = model_nodes(comfyui)["FreeU_V2"]().patch(model, 1.3, 1.4, 0.9, 0.2)[0]
+    positive = comfyui.conditioning("sd15", 1)
+    positive[0][1]["control"] = object()
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="model patches"):
+        comfyui.sample(patched, "sd15")
+    with pytest.raises(comfyui.errors.UnsupportedError, match="ControlNet"):
+        comfyui.sample(model, "sd15", positive=positive)

@@ -1,0 +1,117 @@
+"""What the U-Net families share: arguments of diffusers' class from a file's shapes, names of tensors, what its forward is given.
+
+A U-Net has no list of blocks that tokens pass: it works on images, each level on one of half the size.
+"""
+
+import math
+import re
+
+from .describe import Whole, because, blocks, config_of, given, has, size, timestep
+from .keys import table
+from .plan import Family, RowPlan
+
+LATENT = Whole((1, 1))
+
+KEYS = table(
+    (r"^(?:edm_mean|edm_std|edm_vpred\.sigma_max|edm_vpred\.sigma_min|v_pred|ztsnr)$", None),      # say how a file is sampled
+    (r"^input_blocks\.0\.0\.", "conv_in."), (r"^out\.0\.", "conv_norm_out."), (r"^out\.2\.", "conv_out."),
+    (r"^time_embed\.0\.", "time_embedding.linear_1."), (r"^time_embed\.2\.", "time_embedding.linear_2."),
+    (r"^label_emb\.0\.0\.", "class_embedding.linear_1."), (r"^label_emb\.0\.2\.", "class_embedding.linear_2."),
+    (r"^middle_block\.0\.", "mid_block.resnets.0."), (r"^middle_block\.1\.", "mid_block.attentions.0."),
+    (r"^middle_block\.2\.", "mid_block.resnets.1."),
+    (r"(resnets\.\d+)\.in_layers\.0\.", r"\1.norm1."), (r"(resnets\.\d+)\.in_layers\.2\.", r"\1.conv1."),
+    (r"(resnets\.\d+)\.emb_layers\.1\.", r"\1.time_emb_proj."), (r"(resnets\.\d+)\.out_layers\.0\.", r"\1.norm2."),
+    (r"(resnets\.\d+)\.out_layers\.3\.", r"\1.conv2."), (r"(resnets\.\d+)\.skip_connection\.", r"\1.conv_shortcut."))
+
+
+def unet(name, title, context_widths, labelled, num_heads, tiny, refusals=(), values=()):
+    """A family of U-Nets in ComfyUI's and the publisher's format.
+
+    context_widths: of the text that its files may take. labelled: is there a vector beside the text? num_heads(width of a level):
+    heads of its attention. values: see Family.
+    """
+    return Family(
+        name=name, title=title, transformer="UNet2DConditionModel", tiny=tiny, values=values, latent=LATENT, convert=convert,
+        recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and _context_width(shapes) in context_widths,
+        refusals=(because("it makes videos (Stable Video Diffusion)", lambda shapes: any(".time_stack." in key for key in shapes)),
+                  because("it turns objects (Zero123)", has("cc_projection.weight")), *refusals,
+                  because("the layers of its levels are not alike, which diffusers' U-Net cannot be (SSD-1B, Vega, KOALA)", _is_uneven)),
+        config=config_of(
+            sample_size=64, in_channels=size("input_blocks.0.0.weight", 1), out_channels=size("out.2.weight", 0),
+            block_out_channels=_widths, layers_per_block=lambda shapes: len(_levels(shapes)[0]),
+            down_block_types=lambda shapes: tuple(f"{_kind(depth)}DownBlock2D" for depth in _depths(shapes)),
+            up_block_types=lambda shapes: tuple(f"{_kind(depth)}UpBlock2D" for depth in reversed(_depths(shapes))),
+            transformer_layers_per_block=lambda shapes: (*(depth or 1 for depth in _depths(shapes)[:-1]), _depth(shapes, "middle_block")),
+            attention_head_dim=lambda shapes: tuple(num_heads(width) for width in _widths(shapes)),    # so diffusers calls their number
+            cross_attention_dim=_context_width, use_linear_projection=lambda shapes: len(shapes["middle_block.1.proj_in.weight"]) == 2,
+            class_embed_type=lambda shapes: "projection" if labelled else None,        # of a vector that ComfyUI has made
+            projection_class_embeddings_input_dim=lambda shapes: shapes["label_emb.0.0.weight"][1] if labelled else None),
+        num_channels=lambda config: config["out_channels"],
+        num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
+        conditioning={"context": "cross_attention_dim"} | ({"y": "projection_class_embeddings_input_dim"} if labelled else {}),
+        arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+                   "class_labels": given("y", where="class_embed_type")},
+        plan=RowPlan(first="conv_in", self_attention="attn1", of_text=("attn2.to_k", "attn2.to_v"),
+                     num_levels=lambda config: len(config["block_out_channels"])))
+
+
+def convert(tensors, config):
+    """From the publisher's names, which number the layers of all levels through, to diffusers'."""
+    return KEYS({_in_level(name, config["layers_per_block"]): tensor for name, tensor in tensors.items()}, config)
+
+
+def _in_level(name, num_layers):
+    match = re.match(r"(in|out)put_blocks\.(\d+)\.(\d+)\.(.*)", name)
+    if match is None or match[2] == "0" and match[1] == "in":
+        return name
+    down = match[1] == "in"
+    level, layer = divmod(int(match[2]) - down, num_layers + 1)
+    block = f"{'down' if down else 'up'}_blocks.{level}"
+    if match[4].startswith("op.") and down and layer == num_layers:
+        return f"{block}.downsamplers.0.conv.{match[4].removeprefix('op.')}"
+    if match[4].startswith("conv.") and not down and layer == num_layers:
+        return f"{block}.upsamplers.0.{match[4]}"
+    return f"{block}.{'resnets' if match[3] == '0' else 'attentions'}.{layer}.{match[4]}"
+
+
+def _levels(shapes):
+    """Numbers of the input blocks of each level: a level ends with the block that halves the image."""
+    levels = [[]]
+    for block in range(1, blocks("input_blocks.")(shapes)):
+        if f"input_blocks.{block}.0.op.weight" in shapes:
+            levels.append([])
+        else:
+            levels[-1].append(block)
+    return levels
+
+
+def _widths(shapes):
+    return tuple(shapes[f"input_blocks.{layers[0]}.0.out_layers.3.weight"][0] for layers in _levels(shapes))
+
+
+def _depth(shapes, block):
+    """Transformer blocks in a block of the file; 0 where it has no attention."""
+    return blocks(f"{block}.1.transformer_blocks.")(shapes)
+
+
+def _depths(shapes):
+    return [_depth(shapes, f"input_blocks.{layers[0]}") for layers in _levels(shapes)]
+
+
+def _kind(depth):
+    return "CrossAttn" if depth else ""
+
+
+def _is_uneven(shapes):
+    levels = _levels(shapes)
+    down = [[_depth(shapes, f"input_blocks.{block}") for block in layers] for layers in levels]
+    a_level = len(levels[0]) + 1
+    up = [[_depth(shapes, f"output_blocks.{level * a_level + layer}") for layer in range(a_level)] for level in range(len(levels))]
+    return (len({len(layers) for layers in levels}) > 1 or any(len(set(depths)) > 1 for depths in down)
+            or up != [[depths[0]] * a_level for depths in reversed(down)] or down[-1][0] not in (0, _depth(shapes, "middle_block")))
+
+
+def _context_width(shapes):
+    """Of the text that cross-attention reads; None where there is none."""
+    shape = next((shape for name, shape in shapes.items() if name.endswith(".attn2.to_k.weight")), ())
+    return shape[1] if len(shape) == 2 and math.prod(shape) else None
