@@ -61,3 +61,12 @@ def test_manual_stages_and_their_warm_up():
     assert roomy == Stages(2, 2, (1, 3), every_block=True) and tight == Stages(2, 2, (1, 3))
     assert warmup_layout(config.layout, roomy) == Layout(ring_degree=4)
     assert warmup_layout(config.layout, tight) == config.layout
+
+
+def test_a_unet_shares_out_branches_and_images_alone():
+    """By itself nothing approximate; what needs tokens is refused."""
+    layouts = [choose_layout(ParallelConfig(), devices, branches, None, "SDXL") for devices, branches in ((1, 2), (2, 2), (3, 2), (4, 2), (2, 1))]
+
+    assert layouts == [Layout(), Layout(cfg_degree=2), Layout(data_degree=3), Layout(cfg_degree=2, data_degree=2), Layout(data_degree=2)]
+    with pytest.raises(ConfigError, match="ring_degree=2 shares out .* and SDXL is a U-Net"):
+        choose_layout(ParallelConfig(mode="manual", ring_degree=2), 2, 2, None, "SDXL")

@@ -92,11 +92,10 @@ def test_methods_that_need_tokens_are_refused_by_name(comfyui, degree):
         comfyui.ours("sdxl", comfyui.config("cpu,cpu", **{degree: 2}))
 
 
-@pytest.mark.parametrize("devices, text", [("cpu,cpu", "CFG 2"), ("cpu,cpu,cpu", "data 3"), ("cpu,cpu,cpu,cpu", "CFG 2 x data 2")])
-def test_auto_shares_out_branches_and_images(comfyui, said, devices, text):
-    comfyui.sample(comfyui.ours("sd15", comfyui.config(devices)), "sd15", steps=1)
+def test_auto_takes_branches_apart(comfyui, said):
+    comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu")), "sd15", steps=1)
 
-    assert said[0].partition(" (")[0] == f"running on {devices.replace(',', ', ')}: {text}"
+    assert said[0].startswith("running on cpu, cpu: CFG 2")
 
 
 def test_what_reaches_inside_is_refused_by_name(comfyui):
