@@ -65,7 +65,8 @@ def test_manual_stages_and_their_warm_up():
 
 def test_a_unet_shares_out_branches_and_images_alone():
     """By itself nothing approximate; what needs tokens is refused."""
-    layouts = [choose_layout(ParallelConfig(), devices, branches, None, "SDXL") for devices, branches in ((1, 2), (2, 2), (3, 2), (4, 2), (2, 1))]
+    layouts = [choose_layout(ParallelConfig(), devices, branches, None, "SDXL")
+               for devices, branches in ((1, 2), (2, 2), (3, 2), (4, 2), (2, 1))]
 
     assert layouts == [Layout(), Layout(cfg_degree=2), Layout(data_degree=3), Layout(cfg_degree=2, data_degree=2), Layout(data_degree=2)]
     with pytest.raises(ConfigError, match="ring_degree=2 shares out .* and SDXL is a U-Net"):
