@@ -15,7 +15,7 @@ from xdit_backend.parallel import regions
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import build_mesh
-from xdit_backend.parallel.pipefusion import KeyValues, Link, Offload
+from xdit_backend.parallel.pipefusion import Kept, KeyValues, Link, Offload
 from xdit_backend.partition import cut_patches, split_stages, stage_blocks
 from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol.messages import Layout
@@ -30,8 +30,8 @@ SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan": {"rows": 10, "columns": 6
 class Pipeline:
     """One rank of a pipeline, as the engine drives it, on a model of the zoo that every rank has whole."""
 
-    def __init__(self, rank, world_size, one, layout, num_blocks=None, offload=False):
-        self.one, self.mesh = one, build_mesh(layout, world_size)
+    def __init__(self, rank, world_size, one, layout, num_blocks=None, offload=False, forecast=0.0):
+        self.one, self.mesh, self.forecast = one, build_mesh(layout, world_size), forecast
         hooks = Hooks(one.model, one.family.plan)
         self.key_values = KeyValues(Offload(torch.device("cpu")) if offload else None)
         sizes = num_blocks or split_stages([1] * hooks.num_blocks, layout.pipefusion_degree)
@@ -43,7 +43,7 @@ class Pipeline:
     def predict(self, latent, timestep, patch=None):
         """The prediction for a latent or a patch of it, on every rank: the last stage tells the others."""
         context = self.loaded.context(self.mesh, self.traffic, latent, timestep, self.one.conditioning, patch,
-                                      key_values=self.key_values, num_images=latent.shape[0])
+                                      key_values=self.key_values, num_images=latent.shape[0], forecast=self.forecast)
         if self.loaded.blocks.start > 0:
             size = self.loaded.received_size(self.mesh, latent.shape, self.one.conditioning, patch)
             handle = self.link.post_receive(size, latent.dtype)
@@ -57,12 +57,12 @@ class Pipeline:
             torch.distributed.broadcast(prediction, torch.distributed.get_world_size() - 1)
         return prediction
 
-    def sample(self, patches, warmup_steps, dim):
+    def sample(self, patches, warmup_steps, dim, sigmas=SIGMAS):
         """Euler steps, as in the oracle. patches: of partition.cut_patches."""
         self.key_values.kept.clear()
         self.key_values.once.clear()
         x = self.one.latent
-        for step, (sigma, following) in enumerate(zip(SIGMAS, SIGMAS[1:])):
+        for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:])):
             timestep = self.one.at(sigma)
             if step < warmup_steps:
                 x = stepped(x, self.predict(x, timestep), following - sigma)
@@ -180,6 +180,46 @@ def test_uneven_stages_equal_the_oracle(name, num_blocks):
     results = run_ranks(errors, len(num_blocks), name, layout, [(4, 1), (3, 0), (2, 3)], num_blocks)
 
     within(max(max(result) for result in results), EXACT)
+
+
+FORECAST = 0.7
+UNEVEN = [1.0, 0.9, 0.4, 0.4, 0.7, 0.65, 0.1, 0.0]             # long steps, one back, and two calls at one time
+
+
+def forecast_errors(rank, world_size, name, layout, settings, offload=False, batch=1, mutant=None):
+    """For each (num_patches, warmup_steps), the largest differences from the oracle with forecast keys and values, and without."""
+    torch.set_grad_enabled(False)
+    one, want, results = example(name, **SHAPES.get(name, {"rows": 12, "columns": 6}), batch=batch), {}, []
+    patches = {num: cuts(one, num, layout.ring_degree * layout.ulysses_degree) for num, _ in settings}
+    latent, dim = one.latent, patches[settings[0][0]][0][0].dim
+    for num, warmup_steps in settings:
+        for strength in (FORECAST, 0.0):
+            one.latent = latent
+            rows = [(patch.start, patch.start + rows) for patch, rows in patches[num]]
+            want[num, warmup_steps, strength] = simulate(one, rows, warmup_steps, UNEVEN, dim, strength)
+    if mutant:
+        MUTANTS[mutant]()
+    pipeline = Pipeline(rank, world_size, one, layout, None, offload, FORECAST)
+    for num, warmup_steps in settings:
+        one.latent = latent
+        got = pipeline.sample(patches[num], warmup_steps, dim, UNEVEN)
+        results.append([(got - want[num, warmup_steps, strength]).abs().max().item() for strength in (FORECAST, 0.0)])
+    return results
+
+
+@pytest.mark.parametrize("name, layout, offload, batch", [
+    ("SD3", Layout(), False, 2), ("SD3", Layout(), True, 2), ("Flux.1", Layout(), False, 1), ("Wan 2.1", Layout(), True, 1),
+    ("SD3", Layout(pipefusion_degree=2), False, 1), ("Lumina 2", Layout(ulysses_degree=2), False, 1),
+    ("Flux.1", Layout(pipefusion_degree=2, ring_degree=2), True, 1)], ids=str)
+def test_forecast_keys_and_values_equal_the_oracle(name, layout, offload, batch):
+    for result in run_ranks(forecast_errors, num_ranks(layout), name, layout, [(3, 1), (4, 0), (2, 3)], offload, batch):
+        within(max(error for error, _ in result), EXACT)
+        assert min(other for _, other in result) > 1e-6
+
+
+@pytest.mark.parametrize("mutant", ["forecast_in_steps_not_in_time", "forecast_of_a_forecast"])
+def test_a_wrong_forecast_is_noticed(mutant):
+    assert run_ranks(forecast_errors, 1, "SD3", Layout(), [(3, 1)], False, 1, mutant)[0][0][0] > 1e-6
 
 
 def offloaded(rank, world_size, name):
@@ -322,7 +362,26 @@ def a_stand_in_is_attended_to():
     Hooks._without_stand_ins = lambda self, now, place, streams, *tensors: (*tensors, None)
 
 
+def forecast_in_steps_not_in_time():
+    """Every step counts as long as the one before."""
+    turn = Kept.turn
+    Kept.turn = lambda self, time, strength: (weight := turn(self, time, strength)) and (1.0 if weight == 1.0 else 1.0 + strength)
+
+
+def forecast_of_a_forecast():
+    """The buffers do not change places: the slope is of what was forecast, not of what was seen."""
+    turn = Kept.turn
+
+    def still(self, time, strength):
+        weight = turn(self, time, strength)
+        if weight is not None:
+            self.before_KBNTH.copy_(self.both_KBNTH if weight != 1.0 else self.before_KBNTH)
+        return weight
+    Kept.turn = still
+
+
 MUTANTS = {function.__name__: function for function in (
+    forecast_in_steps_not_in_time, forecast_of_a_forecast,
     a_stand_in_is_attended_to, skips_are_lost, modulation_of_the_step_before, nothing_is_kept, positions_of_the_first_patch,
     own_shard_is_kept_only, text_with_every_patch_forgotten, cold_tokens_are_zero)}
 

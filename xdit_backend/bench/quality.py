@@ -40,6 +40,7 @@ def add_arguments(parser):
     parser.add_argument("--guidance", type=float, default=3.0, help="scale of classifier-free guidance")
     parser.add_argument("--patches", type=int, nargs="+", default=(2, 4, 8), help="num_patches to try")
     parser.add_argument("--warmup-steps", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="warmup_steps to try")
+    parser.add_argument("--forecast", type=float, nargs="+", default=(0.0,), help="forecast of stale keys and values to try")
     parser.add_argument("--sheet", type=Path, default=Path("quality.png"), help="where the contact sheet goes")
 
 
@@ -90,12 +91,12 @@ def settings(clients, options):
     def whole(call, sigmas):
         return sample(clients[1], one_spec, one, call, sigmas, 0, None, CHANNELS, 1000.0, guidance=options.guidance)
 
-    def piped(num_patches, warmup_steps):
+    def piped(num_patches, warmup_steps, forecast):
         patches = cut_patches(shape, (2, 2), num_patches)
 
         def run(call, sigmas):
             latent = sample(clients[2], staged, pipeline, call, sigmas, warmup_steps, patches, CHANNELS, 1000.0,
-                            guidance=options.guidance)
+                            guidance=options.guidance, forecast=forecast)
             clients[2].end_run()
             return latent
         return run
@@ -107,8 +108,9 @@ def settings(clients, options):
         return run
 
     runs = {ONE: (whole, 1)}
-    runs |= {f"M={num_patches}, W={warmup_steps}": (piped(num_patches, warmup_steps), num_patches)
-             for num_patches in options.patches for warmup_steps in options.warmup_steps}
+    runs |= {f"M={num_patches}, W={warmup_steps}" + (f", forecast {forecast:g}" if forecast else ""):
+             (piped(num_patches, warmup_steps, forecast), num_patches)
+             for num_patches in options.patches for warmup_steps in options.warmup_steps for forecast in options.forecast}
     return runs | {f"naive patches, M={num_patches}": (naive(num_patches), num_patches) for num_patches in options.patches}
 
 

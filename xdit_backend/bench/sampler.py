@@ -8,7 +8,7 @@ from ..planner import warmup_layout
 
 
 def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channels, time_scale=1.0, by_image=False,
-           guidance=None):
+           guidance=None, forecast=0.0):
     """Euler steps from the call's latent down the sigmas; returns the latent.
 
     patches: of partition.cut_patches; None: every step is whole and nothing is kept. time_scale: timestep at sigma 1.
@@ -32,7 +32,8 @@ def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channe
     x = call.latent
     whole_layout = warmup_layout(layout, spec.stages) if spec.stages else layout
     for step in range(num_whole):
-        ticket = client.submit(spec, whole_layout, num_channels, [at(x, step)], keep=patches is not None, by_image=by_image)
+        ticket = client.submit(spec, whole_layout, num_channels, [at(x, step)], keep=patches is not None, by_image=by_image,
+                               forecast=forecast)
         x = stepped(x, step, client.wait([ticket])[1][0])
     if not patches or num_whole == num_steps:
         return x
@@ -43,7 +44,8 @@ def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channe
     def submit(index):
         if steps[index] < num_steps:
             asked = at(pieces[index], steps[index])
-            flying[client.submit(spec, layout, num_channels, [asked], patch=patches[index][0])] = index
+            flying[client.submit(spec, layout, num_channels, [asked], patch=patches[index][0],
+                                 forecast=forecast)] = index
 
     for index in range(len(patches)):
         submit(index)

@@ -38,6 +38,7 @@ class ForwardContext:
     key_values: KeyValues | None = None    # None: nothing is kept, attention is over this forward's tokens
     kept_blocks: range = range(0)
     step: tuple = ()                       # what tells this step of the run from others: its timesteps
+    forecast: float = 0.0                  # how far stale keys and values go on as they went before; 0: not at all
     first_image: int = 0                   # of the batch that key_values holds
     num_images: int = 1
     arrive: Callable | None = None         # () -> the message of the stage before, for stages after the first

@@ -20,6 +20,7 @@ from .mesh import wait_timeout_s
 from .usp import heads_apart, heads_together, repeat_heads
 
 MAX_SENT = 16                  # messages that are kept for the stage after
+MAX_STRIDE = 2.0               # a step is forecast as at most so many times as long as the one before it
 TO_TOKEN_MAJOR, FROM_TOKEN_MAJOR = (1, 3, 0, 2, 4), (2, 0, 3, 1, 4)        # (K, B, N, T, H) -> (B, T, K, N, H), and back
 
 
@@ -30,10 +31,31 @@ class Kept:
     both_KBNTH: torch.Tensor               # K: 0 keys, 1 values. On the device, or in host memory where they are offloaded
     num_text: int
     num_filled: int = 0
+    time: float | None = None              # of the call that they are of, or that is filling them
+    before_KBNTH: torch.Tensor | None = None           # of the call before, where they are to be forecast
+    time_before: float | None = None
 
     @property
     def num_bytes(self):
-        return self.both_KBNTH.numel() * self.both_KBNTH.element_size()
+        return sum(both.numel() * both.element_size() for both in (self.both_KBNTH, self.before_KBNTH) if both is not None)
+
+    def turn(self, time, strength):
+        """Let `both` and `before` change places as another call begins, so that `both` is for the new call's.
+
+        Returns the weight w with which `both` + w (`before` - `both`), of what they hold now, is the new call's forecast; 1.0
+        where there is no slope yet; None where nothing has turned: a call at the same time overwrites.
+        """
+        if time == self.time or self.num_filled < self.both_KBNTH.shape[3]:
+            self.time = time
+            return None
+        weight = 1.0
+        if self.before_KBNTH is None:
+            self.before_KBNTH = torch.empty_like(self.both_KBNTH, pin_memory=self.both_KBNTH.is_pinned())
+        else:
+            weight += strength * min(max((time - self.time) / (self.time - self.time_before), -1.0), MAX_STRIDE)
+        self.both_KBNTH, self.before_KBNTH = self.before_KBNTH, self.both_KBNTH
+        self.time, self.time_before = time, self.time
+        return weight
 
 
 class Offload:
@@ -47,7 +69,7 @@ class Offload:
     def __init__(self, device):
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._buffers: list[torch.Tensor | None] = [None, None, None]          # the third: of the call before the last
         self._turn, self._arriving = 0, None
 
     @property
@@ -65,10 +87,10 @@ class Offload:
         """The entry's keys and values on the device; those of the following entry start to arrive."""
         entry_here, here, arrived = self._arriving or (None, None, None)
         if entry_here is not entry:
-            here, arrived = self._fetch(entry)
+            here, arrived = self._fetch(entry, self._next_buffer(entry))
         if arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(arrived)
-        self._arriving = (following, *self._fetch(following)) if following is not entry else None
+        self._arriving = (following, *self._fetch(following, self._next_buffer(following))) if following is not entry else None
         return here
 
     def room(self, entry):
@@ -78,6 +100,14 @@ class Offload:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return self._next_buffer(entry)
 
+    def forecast(self, entry, here, weight):
+        """`here`, what the attention last saw, becomes what it is to see now. entry: as Kept.turn leaves it."""
+        if weight != 1.0:
+            older, arrived = self._fetch(entry, self._buffer(2, entry))
+            if arrived is not None:
+                torch.cuda.current_stream(self._device).wait_event(arrived)
+            torch.lerp(older, here, weight, out=here)
+
     def keep(self, entry, here, rows, slots):
         """Start copying tokens, which have been changed `here`, to host memory. rows: the images. slots: of tokens, slices."""
         with self._copying():
@@ -86,9 +116,8 @@ class Offload:
                 for slot in slots:
                     memory[image, slot].copy_(changed[image, slot], non_blocking=True)
 
-    def _fetch(self, entry):
+    def _fetch(self, entry, here):
         """Start copying an entry to the device; returns where, and the event after which it is there."""
-        here = self._next_buffer(entry)
         with self._copying():
             here.permute(TO_TOKEN_MAJOR).copy_(entry.both_KBNTH.permute(TO_TOKEN_MAJOR), non_blocking=True)
             return here, self._stream and self._stream.record_event()
@@ -96,10 +125,13 @@ class Offload:
     def _next_buffer(self, entry):
         """The buffer that the attention before the one at hand has used, shaped as the entry."""
         self._turn = 1 - self._turn
-        size = entry.both_KBNTH.numel()
-        if self._buffers[self._turn] is None or self._buffers[self._turn].numel() < size:
-            self._buffers[self._turn] = torch.empty(size, dtype=entry.both_KBNTH.dtype, device=self._device)
-        return self._buffers[self._turn][:size].view(entry.both_KBNTH.permute(TO_TOKEN_MAJOR).shape).permute(FROM_TOKEN_MAJOR)
+        return self._buffer(self._turn, entry)
+
+    def _buffer(self, index, entry):
+        size, buffer = entry.both_KBNTH.numel(), self._buffers[index]
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[index] = torch.empty(size, dtype=entry.both_KBNTH.dtype, device=self._device)
+        return buffer[:size].view(entry.both_KBNTH.permute(TO_TOKEN_MAJOR).shape).permute(FROM_TOKEN_MAJOR)
 
     @contextmanager
     def _copying(self):
@@ -133,10 +165,13 @@ class KeyValues:
         """
         entry = self.kept.get(key) or self._begin(key, keys_BNTH, context, streams)
         whole = context.patch is None
+        if self.offload is not None:
+            here = self.offload.room(entry) if whole else self.offload.take(entry, self._following(key))
+        weight = entry.turn(max(context.step), context.forecast) if context.forecast and context.opens else None
         if self.offload is None:
             here = entry.both_KBNTH
-        else:
-            here = self.offload.room(entry) if whole else self.offload.take(entry, self._following(key))
+        if weight is not None and not whole:
+            self._forecast(entry, here, weight)
         rows = slice(context.first_image, context.first_image + keys_BNTH.shape[0])
         others = [stream for stream in streams if stream != "image"]
         starts = dict(zip(others, itertools.accumulate((context.tokens.held(stream) for stream in others), initial=0)))
@@ -147,13 +182,22 @@ class KeyValues:
                 place[rows, :, slots[-1]].copy_(fresh[:, :, offset:offset + size])
             offset += size
         if self.offload is not None:
-            self.offload.keep(entry, here, rows, slots)
+            self.offload.keep(entry, here, rows, slots if weight is None else [slice(None)])
         if whole:
             entry.num_filled = entry.both_KBNTH.shape[3]
             return keys_BNTH, values_BNTH
         assert context.opens or starts["image"] <= entry.num_filled, "patches came out of order"
         entry.num_filled = max(entry.num_filled, starts["image"] + context.tokens.counts["image"])
         return here[0][rows, :, :entry.num_filled], here[1][rows, :, :entry.num_filled]
+
+    def _forecast(self, entry, here, weight):
+        """Fill an entry that has turned for a call's patches: what no patch has brought yet goes on as it went before."""
+        if self.offload is not None:
+            self.offload.forecast(entry, here, weight)
+        elif weight == 1.0:
+            here.copy_(entry.before_KBNTH)
+        else:
+            here.lerp_(entry.before_KBNTH, weight)
 
     def _begin(self, key, keys_BNTH, context, streams):
         assert context.opens, f"the patch at token {context.first_token} came before the first one"

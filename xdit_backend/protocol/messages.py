@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from .errors import XDiTError
 from .segments import Segment
-from .strict import STRICT, Degree, Natural, Printable, Rank
+from .strict import STRICT, Degree, Natural, Printable, Rank, Share
 
 # --- what commands speak of ---
 
@@ -138,6 +138,7 @@ class Predict:
     patch: Patch | None = None     # None: the latents are whole
     keep: bool = False             # keep keys and values for the patches that follow
     by_image: bool = False         # send the images of a batch through the stages one after the other
+    forecast: Share = 0.0          # how far stale keys and values go on as they went before
 
 
 @dataclass(frozen=True, config=STRICT)

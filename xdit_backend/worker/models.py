@@ -145,7 +145,7 @@ class Loaded:
         """The ForwardContext of a latent or its patch. keeping: where keys and values are kept, ForwardContext's fields for that."""
         family, num_blocks = self.family, self.hooks.num_blocks
         if keeping:
-            keeping |= {"kept_blocks": self.blocks, "step": tuple(timestep.tolist())}
+            keeping |= {"kept_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
         return ForwardContext(
             family.inputs(latent, on_device(timestep, latent.device), conditioning, self.config, patch), mesh, traffic,
             self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,

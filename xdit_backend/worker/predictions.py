@@ -107,7 +107,7 @@ class Predictions:
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         keeping = {}
         if command.keep or command.patch is not None:
-            keeping = {"key_values": self._kept(loaded, branch.conditioning),
+            keeping = {"key_values": self._kept(loaded, branch.conditioning), "forecast": command.forecast,
                        "first_image": first - shard_start(batch, mesh.degrees["data"], mesh.ranks["data"]),
                        "num_images": shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]}
         return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, **keeping)
