@@ -25,7 +25,7 @@ from ..partition import cut_patches
 from ..protocol.errors import ConfigError
 from ..protocol.messages import Stages
 from .groups import count_cuda, start_clients
-from .sampler import sample
+from .sampler import SAMPLERS, sample
 
 ONE = "one device"
 NUM_SHOWN = 8                              # prompts on the contact sheet
@@ -36,7 +36,8 @@ def add_arguments(parser):
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
     parser.add_argument("--prompts", type=int, default=256, help="how many of the 256 prompts")
     parser.add_argument("--batch", type=int, default=16, help="prompts drawn at once")
-    parser.add_argument("--steps", type=int, default=20, help="Euler steps of a picture")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a picture")
+    parser.add_argument("--sampler", choices=SAMPLERS, default="euler", help="what takes them")
     parser.add_argument("--guidance", type=float, default=3.0, help="scale of classifier-free guidance")
     parser.add_argument("--patches", type=int, nargs="+", default=(2, 4, 8), help="num_patches to try")
     parser.add_argument("--warmup-steps", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="warmup_steps to try")
@@ -86,17 +87,17 @@ def settings(clients, options):
     one = ParallelConfig(mode="manual").layout
     pipeline = ParallelConfig(mode="manual", pipefusion_degree=2).layout
     one_spec, staged = model_spec(header, family, *dtypes), model_spec(header, family, *dtypes, Stages(2, 1))
-    shape = (1, CHANNELS, SIDE, SIDE)
+    shape, step_by = (1, CHANNELS, SIDE, SIDE), SAMPLERS[options.sampler]
 
     def whole(call, sigmas):
-        return sample(clients[1], one_spec, one, call, sigmas, 0, None, CHANNELS, 1000.0, guidance=options.guidance)
+        return sample(clients[1], one_spec, one, call, sigmas, 0, None, CHANNELS, 1000.0, guidance=options.guidance, step_by=step_by)
 
     def piped(num_patches, warmup_steps, forecast):
         patches = cut_patches(shape, (2, 2), num_patches)
 
         def run(call, sigmas):
             latent = sample(clients[2], staged, pipeline, call, sigmas, warmup_steps, patches, CHANNELS, 1000.0,
-                            guidance=options.guidance, forecast=forecast)
+                            guidance=options.guidance, forecast=forecast, step_by=step_by)
             clients[2].end_run()
             return latent
         return run
@@ -173,7 +174,7 @@ def frechet_distance(moments_a, moments_b):
 
 def print_table(rows, recogniser, pictures, data, options):
     one = moments(pictures[ONE], recogniser)
-    print(f"\r{len(pictures[ONE])} prompts, {options.steps} Euler steps, guidance {options.guidance:g}, 128 x 128 pixels; "
+    print(f"\r{len(pictures[ONE])} prompts, {options.steps} steps of {options.sampler}, guidance {options.guidance:g}, 128 x 128 pixels; "
           f"PipeFusion on two workers\n")
     print("| setting | PSNR, dB | SSIM | Fréchet distance to one device | to the data | seam | named as the prompt |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
