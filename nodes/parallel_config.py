@@ -49,9 +49,10 @@ class XDiTParallelConfig(io.ComfyNode):
                                "device's memory, else micro_batches. The picture is the same."),
                 io.Boolean.Input("offload_keys_values", default=False, optional=True, tooltip="Keep PipeFusion's keys and values "
                                  "in the host's memory and fetch them layer by layer, for resolutions where they outgrow the device."),
-                io.Float.Input("forecast", default=0.0, min=0.0, max=1.0, step=0.05, optional=True, tooltip="PipeFusion: take keys "
-                               "and values that are not computed yet to go on as they went in the step before, instead of as "
-                               "they were. 0: as they were. 0.7 comes nearest to one device's picture. Keeps them twice."),
+                io.Float.Input("forecast_keys_values", default=0.6, min=0.0, max=1.0, step=0.05, optional=True, tooltip="PipeFusion: "
+                               "what a piece sees of pieces that come later goes on as it went in the step before, instead of being "
+                               "as it was. Nearer to one device's picture at the same speed, but keeps keys and values twice. 0: as it "
+                               "was, kept once. 1: in full."),
             ],
             outputs=[Parallel.Output(display_name="parallel")],
         )

@@ -13,7 +13,8 @@ from .protocol.messages import Layout
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = ("cfg_degree", "data_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "tensor_degree")
 
-PIPEFUSION = ("num_patches", "warmup_steps", "stage_blocks", "warmup", "offload_keys_values", "forecast")      # what only PipeFusion reads
+PIPEFUSION = ("num_patches", "warmup_steps", "stage_blocks", "warmup", "offload_keys_values",
+              "forecast_keys_values")      # what only PipeFusion reads
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ParallelConfig:
     stage_blocks: str = ""                     # blocks of each stage, "20,37"; "": balanced by cost
     warmup: str = "auto"                       # how the warm-up steps run, one of WARMUPS
     offload_keys_values: bool = False          # stale keys and values in host memory
-    forecast: float = 0.0                      # stale keys and values go on as they went in the step before: 0 not at all, 1 in full
+    forecast_keys_values: float = 0.6          # how far stale keys and values go on as they went in the step before: 0 not at all
 
     @property
     def num_stage_blocks(self):

@@ -149,7 +149,7 @@ class PipelineRun:
         batches = [[request] for request in requests] if self._config.warmup == "whole" else [requests]
         predictions = []
         for batch in batches:
-            ticket = self._client.submit(self._spec, layout, self._num_channels, batch, keep=keep, run=self, forecast=self._config.forecast,
+            ticket = self._client.submit(self._spec, layout, self._num_channels, batch, keep=keep, run=self, forecast=self._config.forecast_keys_values,
                                          by_image=self._config.warmup in ("auto", "micro_batches") and layout == self._layout)
             predictions += self._client.wait([ticket])[1]
         if keep:
@@ -165,7 +165,7 @@ class PipelineRun:
         if index == len(self.patches) - 1:
             self._filled |= {request.name for request in requests}
         return self._client.submit(self._spec, self._layout, self._num_channels, requests, patch=self.patches[index][0],
-                                   forecast=self._config.forecast, run=self)
+                                   forecast=self._config.forecast_keys_values, run=self)
 
     def wait(self, tickets):
         """The first of these tickets to be ready, and its predictions."""

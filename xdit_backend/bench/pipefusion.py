@@ -47,9 +47,9 @@ def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_par
     return num_steps / (warm + slots / (num_stages * num_patches))
 
 
-def run(client, spec, layout, call, num_steps, warmup_steps, patches):
+def run(client, spec, layout, call, num_steps, warmup_steps, patches, forecast=0.0):
     """A run of the bench: `num_steps` Euler steps from sigma 1 to 0."""
-    return sample(client, spec, layout, call, torch.linspace(1, 0, num_steps + 1).tolist(), warmup_steps, patches, 16)
+    return sample(client, spec, layout, call, torch.linspace(1, 0, num_steps + 1).tolist(), warmup_steps, patches, 16, forecast=forecast)
 
 
 def measure(setting, folder, layouts, clients, call, options):
@@ -95,7 +95,7 @@ def measure(setting, folder, layouts, clients, call, options):
             before = _sent(client)
             one_before_s = whole_steps(clients[1])
             started_s = time.perf_counter()
-            run(client, spec, layout, call, steps, options.warmup_steps, patches)
+            run(client, spec, layout, call, steps, options.warmup_steps, patches, options.forecast)
             elapsed_s = time.perf_counter() - started_s
             one_s = (one_before_s + whole_steps(clients[1])) / 2
             times[key].append((elapsed_s / steps, one_s * steps / elapsed_s, 2 * one_s / both_at_once(), one_s))
@@ -112,6 +112,7 @@ def measure(setting, folder, layouts, clients, call, options):
         seconds, ratio, apart, _ = (statistics.median(column) for column in zip(*times[key][1:]))
         bubble = bubble_ratio(options.steps, options.warmup_steps, degrees["pipefusion"], len(patches), spec.stages.every_block)
         weight_formula, key_value_formula = memory_formulas(header, family, spec, len(weights), setting, degrees)
+        key_value_formula = [kept * (2 if options.forecast else 1) for kept in key_value_formula]
         rows[key] = Row(key, seconds, ratio, bubble * degrees["ring"] * degrees["ulysses"], apart, sent,
                         sent_formula(degrees, setting), weights, weight_formula, kept, key_value_formula)
     return statistics.median(row[3] for rows_ in times.values() for row in rows_[1:]), rows
@@ -132,7 +133,7 @@ def memory_formulas(header, family, spec, num_ranks, setting, degrees):
     """([bytes of parameters], [bytes of stale keys and values]) of each rank.
 
     Parameters: its stage's blocks, and all that is outside the blocks. Keys and values: 2 B (S + S_t) h / U for each of its
-    blocks (docs/algorithms.md 2.8).
+    blocks (docs/algorithms.md 2.8); twice that where they are forecast.
     """
     import diffusers  # slow to import, and --help needs neither
     from accelerate import init_empty_weights

@@ -48,7 +48,7 @@ def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channe
 
     patches: of partition.cut_patches; None: every step is whole and nothing is kept. time_scale: timestep at sigma 1.
     guidance: the scale of classifier-free guidance; the call's conditioning is then of twice as many rows as its latent,
-    the unconditional ones last. forecast: of stale keys and values, see config.ParallelConfig. step_by: one of SAMPLERS.
+    the unconditional ones last. forecast: of stale keys and values, docs/algorithms.md section 2.9. step_by: one of SAMPLERS.
     """
     num_steps = len(sigmas) - 1
     num_whole = num_steps if patches is None else min(warmup_steps, num_steps)

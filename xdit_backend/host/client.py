@@ -166,7 +166,7 @@ class Client:
 
         Calls are worked on in the order they are submitted. patch: which rows of the whole latent the calls' latents
         hold. keep: patches of the same conditioning will follow, which need this call's keys and values. by_image: send
-        the images of a batch through the stages one after the other. forecast: see `config.ParallelConfig`; the same for
+        the images of a batch through the stages one after the other. forecast: docs/algorithms.md section 2.9; the same for
         all calls of a run. run: see `name_conditioning`. Raises WorkerDiedError
         where a patch or a name needs what a group kept that has ended since.
         """
