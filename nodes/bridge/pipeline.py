@@ -149,7 +149,8 @@ class PipelineRun:
         batches = [[request] for request in requests] if self._config.warmup == "whole" else [requests]
         predictions = []
         for batch in batches:
-            ticket = self._client.submit(self._spec, layout, self._num_channels, batch, keep=keep, run=self, forecast=self._config.forecast_keys_values,
+            ticket = self._client.submit(self._spec, layout, self._num_channels, batch, keep=keep, run=self,
+                                         forecast=self._config.forecast_keys_values,
                                          by_image=self._config.warmup in ("auto", "micro_batches") and layout == self._layout)
             predictions += self._client.wait([ticket])[1]
         if keep:

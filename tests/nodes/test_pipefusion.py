@@ -15,6 +15,7 @@ from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.transformer import load_transformer
+from xdit_backend.config import ParallelConfig
 from xdit_backend.partition import cut_patches
 from xdit_backend.planner import choose_num_patches
 
@@ -60,7 +61,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
         conditioning = {"context": context, **extra}
         key = tuple(transformer_options["cond_or_uncond"])
         if key not in stale["models"]:
-            stale["models"][key] = StaleModel(Example(model, family, config))
+            stale["models"][key] = StaleModel(Example(model, family, config), ParallelConfig.forecast_keys_values)
         one = stale["models"][key]
         one.example.conditioning = family.tensors(conditioning)
         if warmup_steps >= len(schedule) - 1 or sigma > schedule[warmup_steps]:

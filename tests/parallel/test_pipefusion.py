@@ -102,7 +102,7 @@ def errors(rank, world_size, name, layout, settings, num_blocks=None, mutant=Non
     return results
 
 
-ALL = [(num_patches, warmup_steps) for num_patches in range(1, 6) for warmup_steps in range(len(SIGMAS))]
+ALL = [(num_patches, (num_patches + more) % len(SIGMAS)) for num_patches in range(1, 6) for more in (0, 2)]
 
 
 @pytest.mark.parametrize("name, num_stages", [
