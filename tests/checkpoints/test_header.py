@@ -115,6 +115,7 @@ PUBLISHED = {
     "wan2.2-ti2v-5b": ("Wan", WAN22_5B, {"in_channels": 48, "out_channels": 48, "num_attention_heads": 24, "num_layers": 30}),
     "qwen-image": ("Qwen-Image", QWEN_IMAGE, {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "in_channels": 64,
                                               "out_channels": 16, "joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56)}),
+    "qwen-image-edit-2511": ("Qwen-Image", {**QWEN_IMAGE, "__index_timestep_zero__": (0,)}, {"zero_cond_t": True, "num_layers": 60}),
     "lumina2": ("Lumina 2", LUMINA2, {"hidden_size": 2304, "num_layers": 26, "num_refiner_layers": 2, "num_attention_heads": 24,
                                       "num_kv_heads": 8, "cap_feat_dim": 2304, "axes_dim_rope": (32, 32, 32), "in_channels": 16}),
     "hunyuan-video": ("HunyuanVideo", HUNYUAN_VIDEO, {
@@ -175,7 +176,8 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
 
 @pytest.mark.parametrize("base, extra, words", [
     (SD35_LARGE, {"context_processor.layers.0.attn.qkv.weight": (1, 1)}, "context processor"),
-    (QWEN_IMAGE, {"__index_timestep_zero__": (1,)}, "Qwen-Image-Edit 2511"),
+    (QWEN_IMAGE, {"time_text_embed.addition_t_embedding.weight": (2, 3072)}, "Qwen-Image-Layered"),
+    (QWEN_IMAGE, {"txt_norm.weight": (2560,), "proj_out.weight": (128, 3072)}, "Mage-Flow"),
     (LUMINA2, {"x_pad_token": (1, 2304)}, "Z-Image"),
     (HUNYUAN_VIDEO, {"img_in.proj.weight": (3072, 33, 1, 2, 2)}, "image-to-video"),
     (WAN_14B, {"vace_patch_embedding.weight": (1, 1)}, "of the variant Wan VACE"),

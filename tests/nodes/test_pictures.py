@@ -8,7 +8,7 @@ from tests.nodes.test_pipefusion import EXACT, STALE, sample_oracle, staged
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
 
-EDIT = [kind for kind, family in families().items() if "ref_latents" in family.conditioning and kind in ("flux", "qwen-image")]
+EDIT = ["flux", "qwen-image", "qwen-image-2511"]
 METHODS = [(kind, method) for kind in EDIT for method in (None, *families()[kind].choices.get("ref_latents_method", ()))]
 SIZES = [((12, 10), [(8, 14)]), ((7, 9), [(5, 3)]), ((4, 16), [(6, 6), (3, 10)]), ((11, 6), [(12, 4), (4, 4), (9, 7)])]
 

@@ -57,7 +57,7 @@ FLUX = Family(
     num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim", "guidance": None, "ref_latents": None,
                   "ref_latents_method": None},
-    choices={"ref_latents_method": ("offset", "index", "uxo")}, lengths={"reference": LATENT.num_reference_tokens},
+    choices={"ref_latents_method": {word: word for word in ("offset", "index", "uxo")}}, lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": _pooled, "guidance": given("guidance", where="guidance_embeds"),
                "img_ids": LATENT.positions, "txt_ids": text_positions},

@@ -137,7 +137,7 @@ class Family:
     arguments: of the diffusers forward -> a function of describe.Asked, or what it is. time_scale: ComfyUI's timestep at sigma 1.
     conditioning: what is understood of ComfyUI's arguments to a diffusion model -> the argument of the diffusers class that says
     how wide it is (None: it has a shape of its own); ignored: what ComfyUI's model itself ignores too.
-    choices: conditioning that is a word -> the words that are understood.
+    choices: conditioning that is a word -> the words that are understood, and the word each comes to.
     lengths: streams beside the image -> a function of the conditioning that says how many tokens. "text": those of its context.
     amend(model, config): make the model compute as ComfyUI's does, where diffusers' does not; before it has weights.
     by_tensors: arguments of the diffusers class that ComfyUI tells by the tensors alone; a folder's config.json is not asked.
@@ -159,7 +159,7 @@ class Family:
     conditioning: dict[str, str | None]
     tiny: Tiny
     ignored: tuple[str, ...] = ()
-    choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    choices: dict[str, dict[str, str]] = field(default_factory=dict)
     refusals: tuple[Callable, ...] = ()
     lengths: dict[str, Callable] = field(default_factory=dict)
     sign: float = 1.0
@@ -192,11 +192,12 @@ class Family:
             if isinstance(value, (list, tuple)):
                 found |= {f"{name}.{number}": tensor for number, tensor in enumerate(value)}
             elif isinstance(value, str):
-                if value not in self.choices.get(name, ()):
-                    raise UnsupportedError(f"xDiT runs {self.name} with {name} = {' or '.join(self.choices.get(name, ('nothing',)))}, and "
+                words = self.choices.get(name, {})
+                if value not in words:
+                    raise UnsupportedError(f"xDiT runs {self.name} with {name} = {' or '.join(words) or 'nothing'}, and "
                                            f"this workflow's conditioning has {value}. Change it in the node that sets it, or use Load "
                                            f"Diffusion Model.")
-                found[f"{name}.{value}"] = torch.zeros(1)
+                found[f"{name}.{words[value]}"] = torch.zeros(1)
             elif value is not None:
                 found[name] = value
         return found

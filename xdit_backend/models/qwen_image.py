@@ -1,4 +1,4 @@
-"""Qwen-Image: two streams, joint attention, text first; rotary positions around the middle of the picture."""
+"""Qwen-Image and Qwen-Image-Edit: two streams, joint attention, text first; rotary positions around the middle of the picture."""
 
 import torch
 
@@ -6,49 +6,73 @@ from .describe import Packed, because, blocks, config_of, given, has, needs_diff
 from .keys import table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 from .positions import Cut, whole_shapes
+from .references import AT_ZERO, method_of, references
 
-LATENT, IMAGE, TEXT = Packed((1, 2, 2)), TokenArgument(0, ("image",)), TokenArgument(0, ("text",))
+LATENT, IMAGE = Packed((1, 2, 2)), ("image", "reference")
+TABLE, TEXT = TokenArgument(0, IMAGE), TokenArgument(0, ("text",))
 HEAD_SIZE = size("transformer_blocks.0.attn.norm_q.weight", 0)
 
 
 def _amend(model, config):
-    """ComfyUI counts rows and columns from the middle with odd sizes rounded down, diffusers with them rounded up."""
-    rope = model.pos_embed
+    """What ComfyUI does otherwise: it counts rows and columns from the middle with odd sizes rounded down, places references as a
+    workflow says, and takes them at the time of the latent or at time zero.
+    """
+    rope, forward, starts_of = model.pos_embed, model.forward, []
+
+    def placed(*, places=(), at_zero=False, **inputs):
+        starts_of[:] = places
+        for module in (model, *model.transformer_blocks):
+            module.zero_cond_t = at_zero
+        return forward(**inputs)
 
     def tables(img_shapes, max_txt_seq_len, device):
-        sizes, zero = img_shapes[0][0], len(rope.neg_freqs)
-        starts = (zero, zero - sizes[1] // 2, zero - sizes[2] // 2)
+        zero, sizes = len(rope.neg_freqs), img_shapes[0]
         by_axis = torch.cat([rope.neg_freqs, rope.pos_freqs]).to(device).split([width // 2 for width in rope.axes_dim], 1)
-        grids = torch.meshgrid(*(torch.arange(start, start + length, device=device) for start, length in zip(starts, sizes)), indexing="ij")
-        text = rope.pos_freqs[max(sizes[1] // 2, sizes[2] // 2):].to(device)[:max_txt_seq_len]
-        return torch.cat([part[grid.flatten()] for part, grid in zip(by_axis, grids)], 1), text
-    rope.forward = tables
+        pieces = []
+        for (frame, row, column), (frames, rows, columns) in zip([(0, 0, 0), *starts_of], sizes):
+            starts = (zero + frame, zero + row - rows // 2, zero + column - columns // 2)
+            grids = torch.meshgrid(*(torch.arange(start, start + length, device=device)
+                                     for start, length in zip(starts, (frames, rows, columns))), indexing="ij")
+            pieces.append(torch.cat([part[grid.flatten()] for part, grid in zip(by_axis, grids)], 1))
+        text = rope.pos_freqs[max(sizes[0][1] // 2, sizes[0][2] // 2):].to(device)[:max_txt_seq_len]
+        return torch.cat(pieces), text
+    rope.forward, model.forward = tables, placed
+
+
+def _at_zero(asked):
+    default = AT_ZERO if asked.config["zero_cond_t"] else LATENT.method        # files of Qwen-Image-Edit 2511 may say it
+    return bool(references(asked.conditioning)) and method_of(asked.conditioning, default) == AT_ZERO
 
 
 QWEN_IMAGE = Family(
-    name="Qwen-Image", title="Qwen-Image", transformer="QwenImageTransformer2DModel",
+    name="Qwen-Image", title="Qwen-Image, Qwen-Image-Edit", transformer="QwenImageTransformer2DModel",
     recognise=has("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),
     refusals=(needs_diffusers("0.37"),
               because("it makes layers (Qwen-Image-Layered)", has("time_text_embed.addition_t_embedding.weight")),
-              because("it edits pictures (Qwen-Image-Edit 2511)", has("__index_timestep_zero__"))),
+              because("it is a Mage-Flow model", lambda shapes: shapes["txt_norm.weight"] == (2560,))),
     config=config_of(
         patch_size=2, in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0, 4),
-        num_layers=blocks("transformer_blocks."), attention_head_dim=HEAD_SIZE, joint_attention_dim=size("txt_in.weight", 1),
+        num_layers=blocks("transformer_blocks."), zero_cond_t=has("__index_timestep_zero__"),
+        attention_head_dim=HEAD_SIZE, joint_attention_dim=size("txt_in.weight", 1),
         num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // HEAD_SIZE(shapes),
         axes_dims_rope=lambda shapes: (HEAD_SIZE(shapes) // 8, HEAD_SIZE(shapes) * 7 // 16, HEAD_SIZE(shapes) * 7 // 16)),
-    convert=table(), latent=LATENT, time_scale=1.0, amend=_amend,
-    conditioning={"context": "joint_attention_dim", "attention_mask": None},
+    convert=table((r"^__index_timestep_zero__$", None)), latent=LATENT, time_scale=1.0, amend=_amend,
+    conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None, "ref_latents_method": None},
+    choices={"ref_latents_method": {**{word: word for word in ("index", "negative_index", "offset", AT_ZERO)}, "uxo": "offset"}},
+    lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes},
+               "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes, "places": LATENT.places,
+               "at_zero": _at_zero},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", "image"), image_share=0.5),),
-        streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": ("text", "image")}, needs_text=True,
-        tokens={"image_rotary_emb": (IMAGE, TEXT)}, masks={"encoder_hidden_states_mask": ("text",)},
-        positions={"pos_embed": Cut((IMAGE, TEXT), whole_shapes)}, exact={"time_text_embed": (("timestep",), 1.0)},
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_share=0.5),),
+        streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}, attention={"attn": ("text", *IMAGE)}, needs_text=True,
+        tokens={"image_rotary_emb": (TABLE, TEXT), "modulate_index": TokenArgument(1, IMAGE)},
+        masks={"encoder_hidden_states_mask": ("text",)}, positions={"pos_embed": Cut((TABLE, TEXT), whole_shapes)},
+        exact={"time_text_embed": (("timestep",), 1.0)},
         once={"img_mod": "step", "txt_mod": "step"}, once_outside={"txt_in": "run"}),
     tiny=Tiny(
         {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
-         "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6)},
+         "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6), "zero_cond_t": False},
         "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel",
         {"in_channels": 64, "out_channels": 16, "num_layers": 3, "attention_head_dim": 32, "num_attention_heads": 4,
          "joint_attention_dim": 64, "axes_dims_rope": (4, 14, 14)}, frames=1, detected="QwenImage"),

@@ -6,6 +6,8 @@ Family.arguments that are here read what Family.tensors made of both.
 
 import itertools
 
+AT_ZERO = "index_timestep_zero"                                # as "index"; to the model they are pictures without noise
+
 
 def references(conditioning):
     """The reference latents, each like the latent but for its rows and columns."""
@@ -31,8 +33,8 @@ def places(asked, side, method, step=1):
     found, height, width = [], 0, 0
     for number, reference in enumerate(references(asked.conditioning), 1):
         index, row, column = 1, 0, 0
-        if method in ("index", "negative_index"):
-            index = number * step * (1 if method == "index" else -1)
+        if method in ("index", "negative_index", AT_ZERO):
+            index = number * step * (-1 if method == "negative_index" else 1)
         elif method == "uxo":
             index, row, column = 0, tokens(rows) * side + height, tokens(columns) * side + width
             height, width = height + reference.shape[-2], width + reference.shape[-1]

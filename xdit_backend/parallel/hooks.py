@@ -213,6 +213,8 @@ class Hooks:
         if self._now is None:
             return args
         exact = [self._now.inputs[name] * factor for name in arguments if self._now.inputs.get(name) is not None]
+        # of more times than there are images, the first are theirs
+        exact = [torch.cat([each, given[len(each):]]) if len(given) > len(each) else each for each, given in zip(exact, args)]
         return (*exact, *args[len(exact):])
 
     def _hook_positions(self, module, forward, of_patch):
