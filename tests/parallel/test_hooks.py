@@ -86,7 +86,7 @@ def test_times_that_differ_within_a_latent_are_cut_as_its_tokens(name, layout):
 
 
 REFERENCES = [{"references": [(6, 8)], "rows": 8, "columns": 8}, {"references": [(4, 6), (5, 3)], "method": "offset"}, SHAPES["uneven"],
-              {"references": [(2, 2)], "batch": 2}]
+              {"references": [(2, 2)], "batch": 2, "method": "index_timestep_zero"}]
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "ref_latents" in FAMILIES[name].conditioning])

@@ -10,6 +10,7 @@ from .references import AT_ZERO, method_of, references
 
 LATENT, IMAGE = Packed((1, 2, 2)), ("image", "reference")
 TABLE, TEXT = TokenArgument(0, IMAGE), TokenArgument(0, ("text",))
+METHODS = {**{word: word for word in ("index", "negative_index", "offset", AT_ZERO)}, "uxo": "offset"}
 HEAD_SIZE = size("transformer_blocks.0.attn.norm_q.weight", 0)
 
 
@@ -45,31 +46,28 @@ def _at_zero(asked):
 
 
 QWEN_IMAGE = Family(
-    name="Qwen-Image", title="Qwen-Image, Qwen-Image-Edit", transformer="QwenImageTransformer2DModel",
+    name="Qwen-Image", title="Qwen-Image, Qwen-Image-Edit", transformer="QwenImageTransformer2DModel", latent=LATENT, time_scale=1.0,
     recognise=has("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),
     refusals=(needs_diffusers("0.37"),
               because("it makes layers (Qwen-Image-Layered)", has("time_text_embed.addition_t_embedding.weight")),
-              because("it is a Mage-Flow model", lambda shapes: shapes["txt_norm.weight"] == (2560,))),
+              because("it is a Mage-Flow model", lambda shapes: shapes.get("txt_norm.weight") == (2560,))),
     config=config_of(
         patch_size=2, in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0, 4),
-        num_layers=blocks("transformer_blocks."), zero_cond_t=has("__index_timestep_zero__"),
-        attention_head_dim=HEAD_SIZE, joint_attention_dim=size("txt_in.weight", 1),
+        num_layers=blocks("transformer_blocks."), attention_head_dim=HEAD_SIZE, joint_attention_dim=size("txt_in.weight", 1),
         num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // HEAD_SIZE(shapes),
-        axes_dims_rope=lambda shapes: (HEAD_SIZE(shapes) // 8, HEAD_SIZE(shapes) * 7 // 16, HEAD_SIZE(shapes) * 7 // 16)),
-    convert=table((r"^__index_timestep_zero__$", None)), latent=LATENT, time_scale=1.0, amend=_amend,
+        axes_dims_rope=lambda shapes: (HEAD_SIZE(shapes) // 8, HEAD_SIZE(shapes) * 7 // 16, HEAD_SIZE(shapes) * 7 // 16),
+        zero_cond_t=has("__index_timestep_zero__")),
+    convert=table((r"^__index_timestep_zero__$", None)), amend=_amend,
     conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None, "ref_latents_method": None},
-    choices={"ref_latents_method": {**{word: word for word in ("index", "negative_index", "offset", AT_ZERO)}, "uxo": "offset"}},
-    lengths={"reference": LATENT.num_reference_tokens},
+    choices={"ref_latents_method": METHODS}, lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes, "places": LATENT.places,
-               "at_zero": _at_zero},
+               "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes, "places": LATENT.places, "at_zero": _at_zero},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_share=0.5),),
         streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}, attention={"attn": ("text", *IMAGE)}, needs_text=True,
         tokens={"image_rotary_emb": (TABLE, TEXT), "modulate_index": TokenArgument(1, IMAGE)},
         masks={"encoder_hidden_states_mask": ("text",)}, positions={"pos_embed": Cut((TABLE, TEXT), whole_shapes)},
-        exact={"time_text_embed": (("timestep",), 1.0)},
-        once={"img_mod": "step", "txt_mod": "step"}, once_outside={"txt_in": "run"}),
+        exact={"time_text_embed": (("timestep",), 1.0)}, once={"img_mod": "step", "txt_mod": "step"}, once_outside={"txt_in": "run"}),
     tiny=Tiny(
         {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
          "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6), "zero_cond_t": False},
