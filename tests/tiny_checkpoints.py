@@ -21,11 +21,14 @@ REFINER = {"num_res_blocks": [1, 1, 1, 1], "channel_mult": [1, 2, 2, 2], "transf
 VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}), "flux-schnell": ("flux", {"guidance_embed": False}),
             "flux-fill": ("flux", {"in_channels": 96}), "flux-canny": ("flux", {"in_channels": 32}),
             "qwen-image-2511": ("qwen-image", {"default_ref_method": "index_timestep_zero"}),
+            "hunyuanvideo-i2v": ("hunyuanvideo", {"in_channels": 33}), "hunyuanvideo-skyreels": ("hunyuanvideo", {"in_channels": 32}),
+            "ltx-video-causal": ("ltx-video", {"causal_temporal_positioning": True}),
             "wan-i2v": ("wan", {"model_type": "i2v", "in_dim": 36}), "wan22-i2v": ("wan", {"in_dim": 36}),
             "wan-flf": ("wan", {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 8}),
             "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}), "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48}),
             "sd15-inpaint": ("sd15", {"in_channels": 9}), "sdxl-inpaint": ("sdxl", {"in_channels": 9}), "sdxl-refiner": ("sdxl", REFINER)}
 DETECTED = {"sdxl-refiner": "SDXLRefiner"}                     # where another class of comfy.supported_models detects a variant
+SAID = ("ltx-video-causal",)                # how these differ, the file says in its metadata
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
 AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox", "vae-ltx",
@@ -186,7 +189,8 @@ def save(kind, path, size="test", prefix="", dtype=None, encoder=False, position
         tensors |= {f"first_stage_model.{name}": tensor for name, tensor in state_dict(vae, encoder=True).items()}
         tensors["cond_stage_model.text_model.encoder.layers.0.mlp.fc1.weight"] = torch.ones(4, 4)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    config = {"config": json.dumps({"vae": VAE_CONFIGS[kind]})} if kind in VAE_CONFIGS else {}
+    said = {"vae": VAE_CONFIGS[kind]} if kind in VAE_CONFIGS else {"transformer": VARIANTS[kind][1]} if kind in SAID else None
+    config = {} if said is None else {"config": json.dumps(said)}
     save_file(tensors, str(path), metadata={"format": "pt", **config})
 
 

@@ -96,6 +96,10 @@ def refuse_call(family, control, transformer_options, extra):
         raise UnsupportedError("xDiT does not support ControlNet conditioning yet. The ControlNet would be dropped without notice. "
                                "Remove it, or use Load Diffusion Model.")
     _refuse(_transformer_options(transformer_options))
+    beyond = family.beyond(extra)
+    if beyond is not None:
+        raise UnsupportedError(f"xDiT runs {family.name} without {beyond}, which this workflow has. Change the node that adds it, or use "
+                               f"Load Diffusion Model.")
     known = {*family.conditioning, *family.ignored}
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
     if unknown:

@@ -57,7 +57,8 @@ def load_shell(path, weight_dtype, config):
     model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=header.metadata)
     if model_config is None:
         raise CheckpointError(f"ComfyUI does not recognise {os.path.basename(path)} as a {family.name} model.")
-    if header.metadata and model_config.unet_config != comfy.model_detection.model_config_from_unet(tensors, "").unet_config:
+    heeds = bool(family.settings) or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config
+    if header.metadata and not heeds:
         raise CheckpointError(f"{os.path.basename(path)} says in its metadata that it differs from other {family.name} models, which xDiT "
                               f"would not heed. Use Load Diffusion Model.")
     load_device = load_device_of(devices)

@@ -60,6 +60,16 @@ HUNYUAN_VIDEO = {
     **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (3072,)}),
     **blocks("double_blocks.", 20, {"img_attn.qkv.weight": (9216, 3072)}),
     **blocks("single_blocks.", 40, {"linear1.weight": (21504, 3072)})}
+HUNYUAN_VIDEO_I2V = {**HUNYUAN_VIDEO, "img_in.proj.weight": (3072, 33, 1, 2, 2)}
+
+
+def ltx(width, num_blocks):
+    return {"patchify_proj.weight": (width, 128), "adaln_single.emb.timestep_embedder.linear_1.bias": (width,),
+            "proj_out.weight": (128, width), "caption_projection.linear_1.weight": (width, 4096),
+            **blocks("transformer_blocks.", num_blocks, {"attn2.to_k.weight": (width, width)})}
+
+
+LTX_2B, LTX_13B = ltx(2048, 28), ltx(4096, 48)
 
 
 def unet(widths, depths, middle, context, vector=None, num_layers=2, linear=True, channels=4):
@@ -121,6 +131,10 @@ PUBLISHED = {
     "hunyuan-video": ("HunyuanVideo", HUNYUAN_VIDEO, {
         "num_layers": 20, "num_single_layers": 40, "num_refiner_layers": 2, "num_attention_heads": 24, "attention_head_dim": 128,
         "in_channels": 16, "out_channels": 16, "text_embed_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}),
+    "hunyuan-video-i2v": ("HunyuanVideo", HUNYUAN_VIDEO_I2V, {"in_channels": 33, "out_channels": 16}),
+    "ltx-2b": ("LTX-Video", LTX_2B, {"num_layers": 28, "num_attention_heads": 32, "attention_head_dim": 64, "in_channels": 128,
+                                     "cross_attention_dim": 2048, "caption_channels": 4096}),
+    "ltx-13b": ("LTX-Video", LTX_13B, {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096}),
     "pixart-sigma": ("PixArt-Sigma", PIXART_SIGMA, {"num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72,
                                                     "caption_channels": 4096, "out_channels": 8}),
     "sd1.5": ("SD 1.5", SD15, {"block_out_channels": SD_WIDTHS, "layers_per_block": 2, "attention_head_dim": (8,) * 4, "in_channels": 4,
@@ -179,7 +193,8 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (QWEN_IMAGE, {"time_text_embed.addition_t_embedding.weight": (2, 3072)}, "Qwen-Image-Layered"),
     (QWEN_IMAGE, {"txt_norm.weight": (2560,), "proj_out.weight": (128, 3072)}, "Mage-Flow"),
     (LUMINA2, {"x_pad_token": (1, 2304)}, "Z-Image"),
-    (HUNYUAN_VIDEO, {"img_in.proj.weight": (3072, 33, 1, 2, 2)}, "image-to-video"),
+    (HUNYUAN_VIDEO, {"vision_in.proj.0.weight": (1152,)}, "HunyuanVideo 1.5"),
+    (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "LTX-2"),
     (WAN_14B, {"vace_patch_embedding.weight": (1, 1)}, "of the variant Wan VACE"),
     (WAN_I2V, {"ref_conv.weight": (1, 1)}, "Wan Fun-Control with a reference picture"),
     (WAN_I2V, {"audio_proj.audio_proj_glob_1.layer.bias": (1,)}, "Wan with audio"),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
 from xdit_backend.models.describe import Whole, given, timestep
 from xdit_backend.models.plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
@@ -69,7 +70,7 @@ CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.by_rows}
 VISION_TOKENS = 5
 # families of which parts of a latent may be at times of their own -> how many parts a latent has
-APART = {"Wan": lambda family, shape: shape[2]}
+APART = {"Wan": lambda family, shape: shape[2], "LTX-Video": lambda family, shape: family.latent.num_tokens(shape)}
 TEXT_LENGTHS = {"HunyuanDiT": {"context": 5, "t5": 6}}
 
 
@@ -79,12 +80,10 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how they are
     placed.
     """
-    import diffusers
     family = FAMILIES.get(name, HUNYUAN_DIT)
     config = family.tiny.config
     torch.manual_seed(0)
-    model = getattr(diffusers, family.transformer)(**config).eval().to(dtype).requires_grad_(False)
-    family.amend(model, config)
+    model = build(family, config).eval().to(dtype).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     columns += 60 if name == "PixArt-Sigma" else 0             # it has no positions for latents of less than 66 rows and columns
     shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)

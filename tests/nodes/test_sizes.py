@@ -15,7 +15,7 @@ LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "ring2":
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2})}
 SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3, 16, 25, 33, 48), "wan": (2, 7, 12, 13, 16),
          "hunyuanvideo": (4, 8, 12, 16, 20)}
-EVEN = ("pixart", "hunyuanvideo")          # ComfyUI's modules take no odd sides
+EVEN = ("pixart", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels")  # ComfyUI's modules take no odd sides
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 
 
@@ -39,21 +39,23 @@ def test_positions_of_pixart_are_comfyuis_to_the_bit(comfyui, scale, dtype):
 
 
 def cases(kind):
-    """Latent sizes: five sides in three shapes; of a video with two numbers of frames."""
-    for number, side in enumerate(SIDES.get(kind, (2, 7, 12, 16, 21))):
+    """Latent sizes: five sides in three shapes; of a video each with another number of frames."""
+    is_video = len(families()[kind].latent.patch) == 3 and kind != "qwen-image"
+    for number, side in enumerate(SIDES.get(kind.partition("-")[0], (2, 7, 12, 16, 21))):
         for shape in SHAPES.values():
             height, width = round(side / shape ** 0.5), round(side * shape ** 0.5)
             if kind in EVEN:
                 height, width = max(2, height // 2 * 2), max(2, width // 2 * 2)
             if kind == "pixart":                               # nor smaller ones
                 width = max(width, 66 - height)
-            frames = {"wan": (1 + number,), "hunyuanvideo": (1 + number,), "qwen-image": (1,)}.get(kind, ())
+            frames = (1 + number,) if is_video else (1,) * (len(families()[kind].latent.patch) - 2)
             yield *frames, height, width
 
 
 def inputs(comfyui, kind, size, batch):
-    x = torch.randn(batch, comfyui.latent(kind)["samples"].shape[1], *size, generator=torch.Generator().manual_seed(5))
     family = families()[kind]
+    channels = family.taken_channels(comfyui.transformer_config(kind))
+    x = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(5))
     given = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator().manual_seed(6), {"context": 20}, batch)
     if "num_tokens" in family.ignored:
         given["num_tokens"] = 20

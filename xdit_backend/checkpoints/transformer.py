@@ -4,6 +4,8 @@ All ranks map the same file, so the machine holds it once; a rank reads only the
 """
 
 import importlib
+import json
+import os
 
 import torch
 
@@ -59,9 +61,23 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
 def model_config(header, family):
     """Arguments of the diffusers class: from a file's shapes; of a folder, from its config.json, but for what ComfyUI tells by tensors."""
     if header.config is None:
-        return family.config(header.shapes)
+        return family.config(header.shapes) | said_settings(header, family)
     rules = {name: family.config.rules[name] for name in family.by_tensors}
-    return header.config | {name: rule(header.shapes) if callable(rule) else rule for name, rule in rules.items()}
+    rules = {name: rule(header.shapes) if callable(rule) else rule for name, rule in rules.items()}
+    return header.config | rules | said_settings(header, family)
+
+
+def said_settings(header, family):
+    """What a file's metadata says of the family's settings, under "_" and their names. Raises CheckpointError for what is not run."""
+    try:
+        said = json.loads(header.metadata.get("config", "{}")).get("transformer", {}) if family.settings else {}
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{os.path.basename(header.path)} has metadata that cannot be read ({error}). Download it again.") from error
+    for name, values in family.settings.items():
+        if said.get(name, values[0]) not in values:
+            raise CheckpointError(f"{os.path.basename(header.path)} is a {family.name} model whose metadata says {name} = {said[name]!r}, "
+                                  f"and xDiT runs {' or '.join(map(repr, values))} only. Use Load Diffusion Model.")
+    return {f"_{name}": said.get(name, values[0]) for name, values in family.settings.items()}
 
 
 def build(family, config):

@@ -2,6 +2,7 @@
 
 from .flux import FLUX
 from .hunyuan_video import HUNYUAN_VIDEO
+from .ltx import LTX
 from .lumina2 import LUMINA2
 from .pixart import PIXART
 from .qwen_image import QWEN_IMAGE
@@ -11,7 +12,7 @@ from .sd15 import SD15
 from .sdxl import SDXL
 from .wan import WAN
 
-FAMILIES = {family.name: family for family in (SD3, FLUX, WAN, PIXART, QWEN_IMAGE, LUMINA2, HUNYUAN_VIDEO, SD15, SD2, SDXL)}
+FAMILIES = {family.name: family for family in (SD3, FLUX, WAN, PIXART, QWEN_IMAGE, LUMINA2, HUNYUAN_VIDEO, LTX, SD15, SD2, SDXL)}
 
 
 def supported(last="and"):

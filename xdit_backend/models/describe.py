@@ -161,6 +161,17 @@ class Packed(Whole):
         return sum(self.num_tokens(latent.shape) for latent in references(conditioning))
 
 
+def token_rows(asked, latent):
+    """(first token, tokens, tokens of the whole) of what is asked about. latent: the Whole or Packed of its family."""
+    counts = latent.counts(asked.latent.shape)
+    count = whole = math.prod(counts)
+    if asked.patch is None:
+        return 0, count, whole
+    dim = asked.patch.dim - 2
+    a_row = count // counts[dim]
+    return asked.patch.start // latent.patch[dim] * a_row, count, -(-asked.patch.whole // latent.patch[dim]) * a_row
+
+
 # --- rules for other arguments of the forward ---
 
 def timestep(times=1, plus=0):

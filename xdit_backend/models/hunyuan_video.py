@@ -1,4 +1,4 @@
-"""HunyuanVideo text-to-video: two streams, then one; joint attention, image first; guidance; rotary positions of the video."""
+"""HunyuanVideo from text, and from a picture as more channels: two streams, then one; joint attention, image first; guidance."""
 
 from ..protocol.errors import ConfigError
 from .describe import Whole, all_text, because, blocks, config_of, given, has, size, timestep
@@ -40,11 +40,10 @@ def _latent(asked):
 
 
 HUNYUAN_VIDEO = Family(
-    name="HunyuanVideo", title="HunyuanVideo text-to-video", transformer="HunyuanVideoTransformer3DModel", cfg="at cfg above 1",
+    name="HunyuanVideo", title="HunyuanVideo text- and image-to-video", transformer="HunyuanVideoTransformer3DModel", cfg="at cfg above 1",
     recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight"),
-    refusals=(because("it is a variant without pooled text (HunyuanVideo 1.5, HunyuanImage)", lambda shapes: not has("vector_in.")(shapes)),
-              because("it takes pictures as well (image-to-video); text-to-video models work",
-                      lambda shapes: shapes["img_in.proj.weight"][1] != shapes["final_layer.linear.weight"][0] // 4)),
+    refusals=(because("it is HunyuanVideo 1.5", has("vision_in.proj.0.weight")),
+              because("it is a variant without pooled text (HunyuanImage)", lambda shapes: not has("vector_in.")(shapes)),),
     config=config_of(
         patch_size=2, patch_size_t=1, in_channels=size("img_in.proj.weight", 1), out_channels=size("final_layer.linear.weight", 0, 4),
         num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128, num_layers=blocks("double_blocks."),
@@ -63,7 +62,7 @@ HUNYUAN_VIDEO = Family(
         tokens={"image_rotary_emb": TABLE, "freqs_cis": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"}, once_outside={"context_embedder": "step"}),
     tiny=Tiny(
-        {"patch_size": 2, "patch_size_t": 1, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
+        {"patch_size": 2, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
          "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24,
          "pooled_projection_dim": 16, "rope_axes_dim": (4, 6, 6), "guidance_embeds": True},
         "comfy.ldm.hunyuan_video.model:HunyuanVideo",

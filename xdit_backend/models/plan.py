@@ -14,7 +14,8 @@ from ..protocol.errors import UnsupportedError
 class TokenArgument:
     """A tensor with a token dim, holding all tokens of the streams one after the other (or a tuple of such tensors).
 
-    ndim: it has tokens only where it has so many dims, such as times that differ from token to token.
+    ndim: it has tokens only where it has so many dims, such as times that differ from token to token. Where it has one row only, that
+    is for all tokens.
     """
 
     dim: int
@@ -143,6 +144,8 @@ class Family:
     by_tensors: arguments of the diffusers class that ComfyUI tells by the tensors alone; a folder's config.json is not asked.
     values: tensors whose values tell ComfyUI how a model is sampled; they may stand beside the diffusion model in a file.
     unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in.
+    settings: what ComfyUI's model heeds of a file's metadata -> the values that are run, first what holds where it says none; the config
+    has them under "_" and the name. beyond(arguments): what ComfyUI's arguments ask of its model that ours does not do; or None.
     num_heads, width, num_channels: of the attention (None: a U-Net, whose tokens nothing shares out), of a token, of a prediction;
     functions of config. cfg: what the table says of it.
     """
@@ -169,6 +172,8 @@ class Family:
     by_tensors: tuple[str, ...] = ()
     unrounded: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+    settings: dict[str, tuple] = field(default_factory=dict)
+    beyond: Callable = lambda arguments: None
     num_heads: Callable = lambda config: config["num_attention_heads"]
     width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     num_channels: Callable = lambda config: config.get("out_channels") or config["in_channels"]
@@ -184,13 +189,14 @@ class Family:
     def tensors(self, conditioning):
         """What is understood of ComfyUI's conditioning as tensors, which is what workers take.
 
-        Of a list, `name.0` and so on; a word is part of a name. Raises UnsupportedError for words that are not understood.
+        A number is a tensor of one. Of a list, `name.0` and so on; a word is part of a name. Raises UnsupportedError for words that
+        are not understood.
         """
         found = {}
         for name in self.conditioning:
             value = conditioning.get(name)
             if isinstance(value, (list, tuple)):
-                found |= {f"{name}.{number}": tensor for number, tensor in enumerate(value)}
+                found |= {f"{name}.{number}": _as_tensor(each) for number, each in enumerate(value)}
             elif isinstance(value, str):
                 words = self.choices.get(name, {})
                 if value not in words:
@@ -199,7 +205,7 @@ class Family:
                                            f"Diffusion Model.")
                 found[f"{name}.{words[value]}"] = torch.zeros(1)
             elif value is not None:
-                found[name] = value
+                found[name] = _as_tensor(value)
         return found
 
     def inputs(self, latent, timestep, conditioning, config, patch=None):
@@ -230,6 +236,10 @@ class Family:
 
     def num_blocks(self, config):
         return sum(config[list_.count] for list_ in self.plan.blocks)
+
+
+def _as_tensor(value):
+    return value if torch.is_tensor(value) else torch.tensor([float(value)])
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class Hooks:
     def _cut_once(self, now, place, value, argument):
         """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
         def cut(tensor, each):
-            if each.ndim not in (None, tensor.ndim):
+            if each.ndim not in (None, tensor.ndim) or tensor.shape[each.dim] == 1 != sum(map(now.tokens.held, each.streams)):
                 return tensor
             if self._stands_in(each.streams, now, place):
                 return tensor.narrow(each.dim, 0, 1)
