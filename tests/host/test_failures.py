@@ -1,6 +1,7 @@
 """What becomes of a worker group when a rank fails: with CUDA, an exchange that one rank never joined outlives the command."""
 
 import multiprocessing
+import time
 
 import pytest
 
@@ -8,7 +9,8 @@ from xdit_backend.host import launcher
 from xdit_backend.host.launcher import WorkerGroup, outlives
 from xdit_backend.protocol.channel import Channel
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError
-from xdit_backend.protocol.messages import Done, Failed, ReportMemory
+from xdit_backend.protocol.messages import Beat, Decode, Done, Failed, ReportMemory
+from xdit_backend.protocol.segments import Segment
 
 TWO_GPUS = ("cuda:0", "cuda:1")
 
@@ -127,3 +129,37 @@ def test_a_rank_that_is_stuck_in_a_cancelled_step_ends_the_next(group, monkeypat
         group.wait([request])
 
     assert not group.goes_on
+
+
+@with_devices(("cpu", "cpu"))
+def test_a_worker_that_beats_may_take_as_long_as_it_needs(group, monkeypatch):
+    monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
+    request = group.post(lambda request: Decode(request, "vae", Segment("/a", "float32", (1,)), Segment("/b", "float32", (1,))))
+    group.answer(request, done=[0])
+    beats = iter(range(8))
+
+    def beat():
+        time.sleep(0.1)
+        if next(beats, None) is not None:
+            group.workers[1].send(Beat(1))
+    with pytest.raises(WorkerDiedError, match=r"rank 1 \(cpu\) has given no sign of life for \d s while decoding"):
+        group.wait([request], check=beat)
+
+    assert next(beats, None) is None and not group.goes_on
+
+
+@with_devices(("cpu", "cpu"))
+def test_time_in_which_nobody_listened_or_a_rank_owed_nothing_is_no_silence(group, monkeypatch):
+    monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
+    monkeypatch.setattr(launcher, "AWAY_S", 0.3)
+    cancelled, request = abandon(group)
+    time.sleep(0.8)                                            # ComfyUI did something else
+    group.answer(request, done=[1])
+    assert group.wait([request])[0] == request
+
+    following = group.post(ReportMemory)                       # rank 0 owes three answers, rank 1 two
+    for number in (cancelled, request, following):
+        group.answer(number, done=[0])
+    for number in (cancelled, following):
+        group.answer(number, done=[1])
+    assert group.wait([following])[0] == following and group.goes_on

@@ -112,6 +112,22 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(sp
     assert gone(before)
 
 
+def test_a_stopped_rank_is_noticed_and_replaced(spec_of, monkeypatch):
+    """One that takes part in no exchange, as under CFG parallelism, would never be missed otherwise."""
+    monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "6")
+    client, call = Client(("cpu", "cpu")), call_of(example("SD3"))
+    try:
+        both = client.predict(spec_of("SD3"), layout(cfg=2), 4, [call, call])
+        os.kill(int(client.report_memory()[1]["pid"]), signal.SIGSTOP)
+        with pytest.raises(WorkerDiedError, match=r"Worker rank 1 \(cpu\) has given no sign of life for \d+ s while computing a step"):
+            client.predict(spec_of("SD3"), layout(cfg=2), 4, [call, call])
+        again = client.predict(spec_of("SD3"), layout(cfg=2), 4, [call, call])
+    finally:
+        client.close()
+
+    assert all(torch.equal(*pair) for pair in zip(again, both))
+
+
 @pytest.mark.slow
 def test_a_killed_torchrun_is_replaced_by_a_new_group(spec_of):
     """Nothing was lost, so nothing is said; the orphaned workers end."""

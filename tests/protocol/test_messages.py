@@ -32,6 +32,7 @@ EXAMPLES = [
     messages.Stop(),
     messages.Ready(0, 4711, "cuda:0"),
     messages.Phase(1, "loading weights", 3, 40),
+    messages.Beat(3),
     messages.Done(9, 0, {"sent_bytes": 1024.0}),
     messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback"),
 ]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..protocol import errors
 from ..protocol.channel import Door
 from ..protocol.errors import ChannelClosedError, WorkerDiedError, WorkerFailedError, WorkerStartError
-from ..protocol.messages import Done, Phase, Ready, Stop
+from ..protocol.messages import Beat, Done, Phase, Ready, Stop
 from ..protocol.segments import SegmentStore
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,12 @@ CUDA_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if sys.
 START_TIMEOUT_S = 300
 STRAGGLER_S = 10                                   # how long the others may take to answer after one rank has failed
 POLL_S = 0.05
+SILENCE_S = 60.0                                   # after which a worker that owes an answer and gives no sign of life is ended
+AWAY_S = 5.0                                       # for so long nobody listened, or this process itself was stopped
+
+# What workers do, for a person
+DOING = {"LoadModel": "loading a model", "Predict": "computing a step", "ParkModel": "moving weights to host memory",
+         "RestoreModel": "bringing weights back", "LoadAutoencoder": "loading a VAE", "Decode": "decoding", "Encode": "encoding"}
 
 
 @dataclass
@@ -59,6 +65,7 @@ class _Open:
     answering: set
     segments: list
     claimed: bool
+    doing: str = ""                                # with a space before it, for a sentence
     done: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
     failed_s: float = 0.0
@@ -96,6 +103,7 @@ class WorkerGroup:
         self.totals = {}                                       # rank -> sums of the measurements in its answers, by name
         self._process = self._door = self._store = None
         self._ended_by = ""                                    # what ended the group, where it was not the host
+        self._heard_s, self._listened_s = {}, 0.0              # when each rank last gave a sign of life; when anyone listened
         self._finalizer = weakref.finalize(self, self.segments.close)
         self._close_at_exit = _closer(weakref.ref(self))
         atexit.register(self._close_at_exit)
@@ -126,9 +134,11 @@ class WorkerGroup:
         """
         self._last_request += 1
         request = self._last_request
+        self._heard_s |= {rank: time.monotonic() for rank in self._channels if self._doing(rank) is None}      # idle until now
         answering = set(self._channels if answering is None else answering)
         self._open[request] = _Open(set(self._channels), answering, list(segments), claimed=not answering)
         command = make_command(request)
+        self._open[request].doing = f" while {DOING[type(command).__name__]}" if type(command).__name__ in DOING else ""
         for rank, channel in list(self._channels.items()):
             try:
                 channel.send(command)
@@ -147,6 +157,7 @@ class WorkerGroup:
         try:
             while True:
                 self._end_if_lost()
+                self._end_if_silent()
                 for request in requests:
                     waiting = self._open[request]
                     if waiting.failed and (not waiting.unanswered or not self._channels):
@@ -240,17 +251,23 @@ class WorkerGroup:
 
     def _receive(self, on_phase):
         """Take in what workers have said, waiting a moment for it."""
+        if time.monotonic() - self._listened_s > AWAY_S:
+            self._heard_s = dict.fromkeys(self._channels, time.monotonic())
         ranks = {channel.raw: rank for rank, channel in self._channels.items()}
         for raw in connection.wait(list(ranks), timeout=POLL_S):
             rank = ranks[raw]
+            self._heard_s[rank] = time.monotonic()
             try:
                 self._take(rank, self._channels[rank].receive(), on_phase)
                 while raw.poll():                              # all that is there: a failure may stand behind other answers
                     self._take(rank, self._channels[rank].receive(), on_phase)
             except ChannelClosedError:
                 self._lost(rank)
+        self._listened_s = time.monotonic()
 
     def _take(self, rank, message, on_phase):
+        if isinstance(message, Beat):
+            return
         if isinstance(message, Phase):
             on_phase(message)
             return
@@ -279,6 +296,22 @@ class WorkerGroup:
                 self._ended_by = f" because rank {failure.rank} ({failure.device}) failed with {failure.kind}: {failure.message}"
                 self.close()
 
+    def _end_if_silent(self):
+        """End the group where a rank that is at a command has given no sign of life for long: it is stopped, or hangs."""
+        limit_s = float(os.environ.get("XDIT_SILENCE_TIMEOUT_S", SILENCE_S))
+        for rank in self._channels:
+            silent_s = self._listened_s - self._heard_s.get(rank, self._listened_s)
+            if silent_s > limit_s and (doing := self._doing(rank)) is not None:
+                lines = self._last_lines(rank)
+                self.close()
+                raise WorkerDiedError(f"Worker rank {rank} ({self.devices[rank]}) has given no sign of life for {silent_s:.0f} s{doing}: its "
+                                      f"process is stopped, or hangs. It was ended, with its group; queue the prompt again to start a "
+                                      f"new one. Its last lines of output:\n{lines or '(none)'}")
+
+    def _doing(self, rank):
+        """What a rank does for the first request that it owes an answer to, "" where that has no name; None where it owes none."""
+        return next((waiting.doing for waiting in self._open.values() if rank in waiting.unanswered), None)
+
     def _settle(self):
         """Remove the segments of requests that every rank has answered, and forget those whose answers were taken."""
         for request, waiting in list(self._open.items()):
@@ -295,7 +328,7 @@ class WorkerGroup:
             if process is None or process.poll() is not None:
                 break
             time.sleep(0.1)
-        lines, how = self._last_lines(rank), self._exit_code(rank)
+        lines, how = self._last_lines(rank), self._exit_code(rank) + (self._doing(rank) or "")
         device = self.devices[rank]
         self.close()
         raise WorkerDiedError(f"Worker rank {rank} ({device}) died{how}. Queue the prompt again to start a new group. "

@@ -211,6 +211,13 @@ class Phase:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Beat:
+    """A worker is still at a command. One that says nothing for long is stopped, or hangs."""
+
+    rank: Rank
+
+
+@dataclass(frozen=True, config=STRICT)
 class Done:
     request: Natural
     rank: Rank
@@ -230,7 +237,7 @@ class Failed:
 
 MESSAGES = {cls.__name__: cls for cls in (
     LoadModel, DropModel, ParkModel, RestoreModel, Conditioning, DropConditioning, Predict, LoadAutoencoder, Estimate, Decode, Encode,
-    ReportMemory, Stop, Ready, Phase, Done, Failed)}
+    ReportMemory, Stop, Ready, Phase, Beat, Done, Failed)}
 
 
 ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}

@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -15,12 +16,13 @@ import torch.distributed as dist
 from ..parallel.mesh import backend_for, group_timeout
 from ..protocol.channel import connect
 from ..protocol.errors import ChannelClosedError
-from ..protocol.messages import Done, Failed, Phase, Ready, Stop
+from ..protocol.messages import Beat, Done, Failed, Phase, Ready, Stop
 from ..protocol.segments import discard, folders_of
 from .engine import Engine
 
 log = logging.getLogger(__name__)
 
+BEAT_S = 2.0                                 # from beat to beat of a worker that is at a command
 PREFETCHED = 3                               # commands whose receives are posted: the one at hand and two ahead
 
 
@@ -28,7 +30,7 @@ def serve(folder, rank, devices, store_port):
     """Join the process group at the host's store, greet the host, and serve until it says stop or is gone."""
     channel = connect(folder)
     channel.send(Phase(rank, "starting workers"))
-    commands = queue.SimpleQueue()
+    commands, busy = queue.SimpleQueue(), threading.Event()
     threading.Thread(target=_read, args=(channel, commands, folder), daemon=True).start()
     device = torch.device(devices[rank])
     if device.type == "cuda":
@@ -41,6 +43,7 @@ def serve(folder, rank, devices, store_port):
     torch.set_grad_enabled(False)
     engine = Engine(rank, device, lambda text, done=0, total=0: channel.send(Phase(rank, text, done, total)))
     channel.send(Ready(rank, os.getpid(), str(device)))
+    threading.Thread(target=_beat, args=(channel, rank, busy), daemon=True).start()
     waiting = collections.deque()
     while True:
         while not waiting or not commands.empty():
@@ -51,6 +54,7 @@ def serve(folder, rank, devices, store_port):
         command = waiting.popleft()
         if isinstance(command, Stop):
             break
+        busy.set()
         try:
             numbers = engine.carry_out(command)
             reply = Done(command.request, rank, numbers or {})
@@ -60,6 +64,7 @@ def serve(folder, rank, devices, store_port):
                            engine.traffic.num_exchanges > 0)
         if isinstance(reply, Failed):                          # by now nothing refers to what the command held
             engine.release_memory()
+        busy.clear()
         channel.send(reply)
     dist.destroy_process_group()
 
@@ -70,6 +75,18 @@ def _prefetch(engine, command):
     except Exception:                                          # it fails again, and is reported, when its turn comes
         log.exception("cannot prepare %s", type(command).__name__)
         return False
+
+
+def _beat(channel, rank, busy):
+    """Tell the host now and then that this process runs, while it is at a command."""
+    try:
+        while True:
+            busy.wait()
+            time.sleep(BEAT_S)
+            if busy.is_set():
+                channel.send(Beat(rank))
+    except ChannelClosedError:
+        pass                                                   # _read ends the process
 
 
 def _read(channel, commands, folder):
