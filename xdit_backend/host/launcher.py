@@ -304,9 +304,9 @@ class WorkerGroup:
             if silent_s > limit_s and (doing := self._doing(rank)) is not None:
                 lines = self._last_lines(rank)
                 self.close()
-                raise WorkerDiedError(f"Worker rank {rank} ({self.devices[rank]}) has given no sign of life for {silent_s:.0f} s{doing}: its "
-                                      f"process is stopped, or hangs. It was ended, with its group; queue the prompt again to start a "
-                                      f"new one. Its last lines of output:\n{lines or '(none)'}")
+                raise WorkerDiedError(f"Worker rank {rank} ({self.devices[rank]}) has given no sign of life for {silent_s:.0f} s{doing}: "
+                                      f"its process is stopped, or hangs. It was ended, with its group; queue the prompt again to "
+                                      f"start a new one. Its last lines of output:\n{lines or '(none)'}")
 
     def _doing(self, rank):
         """What a rank does for the first request that it owes an answer to, "" where that has no name; None where it owes none."""
