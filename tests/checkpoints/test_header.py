@@ -42,6 +42,8 @@ def wan(width, feed_forward, num_blocks, in_channels=16, out_channels=16):
 WAN_14B, WAN_1B, WAN22_5B = wan(5120, 13824, 40), wan(1536, 8960, 30), wan(3072, 14336, 30, 48, 48)
 WAN_I2V = {**wan(5120, 13824, 40, 36), "img_emb.proj.0.bias": (1280,), "img_emb.proj.1.weight": (1280, 1280),
            **blocks("blocks.", 40, {"cross_attn.k_img.weight": (5120, 5120)})}
+WAN_VACE = {**WAN_14B, "vace_patch_embedding.weight": (5120, 96, 1, 2, 2), **blocks("vace_blocks.", 8, {"norm3.weight": (5120,)}),
+            "vace_blocks.0.before_proj.weight": (5120, 5120)}
 WAN_FLF = {**WAN_I2V, "img_emb.emb_pos": (1, 514, 1280)}
 PIXART_SIGMA = {
     "x_embedder.proj.weight": (1152, 4, 2, 2), "final_layer.linear.weight": (32, 1152), "t_block.1.weight": (6912, 1152),
@@ -121,6 +123,7 @@ PUBLISHED = {
     "wan-i2v-14b": ("Wan", WAN_I2V, {"in_channels": 36, "out_channels": 16, "image_dim": 1280, "added_kv_proj_dim": 5120,
                                      "pos_embed_seq_len": None}),
     "wan-flf2v-14b": ("Wan", WAN_FLF, {"in_channels": 36, "image_dim": 1280, "pos_embed_seq_len": 514}),
+    "wan-vace-14b": ("Wan VACE", WAN_VACE, {"vace_layers": [0, 5, 10, 15, 20, 25, 30, 35], "vace_in_channels": 96, "num_layers": 40}),
     "wan2.2-i2v-14b": ("Wan", wan(5120, 13824, 40, 36), {"in_channels": 36, "out_channels": 16, "image_dim": None}),
     "wan2.2-ti2v-5b": ("Wan", WAN22_5B, {"in_channels": 48, "out_channels": 48, "num_attention_heads": 24, "num_layers": 30}),
     "qwen-image": ("Qwen-Image", QWEN_IMAGE, {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "in_channels": 64,
@@ -195,7 +198,7 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (LUMINA2, {"x_pad_token": (1, 2304)}, "Z-Image"),
     (HUNYUAN_VIDEO, {"vision_in.proj.0.weight": (1152,)}, "HunyuanVideo 1.5"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "LTX-2"),
-    (WAN_14B, {"vace_patch_embedding.weight": (1, 1)}, "of the variant Wan VACE"),
+    (WAN_14B, {"control_adapter.conv.weight": (1, 1)}, "of the variant Wan Camera"),
     (WAN_I2V, {"ref_conv.weight": (1, 1)}, "Wan Fun-Control with a reference picture"),
     (WAN_I2V, {"audio_proj.audio_proj_glob_1.layer.bias": (1,)}, "Wan with audio"),
     (WAN_14B, {"more_blocks.0.before_proj.weight": (1, 1)}, "more_blocks"),

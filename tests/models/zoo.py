@@ -88,7 +88,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     columns += 60 if name == "PixArt-Sigma" else 0             # it has no positions for latents of less than 66 rows and columns
     shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)
     latent = torch.randn(batch, family.taken_channels(config), *shape, generator=generator).to(dtype)
-    conditioning = conditioning_of(family, config, generator, TEXT_LENGTHS.get(name, {"context": num_text_tokens}), batch)
+    conditioning = conditioning_of(family, config, generator, TEXT_LENGTHS.get(name, {"context": num_text_tokens}), batch, shape)
     for number, size in enumerate(references):
         conditioning[f"ref_latents.{number}"] = torch.randn(*latent.shape[:2], *latent.shape[2:-2], *size, generator=generator)
     if method is not None:
@@ -103,16 +103,31 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
 
 
-def conditioning_of(family, config, generator, lengths, batch=1):
-    """Random conditioning for a model of this config. lengths: of what is text, in tokens. No masks."""
+def conditioning_of(family, config, generator, lengths, batch=1, size=()):
+    """Random conditioning for a model of this config. lengths: of what is text, in tokens. size: of the latent. No masks."""
     made = {}
     for name, width in family.conditioning.items():
-        if name == "guidance":
+        if name == "vace_context":
+            made[name] = torch.randn(batch, 1, config["vace_in_channels"], *size, generator=generator)
+        elif name == "vace_strength":
+            made[f"{name}.0"] = torch.tensor([0.7])
+        elif name == "guidance":
             made[name] = torch.full((batch,), 3.5)
         elif width is not None and config.get(width) is not None:
             length = (lengths[name],) if name in lengths else (VISION_TOKENS,) if name == "clip_fea" else ()
             made[name] = torch.randn(batch, *length, config[width], generator=generator)
     return made
+
+
+def as_comfyui(conditioning):
+    """Conditioning as ComfyUI hands it to its models: of a list's tensors, the list of their numbers."""
+    lists = {}
+    for name, tensor in conditioning.items():
+        base, dot, _ = name.partition(".")
+        lists.setdefault(base, [] if dot else tensor)
+        if dot:
+            lists[base].append(tensor.item())
+    return lists
 
 
 def num_before_image(family, counts):

@@ -81,7 +81,10 @@ class ComfyUI:
         pooled = made.get("y")
         if pooled is not None and families()[kind].by_rows:    # the rest of it ComfyUI makes of the picture's size
             pooled = pooled[:, :1280]
-        return [[made["context"], {} if pooled is None else {"pooled_output": pooled}]]
+        options = {} if pooled is None else {"pooled_output": pooled}
+        if families()[kind].name == "LTX-Video":               # its text encoder says which tokens are real
+            options["attention_mask"] = (torch.arange(tokens) < 13 - 3 * seed % 7)[None].long()
+        return [[made["context"], options]]
 
     def latent(self, kind, batch=1, size=None):
         family, size = families()[kind], size or LATENT_SIZES.get(kind, (16, 18))

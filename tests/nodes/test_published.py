@@ -8,7 +8,7 @@ import torch
 from tests.checkpoints.test_header import PUBLISHED
 from xdit_backend.models import FAMILIES
 
-FAMILY_NAMES = ("Qwen-Image", "Lumina 2", "HunyuanVideo", "Flux.1", "Wan", "LTX-Video", "SD 1.5", "SD 2", "SDXL")
+FAMILY_NAMES = ("Qwen-Image", "Lumina 2", "HunyuanVideo", "Flux.1", "Wan", "Wan VACE", "LTX-Video", "SD 1.5", "SD 2", "SDXL")
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name][0] in FAMILY_NAMES])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.models.zoo import conditioning_of
+from tests.models.zoo import as_comfyui, conditioning_of
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close
 
@@ -15,7 +15,7 @@ LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "ring2":
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2})}
 SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3, 16, 25, 33, 48), "wan": (2, 7, 12, 13, 16),
          "hunyuanvideo": (4, 8, 12, 16, 20)}
-EVEN = ("pixart", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels")  # ComfyUI's modules take no odd sides
+EVEN = ("pixart", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace")  # ComfyUI's modules take no odd sides
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 
 
@@ -56,7 +56,8 @@ def inputs(comfyui, kind, size, batch):
     family = families()[kind]
     channels = family.taken_channels(comfyui.transformer_config(kind))
     x = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(5))
-    given = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator().manual_seed(6), {"context": 20}, batch)
+    given = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator().manual_seed(6), {"context": 20}, batch, size)
+    given = as_comfyui(given) | ({"attention_mask": None} if family.name == "LTX-Video" else {})
     if "num_tokens" in family.ignored:
         given["num_tokens"] = 20
     return x, torch.tensor([0.9, 0.3])[:batch] * family.time_scale, given

@@ -13,7 +13,7 @@ TOLERANCE, STALE = 2e-5, 1e-5              # relative, float32
 LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "cfg2": ("cpu,cpu", {"cfg": 2}),
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2, "num_patches": 3, "warmup_steps": 100})}
 SIZES = {"wide": (96, 48), "odd": (56, 72), "tall": (40, 104)}                 # pixels, width and height
-SCALES = {"ltx": 4, "hunyuanvideo": 2}     # of families whose latents are smaller, or of even sides only
+SCALES = {"ltx": 4, "hunyuanvideo": 2, "wan-vace": 2}     # of families whose latents are smaller, or of even sides only
 
 
 def picture(seed, width, height, frames=1):
@@ -56,6 +56,17 @@ def wan22_start(vae, size):
     return "Wan22ImageToVideoLatent", {"vae": vae, "start_image": picture(3, *size)}
 
 
+def wan_vace(vae, size):
+    width, height = size
+    masks = (torch.rand(9, height, width, generator=torch.Generator().manual_seed(8)) > 0.5).float()
+    return "WanVaceToVideo", {"vae": vae, "strength": 0.7, "control_video": picture(7, *size, frames=9), "control_masks": masks,
+                              "reference_image": picture(3, *size)}
+
+
+def wan_vace_nothing(vae, size):
+    return "EmptyHunyuanLatentVideo", {}
+
+
 def hunyuan_concat(vae, size):
     return "HunyuanImageToVideo", {"vae": vae, "start_image": picture(3, *size), "guidance_type": "v1 (concat)"}
 
@@ -80,6 +91,7 @@ CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start), "wan-i2v-blind": ("wan-i2
          "wan-flf": ("wan-flf", "vae-wan", wan_first_last), "wan-flf-last": ("wan-flf", "vae-wan", wan_last),
          "wan22-i2v": ("wan22-i2v", "vae-wan", wan_start), "wan-text": ("wan", "vae-wan", wan_start),
          "wan-fun-control": ("wan-fun-control", "vae-wan", wan_fun_control), "wan22-ti2v": ("wan22-ti2v", "vae-wan22", wan22_start),
+         "wan-vace": ("wan-vace", "vae-wan", wan_vace), "wan-vace-bare": ("wan-vace", "vae-wan", wan_vace_nothing),
          "hunyuan-i2v": ("hunyuanvideo-i2v", "vae-hunyuan", hunyuan_concat),
          "hunyuan-skyreels": ("hunyuanvideo-skyreels", "vae-hunyuan", hunyuan_concat),
          "ltx-i2v": ("ltx-video", "vae-ltx095", ltx_start), "ltx-rate": ("ltx-video", "vae-ltx095", ltx_frame_rate),
@@ -98,11 +110,8 @@ def asked(comfyui, vae_of):
             nodes = comfyui.nodes.NODE_CLASS_MAPPINGS
         if (case, size) not in made:
             kind, vae, add = CASES[case]
-            width, height = (side * SCALES.get(kind.partition("-")[0], 1) for side in SIZES[size])
+            width, height = (side * SCALES.get(kind if kind in SCALES else kind.partition("-")[0], 1) for side in SIZES[size])
             prompts = {"positive": comfyui.conditioning(kind, 1), "negative": comfyui.conditioning(kind, 2)}
-            if kind.startswith("ltx"):                         # its text encoder says which tokens are real
-                for prompt, real in zip(prompts.values(), (13, 7)):
-                    prompt[0][1]["attention_mask"] = (torch.arange(20) < real)[None].long()
             with torch.inference_mode():
                 name, arguments = add(vae_of(vae), (width, height))
                 given = {"width": width, "height": height, "length": 9, "batch_size": 1, **arguments}
@@ -143,7 +152,7 @@ def test_latents_equal_native_ksampler(comfyui, asked, native, case, layout, siz
     close(result, native(case, size), TOLERANCE)
 
 
-@pytest.mark.parametrize("case", ["wan-i2v", "wan22-ti2v", "ltx-guide"])
+@pytest.mark.parametrize("case", ["wan-i2v", "wan22-ti2v", "wan-vace", "ltx-guide"])
 def test_stale_patches_equal_the_oracle(comfyui, asked, native, case):
     kind, arguments = asked(case, "wide")
     model = comfyui.ours(kind, comfyui.config("cpu,cpu", pipefusion=2, num_patches=3, warmup_steps=1))
@@ -168,3 +177,41 @@ def test_frames_of_other_pictures_are_refused_by_name(comfyui):
 
         with pytest.raises(comfyui.errors.UnsupportedError, match=f"runs Wan without {key}"):
             comfyui.sample(model, "wan", positive=positive)
+
+
+def test_several_control_videos_are_refused(comfyui, asked):
+    kind, arguments = asked("wan-vace", "tall")
+    positive = [[tensor, {**options, **{key: 2 * options[key] for key in ("vace_frames", "vace_mask", "vace_strength")}}]
+                for tensor, options in arguments["positive"]]
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="runs Wan VACE without several control videos"):
+        comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, **{**arguments, "positive": positive})
+
+
+def test_two_models_of_one_workflow_share_the_workers(comfyui, asked):
+    """Wan 2.2's high and low model: two loaders, two KSamplerAdvanced. Both stay, so the second run loads nothing."""
+    _, arguments = asked("wan22-i2v", "odd")
+    config = comfyui.config("cpu,cpu", ulysses=2)
+
+    def sample(high, low):
+        latent = arguments["latent"]
+        with torch.inference_mode():
+            for model, noise, first, last, rest in ((high, "enable", 0, 2, "enable"), (low, "disable", 2, 4, "disable")):
+                latent, = comfyui.nodes.KSamplerAdvanced().sample(
+                    model, noise, 7, 4, 3.0, "euler", "simple", arguments["positive"], arguments["negative"], latent, first, last, rest)
+        return latent["samples"]
+
+    want = sample(comfyui.native("wan22-i2v"), comfyui.native("wan-i2v"))
+    models = comfyui.ours("wan22-i2v", config), comfyui.ours("wan-i2v", config)
+    close(sample(*models), want, TOLERANCE)
+    client, sent = comfyui.groups.client(("cpu", "cpu")), []
+    pids, post = {numbers["pid"] for numbers in client.report_memory().values()}, client.group.post
+
+    def counted(make_command, *args, **kwargs):
+        return post(lambda request: sent.append(type(command := make_command(request)).__name__) or command, *args, **kwargs)
+    client.group.post = counted
+    close(sample(*models), want, TOLERANCE)
+    client.group.post = post
+
+    assert {numbers["pid"] for numbers in client.report_memory().values()} == pids
+    assert "Predict" in sent and not {"LoadModel", "DropModel", "ParkModel", "RestoreModel"} & set(sent)

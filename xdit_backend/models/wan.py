@@ -15,9 +15,14 @@ CONVERT = diffusers_converter("convert_wan_transformer_to_diffusers")
 PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "img_emb", "scaled_fp8"}
 
 
+def _recognise(shapes):
+    return has("blocks.0.self_attn.norm_q.weight", "head.modulation", "patch_embedding.weight")(shapes) \
+        and not has("vace_patch_embedding.weight")(shapes)
+
+
 def _variant(shapes):
     """What other models of this kind have beside its parts."""
-    variants = {"Wan VACE": "vace_patch_embedding.weight", "Wan Camera": "control_adapter.conv.weight",
+    variants = {"Wan Camera": "control_adapter.conv.weight",
                 "Wan Fun-Control with a reference picture": "ref_conv.weight", "Wan with audio (HuMo, MultiTalk)": "audio_proj.",
                 "Wan 2.2 S2V": "casual_audio_encoder.encoder.final_linear.weight",
                 "Wan 2.2 Animate": "face_adapter.fuser_blocks.0.k_norm.weight", "Wan SCAIL-2": "patch_embedding_mask.weight",
@@ -25,9 +30,12 @@ def _variant(shapes):
     return next((f"of the variant {name}" for name, tensor in variants.items() if has(tensor)(shapes)), None)
 
 
-def _more_parts(shapes):
-    extra = sorted({name.split(".")[0] for name in shapes} - PARTS)
-    return f"it has parts that Wan's models for text and pictures lack ({', '.join(extra)})" if extra else None
+def more_parts(*known):
+    """A refusal of files with parts beside those of all Wan models and these."""
+    def refusal(shapes):
+        extra = sorted({name.split(".")[0] for name in shapes} - PARTS - set(known))
+        return f"it has parts that Wan's models for text and pictures lack ({', '.join(extra)})" if extra else None
+    return refusal
 
 
 def _convert(tensors, config):
@@ -100,8 +108,8 @@ def _vision_and_text(attn, num_vision_tokens):
 
 WAN = Family(
     name="Wan", title="Wan 2.1, 2.2 text- and image-to-video", transformer="WanTransformer3DModel",
-    recognise=has("blocks.0.self_attn.norm_q.weight", "head.modulation", "patch_embedding.weight"),
-    refusals=(_variant, _more_parts),
+    recognise=_recognise,
+    refusals=(_variant, more_parts()),
     config=config_of(
         patch_size=LATENT.patch, in_channels=size("patch_embedding.weight", 1), out_channels=size("head.head.weight", 0, 4),
         num_attention_heads=size("patch_embedding.weight", 0, 128), attention_head_dim=128,

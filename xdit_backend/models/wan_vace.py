@@ -1,0 +1,100 @@
+"""Wan VACE: Wan with a second state for each token, made of a control video, which some blocks have a block of their own for.
+
+diffusers evaluates those first and for all tokens. Here both states travel side by side through the blocks, as one twice as wide, so
+that every method applies; results are the same.
+"""
+
+import dataclasses
+import types
+
+import torch
+
+from ..protocol.errors import ConfigError
+from .describe import blocks, config_of, has, size
+from .plan import Tiny
+from .wan import WAN, more_parts
+
+NUM_VACE = blocks("vace_blocks.")
+
+
+def _layers(shapes):
+    num_blocks = blocks("blocks.")(shapes)
+    return list(range(0, num_blocks, num_blocks // NUM_VACE(shapes)))
+
+
+def _latent(asked):
+    """The latent, and its part of the control video as more channels."""
+    latent, control = asked.latent, asked.conditioning["vace_context"][:, 0]
+    if any(side % 2 for side in latent.shape[3:]):
+        raise ConfigError(f"Wan VACE takes latents of even sides, and this one is of {latent.shape[3]} x {latent.shape[4]}. Use a width "
+                          f"and a height that are multiples of 16 pixels.")
+    if asked.patch is not None:
+        control = control.narrow(asked.patch.dim, asked.patch.start, latent.shape[asked.patch.dim])
+    if control.shape[2:] != latent.shape[2:]:
+        raise ConfigError(f"The control video is a latent of {tuple(control.shape[2:])} frames, rows and columns, and the latent has "
+                          f"{tuple(latent.shape[2:])}. Use the latent that WanVaceToVideo gives.")
+    return torch.cat([latent, control.expand(len(latent), *control.shape[1:])], 1)
+
+
+def _strength(asked):
+    strength = asked.conditioning.get("vace_strength.0")
+    return asked.latent.new_ones(1) if strength is None else strength
+
+
+def _several(arguments):
+    control = arguments.get("vace_context")
+    return "several control videos" if control is not None and control.shape[1] > 1 else None
+
+
+def _amend(model, config):
+    """The forward is that of diffusers' Wan; hidden states are those of the video beside those of the control."""
+    from diffusers import WanTransformer3DModel
+    WAN.amend(model, config)
+    run, strength = types.MethodType(WanTransformer3DModel.forward, model), []
+    embed, norm, channels = model.patch_embedding.forward, model.norm_out.forward, config["in_channels"]
+
+    def forward(vace_strength, **arguments):
+        strength[:] = [vace_strength]
+        return run(**arguments)
+
+    def block_forward(block, vace):
+        plain = block.forward
+
+        def both(hidden_states, encoder_hidden_states, temb, rotary_emb):
+            video, control = hidden_states.chunk(2, -1)
+            made = plain(video, encoder_hidden_states, temb, rotary_emb)
+            if vace is not None:
+                hint, control = vace(video, encoder_hidden_states, control, temb, rotary_emb)
+                made = made + hint * strength[0]
+            return torch.cat([made, control], -1)
+        return both
+
+    model.forward = forward
+    model.patch_embedding.forward = lambda latent: torch.cat([embed(latent[:, :channels]),
+                                                              model.vace_patch_embedding(latent[:, channels:])], 1)
+    model.norm_out.forward = lambda hidden_states: norm(hidden_states[..., :hidden_states.shape[-1] // 2])
+    of_block = dict(zip(config["vace_layers"], model.vace_blocks))
+    for index, block in enumerate(model.blocks):
+        block.forward = block_forward(block, of_block.get(index))
+        if index in of_block:                                  # not as a module of the block: it has its own place in the model
+            object.__setattr__(block, "vace_attn1", of_block[index].attn1)
+
+
+WAN_VACE = dataclasses.replace(
+    WAN, name="Wan VACE", title="Wan 2.1, 2.2 VACE", transformer="WanVACETransformer3DModel",
+    recognise=has("vace_patch_embedding.weight", "vace_blocks.0.before_proj.weight", "head.modulation"),
+    refusals=(more_parts("vace_patch_embedding", "vace_blocks"),),
+    config=config_of(**WAN.config.rules, vace_layers=_layers, vace_in_channels=size("vace_patch_embedding.weight", 1)),
+    amend=_amend, unrounded=("patch_embedding", "vace_patch_embedding"), beyond=_several,
+    conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None}, ignored=("clip_fea", "reference_latent"),
+    arguments={**{name: rule for name, rule in WAN.arguments.items() if name != "encoder_hidden_states_image"},
+               "hidden_states": _latent, "vace_strength": _strength},
+    plan=dataclasses.replace(WAN.plan, attention={"attn1": ("image",), "vace_attn1": ("image",)}),
+    width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
+    tiny=Tiny(
+        {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
+         "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 6},
+        "comfy.ldm.wan.model:VaceWanModel",
+        {"model_type": "vace", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096, "out_dim": 16, "num_heads": 2,
+         "num_layers": 4, "text_len": 512, "vace_layers": 2, "vace_in_dim": 96}),
+)
