@@ -1,8 +1,9 @@
-"""The commands of this package: python -m xdit_backend bench COMMAND. One file of bench/ each."""
+"""The commands of this package: python -m xdit_backend bench COMMAND, one file of bench/ each, and doctor."""
 
 import argparse
 import sys
 
+from . import doctor
 from .bench import methods, planner, quality, vae
 from .protocol.errors import ConfigError
 
@@ -24,12 +25,18 @@ def make_parser():
                                 description="Without a command, or with layouts in its place, it runs `methods`.")
     benches = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, module in BENCHES.items():
-        summary, _, details = module.__doc__.partition("\n\n")
-        one = benches.add_parser(name, help=summary[0].lower() + summary[1:].rstrip("."), description=summary, epilog=details,
-                                 formatter_class=Defaults)
-        module.add_arguments(one)
-        one.set_defaults(run=module.main)
+        _add(benches, name, module)
+    _add(commands, "doctor", doctor)
     return parser
+
+
+def _add(commands, name, module):
+    """A command that is a module: its docstring, its add_arguments and its main."""
+    summary, _, details = module.__doc__.partition("\n\n")
+    one = commands.add_parser(name, help=summary[0].lower() + summary[1:].rstrip("."), description=summary, epilog=details,
+                              formatter_class=Defaults)
+    module.add_arguments(one)
+    one.set_defaults(run=module.main)
 
 
 class Defaults(argparse.HelpFormatter):

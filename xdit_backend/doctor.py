@@ -1,0 +1,103 @@
+"""Print what a maintainer would ask for: versions, devices, links, memory, and whether workers start here.
+
+Nothing private is printed: no user or host names, no paths, and of the environment only the names of the variables that workers take
+over and that bear on devices and links.
+"""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import time
+
+import torch
+import torch.distributed as dist
+
+from .config import resolve_devices
+from .host.launcher import INHERITED, INHERITED_PREFIXES, WorkerGroup
+from .protocol.errors import XDiTError
+from .protocol.messages import ReportMemory
+
+PACKAGES = ("torch", "diffusers", "accelerate", "safetensors", "transformers", "pydantic", "greenlet", "gguf", "comfyui-frontend-package")
+TELLING = ("CUDA", "NVIDIA", "HIP", "ROCR", "HSA", "NCCL", "OMP", "MKL", "XDIT")       # what such names begin with
+SMALL_SHARED_MEMORY = 2 ** 30
+
+
+def add_arguments(parser):
+    parser.add_argument("--devices", default="auto", help='as in xDiT Parallel Config: "auto", or names such as "cuda:0,cuda:1"')
+    parser.add_argument("--no-workers", action="store_true", help="do not start workers")
+
+
+def main(options):
+    sections = {"Versions": versions(), "Machine": machine(), "Devices": devices(), "Links": links(), "Environment": environment()}
+    if not options.no_workers:
+        names = resolve_devices(options.devices, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        sections["Workers"] = workers(names)
+    for title, lines in sections.items():
+        print(f"{title}\n" + "\n".join(f"  {line}" for line in lines or ["none"]))
+
+
+def versions():
+    def of(package):
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "not installed"
+    system = f"{platform.system()} {platform.release()}" + (" (WSL)" if "microsoft" in platform.release().lower() else "")
+    return [f"Python {platform.python_version()} on {system}, {platform.machine()}", *(f"{name} {of(name)}" for name in PACKAGES)]
+
+
+def machine():
+    import psutil
+    memory = psutil.virtual_memory()
+    lines = [f"{os.cpu_count()} CPU cores", f"memory {gigabytes(memory.total)}, {gigabytes(memory.available)} available",
+             f"swap {gigabytes(psutil.swap_memory().total)}"]
+    if os.path.isdir("/dev/shm"):
+        total, _, free = shutil.disk_usage("/dev/shm")
+        small = " (small: in Docker, --shm-size=2g)" if total < SMALL_SHARED_MEMORY else ""
+        lines.append(f"shared memory {gigabytes(total)}, {gigabytes(free)} free{small}")
+    return lines
+
+
+def devices():
+    if not torch.cuda.is_available():
+        return [f"no CUDA device; this PyTorch is built for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPUs'}"]
+    lines = [f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL "
+             f"{'.'.join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else 'missing'}"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        lines.append(f"cuda:{index} {properties.name}, capability {properties.major}.{properties.minor}, {gigabytes(total)}, "
+                     f"{gigabytes(free)} free")
+    return lines
+
+
+def links():
+    """Which CUDA devices read each other's memory directly; the others go through host memory."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [f"cuda:{one} to cuda:{other}: {'direct' if torch.cuda.can_device_access_peer(one, other) else 'through host memory'}"
+            for one in range(count) for other in range(count) if one != other]
+
+
+def environment():
+    """Names of set variables; values may name people and paths."""
+    taken_over = {name for name in os.environ if name in INHERITED or name.startswith(INHERITED_PREFIXES)}
+    return [f"{name} is set" for name in sorted(taken_over) if name.startswith(TELLING)]
+
+
+def workers(names):
+    started_s = time.monotonic()
+    try:
+        group = WorkerGroup(names)
+        try:
+            memory = group.request(ReportMemory)
+        finally:
+            group.close()
+    except XDiTError as error:
+        return [f"do not start on {', '.join(names)}:", *str(error).splitlines()]
+    return [f"start on {', '.join(names)} in {time.monotonic() - started_s:.1f} s, and answer",
+            *(f"rank {rank} ({names[rank]}): {gigabytes(done.numbers['free_bytes'])} free" for rank, done in sorted(memory.items()))]
+
+
+def gigabytes(num_bytes):
+    return f"{num_bytes / 2 ** 30:.1f} GiB" if num_bytes != float("inf") else "any amount"
