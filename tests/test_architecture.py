@@ -28,7 +28,7 @@ ARROWS = {
     "xdit_backend.bench": {"xdit_backend.host", "xdit_backend.parallel", "xdit_backend.checkpoints", "xdit_backend.autoencoders",
                            "xdit_backend.planner", "xdit_backend.partition", "xdit_backend.config", "xdit_backend.demo_model",
                            "xdit_backend.forecast", "xdit_backend.protocol"},
-    "xdit_backend.__main__": {"xdit_backend.bench", "xdit_backend.protocol"},
+    "xdit_backend.__main__": {"xdit_backend.bench", "xdit_backend.host", "xdit_backend.protocol"},
     "xdit_backend.protocol": set(),
 }
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "execution", "latent_preview"}

@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from . import doctor
 from .bench import methods, planner, quality, vae
+from .host import doctor
 from .protocol.errors import ConfigError
 
 BENCHES = {"methods": methods, "vae": vae, "quality": quality, "planner": planner}

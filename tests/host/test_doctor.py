@@ -4,7 +4,7 @@ import argparse
 import getpass
 import socket
 
-from xdit_backend import doctor
+from xdit_backend.host import doctor
 from xdit_backend.protocol.errors import WorkerStartError
 
 

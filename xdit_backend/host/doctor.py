@@ -13,10 +13,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from .config import resolve_devices
-from .host.launcher import INHERITED, INHERITED_PREFIXES, WorkerGroup
-from .protocol.errors import XDiTError
-from .protocol.messages import ReportMemory
+from ..config import resolve_devices
+from ..protocol.errors import XDiTError
+from ..protocol.messages import ReportMemory
+from .launcher import INHERITED, INHERITED_PREFIXES, WorkerGroup
 
 PACKAGES = ("torch", "diffusers", "accelerate", "safetensors", "transformers", "pydantic", "greenlet", "gguf", "comfyui-frontend-package")
 TELLING = ("CUDA", "NVIDIA", "HIP", "ROCR", "HSA", "NCCL", "OMP", "MKL", "XDIT")       # what such names begin with
