@@ -5,6 +5,7 @@ asks for a prediction, its request goes to the workers and another patch runs; s
 Used for the runs of Parallel Sampler, where nothing looks at the whole latent.
 """
 
+import collections
 import dataclasses
 import functools
 from contextlib import contextmanager
@@ -79,6 +80,7 @@ class PatchwiseSampler:
         self._noise = SharedNoise(x, run.dim, [(patch.start, rows) for patch, rows in run.patches])
         self._shown = {}                       # step -> {patch: what its sampler told the callback}
         self._waiting, self._flying, self._outputs = {}, {}, {}
+        self._first_rows = collections.deque()                 # of the calls that the first patch has sent and the last has not
 
     def sample(self, sampler_function, sigmas, disable, options):
         def run_patch(index):
@@ -105,7 +107,10 @@ class PatchwiseSampler:
             requests, sigma = self._waiting[index]
             if not run.is_whole(requests, sigma):
                 del self._waiting[index]
-                self._flying[run.submit_patch(requests, index)] = index
+                if index == 0:
+                    self._first_rows.append(run.first_rows(requests))
+                first_rows = self._first_rows.popleft() if index == len(self._tasks) - 1 else None
+                self._flying[run.submit_patch(requests, index, first_rows)] = index
         if self._flying:
             ticket, predictions = run.wait(list(self._flying))
             self._resume(self._flying.pop(ticket), predictions)

@@ -106,6 +106,8 @@ class PipelineRun:
         self.shape = tuple(shape)
         self.patches = cut_patches(shape, self._patch_size, num_patches)
         self.dim = self.patches[0][0].dim
+        self._padding = -shape[self.dim] % self._patch_size[self.dim - 2]      # rows that the model adds to have whole tokens
+        self._padded = set()                                   # tickets of patches with these rows
         sigmas = schedule.tolist()
         self._warm_sigma = sigmas[config.warmup_steps] if config.warmup_steps < len(sigmas) - 1 else -math.inf
         self._cold_sigma = sigmas[1] if config.warmup_steps == 0 and len(sigmas) > 1 else None
@@ -161,24 +163,39 @@ class PipelineRun:
         """Nodes may call the model for a piece of the latent, or for another one."""
         return all(tuple(request.latent.shape[2:]) == self.shape[2:] for request in requests)
 
-    def submit_patch(self, requests, index):
-        """Send named requests for patch `index`; returns a ticket for `wait`."""
-        if index == len(self.patches) - 1:
+    def first_rows(self, requests):
+        """The rows at the beginning of each latent that its end is padded with: models wrap around. Of the whole, or of its first patch."""
+        return [request.latent.narrow(self.dim, 0, self._padding).clone() for request in requests]
+
+    def submit_patch(self, requests, index, first_rows):
+        """Send named requests for patch `index`; returns a ticket for `wait`. first_rows: of the whole latents of these requests."""
+        is_last = index == len(self.patches) - 1
+        if is_last:
             self._filled |= {request.name for request in requests}
-        return self._client.submit(self._spec, self._layout, self._num_channels, requests, patch=self.patches[index][0],
-                                   forecast=self._config.forecast_keys_values, run=self)
+            requests = [dataclasses.replace(request, latent=torch.cat([request.latent, rows], self.dim))
+                        for request, rows in zip(requests, first_rows)]
+        ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests, patch=self.patches[index][0],
+                                     forecast=self._config.forecast_keys_values, run=self)
+        if is_last and self._padding:
+            self._padded.add(ticket)
+        return ticket
 
     def wait(self, tickets):
         """The first of these tickets to be ready, and its predictions."""
-        return self._client.wait(tickets)
+        ticket, predictions = self._client.wait(tickets)
+        if ticket in self._padded:
+            self._padded.remove(ticket)
+            predictions = [part.narrow(self.dim, 0, part.shape[self.dim] - self._padding) for part in predictions]
+        return ticket, predictions
 
     def predict(self, requests, sigma, whole_because=None):
         """Evaluate requests for whole latents, whole or patch by patch; the stages run empty at the end."""
         requests = self.name(requests)
         if whole_because is not None or not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
             return self.predict_whole(requests, whole_because is None)
+        first_rows = self.first_rows(requests)
         tickets = [self.submit_patch([dataclasses.replace(request, latent=request.latent.narrow(self.dim, patch.start, rows))
-                                      for request in requests], index)
+                                      for request in requests], index, first_rows)
                    for index, (patch, rows) in enumerate(self.patches)]
         pieces = {}
         while len(pieces) < len(tickets):

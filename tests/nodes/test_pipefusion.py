@@ -155,6 +155,22 @@ def test_ways_to_warm_up_give_the_same_picture(comfyui, warmup):
     close(result, sample_oracle(comfyui, "sd3", 4, 2, latent=latent, steps=4), STALE)
 
 
+@pytest.mark.parametrize("kind", ["sd3", *(pytest.param(kind, marks=pytest.mark.slow)
+                                           for kind in ("flux", "wan", "qwen-image", "lumina-2"))])
+def test_odd_sides_equal_the_oracle(comfyui, kind):
+    """Models pad the end of a latent with its beginning, which is in another patch."""
+    latent, model = comfyui.latent(kind, size=(15, 11)), staged(comfyui, kind)
+    if latent["samples"].ndim == 5:                            # one frame: a video is cut into frames
+        latent["samples"] = latent["samples"][:, :, :1]
+    want = sample_oracle(comfyui, kind, 4, 1, latent=latent, sampler="heun")
+
+    close(comfyui.sample(model, kind, latent=latent, sampler="heun"), want, STALE)
+    with torch.inference_mode():
+        plain = comfyui.nodes.KSampler().sample(model, 7, 3, 4.0, "heun", "simple", comfyui.conditioning(kind, 1),
+                                                comfyui.conditioning(kind, 2), latent, 1.0)[0]["samples"]
+    close(plain, want, STALE)
+
+
 def test_inpainting_and_img2img_equal_the_oracle(comfyui):
     """The noise mask and the latent under it are cut like the rest; warm-up is clipped to the steps that run."""
     generator = torch.Generator().manual_seed(3)

@@ -43,13 +43,12 @@ class StaleModel:
         first, last = (0, num_image) if rows is None else (a_row * (row // size[dim - 2]) for row in rows)
         if rows is not None and rows[1] == latent.shape[dim]:
             last = num_image
-        calls = iter(range(1000))
+        calls, num_tokens = iter(range(1000)), sum(counts.values())
 
         def attention(query, key, value, *args, **kwargs):
-            num_others = key.shape[2] - num_image
-            if num_others < 0 or (num_others and query.shape[2] != key.shape[2]):
-                return plain(query, key, value, *args, **kwargs)                   # cross-attention
-            offset = num_before if num_others else 0
+            if key.shape[2] not in (num_image, num_tokens) or query.shape[2] != key.shape[2]:
+                return plain(query, key, value, *args, **kwargs)                   # cross-attention, or of text alone
+            offset = num_before if key.shape[2] > num_image else 0
             fresh = torch.full((key.shape[2],), first == 0)                        # text and the like come with the first patch
             fresh[offset:offset + num_image] = False
             fresh[offset + first:offset + last] = True

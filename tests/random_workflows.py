@@ -1,0 +1,382 @@
+"""Workflows drawn at random, with ComfyUI's own model and with ours: the combinations that no other test thinks of.
+
+    XDIT_COMFYUI=FOLDER OMP_NUM_THREADS=1 python -m tests.random_workflows [--first N] [--count N] [--layout NAME ...] [--kind NAME ...]
+
+draws workflows by their numbers and prints what came of each. The same number draws the same workflow.
+tests/nodes/test_random_workflows.py runs a few of each layout.
+"""
+
+import argparse
+import collections
+import functools
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+
+import torch
+
+from tests.comfyui_server import ROOT, comfyui_folder, run_async
+from tests.model_nodes import inputs_of, run_node, type_of
+from tests.tiny_checkpoints import families
+from tests.tolerances import relative_error
+
+TOLERANCE = 1e-4                           # relative; samplers that divide by small differences of predictions enlarge rounding
+PATIENCE_S = 180                           # for one workflow; longer is a hang
+TWO, FOUR = "cpu,cpu", "cpu,cpu,cpu,cpu"
+WHOLE = {"warmup_steps": 1000}             # no step is stale
+LAYOUTS = {                                # name -> devices and degrees; the result is that of one device
+    "auto": (TWO, {}), "cfg": (TWO, {"cfg": 2}), "data": (TWO, {"data": 2}), "ulysses": (TWO, {"ulysses": 2}),
+    "ring": (TWO, {"ring": 2}), "one patch": (TWO, {"pipefusion": 2, "num_patches": 1}),
+    "warm-up": (TWO, {"pipefusion": 2, "num_patches": 3, **WHOLE}),
+    "warm-up by sequence": (TWO, {"pipefusion": 2, "num_patches": 4, **WHOLE, "warmup": "sequence"}),
+    "warm-up by batches": (TWO, {"pipefusion": 2, "num_patches": 4, **WHOLE, "warmup": "micro_batches"}),
+    "auto 4": (FOUR, {}), "cfg x ulysses": (FOUR, {"cfg": 2, "ulysses": 2}), "cfg x ring": (FOUR, {"cfg": 2, "ring": 2}),
+    "ring x ulysses": (FOUR, {"ring": 2, "ulysses": 2}), "data x ulysses": (FOUR, {"data": 2, "ulysses": 2}),
+    "cfg x pipefusion": (FOUR, {"cfg": 2, "pipefusion": 2, "num_patches": 2, **WHOLE}),
+    "pipefusion x ring": (FOUR, {"pipefusion": 2, "ring": 2, "num_patches": 1}),
+    "pipefusion x ulysses": (FOUR, {"pipefusion": 2, "ulysses": 2, "num_patches": 3, **WHOLE, "warmup": "sequence"}),
+}
+STALE = {                                  # the result is the oracle's
+    "stale": (TWO, {"pipefusion": 2, "num_patches": 4}), "stale, cold": (TWO, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 0}),
+    "stale, offloaded": (TWO, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 2, "offload_keys_values": True}),
+    "stale, micro-batches": (TWO, {"pipefusion": 2, "num_patches": 2, "warmup": "micro_batches"}),
+    "stale x cfg": (FOUR, {"cfg": 2, "pipefusion": 2, "num_patches": 3}),
+    "stale x ulysses": (FOUR, {"pipefusion": 2, "ulysses": 2, "num_patches": 4, "warmup": "sequence"}),
+    "stale x ring": (FOUR, {"pipefusion": 2, "ring": 2, "num_patches": 2, "warmup_steps": 0}),
+}
+SIZES = ((16, 18), (8, 24), (15, 17), (9, 31), (2, 6), (3, 3), (2, 2), (31, 5), (1, 8), (4, 40), (12, 10))
+OWN_SIZES = {"hunyuanvideo": ((16, 18), (8, 24), (2, 6), (2, 2), (30, 4), (4, 40), (12, 10)),      # of what ComfyUI's own models take
+             "pixart": ((34, 32), (20, 46), (48, 20), (62, 4), (36, 36))}
+CHANGES = [("RescaleCFG", {"multiplier": 0.7}), ("RescaleCFG", {"multiplier": 0.3}), ("CFGNorm", {"strength": 0.9}), ("CFGZeroStar", {}),
+           ("APG", {"eta": 0.8, "norm_threshold": 4.0, "momentum": 0.3}), ("APG", {"eta": 1.0, "norm_threshold": 0.0, "momentum": -0.5}),
+           ("TCFG", {}), ("Mahiro", {}), ("FreSca", {"scale_low": 1.1, "scale_high": 1.3, "freq_cutoff": 4}),
+           ("Epsilon Scaling", {"scaling_factor": 1.02}), ("ModelSamplingSD3", {"shift": 5.0}), ("ModelSamplingAuraFlow", {"shift": 1.2}),
+           ("ModelSamplingFlux", {"max_shift": 1.3, "base_shift": 0.4, "width": 128, "height": 192}),
+           ("ModelSamplingDiscrete", {"sampling": "eps"}), ("ModelSamplingDiscrete", {"sampling": "v_prediction", "zsnr": True}),
+           ("ModelSamplingContinuousEDM", {}), ("ModelSamplingContinuousV", {}), ("ModelSamplingStableCascade", {}), ("ModelNoiseScale", {}),
+           ("DifferentialDiffusion", {"strength": 0.8}), ("CFGOverride", {"cfg": 2.0, "start_percent": 0.2, "end_percent": 0.8}),
+           ("LazyCache", {"reuse_threshold": 0.4}), ("EasyCache", {}), ("ContextWindowsManual", {"context_length": 6, "context_overlap": 2, "dim": 2}),
+           ("ContextWindowsManual", {"context_length": 9, "context_overlap": 3, "dim": 2, "context_schedule": "uniform_looped", "freenoise": True}),
+           ("WanContextWindowsManual", {"context_length": 9, "context_overlap": 4}), ("ModelComputeDtype", {"dtype": "fp32"}),
+           ("LatentApplyOperationCFG", {})]
+SAMPLERS = [("SamplerDPMPP_2M_SDE", {"solver_type": "heun", "eta": 0.7, "noise_device": "cpu"}), ("SamplerDPMPP_3M_SDE", {"noise_device": "gpu"}),
+            ("SamplerDPMPP_SDE", {"r": 0.4, "s_noise": 0.9}), ("SamplerDPMPP_2S_Ancestral", {"eta": 0.6}), ("SamplerEulerAncestral", {"eta": 0.5}),
+            ("SamplerEulerAncestralCFGPP", {"eta": 0.8}), ("SamplerLMS", {"order": 3}), ("SamplerDPMAdaptative", {"order": 2, "eta": 0.2}),
+            ("SamplerER_SDE", {"solver_type": "Reverse-time SDE"}), ("SamplerSASolver", {"use_pece": True}),
+            ("SamplerSEEDS2", {"solver_type": "phi_2"})]
+SCHEDULES = [("KarrasScheduler", {"sigma_max": 0.98, "sigma_min": 0.02}), ("ExponentialScheduler", {"sigma_max": 0.95, "sigma_min": 0.05}),
+             ("PolyexponentialScheduler", {"sigma_max": 1.0, "sigma_min": 0.03}), ("LaplaceScheduler", {"sigma_max": 0.9, "sigma_min": 0.1}),
+             ("BetaSamplingScheduler", {}), ("SDTurboScheduler", {}), ("AlignYourStepsScheduler", {"model_type": "SDXL"}),
+             ("OptimalStepsScheduler", {"model_type": "Wan"}), ("GITSScheduler", {"coeff": 1.0}), ("ManualSigmas", {"sigmas": "0.9, 0.7, 0.72, 0.3, 0"})]
+GUIDERS = ("BasicGuider", "CFGGuider", "CFGGuider", "DualCFGGuider", "DualCFGGuider nested", "PerpNegGuider", "DualModelGuider",
+           "DualModelGuider, other")
+PROMPTS = ("plain", "plain", "mask", "mask bounds", "area", "area and strength", "combine", "combine both", "average", "concat", "range",
+           "range, late", "zero out", "longer", "shorter", "same", "guidance", "no guidance")
+SIMPLE = {"prompt": ("plain", "average", "longer", "zero out"), "guider": ("BasicGuider", "CFGGuider"),
+          "changes": ((), (("ModelSamplingSD3", {"shift": 5.0}),), (("DifferentialDiffusion", {"strength": 0.8}),)),
+          "schedule": (None,), "sigmas": (None,), "second": ("none", "none", "interrupted"), "dtype": ("fp32",)}
+
+
+def draw(comfyui, number, layouts=None, kinds=None):
+    """A workflow by its number: what to do, in words."""
+    pick = random.Random(number).choice
+    group = pick((LAYOUTS, LAYOUTS, LAYOUTS, STALE)) if layouts is None else None
+    names = layouts or [name for name in group for _ in range(1 if group[name][0] == FOUR else 2)]
+    kind, layout = pick(kinds or list(families())), pick(names)
+    drawn = {
+        "number": number, "layout": layout, "kind": kind, "dtype": pick(("fp32", "fp32", "fp32", "bf16", "fp16", "fp8_e4m3fn")),
+        "node": pick(("KSampler", "Parallel Sampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")),
+        "sampler": pick(comfyui.samplers.KSampler.SAMPLERS), "sampler node": pick((None, None, *SAMPLERS)),
+        "scheduler": pick(comfyui.samplers.KSampler.SCHEDULERS), "schedule": pick((None, None, None, *SCHEDULES)),
+        "sigmas": pick((None, None, None, "split", "denoise", "flip", "extend", "first")),
+        "steps": pick((1, 2, 3, 4)), "cfg": pick((1.0, 0.5, 1.5, 4.0, 7.5)), "denoise": pick((1.0, 1.0, 0.6)), "seed": number,
+        "size": pick(OWN_SIZES.get(kind, SIZES)), "frames": pick((1, 2, 3, 5)), "batch": pick((1, 1, 2, 3)), "tokens": pick((20, 1, 77, 7)),
+        "latent": pick(("empty", "empty", "picture", "noise mask", "masks of a batch", "batch index")),
+        "range": (pick((0, 1)), pick((2, 3, 10000))), "noise": pick(("enable", "enable", "disable")),
+        "leftover": pick(("enable", "disable")), "prompt": pick(PROMPTS), "guider": pick(GUIDERS),
+        "changes": tuple(pick(CHANGES) for _ in range(pick((0, 0, 1, 1, 2)))),
+        "second": pick(("none", "none", "none", "hires", "interrupted", "again")),
+    }
+    if layout in STALE:
+        drawn |= {name: pick(values) for name, values in SIMPLE.items()}
+        drawn["sampler node"], drawn["steps"] = None, max(drawn["steps"], 3)
+        if drawn["latent"] == "masks of a batch":
+            drawn["latent"] = "noise mask"
+    return drawn
+
+
+class Runner:
+    """Runs drawn workflows on ComfyUI's own model or on ours, as ComfyUI would."""
+
+    def __init__(self, comfyui):
+        self.comfyui, self.models = comfyui, {}
+        if "ModelSamplingSD3" not in comfyui.nodes.NODE_CLASS_MAPPINGS:
+            run_async(comfyui.nodes.init_extra_nodes(init_custom_nodes=False, init_api_nodes=False))
+
+    def native(self, drawn):
+        """What ComfyUI's own model gives; for a layout with stale steps, the oracle."""
+        kind, dtype = drawn["kind"], drawn["dtype"]
+        if drawn["layout"] in STALE:
+            from tests.nodes.test_pipefusion import oracle
+            settings = STALE[drawn["layout"]][1]
+            return oracle(self.comfyui, kind, settings["num_patches"], settings.get("warmup_steps", 1))
+        if dtype == "fp32":
+            return self.comfyui.native(kind)
+        if ("native", kind, dtype) not in self.models:
+            import comfy.sd
+            held = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3fn": torch.float8_e4m3fn}[dtype]
+            path = self.comfyui.base / "diffusion_models" / self.comfyui.file(kind)
+            self.models["native", kind, dtype] = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": held})
+        return self.models["native", kind, dtype]
+
+    def ours(self, drawn):
+        key = drawn["kind"], drawn["dtype"], drawn["layout"]
+        if key not in self.models:
+            devices, degrees = {**LAYOUTS, **STALE}[drawn["layout"]]
+            self.models[key] = self.comfyui.ours(drawn["kind"], self.comfyui.config(devices, **degrees), drawn["dtype"])
+        return self.models[key]
+
+    def node(self, name, **given):
+        """The first output of a node; what is not given is its widget's default."""
+        node, arguments = self.comfyui.nodes.NODE_CLASS_MAPPINGS[name], {}
+        for key, option in inputs_of(node).items():
+            settings = option[1] if len(option) > 1 else {}
+            if key in given:
+                arguments[key] = given[key]
+            elif "default" in settings or type_of(option) == "BOOLEAN":
+                arguments[key] = settings.get("default", False)
+            elif type_of(option) == "COMBO":
+                arguments[key] = next(iter(settings.get("options") if isinstance(option[0], str) else option[0]))
+        return run_node(node, arguments)[0]
+
+    def prompts(self, drawn):
+        """The positive and the negative prompt of a workflow."""
+        make = lambda seed, tokens=drawn["tokens"]: self.comfyui.conditioning(drawn["kind"], seed, tokens=tokens)  # noqa: E731
+        positive, negative, other, node = make(1), make(2), make(4, 33), self.node
+        mask = torch.zeros(1, 64, 64)
+        mask[:, :30] = 1
+        if drawn["prompt"] in ("mask", "mask bounds"):
+            where = {"mask": "default", "mask bounds": "mask bounds"}[drawn["prompt"]]
+            positive = (node("ConditioningSetMask", conditioning=positive, mask=mask, set_cond_area=where, strength=0.8)
+                        + node("ConditioningSetMask", conditioning=other, mask=1 - mask, set_cond_area="default"))
+        elif drawn["prompt"] == "area":
+            positive = node("ConditioningSetAreaPercentage", conditioning=positive, width=0.5, height=1.0, x=0.25, y=0.0) + other
+        elif drawn["prompt"] == "area and strength":
+            positive = node("ConditioningSetAreaStrength", strength=0.6, conditioning=node(
+                "ConditioningSetArea", conditioning=positive, width=64, height=64, x=16, y=0, strength=1.0)) + other
+        elif drawn["prompt"] == "combine":
+            positive = positive + make(5)
+        elif drawn["prompt"] == "combine both":
+            positive, negative = positive + other, negative + make(6, 9)
+        elif drawn["prompt"] == "average":
+            positive = node("ConditioningAverage", conditioning_to=positive, conditioning_from=make(4, 12), conditioning_to_strength=0.4)
+        elif drawn["prompt"] == "concat":
+            positive = node("ConditioningConcat", conditioning_to=positive, conditioning_from=other)
+        elif drawn["prompt"] == "range":
+            positive = (node("ConditioningSetTimestepRange", conditioning=positive, start=0.0, end=0.5)
+                        + node("ConditioningSetTimestepRange", conditioning=other, start=0.4, end=1.0))
+        elif drawn["prompt"] == "range, late":
+            negative = node("ConditioningSetTimestepRange", conditioning=negative, start=0.5, end=1.0)
+        elif drawn["prompt"] == "zero out":
+            negative = node("ConditioningZeroOut", conditioning=negative)
+        elif drawn["prompt"] in ("longer", "shorter"):
+            positive = other if drawn["prompt"] == "longer" else make(1, 3)
+        elif drawn["prompt"] == "same":
+            negative = make(1)
+        elif drawn["prompt"] == "guidance":
+            positive = node("FluxGuidance", conditioning=positive, guidance=2.0)
+        elif drawn["prompt"] == "no guidance":
+            positive = node("FluxDisableGuidance", conditioning=positive)
+        return positive, negative
+
+    def latent(self, drawn):
+        generator, size, batch = torch.Generator().manual_seed(drawn["seed"]), drawn["size"], drawn["batch"]
+        samples = self.comfyui.latent(drawn["kind"], batch=batch, size=size)["samples"]
+        if samples.ndim == 5 and drawn["kind"] != "qwen-image":
+            samples = samples[:, :, :1].repeat(1, 1, drawn["frames"], 1, 1)
+        made = {"samples": samples if drawn["latent"] == "empty" else torch.randn(samples.shape, generator=generator)}
+        if drawn["latent"] in ("noise mask", "masks of a batch"):
+            made["noise_mask"] = torch.rand(batch if drawn["latent"] == "masks of a batch" else 1, 1, *size, generator=generator)
+        elif drawn["latent"] == "batch index":
+            made["batch_index"] = [3 * index + 1 for index in range(batch)]
+        return made
+
+    def changed(self, model, drawn):
+        """The MODEL after the nodes of the workflow that change it."""
+        for name, given in drawn["changes"]:
+            if name == "LatentApplyOperationCFG":
+                given = {"operation": self.node("LatentOperationTonemapReinhard", multiplier=0.9)}
+            model = self.node(name, model=model, **given)
+        return model
+
+    def sigmas(self, model, drawn):
+        if drawn["schedule"] is None:
+            sigmas = self.node("BasicScheduler", model=model, scheduler=drawn["scheduler"], steps=drawn["steps"], denoise=drawn["denoise"])
+        else:
+            name, given = drawn["schedule"]
+            sigmas = self.node(name, **{"model": model, "steps": max(drawn["steps"], 2), **given})
+        if drawn["sigmas"] in ("split", "denoise"):
+            name, given = {"split": ("SplitSigmas", {"step": 2}), "denoise": ("SplitSigmasDenoise", {"denoise": 0.5})}[drawn["sigmas"]]
+            sigmas = self.node(name, sigmas=sigmas, **given)
+        elif drawn["sigmas"] == "flip":
+            sigmas = self.node("FlipSigmas", sigmas=sigmas)
+        elif drawn["sigmas"] == "extend":
+            sigmas = self.node("ExtendIntermediateSigmas", sigmas=sigmas, steps=2, end_at_sigma=0.3)
+        elif drawn["sigmas"] == "first":
+            sigmas = self.node("SetFirstSigma", sigmas=sigmas, sigma=0.97)
+        return sigmas
+
+    def guider(self, model, drawn, positive, negative):
+        third, cfg, name = self.comfyui.conditioning(drawn["kind"], 3), drawn["cfg"], drawn["guider"]
+        if name == "BasicGuider":
+            return self.node(name, model=model, conditioning=positive)
+        if name.startswith("DualCFGGuider"):
+            style = "nested" if "nested" in name else "regular"
+            return self.node("DualCFGGuider", model=model, cond1=positive, cond2=third, negative=negative, cfg_conds=cfg,
+                             cfg_cond2_negative=1.5, style=style)
+        if name == "PerpNegGuider":
+            return self.node(name, model=model, positive=positive, negative=negative, empty_conditioning=third, cfg=cfg, neg_scale=0.7)
+        if name.startswith("DualModelGuider"):
+            other = self.comfyui.native(drawn["kind"]) if "other" in name else model.clone()
+            return self.node("DualModelGuider", model=model, positive=positive, cfg=cfg, model_negative=other, negative=negative)
+        return self.node(name, model=model, positive=positive, negative=negative, cfg=cfg)
+
+    def run(self, model, drawn):
+        """The workflow's latent with this MODEL; Parallel Sampler is KSampler for ComfyUI's own."""
+        with torch.inference_mode():
+            model, (positive, negative), latent = self.changed(model, drawn), self.prompts(drawn), self.latent(drawn)
+            if drawn["second"] == "interrupted":
+                self.interrupted(model, drawn, positive, negative, latent)
+            made = self.sample(model, drawn, positive, negative, latent)
+            if drawn["second"] == "again":
+                made = self.sample(model, drawn, positive, negative, {"samples": made["samples"]})
+            elif drawn["second"] == "hires" and made["samples"].ndim == 4:
+                height, width = (side * 3 // 2 // 2 * 2 for side in made["samples"].shape[2:])
+                made = self.node("LatentUpscale", samples={"samples": made["samples"]}, upscale_method="bilinear", width=width * 8,
+                                 height=height * 8, crop="disabled")
+                made = self.sample(model, {**drawn, "denoise": 0.5, "noise": "enable"}, positive, negative, made)
+            return made["samples"]
+
+    def sample(self, model, drawn, positive, negative, latent):
+        given = {"model": model, "positive": positive, "negative": negative, "latent_image": latent, "cfg": drawn["cfg"]}
+        named = {**given, "steps": drawn["steps"], "sampler_name": drawn["sampler"], "scheduler": drawn["scheduler"]}
+        if drawn["node"] == "KSamplerAdvanced":
+            start, end = drawn["range"]
+            return self.node("KSamplerAdvanced", **named, add_noise=drawn["noise"], noise_seed=drawn["seed"], start_at_step=start,
+                             end_at_step=end, return_with_leftover_noise=drawn["leftover"])
+        if drawn["node"].startswith("SamplerCustom"):
+            name, options = drawn["sampler node"] or ("KSamplerSelect", {"sampler_name": drawn["sampler"]})
+            sampler, sigmas = self.node(name, **{"model": model, **options}), self.sigmas(model, drawn)
+            if drawn["node"] == "SamplerCustom":
+                return self.node("SamplerCustom", **given, add_noise=drawn["noise"] == "enable", noise_seed=drawn["seed"], sampler=sampler,
+                                 sigmas=sigmas)
+            noise = self.node("RandomNoise", noise_seed=drawn["seed"]) if drawn["noise"] == "enable" else self.node("DisableNoise")
+            return self.node("SamplerCustomAdvanced", noise=noise, guider=self.guider(model, drawn, positive, negative), sampler=sampler,
+                             sigmas=sigmas, latent_image=latent)
+        ours = drawn["node"] == "Parallel Sampler" and isinstance(model, self.comfyui.shell.ShellPatcher)
+        return self.node("XDiTParallelSampler" if ours else "KSampler", **named, seed=drawn["seed"], denoise=drawn["denoise"])
+
+    def interrupted(self, model, drawn, positive, negative, latent):
+        """Another run of the workflow, which is cancelled on its way. ComfyUI's own model only ends sooner or later."""
+        management = self.comfyui.management
+        timer = threading.Timer(0.02 * (drawn["number"] % 9), management.interrupt_current_processing)
+        timer.start()
+        try:
+            self.sample(model, {**drawn, "steps": 6}, positive, negative, latent)
+        except management.InterruptProcessingException:
+            pass
+        finally:
+            timer.cancel()
+            timer.join()
+            management.interrupt_current_processing(False)
+
+    def outcome(self, drawn):
+        """(word, text): equal, refused, both raise, native raises; or a fault: wrong, raw, hang."""
+        try:
+            with patience():
+                want = self.run(self.native(drawn), {**drawn, "second": "none"} if drawn["second"] == "interrupted" else drawn)
+        except Exception as error:  # noqa: BLE001 - whatever a workflow ends in is what is compared
+            want = error
+        try:
+            with patience():
+                result = self.run(self.ours(drawn), drawn)
+        except self.comfyui.errors.XDiTError as error:
+            refused = isinstance(error, (self.comfyui.errors.ConfigError, self.comfyui.errors.UnsupportedError))
+            return "refused" if refused else "raw", f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001
+            if isinstance(want, Exception):
+                return "both raise", f"{type(want).__name__}: {want} / {type(error).__name__}: {error}"
+            return "hang" if isinstance(error, Hang) else "raw", f"{type(error).__name__}: {error}"
+        if isinstance(want, Exception):
+            return "native raises", f"{type(want).__name__}: {want}"
+        return compare(result, want)
+
+
+def compare(result, want):
+    """("equal" or "wrong", by how much). One step of some schedules is NaN."""
+    finite = torch.isfinite(want)
+    if result.shape != want.shape or not torch.equal(finite, torch.isfinite(result)):
+        return "wrong", f"{tuple(result.shape)} of {tuple(want.shape)}, or other numbers are not finite"
+    if not finite.any() or not want[finite].any():
+        return "equal" if torch.equal(result[finite], want[finite]) else "wrong", "nothing but zeros or NaN"
+    error = relative_error(result[finite], want[finite])
+    return "equal" if error < TOLERANCE else "wrong", f"{error:.1e}"
+
+
+class Hang(Exception):
+    """A workflow took longer than it can."""
+
+
+@contextmanager
+def patience():
+    """In the main thread, raise Hang in what runs for too long."""
+    def stop(number, frame):
+        raise Hang
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(PATIENCE_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="number of the first workflow")
+    parser.add_argument("--count", type=int, default=100, help="how many workflows")
+    parser.add_argument("--layout", nargs="*", choices=[*LAYOUTS, *STALE], help="draw from these")
+    parser.add_argument("--kind", nargs="*", help="kinds of tiny checkpoints to draw from")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    from tests.nodes.conftest import ComfyUI
+    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]     # our nodes/ would shadow ComfyUI's nodes.py
+    counts = collections.defaultdict(collections.Counter)
+    with tempfile.TemporaryDirectory(prefix="xdit-workflows-") as base:
+        comfyui = ComfyUI(comfyui_folder(), base)
+        runner, show = Runner(comfyui), functools.partial(print, flush=True)
+        try:
+            for number in range(options.first, options.first + options.count):
+                started_s, drawn = time.monotonic(), draw(comfyui, number, options.layout, options.kind)
+                word, text = runner.outcome(drawn)
+                counts[drawn["layout"]][word] += 1
+                show(f"{number} {word}: {text[:300]} | {time.monotonic() - started_s:.1f} s | "
+                     f"{drawn if word in FAULTS else (drawn['layout'], drawn['kind'], drawn['node'])}")
+        finally:
+            comfyui.groups.close()
+    for layout, words in counts.items():
+        show(f"{layout}: {dict(words)}")
+    total = sum(counts.values(), collections.Counter())
+    show(f"all: {dict(total)}")
+    sys.exit(any(total[word] for word in FAULTS))
+
+
+FAULTS = ("wrong", "raw", "hang", "native raises")
+
+
+if __name__ == "__main__":
+    main()
