@@ -9,6 +9,7 @@ tests/nodes/test_random_workflows.py runs a few of each layout.
 import argparse
 import collections
 import functools
+import math
 import random
 import signal
 import sys
@@ -48,30 +49,33 @@ STALE = {                                  # the result is the oracle's
     "stale x ulysses": (FOUR, {"pipefusion": 2, "ulysses": 2, "num_patches": 4, "warmup": "sequence"}),
     "stale x ring": (FOUR, {"pipefusion": 2, "ring": 2, "num_patches": 2, "warmup_steps": 0}),
 }
+UNET_LAYOUTS = ("auto", "auto 4", "cfg", "data")
 SIZES = ((16, 18), (8, 24), (15, 17), (9, 31), (2, 6), (3, 3), (2, 2), (31, 5), (1, 8), (4, 40), (12, 10))
 OWN_SIZES = {"hunyuanvideo": ((16, 18), (8, 24), (2, 6), (2, 2), (30, 4), (4, 40), (12, 10)),      # of what ComfyUI's own models take
              "pixart": ((34, 32), (20, 46), (48, 20), (62, 4), (36, 36))}
-CHANGES = [("RescaleCFG", {"multiplier": 0.7}), ("RescaleCFG", {"multiplier": 0.3}), ("CFGNorm", {"strength": 0.9}), ("CFGZeroStar", {}),
+CHANGES = [("RescaleCFG", {"multiplier": 0.7}), ("CFGNorm", {"strength": 0.9}), ("CFGZeroStar", {}),
            ("APG", {"eta": 0.8, "norm_threshold": 4.0, "momentum": 0.3}), ("APG", {"eta": 1.0, "norm_threshold": 0.0, "momentum": -0.5}),
            ("TCFG", {}), ("Mahiro", {}), ("FreSca", {"scale_low": 1.1, "scale_high": 1.3, "freq_cutoff": 4}),
            ("Epsilon Scaling", {"scaling_factor": 1.02}), ("ModelSamplingSD3", {"shift": 5.0}), ("ModelSamplingAuraFlow", {"shift": 1.2}),
-           ("ModelSamplingFlux", {"max_shift": 1.3, "base_shift": 0.4, "width": 128, "height": 192}),
-           ("ModelSamplingDiscrete", {"sampling": "eps"}), ("ModelSamplingDiscrete", {"sampling": "v_prediction", "zsnr": True}),
-           ("ModelSamplingContinuousEDM", {}), ("ModelSamplingContinuousV", {}), ("ModelSamplingStableCascade", {}), ("ModelNoiseScale", {}),
+           ("ModelSamplingFlux", {"max_shift": 1.3, "base_shift": 0.4, "width": 128, "height": 192}), ("ModelNoiseScale", {}),
+           ("ModelSamplingDiscrete", {"sampling": "v_prediction", "zsnr": True}), ("ModelSamplingContinuousEDM", {}),
            ("DifferentialDiffusion", {"strength": 0.8}), ("CFGOverride", {"cfg": 2.0, "start_percent": 0.2, "end_percent": 0.8}),
-           ("LazyCache", {"reuse_threshold": 0.4}), ("EasyCache", {}), ("ContextWindowsManual", {"context_length": 6, "context_overlap": 2, "dim": 2}),
-           ("ContextWindowsManual", {"context_length": 9, "context_overlap": 3, "dim": 2, "context_schedule": "uniform_looped", "freenoise": True}),
+           ("LazyCache", {"reuse_threshold": 0.4}), ("EasyCache", {}),
+           ("ContextWindowsManual", {"context_length": 6, "context_overlap": 2, "dim": 2}),
+           ("ContextWindowsManual", {"context_length": 9, "context_overlap": 3, "dim": 2, "context_schedule": "looped_uniform",
+                                     "freenoise": True}),
            ("WanContextWindowsManual", {"context_length": 9, "context_overlap": 4}), ("ModelComputeDtype", {"dtype": "fp32"}),
            ("LatentApplyOperationCFG", {})]
-SAMPLERS = [("SamplerDPMPP_2M_SDE", {"solver_type": "heun", "eta": 0.7, "noise_device": "cpu"}), ("SamplerDPMPP_3M_SDE", {"noise_device": "gpu"}),
-            ("SamplerDPMPP_SDE", {"r": 0.4, "s_noise": 0.9}), ("SamplerDPMPP_2S_Ancestral", {"eta": 0.6}), ("SamplerEulerAncestral", {"eta": 0.5}),
-            ("SamplerEulerAncestralCFGPP", {"eta": 0.8}), ("SamplerLMS", {"order": 3}), ("SamplerDPMAdaptative", {"order": 2, "eta": 0.2}),
-            ("SamplerER_SDE", {"solver_type": "Reverse-time SDE"}), ("SamplerSASolver", {"use_pece": True}),
-            ("SamplerSEEDS2", {"solver_type": "phi_2"})]
-SCHEDULES = [("KarrasScheduler", {"sigma_max": 0.98, "sigma_min": 0.02}), ("ExponentialScheduler", {"sigma_max": 0.95, "sigma_min": 0.05}),
-             ("PolyexponentialScheduler", {"sigma_max": 1.0, "sigma_min": 0.03}), ("LaplaceScheduler", {"sigma_max": 0.9, "sigma_min": 0.1}),
-             ("BetaSamplingScheduler", {}), ("SDTurboScheduler", {}), ("AlignYourStepsScheduler", {"model_type": "SDXL"}),
-             ("OptimalStepsScheduler", {"model_type": "Wan"}), ("GITSScheduler", {"coeff": 1.0}), ("ManualSigmas", {"sigmas": "0.9, 0.7, 0.72, 0.3, 0"})]
+SAMPLERS = [
+    ("SamplerDPMPP_2M_SDE", {"solver_type": "heun", "eta": 0.7, "noise_device": "cpu"}), ("SamplerDPMPP_3M_SDE", {"noise_device": "gpu"}),
+    ("SamplerDPMPP_SDE", {"r": 0.4, "s_noise": 0.9}), ("SamplerDPMPP_2S_Ancestral", {"eta": 0.6}), ("SamplerEulerAncestral", {"eta": 0.5}),
+    ("SamplerEulerAncestralCFGPP", {"eta": 0.8}), ("SamplerLMS", {"order": 3}), ("SamplerDPMAdaptative", {"order": 2}),
+    ("SamplerER_SDE", {"solver_type": "Reverse-time SDE"}), ("SamplerSASolver", {"use_pece": True}),
+    ("SamplerSEEDS2", {"solver_type": "phi_2"})]
+SCHEDULES = [
+    ("KarrasScheduler", {"sigma_max": 0.98, "sigma_min": 0.02}), ("ExponentialScheduler", {"sigma_max": 0.95, "sigma_min": 0.05}),
+    ("PolyexponentialScheduler", {"sigma_max": 1.0, "sigma_min": 0.03}), ("LaplaceScheduler", {"sigma_max": 0.9, "sigma_min": 0.1}),
+    ("BetaSamplingScheduler", {}), ("OptimalStepsScheduler", {"model_type": "Wan"}), ("ManualSigmas", {"sigmas": "0.9, 0.7, 0.72, 0.3, 0"})]
 GUIDERS = ("BasicGuider", "CFGGuider", "CFGGuider", "DualCFGGuider", "DualCFGGuider nested", "PerpNegGuider", "DualModelGuider",
            "DualModelGuider, other")
 PROMPTS = ("plain", "plain", "mask", "mask bounds", "area", "area and strength", "combine", "combine both", "average", "concat", "range",
@@ -86,7 +90,8 @@ def draw(comfyui, number, layouts=None, kinds=None):
     pick = random.Random(number).choice
     group = pick((LAYOUTS, LAYOUTS, LAYOUTS, STALE)) if layouts is None else None
     names = layouts or [name for name in group for _ in range(1 if group[name][0] == FOUR else 2)]
-    kind, layout = pick(kinds or list(families())), pick(names)
+    kind = pick(kinds or list(families()))
+    layout = pick([name for name in names if name in UNET_LAYOUTS] or UNET_LAYOUTS if families()[kind].by_rows else names)
     drawn = {
         "number": number, "layout": layout, "kind": kind, "dtype": pick(("fp32", "fp32", "fp32", "bf16", "fp16", "fp8_e4m3fn")),
         "node": pick(("KSampler", "Parallel Sampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")),
@@ -101,9 +106,14 @@ def draw(comfyui, number, layouts=None, kinds=None):
         "changes": tuple(pick(CHANGES) for _ in range(pick((0, 0, 1, 1, 2)))),
         "second": pick(("none", "none", "none", "hires", "interrupted", "again")),
     }
+    if families()[kind].by_rows and min(drawn["size"]) < 8:
+        drawn["size"] = (16, 18)                               # a U-Net's lowest level has no pixels left to normalise
     if layout in STALE:
         drawn |= {name: pick(values) for name, values in SIMPLE.items()}
         drawn["sampler node"], drawn["steps"] = None, max(drawn["steps"], 3)
+        drawn["sampler"] = drawn["sampler"].replace("dpm_adaptive", "euler")             # runs whole
+        if math.prod(drawn["size"]) < 24:
+            drawn["size"] = (4, 40)                            # fewer patches where ranks share their tokens
         if drawn["latent"] == "masks of a batch":
             drawn["latent"] = "noise mask"
     return drawn

@@ -140,7 +140,11 @@ class PipelineRun:
             return True
         if self._cold_sigma is not None and sigma > self._cold_sigma:
             return False
-        return any(request.name not in self._filled for request in requests)
+        return not self._keepers(requests) <= self._filled
+
+    def _keepers(self, requests):
+        """{(conditioning, CFG rank)}: which ranks keep the keys and values of these requests."""
+        return {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
 
     def predict_whole(self, requests, patches_follow=True):
         """Evaluate named requests for whole latents; keys and values are kept where patches of this latent follow."""
@@ -148,7 +152,8 @@ class PipelineRun:
         layout = warmup_layout(self._layout, self._spec.stages)
         if num_tokens(requests[0].latent.shape[2:], self._patch_size) < layout.ring_degree * layout.ulysses_degree:
             layout = self._layout                              # too few to share: one stage after the other
-        batches = [[request] for request in requests] if self._config.warmup == "whole" else [requests]
+        apart = self._config.warmup == "whole" and layout.cfg_degree == 1
+        batches = [[request] for request in requests] if apart else [requests]
         predictions = []
         for batch in batches:
             ticket = self._client.submit(self._spec, layout, self._num_channels, batch, keep=keep, run=self,
@@ -156,7 +161,7 @@ class PipelineRun:
                                          by_image=self._config.warmup in ("auto", "micro_batches") and layout == self._layout)
             predictions += self._client.wait([ticket])[1]
         if keep:
-            self._filled |= {request.name for request in requests}
+            self._filled |= self._keepers(requests)
         return predictions
 
     def _is_of_this_run(self, requests):
@@ -171,7 +176,7 @@ class PipelineRun:
         """Send named requests for patch `index`; returns a ticket for `wait`. first_rows: of the whole latents of these requests."""
         is_last = index == len(self.patches) - 1
         if is_last:
-            self._filled |= {request.name for request in requests}
+            self._filled |= self._keepers(requests)
             requests = [dataclasses.replace(request, latent=torch.cat([request.latent, rows], self.dim))
                         for request, rows in zip(requests, first_rows)]
         ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests, patch=self.patches[index][0],

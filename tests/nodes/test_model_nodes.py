@@ -277,13 +277,14 @@ def test_nodes_one_after_the_other_are_equal(comfyui, matrix, seed):
 
 
 @pytest.mark.slow
-def test_flux_without_guidance_equals_native(comfyui):
+@pytest.mark.parametrize("kind", ["flux", "hunyuanvideo"])
+def test_a_model_without_its_guidance_equals_native(comfyui, kind):
     """FluxDisableGuidance: ComfyUI's model leaves the embedding of the guidance out."""
     from comfy_extras.nodes_flux import FluxDisableGuidance
-    positive = FluxDisableGuidance.execute(comfyui.conditioning("flux", 1)).args[0]
+    positive = FluxDisableGuidance.execute(comfyui.conditioning(kind, 1)).args[0]
     arguments = {"positive": positive, "cfg": 1.0, "steps": 2}
-    model = comfyui.ours("flux", comfyui.config("cpu,cpu"))
+    model = comfyui.ours(kind, comfyui.config("cpu,cpu"))
 
-    reference = comfyui.sample(comfyui.native("flux"), "flux", **arguments)
-    close(comfyui.sample(model, "flux", **arguments), reference, TOLERANCE)
-    assert relative_error(reference, comfyui.reference("flux", cfg=1.0, steps=2)) > TOLERANCE
+    reference = comfyui.sample(comfyui.native(kind), kind, **arguments)
+    close(comfyui.sample(model, kind, **arguments), reference, TOLERANCE)
+    assert relative_error(reference, comfyui.reference(kind, cfg=1.0, steps=2)) > TOLERANCE

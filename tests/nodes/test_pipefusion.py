@@ -204,6 +204,20 @@ def test_a_prompt_that_starts_late_runs_whole_when_it_is_first_seen(comfyui):
     assert relative_error(result, comfyui.sample(comfyui.native("sd3"), "sd3", steps=4)) > 10 * EXACT
 
 
+@pytest.mark.slow
+def test_branches_on_ranks_of_their_own_equal_the_oracle_and_native(comfyui):
+    """CFG beside stages: each branch's keys and values are where its patches go, or it runs whole; as the negative one does
+    in the last of four steps, where it is alone and another rank's."""
+    four = lambda **settings: comfyui.ours("sd3", comfyui.config("cpu,cpu,cpu,cpu", cfg=2, pipefusion=2, **settings))  # noqa: E731
+    early = comfyui.conditioning("sd3", 1)
+    early[0][1].update(start_percent=0.0, end_percent=0.7)
+    arguments = {"positive": early, "steps": 4}
+
+    close(comfyui.sample(four(num_patches=4), "sd3"), sample_oracle(comfyui, "sd3", 4, 1), STALE)
+    close(comfyui.sample(four(num_patches=4, warmup_steps=3), "sd3", **arguments),
+          comfyui.sample(comfyui.native("sd3"), "sd3", **arguments), EXACT)
+
+
 def test_a_latent_of_one_token_equals_native(comfyui):
     """Too few tokens for stages to share: they run one after the other."""
     latent = comfyui.latent("sd3", size=(2, 2))

@@ -39,6 +39,18 @@ def _latent(asked):
     return LATENT(asked)
 
 
+def _amend(model, config):
+    """A model that takes guidance does without where a workflow disables it, as ComfyUI's does."""
+    embed = model.time_text_embed
+    forward = embed.forward
+
+    def embedded(timestep, text, guidance=None):
+        if guidance is not None or not config["guidance_embeds"]:
+            return forward(timestep, text, guidance)
+        return embed.timestep_embedder(embed.time_proj(timestep).to(text.dtype)) + embed.text_embedder(text), None
+    embed.forward = embedded
+
+
 HUNYUAN_VIDEO = Family(
     name="HunyuanVideo", title="HunyuanVideo text- and image-to-video", transformer="HunyuanVideoTransformer3DModel", cfg="at cfg above 1",
     recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight"),
@@ -50,7 +62,7 @@ HUNYUAN_VIDEO = Family(
         num_single_layers=blocks("single_blocks."), num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
         guidance_embeds=has("guidance_in."), text_embed_dim=size("txt_in.input_embedder.weight", 1), rope_axes_dim=(16, 56, 56),
         pooled_projection_dim=lambda shapes: shapes.get("vector_in.in_layer.weight", shapes.get("vector_in.mlp.0.weight"))[1]),
-    convert=KEYS, latent=LATENT,
+    convert=KEYS, latent=LATENT, amend=_amend,
     conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "encoder_attention_mask": all_text, "pooled_projections": given("y"),
