@@ -86,6 +86,7 @@ def detect_thin():
             models.append(type(f"Thin{detected.__name__}", (detected,), {"unet_config": detected.unet_config | thin}))
         elif detected is not None:
             detected.unet_extra_config = family.tiny.arguments
+            detected.unet_config = {key: arguments.get(key, value) for key, value in detected.unet_config.items()}
 
 
 # LTX-Video's with fewer layers and channels, as the file of a VAE says it.

@@ -56,6 +56,11 @@ LUMINA2 = {
     **blocks("noise_refiner.", 2, {"attention.k_norm.weight": (96,)}),
     **blocks("context_refiner.", 2, {"attention_norm1.weight": (2304,)}),
     **blocks("layers.", 26, {"attention.q_norm.weight": (96,), "attention.qkv.weight": (3840, 2304)})}
+Z_IMAGE = {
+    "x_embedder.weight": (3840, 64), "cap_embedder.1.weight": (3840, 2560), "x_pad_token": (1, 3840), "cap_pad_token": (1, 3840),
+    "t_embedder.mlp.0.weight": (1024, 256), **blocks("noise_refiner.", 2, {"attention.k_norm.weight": (128,)}),
+    **blocks("context_refiner.", 2, {"attention_norm1.weight": (3840,)}),
+    **blocks("layers.", 30, {"attention.q_norm.weight": (128,), "attention.qkv.weight": (11520, 3840)})}
 HUNYUAN_VIDEO = {
     "img_in.proj.weight": (3072, 16, 1, 2, 2), "txt_in.input_embedder.weight": (3072, 4096), "vector_in.in_layer.weight": (3072, 768),
     "guidance_in.in_layer.weight": (3072, 256), "final_layer.linear.weight": (64, 3072),
@@ -131,6 +136,8 @@ PUBLISHED = {
     "qwen-image-edit-2511": ("Qwen-Image", {**QWEN_IMAGE, "__index_timestep_zero__": (0,)}, {"zero_cond_t": True, "num_layers": 60}),
     "lumina2": ("Lumina 2", LUMINA2, {"hidden_size": 2304, "num_layers": 26, "num_refiner_layers": 2, "num_attention_heads": 24,
                                       "num_kv_heads": 8, "cap_feat_dim": 2304, "axes_dim_rope": (32, 32, 32), "in_channels": 16}),
+    "z-image-turbo": ("Z-Image", Z_IMAGE, {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
+                                           "axes_dims": [32, 48, 48], "in_channels": 16}),
     "hunyuan-video": ("HunyuanVideo", HUNYUAN_VIDEO, {
         "num_layers": 20, "num_single_layers": 40, "num_refiner_layers": 2, "num_attention_heads": 24, "attention_head_dim": 128,
         "in_channels": 16, "out_channels": 16, "text_embed_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}),
@@ -195,7 +202,7 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (SD35_LARGE, {"context_processor.layers.0.attn.qkv.weight": (1, 1)}, "context processor"),
     (QWEN_IMAGE, {"time_text_embed.addition_t_embedding.weight": (2, 3072)}, "Qwen-Image-Layered"),
     (QWEN_IMAGE, {"txt_norm.weight": (2560,), "proj_out.weight": (128, 3072)}, "Mage-Flow"),
-    (LUMINA2, {"x_pad_token": (1, 2304)}, "Z-Image"),
+    (Z_IMAGE, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
     (HUNYUAN_VIDEO, {"vision_in.proj.0.weight": (1152,)}, "HunyuanVideo 1.5"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "LTX-2"),
     (WAN_14B, {"control_adapter.conv.weight": (1, 1)}, "of the variant Wan Camera"),

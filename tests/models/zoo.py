@@ -128,9 +128,3 @@ def as_comfyui(conditioning):
         if dot:
             lists[base].append(tensor.item())
     return lists
-
-
-def num_before_image(family, counts):
-    """Tokens before the image's where other streams take part in its attention. counts: of the streams."""
-    order = next(streams for list_ in reversed(family.plan.lists) for streams in list_.attention.values() if "image" in streams)
-    return sum(counts[stream] for stream in order[:order.index("image")])

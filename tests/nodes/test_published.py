@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from tests.checkpoints.test_header import PUBLISHED
+from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
 
-FAMILY_NAMES = ("Qwen-Image", "Lumina 2", "HunyuanVideo", "Flux.1", "Wan", "Wan VACE", "LTX-Video", "SD 1.5", "SD 2", "SDXL")
+FAMILY_NAMES = ("Qwen-Image", "Z-Image", "Lumina 2", "HunyuanVideo", "Flux.1", "Wan", "Wan VACE", "LTX-Video", "SD 1.5", "SD 2", "SDXL")
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name][0] in FAMILY_NAMES])
 def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, name):
     """Recognised by ComfyUI and by us, converted, and loaded: no tensor is missing, none left over, every shape fits."""
-    import diffusers
-
     import comfy.model_detection
     import comfy.supported_models
     family_name, some_shapes, expected = PUBLISHED[name]
@@ -40,7 +39,7 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
     config = family.config(shapes)
     assert expected.items() <= config.items()
     with torch.device("meta"):
-        model = getattr(diffusers, family.transformer)(**config)
+        model = build(family, config)
     converted = family.convert(tensors, config)
     assert {key: tuple(tensor.shape) for key, tensor in converted.items()} == {
         key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}

@@ -5,10 +5,10 @@ tokens but the patch's own. Everything else in a transformer is token by token, 
 Neither the number of stages nor the sequence degree appears.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
-
-from tests.models.zoo import num_before_image
 
 plain = F.scaled_dot_product_attention
 
@@ -19,6 +19,16 @@ class StaleModel:
     def __init__(self, example, forecast=0.0):
         self.example, self.forecast = example, forecast
         self.store, self.times, self.past = {}, {}, {}         # past: of each attention, [(time, keys, values)] of whole calls
+        self.streams = None                                    # of the self-attention that runs
+        for list_ in example.family.plan.lists:
+            for block in example.model.get_submodule(list_.name):
+                for name, streams in list_.attention.items():
+                    if getattr(block, name, None) is not None:
+                        getattr(block, name).register_forward_pre_hook(functools.partial(self._enter, streams))
+                        getattr(block, name).register_forward_hook(functools.partial(self._enter, None))
+
+    def _enter(self, streams, *module_and_arguments):
+        self.streams = streams
 
     def go_on(self, name, time):
         """A call at another time begins: what no patch has brought yet is what the calls before it lead to."""
@@ -38,17 +48,18 @@ class StaleModel:
         size = one.family.patch_size(one.config)
         dim = 2 if latent.ndim == 4 or latent.shape[2] > size[0] else 3
         counts = one.family.token_counts(latent.shape, one.conditioning)
-        num_image, num_before = counts["image"], num_before_image(one.family, counts)
+        num_image = counts["image"]
         a_row = num_image // -(-latent.shape[dim] // size[dim - 2])
         first, last = (0, num_image) if rows is None else (a_row * (row // size[dim - 2]) for row in rows)
         if rows is not None and rows[1] == latent.shape[dim]:
             last = num_image
-        calls, num_tokens = iter(range(1000)), sum(counts.values())
+        calls = iter(range(1000))
 
         def attention(query, key, value, *args, **kwargs):
-            if key.shape[2] not in (num_image, num_tokens) or query.shape[2] != key.shape[2]:
-                return plain(query, key, value, *args, **kwargs)                   # cross-attention, or of text alone
-            offset = num_before if key.shape[2] > num_image else 0
+            if self.streams is None:
+                return plain(query, key, value, *args, **kwargs)                   # over text alone, or cross-attention
+            assert key.shape[2] == sum(counts[stream] for stream in self.streams)
+            offset = sum(counts[stream] for stream in self.streams[:self.streams.index("image")])
             fresh = torch.full((key.shape[2],), first == 0)                        # text and the like come with the first patch
             fresh[offset:offset + num_image] = False
             fresh[offset + first:offset + last] = True

@@ -12,8 +12,10 @@ from .sd15 import SD15
 from .sdxl import SDXL
 from .wan import WAN
 from .wan_vace import WAN_VACE
+from .z_image import Z_IMAGE
 
-FAMILIES = {family.name: family for family in (SD3, FLUX, WAN, WAN_VACE, PIXART, QWEN_IMAGE, LUMINA2, HUNYUAN_VIDEO, LTX, SD15, SD2, SDXL)}
+FAMILIES = {family.name: family for family in (
+    SD3, FLUX, WAN, WAN_VACE, PIXART, QWEN_IMAGE, Z_IMAGE, LUMINA2, HUNYUAN_VIDEO, LTX, SD15, SD2, SDXL)}
 
 
 def supported(last="and"):

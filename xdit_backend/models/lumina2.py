@@ -25,8 +25,9 @@ def _num_heads(shapes):
 
 LUMINA2 = Family(
     name="Lumina 2", title="Lumina 2", transformer="Lumina2Transformer2DModel",
-    recognise=has("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight"),
-    refusals=(because("it is a Z-Image model", has("x_pad_token")), because("it is a NewBie model", has("clip_text_pooled_proj."))),
+    recognise=lambda shapes: has("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight")(shapes)
+    and "x_pad_token" not in shapes,
+    refusals=(because("it is a NewBie model", has("clip_text_pooled_proj.")),),
     config=config_of(
         patch_size=2, in_channels=size("x_embedder.weight", 1, 4), out_channels=size("final_layer.linear.weight", 0, 4),
         hidden_size=size("x_embedder.weight", 0), num_attention_heads=_num_heads, cap_feat_dim=size("cap_embedder.1.weight", 1),

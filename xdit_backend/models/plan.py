@@ -140,6 +140,7 @@ class Family:
     how wide it is (None: it has a shape of its own); ignored: what ComfyUI's model itself ignores too.
     choices: conditioning that is a word -> the words that are understood, and the word each comes to.
     lengths: streams beside the image -> a function of the conditioning that says how many tokens. "text": those of its context.
+    multiple: image tokens are padded to a multiple of this, by a stream "pad" after them.
     amend(model, config): make the model compute as ComfyUI's does, where diffusers' does not; before it has weights.
     by_tensors: arguments of the diffusers class that ComfyUI tells by the tensors alone; a folder's config.json is not asked.
     values: tensors whose values tell ComfyUI how a model is sampled; they may stand beside the diffusion model in a file.
@@ -165,6 +166,7 @@ class Family:
     choices: dict[str, dict[str, str]] = field(default_factory=dict)
     refusals: tuple[Callable, ...] = ()
     lengths: dict[str, Callable] = field(default_factory=dict)
+    multiple: int = 1
     sign: float = 1.0
     time_scale: float = 1000.0
     cfg: str = "yes"
@@ -219,9 +221,12 @@ class Family:
         prediction = self.latent.unpack(output, latent)
         return prediction if self.sign == 1 else prediction * self.sign
 
-    def token_counts(self, shape, conditioning):
-        """Tokens of every stream: {"image": ..., "text": ...}. shape: of the latent; conditioning: of a whole forward."""
-        streams, lengths = self.plan.stream_names, {"text": lambda conditioning: conditioning["context"].shape[1]} | self.lengths
+    def token_counts(self, shape, conditioning, patch=None):
+        """Tokens of every stream: {"image": ..., "text": ...}. shape: of the latent or the patch; conditioning: of a whole forward."""
+        whole = [patch.whole if patch is not None and dim == patch.dim else length for dim, length in enumerate(shape)]
+        streams, lengths = self.plan.stream_names, {
+            "text": lambda conditioning: conditioning["context"].shape[1],
+            "pad": lambda conditioning: -self.latent.num_tokens(whole) % self.multiple} | self.lengths
         return {"image": self.latent.num_tokens(shape)} | {
             stream: length(conditioning) for stream, length in lengths.items() if stream in streams}
 

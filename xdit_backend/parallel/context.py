@@ -72,7 +72,7 @@ class ForwardContext:
 
 def tokens_of(family, mesh, shape, conditioning, patch=None):
     """The Tokens of a forward. shape: of the latent or its patch. Streams beside the image come with a step's first patch."""
-    counts, left_out = family.token_counts(shape, conditioning), {}
+    counts, left_out = family.token_counts(shape, conditioning, patch), {}
     if not opens_step(patch):
         left_out = {stream: count for stream, count in counts.items() if stream != "image"}
         counts |= dict.fromkeys(left_out, 0)
