@@ -1,0 +1,20 @@
+"""A few of the faults that tests/faults.py draws: which end a run, and in what, is for it to judge."""
+
+import pytest
+
+from tests.faults import FAULTS, PHASES, draw, suffer_all
+
+
+@pytest.mark.slow
+def test_workers_that_are_killed_stopped_or_cancelled_leave_words_or_a_picture_and_nothing_else(monkeypatch):
+    monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "60")         # suffer_all sets its own, for this test alone
+
+    outcomes = suffer_all(range(2, 6))
+
+    assert outcomes.total() == 4 and outcomes["said so"] >= 1
+
+
+def test_every_fault_is_drawn_in_every_phase():
+    drawn = {(fault.kind, fault.phase) for fault in map(draw, range(300))}
+
+    assert drawn == {(kind, phase) for kind in FAULTS for phase in PHASES} - {("cancel", "idle")}
