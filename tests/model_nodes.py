@@ -32,7 +32,7 @@ acts: all of them).
 - **refused**: the workflow ends with this message, before anything wrong is drawn.
 - **as with ComfyUI's own**: the node is for another kind of model, and ComfyUI's own loader ends in the same error.
 
-In a merge, the MODEL in question is the first one. As the second one, merged into a MODEL of ComfyUI's loader, it works.
+In a merge, the MODEL in question is the first one; the second one is of ComfyUI's loader.
 
 Written by `python -m tests.model_nodes --write`; a test compares it with what happens.
 
@@ -185,7 +185,7 @@ class Matrix:
             if key in VALUES.get(name, {}):
                 arguments[key] = VALUES[name][key]
             elif kind_of_input == "MODEL":                     # the first is the one in question, the others ComfyUI's own
-                arguments[key] = model if seen == 0 else comfyui.native(kind)
+                arguments[key] = model if seen == 0 else self._weaker(kind) if "Merge" in name else comfyui.native(kind)
                 seen += 1
             elif kind_of_input in made:
                 if key not in optional or kind_of_input == "CONDITIONING":
@@ -203,6 +203,12 @@ class Matrix:
         if getattr(node, "INPUT_IS_LIST", False):
             return {key: [value] for key, value in arguments.items()}
         return arguments
+
+    def _weaker(self, kind):
+        """ComfyUI's own MODEL with a fifth of its weights: so that merges change something, and not so much that rounding shows."""
+        model = self.comfyui.native(kind).clone()
+        model.add_patches({key: ("diff", (torch.zeros(1),)) for key in model.model_state_dict("diffusion_model.")}, 0.0, 0.2)
+        return model
 
     def _latent(self, kind):
         return self.comfyui.latent(kind)

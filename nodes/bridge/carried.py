@@ -22,10 +22,12 @@ BOOKKEEPING = {
     "backup", "backup_buffers", "object_patches_backup", "hook_backup", "hook_patches_backup", "cached_hook_patches",  # copies
     "pinned", "offload_device", "weight_inplace_update", "hook_mode", "current_hooks", "is_injected", "skip_injection",
     "force_cast_weights",                  # of the compute dtype, which is looked at itself
+    "patches",                             # of weights: weight_patches.py brings them to the workers
 }
+NOTES = {"lora_metadata"}                  # names of attachments that are for people
 # Attributes with contents of their own -> what a person knows those as.
 REFUSED = {
-    "patches": "LoRA or other weight patches", "hook_patches": "LoRA hooks or other weight hooks",
+    "hook_patches": "LoRA hooks or other weight hooks",
     "weight_wrapper_patches": "weight wrappers", "injections": "injections such as a LoRA in bypass mode",
     "forced_hooks": "forced hooks", "attachments": "attachments", "additional_models": "additional models",
     "load_device": "another device, such as Select Model Device's; its devices are those of xDiT Parallel Config",
@@ -76,6 +78,8 @@ def refuse_patcher(patcher):
             found += _wrappers(value)
         elif name == "callbacks":
             found += _callbacks(value)
+        elif name == "attachments" and value.keys() <= NOTES:
+            continue
         elif name not in BOOKKEEPING and not (name in fresh and value == fresh[name]):
             found.append(_named(REFUSED.get(name, f"an attribute that ComfyUI does not know, {name}"), value))
     found += _compute_dtype(patcher)

@@ -3,6 +3,7 @@
 And the few tensors whose values ComfyUI looks at when it makes a model; see shell.py.
 """
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -30,3 +31,29 @@ def read_values(header, names):
             there = {key.removeprefix(header.prefix): key for key in file.keys()}  # noqa: SIM118
             found |= {name: file.get_tensor(there[name]) for name in names if name in there}
     return found
+
+
+def places(path, base_model):
+    """{name in base_model.diffusion_model: [(name in the file, which rows of the tensor there the rows here are)]}.
+
+    rows: None: all, in order; else for each row here the one there, or -1. ComfyUI's conversions move rows, so carrying out these
+    on numbers instead of weights tells where each went.
+    """
+    header, start, numbers, starts = read_header(path), 0, {}, {}
+    for name, shape in header.shapes.items():
+        count = shape[0] if shape else 1
+        numbers[name], starts[name] = torch.arange(start, start + count), start
+        start += count
+    converted = dict(numbers)
+    if header.config is not None:
+        converted = comfy.model_detection.convert_diffusers_mmdit(converted, "") or converted
+    names, first = list(starts), torch.tensor(list(starts.values()))
+    found = {}
+    for name, rows in base_model.model_config.process_unet_state_dict(converted).items():
+        whose = torch.searchsorted(first, rows, right=True) - 1
+        found[name] = [(names[index], _rows(rows, whose, index, numbers[names[index]])) for index in whose.unique().tolist()]
+    return found
+
+
+def _rows(rows, whose, index, numbers):
+    return None if torch.equal(rows, numbers) else torch.where(whose == index, rows - numbers[0], -1)

@@ -95,12 +95,12 @@ class Groups:
                     return client
         return self.client(devices_of(config))
 
-    def load_model(self, client, spec, shell, missing):
-        """Load a model for a shell, which holds it. missing: {device: bytes that its workers there lack}."""
+    def load_model(self, client, spec, shell, missing, changes):
+        """Load a model for a shell, which holds it. missing: {device: bytes that its workers there lack}. changes: Client.load_model's."""
         self.hold(client, spec.name, shell)
         for device, num_bytes in missing.items():
             self._make_room(client, device, num_bytes)
-        client.load_model(spec)
+        client.load_model(spec, changes)
 
     def hold(self, client, name, holder):
         """Have the workers drop a model or VAE when none of the objects that hold it is referred to any more."""

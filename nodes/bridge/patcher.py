@@ -1,9 +1,12 @@
 """ComfyUI's ModelPatcher of a shell: what its patching nodes ask goes to the worker group, or is refused."""
 
+import comfy.utils
+
 from ...xdit_backend.protocol.errors import UnsupportedError
 from .carried import refuse_patcher
 from .file_weights import read_weights
 from .placement import RemotePatcher
+from .weight_patches import changes_of, effective_patches, patched
 
 
 class ShellPatcher(RemotePatcher):
@@ -17,7 +20,15 @@ class ShellPatcher(RemotePatcher):
         super().pre_run()
         refuse_patcher(self)                                   # ComfyUI's callbacks have been called by now
 
-    # --- weights: read from the file, changed by nobody ---
+    def load(self, *args, **kwargs):
+        self.remote.changes, self.remote.changes_uuid = changes_of(self), self.patches_uuid
+        super().load(*args, **kwargs)
+
+    @property
+    def is_ready(self):
+        return super().is_ready and self.remote.changes_uuid == self.patches_uuid
+
+    # --- weights: read from the file, with the patches that ComfyUI's nodes have added ---
 
     def model_state_dict(self, filter_prefix=None):
         """As ComfyUI's, with the file's own tensors."""
@@ -26,21 +37,30 @@ class ShellPatcher(RemotePatcher):
         return {name: tensor for name, tensor in state.items() if filter_prefix is None or name.startswith(filter_prefix)}
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
-        state = self.model_state_dict(prefix)
-        return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        state, patches = self.model_state_dict(prefix), effective_patches(self)
+        return {name.removeprefix(prefix): self._patched(name, tensor, patches) for name, tensor in state.items()}
 
     def get_key_patches(self, filter_prefix=None):
-        return {name: [(tensor, lambda weight, **_: weight)] for name, tensor in self.model_state_dict(filter_prefix).items()}
+        dtypes = {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
+        return {name: [(tensor.to(dtypes[name]), lambda weight, **_: weight), *self.patches.get(name, ())]
+                for name, tensor in self.model_state_dict(filter_prefix).items()}
 
     def patch_weight_to_device(self, key, device_to=None, inplace_update=False, return_weight=False, force_cast=False):
-        return self.model_state_dict()[key].to(device_to or "cpu")
+        return self._patched(key, self.model_state_dict()[key], self.patches).to(device_to or "cpu")
+
+    def _patched(self, key, weight, patches):
+        dtype = comfy.utils.get_attr(self.model, key).dtype
+        return patched(key, patches[key], weight, dtype, self.load_device) if key in patches else weight
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        raise UnsupportedError("xDiT does not support LoRA, merges or other weight patches on its MODEL yet. They would be dropped "
-                               "without notice. Remove the node that adds them, or use Load Diffusion Model.")
+        if not patches:
+            raise UnsupportedError(f"Nothing of this LoRA is for {self.remote.family.name}: ComfyUI's log names its tensors. Use one that "
+                                   f"was made for this model.")
+        return super().add_patches(patches, strength_patch, strength_model)
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
-        self.add_patches(patches)
+        raise UnsupportedError("xDiT does not support LoRA hooks or other weight hooks on its MODEL yet. They would be dropped without "
+                               "notice. Remove the node that adds them, or use Load Diffusion Model.")
 
     def clone(self, disable_dynamic=False, model_override=None, force_deepcopy=False):
         if force_deepcopy:

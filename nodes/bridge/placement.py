@@ -22,6 +22,11 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
     def remote(self):
         return self.model.remote
 
+    @property
+    def is_ready(self):
+        """Do the workers hold the model as this patcher has it, all of it on their devices?"""
+        return self.remote.is_loaded
+
     def model_size(self):
         return self.remote.bytes_on(self.load_device)
 
@@ -45,7 +50,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
             before = self.loaded_size()
             self.unpatch_model(self.offload_device, unpatch_weights=False)
             self.patch_model(load_weights=False)
-            if not self.remote.is_loaded:
+            if not self.is_ready:
                 try:
                     self.load(device_to, full_load=True)
                 except Exception:

@@ -29,13 +29,14 @@ class RemoteModel:
         self._rank_bytes = [rank_bytes(weight_bytes, spec.stages)] * len(devices)        # until the workers have told theirs
         self.how = None                                        # how this run is split, in a person's words; None before it
         self._pipeline = self._schedule = None
+        self.changes, self.changes_uuid = {}, None             # of the file's weights, see Client.load_model; whose patches those are
 
     # --- what placement.py asks ---
 
     def load(self, base_model):
         client = GROUPS.client(self.devices)
         missing = {device: self.bytes_on(device) - self.loaded_on(device) for device in set(self.devices)}
-        GROUPS.load_model(client, self.spec, base_model, missing)
+        GROUPS.load_model(client, self.spec, base_model, missing, self.changes)
         self._rank_bytes = client.residence(self.spec.name).weight_bytes
 
     @property
@@ -99,7 +100,7 @@ class RemoteModel:
         """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent. The others: see pipeline.py."""
         self._end_pipeline()
         client = GROUPS.client(self.devices)
-        client.load_model(self.spec)
+        client.load_model(self.spec, self.changes)
         self._schedule = schedule
         self._pipeline = PipelineRun(client, self.spec, self.family, self._transformer_config, self.config, self._layout(1),
                                      schedule, shape)
@@ -112,7 +113,7 @@ class RemoteModel:
             return self._predict_in_stages(question, calls)
         layout = self._layout(len(calls))
         client = GROUPS.client(self.devices)
-        client.load_model(self.spec)
+        client.load_model(self.spec, self.changes)
         self._show(describe_layout(layout) + self.config.idle)
         return client.predict(self.spec, layout, self.num_channels, calls, run=self)
 
@@ -127,6 +128,7 @@ class RemoteModel:
             schedule = torch.tensor([sigma])
         if self._pipeline is None or schedule is not self._schedule:
             self.begin_run(schedule, calls[0].latent.shape, question.whole_because, question.drained_because)
+        GROUPS.client(self.devices).load_model(self.spec, self.changes)          # another MODEL of this file may have had it changed
         return self._pipeline.predict(calls, sigma, question.whole_because)
 
     def _refuse_changed_modules(self, schedule, sigmas):

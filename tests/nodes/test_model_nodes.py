@@ -44,7 +44,6 @@ def add_wrapper(kind):
 
 CHANGES = {
     "injections": (inject, "injections such as a LoRA in bypass mode \\(bypass_lora\\)"),
-    "weight-patches": (lambda model: model.patches.update({"diffusion_model.x": []}), "LoRA or other weight patches"),
     "weight-wrapper": (lambda model: model.add_weight_wrapper("diffusion_model.x_embedder.proj.weight", lambda weight: 2 * weight),
                        "weight wrappers \\(diffusion_model.x_embedder.proj.weight\\)"),
     "hook-patches": (lambda model: model.hook_patches.update({object(): {"diffusion_model.x": []}}), "LoRA hooks"),

@@ -143,11 +143,6 @@ def test_model_patches_are_refused(comfyui, model):
         comfyui.sample(patched, "sd3")
 
 
-def test_lora_is_refused_where_it_is_added(comfyui, model):
-    with pytest.raises(comfyui.errors.UnsupportedError, match="LoRA"):
-        model.clone().add_patches({"diffusion_model.x_embedder.proj.weight": ("diff", (torch.zeros(1),))})
-
-
 def test_more_sequence_ranks_than_tokens_are_refused_and_the_group_survives(comfyui):
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", ring=2))
     comfyui.sample(model, "sd3")

@@ -13,9 +13,11 @@ import aiohttp
 import psutil
 import pytest
 from PIL import Image, ImageChops
+from safetensors.torch import save_file
 
 from tests.comfyui_server import ROOT, Host, HostError, comfyui_folder, make_base, run_async
 from tests.conftest import left_behind
+from tests.lora_zoo import adapters
 from tests.tiny_checkpoints import import_comfyui, save
 
 pytestmark = pytest.mark.slow
@@ -33,6 +35,10 @@ def base(tmp_path_factory):
     import_comfyui(folder)
     save("sd3", base / "models" / "diffusion_models" / "sd3.safetensors")
     save("vae-sd3", base / "models" / "vae" / "vae.safetensors")
+    (base / "models" / "loras").mkdir()
+    layers = [f"transformer.transformer_blocks.{block}.attn.to_{part}" for block in range(4) for part in "qkv"]
+    save_file(adapters("lora", dict.fromkeys(layers, (256, 256))),
+              base / "models" / "loras" / "tiny.safetensors")
     return base
 
 
@@ -42,7 +48,7 @@ def server(base):
         yield host
 
 
-def workflow(parallel=True, devices="cpu,cpu", steps=3, seed=1, size=256, **degrees):
+def workflow(parallel=True, devices="cpu,cpu", steps=3, seed=1, size=256, lora=False, **degrees):
     conditioning = {"class_type": "XDiTTestConditioning"}
     graph = {
         "positive": {**conditioning, "inputs": {"seed": 1, "tokens": 20, "family": "sd3"}},
@@ -56,6 +62,10 @@ def workflow(parallel=True, devices="cpu,cpu", steps=3, seed=1, size=256, **degr
         "decode": {"class_type": "VAEDecode", "inputs": {"samples": ["sampler", 0], "vae": ["vae", 0]}},
         "save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "test"}},
     }
+    if lora:
+        graph["lora"] = {"class_type": "LoraLoaderModelOnly", "inputs": {
+            "model": ["model", 0], "lora_name": "tiny.safetensors", "strength_model": 0.8}}
+        graph["sampler"]["inputs"]["model"] = ["lora", 0]
     if parallel:
         graph["config"] = {"class_type": "XDiTParallelConfig", "inputs": {
             "devices": devices, "mode": "manual" if degrees else "auto", "num_patches": 0, "warmup_steps": 1,
@@ -100,9 +110,10 @@ def workers(host):
                   if "xdit_backend.worker" in process.cmdline() and "xdit_backend.host.torchrun" not in process.cmdline())
 
 
-def test_picture_equals_the_native_nodes(server, base):
-    native, _ = server.run(workflow(parallel=False))
-    ours, _ = server.run(workflow())
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "plain"])
+def test_picture_equals_the_native_nodes(server, base, lora):
+    native, _ = server.run(workflow(parallel=False, lora=lora))
+    ours, _ = server.run(workflow(lora=lora))
 
     difference = ImageChops.difference(picture(base, native), picture(base, ours))
     assert max(high for _, high in difference.getextrema()) <= 1

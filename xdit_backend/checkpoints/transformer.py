@@ -12,6 +12,7 @@ import torch
 from ..protocol.errors import CheckpointError
 from ..protocol.transfers import Ferry
 from .casting import Casts, cast_at_use
+from .changes import changed
 from .header import read_header
 
 
@@ -27,21 +28,13 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     moved. Raises CheckpointError when the tensors of the file and of the model do not match.
     """
     from accelerate import init_empty_weights
-    from safetensors import safe_open
 
     header = read_header(spec.path)
     config = model_config(header, family)
     with init_empty_weights():
         model = build(family, config)
     blocks = choose_blocks(model) if choose_blocks else None
-    tensors = {}
-    for path in header.files:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if name.startswith(header.prefix):
-                    short = name.removeprefix(header.prefix)
-                    here = blocks is None or (block := _block_of(short, model, family, header)) is None or block in blocks
-                    tensors[short] = file.get_tensor(name) if here else torch.empty(header.shapes[short], device="meta")
+    tensors = _read(header, lambda name: _is_here(name, blocks, model, family, header))
     maps = list(tensors.values())                              # kept until the end, so that no other tensor gets their addresses
     tensors = tensors if header.config is not None else family.convert(tensors, config)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
@@ -56,6 +49,33 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     if spec.storage_dtype != spec.compute_dtype:
         cast_at_use(model, getattr(torch, spec.compute_dtype), casts or Casts())
     return model, config
+
+
+def change_weights(model, config, family, spec, device, changes, blocks=None, files=None):
+    """Give a loaded model other values of some tensors of its file. Nothing is read of the others.
+
+    changes: {name in the file, without its prefix: messages.Change}. blocks: those that are held here; None: all. files: as of
+    load_transformer, brought up to date. Of what is changed to how the file has it, every bit is as when it was loaded.
+    """
+    header, ferry = read_header(spec.path), Ferry(device)
+    here = {name: change for name, change in changes.items() if _is_here(name, blocks, model, family, header)}
+    tensors = _read(header, lambda name: name in here and here[name].whole is None)
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if not tensor.is_meta}
+    maps = list(tensors.values())
+    for name, change in here.items():
+        tensors[name] = changed(tensors[name], change, ferry)
+    tensors = tensors if header.config is not None else family.convert(tensors, config)
+    held = {name: (weight, dtype) for name, weight, dtype in _held(model, family, spec)}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            continue
+        weight, dtype = held[name]
+        weight.data = _moved(tensor, device, dtype, ferry)
+        if files is not None:
+            files.pop(id(weight), None)
+            if tensor.dtype == dtype and tensor.untyped_storage().data_ptr() in addresses:
+                files[id(weight)] = tensor
+    del maps                                                   # kept until now, so that no other tensor got their addresses
 
 
 def model_config(header, family):
@@ -105,6 +125,24 @@ def block_sizes(model, plan):
             for list_ in plan.blocks for block in model.get_submodule(list_.name)]
 
 
+def _read(header, wanted):
+    """{name: tensor of the file, a map of it}; what is not wanted(name) is on the meta device."""
+    from safetensors import safe_open
+    tensors = {}
+    for path in header.files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if name.startswith(header.prefix):
+                    short = name.removeprefix(header.prefix)
+                    tensors[short] = file.get_tensor(name) if wanted(short) else torch.empty(header.shapes[short], device="meta")
+    return tensors
+
+
+def _is_here(name, blocks, model, family, header):
+    """Does a rank with these blocks hold this tensor of the file? blocks: None: all."""
+    return blocks is None or (block := _block_of(name, model, family, header)) is None or block in blocks
+
+
 def _block_of(name, model, family, header):
     """Index of the block that a tensor of the file belongs to, over all lists; None for what is outside the blocks."""
     first = 0
@@ -143,7 +181,11 @@ def _move(model, device, family, spec, on_progress):
     tensors = [(tensor, dtype) for _, tensor, dtype in _held(model, family, spec) if not tensor.is_meta]      # not of another stage
     ferry = Ferry(device)
     for done, (tensor, dtype) in enumerate(tensors):
-        tensor.data = (ferry.bring(tensor.data) if device.type == "cuda" else tensor.data).to(device, dtype)
+        tensor.data = _moved(tensor.data, device, dtype, ferry)
         if done % 32 == 0:
             on_progress(done, len(tensors))
     on_progress(len(tensors), len(tensors))
+
+
+def _moved(tensor, device, dtype, ferry):
+    return (ferry.bring(tensor) if device.type == "cuda" and tensor.device.type == "cpu" else tensor).to(device, dtype)

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from .launcher import WorkerGroup
 from .residence import Residence
 
 MAX_CONDITIONINGS = 64                     # that a run has the workers hold; the one not used for longest goes first
+CHANGED_BYTES = 2 ** 29                    # of weights that workers change at a time
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}         # bytes of a number -> the type to compare it as
 
 
@@ -24,6 +26,15 @@ class Call:
     timestep: torch.Tensor                 # (B,)
     conditioning: dict[str, torch.Tensor]
     name: str = ""                         # of the conditioning, where Client.name_conditioning gave it one
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of one tensor of a model's file. Two are the same where `of` is equal."""
+
+    of: tuple                              # what it is made of
+    num_bytes: int = field(compare=False)  # of the tensor
+    make: Callable = field(compare=False)  # (share) -> messages.Change; share(tensor) -> its segment
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +67,7 @@ class Client:
         self.check = lambda: None
         self.last_numbers = {}                 # rank -> measurements of the last decode or encode, by name
         self._group, self._models, self._autoencoders = None, {}, set()
+        self._wanted, self._changed = {}, {}                   # name of a model -> {tensor of its file: Change}: asked for; in effect
         self._runs, self._num_conditionings = {}, 0            # whose conditioning -> _Run; named since the start
 
     @property
@@ -84,14 +96,61 @@ class Client:
         """The VAEs the running group holds."""
         return sorted(self._autoencoders) if self.running else []
 
-    def load_model(self, spec):
-        """Make sure that every worker holds the model, on its device."""
+    def load_model(self, spec, changes=None):
+        """Make sure that every worker holds the model, on its device, with these changes.
+
+        changes: {name of a tensor in the model's file: Change}, the others are as in the file; None: those of the last time.
+        """
         residence = self.residence(spec.name)
         if residence is None:
+            self._changed.pop(spec.name, None)
             done = self._request(lambda request: messages.LoadModel(request, spec))
             self._models[spec.name] = Residence.told(spec.stages, done)
         elif any(residence.parked_bytes):
             residence.parked(self._request(lambda request: messages.RestoreModel(request, spec.name)))
+        if changes is not None:
+            self._wanted[spec.name] = changes
+        wanted = self._wanted.get(spec.name, {})
+        if self._changed.get(spec.name, {}) != wanted:
+            self._change(spec, wanted)
+
+    def _change(self, spec, wanted):
+        """Have the workers change what differs, some weights at a time: never is there room for all of them twice."""
+        before = self._changed.pop(spec.name, {})
+        as_in_the_file = lambda share: messages.Change()  # noqa: E731
+        pending = {name: Change((), change.num_bytes, as_in_the_file) for name, change in before.items() if name not in wanted}
+        pending |= {name: change for name, change in wanted.items() if before.get(name) != change}
+        total, batch, num_bytes = len(pending), {}, 0
+        try:
+            while pending:
+                name = next(iter(pending))
+                batch[name] = pending.pop(name)
+                num_bytes += batch[name].num_bytes
+                if not pending or num_bytes + next(iter(pending.values())).num_bytes > CHANGED_BYTES:
+                    self.on_phase(messages.Phase(0, "changing weights", total - len(pending), total))
+                    self._send_changes(spec, batch)
+                    batch, num_bytes = {}, 0
+        except BaseException:
+            self.forget(spec.name)                             # some are changed, and some are not
+            self._wanted[spec.name] = wanted
+            raise
+        self._changed[spec.name] = wanted
+
+    def _send_changes(self, spec, batch):
+        segments = []
+
+        def share(tensor):
+            segments.append(self.group.segments.share(tensor))
+            return segments[-1]
+
+        try:
+            changes = {name: change.make(share) for name, change in batch.items()}
+        except BaseException:
+            for segment in segments:
+                self.group.segments.remove(segment)
+            raise
+        done = self._request(lambda request: messages.ChangeWeights(request, spec.name, changes), segments)
+        self._models[spec.name] = Residence.told(spec.stages, done)
 
     def residence(self, name):
         """Where the running group holds a model; None where it does not."""
@@ -146,6 +205,7 @@ class Client:
 
     def forget(self, name):
         """As drop, but waits for nothing, and starts nothing where the workers have ended. From any thread."""
+        self._wanted.pop(name, None)
         if self.holds(name):
             self._models.pop(name, None)
             self._autoencoders.discard(name)

@@ -30,12 +30,32 @@ class Stages:
 class ModelSpec:
     """Which model, in which form. Two equal specs are the same model; a worker loads what it lacks."""
 
-    name: str                      # unique for file, dtype, stages and model patches
+    name: str                      # unique for file, dtype and stages
     family: str                    # key of models.FAMILIES
     path: str                      # a safetensors file, or a diffusers folder
     storage_dtype: str
     compute_dtype: str
     stages: Stages | None = None   # None: every rank runs every block
+
+
+@dataclass(frozen=True, config=STRICT)
+class LowRank:
+    """What is added to a weight, or to a slice of it: scale * up @ down, computed in float32."""
+
+    up: Segment                    # (rows, rank, ...)
+    down: Segment                  # (rank, columns, ...)
+    scale: float
+    offset: tuple[Natural, Natural, Natural] | None = None     # the slice: its dim, start and length
+
+
+@dataclass(frozen=True, config=STRICT)
+class Change:
+    """What becomes of one tensor of a model's file: another in its place, or products added to it. Neither: it is as in the file."""
+
+    whole: Segment | None = None
+    terms: tuple[LowRank, ...] = ()
+    dtype: str = ""                # which the tensor is cast to before anything is added to it, and after
+    sum_dtype: str = ""            # in which it is added
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -92,6 +112,15 @@ class DropModel:
 
     request: Natural
     name: str
+
+
+@dataclass(frozen=True, config=STRICT)
+class ChangeWeights:
+    """Give these tensors of a model's file other values, whatever they have been changed to before; others stay."""
+
+    request: Natural
+    name: str
+    changes: dict[str, Change]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -236,8 +265,8 @@ class Failed:
 
 
 MESSAGES = {cls.__name__: cls for cls in (
-    LoadModel, DropModel, ParkModel, RestoreModel, Conditioning, DropConditioning, Predict, LoadAutoencoder, Estimate, Decode, Encode,
-    ReportMemory, Stop, Ready, Phase, Beat, Done, Failed)}
+    LoadModel, DropModel, ChangeWeights, ParkModel, RestoreModel, Conditioning, DropConditioning, Predict, LoadAutoencoder, Estimate,
+    Decode, Encode, ReportMemory, Stop, Ready, Phase, Beat, Done, Failed)}
 
 
 ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}

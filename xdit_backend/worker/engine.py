@@ -29,6 +29,7 @@ class Engine:
         self._handlers = {
             messages.LoadModel: lambda command, traffic: self._models.load(command.spec),
             messages.DropModel: self._drop,
+            messages.ChangeWeights: lambda command, traffic: self._models.change(command),
             messages.ParkModel: self._park,
             messages.RestoreModel: lambda command, traffic: self._models.restore(command),
             messages.Estimate: self._autoencoders.estimate,

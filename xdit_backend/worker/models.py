@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoints.casting import Casts
-from ..checkpoints.transformer import block_bytes, block_sizes, load_transformer
+from ..checkpoints.transformer import block_bytes, block_sizes, change_weights, load_transformer
 from ..models import FAMILIES
 from ..models.plan import Family
 from ..parallel.collectives import Traffic, all_gather
@@ -47,22 +47,32 @@ class Models:
             return self._loaded[spec.name].residency.numbers
         family = FAMILIES[spec.family]
         report = lambda done, total: self._report_phase("loading weights", done, total)  # noqa: E731
-        blocks = range(0)
+        blocks = held = range(0)
 
         def held_blocks(model):
-            nonlocal blocks
+            nonlocal blocks, held
             blocks = every_block = range(len(block_sizes(model, family.plan)))
             if spec.stages is not None:
                 counts = spec.stages.num_blocks or self._balanced(spec, model, family)
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
-            return every_block if spec.stages is None or spec.stages.every_block else blocks
+            held = every_block if spec.stages is None or spec.stages.every_block else blocks
+            return held
 
         files, casts = {}, Casts()
         model, config = load_transformer(spec, family, self._device, report, held_blocks, files, casts)
         hooks = (RowHooks if family.by_rows else Hooks)(model, family.plan)
         residency = Residency(model, files, self._bring, self._ferry.fetch)
-        self._loaded[spec.name] = Loaded(model, config, family, hooks, getattr(torch, spec.compute_dtype), blocks, spec, residency, casts)
+        self._loaded[spec.name] = Loaded(model, config, family, hooks, getattr(torch, spec.compute_dtype), blocks, spec, residency, casts,
+                                         held, files)
         return residency.numbers
+
+    def change(self, command):
+        """Give tensors of a model's file other values. The model is on the device. Returns the numbers of its residency."""
+        loaded = self[command.name]
+        loaded.casts.drop()
+        change_weights(loaded.model, loaded.config, loaded.family, loaded.spec, self._device, command.changes, loaded.held, loaded.files)
+        loaded.residency = Residency(loaded.model, loaded.files, self._bring, self._ferry.fetch)
+        return loaded.residency.numbers
 
     def drop(self, name):
         self._loaded.pop(name, None)
@@ -140,6 +150,8 @@ class Loaded:
     spec: ModelSpec | None = None
     residency: Residency | None = None
     casts: Casts = field(default_factory=Casts)
+    held: range | None = None      # the blocks whose weights are here; None: all
+    files: dict | None = None      # of load_transformer
 
     def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, **keeping):
         """The ForwardContext of a latent or its patch. keeping: where keys and values are kept, ForwardContext's fields for that."""

@@ -1,0 +1,133 @@
+"""LoRA and other weight patches of a MODEL: what ComfyUI has put on its ModelPatcher, as changes of the tensors of its file.
+
+A plain LoRA goes to the workers as its two factors. Of all other kinds (and where the rounding is random, as to float8)
+ComfyUI's own arithmetic makes the changed weight here, from the file, and that is sent. Used by patcher.py.
+"""
+
+import contextlib
+import functools
+import logging
+
+import torch
+
+import comfy.float
+import comfy.lora
+import comfy.model_management
+import comfy.utils
+from comfy.weight_adapter import LoRAAdapter
+
+from ...xdit_backend.host.client import Change
+from ...xdit_backend.protocol import messages
+from ...xdit_backend.protocol.errors import UnsupportedError
+from ...xdit_backend.protocol.segments import dtype_name
+from .file_weights import places, read_weights
+
+PREFIX = "diffusion_model."
+ROUNDED = (torch.float32, torch.bfloat16, torch.float16)      # to the nearest; anything else ComfyUI rounds at random
+
+
+def changes_of(patcher):
+    """{name of a tensor in the MODEL's file: Change} for the patches of a ShellPatcher. Nothing is computed yet.
+
+    Raises UnsupportedError for patches of what the file does not have.
+    """
+    if not patcher.patches:
+        return {}
+    path, device = patcher.remote.spec.path, patcher.load_device
+    found, weights = places(path, patcher.model), functools.cache(lambda: read_weights(path, patcher.model))
+    changes = {}
+    for key, patches in effective_patches(patcher).items():
+        if not found.get(key.removeprefix(PREFIX)) or not key.startswith(PREFIX):
+            raise UnsupportedError(f"A LoRA or another node changes {key}, which the file of this MODEL does not have. Remove it, or use "
+                                   f"Load Diffusion Model.")
+        held = comfy.utils.get_attr(patcher.model, key)
+        of = tuple((strength, id(what), strength_model, offset, id(function))
+                   for strength, what, strength_model, offset, function in patches)
+        whole = functools.partial(_whole, key, patches, held, device, weights)
+        for name, rows in found[key.removeprefix(PREFIX)]:
+            if rows is None and held.dtype in ROUNDED and all(_is_plain(patch) for patch in patches):
+                make = functools.partial(_factors, key, patches, held, device)
+            else:
+                make = functools.partial(_sent, whole, rows)
+            changes[name] = Change(of, held.numel() * held.dtype.itemsize, make)
+    return changes
+
+
+def effective_patches(patcher):
+    """{name of a weight: patches} that ComfyUI's ModelPatcher carries out: of no buffer, and of no parameter beside submodules."""
+    reached = {f"{module}.{name}" for *_, module, _, parameters in patcher._load_list() for name in parameters}
+    return {key: patches for key, patches in patcher.patches.items() if key in reached}
+
+
+def patched(key, patches, weight, dtype, device):
+    """The weight as ComfyUI's ModelPatcher changes it, in the type that it holds it in. weight: of the file, not written to."""
+    weight = weight.to(dtype)
+    copy = comfy.model_management.cast_to_device(weight, device, comfy.model_management.lora_compute_dtype(device), copy=True)
+    with _complaints() as complaints:
+        try:
+            result = comfy.lora.calculate_weight(patches, copy, key)
+        except RuntimeError as error:                          # of shapes
+            raise _misfit(key, error) from error
+    if complaints or result.shape != weight.shape:
+        why = complaints[0] if complaints else f"it would make its shape {list(result.shape)} instead of {list(weight.shape)}"
+        raise _misfit(key, why)
+    return comfy.float.stochastic_rounding(result, dtype, seed=comfy.utils.string_to_seed(key))
+
+
+def _is_plain(patch):
+    _, what, strength_model, _, function = patch
+    if type(what) is not LoRAAdapter or strength_model != 1.0 or function is not None:
+        return False
+    _, _, _, middle, dora_scale, reshape = what.weights
+    return middle is None and dora_scale is None and reshape is None
+
+
+def _factors(key, patches, held, device, share):
+    terms = []
+    for strength, what, _, offset, _ in patches:
+        up, down, alpha, *_ = what.weights
+        shape = list(held.shape)
+        if offset is not None:
+            shape[offset[0]] = offset[2]
+        given = [up.shape[0], down[0].numel()]
+        if (up.shape[1:].numel() != down.shape[0] or given != [shape[0], torch.Size(shape[1:]).numel()]
+                or offset is not None and sum(offset[1:]) > held.shape[offset[0]]):
+            raise _misfit(key, f"it is for a weight of {given[0]} x {given[1]}, and this one is {' x '.join(map(str, shape))}")
+        scale = strength * (1.0 if alpha is None else alpha / down.shape[0])
+        terms.append(messages.LowRank(share(up), share(down), float(scale), None if offset is None else tuple(offset)))
+    sum_dtype = comfy.model_management.lora_compute_dtype(device)
+    return messages.Change(None, tuple(terms), dtype_name(held.dtype), dtype_name(sum_dtype))
+
+
+def _whole(key, patches, held, device, weights):
+    return patched(key, patches, weights()[key.removeprefix(PREFIX)], held.dtype, device)
+
+
+def _sent(whole, rows, share):
+    """The whole weight; or, where the file has it in parts, the part whose rows these are."""
+    weight = whole()
+    if rows is None:
+        return messages.Change(share(weight))
+    here, there = (rows >= 0).nonzero()[:, 0].to(weight.device), rows[rows >= 0].to(weight.device)
+    part = torch.empty_like(weight[:len(there)])
+    part[there] = weight[here]
+    return messages.Change(share(part))
+
+
+def _misfit(key, why):
+    return UnsupportedError(f"A LoRA or another weight patch does not fit {key}: {why}. It was made for another model: use one that was "
+                            f"made for this one.")
+
+
+@contextlib.contextmanager
+def _complaints():
+    """What ComfyUI logs instead of raising, where a patch does not fit."""
+    complaints = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: complaints.append(record.getMessage())
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield complaints
+    finally:
+        root.removeHandler(handler)

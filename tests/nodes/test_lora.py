@@ -1,0 +1,215 @@
+"""LoRA and other weight patches: our MODEL with ComfyUI's own loader nodes draws what the native MODEL draws with them."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.lora_zoo import adapters, makers
+from tests.tiny_checkpoints import families
+from tests.tolerances import close, relative_error
+
+TOLERANCE = 2e-5                           # relative, float32 on both sides
+NAMINGS = {"publisher": "diffusion_model.", "kohya": "lora_unet_", "diffusers": "transformer."}
+
+
+class Loras:
+    """LoRA files for tiny models, and ComfyUI's node that loads them."""
+
+    def __init__(self, comfyui):
+        self.comfyui, self.folder = comfyui, comfyui.base / "loras"
+        self.folder.mkdir()
+        comfyui.folder_paths.add_model_folder_path("loras", str(self.folder), is_default=True)
+
+    def file(self, kind, naming="publisher", adapter=None, part="", seed=9):
+        """The name of a LoRA for all matrices of a model, but for the end of its head; adapter: None: each is of another kind.
+
+        part: what the names of the layers contain.
+        """
+        name = f"{kind}-{naming}-{adapter}-{part}-{seed}.safetensors"
+        if not (self.folder / name).exists():
+            shapes = self.shapes(kind, NAMINGS[naming], part)
+            kinds = itertools.cycle([adapter] if adapter else makers())
+            tensors = {}
+            for index, (layer, shape) in enumerate(shapes.items()):
+                maker = next(kinds) if len(shape) == 2 else "locon" if len(shape) == 4 else "lora"
+                tensors |= adapters(maker, {layer: shape}, seed + index)
+            save_file(tensors, self.folder / name, metadata={"ss_network_dim": "4"})
+        return name
+
+    def shapes(self, kind, prefix, part=""):
+        """{name of a layer in a LoRA file: shape of the weight, or of the slice of a weight, that it is for}."""
+        import comfy.lora
+        model = self.comfyui.native(kind).model
+        state, shapes, seen = model.state_dict(), {}, set()
+        for name, key in comfy.lora.model_lora_keys_unet(model, {}).items():
+            key, offset = (key, None) if isinstance(key, str) else (key[0], key[1])
+            if key not in state or (key, offset) in seen or not name.startswith(prefix) or part not in name:
+                continue
+            shape = list(state[key].shape)
+            if offset is not None and sum(offset[1:]) > shape[offset[0]]:
+                continue                                       # ComfyUI takes Lumina 2's grouped keys for as many as Z-Image's
+            if offset is not None:
+                shape[offset[0]] = offset[2]
+            if len(shape) >= 2 and key.endswith(".weight") and shape[0] % 8 == 0 and shape[1] % 2 == 0:
+                shapes[name] = shape
+                seen.add((key, offset))
+        return shapes
+
+    def load(self, model, name, strength=1.0):
+        return self.comfyui.nodes.LoraLoaderModelOnly().load_lora_model_only(model, name, strength)[0]
+
+
+@pytest.fixture(scope="session")
+def loras(comfyui):
+    return Loras(comfyui)
+
+
+def compare(comfyui, loras, kind, config, names, steps=2, weight_dtype="fp32", native=None, **arguments):
+    """Sample both with the same LoRAs, [(name, strength)]."""
+    ours, native = comfyui.ours(kind, config, weight_dtype), native or comfyui.native(kind)
+    for name, strength in names:
+        ours, native = loras.load(ours, name, strength), loras.load(native, name, strength)
+    result, reference = (comfyui.sample(model, kind, steps=steps, **arguments) for model in (ours, native))
+
+    close(result, reference, TOLERANCE, names)
+    assert relative_error(reference, comfyui.reference(kind, steps=steps, **arguments)) > 1e-3, "a LoRA that changes nothing"
+
+
+KINDS = ["sd3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in families() if kind != "sd3")]
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_adapter_equals_native(comfyui, loras, kind, naming):
+    """Each layer has another kind of adapter; slices of fused matrices where the file is in diffusers' names."""
+    if naming == "diffusers" and not loras.shapes(kind, NAMINGS[naming]):
+        pytest.skip("ComfyUI knows no such names for this family")
+
+    compare(comfyui, loras, kind, comfyui.config(), [(loras.file(kind, naming), 0.7), (loras.file(kind, naming, "lora", seed=40), -0.4)])
+
+
+@pytest.mark.parametrize("degrees", [{"cfg": 2}, pytest.param({"ulysses": 2}, marks=pytest.mark.slow),
+                                     pytest.param({"pipefusion": 2, "warmup_steps": 9}, marks=pytest.mark.slow),
+                                     pytest.param({"pipefusion": 2, "ulysses": 2, "warmup_steps": 9}, marks=pytest.mark.slow)], ids=str)
+def test_layouts_equal_native(comfyui, loras, degrees):
+    devices = "cpu,cpu,cpu,cpu" if "ulysses" in degrees and "pipefusion" in degrees else "cpu,cpu"
+
+    compare(comfyui, loras, "sd35", comfyui.config(devices, **degrees), [(loras.file("sd35", "diffusers"), 0.7)])
+
+
+@pytest.mark.parametrize("weight_dtype, dtype", [("bf16", torch.bfloat16), ("fp8_e4m3fn", torch.float8_e4m3fn)])
+def test_weights_of_small_types_equal_native(comfyui, loras, weight_dtype, dtype):
+    """Rounded as ComfyUI rounds them: float8 at random, from the seed that the weight's name gives."""
+    import comfy.sd
+    path = comfyui.base / "diffusion_models" / comfyui.file("sd3")
+    native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype})
+
+    compare(comfyui, loras, "sd3", comfyui.config(), [(loras.file("sd3"), 0.7), (loras.file("sd3", "diffusers", "lora"), 0.5)],
+            weight_dtype=weight_dtype, native=native)
+
+
+def test_a_published_types_file_equals_native(comfyui, loras):
+    """A file of bfloat16, held as ComfyUI chooses, with factors of half precision."""
+    native = comfyui.native("sd3", dtype=torch.bfloat16)
+    name = loras.file("sd3", "kohya", "lora")
+    half = {key: tensor.half() for key, tensor in load_file(loras.folder / name).items()}
+    save_file(half, loras.folder / "half.safetensors")
+    ours = comfyui.ours("sd3", comfyui.config(), "default", dtype=torch.bfloat16)
+
+    result, reference = (comfyui.sample(loras.load(model, "half.safetensors", -0.8), "sd3", steps=2) for model in (ours, native))
+
+    close(result, reference, TOLERANCE)
+    assert relative_error(reference, comfyui.sample(native, "sd3", steps=2)) > 1e-3
+
+
+def test_one_file_with_and_without_a_lora(comfyui, loras):
+    """MODELs of one file in turn, from one loader node and from two: each draws its own, and the one without, bit for bit."""
+    plain, other = (comfyui.ours("sd3", comfyui.config()) for _ in range(2))
+    patched = loras.load(plain, loras.file("sd3", "publisher", "lora"), 0.7)
+    stronger = loras.load(plain, loras.file("sd3", "publisher", "lora"), 1.4)
+    narrower = loras.load(other, loras.file("sd3", "publisher", "lora", "joint_blocks.1"), 0.7)
+    models = {"plain": plain, "patched": patched, "stronger": stronger, "other": other, "narrower": narrower}
+
+    first = {name: comfyui.sample(model, "sd3", steps=2) for name, model in models.items()}
+    again = {name: comfyui.sample(models[name], "sd3", steps=2) for name in ("other", "patched", "narrower", "plain", "stronger", "plain")}
+
+    assert all(torch.equal(first[name], result) for name, result in again.items())
+    assert torch.equal(first["plain"], first["other"])
+    close(first["plain"], comfyui.reference("sd3", steps=2), TOLERANCE)
+    assert min(relative_error(first[name], first["plain"]) for name in ("patched", "stronger", "narrower")) > 1e-3
+
+
+@pytest.mark.parametrize("event", ["unload", "workers end"])
+def test_a_lora_outlives_the_weights(comfyui, loras, event):
+    """Weights that went to host memory, or with their workers, come back with the LoRA."""
+    model = loras.load(comfyui.ours("sd3", comfyui.config()), loras.file("sd3", "publisher", "lora"))
+    before = comfyui.sample(model, "sd3", steps=2)
+
+    if event == "unload":
+        comfyui.management.unload_all_models()
+    else:
+        comfyui.groups.client(("cpu",)).close()
+
+    assert torch.equal(comfyui.sample(model, "sd3", steps=2), before)
+
+
+@pytest.mark.parametrize("nodes", [
+    {"ModelMergeSimple": {"ratio": 0.3}}, {"ModelAdd": {}, "ModelSubtract": {"multiplier": 0.5}},
+    {"ModelMergeBlocks": {"input": 0.2, "middle": 0.6, "out": 0.9}}], ids=",".join)
+def test_merges_of_two_of_ours_equal_native(comfyui, loras, nodes):
+    """The second model has a LoRA of its own, and the merge gets another one."""
+    import comfy_extras.nodes_model_merging
+    results = []
+    for make in (functools.partial(comfyui.ours, config=comfyui.config()), comfyui.native):
+        second = loras.load(make("sd3", dtype=torch.float16), loras.file("sd3", "kohya", "lora"), 0.5)
+        merged = make("sd3")
+        for node, arguments in nodes.items():
+            merged = getattr(comfy_extras.nodes_model_merging, node)().merge(merged, second, **arguments)[0]
+        results.append(comfyui.sample(loras.load(merged, loras.file("sd3", "diffusers", "lora"), 0.7), "sd3", steps=2))
+
+    close(*results, TOLERANCE)
+
+
+def test_a_saved_model_has_its_loras(comfyui, loras, tmp_path):
+    from comfy_extras.nodes_model_merging import save_checkpoint
+    saved = []
+    for name, model in (("ours", comfyui.ours("sd3", comfyui.config())), ("native", comfyui.native("sd3"))):
+        save_checkpoint(loras.load(model, loras.file("sd3"), 0.7), filename_prefix=name, output_dir=str(tmp_path))
+        saved.append(load_file(next(tmp_path.glob(f"{name}*"))))
+
+    assert saved[0].keys() == saved[1].keys()
+    for name in saved[0]:
+        close(saved[0][name].float(), saved[1][name].float(), 1e-6, name)
+
+
+# --- bad input ---
+
+def test_a_lora_for_another_family_is_refused(comfyui, loras):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="Nothing of this LoRA is for SD3"):
+        loras.load(comfyui.ours("sd3", comfyui.config()), loras.file("wan", "publisher", "lora"))
+
+
+@pytest.mark.parametrize("adapter", ["lora", "loha", "diff"])
+def test_a_lora_of_another_shape_is_refused_and_nothing_is_half_applied(comfyui, loras, adapter):
+    """Its last layer is too wide: the ones before it fit."""
+    layers = loras.shapes("sd3", NAMINGS["publisher"], "joint_blocks")
+    last = max(layers)
+    save_file(adapters(adapter, layers | {last: [layers[last][0] + 8, layers[last][1]]}), loras.folder / "wide.safetensors")
+    model = comfyui.ours("sd3", comfyui.config())
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match=f"does not fit {last}.weight.*made for another model"):
+        comfyui.sample(loras.load(model, "wide.safetensors"), "sd3", steps=2)
+
+    close(comfyui.sample(model, "sd3", steps=2), comfyui.reference("sd3", steps=2), TOLERANCE)
+
+
+def test_lora_hooks_are_refused_by_name(comfyui, loras):
+    import comfy.hooks
+    positive = comfyui.conditioning("sd3", 1)
+    positive[0][1]["hooks"] = comfy.hooks.create_hook_lora(load_file(loras.folder / loras.file("sd3", "publisher", "lora")), 1.0, 1.0)
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="LoRA hooks"):
+        comfyui.sample(comfyui.ours("sd3", comfyui.config()), "sd3", positive=positive)
