@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 
 def asked(family, config):
     generator = torch.Generator().manual_seed(3)
-    size = (family.tiny.frames, 34, 36)[-len(family.latent.patch):]
+    sides = (8, 9) if family.latent.patch[-1] == 1 else (34, 36)
+    size = (family.tiny.frames, *sides)[-len(family.latent.patch):]
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
     return latent, torch.tensor([0.613 * family.time_scale]), conditioning_of(family, config, generator, {"context": 12}, size=size)
 

@@ -67,6 +67,11 @@ HUNYUAN_VIDEO = {
     **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (3072,)}),
     **blocks("double_blocks.", 20, {"img_attn.qkv.weight": (9216, 3072)}),
     **blocks("single_blocks.", 40, {"linear1.weight": (21504, 3072)})}
+HUNYUAN_VIDEO15 = {
+    "img_in.proj.weight": (2048, 65, 1, 1, 1), "txt_in.input_embedder.weight": (2048, 3584), "final_layer.linear.weight": (32, 2048),
+    "byt5_in.fc1.weight": (2048, 1472), "vision_in.proj.0.weight": (1152,), "cond_type_embedding.weight": (3, 2048),
+    **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (2048,)}),
+    **blocks("double_blocks.", 54, {"img_attn.qkv.weight": (6144, 2048)})}
 HUNYUAN_VIDEO_I2V = {**HUNYUAN_VIDEO, "img_in.proj.weight": (3072, 33, 1, 2, 2)}
 
 
@@ -142,6 +147,9 @@ PUBLISHED = {
         "num_layers": 20, "num_single_layers": 40, "num_refiner_layers": 2, "num_attention_heads": 24, "attention_head_dim": 128,
         "in_channels": 16, "out_channels": 16, "text_embed_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}),
     "hunyuan-video-i2v": ("HunyuanVideo", HUNYUAN_VIDEO_I2V, {"in_channels": 33, "out_channels": 16}),
+    "hunyuan-video-1.5": ("HunyuanVideo 1.5", HUNYUAN_VIDEO15, {
+        "in_channels": 65, "out_channels": 32, "num_attention_heads": 16, "num_layers": 54, "num_refiner_layers": 2,
+        "text_embed_dim": 3584, "text_embed_2_dim": 1472, "image_embed_dim": 1152}),
     "ltx-2b": ("LTX-Video", LTX_2B, {"num_layers": 28, "num_attention_heads": 32, "attention_head_dim": 64, "in_channels": 128,
                                      "cross_attention_dim": 2048, "caption_channels": 4096}),
     "ltx-13b": ("LTX-Video", LTX_13B, {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096}),
@@ -203,7 +211,7 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (QWEN_IMAGE, {"time_text_embed.addition_t_embedding.weight": (2, 3072)}, "Qwen-Image-Layered"),
     (QWEN_IMAGE, {"txt_norm.weight": (2560,), "proj_out.weight": (128, 3072)}, "Mage-Flow"),
     (Z_IMAGE, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
-    (HUNYUAN_VIDEO, {"vision_in.proj.0.weight": (1152,)}, "HunyuanVideo 1.5"),
+    (HUNYUAN_VIDEO15, {"time_r_in.in_layer.weight": (2048, 256)}, "the time of the next step"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "LTX-2"),
     (WAN_14B, {"control_adapter.conv.weight": (1, 1)}, "of the variant Wan Camera"),
     (WAN_I2V, {"ref_conv.weight": (1, 1)}, "Wan Fun-Control with a reference picture"),

@@ -114,7 +114,7 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
         elif name == "guidance":
             made[name] = torch.full((batch,), 3.5)
         elif width is not None and config.get(width) is not None:
-            length = (lengths[name],) if name in lengths else (VISION_TOKENS,) if name == "clip_fea" else ()
+            length = (lengths[name],) if name in lengths else (VISION_TOKENS,) if name in ("clip_fea", "txt_byt5") else ()
             made[name] = torch.randn(batch, *length, config[width], generator=generator)
     return made
 

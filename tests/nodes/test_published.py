@@ -9,7 +9,8 @@ from tests.checkpoints.test_header import PUBLISHED
 from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
 
-FAMILY_NAMES = ("Qwen-Image", "Z-Image", "Lumina 2", "HunyuanVideo", "Flux.1", "Wan", "Wan VACE", "LTX-Video", "SD 1.5", "SD 2", "SDXL")
+FAMILY_NAMES = ("Qwen-Image", "Z-Image", "Lumina 2", "HunyuanVideo", "Flux.1", "Wan", "Wan VACE", "HunyuanVideo 1.5",
+                "LTX-Video", "SD 1.5", "SD 2", "SDXL")
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name][0] in FAMILY_NAMES])

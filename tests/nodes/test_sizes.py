@@ -14,7 +14,7 @@ POSITIONS = {kind: {"sd3": (None, 96, 192), "pixart": (64, 32, 128, None)}.get(k
 LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "ring2": ("cpu,cpu", {"ring": 2}),
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2})}
 SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3, 16, 25, 33, 48), "wan": (2, 7, 12, 13, 16),
-         "hunyuanvideo": (4, 8, 12, 16, 20)}
+         "hunyuanvideo": (4, 8, 12, 16, 20), "ltx": (1, 3, 5, 8, 11)}
 EVEN = ("pixart", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace")  # ComfyUI's modules take no odd sides
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 

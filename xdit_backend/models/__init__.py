@@ -2,6 +2,7 @@
 
 from .flux import FLUX
 from .hunyuan_video import HUNYUAN_VIDEO
+from .hunyuan_video15 import HUNYUAN_VIDEO15
 from .ltx import LTX
 from .lumina2 import LUMINA2
 from .pixart import PIXART
@@ -15,7 +16,7 @@ from .wan_vace import WAN_VACE
 from .z_image import Z_IMAGE
 
 FAMILIES = {family.name: family for family in (
-    SD3, FLUX, WAN, WAN_VACE, PIXART, QWEN_IMAGE, Z_IMAGE, LUMINA2, HUNYUAN_VIDEO, LTX, SD15, SD2, SDXL)}
+    SD3, FLUX, WAN, WAN_VACE, PIXART, QWEN_IMAGE, Z_IMAGE, LUMINA2, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, SD15, SD2, SDXL)}
 
 
 def supported(last="and"):

@@ -52,6 +52,14 @@ def because(reason, condition):
     return lambda shapes: reason if condition(shapes) else None
 
 
+def only_parts(known):
+    """A refusal for Family.refusals: of files with tensors under other names than these, up to the first "."."""
+    def more_parts(shapes):
+        extra = sorted({name.split(".")[0] for name in shapes} - known)
+        return f"it has parts that models xDiT knows lack ({', '.join(extra)})" if extra else None
+    return more_parts
+
+
 def needs_diffusers(version):
     """A refusal for Family.refusals: of a diffusers that is older, whose transformer's forward takes other arguments."""
     def older_diffusers(shapes):

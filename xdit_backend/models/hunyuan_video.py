@@ -53,9 +53,8 @@ def _amend(model, config):
 
 HUNYUAN_VIDEO = Family(
     name="HunyuanVideo", title="HunyuanVideo text- and image-to-video", transformer="HunyuanVideoTransformer3DModel", cfg="at cfg above 1",
-    recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight"),
-    refusals=(because("it is HunyuanVideo 1.5", has("vision_in.proj.0.weight")),
-              because("it is a variant without pooled text (HunyuanImage)", lambda shapes: not has("vector_in.")(shapes)),),
+    recognise=lambda shapes: has("txt_in.individual_token_refiner.blocks.0.norm1.weight")(shapes) and not has("vision_in.")(shapes),
+    refusals=(because("it is a variant without pooled text (HunyuanImage)", lambda shapes: not has("vector_in.")(shapes)),),
     config=config_of(
         patch_size=2, patch_size_t=1, in_channels=size("img_in.proj.weight", 1), out_channels=size("final_layer.linear.weight", 0, 4),
         num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128, num_layers=blocks("double_blocks."),

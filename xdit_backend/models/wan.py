@@ -6,7 +6,7 @@ Pictures come as channels beside the latent's, from ComfyUI; where Wan 2.2's 5B 
 import torch
 import torch.nn.functional as F
 
-from .describe import Whole, blocks, config_of, diffusers_converter, given, has, if_there, size
+from .describe import Whole, blocks, config_of, diffusers_converter, given, has, if_there, only_parts, size
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 from .positions import Cut
 
@@ -28,14 +28,6 @@ def _variant(shapes):
                 "Wan 2.2 Animate": "face_adapter.fuser_blocks.0.k_norm.weight", "Wan SCAIL-2": "patch_embedding_mask.weight",
                 "Wan SCAIL": "patch_embedding_pose.weight", "WanDancer": "patch_embedding_global.weight"}
     return next((f"of the variant {name}" for name, tensor in variants.items() if has(tensor)(shapes)), None)
-
-
-def more_parts(*known):
-    """A refusal of files with parts beside those of all Wan models and these."""
-    def refusal(shapes):
-        extra = sorted({name.split(".")[0] for name in shapes} - PARTS - set(known))
-        return f"it has parts that Wan's models for text and pictures lack ({', '.join(extra)})" if extra else None
-    return refusal
 
 
 def _convert(tensors, config):
@@ -109,7 +101,7 @@ def _vision_and_text(attn, num_vision_tokens):
 WAN = Family(
     name="Wan", title="Wan 2.1, 2.2 text- and image-to-video", transformer="WanTransformer3DModel",
     recognise=_recognise,
-    refusals=(_variant, more_parts()),
+    refusals=(_variant, only_parts(PARTS)),
     config=config_of(
         patch_size=LATENT.patch, in_channels=size("patch_embedding.weight", 1), out_channels=size("head.head.weight", 0, 4),
         num_attention_heads=size("patch_embedding.weight", 0, 128), attention_head_dim=128,

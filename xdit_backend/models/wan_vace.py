@@ -10,9 +10,9 @@ import types
 import torch
 
 from ..protocol.errors import ConfigError
-from .describe import blocks, config_of, has, size
+from .describe import blocks, config_of, has, only_parts, size
 from .plan import Tiny
-from .wan import WAN, more_parts
+from .wan import PARTS, WAN
 
 NUM_VACE = blocks("vace_blocks.")
 
@@ -81,9 +81,9 @@ def _amend(model, config):
 
 
 WAN_VACE = dataclasses.replace(
-    WAN, name="Wan VACE", title="Wan 2.1, 2.2 VACE", transformer="WanVACETransformer3DModel",
+    WAN, name="Wan VACE", title="Wan VACE (2.1, 2.2)", transformer="WanVACETransformer3DModel",
     recognise=has("vace_patch_embedding.weight", "vace_blocks.0.before_proj.weight", "head.modulation"),
-    refusals=(more_parts("vace_patch_embedding", "vace_blocks"),),
+    refusals=(only_parts(PARTS | {"vace_patch_embedding", "vace_blocks"}),),
     config=config_of(**WAN.config.rules, vace_layers=_layers, vace_in_channels=size("vace_patch_embedding.weight", 1)),
     amend=_amend, unrounded=("patch_embedding", "vace_patch_embedding"), beyond=_several,
     conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None}, ignored=("clip_fea", "reference_latent"),
