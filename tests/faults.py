@@ -133,7 +133,7 @@ class Host:
             outcome = "cancelled"
         except XDiTError as error:
             outcome = "said so"
-            assert "Queue the prompt again" in str(error) or "while starting" in str(error), f"{fault}: {error}"
+            assert "queue the prompt again" in str(error).lower() or "while starting" in str(error), f"{fault}: {error}"
         finally:
             timer.join()
             self.client.check = lambda: None

@@ -7,6 +7,7 @@ The attention hook calls patch_attention; the engine owns a Link and the KeyValu
 
 import datetime
 import itertools
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -31,9 +32,9 @@ class Kept:
     both_KBNTH: torch.Tensor               # K: 0 keys, 1 values. On the device, or in host memory where they are offloaded
     num_text: int
     num_filled: int = 0
-    time: float | None = None              # of the call that they are of, or that is filling them
+    time: float = math.nan                 # of the call that they are of, or that is filling them
     before_KBNTH: torch.Tensor | None = None           # of the call before, where they are to be forecast
-    time_before: float | None = None
+    time_before: float = math.nan
 
     @property
     def num_bytes(self):
