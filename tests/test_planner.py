@@ -3,7 +3,7 @@
 import pytest
 
 from xdit_backend.config import ParallelConfig
-from xdit_backend.planner import choose_layout, choose_num_patches, choose_stages, warmup_layout
+from xdit_backend.planner import activation_share, choose_layout, choose_num_patches, choose_stages, key_value_bytes, warmup_layout
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.messages import Layout, Stages
 
@@ -40,6 +40,28 @@ def test_manual_refuses_degrees_that_do_not_fit_the_model():
 def test_number_of_patches(asked, num_stages, rows, columns, sequence_degree, expected):
     """Chosen: twice the stages; fewer where the latent has too few rows, or a row too few tokens for the sequence ranks."""
     assert choose_num_patches(asked, num_stages, (1, 4, rows, columns), (2, 2), sequence_degree) == expected
+
+
+@pytest.mark.parametrize("layout, stages, batch, expected", [
+    (Layout(), None, 2, 1), (Layout(cfg_degree=2), None, 2, 1 / 2), (Layout(ulysses_degree=2, ring_degree=2), None, 6, 1 / 4),
+    (Layout(data_degree=2), None, 2, 1), (Layout(data_degree=2), None, 6, 2 / 3), (Layout(cfg_degree=2, ring_degree=2), None, 8, 1 / 4),
+    (Layout(pipefusion_degree=2), Stages(2), 4, 1 / 2), (Layout(pipefusion_degree=2), Stages(2, every_block=True), 4, 1 / 4),
+    (Layout(cfg_degree=2, pipefusion_degree=2, ulysses_degree=2), Stages(2, 2), 2, 1 / 4), (Layout(), None, 1, 1)], ids=str)
+def test_a_ranks_share_of_the_activations(layout, stages, batch, expected):
+    """batch: of both branches. One image cannot be shared; stages take one branch after the other, and all rows of it to warm up."""
+    assert activation_share(layout, stages, batch) == expected
+
+
+def test_bytes_of_stale_keys_and_values():
+    """Two branches of one image, 100 tokens of width 64 in half precision, 5 blocks in two stages; forecasts need two steps'."""
+    given = {"num_tokens": 100, "width": 64, "num_blocks": 5, "element_bytes": 2, "batch": 2}
+    layout = Layout(pipefusion_degree=2)
+
+    assert key_value_bytes(layout, Stages(2), is_forecast=False, **given) == 2 * 2 * 100 * 64 * 3 * 2
+    assert key_value_bytes(layout, Stages(2), is_forecast=True, **given) == 2 * 2 * 2 * 100 * 64 * 3 * 2
+    assert key_value_bytes(Layout(pipefusion_degree=2, ulysses_degree=2, cfg_degree=2), Stages(2, 2), is_forecast=False,
+                           **given) == 2 * 100 * 64 * 3 * 2 // 2
+    assert key_value_bytes(layout, Stages(2, offload=True), is_forecast=True, **given) == 0
 
 
 def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():

@@ -48,6 +48,13 @@ def parking_room():
     return psutil.virtual_memory().available - KEPT_FREE_BYTES
 
 
+def ask_for_room(device, num_bytes):
+    """Have ComfyUI's own models on a device leave it as far as this needs. Where there are none, it is not touched: no CUDA context."""
+    management, device = comfy.model_management, torch.device(device)
+    if device.type != "cpu" and any(loaded.device == device for loaded in management.current_loaded_models):
+        management.free_memory(num_bytes + management.minimum_inference_memory(), device)
+
+
 def load_device_of(devices):
     """The device that ComfyUI is to think of a MODEL on these as being on: its own, where one of the workers is there, else the first.
 

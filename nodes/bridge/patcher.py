@@ -24,6 +24,10 @@ class ShellPatcher(RemotePatcher):
         self.remote.changes, self.remote.changes_uuid = changes_of(self), self.patches_uuid
         super().load(*args, **kwargs)
 
+    def partially_load(self, *args, **kwargs):
+        self.remote.make_room_elsewhere()
+        return super().partially_load(*args, **kwargs)
+
     @property
     def is_ready(self):
         return super().is_ready and self.remote.changes_uuid == self.patches_uuid

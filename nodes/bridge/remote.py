@@ -3,10 +3,10 @@
 import torch
 
 from ...xdit_backend.host.client import Call
-from ...xdit_backend.planner import choose_layout, describe_layout, rank_bytes
+from ...xdit_backend.planner import activation_share, choose_layout, describe_layout, key_value_bytes, rank_bytes
 from ...xdit_backend.protocol.errors import ConfigError
 from .carried import refuse_call, refuse_changed_modules
-from .groups import GROUPS, parking_room, show_text
+from .groups import GROUPS, ask_for_room, parking_room, show_text
 from .pipeline import DRAINED, WHOLE, PipelineRun
 
 PATIENCE_S = 0.5                           # to wait for the workers' memory when a run ends
@@ -27,6 +27,7 @@ class RemoteModel:
         self.config, self.devices = config, devices
         self._transformer_config, self._latent_format = transformer_config, latent_format
         self._rank_bytes = [rank_bytes(weight_bytes, spec.stages)] * len(devices)        # until the workers have told theirs
+        self._beside_bytes = 0                                 # that ComfyUI was told a rank needs for a run
         self.how = None                                        # how this run is split, in a person's words; None before it
         self._pipeline = self._schedule = None
         self.changes, self.changes_uuid = {}, None             # of the file's weights, see Client.load_model; whose patches those are
@@ -51,6 +52,22 @@ class RemoteModel:
         residence = self._residence()
         return 0 if residence is None else self.bytes_on(device) - sum(
             parked for parked, name in zip(residence.parked_bytes, self.devices) if name == str(device))
+
+    def memory_required(self, of_one_device, input_shape, cond_shapes={}):
+        """ComfyUI's question to a BaseModel: bytes that a run takes beside weights; here on load_device. of_one_device: its own answer."""
+        layout, stages, batch = self._layout(2), self.spec.stages, input_shape[0]
+        config, element_bytes = self._transformer_config, getattr(torch, self.spec.compute_dtype).itemsize
+        activations = of_one_device(input_shape, cond_shapes=cond_shapes) * activation_share(layout, stages, batch)
+        kept = 0 if stages is None else key_value_bytes(
+            layout, stages, batch, self.family.latent.num_tokens(input_shape), self.family.width(config), self.family.num_blocks(config),
+            element_bytes, self.config.forecast_keys_values > 0)
+        self._beside_bytes = activations + kept
+        return self._beside_bytes * self.devices.count(str(self.load_device))
+
+    def make_room_elsewhere(self):
+        """Have ComfyUI's own models leave other devices than load_device, where it asks itself, as far as the workers need room there."""
+        for name in set(self.devices) - {str(self.load_device)}:
+            ask_for_room(name, self.bytes_on(name) - self.loaded_on(name) + self._beside_bytes * self.devices.count(name))
 
     def free(self, device, num_bytes):
         client = GROUPS.client_if(self.devices)

@@ -3,7 +3,9 @@
 Sigmas, samplers, masks, regional prompts, previews and cancel stay ComfyUI's own. Made by Load xDiT Model.
 """
 
+import functools
 import os
+import weakref
 
 import torch
 
@@ -77,6 +79,8 @@ def load_shell(path, weight_dtype, config):
     net._apply = lambda function, recurse=True: net            # .to(device) of a meta module would raise
     modules |= remember_modules(net)
     base_model.remote = remote
+    of_one_device = functools.partial(type(base_model).memory_required, weakref.proxy(base_model))     # no circle: it ends with its MODEL
+    base_model.memory_required = functools.partial(remote.memory_required, of_one_device)
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
     patcher.size = weight_bytes                                # what ComfyUI is to make room for
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch), (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):

@@ -157,6 +157,42 @@ def test_comfyui_is_told_of_the_stage_on_its_own_device(pretended):
     assert pretended.model("cuda:0", "cuda:0", ulysses=2).model_size() == 2 * whole
 
 
+def test_comfyui_is_told_what_a_run_takes_on_its_device_and_asks_for_room_on_the_others(pretended):
+    """ComfyUI asks for its own estimate for a whole model, on load_device alone."""
+    shape, management = [2, 16, 64, 64], pretended.management
+    whole = pretended.comfyui.native("sd3").model.memory_required(shape)
+
+    def told(*devices, **degrees):
+        model = pretended.model(*devices, **degrees)
+        return model.model.memory_required(shape)
+
+    kept = 2 * 2 * 2 * 1024 * 256 * 2 * 4                      # keys, values; forecasts; branches; tokens, width, half of the blocks, bytes
+    assert told("cuda:0", "cuda:1", ulysses=2) == told("cuda:0", "cuda:1", cfg=2) == whole / 2
+    assert told("cuda:0", "cuda:0", ring=2) == whole           # both ranks are there
+    assert told("cuda:0", "cuda:1", pipefusion=2) == whole / 2 + kept
+
+    client = pretended.client("cuda:0", "cuda:1")
+    model = pretended.model("cuda:0", "cuda:1", ulysses=2)
+    theirs, asked, free = pretended.comfyui.native("sd3").clone(), [], management.free_memory
+    theirs.load_device = torch.device("cuda:1")
+
+    def free_memory(needed, device, *args, **options):
+        asked.append((needed, device))
+        return free(needed, device, *args, **options)
+
+    pretended.monkeypatch.setattr(management, "free_memory", free_memory)
+    management.load_models_gpu([model], memory_required=model.model.memory_required(shape))
+    assert {device for _, device in asked} == {CUDA}           # nothing of ComfyUI's is on the other: it is not touched
+    management.unload_all_models()
+    management.current_loaded_models.append(management.LoadedModel(theirs))
+    management.current_loaded_models[-1].real_model = lambda: theirs.model           # as if it had been loaded there
+    asked.clear()
+    management.load_models_gpu([model], memory_required=model.model.memory_required(shape))
+
+    own, needed = held(client)[1], {device: needed for needed, device in asked}[torch.device("cuda:1")]
+    assert abs(needed - own - whole / 2 - management.minimum_inference_memory()) < 0.01 * own
+
+
 def test_a_group_parks_what_another_has_on_its_device(pretended):
     """As much as it lacks; ComfyUI itself knows one device of a model only."""
     first, second = pretended.client("cuda:0", "cuda:1"), pretended.client("cuda:1")
