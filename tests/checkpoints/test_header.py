@@ -1,11 +1,13 @@
 """Models are recognised, and their configs inferred, from the header alone: for the published models' real shapes."""
 
+import dataclasses
 import json
 import struct
 
 import pytest
 
 from xdit_backend.checkpoints.header import PREFIXES, model_spec, read_header, recognise
+from xdit_backend.checkpoints.transformer import model_config
 from xdit_backend.protocol.errors import CheckpointError
 
 
@@ -228,6 +230,21 @@ def test_variants_that_cannot_be_run_are_refused_by_name(tmp_path, base, extra, 
 
     with pytest.raises(CheckpointError, match=words):
         recognise(read_header(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("said, words", [({"causal_temporal_positioning": True}, None), ({"norm_num_groups": 32}, None),
+                                         ({"rope_type": "split"}, "rope_type = 'split', and xDiT runs 'interleaved' only"),
+                                         ("nothing", "metadata that cannot be read")], ids=str)
+def test_what_the_metadata_says_is_heeded_or_refused_by_name(tmp_path, said, words):
+    """Of a family whose model in ComfyUI takes settings from there."""
+    write_header(tmp_path / "model.safetensors", LTX_2B)
+    header = dataclasses.replace(read_header(tmp_path / "model.safetensors"), metadata={"config": json.dumps({"transformer": said})})
+
+    if words is None:
+        assert model_config(header, recognise(header))["_causal_temporal_positioning"] == said.get("causal_temporal_positioning", False)
+    else:
+        with pytest.raises(CheckpointError, match=words):
+            model_config(header, recognise(header))
 
 
 def test_a_spec_changes_with_the_file_and_the_dtype(tmp_path):

@@ -197,6 +197,18 @@ def test_frames_of_other_pictures_are_refused_by_name(comfyui):
             comfyui.sample(model, "wan", positive=positive)
 
 
+@pytest.mark.parametrize("guidance_type, name", [("v2 (replace)", "guiding_frame_index"), ("custom", "ref_latent")])
+def test_other_ways_to_give_hunyuanvideo_a_picture_are_refused_by_name(comfyui, asked, vae_of, guidance_type, name):
+    kind, arguments = asked("hunyuan-i2v", "wide")
+    with torch.inference_mode():
+        positive, _ = run_node(comfyui.nodes.NODE_CLASS_MAPPINGS["HunyuanImageToVideo"], {
+            "positive": comfyui.conditioning(kind, 1), "vae": vae_of("vae-hunyuan"), "width": 192, "height": 96, "length": 9,
+            "batch_size": 1, "guidance_type": guidance_type, "start_image": picture(3, 192, 96)})
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match=f"runs HunyuanVideo without {name}"):
+        comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, **{**arguments, "positive": positive})
+
+
 def test_several_control_videos_are_refused(comfyui, asked):
     kind, arguments = asked("wan-vace", "tall")
     positive = [[tensor, {**options, **{key: 2 * options[key] for key in ("vace_frames", "vace_mask", "vace_strength")}}]

@@ -90,8 +90,8 @@ def model_config(header, family):
 def said_settings(header, family):
     """What a file's metadata says of the family's settings, under "_" and their names. Raises CheckpointError for what is not run."""
     try:
-        said = json.loads(header.metadata.get("config", "{}")).get("transformer", {}) if family.settings else {}
-    except (ValueError, AttributeError) as error:
+        said = dict(json.loads(header.metadata.get("config", "{}")).get("transformer", {})) if family.settings else {}
+    except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{os.path.basename(header.path)} has metadata that cannot be read ({error}). Download it again.") from error
     for name, values in family.settings.items():
         if said.get(name, values[0]) not in values:

@@ -84,7 +84,7 @@ WAN_VACE = dataclasses.replace(
     WAN, name="Wan VACE", title="Wan VACE (2.1, 2.2)", transformer="WanVACETransformer3DModel",
     recognise=has("vace_patch_embedding.weight", "vace_blocks.0.before_proj.weight", "head.modulation"),
     refusals=(only_parts(PARTS | {"vace_patch_embedding", "vace_blocks"}),),
-    config=config_of(**WAN.config.rules, vace_layers=_layers, vace_in_channels=size("vace_patch_embedding.weight", 1)),
+    config=config_of(**WAN.config.rules, vace_layers=_layers, vace_in_channels=size("vace_patch_embedding.weight", 1)),  # type: ignore[attr-defined]
     amend=_amend, unrounded=("patch_embedding", "vace_patch_embedding"), beyond=_several,
     conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None}, ignored=("clip_fea", "reference_latent"),
     arguments={**{name: rule for name, rule in WAN.arguments.items() if name != "encoder_hidden_states_image"},
