@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..xdit_backend.config import WARMUPS, ParallelConfig
+from ..xdit_backend.config import DISPLACED_MODES, WARMUPS, ParallelConfig
 from .bridge.groups import devices_of
 
 Parallel = io.Custom("XDIT_PARALLEL")
@@ -28,7 +28,7 @@ class XDiTParallelConfig(io.ComfyNode):
             category="xDiT",
             description="Which devices run the model, and how the work is split. Without this node all GPUs are used and the "
                         "split is chosen for each run.",
-            search_aliases=["multi gpu", "ulysses", "ring", "usp", "cfg parallel", "pipefusion"],
+            search_aliases=["multi gpu", "ulysses", "ring", "usp", "cfg parallel", "pipefusion", "distrifusion"],
             inputs=[
                 io.String.Input("devices", default="auto", tooltip='"auto" takes every GPU, or one CPU worker where there is none. '
                                 'Or name them: "cuda:0,cuda:1", "cpu,cpu".'),
@@ -53,6 +53,12 @@ class XDiTParallelConfig(io.ComfyNode):
                                "what a piece sees of pieces that come later goes on as it went in the step before, instead of being "
                                "as it was. Nearer to one device's picture at the same speed, but keeps keys and values twice. 0: as it "
                                "was, kept once. 1: in full."),
+                io.Int.Input("displaced_degree", default=1, min=1, max=64, optional=True, tooltip="DistriFusion: each device has its rows "
+                             "of the picture, in every layer, and sees the other devices' as they were a step before. For U-Nets (SD 1.5, "
+                             "SDXL) with one picture; the picture differs a little from one device's. Never chosen by auto."),
+                io.Combo.Input("displaced_mode", options=list(DISPLACED_MODES), default=DISPLACED_MODES[0], optional=True, tooltip="What "
+                               "DistriFusion has fresh after the warm-up steps. corrected_async_gn: its own rows, and norms corrected by "
+                               "them. full_sync: everything, the exact picture, and the slowest. The others are for comparison."),
             ],
             outputs=[Parallel.Output(display_name="parallel")],
         )

@@ -11,10 +11,10 @@ from .protocol.errors import ConfigError
 from .protocol.messages import Layout
 
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
-DEGREES = ("cfg_degree", "data_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "tensor_degree")
+DEGREES = ("cfg_degree", "data_degree", "pipefusion_degree", "displaced_degree", "ring_degree", "ulysses_degree", "tensor_degree")
+DISPLACED_MODES = ("corrected_async_gn", "stale_gn", "sync_gn", "separate_gn", "no_sync", "full_sync")
 
-PIPEFUSION = ("num_patches", "warmup_steps", "stage_blocks", "warmup", "offload_keys_values",
-              "forecast_keys_values")      # what only PipeFusion reads
+PIPEFUSION = ("num_patches", "stage_blocks", "warmup", "offload_keys_values", "forecast_keys_values")     # what only PipeFusion reads
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class ParallelConfig:
     warmup: str = "auto"                       # how the warm-up steps run, one of WARMUPS
     offload_keys_values: bool = False          # stale keys and values in host memory
     forecast_keys_values: float = 0.6          # how far stale keys and values go on as they went in the step before: 0 not at all
+    displaced_degree: int = 1
+    displaced_mode: str = DISPLACED_MODES[0]   # how displaced patches synchronise, one of DISPLACED_MODES
 
     @property
     def num_stage_blocks(self):
@@ -53,10 +55,17 @@ class ParallelConfig:
 
     @property
     def idle(self):
-        """What a run without PipeFusion makes of settings that only PipeFusion reads, in a person's words; "" if all are unset."""
-        given = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
-                 if field.name in PIPEFUSION and getattr(self, field.name) != field.default]
-        return f" ({', '.join(given)} unused: pipefusion_degree is 1)" if given else ""
+        """What a run without PipeFusion makes of settings that only PipeFusion reads (or displaced patches), in a person's words; "" if
+        all are unset."""
+        read = self.mode == "manual" and self.displaced_degree > 1
+        unused = {"pipefusion_degree": PIPEFUSION if read else (*PIPEFUSION, "warmup_steps"),
+                  "displaced_degree": () if read else ("displaced_mode",)}
+        text = ""
+        for degree, names in unused.items():
+            given = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
+                     if field.name in names and getattr(self, field.name) != field.default]
+            text += f" ({', '.join(given)} unused: {degree} is 1)" if given else ""
+        return text
 
     @property
     def layout(self):
@@ -105,6 +114,8 @@ def validate(config, num_devices):
         raise ConfigError(f"num_patches={config.num_patches} and warmup_steps={config.warmup_steps} must not be negative.")
     if config.warmup not in WARMUPS:
         raise ConfigError(f'warmup="{config.warmup}" is not one of {", ".join(WARMUPS)}.')
+    if config.displaced_mode not in DISPLACED_MODES:
+        raise ConfigError(f'displaced_mode="{config.displaced_mode}" is not one of {", ".join(DISPLACED_MODES)}.')
     num_stages = len(config.num_stage_blocks)
     if config.mode == "auto":
         return
@@ -114,6 +125,9 @@ def validate(config, num_devices):
     if config.tensor_degree > 1:
         raise ConfigError(f"tensor_degree={config.tensor_degree} is not available yet. Use 1, and spread the model with "
                           f"pipefusion_degree, cfg_degree, ulysses_degree or ring_degree.")
+    if config.displaced_degree > 1 and config.pipefusion_degree > 1:
+        raise ConfigError(f"displaced_degree={config.displaced_degree} and pipefusion_degree={config.pipefusion_degree} both use what is "
+                          f"left of the step before: a stage would be behind twice. Set one of them to 1.")
     if config.cfg_degree > 2:
         raise ConfigError(f"cfg_degree={config.cfg_degree}: guidance has two branches, so 1 or 2 can work.")
     product, text = 1, []
@@ -147,7 +161,7 @@ def validate_layout(layout, num_heads, family):
             value = getattr(layout, name)
             if value > 1:
                 raise ConfigError(f"{name}={value} shares out the tokens and blocks of a transformer, and {family} is a U-Net, which "
-                                  f"has neither from end to end. Use cfg_degree or data_degree, and 1 here.")
+                                  f"has neither from end to end. Use cfg_degree, data_degree or displaced_degree, and 1 here.")
         return
     if num_heads % degree:
         works = [str(d) for d in range(1, num_heads + 1) if num_heads % d == 0]

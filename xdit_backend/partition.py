@@ -102,6 +102,24 @@ def cut_patches(shape, patch_size, num_patches):
     return patches
 
 
+def cut_bands(num_rows, num_ranks, multiple):
+    """First row of each rank's band of an image, and the number of rows: bands of whole multiples, as even as can be.
+
+    The last one takes what is left of a multiple. None where there are too few rows for all ranks.
+    """
+    units = -(-num_rows // multiple)
+    if units < num_ranks:
+        return None
+    return (*(shard_start(units, num_ranks, rank) * multiple for rank in range(num_ranks)), num_rows)
+
+
+def halved(starts, times):
+    """The same of an image that was halved so many times, each time rounded up."""
+    for _ in range(times):
+        starts = tuple(-(-start // 2) for start in starts)
+    return starts
+
+
 def opens_step(patch):
     """Does this patch (None: a whole latent) come first in a step? Text tokens come with it (docs/algorithms.md section 2.5)."""
     return patch is None or patch.start == 0

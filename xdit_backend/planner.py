@@ -100,7 +100,7 @@ def warmup_layout(layout, stages):
 
 def describe_layout(layout):
     """A layout in a person's words, e.g. "CFG 2 x Ulysses 2"."""
-    names = {"cfg_degree": "CFG", "data_degree": "data", "pipefusion_degree": "PipeFusion",
+    names = {"cfg_degree": "CFG", "data_degree": "data", "pipefusion_degree": "PipeFusion", "displaced_degree": "DistriFusion",
              "ring_degree": "Ring", "ulysses_degree": "Ulysses"}
     parts = [f"{text} {getattr(layout, name)}" for name, text in names.items() if getattr(layout, name) > 1]
     return " x ".join(parts) or "one device"

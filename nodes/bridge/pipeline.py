@@ -5,7 +5,6 @@ each call; the patchwise sampler hands in single patches and keeps the stages fu
 """
 
 import dataclasses
-import math
 
 import torch
 
@@ -13,6 +12,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ...xdit_backend.partition import cut_patches, num_tokens
 from ...xdit_backend.planner import choose_num_patches, describe_layout, warmup_layout
+from .staleness import Staleness
 
 # What is known to leave the calls of the model as the workers take them. All else makes every step whole.
 # Of a prompt: ComfyUI takes a part of the latent for it, or only a part of its prediction.
@@ -92,9 +92,8 @@ def why_one_call(base_model, model_options):
 class PipelineRun:
     """The patches of one run, and the conditioning whose keys and values the workers hold.
 
-    A call of the model is whole (synchronous) while its sigma is above sigmas[warmup_steps], and when the workers hold no
-    keys and values for its conditioning yet; the rest run as patches with stale keys and values. warmup_steps = 0 is a
-    cold start: in the first step, patches see the patches before them only.
+    A call of the model is whole where staleness.py says that it is synchronous; the rest run as patches with stale keys and values.
+    warmup_steps = 0 is a cold start: in the first step, patches see the patches before them only.
     """
 
     def __init__(self, client, spec, family, transformer_config, config, layout, schedule, shape):
@@ -108,10 +107,7 @@ class PipelineRun:
         self.dim = self.patches[0][0].dim
         self._padding = -shape[self.dim] % self._patch_size[self.dim - 2]      # rows that the model adds to have whole tokens
         self._padded = set()                                   # tickets of patches with these rows
-        sigmas = schedule.tolist()
-        self._warm_sigma = sigmas[config.warmup_steps] if config.warmup_steps < len(sigmas) - 1 else -math.inf
-        self._cold_sigma = sigmas[1] if config.warmup_steps == 0 and len(sigmas) > 1 else None
-        self._filled = set()
+        self._staleness = Staleness(schedule, config.warmup_steps, is_cold=True)
 
     def end(self):
         """Have the workers forget what they keep for this run."""
@@ -136,11 +132,7 @@ class PipelineRun:
 
     def is_whole(self, requests, sigma):
         """Must these named requests be evaluated for the whole latent?"""
-        if len(self.patches) == 1 or sigma > self._warm_sigma:
-            return True
-        if self._cold_sigma is not None and sigma > self._cold_sigma:
-            return False
-        return not self._keepers(requests) <= self._filled
+        return len(self.patches) == 1 or self._staleness.is_synchronous(self._keepers(requests), sigma)
 
     def _keepers(self, requests):
         """{(conditioning, CFG rank)}: which ranks keep the keys and values of these requests."""
@@ -148,7 +140,7 @@ class PipelineRun:
 
     def predict_whole(self, requests, patches_follow=True):
         """Evaluate named requests for whole latents; keys and values are kept where patches of this latent follow."""
-        keep = patches_follow and len(self.patches) > 1 and self._warm_sigma > -math.inf and self._is_of_this_run(requests)
+        keep = patches_follow and len(self.patches) > 1 and self._staleness.ends and self._is_of_this_run(requests)
         layout = warmup_layout(self._layout, self._spec.stages)
         if num_tokens(requests[0].latent.shape[2:], self._patch_size) < layout.ring_degree * layout.ulysses_degree:
             layout = self._layout                              # too few to share: one stage after the other
@@ -161,7 +153,7 @@ class PipelineRun:
                                          by_image=self._config.warmup in ("auto", "micro_batches") and layout == self._layout)
             predictions += self._client.wait([ticket])[1]
         if keep:
-            self._filled |= self._keepers(requests)
+            self._staleness.hold(self._keepers(requests))
         return predictions
 
     def _is_of_this_run(self, requests):
@@ -176,7 +168,7 @@ class PipelineRun:
         """Send named requests for patch `index`; returns a ticket for `wait`. first_rows: of the whole latents of these requests."""
         is_last = index == len(self.patches) - 1
         if is_last:
-            self._filled |= self._keepers(requests)
+            self._staleness.hold(self._keepers(requests))
             requests = [dataclasses.replace(request, latent=torch.cat([request.latent, rows], self.dim))
                         for request, rows in zip(requests, first_rows)]
         ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests, patch=self.patches[index][0],

@@ -6,6 +6,7 @@ from ...xdit_backend.host.client import Call
 from ...xdit_backend.planner import activation_share, choose_layout, describe_layout, key_value_bytes, rank_bytes
 from ...xdit_backend.protocol.errors import ConfigError
 from .carried import refuse_call, refuse_changed_modules
+from .displaced import DisplacedRun
 from .groups import GROUPS, ask_for_room, parking_room, show_text
 from .pipeline import DRAINED, WHOLE, PipelineRun
 
@@ -111,7 +112,12 @@ class RemoteModel:
 
     def runs_branches_apart(self):
         """Are two branches two calls for the workers, and not one of twice the batch?"""
-        return self.spec.stages is not None or self._layout(2).cfg_degree > 1
+        return self.keeps_calls or self._layout(2).cfg_degree > 1
+
+    @property
+    def keeps_calls(self):
+        """Do calls of a run use what earlier ones have left on the workers?"""
+        return self.spec.stages is not None or (self.config.mode == "manual" and self.config.displaced_degree > 1)
 
     def begin_run(self, schedule, shape, whole_because=None, drained_because=None):
         """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent. The others: see pipeline.py."""
@@ -129,6 +135,8 @@ class RemoteModel:
         if self.spec.stages is not None:
             return self._predict_in_stages(question, calls)
         layout = self._layout(len(calls))
+        if layout.displaced_degree > 1:
+            return self._predict_displaced(question, calls, layout)
         client = GROUPS.client(self.devices)
         client.load_model(self.spec, self.changes)
         self._show(describe_layout(layout) + self.config.idle)
@@ -146,6 +154,19 @@ class RemoteModel:
         if self._pipeline is None or schedule is not self._schedule:
             self.begin_run(schedule, calls[0].latent.shape, question.whole_because, question.drained_because)
         GROUPS.client(self.devices).load_model(self.spec, self.changes)          # another MODEL of this file may have had it changed
+        return self._pipeline.predict(calls, sigma, question.whole_because)
+
+    def _predict_displaced(self, question, calls, layout):
+        sigma = question.sigmas.max().item()
+        if self._pipeline is None or question.schedule is not self._schedule:
+            self._end_pipeline()
+            client = GROUPS.client(self.devices)
+            client.load_model(self.spec)
+            self._schedule = question.schedule
+            # Called outside of a sampler, no step can be stale.
+            self._pipeline = DisplacedRun(client, self.spec, self.family, self._transformer_config, self.config, layout,
+                                          torch.tensor([sigma]) if self._schedule is None else self._schedule, calls[0].latent.shape)
+            self._show(self._pipeline.describe(question.whole_because))
         return self._pipeline.predict(calls, sigma, question.whole_because)
 
     def _refuse_changed_modules(self, schedule, sigmas):

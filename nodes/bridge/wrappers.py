@@ -27,7 +27,7 @@ def _calc_cond_batch(original, model, conds, x, timestep, model_options):
     if remote is None:
         return original(model, conds, x, timestep, model_options)
     refuse_model_options(model_options)
-    if remote.spec.stages is not None:                         # the reason travels with the calls
+    if remote.keeps_calls:                                     # the reason travels with the calls
         from . import patches
         conds = patches.cut_conditioning(remote, conds)
         options = {**model_options["transformer_options"], WHOLE: why_whole(conds, model_options)}
@@ -38,12 +38,12 @@ def _calc_cond_batch(original, model, conds, x, timestep, model_options):
 
 
 def sample(executor, guider, sigmas, extra_args, *arguments, **options):
-    """Wraps ComfyUI's Sampler.sample: decides how PipeFusion runs it, and says what it took when it is done."""
+    """Wraps ComfyUI's Sampler.sample: decides how PipeFusion or displaced patches run it, and says what it took when it is done."""
     remote = getattr(guider.inner_model, "remote", None)
     if remote is None:                                         # another loader's, of a guider with several
         return executor(guider, sigmas, extra_args, *arguments, **options)
     started_s = time.perf_counter()
-    with nullcontext() if remote.spec.stages is None else _in_stages(remote, executor.class_obj, guider, extra_args["model_options"]):
+    with _keeping_calls(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.keeps_calls else nullcontext():
         result = executor(guider, sigmas, extra_args, *arguments, **options)
     elapsed_s, num_steps = time.perf_counter() - started_s, len(sigmas) - 1
     if num_steps > 0 and remote.how is not None:
@@ -52,14 +52,15 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
     return result
 
 
-def _in_stages(remote, sampler, guider, model_options):
-    """What is to be around the sampler of a run with stages: the patchwise sampler, where Parallel Sampler asks for it."""
+def _keeping_calls(remote, sampler, guider, model_options):
+    """What is to be around the sampler: with stages the patchwise sampler, where Parallel Sampler asks for it."""
     from . import patches
     options = model_options["transformer_options"]
     whole = why_whole_run(sampler, guider)
     if whole is not None:
         options[WHOLE] = whole
-    if not options.get(PATCHWISE) or any(why_whole([conds], model_options) for conds in guider.conds.values()):
+    patchwise = remote.spec.stages is not None and options.get(PATCHWISE)
+    if not patchwise or any(why_whole([conds], model_options) for conds in guider.conds.values()):
         return nullcontext()
     drained = why_drained(sampler, guider.inner_model, model_options)
     if drained is not None:

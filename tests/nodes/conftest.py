@@ -13,7 +13,7 @@ from tests.tiny_checkpoints import detect_thin, families, import_comfyui, save, 
 from xdit_backend.checkpoints.header import read_header
 
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16), "pixart": (34, 36)}
-DEGREES = ("cfg", "data", "pipefusion", "ring", "ulysses")
+DEGREES = ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses")
 
 
 class ComfyUI:

@@ -221,16 +221,17 @@ class Client:
         """
         return self.wait([self.submit(spec, layout, num_channels, calls, run=run)])[1]
 
-    def submit(self, spec, layout, num_channels, calls, patch=None, keep=False, by_image=False, forecast=0.0, run=None):
+    def submit(self, spec, layout, num_channels, calls, patch=None, keep=False, by_image=False, forecast=0.0, run=None,
+               **displaced):
         """Send calls to the workers and wait for nothing; returns a ticket for `wait`.
 
         Calls are worked on in the order they are submitted. patch: which rows of the whole latent the calls' latents
         hold. keep: patches of the same conditioning will follow, which need this call's keys and values. by_image: send
         the images of a batch through the stages one after the other. forecast: docs/algorithms.md section 2.9; the same for
-        all calls of a run. run: see `name_conditioning`. Raises WorkerDiedError
+        all calls of a run. displaced: Predict's fields of displaced patches. run: see `name_conditioning`. Raises WorkerDiedError
         where a patch or a name needs what a group kept that has ended since.
         """
-        if patch is not None or any(call.name for call in calls):
+        if patch is not None or displaced.get("stale") or any(call.name for call in calls):
             self._check_kept(run)
         self.load_model(spec)
         group = self.group
@@ -242,7 +243,8 @@ class Client:
             segments += [prediction, latent, timestep]
             branches.append(messages.Branch(latent, timestep, name, prediction))
             predictions.append(view)
-        request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast),
+        request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast,
+                                                              **displaced),
                              segments, last_stage_ranks(layout, len(self.devices)))
         return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from ..partition import opens_step
 from ..protocol.messages import Patch
 from .collectives import Traffic
+from .exchange import Exchange
 from .mesh import Mesh
 from .pipefusion import KeyValues
 from .tokens import Tokens
@@ -41,6 +42,8 @@ class ForwardContext:
     forecast: float = 0.0                  # how far stale keys and values go on as they went before; 0: not at all
     first_image: int = 0                   # of the batch that key_values holds
     num_images: int = 1
+    exchange: Exchange | None = None       # with displaced_degree: what other ranks have told
+    bands: tuple[int, ...] | None = None   # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
     arrive: Callable | None = None         # () -> the message of the stage before, for stages after the first
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
     masks: dict = field(default_factory=dict)          # stream -> (B, T), which tokens may be attended to; hooks fill it

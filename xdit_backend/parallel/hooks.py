@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from ..partition import check_shards
 from ..protocol.errors import UnsupportedError
 from . import regions
+from .displaced import displaced_attention
 from .masks import gathered_mask, read_mask
 from .pipefusion import patch_attention
 from .usp import usp_attention
@@ -245,11 +246,15 @@ class Hooks:
                 num_calls += 1
                 key, value = _one_for_a_group(module, query, key), _one_for_a_group(module, query, value)
                 query, key, value, pad = self._without_stand_ins(now, place, streams, query, key, value)
-                if now.key_values is None:
+                local = functools.partial(plain, scale=scale)
+                if now.exchange is not None:
+                    mask = gathered_mask(now.masks, now.tokens.pieces(streams), query)
+                    out = displaced_attention(query, key, value, now.tokens.sizes(streams), now, (place.index, name, num_calls),
+                                              local, mask)
+                elif now.key_values is None:
                     mask = gathered_mask(now.masks, now.tokens.pieces(streams), query)
                     out = usp_attention(query, key, value, now.tokens.sizes(streams), now.mesh, plain, scale, now.traffic, mask)
                 else:
-                    local = functools.partial(plain, scale=scale)
                     out = patch_attention(query, key, value, now, (place.index, name, num_calls), streams, local)
                 return out if pad is None else F.pad(out, pad)
 

@@ -1,7 +1,7 @@
 """Process groups of a layout: which ranks work together along each axis. Used by the engine on every rank.
 
-Axis order, slowest first: data, cfg, pipefusion, ring, ulysses; so that Ulysses, which talks most, has neighbours.
-rank = ulysses + ulysses_degree * (ring + ring_degree * (pipefusion + pipefusion_degree * (cfg + cfg_degree * data))).
+Axis order, slowest first: data, cfg, pipefusion, displaced, ring, ulysses; so that Ulysses, which talks most, has neighbours. A rank is
+ulysses + ulysses_degree * (ring + ring_degree * (displaced + displaced_degree * (pipefusion + ... ))), and so on.
 """
 
 import datetime
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..protocol.errors import ConfigError
 
-AXES = ("data", "cfg", "pipefusion", "ring", "ulysses")
+AXES = ("data", "cfg", "pipefusion", "displaced", "ring", "ulysses")
 WAIT_TIMEOUT_S = 1800
 LEAST_GROUP_TIMEOUT_S = 60     # making a group takes seconds, and is under its time-out too
 PAIR_MAX_CTAS = 2              # a receive that is posted ahead is a kernel that waits: so many thread blocks at most
@@ -31,17 +31,19 @@ class Mesh:
     ranks: dict[str, int]
     ring_group: object = None
     ulysses_group: object = None
-    sequence_group: object = None          # ring x ulysses, ulysses fastest
+    displaced_group: object = None
+    sequence_group: object = None          # displaced x ring x ulysses, ulysses fastest
     before_group: object = None            # this rank and the one in the stage before
     after_group: object = None             # this rank and the one in the stage after
 
     @property
     def sequence_degree(self):
-        return self.degrees["ring"] * self.degrees["ulysses"]
+        return self.degrees["displaced"] * self.degrees["ring"] * self.degrees["ulysses"]
 
     @property
     def sequence_rank(self):
-        return self.ranks["ring"] * self.degrees["ulysses"] + self.ranks["ulysses"]
+        ring = self.ranks["displaced"] * self.degrees["ring"] + self.ranks["ring"]
+        return ring * self.degrees["ulysses"] + self.ranks["ulysses"]
 
 
 SINGLE = Mesh(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0))
@@ -98,7 +100,8 @@ def build_mesh(layout, world_size):
 
     before_group, after_group = _neighbours(places, degrees["pipefusion"], rank)
     return Mesh(degrees, ranks, ring_group=group_along("ring"), ulysses_group=group_along("ulysses"),
-                sequence_group=group_along("ring", "ulysses"), before_group=before_group, after_group=after_group)
+                displaced_group=group_along("displaced"), sequence_group=group_along("displaced", "ring", "ulysses"),
+                 before_group=before_group, after_group=after_group)
 
 
 def _lines(places, axes, size):

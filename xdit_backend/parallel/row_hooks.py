@@ -1,14 +1,120 @@
-"""The forward of a U-Net on this rank, as hooks.py is that of a transformer. Used by the worker."""
+"""Hooks on a diffusers U-Net: each rank computes its rows of every image inside, and has the others' by way of an exchange.
+
+As hooks.py for transformers. Placed once on a loaded model, as its RowPlan says; its own, unmodified forward runs, and while a
+convolution, a norm or an attention does, torch's function for it works on rows (rows.py). docs/algorithms.md section 8.
+"""
+
+import functools
+import re
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import AttnProcessor2_0
+
+# The originals, bound before they are replaced.
+from torch.nn.functional import conv2d, pad
+
+from ..autoencoders.family import replaced
+from ..partition import halved
+from ..protocol.errors import UnsupportedError
+from .displaced import StaleSplit
+from .rows import Padding, attention_rows, conv_rows, group_norm_rows, input_rows
 
 
 class RowHooks:
-    """A U-Net on this rank."""
+    """The hooks of one U-Net on this rank, and the forward they serve now."""
 
     num_blocks = 0
 
     def __init__(self, model, plan):
-        self.plan, self._model = plan, model
+        self.plan, self._model, self._now = plan, model, None
+        assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they would ask each other"
+        model._has_hooks = True
+        self.num_levels = plan.num_levels(model.config)
+        self.counts = {"convolution": 0, "group norm": 0, "self-attention": 0, "of text": 0}
+        for name, module in model.named_modules():
+            level = level_of(name, self.num_levels)
+            if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
+                function = self._first_convolution if name == plan.first else self._convolution
+                self._place(module, "convolution", functools.partial(self._hooked, "conv2d", function, name, level))
+            elif isinstance(module, torch.nn.GroupNorm):
+                self._place(module, "group norm", functools.partial(self._hooked, "group_norm", self._group_norm, name, level))
+            elif name.endswith(f".{plan.self_attention}"):
+                self._check_attention(name, module)
+                self._place(module, "self-attention", functools.partial(
+                    self._hooked, "scaled_dot_product_attention", self._attention, name, level))
+            elif name.endswith(tuple(f".{path}" for path in plan.of_text)):
+                self._place(module, "of text", functools.partial(self._once, name))
 
     def run(self, context):
-        """Run the model's forward as the context says. Returns (output of the forward, None), as Hooks does."""
-        return self._model(**context.inputs, return_dict=False)[0], None
+        """Run the model's forward as the context says. Every rank of the displaced axis does.
+
+        Returns (output of the forward, None), as Hooks does: where the context has bands, this rank's rows of it.
+        """
+        if context.bands is None:
+            return self._model(**context.inputs, return_dict=False)[0], None
+        self._now = context
+        try:
+            return self._model(**context.inputs, return_dict=False)[0], None
+        finally:
+            self._now = None
+
+    def _place(self, module, kind, hook):
+        self.counts[kind] += 1
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def hooked(*args, **kwargs):
+            return forward(*args, **kwargs) if self._now is None else hook(forward, *args, **kwargs)
+        module.forward = hooked
+
+    def _hooked(self, torch_name, function, name, level, forward, *args, **kwargs):
+        """Run a module while torch's function works on this rank's rows."""
+        context = self._now
+        split = StaleSplit(halved(context.bands, level), context.exchange.group, context.traffic, exchange=context.exchange, key=name)
+        width = -(-context.inputs["sample"].shape[-1] // 2 ** level)
+        with replaced(F, **{torch_name: functools.partial(function, split, width)}):
+            return forward(*args, **kwargs)
+
+    def _first_convolution(self, split, width, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+        """Of the latent, which every rank has whole."""
+        above, low, high, below = input_rows(split.start, split.start + split.size, split.num_rows, weight.shape[2], 1,
+                                             Padding(padding[0], padding[0]))
+        return conv2d(pad(input[:, :, low:high], (0, 0, above, below)), weight, bias, stride, (0, padding[1]), dilation, groups)
+
+    def _convolution(self, split, width, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+        # In one piece: the others' rows are there at once.
+        return conv_rows(input, weight, bias, stride, padding, dilation, groups, split, block_size=split.num_rows)
+
+    def _group_norm(self, split, width, input, num_groups, weight=None, bias=None, eps=1e-5):
+        return group_norm_rows(input, num_groups, weight, bias, eps, split)
+
+    def _attention(self, split, width, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+        if attn_mask is not None or is_causal:
+            raise UnsupportedError("This model masks its self-attention, which displaced_degree does not support. Use cfg_degree.")
+        return attention_rows(query, key, value, [size * width for size in split.sizes], split, **options)
+
+    def _once(self, name, forward, *args, **kwargs):
+        """What reads the text alone is the same in all calls with one conditioning, for the same images."""
+        context = self._now
+        images = context.first_image, args[0].shape[0]
+        known = context.exchange.once.get(name)
+        if known is None or known[0] != images:
+            known = context.exchange.once[name] = images, forward(*args, **kwargs)
+        return known[1]
+
+    def _check_attention(self, name, module):
+        if not isinstance(module.processor, AttnProcessor2_0):
+            raise UnsupportedError(f"{name} is run by {type(module.processor).__name__}, which does not use torch's attention and would "
+                                   f"see this rank's rows only. Use cfg_degree or data_degree.")
+
+
+def level_of(name, num_levels):
+    """How often the image that a module reads was halved, by the module's name in diffusers' U-Nets."""
+    match = re.match(r"(down|mid|up)_block(?:s\.(\d+))?\.(\w+)", name)
+    if match is None:
+        return 0
+    side, number, kind = match[1], int(match[2] or 0), match[3]
+    if side == "down":
+        return number
+    return num_levels - 1 - number - (kind == "upsamplers")

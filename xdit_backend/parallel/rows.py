@@ -1,4 +1,6 @@
-"""torch's convolution, norm and attention of a whole image, for the rows that one rank holds. Used by vae.
+"""torch's convolution, norm and attention of a whole image, for the rows that one rank holds. Used by vae and by row_hooks.
+
+A split says which rows those are, and where the others come from.
 
 A split is along rows (dim -2), columns (dim -1) or, where there are no norms and no attention, frames (dim -3). "Row" stands
 for each of them here: a column is a row of a split along columns. Images are (B, C, H, W) or (B, C, F, H, W).
@@ -75,6 +77,14 @@ class RowSplit:
         """Every rank's tensor, along `dim`, where they have `sizes`."""
         return tensor if len(sizes) == 1 else all_gather(tensor, sizes, dim, self.group, self.traffic)
 
+    def borrow(self, x, wanted):
+        """See start_borrowing."""
+        return start_borrowing(x, wanted, self)
+
+    def moments(self, mean_BG, variance_BG):
+        """See global_moments."""
+        return global_moments(mean_BG, variance_BG, self)
+
 
 @dataclass(frozen=True)
 class Padding:
@@ -125,7 +135,7 @@ def conv_rows(x, weight, bias, stride, padding, dilation, groups, split, edges=N
     across = (weight.shape[other], stride[other], Padding(padding[other], padding[other]))
     out_starts = output_starts(split.starts, *along)
     needs = [input_rows(first, end, split.num_rows, *along) for first, end in zip(out_starts, out_starts[1:])]
-    arrive = start_borrowing(x, [(first, end) for _, first, end, _ in needs], split)
+    arrive = split.borrow(x, [(first, end) for _, first, end, _ in needs])
     first, end = out_starts[split.rank], out_starts[split.rank + 1]
     num_across = num_outputs(x.shape[other], *across)
     convolve = {2: conv2d, 3: conv3d}[weight.dim() - 2]
@@ -205,7 +215,7 @@ def _rows_between(first, end, pieces, first_rows, dim):
     """Rows first ... end - 1 of the image, from pieces that begin at first_rows."""
     found = []
     for piece, start in zip(pieces, first_rows):
-        low, high = _overlap(first, end, start, start + piece.shape[dim])
+        low, high = overlap(first, end, start, start + piece.shape[dim])
         if low < high:
             found.append(piece.narrow(dim, low - start, high - low))
     if not found:
@@ -234,20 +244,20 @@ def start_borrowing(x, wanted, split):
     """
     held = list(zip(split.starts, split.starts[1:]))
     nothing = x.narrow(split.dim, 0, 0)
-    if all(_overlap(*want, *own) == want for want, own in zip(wanted, held)):
+    if all(overlap(*want, *own) == want for want, own in zip(wanted, held)):
         return lambda: [nothing] * len(held)
     lent, borrowed_shapes = [], []
     for rank in range(len(held)):
-        first, end = _overlap(*wanted[rank], *held[split.rank])
+        first, end = overlap(*wanted[rank], *held[split.rank])
         lent.append(nothing if rank == split.rank else x.narrow(split.dim, max(first - split.start, 0), end - first))
-        first, end = _overlap(*wanted[split.rank], *held[rank])
+        first, end = overlap(*wanted[split.rank], *held[rank])
         shape = list(x.shape)
         shape[split.dim] = 0 if rank == split.rank else end - first
         borrowed_shapes.append(shape)
     return start_all_to_all(lent, borrowed_shapes, split.group, split.traffic)
 
 
-def _overlap(first, end, other_first, other_end):
+def overlap(first, end, other_first, other_end):
     low = max(first, other_first)
     return (low, min(end, other_end)) if low < min(end, other_end) else (0, 0)
 
@@ -259,7 +269,7 @@ def group_norm_rows(x, num_groups, weight, bias, eps, split):
     that the wider copies are of these groups and not of the image. The ranks exchange them once.
     """
     channels = x.shape[1] // num_groups                        # of a group
-    mean_BG, variance_BG = global_moments(*own_moments(x, num_groups), split)
+    mean_BG, variance_BG = split.moments(*own_moments(x, num_groups))
     batch = x.shape[0]
     # torch's batch norm with known moments does the rest in one pass, if every channel of every image is a channel of its own.
     mean, variance = (moment.repeat_interleave(channels, 1).flatten() for moment in (mean_BG, variance_BG))

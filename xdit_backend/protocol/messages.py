@@ -75,6 +75,7 @@ class Layout:
     cfg_degree: Degree = 1
     data_degree: Degree = 1
     pipefusion_degree: Degree = 1
+    displaced_degree: Degree = 1
     ring_degree: Degree = 1
     ulysses_degree: Degree = 1
 
@@ -165,9 +166,11 @@ class Predict:
     layout: Layout
     branches: list[Branch]
     patch: Patch | None = None     # None: the latents are whole
-    keep: bool = False             # keep keys and values for the patches that follow
+    keep: bool = False             # keep keys and values for the patches that follow; with displaced_degree, what the ranks tell
     by_image: bool = False         # send the images of a batch through the stages one after the other
     forecast: Share = 0.0          # how far stale keys and values go on as they went before
+    stale: bool = False            # with displaced_degree: use what the last call with the same conditioning left of other ranks
+    displaced_mode: str = "corrected_async_gn"                 # one of parallel.displaced.MODES
 
 
 @dataclass(frozen=True, config=STRICT)

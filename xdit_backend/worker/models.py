@@ -18,7 +18,7 @@ from ..parallel.context import ForwardContext, rows_of, tokens_of
 from ..parallel.hooks import Hooks
 from ..parallel.regions import message_size
 from ..parallel.row_hooks import RowHooks
-from ..partition import FULL, holders, split_stages, stage_blocks, stage_of
+from ..partition import FULL, cut_bands, holders, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
 from ..protocol.messages import ModelSpec
 from ..protocol.transfers import on_device
@@ -153,16 +153,18 @@ class Loaded:
     held: range | None = None      # the blocks whose weights are here; None: all
     files: dict | None = None      # of load_transformer
 
-    def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, **keeping):
+    def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, exchange=None, **keeping):
         """The ForwardContext of a latent or its patch. keeping: where keys and values are kept, ForwardContext's fields for that."""
         family, num_blocks = self.family, self.hooks.num_blocks
-        if keeping:
+        if "key_values" in keeping:
             keeping |= {"kept_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
+        if exchange is not None and family.by_rows:
+            keeping["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1))
         return ForwardContext(
             family.inputs(latent, on_device(timestep, latent.device), conditioning, self.config, patch), mesh, traffic,
             self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,
             tokens_of(family, mesh, latent.shape, conditioning, patch), patch,
-            None if patch is None else rows_of(family, latent.shape, patch), **keeping)
+            None if patch is None else rows_of(family, latent.shape, patch), exchange=exchange, **keeping)
 
     def received_size(self, mesh, shape, conditioning, patch=None):
         """Elements of the message that the stage before sends for a latent (or patch) of this shape."""

@@ -1,7 +1,11 @@
 """Predictions on this rank: conditioning that is kept for a run, process groups, and the traffic between stages. Used by the engine."""
 
+from contextlib import nullcontext
+
 import torch
 
+from ..parallel.displaced import MODES
+from ..parallel.exchange import Exchange
 from ..parallel.mesh import build_mesh
 from ..parallel.pipefusion import KeyValues, Link, Offload
 from ..parallel.vae_memory import free_bytes
@@ -16,7 +20,7 @@ class Predictions:
 
     def __init__(self, models, world_size, device, ferry):
         self._models, self._world_size, self._device = models, world_size, device
-        self._conditioning, self._key_values = {}, {}
+        self._conditioning, self._key_values, self._exchanges = {}, {}, {}
         self._meshes, self._links, self._posted = {}, {}, {}
         self._unclaimed = []               # receives of commands that failed before they waited; gloo needs them kept
         self._ferry, self._clock = ferry, Clock(device)
@@ -29,7 +33,8 @@ class Predictions:
     def report(self):
         """Numbers for ReportMemory."""
         return {"cast_bytes": self._models.cast_bytes, "num_conditionings": len(self._conditioning), "busy_s": self._clock.take(),
-                "key_value_bytes": sum(kept.num_bytes for kept in self._key_values.values())}
+                "key_value_bytes": sum(kept.num_bytes for kept in self._key_values.values()),
+                "exchange_bytes": sum(exchange.num_bytes for exchange in self._exchanges.values())}
 
     def keep_conditioning(self, command, traffic):
         self._conditioning[command.name] = {
@@ -39,6 +44,9 @@ class Predictions:
         for name in command.names:
             self._conditioning.pop(name, None)
             self._key_values.pop(name, None)
+            exchange = self._exchanges.pop(name, None)
+            if exchange is not None:
+                exchange.drain()
         if not self._key_values:                               # no run has patches on their way
             self._models.drop_casts()
 
@@ -66,7 +74,8 @@ class Predictions:
             shape = (last - first, *branch.latent.shape[1:])
             latent = on_device(map_segment(branch.latent)[first:last], self._device).to(loaded.dtype) if is_first_stage \
                 else torch.zeros(shape, dtype=loaded.dtype, device=self._device)        # only its shape is used
-            context = self._context(loaded, mesh, command, branch, latent, first, traffic)
+            exchange = self._exchange(command, mesh, branch.conditioning)
+            context = self._context(loaded, mesh, command, branch, latent, first, traffic, exchange)
             if handles:
                 handle = handles.pop(0)
 
@@ -76,9 +85,14 @@ class Predictions:
                     waits.append((asked, clock.mark()))
                     return message
                 context.arrive = arrive
-            output, message = loaded.hooks.run(context)
+            with nullcontext() if exchange is None else _call(exchange, command, traffic):
+                output, message = loaded.hooks.run(context)
             if message is not None:
                 link.send(message, traffic)
+            elif context.bands is not None:                    # each rank's own rows
+                start, end = context.bands[exchange.rank:][:2]
+                self._ferry.fetch(loaded.family.prediction(output, latent),
+                                  map_segment(branch.prediction)[first:last].narrow(2, start, end - start))
             elif mesh.sequence_rank == 0:
                 self._ferry.fetch(loaded.family.prediction(output, latent), map_segment(branch.prediction)[first:last])
         if command.patch is not None and not loaded.casts.are_kept:        # by now activations have taken what they need
@@ -101,16 +115,27 @@ class Predictions:
                 parts.append((branch, start, start + size))
         return parts
 
-    def _context(self, loaded, mesh, command, branch, latent, first, traffic):
+    def _exchange(self, command, mesh, conditioning):
+        """What the ranks of the displaced axis tell each other: kept with the conditioning, where calls follow that use it."""
+        if mesh.degrees["displaced"] == 1:
+            return None
+        if conditioning in self._exchanges and (command.keep or command.stale):
+            return self._exchanges[conditioning]
+        exchange = Exchange(mesh.displaced_group, mesh.degrees["displaced"], mesh.ranks["displaced"])
+        if command.keep:
+            self._exchanges[conditioning] = exchange
+        return exchange
+
+    def _context(self, loaded, mesh, command, branch, latent, first, traffic, exchange):
         batch, rows = branch.latent.shape[0], slice(first, first + latent.shape[0])
         conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch else tensor, loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
-        keeping = {}
-        if command.keep or command.patch is not None:
+        keeping = {} if exchange is None else {"first_image": first}
+        if exchange is None and (command.keep or command.patch is not None):
             keeping = {"key_values": self._kept(loaded, branch.conditioning), "forecast": command.forecast,
                        "first_image": first - shard_start(batch, mesh.degrees["data"], mesh.ranks["data"]),
                        "num_images": shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]}
-        return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, **keeping)
+        return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, exchange, **keeping)
 
     def _kept(self, loaded, conditioning):
         """The keys and values of a conditioning, made when they are first kept."""
@@ -147,6 +172,13 @@ class Predictions:
         if layout not in self._meshes:
             self._meshes[layout] = build_mesh(layout, self._world_size)
         return self._meshes[layout]
+
+
+def _call(exchange, command, traffic):
+    """One call of a model, as the command's mode has the ranks tell each other."""
+    mode = MODES[command.displaced_mode]
+    is_stale = command.stale and mode.is_stale
+    return exchange.call(traffic, is_stale, command.keep and (mode.keeps or not is_stale), mode.norms)
 
 
 def _as_input(tensor, dtype):

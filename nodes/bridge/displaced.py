@@ -1,0 +1,64 @@
+"""Displaced patches (DistriFusion) of one run: which calls of the model are synchronous, and how they reach the workers.
+
+A RemoteModel makes one for each run with displaced_degree above 1. Every call is for the whole latent: any sampler node will do.
+"""
+
+import dataclasses
+
+from ...xdit_backend.partition import cut_bands, num_tokens
+from ...xdit_backend.planner import describe_layout
+from ...xdit_backend.protocol.errors import ConfigError
+from .staleness import Staleness
+
+
+class DisplacedRun:
+    """One run, and the conditioning for which the workers keep what they told each other.
+
+    schedule: its sigmas. shape: of its whole latent. Raises ConfigError where the latent has too few rows for the ranks.
+    """
+
+    def __init__(self, client, spec, family, transformer_config, config, layout, schedule, shape):
+        self._client, self._spec, self._config, self._layout = client, spec, config, layout
+        self._num_channels, self._shape = family.num_channels(transformer_config), tuple(shape)
+        self._staleness = Staleness(schedule, config.warmup_steps)
+        _check_size(family, transformer_config, layout, shape)
+
+    def end(self):
+        """Have the workers forget what they keep for this run."""
+        self._client.end_run(self)
+
+    def describe(self, whole_because):
+        """How the run is split, in a person's words. whole_because: as pipeline.why_whole says."""
+        text = describe_layout(self._layout) + self._config.idle
+        if whole_because is not None:
+            return f"{text}, every step synchronous, because this workflow uses {whole_because}"
+        return text
+
+    def predict(self, calls, sigma, whole_because=None):
+        """Predictions for one or two calls, which make up all that the step asks for now."""
+        requests = [dataclasses.replace(call, name=self._client.name_conditioning(call.conditioning, run=self)) for call in calls]
+        names = [request.name for request in requests]
+        # Nodes may call the model for a piece of the latent, or for another one.
+        keep = (whole_because is None and self._config.displaced_mode != "full_sync" and self._staleness.ends
+                and all(tuple(request.latent.shape) == self._shape for request in requests))
+        stale = keep and not self._staleness.is_synchronous(names, sigma)
+        ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests, keep=keep, run=self,
+                                     stale=stale, displaced_mode=self._config.displaced_mode)
+        if keep:
+            self._staleness.hold(names)
+        return self._client.wait([ticket])[1]
+
+
+def _check_size(family, config, layout, shape):
+    degree = layout.displaced_degree
+    if not family.by_rows:
+        ranks, tokens = degree * layout.ring_degree * layout.ulysses_degree, num_tokens(shape[2:], family.patch_size(config))
+        if tokens < ranks:
+            raise ConfigError(f"The latent has {tokens} tokens, too few for displaced_degree x ring_degree x ulysses_degree = {ranks}. Use "
+                              f"a larger latent or lower degrees.")
+        return
+    multiple = 2 ** (family.plan.num_levels(config) - 1)
+    if cut_bands(shape[2], degree, multiple) is None:
+        most = -(-shape[2] // multiple)
+        raise ConfigError(f"displaced_degree={degree} is too much for a latent of {shape[2]} rows: {family.name} shares them out by "
+                          f"{multiple}, so at most {most} devices can have some. Use a lower degree, or a higher picture.")

@@ -1,0 +1,150 @@
+"""Displaced patches through ComfyUI: synchronous they are KSampler's latents, stale ones the oracle's; the rule of which is which."""
+
+import pytest
+import torch
+
+from tests.parallel.displaced_oracle import StaleUNet
+from tests.tiny_checkpoints import families
+from tests.tolerances import close, relative_error
+from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.transformer import load_transformer
+from xdit_backend.partition import cut_bands
+
+TOLERANCE = 2e-5                           # relative, float32 on both sides
+
+
+class OracleForward:
+    """What stands for the diffusion model of ComfyUI's own MODEL: for each image of a batch, by its prompt, the oracle."""
+
+    def __init__(self, comfyui, kind, num_ranks, warmup_steps):
+        header = read_header(comfyui.base / "diffusion_models" / comfyui.file(kind))
+        self.family, self.num_ranks, self.warmup_steps = families()[kind], num_ranks, warmup_steps
+        self.load = lambda: load_transformer(model_spec(header, self.family, "float32", "float32"), self.family, torch.device("cpu"))
+        self.oracles, self.num_stale = {}, 0
+
+    def __call__(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
+        sigma, sigmas = transformer_options["sigmas"].max().item(), transformer_options["sample_sigmas"].tolist()
+        predictions = []
+        for image in range(len(x)):
+            given = {name: tensor[image:image + 1] for name, tensor in {"context": context, **extra}.items() if torch.is_tensor(tensor)}
+            key = tuple(tensor.sum().item() for tensor in given.values())
+            is_stale = key in self.oracles and sigma <= sigmas[self.warmup_steps]
+            if key not in self.oracles:
+                model, config = self.load()
+                bands = cut_bands(x.shape[2], self.num_ranks, 2 ** (len(config["block_out_channels"]) - 1))
+                self.oracles[key] = StaleUNet(model, list(zip(bands, bands[1:])), "corrected_async_gn"), config
+            oracle, config = self.oracles[key]
+            self.num_stale += is_stale
+            predictions.append(oracle.predict(is_stale, **self.family.inputs(x[image:image + 1], timestep[image:image + 1], given, config)))
+        return torch.cat(predictions)
+
+
+@pytest.mark.parametrize("kind, devices, degrees, arguments", [
+    ("sdxl", 2, {"displaced": 2}, {"sampler": "heun", "scheduler": "normal", "steps": 3}),
+    pytest.param("sd15", 3, {"displaced": 3}, {"sampler": "dpmpp_2s_ancestral", "scheduler": "karras"}, marks=pytest.mark.slow),
+    pytest.param("sdxl", 4, {"displaced": 2, "cfg": 2}, {"sampler": "dpmpp_2m", "scheduler": "normal"}, marks=pytest.mark.slow)], ids=str)
+def test_stale_steps_equal_the_oracles_through_comfyuis_sampler(comfyui, kind, devices, degrees, arguments):
+    """An odd latent, two branches of guidance, one warm-up step; samplers with one call a step and with two."""
+    arguments = {**arguments, "latent": comfyui.latent(kind, size=(23 if kind == "sdxl" else 21, 10))}
+    model = comfyui.ours(kind, comfyui.config(",".join(["cpu"] * devices), **degrees))
+    native, oracle = comfyui.native(kind).clone(), OracleForward(comfyui, kind, degrees["displaced"], 1)
+    forward = native.model.diffusion_model.forward
+
+    result = comfyui.sample(model, kind, **arguments)
+    whole = comfyui.sample(native, kind, **arguments)
+    native.model.diffusion_model.forward = oracle
+    try:
+        reference = comfyui.sample(native, kind, **arguments)
+    finally:
+        native.model.diffusion_model.forward = forward
+
+    close(result, reference, TOLERANCE)
+    assert oracle.num_stale > 0 and relative_error(result, whole) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["sd15", "sdxl", pytest.param("sdxl-refiner", marks=pytest.mark.slow)])
+def test_synchronous_steps_equal_native_ksampler(comfyui, kind):
+    """Every step a warm-up step, or full_sync; as many samplers as there are, and odd sizes."""
+    for sampler, scheduler, size, settings in (
+            ("euler", "normal", (16, 18), {"warmup_steps": 9}), ("heun", "karras", (17, 23), {"displaced_mode": "full_sync"}),
+            ("dpmpp_2m", "sgm_uniform", (33, 9), {"warmup_steps": 2}), ("uni_pc", "simple", (20, 8), {"displaced_mode": "full_sync"}),
+            ("dpm_adaptive", "normal", (16, 10), {})):
+        model = comfyui.ours(kind, comfyui.config("cpu,cpu", displaced=2, **settings))
+        arguments = {"sampler": sampler, "scheduler": scheduler, "steps": 2, "latent": comfyui.latent(kind, batch=2, size=size)}
+
+        close(comfyui.sample(model, kind, **arguments), comfyui.sample(comfyui.native(kind), kind, **arguments), TOLERANCE, sampler)
+
+
+def stale_calls(comfyui, **arguments):
+    """Which calls of a run were stale, for both branches of guidance."""
+    client, seen = comfyui.groups.client(("cpu", "cpu")), []
+    submit = type(client).submit
+
+    def noted(client, *args, **options):
+        seen.append("stale" if options["stale"] else "keep" if options["keep"] else "once")
+        return submit(client, *args, **options)
+    client.submit = noted.__get__(client)
+    try:
+        comfyui.sample(comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, **arguments.pop("settings", {}))), "sdxl", **arguments)
+    finally:
+        del client.submit
+    return seen
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ({"sampler": "euler", "steps": 3}, ["keep", "stale", "stale"]),
+    ({"sampler": "euler", "steps": 3, "settings": {"warmup_steps": 0}}, ["keep", "stale", "stale"]),
+    ({"sampler": "euler", "steps": 3, "settings": {"warmup_steps": 2}}, ["keep", "keep", "stale"]),
+    ({"sampler": "heun", "steps": 2}, ["keep", "stale", "stale"]),             # its second call is at the next step's noise
+    ({"sampler": "dpmpp_2s_ancestral", "steps": 2}, ["keep", "keep", "stale"]),        # between the steps' noise, above the second's
+    ({"sampler": "euler", "steps": 2, "settings": {"displaced_mode": "full_sync"}}, ["once", "once"])], ids=str)
+def test_staleness_is_counted_in_calls_and_warm_up_in_noise(comfyui, arguments, expected):
+    assert stale_calls(comfyui, **arguments) == expected
+
+
+def test_pieces_of_a_latent_are_synchronous(comfyui):
+    positive = comfyui.conditioning("sdxl", 1) + comfyui.conditioning("sdxl", 3)
+    positive[1][1]["area"] = (3, 10, 0, 6)                     # too few rows for two devices, even
+    settings = {"positive": positive, "steps": 2}
+
+    assert set(stale_calls(comfyui, **settings)) == {"once"}
+    result = comfyui.sample(comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2)), "sdxl", **settings)
+    close(result, comfyui.sample(comfyui.native("sdxl"), "sdxl", **settings), TOLERANCE)
+
+
+def test_img2img_and_inpainting_are_displaced_too(comfyui):
+    generator = torch.Generator().manual_seed(3)
+    latent = {"samples": torch.randn(1, 4, 16, 18, generator=generator), "noise_mask": torch.zeros(1, 128, 144)}
+    latent["noise_mask"][:, 40:, 60:] = 1.0
+    arguments = {"latent": latent, "denoise": 0.6, "steps": 4}
+
+    assert stale_calls(comfyui, **arguments) == ["keep", *["stale"] * 3]
+    result = comfyui.sample(comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, warmup_steps=4)), "sdxl", **arguments)
+    close(result, comfyui.sample(comfyui.native("sdxl"), "sdxl", **arguments), TOLERANCE)
+
+
+def test_the_same_run_again_is_the_same_and_nothing_is_left(comfyui):
+    model = comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2))
+    first, other = comfyui.sample(model, "sd15"), comfyui.sample(model, "sd15", latent=comfyui.latent("sd15", size=(24, 8)))
+    client = comfyui.groups.client(("cpu", "cpu"))
+
+    assert other.isfinite().all() and torch.equal(comfyui.sample(model, "sd15"), first)
+    assert [numbers["exchange_bytes"] for numbers in client.report_memory().values()] == [0, 0]
+    assert client.group.segments.names() == []
+
+
+def test_what_cannot_be_displaced_is_refused_in_words(comfyui):
+    with pytest.raises(comfyui.errors.ConfigError, match="displaced_degree=3 is too much for a latent of 16 rows: SD 1.5 .* at most 2 dev"):
+        comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu,cpu", displaced=3)), "sd15")
+    with pytest.raises(comfyui.errors.ConfigError, match="displaced_degree=2 and pipefusion_degree=2"):
+        comfyui.config("cpu,cpu,cpu,cpu", displaced=2, pipefusion=2)
+    with pytest.raises(comfyui.errors.ConfigError, match='displaced_mode="stale" is not one of corrected_async_gn'):
+        comfyui.config("cpu,cpu", displaced=2, displaced_mode="stale")
+
+
+def test_the_node_says_how_it_runs(comfyui, said):
+    comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2, warmup="auto")), "sd15", steps=1)
+    comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2, warmup="auto")), "sd15", steps=2, sampler="dpm_adaptive")
+
+    assert said[0] == "running on cpu, cpu: DistriFusion 2"
+    assert any("DistriFusion 2, every step synchronous, because this workflow uses dpm_adaptive" in text for text in said)

@@ -1,0 +1,129 @@
+"""The oracle of displaced patches for U-Nets, SIM-D(N, W) of docs/algorithms.md 8: one process, the unmodified model, whole images.
+
+For each band of rows the whole latent is predicted, while every layer that mixes rows finds, outside of the band, what it found there
+in the call before; of the result the band's rows are kept. Norms are by the paper's formula, in E[x] and E[x^2].
+"""
+
+import torch
+import torch.nn.functional as F
+from greenlet import getcurrent, greenlet
+
+plain_attention = F.scaled_dot_product_attention
+
+
+class StaleUNet:
+    """A U-Net that remembers what its layers saw. bands: [(first row of the latent, last + 1)]. mode: the paper's name."""
+
+    def __init__(self, model, bands, mode):
+        self.model, self.bands, self.mode = model, bands, mode
+        self.before, self.now, self.band, self.is_running = {}, {}, None, False
+        self.num_negative = 0                  # variances that the formula made negative
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1) and name != "conv_in":
+                self._hook(module, self._convolution, name)
+            elif isinstance(module, torch.nn.GroupNorm):
+                self._hook(module, self._norm, name)
+            elif name.endswith(".attn1"):
+                self._hook(module, self._attention, name)
+
+    def _hook(self, module, function, name):
+        forward = module.forward
+        module.forward = lambda *args, **kwargs: (function(module, forward, name, *args, **kwargs) if self.is_running
+                                                  else forward(*args, **kwargs))
+
+    def predict(self, is_stale, **inputs):
+        """The prediction for the whole latent, as the ranks together make it."""
+        self.height, self.width = inputs["sample"].shape[-2:]
+        self.now, self.is_running = {}, True
+        try:
+            if not is_stale:
+                self.band = None
+                out = self.model(**inputs, return_dict=False)[0]
+            else:
+                out = torch.cat([piece[:, :, first:last] for piece, (first, last) in zip(self._all_bands(inputs), self.bands)], 2)
+        finally:
+            self.is_running = False
+        if not (is_stale and self.mode == "no_sync"):
+            self.before = self.now
+        return out
+
+    def _all_bands(self, inputs):
+        """One coroutine a band; where a norm waits for all of them, the others run up to it."""
+        results, waiting = {}, {}
+        tasks = [greenlet(lambda: self.model(**inputs, return_dict=False)[0]) for _ in self.bands]
+
+        def resume(band, value=None):
+            self.band = band
+            answer = tasks[band].switch() if value is None else tasks[band].switch(value)
+            (results if tasks[band].dead else waiting)[band] = answer
+        for band in range(len(tasks)):
+            resume(band)
+        while waiting:
+            told, waiting = waiting, {}
+            for band in told:
+                resume(band, list(told.values()))
+        return [results[band] for band in range(len(tasks))]
+
+    def _rows(self, band, height):
+        scale = 1
+        while -(-self.height // scale) != height:
+            scale *= 2
+        return tuple(-(-row // scale) for row in self.bands[band])
+
+    def _seen(self, name, x, dim, rows):
+        """x with what the others' rows were, and remember this band's."""
+        table = self.now.setdefault(name, torch.zeros_like(x))
+        first, last = rows or (0, x.shape[dim])
+        table.narrow(dim, first, last - first).copy_(x.narrow(dim, first, last - first))
+        if rows is None:
+            return x
+        seen = self.before[name].clone()
+        seen.narrow(dim, first, last - first).copy_(x.narrow(dim, first, last - first))
+        return seen
+
+    def _convolution(self, module, forward, name, x):
+        return forward(self._seen(name, x, 2, None if self.band is None else self._rows(self.band, x.shape[2])))
+
+    def _attention(self, module, forward, name, *args, **kwargs):
+        def attention(query, key, value, **options):
+            rows, height, scale = None, self.height, 1
+            while height * -(-self.width // scale) != key.shape[2]:
+                scale *= 2
+                height = -(-self.height // scale)
+            if self.band is not None:
+                rows = tuple(row * -(-self.width // scale) for row in self._rows(self.band, height))
+            key, value = self._seen(name, torch.stack([key, value]), 3, rows)
+            return plain_attention(query, key, value, **options)
+        F.scaled_dot_product_attention = attention
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            F.scaled_dot_product_attention = plain_attention
+
+    def _norm(self, module, forward, name, x):
+        batch, groups = x.shape[0], module.num_groups
+        bands = range(len(self.bands)) if self.band is None else [self.band]
+        shares = []
+        for band in range(len(self.bands)):
+            first, last = self._rows(band, x.shape[2])
+            shares.append((last - first) / x.shape[2])
+            if band in bands:
+                part = x[:, :, first:last].reshape(batch, groups, -1)
+                self.now.setdefault(name, {})[band] = torch.stack([part.mean(-1), (part ** 2).mean(-1)])
+        if self.band is None:
+            return forward(x)
+        own, known = self.now[name][self.band], self.before[name]
+        if self.mode in ("separate_gn", "no_sync"):
+            moments = own
+        elif self.mode == "sync_gn":
+            everyone = getcurrent().parent.switch(own)
+            moments = sum(share * one for share, one in zip(shares, everyone))
+        elif self.mode == "stale_gn":
+            moments = sum(share * (own if band == self.band else known[band]) for band, share in enumerate(shares))
+        else:
+            moments = sum(share * known[band] for band, share in enumerate(shares)) + own - known[self.band]
+        mean, variance = moments[0], moments[1] - moments[0] ** 2
+        self.num_negative += int((variance < 0).sum())
+        variance = torch.where(variance < 0, own[1] - own[0] ** 2, variance)
+        normal = (x.reshape(batch, groups, -1) - mean[..., None]) / (variance[..., None] + module.eps).sqrt()
+        return normal.view_as(x) * module.weight[:, None, None] + module.bias[:, None, None]

@@ -1,0 +1,245 @@
+"""Displaced patches of U-Nets: the ranks together are the oracle, synchronous calls are the model; with a broken part they are not."""
+
+import functools
+
+import pytest
+import torch
+
+import xdit_backend.parallel.displaced as displaced
+from tests.models.zoo import UNETS, example
+from tests.parallel.displaced_oracle import StaleUNet
+from tests.ranks import run_ranks
+from tests.tolerances import within
+from xdit_backend.config import DISPLACED_MODES
+from xdit_backend.parallel.collectives import Traffic, all_gather
+from xdit_backend.parallel.displaced import MODES, StaleSplit, estimated_moments
+from xdit_backend.parallel.exchange import Exchange, fill_buckets
+from xdit_backend.parallel.mesh import build_mesh
+from xdit_backend.parallel.row_hooks import RowHooks
+from xdit_backend.partition import cut_bands, halved
+from xdit_backend.protocol.messages import Layout
+from xdit_backend.worker.models import Loaded
+
+EXACT = 1e-10
+SIGMAS = [1.0, 0.8, 0.55, 0.3, 0.1]
+ALL = len(SIGMAS)
+
+
+def sample(predict, x, warmup_steps, heun=False):
+    """Euler or Heun steps. predict(x, timestep, is_stale); a call is synchronous while its sigma is above sigmas[warmup_steps]."""
+    def velocity(x, sigma):
+        is_stale = bool(calls) and warmup_steps < len(SIGMAS) and sigma <= SIGMAS[warmup_steps]
+        calls.append(is_stale)
+        return predict(x, torch.full((x.shape[0],), 1000.0 * sigma, dtype=x.dtype), is_stale)
+
+    calls = []
+    for sigma, following in zip(SIGMAS, SIGMAS[1:]):
+        change = velocity(x, sigma)
+        if heun:
+            change = (change + velocity(x + (following - sigma) * change, following)) / 2
+        x = x + (following - sigma) * change
+    return x
+
+
+def bands_of(name, rows, num_ranks):
+    starts = cut_bands(rows, num_ranks, 2 ** (len(UNETS[name]["block_out_channels"]) - 1))
+    return list(zip(starts, starts[1:]))
+
+
+def simulated(name, num_ranks, shape, warmup_steps, heun, mode):
+    """(the oracle's latent, the one model's own)."""
+    one = example(name, **shape)
+    stale = StaleUNet(one.model, bands_of(name, shape["rows"], num_ranks), mode)
+
+    def oracle(x, timestep, is_stale):
+        return stale.predict(is_stale and mode != "full_sync", **one.family.inputs(x, timestep, one.conditioning, one.config))
+
+    def model(x, timestep, is_stale):
+        return one.model(**one.family.inputs(x, timestep, one.conditioning, one.config), return_dict=False)[0]
+    return sample(oracle, one.latent, warmup_steps, heun), sample(model, one.latent, warmup_steps, heun)
+
+
+def on_ranks(rank, world_size, name, cases, mutant=None):
+    """The latents that the ranks together make, one for each case, on one model; and what the exchanges were like."""
+    torch.set_grad_enabled(False)
+    if mutant is not None:
+        MUTANTS[mutant]()
+    mesh = build_mesh(Layout(displaced_degree=world_size), world_size)
+    one = example(name, **cases[0][0])
+    hooks = RowHooks(one.model, one.family.plan)
+    loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(0))
+    results, seen = [], []
+    for shape, warmup_steps, heun, mode_name, bucket_bytes in cases:
+        given, mode = example(name, **shape), MODES[mode_name]
+        exchange, addresses = Exchange(mesh.displaced_group, world_size, rank, bucket_bytes), set()
+
+        predict = functools.partial(predicted, loaded, mesh, exchange, given.conditioning, mode, addresses)
+        results.append(sample(predict, given.latent, warmup_steps, heun))
+        seen.append((exchange.num_under_way, len(addresses), len(exchange.addresses), len(exchange.once)))
+        exchange.drain()
+        assert exchange.num_under_way == 0
+    return results, seen, hooks.counts
+
+
+def predicted(loaded, mesh, exchange, conditioning, mode, addresses, x, timestep, is_stale):
+    """The ranks' rows of a prediction, put together. addresses: of the exchange's buckets are added."""
+    stale = is_stale and mode.is_stale
+    context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange)
+    with exchange.call(context.traffic, stale, mode.keeps or not stale, mode.norms):
+        rows = loaded.hooks.run(context)[0]
+    addresses.add(tuple(exchange.addresses))
+    sizes = [end - start for start, end in zip(context.bands, context.bands[1:])]
+    return all_gather(rows, sizes, 2, mesh.displaced_group, Traffic())
+
+
+def check(name, num_ranks, cases, mutant=None):
+    """Largest errors against the oracle and against the one model, for each case."""
+    on_all = run_ranks(on_ranks, num_ranks, name, cases, mutant, timeout_s=300)
+    errors = []
+    for index, (shape, warmup_steps, heun, mode, _) in enumerate(cases):
+        result = on_all[0][0][index]
+        assert all(torch.equal(result, other[0][index]) for other in on_all)
+        oracle, single = simulated(name, num_ranks, shape, warmup_steps, heun, mode)
+        errors.append(((result - oracle).abs().max().item(), (result - single).abs().max().item()))
+    return errors, on_all[0][1], on_all[0][2]
+
+
+SMALL, ODD = {"rows": 16, "columns": 12}, {"rows": 23, "columns": 13, "batch": 2}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_equals_the_oracle(mode):
+    """Two ranks; what is not synchronous differs from the one model."""
+    (of_oracle, of_model), = check("SDXL", 2, [(SMALL, 1, False, mode, 4096)])[0]
+
+    within(of_oracle, EXACT)
+    assert of_model < EXACT if mode == "full_sync" else of_model > 1e-6
+
+
+@pytest.mark.parametrize("name, num_ranks, shape", [
+    ("SDXL", 3, ODD), ("SD 1.5", 2, {"rows": 24, "columns": 9}),
+    pytest.param("SD 2", 3, {"rows": 37, "columns": 19}, marks=pytest.mark.slow)])
+def test_uneven_and_odd_bands_equal_the_oracle(name, num_ranks, shape):
+    """Euler and Heun, one warm-up step and two, and all: that is the one model. Runs follow one another on the same hooks."""
+    cases = [(shape, 1, False, "corrected_async_gn", 1 << 21), (shape, 2, True, "corrected_async_gn", 1),
+             (shape, ALL, False, "corrected_async_gn", 1 << 14)]
+
+    errors, _, _ = check(name, num_ranks, cases)
+
+    within(max(of_oracle for of_oracle, _ in errors), EXACT)
+    within(errors[-1][1], EXACT)
+
+
+def test_runs_of_other_sizes_do_not_meet():
+    """The same latent before and after another run on the same model; buckets of any size; nothing moves, nothing is left under way."""
+    cases = [(SMALL, 1, False, "corrected_async_gn", 1 << 14), ({"rows": 8, "columns": 6}, 1, False, "stale_gn", 1 << 21),
+             (SMALL, 1, False, "corrected_async_gn", 1)]
+
+    results, seen, counts = run_ranks(on_ranks, 2, "SDXL", cases, timeout_s=300)[0]
+
+    assert torch.equal(results[0], results[2])
+    assert [addresses for _, addresses, _, _ in seen] == [1, 1, 1]
+    assert [under_way == buckets > 0 for under_way, _, buckets, _ in seen] == [True] * 3
+    # One layer a level on the way down and two on the way up, of no, one and two blocks; two blocks in the middle.
+    assert counts["self-attention"] == 3 * 1 + 3 * 2 + 2 and counts["of text"] == seen[0][3] == 2 * counts["self-attention"]
+
+
+def zeros_for_halos():
+    def borrow(self, x, wanted, right=StaleSplit.borrow):
+        pieces = [torch.zeros_like(piece) for piece in right(self, x, wanted)()]
+        return lambda: pieces
+    StaleSplit.borrow = borrow
+
+
+def own_keys_stale():
+    def gather(self, tensor, sizes, dim):
+        return torch.cat(self.exchange.share(self.key, tensor, [displaced._with_size(tensor.shape, dim, size) for size in sizes]), dim)
+    StaleSplit.gather = gather
+
+
+def no_correction():
+    displaced.estimated_moments = lambda fresh, known, *rest: estimated_moments(known[rest[0]], known, *rest)
+
+
+def bessel_factor():
+    def estimated(fresh, known, rank, shares, corrects=True):
+        mean, variance = estimated_moments(fresh, known, rank, shares, corrects)
+        return mean, variance * 64 / 63
+    displaced.estimated_moments = estimated
+
+
+def even_shares():
+    StaleSplit.shares = lambda self, like: like.new_full((len(self.sizes),), 1 / len(self.sizes))
+
+
+def text_of_the_first_call():
+    RowHooks._once = lambda self, name, forward, *args, **kwargs: self.__dict__.setdefault("known", {}).setdefault(name, forward(*args))
+
+
+MUTANTS = {function.__name__: function for function in (
+    zeros_for_halos, own_keys_stale, no_correction, bessel_factor, even_shares, text_of_the_first_call)}
+
+
+@pytest.mark.parametrize("mutant", ["zeros_for_halos", "own_keys_stale", "no_correction", "bessel_factor", "even_shares"])
+def test_exactness_notices_a_broken_part(mutant):
+    shape = {"rows": 20, "columns": 6}                         # bands of 12 and 8 rows
+
+    (of_oracle, _), = check("SDXL", 2, [(shape, 1, False, "corrected_async_gn", 4096)], mutant)[0]
+
+    assert of_oracle > 1e-6
+
+
+def test_all_moments_fresh_are_torchs_and_far_from_zero_nothing_cancels():
+    x = torch.randn(2, 8, 10, 6, dtype=torch.float64) + 1e4
+    parts, shares = [x[:, :, :7], x[:, :, 7:]], torch.tensor([0.7, 0.3], dtype=torch.float64)
+    known = torch.stack([torch.stack([part.reshape(2, 4, -1).mean(-1), part.reshape(2, 4, -1).var(-1, correction=0)]) for part in parts])
+
+    mean, variance = estimated_moments(known[0], known, 0, shares)
+    _, single = estimated_moments(known[0].float(), known.float(), 0, shares.float())
+
+    whole = x.reshape(2, 4, -1)
+    within((mean - whole.mean(-1)).abs().max(), 1e-10)
+    within((variance - whole.var(-1, correction=0)).abs().max(), 1e-10)
+    within((single - variance).abs().max(), 1e-2)
+
+
+def test_corrected_moments_are_the_papers():
+    """E[x] and E[x^2] of the stale image plus this rank's change; where the variance is negative, the rank's own."""
+    known = torch.rand(3, 2, 1, 4, dtype=torch.float64)
+    fresh, shares = torch.rand(2, 1, 4, dtype=torch.float64), torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    squares = known[:, 1] + known[:, 0] ** 2
+    mean = (shares[:, None, None] * known[:, 0]).sum(0) + fresh[0] - known[1, 0]
+    square = (shares[:, None, None] * squares).sum(0) + (fresh[1] + fresh[0] ** 2) - squares[1]
+    variance = square - mean ** 2
+
+    result = estimated_moments(fresh, known, 1, shares)
+
+    within((result[0] - mean).abs().max(), 1e-12)
+    within((result[1] - torch.where(variance < 0, fresh[1], variance)).abs().max(), 1e-12)
+
+
+def test_a_negative_variance_is_replaced_by_the_ranks_own():
+    """Stale 0.01 and 1 of equal means, of which the second is 0.1 now: 0.505 + 0.1 - 1."""
+    known = torch.tensor([[[[0.0]], [[0.01]]], [[[0.0]], [[1.0]]]])
+
+    _, variance = estimated_moments(torch.tensor([[[0.0]], [[0.1]]]), known, 1, torch.tensor([0.5, 0.5]))
+
+    assert variance.item() == pytest.approx(0.1)
+
+
+def test_the_widget_offers_the_modes():
+    assert tuple(MODES) == DISPLACED_MODES
+
+
+@pytest.mark.parametrize("rows, ranks, multiple, starts", [
+    (16, 2, 4, (0, 8, 16)), (20, 3, 4, (0, 8, 16, 20)), (23, 3, 4, (0, 8, 16, 23)), (17, 3, 8, (0, 8, 16, 17)), (16, 3, 8, None)])
+def test_bands_are_whole_multiples(rows, ranks, multiple, starts):
+    assert cut_bands(rows, ranks, multiple) == starts
+
+
+def test_bands_of_halved_images():
+    assert halved((0, 8, 16, 23), 2) == (0, 2, 4, 6)
+
+
+def test_buckets_are_of_layers_that_follow_one_another():
+    assert fill_buckets({"a": 3, "b": 3, "c": 9, "d": 1, "e": 5}, 6) == [["a", "b"], ["c"], ["d", "e"]]

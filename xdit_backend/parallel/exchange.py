@@ -1,0 +1,173 @@
+"""What the ranks of a group tell each other of every layer: at once, or for the next call, while this one computes on.
+
+The part of DistriFusion (arXiv 2402.19481) that communicates; displaced.py says what is told. docs/algorithms.md section 8.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .collectives import Traffic, all_gather, on_wire
+
+BUCKET_BYTES = 2 ** 21         # that travel together: fewer, larger messages cost less, and the first should leave early
+ALIGNMENT = 16                 # bytes; a layer's place in a bucket fits any dtype
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A layer's place: from byte `start` on, in every rank's row of a bucket."""
+
+    bucket: int
+    start: int
+    shapes: tuple                          # of each rank's tensor
+    dtype: torch.dtype
+
+
+class Exchange:
+    """What the ranks last told each other, layer by layer, for the calls of one conditioning. Dropped with it, after drain().
+
+    Each call of the model is synchronous (everything told is used at once) or stale (what the last call told is used, and what this one
+    tells arrives for the next). share() is called for the same layers, in the same order, in every call and on every rank.
+    Consecutive layers lie in buckets, (ranks, bytes): as soon as the layers of one have run, its own row goes to all other ranks
+    in one all-gather, which is waited for where the next call comes to it. Buckets stay where they are in memory.
+    """
+
+    def __init__(self, group, num_ranks, rank, bucket_bytes=BUCKET_BYTES):
+        self.group, self.num_ranks, self.rank = group, num_ranks, rank
+        self.once = {}                         # layer -> (which images, output), of layers that read the text alone
+        self.is_stale, self.norms = False, "corrected"         # of the call at hand
+        self._bucket_bytes = bucket_bytes
+        self._slots, self._buckets, self._works = {}, [], {}
+        self._told = None                      # layer -> what a first call has told, until there are buckets
+        self._leaving = []                     # [(Slot, tensor)] of the bucket at hand
+        self._publishes, self._traffic = True, Traffic()
+
+    @property
+    def is_filled(self):
+        """Has a call left what a stale one needs?"""
+        return bool(self._slots)
+
+    @property
+    def num_bytes(self):
+        return sum(bucket.numel() for bucket in self._buckets)
+
+    @property
+    def num_under_way(self):
+        return len(self._works)
+
+    @property
+    def addresses(self):
+        """Where the buckets are in memory."""
+        return [bucket.data_ptr() for bucket in self._buckets]
+
+    @contextmanager
+    def call(self, traffic, is_stale, keeps=True, norms="corrected"):
+        """One call of the model runs under this. keeps: what it tells is for the next call, too. norms: see displaced.MODES.
+
+        A stale call that keeps nothing leaves what the last one that did has told.
+        """
+        assert self.is_filled or not is_stale, "nothing was told yet"
+        self.is_stale, self.norms, self._publishes, self._traffic = is_stale, norms, keeps, traffic
+        self._told = {} if keeps and not self.is_filled else None
+        try:
+            yield self
+            self._leave()
+            if self._told:
+                self._lay_out(self._told)
+        finally:                                               # also of a call that failed, which leaves nothing
+            self._told, self._leaving = None, []
+
+    def share(self, key, fresh, shapes):
+        """Every rank's tensor of a layer, by rank: of this call if it is synchronous, else of the last one, this rank's too.
+
+        fresh: this rank's, of shapes[rank]. What is returned is good until the next share.
+        """
+        if not self.is_stale:
+            return self._share_now(key, fresh, shapes)
+        slot = self._slots[key]
+        if self._leaving and self._leaving[0][0].bucket != slot.bucket:
+            self._leave()
+        self._wait(slot.bucket)
+        if self._publishes:                                    # later: what the own row has of the last call may still be read
+            self._leaving.append((slot, fresh))
+        return [_as_tensor(row[slot.start:], shape, slot.dtype) for row, shape in zip(self._buckets[slot.bucket], slot.shapes)]
+
+    def gather(self, fresh):
+        """Every rank's tensor of one shape, of this call, by rank; nothing is kept."""
+        return all_gather(fresh[None], [1] * self.num_ranks, 0, self.group, self._traffic).unbind(0)
+
+    def drain(self):
+        """Wait for all that is under way. Every rank calls it, between the same two calls."""
+        for index in list(self._works):
+            self._wait(index)
+
+    def _share_now(self, key, fresh, shapes):
+        size = slot_bytes(shapes, fresh.dtype)
+        everyone = all_gather(_as_bytes(fresh, size)[None], [1] * self.num_ranks, 0, self.group, self._traffic)
+        if self._told is not None:
+            self._told[key] = everyone, tuple(map(tuple, shapes)), fresh.dtype
+        elif self._publishes:
+            slot = self._slots[key]
+            self._wait(slot.bucket)
+            self._buckets[slot.bucket][:, slot.start:slot.start + size].copy_(everyone)
+        return [_as_tensor(row, shape, fresh.dtype) for row, shape in zip(everyone, shapes)]
+
+    def _leave(self):
+        """Send this rank's row of the bucket whose layers have all run."""
+        if not self._leaving:
+            return
+        index = self._leaving[0][0].bucket
+        bucket = self._buckets[index]
+        for slot, fresh in self._leaving:
+            _as_tensor(bucket[self.rank, slot.start:], fresh.shape, fresh.dtype).copy_(fresh)
+        self._leaving = []
+        own = on_wire(bucket[self.rank], self.group).clone()
+        arriving = bucket if own.device == bucket.device else torch.empty(bucket.shape, dtype=bucket.dtype)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._traffic.count(own.numel() * (self.num_ranks - 1), own)
+        self._works[index] = gather(arriving.view(-1), own, group=self.group, async_op=True), own, arriving
+
+    def _wait(self, index):
+        if index in self._works:
+            work, _, arriving = self._works.pop(index)         # gloo needs what is sent to live until then
+            work.wait()
+            if arriving is not self._buckets[index]:
+                self._buckets[index].copy_(arriving)
+
+    def _lay_out(self, told):
+        for index, keys in enumerate(fill_buckets({key: rows.shape[1] for key, (rows, _, _) in told.items()}, self._bucket_bytes)):
+            start = 0
+            for key in keys:
+                rows, shapes, dtype = told[key]
+                self._slots[key] = Slot(index, start, shapes, dtype)
+                start += rows.shape[1]
+            self._buckets.append(torch.cat([told[key][0] for key in keys], 1).contiguous())
+
+
+def slot_bytes(shapes, dtype):
+    """Bytes that a layer takes of every rank's row: the largest rank's, aligned."""
+    most = max(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
+    return -(-most // ALIGNMENT) * ALIGNMENT
+
+
+def fill_buckets(sizes, bucket_bytes=BUCKET_BYTES):
+    """Layers (in their order) of each bucket: as many as it has room for, or one. sizes: {layer: bytes}."""
+    buckets, filled = [], bucket_bytes
+    for key, size in sizes.items():
+        if filled + size > bucket_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(key)
+        filled += size
+    return buckets
+
+
+def _as_bytes(tensor, size):
+    flat = tensor.reshape(-1).view(torch.uint8)
+    return flat if len(flat) == size else torch.cat([flat, flat.new_zeros(size - len(flat))])
+
+
+def _as_tensor(flat, shape, dtype):
+    return flat[:torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
