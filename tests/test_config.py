@@ -35,6 +35,8 @@ def test_accepts_what_works(config, num_devices):
     (replace(manual(pipefusion=2), stage_blocks="3"), 2, ["names 1 stages", "pipefusion_degree=2"]),
     (ParallelConfig(warmup="cold"), 1, ['warmup="cold"', "micro_batches"]),
     (manual(tensor=2), 2, ["tensor_degree=2", "not available"]),
+    (manual(displaced=2, pipefusion=2), 4, ["displaced_degree=2 and pipefusion_degree=2", "one of them to 1"]),
+    (ParallelConfig(displaced_mode="stale"), 1, ['displaced_mode="stale"', "corrected_async_gn"]),
     (ParallelConfig(num_patches=-1), 1, ["num_patches=-1"])], ids=str)
 def test_refuses_what_cannot_work(config, num_devices, words):
     with pytest.raises(ConfigError) as error:

@@ -62,13 +62,12 @@ def test_stale_steps_equal_the_oracles_through_comfyuis_sampler(comfyui, kind, d
     assert oracle.num_stale > 0 and relative_error(result, whole) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["sd15", "sdxl", pytest.param("sdxl-refiner", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["sdxl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sd15", "sdxl-refiner"))])
 def test_synchronous_steps_equal_native_ksampler(comfyui, kind):
-    """Every step a warm-up step, or full_sync; as many samplers as there are, and odd sizes."""
+    """Every step a warm-up step, or full_sync; odd sizes and a batch."""
     for sampler, scheduler, size, settings in (
             ("euler", "normal", (16, 18), {"warmup_steps": 9}), ("heun", "karras", (17, 23), {"displaced_mode": "full_sync"}),
-            ("dpmpp_2m", "sgm_uniform", (33, 9), {"warmup_steps": 2}), ("uni_pc", "simple", (20, 8), {"displaced_mode": "full_sync"}),
-            ("dpm_adaptive", "normal", (16, 10), {})):
+            ("dpmpp_2m", "sgm_uniform", (33, 9), {"warmup_steps": 2}), ("uni_pc", "simple", (20, 8), {"displaced_mode": "full_sync"})):
         model = comfyui.ours(kind, comfyui.config("cpu,cpu", displaced=2, **settings))
         arguments = {"sampler": sampler, "scheduler": scheduler, "steps": 2, "latent": comfyui.latent(kind, batch=2, size=size)}
 
@@ -143,8 +142,10 @@ def test_what_cannot_be_displaced_is_refused_in_words(comfyui):
 
 
 def test_the_node_says_how_it_runs(comfyui, said):
-    comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2, warmup="auto")), "sd15", steps=1)
-    comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2, warmup="auto")), "sd15", steps=2, sampler="dpm_adaptive")
+    area = comfyui.conditioning("sd15", 1)
+    area[0][1]["area"] = (8, 18, 0, 0)
+    for prompt in (None, area):
+        comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2, warmup="auto")), "sd15", steps=1, positive=prompt)
 
     assert said[0] == "running on cpu, cpu: DistriFusion 2"
-    assert any("DistriFusion 2, every step synchronous, because this workflow uses dpm_adaptive" in text for text in said)
+    assert any("DistriFusion 2, every step synchronous, because this workflow uses an area for a prompt" in text for text in said)

@@ -1,12 +1,17 @@
-"""The oracle of displaced patches for U-Nets, SIM-D(N, W) of docs/algorithms.md 8: one process, the unmodified model, whole images.
+"""The oracles of displaced patches, SIM-D(N, W) of docs/algorithms.md 9: one process, the unmodified model, whole images.
 
 For each band of rows the whole latent is predicted, while every layer that mixes rows finds, outside of the band, what it found there
 in the call before; of the result the band's rows are kept. Norms are by the paper's formula, in E[x] and E[x^2].
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from greenlet import getcurrent, greenlet
+
+from tests.models.zoo import text_first
+from xdit_backend.partition import shard_sizes, shard_start
 
 plain_attention = F.scaled_dot_product_attention
 
@@ -127,3 +132,57 @@ class StaleUNet:
         variance = torch.where(variance < 0, own[1] - own[0] ** 2, variance)
         normal = (x.reshape(batch, groups, -1) - mean[..., None]) / (variance[..., None] + module.eps).sqrt()
         return normal.view_as(x) * module.weight[:, None, None] + module.bias[:, None, None]
+
+
+class StaleTransformer:
+    """The same for a transformer of the zoo: each rank's tokens of every stream, and keys and values of the others' from before."""
+
+    def __init__(self, example, num_ranks):
+        self.example, self.num_ranks, self.text_first = example, num_ranks, text_first(example.family)
+        self.before = {}
+
+    def predict(self, x, timestep, is_stale):
+        one, now = self.example, {}
+        one.latent, one.timestep = x, timestep
+        num_image = one.family.latent.num_tokens(x.shape)
+        out = one.run() if not is_stale else torch.full_like(x, float("nan"))
+        for band in range(self.num_ranks) if is_stale else [None]:
+            calls = itertools.count()
+
+            def attention(query, key, value, *args, band=band, calls=calls, **kwargs):
+                num_text = key.shape[2] - num_image
+                if num_text < 0 or (num_text and query.shape[2] != key.shape[2]):
+                    return plain_attention(query, key, value, *args, **kwargs)     # cross-attention, or of text alone
+                name, both = next(calls), torch.stack([key, value])
+                if band is not None:
+                    own = torch.zeros(key.shape[2], dtype=torch.bool)
+                    for first, count in ((num_text if self.text_first else 0, num_image), (0 if self.text_first else num_image, num_text)):
+                        start = first + shard_start(count, self.num_ranks, band)
+                        own[start:start + shard_sizes(count, self.num_ranks)[band]] = True
+                    now[name] = torch.where(own[:, None], both, now.get(name, both))
+                    both = torch.where(own[:, None], both, self.before[name])
+                else:
+                    now[name] = both
+                return plain_attention(query, *both, *args, **kwargs)
+
+            F.scaled_dot_product_attention = attention
+            try:
+                prediction = one.run()
+            finally:
+                F.scaled_dot_product_attention = plain_attention
+            if is_stale:
+                pixels = self._pixels(band, num_image, x)
+                out[..., pixels] = prediction[..., pixels]
+        self.before = now
+        return out
+
+    def _pixels(self, band, num_image, x):
+        """Which pixels of the latent are of the band's tokens."""
+        first = shard_start(num_image, self.num_ranks, band)
+        mask = torch.zeros(num_image, dtype=torch.bool)
+        mask[first:first + shard_sizes(num_image, self.num_ranks)[band]] = True
+        latent = self.example.family.latent
+        mask = mask.view(latent.counts(x.shape))
+        for dim, size in enumerate(latent.patch):
+            mask = mask.repeat_interleave(size, dim)
+        return mask[tuple(slice(size) for size in x.shape[2:])]

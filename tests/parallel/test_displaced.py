@@ -1,4 +1,4 @@
-"""Displaced patches of U-Nets: the ranks together are the oracle, synchronous calls are the model; with a broken part they are not."""
+"""Displaced patches: the ranks together are the oracle, synchronous calls are the model; with a broken part they are not."""
 
 import functools
 
@@ -6,14 +6,15 @@ import pytest
 import torch
 
 import xdit_backend.parallel.displaced as displaced
-from tests.models.zoo import UNETS, example
-from tests.parallel.displaced_oracle import StaleUNet
+from tests.models.zoo import CONFIGS, UNETS, example
+from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
 from tests.ranks import run_ranks
 from tests.tolerances import within
 from xdit_backend.config import DISPLACED_MODES
 from xdit_backend.parallel.collectives import Traffic, all_gather
 from xdit_backend.parallel.displaced import MODES, StaleSplit, estimated_moments
 from xdit_backend.parallel.exchange import Exchange, fill_buckets
+from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import build_mesh
 from xdit_backend.parallel.row_hooks import RowHooks
 from xdit_backend.partition import cut_bands, halved
@@ -25,12 +26,12 @@ SIGMAS = [1.0, 0.8, 0.55, 0.3, 0.1]
 ALL = len(SIGMAS)
 
 
-def sample(predict, x, warmup_steps, heun=False):
+def sample(predict, x, warmup_steps, heun=False, scale=1000.0):
     """Euler or Heun steps. predict(x, timestep, is_stale); a call is synchronous while its sigma is above sigmas[warmup_steps]."""
     def velocity(x, sigma):
         is_stale = bool(calls) and warmup_steps < len(SIGMAS) and sigma <= SIGMAS[warmup_steps]
         calls.append(is_stale)
-        return predict(x, torch.full((x.shape[0],), 1000.0 * sigma, dtype=x.dtype), is_stale)
+        return predict(x, torch.full((x.shape[0],), scale * sigma, dtype=x.dtype), is_stale)
 
     calls = []
     for sigma, following in zip(SIGMAS, SIGMAS[1:]):
@@ -144,6 +145,76 @@ def test_runs_of_other_sizes_do_not_meet():
     assert counts["self-attention"] == 3 * 1 + 3 * 2 + 2 and counts["of text"] == seen[0][3] == 2 * counts["self-attention"]
 
 
+def transformer_on_ranks(rank, world_size, name, layout, shape, mutant):
+    """The latents of two runs, with one warm-up step (Heun's method) and with all, that the ranks of a transformer make."""
+    torch.set_grad_enabled(False)
+    if mutant is not None:
+        MUTANTS[mutant]()
+    mesh, one, results = build_mesh(layout, world_size), example(name, **shape), []
+    hooks = Hooks(one.model, one.family.plan)
+    loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
+    for warmup_steps in (1, ALL):
+        exchange = Exchange(mesh.displaced_group, layout.displaced_degree, mesh.ranks["displaced"], 4096)
+        predict = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning)
+        results.append(sample(predict, one.latent, warmup_steps, heun=warmup_steps == 1, scale=one.family.time_scale))
+        exchange.drain()
+    return results
+
+
+def predicted_whole(loaded, mesh, exchange, conditioning, x, timestep, is_stale):
+    context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange)
+    with exchange.call(context.traffic, is_stale):
+        return loaded.family.prediction(loaded.hooks.run(context)[0], x)[:, :x.shape[1]]
+
+
+def check_transformer(name, layout, shape, mutant=None):
+    num_ranks = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
+    (displaced_, synchronous), *others = run_ranks(transformer_on_ranks, num_ranks, name, layout, shape, mutant, timeout_s=300)
+    one, stale = example(name, **shape), StaleTransformer(example(name, **shape), layout.displaced_degree)
+
+    def model(x, timestep, is_stale):
+        one.latent, one.timestep = x, timestep
+        return one.run()[:, :x.shape[1]]
+    oracle = sample(lambda x, timestep, is_stale: stale.predict(x, timestep, is_stale)[:, :x.shape[1]], stale.example.latent, 1, True,
+                    one.family.time_scale)
+    single = [sample(model, example(name, **shape).latent, ALL, heun, one.family.time_scale) for heun in (False, True)]
+    assert all(torch.equal(displaced_, other[0]) for other in others)
+    return [(a - b).abs().max().item() for a, b in ((displaced_, oracle), (synchronous, single[0]), (displaced_, single[1]))]
+
+
+TRANSFORMER = {"rows": 12, "columns": 6, "num_text_tokens": 7}
+
+
+@pytest.mark.parametrize("name, layout", [
+    ("SD3", Layout(displaced_degree=3)), ("Flux.1", Layout(displaced_degree=2)), ("PixArt-Sigma", Layout(displaced_degree=2)),
+    *(pytest.param(name, Layout(displaced_degree=2), marks=pytest.mark.slow) for name in CONFIGS
+      if name not in ("SD3", "Flux.1", "PixArt-Sigma")),
+    pytest.param("SD3", Layout(displaced_degree=2, ulysses_degree=2), marks=pytest.mark.slow),
+    pytest.param("Flux.1", Layout(displaced_degree=2, ring_degree=2), marks=pytest.mark.slow)], ids=str)
+def test_transformers_equal_the_oracle(name, layout):
+    """Image and text tokens of other ranks are as they were a call before; Ulysses and Ring share out a rank's part."""
+    of_oracle, of_model, displaced_of_model = check_transformer(name, layout, TRANSFORMER)
+
+    within(of_oracle, EXACT)
+    within(of_model, EXACT)
+    assert displaced_of_model > 1e-6
+
+
+def test_a_transformer_whose_own_keys_are_stale_is_noticed():
+    of_oracle, _, _ = check_transformer("SD3", Layout(displaced_degree=2), TRANSFORMER, "nothing_fresh")
+
+    assert of_oracle > 1e-6
+
+
+def nothing_fresh():
+    def share(self, key, fresh, shapes, right=Exchange.share):
+        class Kept(list):
+            def __setitem__(self, index, value):
+                pass
+        return Kept(right(self, key, fresh, shapes))
+    Exchange.share = share
+
+
 def zeros_for_halos():
     def borrow(self, x, wanted, right=StaleSplit.borrow):
         pieces = [torch.zeros_like(piece) for piece in right(self, x, wanted)()]
@@ -177,7 +248,7 @@ def text_of_the_first_call():
 
 
 MUTANTS = {function.__name__: function for function in (
-    zeros_for_halos, own_keys_stale, no_correction, bessel_factor, even_shares, text_of_the_first_call)}
+    nothing_fresh, zeros_for_halos, own_keys_stale, no_correction, bessel_factor, even_shares, text_of_the_first_call)}
 
 
 @pytest.mark.parametrize("mutant", ["zeros_for_halos", "own_keys_stale", "no_correction", "bessel_factor", "even_shares"])

@@ -1,6 +1,6 @@
 """Displaced patch parallelism (DistriFusion, arXiv 2402.19481): each rank has its part of the image, and the others' from the last call.
 
-row_hooks.py puts it into U-Nets, hooks.py into transformers. docs/algorithms.md section 8.
+row_hooks.py puts it into U-Nets, hooks.py into transformers. docs/algorithms.md section 9.
 
 # B batch, G groups of a norm, N heads, T tokens, H head size
 """

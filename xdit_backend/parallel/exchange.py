@@ -1,6 +1,6 @@
 """What the ranks of a group tell each other of every layer: at once, or for the next call, while this one computes on.
 
-The part of DistriFusion (arXiv 2402.19481) that communicates; displaced.py says what is told. docs/algorithms.md section 8.
+The part of DistriFusion (arXiv 2402.19481) that communicates; displaced.py says what is told. docs/algorithms.md section 9.
 """
 
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
 """Hooks on a diffusers U-Net: each rank computes its rows of every image inside, and has the others' by way of an exchange.
 
 As hooks.py for transformers. Placed once on a loaded model, as its RowPlan says; its own, unmodified forward runs, and while a
-convolution, a norm or an attention does, torch's function for it works on rows (rows.py). docs/algorithms.md section 8.
+convolution, a norm or an attention does, torch's function for it works on rows (rows.py). docs/algorithms.md section 9.
 """
 
 import functools
