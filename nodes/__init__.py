@@ -1,10 +1,11 @@
 """What a person sees: one file a node."""
 
 from .demo_prompt import XDiTDemoPrompt
+from .load_clip_vae import XDiTLoadClipVae
 from .load_model import XDiTLoadModel
 from .parallel_config import XDiTParallelConfig
 from .parallel_sampler import XDiTParallelSampler
 from .vae_decode import XDiTVAEDecode
 from .vae_encode import XDiTVAEEncode
 
-NODES = [XDiTLoadModel, XDiTParallelConfig, XDiTParallelSampler, XDiTVAEDecode, XDiTVAEEncode, XDiTDemoPrompt]
+NODES = [XDiTLoadModel, XDiTParallelConfig, XDiTParallelSampler, XDiTVAEDecode, XDiTVAEEncode, XDiTLoadClipVae, XDiTDemoPrompt]

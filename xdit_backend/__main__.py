@@ -3,11 +3,11 @@
 import argparse
 import sys
 
-from .bench import methods, planner, quality, vae
+from .bench import displaced, methods, planner, quality, vae
 from .host import doctor
 from .protocol.errors import ConfigError
 
-BENCHES = {"methods": methods, "vae": vae, "quality": quality, "planner": planner}
+BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": planner}
 
 
 def main():

@@ -37,7 +37,8 @@ class DisplacedRun:
     def predict(self, calls, sigma, whole_because=None):
         """Predictions for one or two calls, which make up all that the step asks for now."""
         requests = [dataclasses.replace(call, name=self._client.name_conditioning(call.conditioning, run=self)) for call in calls]
-        names = [request.name for request in requests]
+        # Ranks of each CFG branch keep their own.
+        names = {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
         # Nodes may call the model for a piece of the latent, or for another one.
         keep = (whole_because is None and self._config.displaced_mode != "full_sync" and self._staleness.ends
                 and all(tuple(request.latent.shape) == self._shape for request in requests))

@@ -23,11 +23,11 @@ class Staleness:
         return self._warm_sigma > -math.inf
 
     def hold(self, names):
-        """The workers hold what a call with each of these conditionings left."""
+        """The workers hold what a call with each of these left. names: of conditionings, each with the CFG rank that runs it."""
         self._held.update(names)
 
     def is_synchronous(self, names, sigma):
-        """names: of the call's conditionings."""
+        """names: as hold's, of the call's conditionings."""
         if sigma > self._warm_sigma:
             return True
         if self._cold_sigma is not None and sigma > self._cold_sigma:

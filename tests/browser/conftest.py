@@ -12,6 +12,7 @@ from tests.comfyui_server import ROOT, Host, comfyui_folder, make_base
 TEMPLATE_FILES = {
     "diffusion_models": ["sd3.5_medium.safetensors", "flux1-dev.safetensors"],
     "text_encoders": ["clip_l.safetensors", "clip_g.safetensors", "t5xxl_fp16.safetensors"],
+    "checkpoints": ["v1-5-pruned-emaonly.safetensors", "sd_xl_base_1.0.safetensors"],
     "vae": ["sd3.5_vae.safetensors", "ae.safetensors"],
 }
 

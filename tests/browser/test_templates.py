@@ -9,7 +9,8 @@ pytestmark = pytest.mark.slow
 
 PAGE_ONLY = {"upload"}                     # LoadImage's button
 NAMES = [path.stem for path in template_paths()]
-NODE_IDS = ["XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode", "XDiTDemoPrompt"]
+NODE_IDS = ["XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode", "XDiTLoadClipVae",
+            "XDiTDemoPrompt"]
 
 # What the page made of a graph: nodes, links with both ends' types, and widget values in the order of the file.
 READ_GRAPH = """() => ({

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from greenlet import getcurrent, greenlet
 
-from tests.models.zoo import text_first
 from xdit_backend.partition import shard_sizes, shard_start
 
 plain_attention = F.scaled_dot_product_attention
@@ -137,28 +136,27 @@ class StaleUNet:
 class StaleTransformer:
     """The same for a transformer of the zoo: each rank's tokens of every stream, and keys and values of the others' from before."""
 
-    def __init__(self, example, num_ranks):
-        self.example, self.num_ranks, self.text_first = example, num_ranks, text_first(example.family)
+    def __init__(self, example, num_parts, num_shards):
+        """num_shards: that the tokens are cut into; a part is some that follow one another."""
+        self.example, self.num_parts, self.num_shards = example, num_parts, num_shards
+        self.mixed = {streams for list_ in example.family.plan.lists for streams in list_.attention.values()}
         self.before = {}
 
     def predict(self, x, timestep, is_stale):
         one, now = self.example, {}
         one.latent, one.timestep = x, timestep
-        num_image = one.family.latent.num_tokens(x.shape)
-        out = one.run() if not is_stale else torch.full_like(x, float("nan"))
-        for band in range(self.num_ranks) if is_stale else [None]:
+        counts = one.family.token_counts(x.shape, one.conditioning)
+        lengths = {sum(counts[stream] for stream in streams): streams for streams in self.mixed}
+        out = None
+        for band in range(self.num_parts) if is_stale else [None]:
             calls = itertools.count()
 
             def attention(query, key, value, *args, band=band, calls=calls, **kwargs):
-                num_text = key.shape[2] - num_image
-                if num_text < 0 or (num_text and query.shape[2] != key.shape[2]):
+                if key.shape[2] not in lengths or query.shape[2] != key.shape[2]:
                     return plain_attention(query, key, value, *args, **kwargs)     # cross-attention, or of text alone
                 name, both = next(calls), torch.stack([key, value])
                 if band is not None:
-                    own = torch.zeros(key.shape[2], dtype=torch.bool)
-                    for first, count in ((num_text if self.text_first else 0, num_image), (0 if self.text_first else num_image, num_text)):
-                        start = first + shard_start(count, self.num_ranks, band)
-                        own[start:start + shard_sizes(count, self.num_ranks)[band]] = True
+                    own = torch.cat([self._own(counts[stream], band) for stream in lengths[key.shape[2]]])
                     now[name] = torch.where(own[:, None], both, now.get(name, both))
                     both = torch.where(own[:, None], both, self.before[name])
                 else:
@@ -170,19 +168,24 @@ class StaleTransformer:
                 prediction = one.run()
             finally:
                 F.scaled_dot_product_attention = plain_attention
+            out = prediction.clone() if out is None else out
             if is_stale:
-                pixels = self._pixels(band, num_image, x)
+                pixels = self._pixels(band, x)
                 out[..., pixels] = prediction[..., pixels]
         self.before = now
         return out
 
-    def _pixels(self, band, num_image, x):
+    def _own(self, count, band):
+        """Which of so many tokens are the band's."""
+        own, each = torch.zeros(count, dtype=torch.bool), self.num_shards // self.num_parts
+        for shard in range(band * each, (band + 1) * each):
+            own[shard_start(count, self.num_shards, shard):][:shard_sizes(count, self.num_shards)[shard]] = True
+        return own
+
+    def _pixels(self, band, x):
         """Which pixels of the latent are of the band's tokens."""
-        first = shard_start(num_image, self.num_ranks, band)
-        mask = torch.zeros(num_image, dtype=torch.bool)
-        mask[first:first + shard_sizes(num_image, self.num_ranks)[band]] = True
         latent = self.example.family.latent
-        mask = mask.view(latent.counts(x.shape))
+        mask = self._own(latent.num_tokens(x.shape), band).view(latent.counts(x.shape))
         for dim, size in enumerate(latent.patch):
             mask = mask.repeat_interleave(size, dim)
         return mask[tuple(slice(size) for size in x.shape[2:])]

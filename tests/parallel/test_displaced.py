@@ -10,6 +10,7 @@ from tests.models.zoo import CONFIGS, UNETS, example
 from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
 from tests.ranks import run_ranks
 from tests.tolerances import within
+from xdit_backend.bench.displaced import told_bytes
 from xdit_backend.config import DISPLACED_MODES
 from xdit_backend.parallel.collectives import Traffic, all_gather
 from xdit_backend.parallel.displaced import MODES, StaleSplit, estimated_moments
@@ -37,9 +38,14 @@ def sample(predict, x, warmup_steps, heun=False, scale=1000.0):
     for sigma, following in zip(SIGMAS, SIGMAS[1:]):
         change = velocity(x, sigma)
         if heun:
-            change = (change + velocity(x + (following - sigma) * change, following)) / 2
-        x = x + (following - sigma) * change
+            change = (change + velocity(stepped(x, following - sigma, change), following)) / 2
+        x = stepped(x, following - sigma, change)
     return x
+
+
+def stepped(x, length, change):
+    """Pictures that a model has beside the latent stay as they are."""
+    return torch.cat([x[:, :change.shape[1]] + length * change, x[:, change.shape[1]:]], 1)
 
 
 def bands_of(name, rows, num_ranks):
@@ -76,7 +82,7 @@ def on_ranks(rank, world_size, name, cases, mutant=None):
 
         predict = functools.partial(predicted, loaded, mesh, exchange, given.conditioning, mode, addresses)
         results.append(sample(predict, given.latent, warmup_steps, heun))
-        seen.append((exchange.num_under_way, len(addresses), len(exchange.addresses), len(exchange.once)))
+        seen.append((exchange.num_under_way, len(addresses), len(exchange.addresses), len(exchange.once), exchange.num_bytes))
         exchange.drain()
         assert exchange.num_under_way == 0
     return results, seen, hooks.counts
@@ -139,10 +145,19 @@ def test_runs_of_other_sizes_do_not_meet():
     results, seen, counts = run_ranks(on_ranks, 2, "SDXL", cases, timeout_s=300)[0]
 
     assert torch.equal(results[0], results[2])
-    assert [addresses for _, addresses, _, _ in seen] == [1, 1, 1]
-    assert [under_way == buckets > 0 for under_way, _, buckets, _ in seen] == [True] * 3
+    assert [addresses for _, addresses, *_ in seen] == [1, 1, 1]
+    assert [under_way == buckets > 0 for under_way, _, buckets, *_ in seen] == [True] * 3
     # One layer a level on the way down and two on the way up, of no, one and two blocks; two blocks in the middle.
     assert counts["self-attention"] == 3 * 1 + 3 * 2 + 2 and counts["of text"] == seen[0][3] == 2 * counts["self-attention"]
+
+
+@pytest.mark.parametrize("name, num_ranks, shape", [("SDXL", 3, ODD), ("SD 1.5", 2, {"rows": 17, "columns": 9})])
+def test_what_is_kept_is_the_formula_to_the_byte(name, num_ranks, shape):
+    """And with it what is sent: a row of every bucket, to all others."""
+    on_all = run_ranks(on_ranks, num_ranks, name, [(shape, 1, False, "corrected_async_gn", 4096)], timeout_s=300)
+    told = told_bytes(example(name).model, (shape["rows"], shape["columns"]), num_ranks, torch.float64, shape.get("batch", 1))
+
+    assert [seen[0][4] for _, seen, _ in on_all] == [num_ranks * told] * num_ranks
 
 
 def transformer_on_ranks(rank, world_size, name, layout, shape, mutant):
@@ -170,7 +185,7 @@ def predicted_whole(loaded, mesh, exchange, conditioning, x, timestep, is_stale)
 def check_transformer(name, layout, shape, mutant=None):
     num_ranks = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
     (displaced_, synchronous), *others = run_ranks(transformer_on_ranks, num_ranks, name, layout, shape, mutant, timeout_s=300)
-    one, stale = example(name, **shape), StaleTransformer(example(name, **shape), layout.displaced_degree)
+    one, stale = example(name, **shape), StaleTransformer(example(name, **shape), layout.displaced_degree, num_ranks)
 
     def model(x, timestep, is_stale):
         one.latent, one.timestep = x, timestep

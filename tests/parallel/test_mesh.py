@@ -55,7 +55,7 @@ def test_groups_of_sixteen_ranks():
     assert groups["ulysses"] == {(rank, rank + 1) for rank in range(0, 16, 2)}
     assert groups["ring"] == {(rank, rank + 2) for rank in range(16) if rank % 4 < 2}
     assert groups["sequence"] == {tuple(range(rank, rank + 4)) for rank in range(0, 16, 4)}
-    assert places[5] == (0, 1, 0, 0, 1) and places[14] == (1, 1, 0, 1, 0)          # (data, cfg, pipefusion, ring, ulysses)
+    assert places[5] == (0, 1, 0, 0, 0, 1) and places[14] == (1, 1, 0, 0, 1, 0)    # (data, cfg, pipefusion, displaced, ring, ulysses)
 
 
 def test_stages_are_groups_of_equal_place_in_the_sequence():
@@ -68,9 +68,9 @@ def test_stages_are_groups_of_equal_place_in_the_sequence():
 
 
 @pytest.mark.parametrize("degrees", [(1, 1, 1, 3, 2), (2, 1, 1, 1, 4), (1, 2, 1, 4, 1), (3, 2, 1, 2, 1), (1, 1, 1, 1, 8),
-                                     (1, 2, 2, 1, 2), (2, 1, 3, 2, 1)], ids=str)
+                                     (1, 2, 2, 1, 2), (2, 1, 3, 2, 1), (1, 2, 1, 2, 1, 3)], ids=str)
 def test_groups_partition_the_world_and_meet_in_one_rank(degrees):
-    names = ("data_degree", "cfg_degree", "pipefusion_degree", "ring_degree", "ulysses_degree")
+    names = ("data_degree", "cfg_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "displaced_degree")
     world_size = math.prod(degrees)
 
     groups, places = groups_of(Layout(**dict(zip(names, degrees))), world_size)

@@ -1,0 +1,36 @@
+"""Load CLIP and VAE: what an all-in-one checkpoint holds beside its diffusion model, which Load xDiT Model takes."""
+
+import comfy.sd
+import folder_paths
+from comfy_api.latest import io
+
+from ..xdit_backend.protocol.errors import CheckpointError
+
+
+class XDiTLoadClipVae(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="XDiTLoadClipVae",
+            display_name="Load CLIP and VAE",
+            category="xDiT",
+            description="Loads the text encoders and the VAE of an all-in-one checkpoint, and nothing else of it: Load xDiT Model "
+                        "loads its diffusion model onto the workers.",
+            search_aliases=["checkpoint", "sdxl", "sd1.5", "load checkpoint"],
+            inputs=[
+                io.Combo.Input("ckpt_name", options=folder_paths.get_filename_list("checkpoints"),
+                               tooltip="A checkpoint of models/checkpoints, the one that Load xDiT Model has."),
+            ],
+            outputs=[io.Clip.Output(), io.Vae.Output()],
+        )
+
+    @classmethod
+    def execute(cls, ckpt_name) -> io.NodeOutput:
+        path = folder_paths.get_full_path_or_raise("checkpoints", ckpt_name)
+        _, clip, vae, _ = comfy.sd.load_checkpoint_guess_config(
+            path, output_model=False, embedding_directory=folder_paths.get_folder_paths("embeddings"))
+        vae_model = getattr(vae, "first_stage_model", None)
+        if clip is None or vae_model is None:
+            missing = " and no ".join(name for name, part in (("text encoder", clip), ("VAE", vae_model)) if part is None)
+            raise CheckpointError(f"{ckpt_name} holds no {missing}. Load them from files of their own, with Load CLIP and Load VAE.")
+        return io.NodeOutput(clip, vae)
