@@ -69,7 +69,7 @@ def workflow(parallel=True, devices="cpu,cpu", steps=3, seed=1, size=256, lora=F
     if parallel:
         graph["config"] = {"class_type": "XDiTParallelConfig", "inputs": {
             "devices": devices, "mode": "manual" if degrees else "auto", "num_patches": 0, "warmup_steps": 1,
-            **{f"{name}_degree": degrees.get(name, 1) for name in ("cfg", "data", "pipefusion", "ring", "ulysses", "tensor")}}}
+            **{f"{name}_degree": degrees.get(name, 1) for name in ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses", "tensor")}}}
         graph["model"] = {"class_type": "XDiTLoadModel", "inputs": {
             "model_name": "sd3.safetensors", "weight_dtype": "default", "parallel": ["config", 0]}}
         graph["sampler"]["class_type"], graph["decode"]["class_type"] = "XDiTParallelSampler", "XDiTVAEDecode"
@@ -147,9 +147,10 @@ def test_progress_previews_and_phases_reach_the_page(server):
     assert "running on cpu, cpu: CFG 2" in phases
 
 
-def test_pipefusion_tells_and_shows_each_step_once(server, base):
-    """Progress and previews are put together from the patches, in order."""
-    server.run(workflow(seed=2, pipefusion=2))
+@pytest.mark.parametrize("method, text", [("pipefusion", "PipeFusion 2, 4 patches"), ("displaced", "DistriFusion 2")])
+def test_stale_methods_tell_and_show_each_step_once(server, base, method, text):
+    """Of PipeFusion, progress and previews are put together from the patches, in order."""
+    server.run(workflow(seed=2, **{method: 2}))
     steps, previews, phases = [], [], []
 
     def on_message(kind, content):
@@ -160,15 +161,15 @@ def test_pipefusion_tells_and_shows_each_step_once(server, base):
         elif kind == TEXT:
             phases.append(content[4 + int.from_bytes(content[:4], "big"):].decode())
 
-    outcome, _ = watch(server, workflow(seed=3, steps=6, pipefusion=2), on_message)
+    outcome, _ = watch(server, workflow(seed=3, steps=6, **{method: 2}), on_message)
 
     assert outcome == "execution_success"
     assert steps == sorted(steps) and set(range(1, 7)) <= set(steps)
     assert len(set(previews)) == 1 and previews[0][0] == previews[0][1]
-    assert "running on cpu, cpu: PipeFusion 2, 4 patches" in phases
+    assert f"running on cpu, cpu: {text}" in phases
 
 
-@pytest.mark.parametrize("degrees", [{}, {"pipefusion": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{}, {"pipefusion": 2}, {"displaced": 2}], ids=str)
 def test_cancel_ends_within_a_step_and_leaves_the_group_ready(server, degrees):
     server.run(workflow(seed=5, **degrees))
     before, cancelled_s = workers(server), []

@@ -1,0 +1,22 @@
+"""The benchmark of displaced patches: what is sent and kept is the formula to the byte. Its speeds are not judged here."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bench_displaced_counts_what_the_formula_says(dtype):
+    arguments = ["--sizes", "16", "24", "--width", "32", "--rounds", "1", "--dtype", dtype]
+    result = subprocess.run([sys.executable, "-m", "xdit_backend", "bench", "displaced", *arguments], cwd=ROOT, capture_output=True,
+                            text=True, timeout=300)
+
+    assert result.returncode == 0, result.stderr
+    rows = [line.replace(" x ", "x").split() for line in result.stdout.splitlines() if " x " in line[:10]]
+    assert [row[:2] for row in rows] == [[f"{size}x{size}", way] for size in (16, 24) for way in ("one", "apart", "synchronous", "stale")]
+    counted = [row[4:] for row in rows if len(row) > 4]
+    assert len(counted) == 4 and all(sent == by_formula and kept == kept_by_formula for sent, by_formula, kept, kept_by_formula in counted)
