@@ -107,11 +107,11 @@ def _sent(whole, rows, share):
     """The whole weight; or, where the file has it in parts, the part whose rows these are."""
     weight = whole()
     if rows is None:
-        return messages.Change(share(weight))
+        return messages.Change(share(weight), ())
     here, there = (rows >= 0).nonzero()[:, 0].to(weight.device), rows[rows >= 0].to(weight.device)
     part = torch.empty_like(weight[:len(there)])
     part[there] = weight[here]
-    return messages.Change(share(part))
+    return messages.Change(share(part), ())
 
 
 def _misfit(key, why):

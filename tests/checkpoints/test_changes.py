@@ -38,8 +38,8 @@ def test_changes_are_made_and_taken_back_bit_for_bit(store, spec, monkeypatch):
     monkeypatch.setattr(transformer, "_read", lambda header, wanted, _read=transformer._read: _read(
         header, lambda name: wanted(name) and (read.append(name) or True)))
 
-    change_weights(model, config, family, spec, CPU, {
-        NAME.format(0): Change(None, (product, product), "float64", "float64"), NAME.format(1): Change(store.share(other))}, files=files)
+    summed, replaced = Change(None, (product, product), "float64", "float64"), Change(store.share(other), ())
+    change_weights(model, config, family, spec, CPU, {NAME.format(0): summed, NAME.format(1): replaced}, files=files)
 
     wanted = dict(before)
     wanted[NAME.format(0)] = before[NAME.format(0)].clone()
@@ -49,7 +49,7 @@ def test_changes_are_made_and_taken_back_bit_for_bit(store, spec, monkeypatch):
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
     assert read == [NAME.format(0)] and len(files) == len(homes) - 2
 
-    change_weights(model, config, family, spec, CPU, {NAME.format(0): Change(), NAME.format(1): Change()}, files=files)
+    change_weights(model, config, family, spec, CPU, {NAME.format(0): Change(None, ()), NAME.format(1): Change(None, ())}, files=files)
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert files.keys() == homes.keys()
@@ -59,9 +59,9 @@ def test_a_stage_takes_the_changes_of_its_own_blocks(store, spec):
     """What is for others, it does not even open."""
     family = recognise(read_header(spec.path))
     model, config = load_transformer(spec, family, CPU, choose_blocks=lambda model: range(1, 3))
-    mine, others = torch.randn(32, 32).double(), Change(Segment("/dev/shm/nothing", "float64", (32, 32)))
+    mine, others = torch.randn(32, 32).double(), Change(Segment("/dev/shm/nothing", "float64", (32, 32)), ())
 
     change_weights(model, config, family, spec, CPU, {
-        NAME.format(0): others, NAME.format(1): Change(store.share(mine)), NAME.format(3): others}, range(1, 3))
+        NAME.format(0): others, NAME.format(1): Change(store.share(mine), ()), NAME.format(3): others}, range(1, 3))
 
     assert torch.equal(model.state_dict()[NAME.format(1)], mine) and model.state_dict()[NAME.format(0)].is_meta

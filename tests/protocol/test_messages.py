@@ -18,6 +18,9 @@ EXAMPLES = [
     messages.LoadModel(1, SPEC),
     messages.LoadModel(1, dataclasses.replace(SPEC, stages=messages.Stages(2, num_blocks=(3, 4), offload=True))),
     messages.DropModel(2, "flux-1"),
+    messages.ChangeWeights(2, "flux-1", {"img_in.weight": messages.Change(None, (
+        messages.LowRank(SEGMENT, SEGMENT, 0.5), messages.LowRank(SEGMENT, SEGMENT, 0.5, (0, 8, 8))), "bfloat16", "float32")}),
+    messages.ChangeWeights(2, "flux-1", {"img_in.weight": messages.Change(SEGMENT, ())}),
     messages.ParkModel(2, "flux-1", [0, 4096], [SEGMENT]),
     messages.RestoreModel(2, "flux-1"),
     messages.Conditioning(3, "conditioning-1", {"context": SEGMENT}),
@@ -66,8 +69,8 @@ WRONG = {                                                      # type of a value
     list: ["abc", 1, True, None, {}, ["abc", [1]]],
     dict: ["abc", 1, True, None, [], {"abc": {}}],
     type(None): ["abc", 1, True, [], {"abc": {}}]}
-FREE_NAMES = ("tensors", "weights", "settings", "numbers")    # fields whose keys are names, any names
-OPTIONAL = ("patch", "stages")
+FREE_NAMES = ("tensors", "weights", "settings", "numbers", "changes")    # fields whose keys are names, any names
+OPTIONAL = ("patch", "stages", "whole", "offset")
 
 
 def spoilt(key, value):

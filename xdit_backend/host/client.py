@@ -117,7 +117,7 @@ class Client:
     def _change(self, spec, wanted):
         """Have the workers change what differs, some weights at a time: never is there room for all of them twice."""
         before = self._changed.pop(spec.name, {})
-        as_in_the_file = lambda share: messages.Change()  # noqa: E731
+        as_in_the_file = lambda share: messages.Change(None, ())  # noqa: E731
         pending = {name: Change((), change.num_bytes, as_in_the_file) for name, change in before.items() if name not in wanted}
         pending |= {name: change for name, change in wanted.items() if before.get(name) != change}
         total, batch, num_bytes = len(pending), {}, 0

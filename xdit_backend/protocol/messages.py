@@ -52,8 +52,8 @@ class LowRank:
 class Change:
     """What becomes of one tensor of a model's file: another in its place, or products added to it. Neither: it is as in the file."""
 
-    whole: Segment | None = None
-    terms: tuple[LowRank, ...] = ()
+    whole: Segment | None
+    terms: tuple[LowRank, ...]
     dtype: str = ""                # which the tensor is cast to before anything is added to it, and after
     sum_dtype: str = ""            # in which it is added
 
