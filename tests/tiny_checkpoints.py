@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 SEED = 1234
-SHORT = {"Flux.1": "flux", "PixArt-Sigma": "pixart", "SD 1.5": "sd15", "SD 2": "sd2"}
+SHORT = {"Flux.1": "flux", "Flux.2": "flux2", "PixArt-Sigma": "pixart", "SD 1.5": "sd15", "SD 2": "sd2"}
 REFINER = {"num_res_blocks": [1, 1, 1, 1], "channel_mult": [1, 2, 2, 2], "transformer_depth": [0, 2, 2, 0], "transformer_depth_middle": 2,
            "transformer_depth_output": [0, 0, 2, 2, 2, 2, 0, 0], "context_dim": 1280, "adm_in_channels": 2560}
 VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}), "flux-schnell": ("flux", {"guidance_embed": False}),
@@ -175,7 +175,7 @@ def state_dict(kind, size="test", encoder=False, positions=None):
     if positions is not None:
         hidden = tensors["x_embedder.proj.weight"].shape[0]
         tensors["pos_embed"] = 0.1 * torch.randn(1, positions ** 2, hidden, generator=torch.Generator().manual_seed(SEED))
-    if kind.startswith("flux"):                                # files say .scale where ComfyUI's module says .weight
+    if kind.startswith(("flux", "chroma")):                                # files say .scale where ComfyUI's module says .weight
         tensors = {name.replace("_norm.weight", "_norm.scale") if "norm." in name else name: tensor
                    for name, tensor in tensors.items()}
     return tensors

@@ -53,6 +53,19 @@ PIXART_SIGMA = {
 QWEN_IMAGE = {
     "img_in.weight": (3072, 64), "txt_in.weight": (3072, 3584), "txt_norm.weight": (3584,), "proj_out.weight": (64, 3072),
     **blocks("transformer_blocks.", 60, {"attn.norm_q.weight": (128,), "img_mod.1.weight": (18432, 3072)})}
+def flux2(width, num_double, num_single, text_width):
+    return {
+        "img_in.weight": (width, 128), "txt_in.weight": (width, text_width), "final_layer.linear.weight": (128, width),
+        "double_stream_modulation_img.lin.weight": (6 * width, width),
+        **blocks("double_blocks.", num_double, {"img_attn.norm.key_norm.scale": (128,), "img_attn.qkv.weight": (3 * width, width)}),
+        **blocks("single_blocks.", num_single, {"linear1.weight": (9 * width, width)})}
+
+
+CHROMA = {
+    "img_in.weight": (3072, 64), "txt_in.weight": (3072, 4096), "final_layer.linear.weight": (64, 3072),
+    "distilled_guidance_layer.in_proj.weight": (5120, 64), **blocks("distilled_guidance_layer.norms.", 5, {"scale": (5120,)}),
+    **blocks("double_blocks.", 19, {"img_attn.norm.key_norm.scale": (128,), "img_attn.qkv.weight": (9216, 3072)}),
+    **blocks("single_blocks.", 38, {"linear1.weight": (21504, 3072)})}
 LUMINA2 = {
     "x_embedder.weight": (2304, 64), "cap_embedder.1.weight": (2304, 2304), "final_layer.linear.weight": (64, 2304),
     **blocks("noise_refiner.", 2, {"attention.k_norm.weight": (96,)}),
@@ -141,6 +154,11 @@ PUBLISHED = {
     "qwen-image": ("Qwen-Image", QWEN_IMAGE, {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "in_channels": 64,
                                               "out_channels": 16, "joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56)}),
     "qwen-image-edit-2511": ("Qwen-Image", {**QWEN_IMAGE, "__index_timestep_zero__": (0,)}, {"zero_cond_t": True, "num_layers": 60}),
+    "flux2-dev": ("Flux.2", {**flux2(6144, 8, 48, 15360), "guidance_in.in_layer.weight": (6144, 256)}, {
+        "num_layers": 8, "num_single_layers": 48, "num_attention_heads": 48, "joint_attention_dim": 15360, "guidance_embeds": True}),
+    "flux2-klein-4b": ("Flux.2", flux2(3072, 5, 20, 7680), {"num_attention_heads": 24, "guidance_embeds": False}),
+    "chroma": ("Chroma", CHROMA, {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "approximator_hidden_dim": 5120,
+                                  "approximator_layers": 5}),
     "lumina2": ("Lumina 2", LUMINA2, {"hidden_size": 2304, "num_layers": 26, "num_refiner_layers": 2, "num_attention_heads": 24,
                                       "num_kv_heads": 8, "cap_feat_dim": 2304, "axes_dim_rope": (32, 32, 32), "in_channels": 16}),
     "z-image-turbo": ("Z-Image", Z_IMAGE, {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
@@ -212,6 +230,7 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (SD35_LARGE, {"context_processor.layers.0.attn.qkv.weight": (1, 1)}, "context processor"),
     (QWEN_IMAGE, {"time_text_embed.addition_t_embedding.weight": (2, 3072)}, "Qwen-Image-Layered"),
     (QWEN_IMAGE, {"txt_norm.weight": (2560,), "proj_out.weight": (128, 3072)}, "Mage-Flow"),
+    (CHROMA, {"nerf_blocks.0.norm.scale": (64,)}, "Chroma Radiance"),
     (Z_IMAGE, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
     (HUNYUAN_VIDEO15, {"time_r_in.in_layer.weight": (2048, 256)}, "the time of the next step"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "LTX-2"),

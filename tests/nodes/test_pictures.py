@@ -8,7 +8,7 @@ from tests.nodes.test_pipefusion import EXACT, STALE, sample_oracle, staged
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
 
-EDIT = ["flux", "qwen-image", "qwen-image-2511"]
+EDIT = ["flux", "flux2", "qwen-image", "qwen-image-2511"]
 METHODS = [(kind, method) for kind in EDIT for method in (None, *families()[kind].choices.get("ref_latents_method", ()))]
 SIZES = [((12, 10), [(8, 14)]), ((7, 9), [(5, 3)]), ((4, 16), [(6, 6), (3, 10)]), ((11, 6), [(12, 4), (4, 4), (9, 7)])]
 
@@ -19,7 +19,8 @@ def random(*shape, seed=3):
 
 def references(kind, sizes, batch=1):
     frames = (1,) if len(families()[kind].latent.patch) == 3 else ()
-    return [random(batch, 16, *frames, *size, seed=number) for number, size in enumerate(sizes)]
+    channels = 128 if kind == "flux2" else 16
+    return [random(batch, channels, *frames, *size, seed=number) for number, size in enumerate(sizes)]
 
 
 def beside(comfyui, kind, seed, size):
@@ -62,7 +63,7 @@ def test_references_equal_comfyuis_own_module(comfyui, kind, method):
         frames, batch = ((1,) if len(family.latent.patch) == 3 else ()), 1 + batch // 4
         given = conditioning_of(family, config, torch.Generator().manual_seed(5), {"context": 9}, batch)
         given |= {"ref_latents": references(kind, sizes, batch)} | ({} if method is None else {"ref_latents_method": method})
-        x, t = random(batch, 16, *frames, *size), torch.full((batch,), 0.6)
+        x, t = random(batch, family.taken_channels(config), *frames, *size), torch.full((batch,), 0.6)
         with torch.inference_mode():
             result = ours.model.diffusion_model.forward(x, t, **given)
             want = native.model.diffusion_model(x, t, **given)

@@ -9,8 +9,8 @@ from tests.checkpoints.test_header import PUBLISHED
 from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
 
-FAMILY_NAMES = ("Qwen-Image", "Z-Image", "Lumina 2", "HunyuanVideo", "Flux.1", "Wan", "Wan VACE", "HunyuanVideo 1.5",
-                "LTX-Video", "SD 1.5", "SD 2", "SDXL")
+FAMILY_NAMES = ("Qwen-Image", "Z-Image", "Lumina 2", "HunyuanVideo", "Flux.1", "Flux.2", "Chroma", "Wan", "Wan VACE",
+                "HunyuanVideo 1.5", "LTX-Video", "SD 1.5", "SD 2", "SDXL")
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name][0] in FAMILY_NAMES])
@@ -29,10 +29,10 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
     module, _, class_name = family.tiny.native.partition(":")
     import comfy.ops
     native = getattr(importlib.import_module(module), class_name)(
-        **{key: value for key, value in unet.items() if key != "image_model" or family_name == "Flux.1"},
+        **{key: value for key, value in unet.items() if key != "image_model" or "Flux" in family_name},
         dtype=torch.bfloat16, device="meta", operations=comfy.ops.disable_weight_init)
     tensors = native.state_dict()
-    if family_name == "Flux.1":
+    if "Flux" in family_name or family_name == "Chroma":
         tensors = {key.replace("_norm.weight", "_norm.scale") if "norm." in key else key: tensor for key, tensor in tensors.items()}
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 

@@ -22,7 +22,7 @@ from xdit_backend.worker.models import Loaded
 
 EXACT = 1e-12
 SIGMAS = [1.0, 0.75, 0.5, 0.25]                               # three steps
-KINDS = ("SD3", "Flux.1", "Wan", "Lumina 2", "Z-Image")                  # one of each kind of plan
+KINDS = ("SD3", "Flux.1", "Wan", "Lumina 2", "Z-Image", "Chroma")                  # one of each kind of plan
 SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan": {"rows": 10, "columns": 6, "frames": 5},
           "Wan VACE": {"rows": 6, "columns": 6, "frames": 5},
           "Qwen-Image": {"rows": 12, "columns": 6}, "HunyuanVideo": {"rows": 10, "columns": 6, "frames": 5},

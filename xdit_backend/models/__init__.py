@@ -1,6 +1,8 @@
 """The families this project runs: a dict, one entry a file."""
 
+from .chroma import CHROMA
 from .flux import FLUX
+from .flux2 import FLUX2
 from .hunyuan_video import HUNYUAN_VIDEO
 from .hunyuan_video15 import HUNYUAN_VIDEO15
 from .ltx import LTX
@@ -16,7 +18,8 @@ from .wan_vace import WAN_VACE
 from .z_image import Z_IMAGE
 
 FAMILIES = {family.name: family for family in (
-    SD3, FLUX, WAN, WAN_VACE, PIXART, QWEN_IMAGE, Z_IMAGE, LUMINA2, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, SD15, SD2, SDXL)}
+    SD3, FLUX, FLUX2, CHROMA, WAN, WAN_VACE, PIXART, QWEN_IMAGE, Z_IMAGE, LUMINA2,
+    HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, SD15, SD2, SDXL)}
 
 
 def supported(last="and"):
