@@ -2,7 +2,7 @@
 
 import torch
 
-from .describe import Whole, all_text, because, blocks, config_of, given, has, size, timestep
+from .describe import Whole, all_text, because, blocks, config_of, given, has, needs_diffusers, size, timestep
 from .hunyuan_video import KEYS as SHARED_KEYS
 from .keys import table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
@@ -53,7 +53,7 @@ HUNYUAN_VIDEO15 = Family(
     name="HunyuanVideo 1.5", title="HunyuanVideo 1.5 text- and image-to-video", transformer="HunyuanVideo15Transformer3DModel",
     recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vision_in.proj.0.weight", "byt5_in.fc1.weight"),
     refusals=(because("it also takes the time of the next step (super-resolution or distilled)", has("time_r_in.")),
-              because("it takes guidance as an input", has("guidance_in."))),
+              because("it takes guidance as an input", has("guidance_in.")), needs_diffusers("0.36")),
     config=config_of(
         patch_size=1, patch_size_t=1, in_channels=size("img_in.proj.weight", 1),
         out_channels=size("final_layer.linear.weight", 0),
