@@ -44,7 +44,7 @@ def places(path, base_model):
         count = shape[0] if shape else 1
         numbers[name], starts[name] = torch.arange(start, start + count), start
         start += count
-    converted = dict(numbers)
+    converted = {name: rows.clone() for name, rows in numbers.items()}         # some conversions write into what they are given
     if header.config is not None:
         converted = comfy.model_detection.convert_diffusers_mmdit(converted, "") or converted
     names, first = list(starts), torch.tensor(list(starts.values()))

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from tests.lora_zoo import adapters, makers
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
+from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.transformer import load_transformer
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 NAMINGS = {"publisher": "diffusion_model.", "kohya": "lora_unet_", "diffusers": "transformer."}
@@ -154,6 +156,23 @@ def test_a_lora_outlives_the_weights(comfyui, loras, event):
         comfyui.groups.client(("cpu",)).close()
 
     assert torch.equal(comfyui.sample(model, "sd3", steps=2), before)
+
+
+@pytest.mark.parametrize("kind", ["sd3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("flux", "pixart"))])
+def test_a_diffusers_folder_equals_native(comfyui, loras, kind):
+    """Its matrices are parts of those that ComfyUI's names mean, some with halves in other places: they go where their rows are."""
+    path = comfyui.base / "diffusion_models" / comfyui.file(kind)
+    family = families()[kind]
+    transformer, _ = load_transformer(model_spec(read_header(path), family, "float32", "float32"), family, torch.device("cpu"))
+    comfyui.folder_paths.add_model_folder_path("diffusers", str(comfyui.base / "diffusers"), is_default=True)
+    transformer.save_pretrained(comfyui.base / "diffusers" / f"lora-{kind}" / "transformer", max_shard_size="2MB")
+    ours, native = comfyui.load_model.execute(f"lora-{kind}", "fp32", comfyui.config()).args[0], comfyui.native(kind)
+    name = loras.file(kind)
+
+    result, reference = (comfyui.sample(loras.load(model, name, 0.7), kind, steps=2) for model in (ours, native))
+
+    close(result, reference, TOLERANCE)
+    close(comfyui.sample(ours, kind, steps=2), comfyui.reference(kind, steps=2), TOLERANCE)
 
 
 @pytest.mark.parametrize("nodes", [
