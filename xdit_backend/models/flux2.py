@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from .describe import Packed, blocks, config_of, given, has, size, timestep
+from .describe import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep
 from .keys import SWAPPED, table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 
@@ -47,7 +47,7 @@ def _text_positions(asked):
 
 FLUX2 = Family(
     name="Flux.2", title="Flux.2 dev, klein", transformer="Flux2Transformer2DModel",
-    recognise=has("double_stream_modulation_img.lin.weight", "double_blocks.0.img_attn.qkv.weight"),
+    recognise=has("double_stream_modulation_img.lin.weight", "double_blocks.0.img_attn.qkv.weight"), refusals=(needs_diffusers("0.37"),),
     config=config_of(
         patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
         num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=128,

@@ -2,7 +2,7 @@
 
 import torch
 
-from .describe import Whole, because, blocks, config_of, given, has, size, timestep
+from .describe import Whole, because, blocks, config_of, given, has, needs_diffusers, size, timestep
 from .keys import table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 
@@ -49,7 +49,7 @@ def _num_pads(asked):
 Z_IMAGE = Family(
     name="Z-Image", title="Z-Image, Z-Image-Turbo", transformer="ZImageTransformer2DModel",
     recognise=has("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight", "x_pad_token"),
-    refusals=(because("it takes pictures as well (Z-Image-Omni)", has("siglip_embedder.")),
+    refusals=(needs_diffusers("0.37"), because("it takes pictures as well (Z-Image-Omni)", has("siglip_embedder.")),
               because("it works on pixels instead of latents", has("dec_net."))),
     config=config_of(
         in_channels=size("x_embedder.weight", 1, 4), dim=size("x_embedder.weight", 0), n_layers=blocks("layers."),
