@@ -5,10 +5,11 @@ import inspect
 import diffusers
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from tests.models.zoo import as_comfyui, conditioning_of
 from tests.tiny_checkpoints import families
-from tests.tolerances import close, relative_error
+from tests.tolerances import close, relative_error, within
 from xdit_backend.checkpoints.header import model_spec, read_header
 from xdit_backend.checkpoints.transformer import block_bytes, build, held_bytes, load_transformer
 from xdit_backend.models import FAMILIES
@@ -30,27 +31,36 @@ def asked(family, config):
     return latent, torch.tensor([0.613 * family.time_scale]), conditioning_of(family, config, generator, {"context": 12}, size=size)
 
 
-def ours(path, family, storage):
-    """One prediction of our model, as a worker computes it in float32; its weights must take the bytes that are planned."""
-    spec = model_spec(read_header(path), family, storage, "float32")
+def rounded(conditioning, dtype):
+    return tree_map(lambda value: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value, conditioning)
+
+
+def ours(path, family, storage, compute="float32"):
+    """One prediction of our model, as a worker computes it; its weights must take the bytes that are planned."""
+    spec, dtype = model_spec(read_header(path), family, storage, compute), getattr(torch, compute)
     model, config = load_transformer(spec, family, CPU)
     assert sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) == held_bytes(model, family, spec)
-    loaded = Loaded(model, config, family, (RowHooks if family.by_rows else Hooks)(model, family.plan), torch.float32, range(0))
+    loaded = Loaded(model, config, family, (RowHooks if family.by_rows else Hooks)(model, family.plan), dtype, range(0))
     latent, timestep, conditioning = asked(family, config)
-    output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, timestep, conditioning))
-    return family.prediction(output, latent)
+    output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent.to(dtype), timestep, rounded(conditioning, dtype)))
+    return family.prediction(output, latent).float()
 
 
-def native(path, family, storage):
-    """The same of ComfyUI's own loader."""
+def native(path, family, storage, compute="float32"):
+    """The same of ComfyUI's own loader, which computes in float32 on a CPU unless told otherwise."""
+    import comfy.model_management
     import comfy.sd
-    model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": getattr(torch, storage)}).model
-    assert (model.manual_cast_dtype or model.get_dtype()) == torch.float32
+    dtype = getattr(torch, compute)
+    with pytest.MonkeyPatch.context() as patch:
+        if compute == storage:
+            patch.setattr(comfy.model_management, "unet_manual_cast", lambda *args, **options: None)
+        model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": getattr(torch, storage)}).model
+    assert (model.manual_cast_dtype or model.get_dtype()) == dtype
     latent, timestep, conditioning = asked(family, family.config(read_header(path).shapes))
     lengths = {"num_tokens": 12} if "num_tokens" in family.ignored else {}
     if family.name == "LTX-Video":                             # whose model cannot do without
         lengths["attention_mask"] = None
-    return model.diffusion_model(latent, timestep, **as_comfyui(conditioning), **lengths)
+    return model.diffusion_model(latent.to(dtype), timestep, **as_comfyui(rounded(conditioning, dtype)), **lengths).float()
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +92,18 @@ def test_weights_cast_at_use_equal_comfyuis(file_of, kind, storage):
 
     close(result, want, 1e-4)
     assert relative_error(want, exact) > 1e-3
+
+
+@pytest.mark.parametrize("kind", [kind if kind in ("sd3", "wan") else pytest.param(kind, marks=pytest.mark.slow) for kind in families()])
+def test_arithmetic_in_half_precision_is_as_exact_as_comfyuis(file_of, kind):
+    """Of weights rounded alike, as far from float32 as ComfyUI's own model: what it computes in float32 is not rounded here."""
+    family, path = families()[kind], file_of(kind)
+    with torch.inference_mode():
+        result, want = ours(path, family, "bfloat16", "bfloat16"), native(path, family, "bfloat16", "bfloat16")
+        exact = native(path, family, "bfloat16")
+
+    assert relative_error(want, exact) > 1e-3
+    within(relative_error(result, exact) / relative_error(want, exact), 1.2)
 
 
 @pytest.mark.parametrize("name, config, tables", [
