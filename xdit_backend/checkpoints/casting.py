@@ -14,7 +14,7 @@ class Casts:
 
     A cast lives while its own module runs, and no module casts those of another. PipeFusion runs every module once for each patch:
     while `keep` holds, casts stay for the patches that follow, from the first module on, as far as there is room. Casting is exact
-    in one direction and weights do not change, so nothing else changes.
+    in one direction, and who changes weights drops the casts, so nothing else changes.
     """
 
     def __init__(self):

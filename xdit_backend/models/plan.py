@@ -133,7 +133,8 @@ class Family:
 
     title: what a person reads in tables. transformer: class name in diffusers. recognise(shapes): is a file with such tensors
     ours? refusals: functions of shapes, each says why a file of this family cannot be run, or None. config(shapes):
-    arguments of the diffusers class, from the header alone. convert(tensors, config): from the file's names to diffusers'.
+    arguments of the diffusers class, from the header alone. convert(tensors, config): from the file's names to diffusers';
+    some tensors are on the meta device.
     latent: describe.Packed or describe.Whole, how latents become hidden states and back; sign: of the prediction.
     arguments: of the diffusers forward -> a function of describe.Asked, or what it is. time_scale: ComfyUI's timestep at sigma 1.
     conditioning: what is understood of ComfyUI's arguments to a diffusion model -> the argument of the diffusers class that says

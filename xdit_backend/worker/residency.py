@@ -2,8 +2,8 @@
 
 A weight's home is its place in host memory. It is the map of the checkpoint file, where the file has the weight as the device does: all
 processes share its pages, and writing them anywhere else would only take memory twice. What was cast or computed when it was loaded
-gets its home in a segment that all ranks with the same weights share. Weights do not change, so a home once made stays good: to park
-a weight is to let go of the device's copy.
+gets its home in a segment that all ranks with the same weights share. A home once made stays good, until weights change and a new Residency
+is made: to park a weight is to let go of the device's copy.
 """
 
 import bisect
