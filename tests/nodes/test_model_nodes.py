@@ -115,6 +115,14 @@ def test_an_option_that_is_added_during_a_run_is_refused(comfyui, model):
         sample(comfyui, model)
 
 
+def test_a_model_option_that_is_added_during_a_run_is_refused(comfyui, model):
+    """By a wrapper of the guidance, when the run has long begun."""
+    model.add_wrapper("calc_cond_batch", lambda executor, *args: executor(*args[:-1], {**args[-1], "pack_option": 3}))
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="pack_option in its model_options"):
+        sample(comfyui, model)
+
+
 def test_what_comfyui_carries_out_itself_is_honoured(comfyui, model):
     """Everything that a node can hang around a model, on ours and on ComfyUI's own."""
     from comfy.model_sampling import CONST, ModelSamplingDiscreteFlow
