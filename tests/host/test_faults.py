@@ -3,11 +3,13 @@
 import pytest
 
 from tests.faults import FAULTS, PHASES, draw, suffer_all
+from xdit_backend.host import launcher
 
 
 @pytest.mark.slow
 def test_workers_that_are_killed_stopped_or_cancelled_leave_words_or_a_picture_and_nothing_else(monkeypatch):
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "60")         # suffer_all sets its own, for this test alone
+    monkeypatch.setattr(launcher, "START_TIMEOUT_S", launcher.START_TIMEOUT_S)
 
     outcomes = suffer_all(range(2, 6))
 
