@@ -149,18 +149,19 @@ def test_a_killed_torchrun_is_replaced_by_a_new_group(spec_of):
 
 
 def test_a_dying_host_takes_its_group_along(tmp_path):
-    """kill -9 on the host: its workers and files are gone within 5 seconds."""
+    """kill -9 on the host: its workers, also one that is stopped, and files are gone within 5 seconds."""
     import subprocess
     import sys
 
     from tests.conftest import ROOT
     code = ("import time; from xdit_backend.host.launcher import WorkerGroup\n"
-            "group = WorkerGroup(('cpu', 'cpu')); print('ready', flush=True); time.sleep(60)")
+            "group = WorkerGroup(('cpu', 'cpu')); print(*group._pids, flush=True); time.sleep(60)")
     before = set(left_behind())
     host = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
                             stdout=subprocess.PIPE, text=True)
-    assert host.stdout.readline() == "ready\n"
-    assert set(left_behind()) - before
+    pids = list(map(int, host.stdout.readline().split()))
+    assert len(pids) == 2 and set(left_behind()) - before
+    os.kill(pids[0], signal.SIGSTOP)
 
     host.kill()
     host.wait()
