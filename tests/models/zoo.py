@@ -67,6 +67,9 @@ HUNYUAN_DIT = Family(
 # All, but for those that need a newer diffusers than is installed.
 CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
            if not family.by_rows and not any(refusal.__name__ == "older_diffusers" and refusal({}) for refusal in family.refusals)}
+# Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these with no more.
+BARE = [name for name, config in CONFIGS.items() if not FAMILIES[name].settings
+        and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.by_rows}
 VISION_TOKENS = 5
 # families of which parts of a latent may be at times of their own -> how many parts a latent has
