@@ -8,6 +8,7 @@ from tests.host.conftest import call_of, layout
 from tests.models.zoo import CONFIGS, example
 from tests.tolerances import within
 from xdit_backend.host.client import Client
+from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import WorkerFailedError
 
 CHANNELS = 4
