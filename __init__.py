@@ -1,4 +1,4 @@
-"""xDiT for ComfyUI: one diffusion transformer on all the GPUs a person has. ComfyUI calls comfy_entrypoint."""
+"""xDiT for ComfyUI: one diffusion model on all the GPUs a person has. ComfyUI calls comfy_entrypoint."""
 
 WEB_DIRECTORY = "./web"
 
