@@ -18,8 +18,6 @@ def _amend(model, config):
     from diffusers.models.embeddings import get_timestep_embedding
     embed, forward, now = model.time_text_embed, model.forward, []
     width = config["approximator_num_channels"] // 2
-    places = get_timestep_embedding(torch.arange(NUM_MODULATIONS, device=embed.mod_proj.device) * 1000, width, True, 0)
-    embed.register_buffer("mod_proj", places, persistent=False)
 
     def guided(*, timestep, guidance, **inputs):
         now[:] = [embed.time_proj(1000 * timestep), embed.guidance_proj(1000 * guidance)]
@@ -27,7 +25,8 @@ def _amend(model, config):
 
     def embedded(rounded):
         of_time = torch.cat(now, 1).to(rounded.dtype)[:, None].expand(-1, NUM_MODULATIONS, -1)
-        return torch.cat([of_time, embed.mod_proj.to(rounded.dtype).expand(len(of_time), -1, -1)], 2)
+        places = get_timestep_embedding(torch.arange(NUM_MODULATIONS, device=rounded.device) * 1000, width, True, 0)
+        return torch.cat([of_time, places.to(rounded.dtype).expand(len(of_time), -1, -1)], 2)
     embed.forward, model.forward = embedded, guided
 
 
