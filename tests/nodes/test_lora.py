@@ -17,6 +17,14 @@ TOLERANCE = 2e-5                           # relative, float32 on both sides
 NAMINGS = {"publisher": "diffusion_model.", "kohya": "lora_unet_", "diffusers": "transformer."}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def native_models_are_as_they_were(comfyui):
+    """ComfyUI changes the weights of its own models in place; other tests call these without its loading them anew."""
+    yield
+    comfyui.management.unload_all_models()
+
+
+
 class Loras:
     """LoRA files for tiny models, and ComfyUI's node that loads them."""
 

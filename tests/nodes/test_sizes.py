@@ -8,6 +8,14 @@ from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close
 
 TOLERANCE = 2e-5                           # relative, float32; seen: up to 2e-6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native_models_are_new(comfyui):
+    """Other tests' nodes change the weights of ComfyUI's models in place, and these tests call them without its sampling."""
+    comfyui.management.unload_all_models()
+    comfyui._native.clear()
+
 # kind of checkpoint -> rows of the tables of positions that files are made with; None: as the class makes it
 POSITIONS = {kind: {"sd3": (None, 96, 192), "pixart": (64, 32, 128, None)}.get(kind, (None,)) for kind, family in families().items()
              if not family.by_rows and (kind not in VARIANTS or kind == "sd35")}
