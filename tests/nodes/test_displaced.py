@@ -143,7 +143,7 @@ def test_what_cannot_be_displaced_is_refused_in_words(comfyui):
 
 def test_the_node_says_how_it_runs(comfyui, said):
     area = comfyui.conditioning("sd15", 1)
-    area[0][1]["area"] = (8, 18, 0, 0)
+    area[0][1]["area"] = (16, 8, 0, 0)
     for prompt in (None, area):
         comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2, warmup="auto")), "sd15", steps=1, positive=prompt)
 
