@@ -40,6 +40,14 @@ def left_behind():
     return [entry for entry in folders + processes if (host := re.search(r"xdit-(\d+)-[0-9a-f]{8}", entry)) and _counts(int(host[1]))]
 
 
+def still_there(before, within_s=10):
+    """What is left behind beside `before`, after waiting so long for it to go."""
+    deadline_s = time.monotonic() + within_s
+    while (left := set(left_behind()) - before) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return left
+
+
 def _counts(host_pid):
     try:
         host = psutil.Process(host_pid)
@@ -53,10 +61,7 @@ def nothing_left_behind():
     """No test leaves a process or a file in shared memory."""
     before = set(left_behind())
     yield
-    deadline_s = time.monotonic() + 10
-    while (left := set(left_behind()) - before) and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-    assert not left, f"left behind: {sorted(left)}"
+    assert not (left := still_there(before)), f"left behind: {sorted(left)}"
 
 
 def pytest_addoption(parser):

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from tests.conftest import left_behind
+from tests.conftest import left_behind, still_there
 from tests.models.zoo import example
 from xdit_backend.bench.sampler import sample
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
@@ -192,10 +192,7 @@ def suffer_all(numbers, report=lambda text: None):
             held_after = held()
         finally:
             host.client.close()
-    deadline_s = time.monotonic() + 10
-    while (left := set(left_behind()) - before) and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-    assert not left, f"left behind: {sorted(left)}"
+    assert not (left := still_there(before)), f"left behind: {sorted(left)}"
     assert all(after <= then + 3 for after, then in zip(held_after, held_before)), f"files and threads: {held_before}, then {held_after}"
     return outcomes
 

@@ -169,11 +169,13 @@ class PipelineRun:
         is_last = index == len(self.patches) - 1
         if is_last:
             self._staleness.hold(self._keepers(requests))
+        is_padded = is_last and self._padding > 0
+        if is_padded:
             requests = [dataclasses.replace(request, latent=torch.cat([request.latent, rows], self.dim))
                         for request, rows in zip(requests, first_rows)]
         ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests, patch=self.patches[index][0],
                                      forecast=self._config.forecast_keys_values, run=self)
-        if is_last and self._padding:
+        if is_padded:
             self._padded.add(ticket)
         return ticket
 

@@ -83,6 +83,12 @@ class RemoteModel:
         client = GROUPS.client_if(self.devices)
         return None if client is None else client.residence(self.spec.name)
 
+    def _client(self):
+        """The workers, which hold this MODEL: another of the same file may have had its weights changed."""
+        client = GROUPS.client(self.devices)
+        client.load_model(self.spec, self.changes)
+        return client
+
     # --- a run ---
 
     def end_run(self):
@@ -122,10 +128,8 @@ class RemoteModel:
     def begin_run(self, schedule, shape, whole_because=None, drained_because=None):
         """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent. The others: see pipeline.py."""
         self._end_pipeline()
-        client = GROUPS.client(self.devices)
-        client.load_model(self.spec, self.changes)
         self._schedule = schedule
-        self._pipeline = PipelineRun(client, self.spec, self.family, self._transformer_config, self.config, self._layout(1),
+        self._pipeline = PipelineRun(self._client(), self.spec, self.family, self._transformer_config, self.config, self._layout(1),
                                      schedule, shape)
         self._show(self._pipeline.describe(whole_because, drained_because))
         return self._pipeline
@@ -137,8 +141,7 @@ class RemoteModel:
         layout = self._layout(len(calls))
         if layout.displaced_degree > 1:
             return self._predict_displaced(question, calls, layout)
-        client = GROUPS.client(self.devices)
-        client.load_model(self.spec, self.changes)
+        client = self._client()
         self._show(describe_layout(layout) + self.config.idle)
         return client.predict(self.spec, layout, self.num_channels, calls, run=self)
 
@@ -153,15 +156,13 @@ class RemoteModel:
             schedule = torch.tensor([sigma])
         if self._pipeline is None or schedule is not self._schedule:
             self.begin_run(schedule, calls[0].latent.shape, question.whole_because, question.drained_because)
-        GROUPS.client(self.devices).load_model(self.spec, self.changes)          # another MODEL of this file may have had it changed
+        self._client()
         return self._pipeline.predict(calls, sigma, question.whole_because)
 
     def _predict_displaced(self, question, calls, layout):
-        sigma = question.sigmas.max().item()
+        sigma, client = question.sigmas.max().item(), self._client()
         if self._pipeline is None or question.schedule is not self._schedule:
             self._end_pipeline()
-            client = GROUPS.client(self.devices)
-            client.load_model(self.spec)
             self._schedule = question.schedule
             # Called outside of a sampler, no step can be stale.
             self._pipeline = DisplacedRun(client, self.spec, self.family, self._transformer_config, self.config, layout,

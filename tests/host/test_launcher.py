@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from tests.conftest import left_behind
+from tests.conftest import left_behind, still_there
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from tests.tolerances import within
@@ -21,10 +21,7 @@ from xdit_backend.protocol.segments import SegmentStore
 
 
 def gone(before, within_s=5):
-    deadline_s = time.monotonic() + within_s
-    while set(left_behind()) - before and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return not set(left_behind()) - before
+    return not still_there(before, within_s)
 
 
 @pytest.mark.slow

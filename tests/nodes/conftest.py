@@ -93,6 +93,16 @@ class ComfyUI:
         frames = (family.tiny.frames,) if len(family.latent.patch) == 3 else ()
         return {"samples": torch.zeros(batch, family.num_channels(self.transformer_config(kind)), *frames, *size)}
 
+    def sample_dual(self, model, other, seeds=(1, 2)):
+        """Euler steps with ComfyUI's DualModelGuider: `model` for the positive prompt, `other` for the negative one."""
+        from comfy_extras.nodes_custom_sampler import DualModelGuider
+        positive, negative = (self.conditioning("sd3", seed) for seed in seeds)
+        guider = DualModelGuider.execute(model, positive, 4.0, other, negative).args[0]
+        sigmas = self.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", 4)
+        noise = torch.randn(1, 16, 16, 18, generator=torch.Generator().manual_seed(3))
+        with torch.inference_mode():
+            return guider.sample(noise, torch.zeros_like(noise), self.samplers.sampler_object("euler"), sigmas, seed=3)
+
     def sample(self, model, kind, sampler="euler", scheduler="simple", steps=3, cfg=4.0, positive=None, negative=None,
                latent=None, denoise=1.0, seed=7):
         """Latents, through Parallel Sampler for our MODEL and KSampler for a native one."""

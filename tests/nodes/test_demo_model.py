@@ -93,7 +93,7 @@ def test_a_long_prompt_is_refused(demo):
 def drawn(recogniser):
     """Pictures of 8 prompts under three settings, by the bench's own functions."""
     class Options:
-        steps, guidance, batch, patches, warmup_steps = 20, 3.0, 8, (4,), (1,)
+        steps, sampler, guidance, batch, patches, warmup_steps, forecast = 20, "euler", 3.0, 8, (4,), (1,), (0.0,)
     clients = start_clients({1, 2}, 0)
     try:
         return {name: decode(draw(run, recogniser[2][:8], Options)) for name, (run, _) in settings(clients, Options).items()}

@@ -24,7 +24,6 @@ def native_models_are_as_they_were(comfyui):
     comfyui.management.unload_all_models()
 
 
-
 class Loras:
     """LoRA files for tiny models, and ComfyUI's node that loads them."""
 
@@ -150,6 +149,21 @@ def test_one_file_with_and_without_a_lora(comfyui, loras):
     assert torch.equal(first["plain"], first["other"])
     close(first["plain"], comfyui.reference("sd3", steps=2), TOLERANCE)
     assert min(relative_error(first[name], first["plain"]) for name in ("patched", "stronger", "narrower")) > 1e-3
+
+
+@pytest.mark.parametrize("degrees", [{"pipefusion": 2, "num_patches": 1}, {"displaced": 2, "displaced_mode": "full_sync"}], ids=str)
+def test_two_models_of_one_file_in_one_guider_have_their_own_weights(comfyui, loras, degrees):
+    """In turn, several times a step: as on one device, and not as of the weights that were loaded last."""
+    def drawn(config):
+        plain, other = (comfyui.ours("sd3", config) for _ in range(2))
+        patched = loras.load(other, loras.file("sd3", "publisher", "lora"), 1.4)
+        return [comfyui.sample_dual(*models) for models in ((plain, patched), (patched, plain), (plain, plain), (patched, patched))]
+
+    results, want = drawn(comfyui.config("cpu,cpu", **degrees)), drawn(comfyui.config())
+
+    for number, (result, reference) in enumerate(zip(results, want)):
+        close(result, reference, TOLERANCE, number)
+        assert number == 0 or relative_error(result, results[0]) > 1e-3
 
 
 @pytest.mark.parametrize("event", ["unload", "workers end"])

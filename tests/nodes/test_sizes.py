@@ -99,7 +99,7 @@ def test_every_size_equals_comfyuis_own_module(comfyui, kind, positions):
 @pytest.mark.parametrize("kind", POSITIONS)
 @pytest.mark.parametrize("layout", ["ulysses2", "ring2", "pipefusion2"])
 def test_sizes_equal_comfyuis_own_module_on_two_workers(comfyui, kind, layout):
-    check(comfyui, kind, layout, POSITIONS[kind][0], list(cases(kind))[2:5])
+    check(comfyui, kind, layout, POSITIONS[kind][0], list(cases(kind))[3:6])
 
 
 def test_a_latent_larger_than_the_table_of_positions_is_refused(comfyui):

@@ -117,37 +117,26 @@ def other_file(comfyui):
     return "sd3-other.safetensors"
 
 
-def sample_dual(comfyui, model, other, seeds=(1, 2)):
-    """Euler steps with ComfyUI's DualModelGuider: `model` for the positive prompt, `other` for the negative one."""
-    from comfy_extras.nodes_custom_sampler import DualModelGuider
-    positive, negative = (comfyui.conditioning("sd3", seed) for seed in seeds)
-    guider = DualModelGuider.execute(model, positive, 4.0, other, negative).args[0]
-    sigmas = comfyui.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", 4)
-    noise = torch.randn(1, 16, 16, 18, generator=torch.Generator().manual_seed(3))
-    with torch.inference_mode():
-        return guider.sample(noise, torch.zeros_like(noise), comfyui.samplers.sampler_object("euler"), sigmas, seed=3)
-
-
 @pytest.mark.parametrize("degrees", [{}, {"cfg": 2}, {"pipefusion": 2, "num_patches": 1}], ids=str)
 def test_each_model_of_a_guider_answers_for_itself(comfyui, other_file, degrees):
     config = comfyui.config("cpu,cpu", **degrees)
     model, other = comfyui.ours("sd3", config), comfyui.load_model.execute(other_file, "fp32", config).args[0]
     native, native_other = comfyui.native("sd3"), comfyui.nodes.UNETLoader().load_unet(other_file, "default")[0]
-    want = sample_dual(comfyui, native, native_other)
+    want = comfyui.sample_dual(native, native_other)
 
-    close(sample_dual(comfyui, model, other), want, EXACT)
-    close(sample_dual(comfyui, native, other), want, EXACT)
-    close(sample_dual(comfyui, model, native_other), want, EXACT)
-    assert relative_error(sample_dual(comfyui, model, model), want) > 10 * EXACT
+    close(comfyui.sample_dual(model, other), want, EXACT)
+    close(comfyui.sample_dual(native, other), want, EXACT)
+    close(comfyui.sample_dual(model, native_other), want, EXACT)
+    assert relative_error(comfyui.sample_dual(model, model), want) > 10 * EXACT
 
 
 def test_two_models_of_one_file_keep_their_own_keys_and_values(comfyui):
     """The same prompt for both, so that nothing but the model tells their conditioning apart."""
     model, other = staged(comfyui, "sd3"), staged(comfyui, "sd3", num_patches=2)
 
-    result = sample_dual(comfyui, model, other, seeds=(1, 1))
+    result = comfyui.sample_dual(model, other, seeds=(1, 1))
 
-    want = sample_dual(comfyui, oracle(comfyui, "sd3", 4, 1), oracle(comfyui, "sd3", 2, 1), seeds=(1, 1))
+    want = comfyui.sample_dual(oracle(comfyui, "sd3", 4, 1), oracle(comfyui, "sd3", 2, 1), seeds=(1, 1))
     close(result, want, STALE)
 
 

@@ -137,7 +137,7 @@ def recognise(header) -> Family:
                 return family
         elif family.recognise(header.shapes):
             try:
-                reason = family.refuse({**header.beside, **header.shapes})
+                reason = family.refuse(header.shapes, header.beside)
             except (KeyError, IndexError, ValueError, TypeError):          # what it would look at is not there: outline() names it
                 reason = None
             if reason:

@@ -138,7 +138,8 @@ class WorkerGroup:
         answering = set(self._channels if answering is None else answering)
         self._open[request] = _Open(set(self._channels), answering, list(segments), claimed=not answering)
         command = make_command(request)
-        self._open[request].doing = f" while {DOING[type(command).__name__]}" if type(command).__name__ in DOING else ""
+        doing = DOING.get(type(command).__name__)
+        self._open[request].doing = f" while {doing}" if doing else ""
         for rank, channel in list(self._channels.items()):
             try:
                 channel.send(command)
@@ -302,11 +303,7 @@ class WorkerGroup:
         for rank in self._channels:
             silent_s = self._listened_s - self._heard_s.get(rank, self._listened_s)
             if silent_s > limit_s and (doing := self._doing(rank)) is not None:
-                lines = self._last_lines(rank)
-                self.close()
-                raise WorkerDiedError(f"Worker rank {rank} ({self.devices[rank]}) has given no sign of life for {silent_s:.0f} s{doing}: "
-                                      f"its process is stopped, or hangs. It was ended, with its group; queue the prompt again to "
-                                      f"start a new one. Its last lines of output:\n{lines or '(none)'}")
+                self._give_up(rank, f"has given no sign of life for {silent_s:.0f} s{doing}: it was stopped, or hung, and is ended")
 
     def _doing(self, rank):
         """What a rank does for the first request that it owes an answer to, "" where that has no name; None where it owes none."""
@@ -328,10 +325,13 @@ class WorkerGroup:
             if process is None or process.poll() is not None:
                 break
             time.sleep(0.1)
-        lines, how = self._last_lines(rank), self._exit_code(rank) + (self._doing(rank) or "")
-        device = self.devices[rank]
+        self._give_up(rank, f"died{self._exit_code(rank)}{self._doing(rank) or ''}")
+
+    def _give_up(self, rank, what):
+        """End the group for what became of a rank."""
+        lines = self._last_lines(rank)
         self.close()
-        raise WorkerDiedError(f"Worker rank {rank} ({device}) died{how}. Queue the prompt again to start a new group. "
+        raise WorkerDiedError(f"Worker rank {rank} ({self.devices[rank]}) {what}. Queue the prompt again to start a new group. "
                               f"Its last lines of output:\n{lines or '(none)'}")
 
     def _exit_code(self, rank):

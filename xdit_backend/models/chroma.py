@@ -1,5 +1,7 @@
 """Chroma: Flux.1's blocks; a small network makes the modulation of all of them from time and guidance; two streams, then one sequence."""
 
+import functools
+
 import torch
 
 from .describe import Packed, because, blocks, config_of, given, has, size, text_positions, timestep
@@ -19,14 +21,17 @@ def _amend(model, config):
     embed, forward, now = model.time_text_embed, model.forward, []
     width = config["approximator_num_channels"] // 2
 
+    @functools.cache
+    def places(device):
+        return get_timestep_embedding(torch.arange(NUM_MODULATIONS, device=device) * 1000, width, True, 0)
+
     def guided(*, timestep, guidance, **inputs):
         now[:] = [embed.time_proj(1000 * timestep), embed.guidance_proj(1000 * guidance)]
         return forward(timestep=timestep, **inputs)
 
     def embedded(rounded):
         of_time = torch.cat(now, 1).to(rounded.dtype)[:, None].expand(-1, NUM_MODULATIONS, -1)
-        places = get_timestep_embedding(torch.arange(NUM_MODULATIONS, device=rounded.device) * 1000, width, True, 0)
-        return torch.cat([of_time, places.to(rounded.dtype).expand(len(of_time), -1, -1)], 2)
+        return torch.cat([of_time, places(rounded.device).to(rounded.dtype).expand(len(of_time), -1, -1)], 2)
     embed.forward, model.forward = embedded, guided
 
 

@@ -132,9 +132,9 @@ class Family:
     """Everything this project knows of one model family. shapes: {name of a tensor in a file: its shape}.
 
     title: what a person reads in tables. transformer: class name in diffusers. recognise(shapes): is a file with such tensors
-    ours? refusals: functions of shapes, each says why a file of this family cannot be run, or None. config(shapes):
-    arguments of the diffusers class, from the header alone. convert(tensors, config): from the file's names to diffusers';
-    some tensors are on the meta device.
+    ours? refusals: functions of shapes, each says why a file of this family cannot be run, or None; refused_beside: tensors in or
+    beside the diffusion model -> why a file with them cannot be run. config(shapes): arguments of the diffusers class, from the header
+    alone. convert(tensors, config): from the file's names to diffusers'; some tensors are on the meta device.
     latent: describe.Packed or describe.Whole, how latents become hidden states and back; sign: of the prediction.
     arguments: of the diffusers forward -> a function of describe.Asked, or what it is. time_scale: ComfyUI's timestep at sigma 1.
     conditioning: what is understood of ComfyUI's arguments to a diffusion model -> the argument of the diffusers class that says
@@ -166,6 +166,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     choices: dict[str, dict[str, str]] = field(default_factory=dict)
     refusals: tuple[Callable, ...] = ()
+    refused_beside: dict[str, str] = field(default_factory=dict)
     lengths: dict[str, Callable] = field(default_factory=dict)
     multiple: int = 1
     sign: float = 1.0
@@ -185,9 +186,10 @@ class Family:
         """Channels of what ComfyUI hands to its model: those of the latent, and of pictures that it adds to them."""
         return self.latent.channels(config["in_channels"])
 
-    def refuse(self, shapes):
-        """Why a file of this family cannot be run; None where it can."""
-        return next((reason for refusal in self.refusals if (reason := refusal(shapes))), None)
+    def refuse(self, shapes, beside=()):
+        """Why a file of this family cannot be run; None where it can. beside: names of what else is in it."""
+        return next((reason for refusal in self.refusals if (reason := refusal(shapes))),
+                    next((reason for name, reason in self.refused_beside.items() if name in shapes or name in beside), None))
 
     def tensors(self, conditioning):
         """What is understood of ComfyUI's conditioning as tensors, which is what workers take.

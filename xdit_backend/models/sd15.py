@@ -1,19 +1,16 @@
 """Stable Diffusion 1.4 and 1.5, and what is trained from them: a U-Net of four levels, eight heads everywhere."""
 
-from .plan import Tiny
-from .unet import unet
+from .unet import tiny, unet
 
 SD15 = unet(
     name="SD 1.5", title="SD 1.5", context_widths=(768,), labelled=False, num_heads=lambda width: 8,
-    tiny=Tiny(
-        {"sample_size": 64, "in_channels": 4, "out_channels": 4, "block_out_channels": (16, 32, 32, 32), "layers_per_block": 1,
-         "norm_num_groups": 8, "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    tiny=tiny(
+        "SD15",
+        {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1,
+         "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
          "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3, "transformer_layers_per_block": (1, 1, 1, 1),
-         "attention_head_dim": (4, 4, 4, 4), "cross_attention_dim": 24, "use_linear_projection": False, "class_embed_type": None},
-        "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",
-        {"image_size": 32, "use_checkpoint": False, "legacy": False, "use_spatial_transformer": True, "in_channels": 4, "out_channels": 4,
-         "model_channels": 32, "num_res_blocks": [1, 1, 1, 1], "channel_mult": [1, 2, 2, 2], "transformer_depth": [1, 1, 1, 0],
+         "attention_head_dim": (4, 4, 4, 4), "use_linear_projection": False},
+        {"model_channels": 32, "num_res_blocks": [1, 1, 1, 1], "channel_mult": [1, 2, 2, 2], "transformer_depth": [1, 1, 1, 0],
          "transformer_depth_middle": 1, "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0], "context_dim": 768,
-         "use_linear_in_transformer": False, "num_heads": 8, "num_head_channels": -1},
-        detected="SD15"),
+         "use_linear_in_transformer": False, "num_heads": 8, "num_head_channels": -1}),
 )

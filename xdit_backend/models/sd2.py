@@ -1,23 +1,20 @@
 """Stable Diffusion 2.0 and 2.1, of 512 and of 768 pixels: a U-Net of four levels, heads of 64. Some predict velocity."""
 
 from .describe import because, has
-from .plan import Tiny
-from .unet import unet
+from .unet import tiny, unet
 
 SD2 = unet(
     name="SD 2", title="SD 2.0, 2.1", context_widths=(1024,), labelled=False, num_heads=lambda width: width // 64,
     refusals=(because("it enlarges pictures (the x4 upscaler)", has("label_emb.weight")),
               because("it takes pictures as prompts (unCLIP)", has("label_emb."))),
     values=("output_blocks.11.1.transformer_blocks.0.norm1.bias",),            # by which ComfyUI tells velocity from noise
-    tiny=Tiny(
-        {"sample_size": 64, "in_channels": 4, "out_channels": 4, "block_out_channels": (16, 16, 32, 32), "layers_per_block": 2,
-         "norm_num_groups": 8, "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    tiny=tiny(
+        "SD20",
+        {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 2,
+         "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
          "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3, "transformer_layers_per_block": (1, 1, 1, 1),
-         "attention_head_dim": (2, 2, 4, 4), "cross_attention_dim": 24, "use_linear_projection": True, "class_embed_type": None},
-        "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",
-        {"image_size": 32, "use_checkpoint": False, "legacy": False, "use_spatial_transformer": True, "in_channels": 4, "out_channels": 4,
-         "model_channels": 64, "num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 1, 1, 1], "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
+         "attention_head_dim": (2, 2, 4, 4), "use_linear_projection": True},
+        {"model_channels": 64, "num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 1, 1, 1], "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
          "transformer_depth_middle": 1, "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0], "context_dim": 1024,
-         "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64},
-        detected="SD20"),
+         "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64}),
 )

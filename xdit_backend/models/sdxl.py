@@ -1,21 +1,18 @@
 """SDXL and its refiner: a U-Net of three or four levels, heads of 64; pooled text and the picture's size as a vector beside the text."""
 
-from .plan import Tiny
-from .unet import unet
+from .unet import tiny, unet
 
 SDXL = unet(
     name="SDXL", title="SDXL, SDXL refiner", context_widths=(2048, 1280), labelled=True, num_heads=lambda width: width // 64,
     values=("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min", "v_pred", "ztsnr"),
-    tiny=Tiny(
-        {"sample_size": 64, "in_channels": 4, "out_channels": 4, "block_out_channels": (16, 32, 64), "layers_per_block": 1,
-         "norm_num_groups": 8, "down_block_types": ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * 2,
+    tiny=tiny(
+        "SDXL",
+        {"block_out_channels": (16, 32, 64), "layers_per_block": 1,
+         "down_block_types": ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * 2,
          "up_block_types": ("CrossAttnUpBlock2D",) * 2 + ("UpBlock2D",), "transformer_layers_per_block": (1, 1, 2),
-         "attention_head_dim": (1, 2, 4), "cross_attention_dim": 24, "use_linear_projection": True, "class_embed_type": "projection",
+         "attention_head_dim": (1, 2, 4), "use_linear_projection": True, "class_embed_type": "projection",
          "projection_class_embeddings_input_dim": 16},
-        "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",
-        {"image_size": 32, "use_checkpoint": False, "legacy": False, "use_spatial_transformer": True, "in_channels": 4, "out_channels": 4,
-         "model_channels": 32, "num_res_blocks": [1, 1, 1], "channel_mult": [1, 2, 4], "transformer_depth": [0, 1, 2],
+        {"model_channels": 32, "num_res_blocks": [1, 1, 1], "channel_mult": [1, 2, 4], "transformer_depth": [0, 1, 2],
          "transformer_depth_middle": 2, "transformer_depth_output": [0, 0, 1, 1, 2, 2], "context_dim": 2048, "num_classes": "sequential",
-         "adm_in_channels": 2816, "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64},
-        detected="SDXL"),
+         "adm_in_channels": 2816, "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64}),
 )

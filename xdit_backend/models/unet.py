@@ -8,7 +8,7 @@ import re
 
 from .describe import Whole, because, blocks, config_of, given, has, size, timestep
 from .keys import table
-from .plan import Family, RowPlan
+from .plan import Family, RowPlan, Tiny
 
 LATENT = Whole((1, 1))
 
@@ -33,8 +33,9 @@ def unet(name, title, context_widths, labelled, num_heads, tiny, refusals=(), va
     return Family(
         name=name, title=title, transformer="UNet2DConditionModel", tiny=tiny, values=values, latent=LATENT, convert=convert,
         recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and _context_width(shapes) in context_widths,
+        refused_beside={"cc_projection.weight": "it turns objects (Zero123)"},
         refusals=(because("it makes videos (Stable Video Diffusion)", lambda shapes: any(".time_stack." in key for key in shapes)),
-                  because("it turns objects (Zero123)", has("cc_projection.weight")), *refusals,
+                  *refusals,
                   because("the layers of its levels are not alike, which diffusers' U-Net cannot be (SSD-1B, Vega, KOALA)", _is_uneven)),
         config=config_of(
             sample_size=64, in_channels=size("input_blocks.0.0.weight", 1), out_channels=size("out.2.weight", 0),
@@ -53,6 +54,16 @@ def unet(name, title, context_widths, labelled, num_heads, tiny, refusals=(), va
                    "class_labels": given("y", where="class_embed_type")},
         plan=RowPlan(first="conv_in", self_attention="attn1", of_text=("attn2.to_k", "attn2.to_v"),
                      num_levels=lambda config: len(config["block_out_channels"])))
+
+
+def tiny(detected, config, arguments):
+    """The Tiny of such a family. config, arguments: of diffusers' class and ComfyUI's, where they are the family's own."""
+    return Tiny(
+        {"sample_size": 64, "in_channels": 4, "out_channels": 4, "norm_num_groups": 8, "cross_attention_dim": 24,
+         "class_embed_type": None, **config},
+        "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",
+        {"image_size": 32, "use_checkpoint": False, "legacy": False, "use_spatial_transformer": True, "in_channels": 4, "out_channels": 4,
+         **arguments}, detected=detected)
 
 
 def convert(tensors, config):
