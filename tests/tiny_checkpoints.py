@@ -195,6 +195,48 @@ def save(kind, path, size="test", prefix="", dtype=None, encoder=False, position
     save_file(tensors, str(path), metadata={"format": "pt", **config})
 
 
+def save_scaled(path, source, marks="comfy_quant", per_row=False):
+    """Write the checkpoint `source` anew, its matrices as scaled float8; returns {name: tensor} of what that comes to.
+
+    marks: "comfy_quant", "scaled_fp8" (the older one) or "metadata". per_row: every second matrix has a scale for each row.
+    """
+    from safetensors.torch import load_file, save_file
+    tensors, plain, said = {}, {}, {}
+    names = matrices(source)
+    for number, (name, tensor) in enumerate(load_file(source).items()):
+        tensors[name] = plain[name] = tensor
+        if name not in names:
+            continue
+        layer, dtype = name.removesuffix(".weight"), (torch.float8_e5m2 if marks == "metadata" else torch.float8_e4m3fn)
+        most = tensor.abs().amax(1, keepdim=True) if per_row and number % 2 else tensor.abs().amax().view(())
+        scale = most / torch.finfo(dtype).max
+        tensors[name] = (tensor / scale).to(dtype)
+        plain[name] = tensors[name].float() * scale
+        said[layer] = {"format": "float8_e5m2" if marks == "metadata" else "float8_e4m3fn"}
+        tensors[f"{layer}.{'scale_weight' if marks == 'scaled_fp8' else 'weight_scale'}"] = scale
+        tensors[f"{layer}.{'scale_input' if marks == 'scaled_fp8' else 'input_scale'}"] = torch.tensor(0.5)
+        if marks == "comfy_quant":
+            tensors[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(said[layer]).encode()), dtype=torch.uint8)
+    if marks == "scaled_fp8":
+        tensors["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    metadata = {"_quantization_metadata": json.dumps({"layers": said})} if marks == "metadata" else {}
+    save_file(tensors, str(path), metadata=metadata_of(source) | metadata)
+    return plain
+
+
+def matrices(source):
+    """Names of a checkpoint's tensors that are matrices of linear layers."""
+    from safetensors import safe_open
+    with safe_open(source, "pt") as file:
+        return {name for name in file.keys() if name.endswith(".weight") and len(file.get_slice(name).get_shape()) == 2}  # noqa: SIM118
+
+
+def metadata_of(source):
+    from safetensors import safe_open
+    with safe_open(source, "pt") as file:
+        return file.metadata() or {}
+
+
 def import_comfyui(folder=None):
     """Make ComfyUI's packages importable in this process, on the CPU."""
     folder = folder or os.environ["XDIT_COMFYUI"]

@@ -3,6 +3,8 @@
 And the few tensors whose values ComfyUI looks at when it makes a model; see shell.py.
 """
 
+import os
+
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -10,11 +12,12 @@ from safetensors.torch import load_file
 import comfy.model_detection
 
 from ...xdit_backend.checkpoints.header import read_header
+from ...xdit_backend.protocol.errors import UnsupportedError
 
 
 def read_weights(path, base_model):
     """{name in base_model.diffusion_model: tensor of the file, in the file's dtype, a map of it on the CPU}."""
-    header = read_header(path)
+    header = _plain_header(path)
     tensors = {name.removeprefix(header.prefix): tensor for file in header.files for name, tensor in load_file(file).items()
                if name.startswith(header.prefix)}
     if header.config is not None:                              # a diffusers folder
@@ -39,7 +42,7 @@ def places(path, base_model):
     rows: None: all, in order; else for each row here the one there, or -1. ComfyUI's conversions move rows, so carrying out these
     on numbers instead of weights tells where each went.
     """
-    header, start, numbers, starts = read_header(path), 0, {}, {}
+    header, start, numbers, starts = _plain_header(path), 0, {}, {}
     for name, shape in header.shapes.items():
         count = shape[0] if shape else 1
         numbers[name], starts[name] = torch.arange(start, start + count), start
@@ -53,6 +56,14 @@ def places(path, base_model):
         whose = torch.searchsorted(first, rows, right=True) - 1
         found[name] = [(names[index], _rows(rows, whose, index, numbers[names[index]])) for index in whose.unique().tolist()]
     return found
+
+
+def _plain_header(path):
+    header = read_header(path)
+    if header.scales:
+        raise UnsupportedError(f"{os.path.basename(path)} holds quantised weights, which xDiT does not change, merge or save yet. "
+                               f"Use the bf16, fp16 or plain fp8 file of the same model, or remove the node.")
+    return header
 
 
 def _rows(rows, whose, index, numbers):

@@ -64,7 +64,7 @@ def load_shell(path, weight_dtype, config):
         raise CheckpointError(f"{os.path.basename(path)} says in its metadata that it differs from other {family.name} models, which xDiT "
                               f"would not heed. Use Load Diffusion Model.")
     load_device = load_device_of(devices)
-    storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device)
+    storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device, bool(header.scales))
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
     dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)
@@ -88,10 +88,15 @@ def load_shell(path, weight_dtype, config):
     return patcher
 
 
-def _dtypes(weight_dtype, tensors, model_config, device):
-    """(storage, compute) as ComfyUI's own loader chooses them; compute is None where it equals storage."""
+def _dtypes(weight_dtype, tensors, model_config, device, is_quantised):
+    """(storage, compute) as ComfyUI's own loader chooses them; compute is None where it equals storage.
+
+    Of quantised files they are those of what is not quantised, which the file's types do not tell.
+    """
     supported = model_config.supported_inference_dtypes
     storage = WEIGHT_DTYPES[weight_dtype]
+    if storage is None and is_quantised:
+        return comfy.model_management.unet_manual_cast(None, device, supported), None
     if storage is None:
         storage = comfy.model_management.unet_dtype(
             model_params=comfy.utils.calculate_parameters(tensors), supported_dtypes=list(supported),

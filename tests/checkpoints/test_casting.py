@@ -54,31 +54,14 @@ def native(path, family, storage, compute="float32"):
     with pytest.MonkeyPatch.context() as patch:
         if compute == storage:
             patch.setattr(comfy.model_management, "unet_manual_cast", lambda *args, **options: None)
-        model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": getattr(torch, storage)}).model
+        options = {} if storage is None else {"dtype": getattr(torch, storage)}            # None: a quantised file's
+        model = comfy.sd.load_diffusion_model(str(path), model_options=options).model
     assert (model.manual_cast_dtype or model.get_dtype()) == dtype
     latent, timestep, conditioning = asked(family, family.config(read_header(path).shapes))
     lengths = {"num_tokens": 12} if "num_tokens" in family.ignored else {}
     if family.name == "LTX-Video":                             # whose model cannot do without
         lengths["attention_mask"] = None
     return model.diffusion_model(latent.to(dtype), timestep, **as_comfyui(rounded(conditioning, dtype)), **lengths).float()
-
-
-@pytest.fixture(scope="module")
-def file_of(tmp_path_factory):
-    from tests.comfyui_server import comfyui_folder
-    from tests.tiny_checkpoints import detect_thin, import_comfyui, save
-    if comfyui_folder() is None:
-        pytest.skip("no ComfyUI: run `python3 start.py test`, or name one in XDIT_COMFYUI")
-    import_comfyui(comfyui_folder())
-    detect_thin()
-    folder = tmp_path_factory.mktemp("files")
-
-    def file(kind):
-        path = folder / f"{kind}.safetensors"
-        if not path.exists():
-            save(kind, path)
-        return path
-    return file
 
 
 @pytest.mark.parametrize("kind", families())

@@ -1,12 +1,15 @@
-"""Weights that are held in another type than a model computes in, such as float8: cast where they are used, as ComfyUI does it.
+"""Weights that are held otherwise than a model computes, such as in float8, or quantised: cast where they are used, as ComfyUI does it.
 
 Placed by the loader on each rank, before the hooks.
 """
 
 import functools
 
+import torch
 import torch.nn.functional as F
 from torch import nn
+
+from .packed import unpacked
 
 
 class Casts:
@@ -37,12 +40,12 @@ class Casts:
         """Keep none any more."""
         self._kept, self._room_bytes = {}, None
 
-    def of(self, parameter, dtype):
-        """The parameter in this type."""
+    def of(self, parameter, dtype, cast_to=torch.Tensor.to):
+        """The parameter in this type. cast_to(parameter, dtype) makes it."""
         key = id(parameter), dtype
         if key in self._kept:
             return self._kept[key][1]
-        cast = parameter.to(dtype)
+        cast = cast_to(parameter, dtype)
         if self.are_kept and cast.nbytes <= self._room_bytes and cast is not parameter:
             self._kept[key] = parameter, cast                  # the parameter, so that its id stays its own
             self._room_bytes -= cast.nbytes
@@ -61,13 +64,25 @@ def cast_at_use(model, dtype, casts):
             module.forward = _linear(module, casts) if type(module) is nn.Linear else _casting(module, names, dtype, casts)
 
 
-def _linear(module, casts):
+def unpack_at_use(model, packed, casts):
+    """Let the nn.Linear whose weights are packed (packed.packed_weights) unpack them where they are used."""
+    for name, how in packed.items():
+        module = model.get_submodule(name.removesuffix(".weight"))
+        if not module.weight.is_meta:
+            module.forward = _linear(module, casts, functools.partial(_unpacked, module, how.type))
+
+
+def _unpacked(module, type_, weight, dtype):
+    return unpacked(weight, type_, getattr(module, "weight_scale", None), dtype)
+
+
+def _linear(module, casts, cast_to=torch.Tensor.to):
     @functools.wraps(module.forward)
     def linear(tensor):
         if tensor.numel() == 0:                                # text, after the first patch
             return tensor.new_empty((*tensor.shape[:-1], module.out_features))
         bias = None if module.bias is None else casts.of(module.bias, tensor.dtype)
-        return F.linear(tensor, casts.of(module.weight, tensor.dtype), bias)
+        return F.linear(tensor, casts.of(module.weight, tensor.dtype, cast_to), bias)
     return linear
 
 

@@ -12,6 +12,7 @@ from ..models import FAMILIES, supported
 from ..models.plan import Family
 from ..protocol.errors import CheckpointError
 from ..protocol.messages import ModelSpec
+from .scaled import scales_of
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
               "BOOL": 1}                   # of safetensors' types
@@ -37,7 +38,7 @@ class Header:
     """Names, dtypes and shapes of the diffusion model in a file or folder; names without the prefix they have there.
 
     files: the safetensors files. config: of a diffusers folder, arguments of its class; else None. beside: names of what else is in
-    an all-in-one checkpoint.
+    an all-in-one checkpoint. scales: {a scaled weight: (the tensor that is its scale, how many numbers that has)}.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Header:
     metadata: dict[str, str]
     config: dict | None = None
     beside: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    scales: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
 def read_header(path):
@@ -57,12 +59,15 @@ def read_header(path):
     """
     if os.path.isdir(path):
         return _read_folder(Path(path))
-    tensors, metadata = _read_file(path)
+    tensors, metadata, read = _read_file(path)
     prefix = next(p for p in PREFIXES if not p or any(key.startswith(p) for key in tensors))
     ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
-    return Header(str(path), prefix, (str(path),), {key: shape for key, (_, shape) in ours.items()},
-                  {key: dtype for key, (dtype, _) in ours.items()}, metadata,
-                  beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)})
+    shapes, dtypes = {key: shape for key, (_, shape) in ours.items()}, {key: dtype for key, (dtype, _) in ours.items()}
+    scales, marks = scales_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path), prefix)
+    return Header(str(path), prefix, (str(path),), {key: shape for key, shape in shapes.items() if key not in marks},
+                  {key: dtype for key, dtype in dtypes.items() if key not in marks}, metadata,
+                  beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
+                  scales={key: (scale, math.prod(shapes[scale])) for key, scale in scales.items()})
 
 
 def model_spec(header, family, storage_dtype, compute_dtype, stages=None):
@@ -87,7 +92,7 @@ def _read_folder(folder):
 
 
 def _read_file(path):
-    """({name: (dtype, shape)}, metadata) of a safetensors file."""
+    """({name: (dtype, shape)}, metadata, a function name -> bytes of a tensor) of a safetensors file."""
     name = os.path.basename(path)
     size = os.path.getsize(path)
     with open(path, "rb") as file:
@@ -105,7 +110,13 @@ def _read_file(path):
     if 8 + length + end > size:
         raise CheckpointError(f"{name} is cut short: its header promises {8 + length + end:,} bytes and the file has {size:,}. "
                               f"Download it again.")
-    return tensors, metadata
+
+    def read(key):
+        start, stop = entries[key]["data_offsets"]
+        with open(path, "rb") as file:
+            file.seek(8 + length + start)
+            return file.read(stop - start)
+    return tensors, metadata, read
 
 
 def _check_places(entries):
@@ -128,9 +139,6 @@ def _check_places(entries):
 def recognise(header) -> Family:
     """Name the family of a file. Raises CheckpointError when it is none that can be run, saying which can."""
     name = os.path.basename(header.path)
-    if any(key.endswith((".scale_weight", ".weight_scale", ".comfy_quant")) or key == "scaled_fp8" for key in header.shapes):
-        raise CheckpointError(f"{name} holds scaled (quantised) weights, which are not supported yet. "
-                              f"Use the bf16, fp16 or plain fp8 file of the same model.")
     for family in FAMILIES.values():
         if header.config is not None:
             if _class_name(header.config) == family.transformer and not family.by_rows:

@@ -10,13 +10,14 @@ import os
 import torch
 
 from ..protocol.errors import CheckpointError
+from .packed import hold_packed, packed_weights
 from .transformer import build, model_config
 
 NUM_NAMED = 3                              # how many tensors a message names
 
 
 def outline(header, family):
-    """(config, the diffusers model on the meta device) of a file or folder.
+    """(config, the diffusers model on the meta device, with weights as they are held) of a file or folder.
 
     Raises CheckpointError that names what is missing, unknown, of another shape, or set as the family is not run.
     """
@@ -37,6 +38,7 @@ def outline(header, family):
         raise CheckpointError(f"{name} looks like a {family.name} model, but its tensors have shapes that none has ({error}). "
                               f"Download it again, or choose another file.") from error
     _compare(model.state_dict(), tensors, family, name)
+    hold_packed(model, packed_weights(header, family, config, model))
     return config, model
 
 

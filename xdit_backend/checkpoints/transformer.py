@@ -11,9 +11,10 @@ import torch
 
 from ..protocol.errors import CheckpointError
 from ..protocol.transfers import Ferry
-from .casting import Casts, cast_at_use
+from .casting import Casts, cast_at_use, unpack_at_use
 from .changes import changed
 from .header import read_header
+from .packed import hold_packed, packed_weights, unpacked
 
 
 def load_transformer(spec, family, device, on_progress=lambda done, total: None, choose_blocks=None, files=None, casts=None):
@@ -33,10 +34,12 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     config = model_config(header, family)
     with init_empty_weights():
         model = build(family, config)
+    packed = packed_weights(header, family, config, model)
+    hold_packed(model, packed)
     blocks = choose_blocks(model) if choose_blocks else None
     tensors = _read(header, lambda name: _is_here(name, blocks, model, family, header))
     maps = list(tensors.values())                              # kept until the end, so that no other tensor gets their addresses
-    tensors = tensors if header.config is not None else family.convert(tensors, config)
+    tensors = _converted(tensors, header, family, config, packed)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     if missing or unexpected:
         raise CheckpointError(f"{spec.path} does not fit {family.transformer}: {len(missing)} tensors are missing "
@@ -48,6 +51,7 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
         files |= {key: tensor for key, (weight, tensor) in mapped.items() if weight.dtype == tensor.dtype}
     if spec.storage_dtype != spec.compute_dtype:
         cast_at_use(model, getattr(torch, spec.compute_dtype), casts or Casts())
+    unpack_at_use(model, packed, casts or Casts())
     return model, config
 
 
@@ -121,8 +125,11 @@ def block_bytes(model, family, spec):
 
 def block_sizes(model, plan):
     """Parameters of each block, over all lists of the plan: [(number, share an image token meets)]."""
-    return [(sum(parameter.numel() for parameter in block.parameters()), list_.image_share)
-            for list_ in plan.blocks for block in model.get_submodule(list_.name)]
+    def size(block):
+        packed = sum(module.out_features * module.in_features - module.weight.numel() for module in block.modules()
+                     if type(module) is torch.nn.Linear)
+        return sum(parameter.numel() for parameter in block.parameters()) + packed
+    return [(size(block), list_.image_share) for list_ in plan.blocks for block in model.get_submodule(list_.name)]
 
 
 def _read(header, wanted):
@@ -132,10 +139,35 @@ def _read(header, wanted):
     for path in header.files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                if name.startswith(header.prefix):
-                    short = name.removeprefix(header.prefix)
+                short = name.removeprefix(header.prefix)
+                if name.startswith(header.prefix) and short in header.shapes:
                     tensors[short] = file.get_tensor(name) if wanted(short) else torch.empty(header.shapes[short], device="meta")
     return tensors
+
+
+def _read_scales(header, tensors):
+    """{name of a scaled weight: its scale, (1, 1) or (rows, 1)}; on the meta device for a weight that is there."""
+    from safetensors import safe_open
+    with safe_open(header.files[0], "pt") as file:
+        return {name: (torch.empty(count, device="meta") if tensors[name].is_meta else file.get_tensor(header.prefix + scale)
+                       ).to(torch.float32).view(-1, 1) for name, (scale, count) in header.scales.items()}
+
+
+def _converted(tensors, header, family, config, packed):
+    """{name in the model: tensor}. tensors: of the file. What is packed stays so, beside its scale; other scaled weights are unpacked."""
+    if header.config is not None:
+        return tensors
+    sources, scales = {how.source for how in packed.values()}, _read_scales(header, tensors) if header.scales else {}
+    plain = {name: torch.empty(tensor.shape, device="meta") if name in sources
+             else unpacked(tensor, header.dtypes[name], scales[name], torch.float32) if name in scales else tensor
+             for name, tensor in tensors.items()}
+    converted = family.convert(plain, config)
+    for name, how in packed.items():
+        converted[name] = how.take(tensors[how.source])
+        if how.num_scales:
+            scale = scales[how.source]
+            converted[f"{name.removesuffix('weight')}weight_scale"] = scale if how.num_scales == 1 else how.take(scale)
+    return converted
 
 
 def _is_here(name, blocks, model, family, header):
@@ -158,10 +190,13 @@ def _held(model, family, spec):
     """[(name, tensor, the dtype in which a rank holds it)] of all parameters and buffers."""
     storage, compute = getattr(torch, spec.storage_dtype), getattr(torch, spec.compute_dtype)
     exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
+    scales = {name for name, _ in model.named_buffers() if name.endswith(".weight_scale")}
 
     def dtype_of(name, tensor):
         parts = set(name.split("."))
         if not tensor.is_floating_point() or parts & {"freqs_cos", "freqs_sin"}:       # rotary tables stay as they were made
+            return tensor.dtype
+        if name in scales or f"{name}_scale" in scales:        # as the file has it
             return tensor.dtype
         if storage != compute:                                 # cast where they are used
             return compute if parts & set(family.unrounded) else storage

@@ -1,0 +1,67 @@
+"""Scaled float8 files: our model equals ComfyUI's own, and that of the dequantised weights; they are held as in the file."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.checkpoints.test_casting import native, ours
+from tests.tiny_checkpoints import families, matrices, metadata_of, save_scaled
+from tests.tolerances import close, relative_error
+from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.outline import outline
+from xdit_backend.checkpoints.transformer import held_bytes
+from xdit_backend.protocol.errors import CheckpointError
+
+
+@pytest.mark.parametrize("kind, marks, per_row", [
+    ("sd3", "comfy_quant", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("flux", "scaled_fp8", False), ("wan", "metadata", False), ("hunyuanvideo", "comfy_quant", True), ("sd15", "comfy_quant", False)))])
+def test_a_scaled_file_equals_comfyuis_and_the_dequantised_one(file_of, tmp_path, kind, marks, per_row):
+    """A scaled matrix takes a byte a number, whatever the rest is held in; what the host plans is what is held."""
+    family, path = families()[kind], tmp_path / "scaled.safetensors"
+    save_file(save_scaled(path, file_of(kind), marks, per_row), tmp_path / "plain.safetensors", metadata_of(file_of(kind)))
+
+    with torch.inference_mode():
+        result, want = ours(path, family, "float32"), ours(tmp_path / "plain.safetensors", family, "float32")
+        close(result, native(path, family, None), 1e-4)
+        exact = ours(file_of(kind), family, "float32")
+
+    close(result, want, 1e-5)
+    assert relative_error(result, exact) > 1e-3
+    header = read_header(path)
+    held = held_bytes(outline(header, family)[1], family, model_spec(header, family, "float32", "float32"))
+    plain = held_bytes(outline(read_header(file_of(kind)), family)[1], family, model_spec(header, family, "float32", "float32"))
+    numbers = sum(header.shapes[name][0] * header.shapes[name][1] for name in matrices(path))
+    scales = 4 * sum(count for _, count in header.scales.values())
+    assert len(header.scales) == len(matrices(path)) and 0 < held - (plain - 3 * numbers) <= 4 * scales      # one for each part
+
+
+FP8 = torch.zeros(4, 8, dtype=torch.float8_e4m3fn)
+
+
+def said(format_):
+    return torch.tensor(list(format_.encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("tensors, words", [
+    ({"a.comfy_quant": said('{"format": "nvfp4"}')}, r"quantised in the format nvfp4 \(a\)"),
+    ({"a.comfy_quant": said('{"format": "mxfp8"}')}, "format mxfp8"),
+    ({"a.comfy_quant": said('{"format": "int8_tensorwise"}')}, "format int8_tensorwise"),
+    ({"a.comfy_quant": said("float8")}, "says of its quantisation what cannot be read"),
+    ({"a.comfy_quant": said("[1]")}, "says of its quantisation what cannot be read"),
+    ({"a.weight_scale": None}, "lacks the scale of a.weight"),
+    ({"a.weight": None}, "lacks a.weight"),
+    ({"a.weight": FP8.bfloat16()}, "says that a.weight is float8_e4m3fn, and it is BF16"),
+    ({"a.weight_scale": torch.ones(4)}, r"shape \[4\] for a.weight of shape \[4, 8\]"),
+    ({"a.comfy_quant": None}, "has a scale a.weight_scale, and does not say for what format"),
+    ({"a.weight_scale_2": torch.ones(1)}, "a.weight_scale_2: nvfp4"),
+    ({"a.weight.absmax": torch.ones(1)}, "bitsandbytes"),
+], ids=str)
+def test_what_is_not_known_of_a_quantisation_is_refused_by_name(tmp_path, tensors, words):
+    whole = {"a.weight": FP8, "a.weight_scale": torch.ones(4, 1), "a.comfy_quant": said('{"format": "float8_e4m3fn"}')}
+    save_file(whole, tmp_path / "whole.safetensors")
+    assert read_header(tmp_path / "whole.safetensors").scales == {"a.weight": ("a.weight_scale", 4)}
+    save_file({name: tensor for name, tensor in (whole | tensors).items() if tensor is not None}, tmp_path / "other.safetensors")
+
+    with pytest.raises(CheckpointError, match=words):
+        read_header(tmp_path / "other.safetensors")
