@@ -172,3 +172,12 @@ def test_missing_packages_are_named_with_the_remedy(comfyui, monkeypatch):
 
     with pytest.raises(comfyui.errors.ConfigError, match="needs a_package_that_nobody_has.*pip install -r requirements.txt"):
         comfyui.ours("sd3", comfyui.config("cpu"))
+
+
+def test_text_that_is_longer_than_its_mask_is_refused(comfyui):
+    """As Conditioning (Concat) makes it, which joins the text and keeps the mask of the first."""
+    (text, options), = comfyui.conditioning("ltx-video", 1)
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="53 text tokens and an attention mask of 20"):
+        comfyui.sample(comfyui.ours("ltx-video", comfyui.config()), "ltx-video", steps=1,
+                       positive=[[torch.cat([text, torch.zeros(1, 33, text.shape[2])], 1), options]])

@@ -209,6 +209,10 @@ def text_positions(asked):
 def text_mask(asked):
     """(B, T) bool, which text tokens are real, as ComfyUI's `attention_mask` says; None where it says nothing."""
     mask = given("attention_mask")(asked)
+    num_tokens = asked.conditioning["context"].shape[1]
+    if mask is not None and mask.shape[1] != num_tokens:
+        raise UnsupportedError(f"The conditioning has {num_tokens} text tokens and an attention mask of {mask.shape[1]}, as "
+                               f"Conditioning (Concat) makes of prompts with masks. Join the prompts as text, in one Text Encode node.")
     if mask is not None and mask.is_floating_point():
         raise UnsupportedError("The conditioning weighs text tokens by an attention mask of fractions, which xDiT does not support. "
                                "Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model.")
