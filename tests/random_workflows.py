@@ -40,6 +40,8 @@ LAYOUTS = {                                # name -> devices and degrees; the re
     "cfg x pipefusion": (FOUR, {"cfg": 2, "pipefusion": 2, "num_patches": 2, **WHOLE}),
     "pipefusion x ring": (FOUR, {"pipefusion": 2, "ring": 2, "num_patches": 1}),
     "pipefusion x ulysses": (FOUR, {"pipefusion": 2, "ulysses": 2, "num_patches": 3, **WHOLE, "warmup": "sequence"}),
+    "displaced": (TWO, {"displaced": 2, "displaced_mode": "full_sync"}), "displaced, warm-up": (TWO, {"displaced": 2, **WHOLE}),
+    "cfg x displaced": (FOUR, {"cfg": 2, "displaced": 2, "displaced_mode": "full_sync"}),
 }
 STALE = {                                  # the result is the oracle's
     "stale": (TWO, {"pipefusion": 2, "num_patches": 4}), "stale, cold": (TWO, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 0}),
@@ -49,7 +51,7 @@ STALE = {                                  # the result is the oracle's
     "stale x ulysses": (FOUR, {"pipefusion": 2, "ulysses": 2, "num_patches": 4, "warmup": "sequence"}),
     "stale x ring": (FOUR, {"pipefusion": 2, "ring": 2, "num_patches": 2, "warmup_steps": 0}),
 }
-UNET_LAYOUTS = ("auto", "auto 4", "cfg", "data")
+UNET_LAYOUTS = ("auto", "auto 4", "cfg", "data", "displaced", "displaced, warm-up", "cfg x displaced")
 SIZES = ((16, 18), (8, 24), (15, 17), (9, 31), (2, 6), (3, 3), (2, 2), (31, 5), (1, 8), (4, 40), (12, 10))
 OWN_SIZES = {"hunyuanvideo": ((16, 18), (8, 24), (2, 6), (2, 2), (30, 4), (4, 40), (12, 10)),      # of what ComfyUI's own models take
              "pixart": ((34, 32), (20, 46), (48, 20), (62, 4), (36, 36))}
@@ -107,7 +109,7 @@ def draw(comfyui, number, layouts=None, kinds=None):
         "second": pick(("none", "none", "none", "hires", "interrupted", "again")),
     }
     if families()[kind].by_rows and min(drawn["size"]) < 8:
-        drawn["size"] = (16, 18)                               # a U-Net's lowest level has no pixels left to normalise
+        drawn["size"] = (16, 18)                               # norms over a pixel or two enlarge rounding
     if layout in STALE:
         drawn |= {name: pick(values) for name, values in SIMPLE.items()}
         drawn["sampler node"], drawn["steps"] = None, max(drawn["steps"], 3)

@@ -9,9 +9,8 @@ from tests.conftest import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bench_displaced_counts_what_the_formula_says(dtype):
-    arguments = ["--sizes", "16", "24", "--width", "32", "--rounds", "1", "--dtype", dtype]
+def test_bench_displaced_counts_what_the_formula_says():
+    arguments = ["--sizes", "16", "24", "--width", "32", "--rounds", "1", "--dtype", "bfloat16"]
     result = subprocess.run([sys.executable, "-m", "xdit_backend", "bench", "displaced", *arguments], cwd=ROOT, capture_output=True,
                             text=True, timeout=300)
 
