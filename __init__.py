@@ -14,6 +14,13 @@ async def comfy_entrypoint():
         folder_paths.add_model_folder_path(kind, str(WEIGHTS / kind))
 
     class XDiTExtension(ComfyExtension):
+        async def on_load(self):
+            from server import PromptServer
+
+            from .nodes.bridge.page import add_routes
+            if getattr(PromptServer, "instance", None) is not None:            # not where ComfyUI only looks at the nodes
+                add_routes(PromptServer.instance.routes)
+
         async def get_node_list(self):
             return NODES
 

@@ -29,8 +29,7 @@ class XDiTLoadClipVae(io.ComfyNode):
         path = folder_paths.get_full_path_or_raise("checkpoints", ckpt_name)
         _, clip, vae, _ = comfy.sd.load_checkpoint_guess_config(
             path, output_model=False, embedding_directory=folder_paths.get_folder_paths("embeddings"))
-        vae_model = getattr(vae, "first_stage_model", None)
-        if clip is None or vae_model is None:
-            missing = " and no ".join(name for name, part in (("text encoder", clip), ("VAE", vae_model)) if part is None)
-            raise CheckpointError(f"{ckpt_name} holds no {missing}. Load them from files of their own, with Load CLIP and Load VAE.")
+        if clip is None and getattr(vae, "first_stage_model", None) is None:
+            raise CheckpointError(f"{ckpt_name} holds no text encoder and no VAE. Load them from files of their own, with Load CLIP and "
+                                  f"Load VAE.")
         return io.NodeOutput(clip, vae)

@@ -1,0 +1,48 @@
+/** Converts every workflow of a folder there and back; prints [{name, changed, left, back, ends}] for test_convert.py. Arguments: convert.js, folder. */
+
+import assert from "node:assert";
+import fs from "node:fs";
+import path from "node:path";
+
+const { toAllGpus, toOneGpu } = await import(process.argv[2]);
+const folder = process.argv[3];
+
+const isSame = (given, other) => {
+  try {
+    assert.deepStrictEqual(other, given);
+    return true;
+  } catch {
+    return false;
+  }
+};
+
+/** Links whose two ends do not name them at the slot that they say. */
+function looseEnds(workflow) {
+  const loose = [];
+  for (const graph of [workflow, ...(workflow.definitions?.subgraphs ?? [])]) {
+    const nodes = new Map(graph.nodes.map((node) => [String(node.id), node]));
+    for (const link of graph.links) {
+      const [id, from, output, to, input] = Array.isArray(link) ? link
+        : [link.id, link.origin_id, link.origin_slot, link.target_id, link.target_slot];
+      const begins = from === -10 ? graph.inputs[output]?.linkIds : nodes.get(String(from))?.outputs[output]?.links;
+      const ends = to === -20 ? graph.outputs[input]?.linkIds : [nodes.get(String(to))?.inputs[input]?.link];
+      if (!begins?.includes(id) || !ends?.includes(id)) loose.push(id);
+    }
+  }
+  return loose.length;
+}
+
+const results = [];
+for (const name of fs.readdirSync(folder).filter((file) => file.endsWith(".json")).sort()) {
+  const given = JSON.parse(fs.readFileSync(path.join(folder, name), "utf8"));
+  if (!given.nodes) continue;
+  const before = JSON.stringify(given);
+  const { workflow, changed, left } = toAllGpus(given);
+  const back = toOneGpu(workflow);
+  results.push({
+    name, changed, left, back: isSame(given, back.workflow) && back.changed === changed, kept: JSON.stringify(given) === before,
+    types: [workflow, ...(workflow.definitions?.subgraphs ?? [])].flatMap((graph) => graph.nodes.map((node) => node.type)),
+    loose: looseEnds(workflow) - looseEnds(given), again: toAllGpus(workflow).changed,
+  });
+}
+console.log(JSON.stringify(results));

@@ -1,0 +1,78 @@
+"""Run on all GPUs, and back, on every workflow that ComfyUI's own package of templates installs; in Node, without a page."""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.comfyui_server import ROOT, comfyui_folder
+
+
+@pytest.fixture(scope="module")
+def node():
+    """Node, as playwright brings it."""
+    pytest.importorskip("playwright")
+    from playwright._impl._driver import compute_driver_executable
+    return compute_driver_executable()[0]
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory):
+    """The page's modules under names that say to Node what they are."""
+    folder = tmp_path_factory.mktemp("web")
+    for name in ("convert", "texts"):
+        shutil.copy(ROOT / "web" / f"{name}.js", folder / f"{name}.mjs")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(node, modules):
+    found = importlib.util.find_spec("comfyui_workflow_templates_json")
+    if comfyui_folder() is None or found is None:
+        pytest.skip("no ComfyUI with its templates: run `python3 start.py test`")
+    folder = Path(found.origin).parent / "templates"
+    done = subprocess.run([node, Path(__file__).parent / "browser" / "convert_templates.mjs", modules / "convert.mjs", folder],
+                          stdout=subprocess.PIPE, check=True)
+    return {entry["name"]: entry for entry in json.loads(done.stdout)}
+
+
+def test_there_and_back_gives_the_same_file(converted):
+    assert len(converted) > 400
+    assert sum(entry["changed"] > 0 for entry in converted.values()) > 150
+    assert [name for name, entry in converted.items() if not (entry["back"] and entry["kept"])] == []
+
+
+def test_links_keep_their_ends(converted):
+    assert [name for name, entry in converted.items() if entry["loose"]] == []
+
+
+def test_twice_is_once(converted):
+    assert [name for name, entry in converted.items() if entry["again"]] == []
+
+
+@pytest.mark.parametrize("name, types, stay", [
+    ("default.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTParallelSampler", "XDiTVAEDecode"], []),
+    ("sdxlturbo_example.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTVAEDecode"], []),
+    ("01_get_started_text_to_image.json", ["XDiTLoadModel", "XDiTParallelSampler", "XDiTVAEDecode"], []),
+    ("sd3.5_large_canny_controlnet_example.json", [], [("CheckpointLoaderSimple", "patch"), ("KSampler", "model_stays")]),
+])
+def test_what_becomes_of_a_template(converted, name, types, stay):
+    entry = converted[name]
+
+    assert {one for one in entry["types"] if one.startswith("XDiT")} == set(types)
+    assert set(stay) <= {(left["type"], left["reason"]) for left in entry["left"]}
+    assert bool(stay) == bool(entry["left"])
+
+
+def test_what_is_refused_is_what_the_nodes_page_says(node, modules):
+    """convert.js leaves a loader alone whose MODEL goes to one of these."""
+    script = f"import {{ REFUSED }} from {json.dumps(str(modules / 'convert.mjs'))}; console.log(JSON.stringify(REFUSED))"
+    done = subprocess.run([node, "--input-type=module", "-e", script], stdout=subprocess.PIPE, check=True)
+    page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
+    refused = set(re.findall(r"^\| ([^|]+) \| [^|]+ \| refused: ", page, re.M))
+
+    assert refused and set(json.loads(done.stdout)) == refused | {"FreeU", "FreeU_V2"}

@@ -1,0 +1,433 @@
+/**
+ * Turns a workflow into one that runs on all GPUs, and back: functions from a workflow file to another, called by the page's commands
+ * (xdit.js) and by tests. What a node was stands in its property `xdit_was`, so the way back needs nothing else.
+ */
+
+const WAS = "xdit_was";
+const PACK = "xdit-comfyui";
+const INPUT_NODE = -10;                    // the ends of a subgraph's inside, as its links name them
+const OUTPUT_NODE = -20;
+const [MUTED, BYPASSED] = [2, 4];
+const FIELDS = ["id", "origin_id", "origin_slot", "target_id", "target_slot", "type"];        // of a link that is written as a list
+
+// Loaders whose file Load xDiT Model takes: the widget that names it, and the values of weight_dtype that both know.
+const LOADERS = {
+  UNETLoader: { file: "unet_name", dtypes: ["default", "fp8_e4m3fn"] },
+  UnetLoaderGGUF: { file: "unet_name", dtypes: ["default"] },
+  CheckpointLoaderSimple: { file: "ckpt_name", dtypes: ["default"] },
+};
+const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
+const OURS = ["XDiTLoadModel", "XDiTLoadClipVae", ...Object.values(SAME_INPUTS)];
+const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name" };
+// Nodes whose change of a MODEL the workers refuse (docs/nodes.md, and FreeU for U-Nets); what these inputs bring is refused too.
+export const REFUSED = [
+  "AnimaLLLiteApply", "EasyCache", "FluxKVCache", "FreeU", "FreeU_V2", "HiDreamO1PatchSeamSmoothing", "HyperTile", "HypernetworkLoader",
+  "LoraLoaderBypass", "LoraLoaderBypassModelOnly", "MiniMaxH3SigmaShift", "NAGuidance", "PatchModelAddDownscale",
+  "PerturbedAttentionGuidance", "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "SelfAttentionGuidance",
+  "SkipLayerGuidanceDiT", "SkipLayerGuidanceDiTSimple", "SkipLayerGuidanceSD3", "TomePatchModel", "TrainLoraNode", "USOStyleReference",
+];
+const REFUSED_INPUTS = ["CONTROL_NET", "GLIGEN", "MODEL_PATCH", "IPADAPTER"];
+
+/**
+ * The workflow on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot have it}, as far as that is known.
+ * Returns {workflow, changed, left}: changed is how many nodes; left are [{id, type, reason, ...}] of those that stay, `reason` a key
+ * of the texts in xdit.js and the rest what it mentions. Nothing changed: `workflow` equals what was given.
+ */
+export function toAllGpus(given, refusals = {}) {
+  const workflow = structuredClone(given);
+  const book = read(workflow);
+  const left = [];
+  const leave = (node, reason, more) => left.push({ id: node.id, type: node.type, reason, ...more });
+  const converted = new Set([...everyNode(book)].map(({ node }) => node).filter((node) => node.type === "XDiTLoadModel"));
+  const loaders = [];
+  for (const place of everyNode(book)) {
+    const { node } = place;
+    const reason = whyNotLoader(book, place, refusals.models ?? {});
+    if (reason) leave(node, ...reason);
+    else if (node.type in LOADERS && hasLinks(node.outputs[0])) {
+      loaders.push(place);
+      converted.add(node);
+    }
+  }
+  const others = [];
+  for (const place of everyNode(book)) {
+    const { node } = place;
+    if (!(node.type in SAME_INPUTS)) continue;
+    const reason = node.type === "KSampler" ? whyNotSampler(book, place, converted) : whyNotVae(book, place, converted, refusals.vaes ?? {});
+    if (reason) leave(node, ...reason);
+    else others.push(place);
+  }
+  for (const { node } of others) become(node, SAME_INPUTS[node.type]);
+  const before = counters(workflow);
+  const made = loaders.map((place) => convertLoader(book, place)).filter(Boolean);
+  for (const node of made) node.properties[WAS].before = before;
+  return { workflow, changed: loaders.length + others.length, left };
+}
+
+/** The workflow as it was before toAllGpus, with what was changed since. Returns as toAllGpus. */
+export function toOneGpu(given) {
+  const workflow = structuredClone(given);
+  const book = read(workflow);
+  const left = [];
+  let changed = 0;
+  const undone = [];
+  for (const place of [...everyNode(book)]) {
+    const { graph, node } = place;
+    const was = node.properties?.[WAS];
+    if (!was || was.of !== undefined) continue;
+    const partner = was.split ? graph.nodes.find((other) => other.properties?.[WAS]?.of === node.id) : null;
+    const reason = whyNotBack(node, was, partner);
+    if (reason) {
+      left.push({ id: node.id, type: node.type, ...reason });
+      continue;
+    }
+    restore(book, place, was, partner);
+    if (partner) undone.push(partner);
+    changed++;
+  }
+  if (undone.length) resetCounters(book, undone[0].properties[WAS].before);
+  for (const { node } of everyNode(book))
+    if (OURS.includes(node.type) && !node.properties?.[WAS])
+      left.push({ id: node.id, type: node.type, reason: "not_converted" });
+  return { workflow, changed, left };
+}
+
+/** Files that a workflow's loaders name, {models, vaes}: what toAllGpus's refusals are asked for. */
+export function filesOf(workflow) {
+  const files = { models: new Set(), vaes: new Set() };
+  for (const { node } of everyNode(read(workflow))) {
+    const [file] = Array.isArray(node.widgets_values) ? node.widgets_values : [];
+    if (typeof file !== "string") continue;
+    if (node.type in LOADERS) files.models.add(file);
+    if (node.type in VAE_FILES) files.vaes.add(file);
+  }
+  return { models: [...files.models], vaes: [...files.vaes] };
+}
+
+// ---- what can be converted
+
+function whyNotLoader(book, place, refusals) {
+  const { graph, node } = place;
+  const isLoader = node.outputs?.some((slot) => slot.type === "MODEL" && hasLinks(slot)) && !book.subgraphs.has(node.type)
+    && node.type !== "XDiTLoadModel" && !node.inputs?.some((slot) => carries(slot, null, "MODEL"));
+  if (!isLoader) return null;
+  if (!(node.type in LOADERS)) return ["no_counterpart"];
+  const { dtypes } = LOADERS[node.type];
+  if (!Array.isArray(node.widgets_values)) return ["no_counterpart"];
+  const [file, dtype = "default"] = node.widgets_values;
+  if (!dtypes.includes(dtype)) return ["dtype", { dtype }];
+  if (refusals[file]) return ["file", { text: refusals[file] }];
+  const splits = node.outputs.slice(1).some(hasLinks);
+  if (splits && linkOf(node, LOADERS[node.type].file) == null && isProxied(book, graph, node, LOADERS[node.type].file)) return ["promoted"];
+  let reason = null;
+  walkDown(book, graph, node.outputs[0], "MODEL", (inner, user) => {
+    const found = refusedInput(user) ?? (REFUSED.includes(user.type) ? user : null) ?? refusedConditioning(book, inner, user);
+    if (found) reason ??= ["patch", { by: found.title || found.type }];
+  });
+  return reason;
+}
+
+function whyNotSampler(book, { graph, node }, converted) {
+  const link = linkOf(node, "model");
+  if (link == null) return ["no_model"];
+  const other = sources(book, graph, link, "MODEL").find((source) => !converted.has(source));
+  return other ? ["model_stays", { by: other.title || other.type }] : null;
+}
+
+function whyNotVae(book, { graph, node }, converted, refusals) {
+  if (!converted.size) return ["no_model_here"];
+  const link = linkOf(node, "vae");
+  for (const source of link == null ? [] : sources(book, graph, link, "VAE")) {
+    const text = source.type in VAE_FILES && refusals[source.widgets_values?.[0]];
+    if (text) return ["file", { text }];
+  }
+  return null;
+}
+
+function refusedInput(node) {
+  return node.inputs?.some((slot) => REFUSED_INPUTS.includes(slot.type) && slot.link != null) ? node : null;
+}
+
+function refusedConditioning(book, graph, node) {
+  let found = null;
+  for (const slot of node.inputs ?? [])
+    if (slot.type === "CONDITIONING" && slot.link != null)
+      walkUp(book, graph, slot.link, "CONDITIONING", (inner, source) => {
+        if (isActive(source)) found ??= refusedInput(source);
+      });
+  return found;
+}
+
+function whyNotBack(node, was, partner) {
+  if (was.split && !partner) return { reason: "partner" };
+  if (was.split && partner.widgets_values[0] !== node.widgets_values[0]) return { reason: "files_differ", text: partner.widgets_values[0] };
+  const loader = partner ?? (node.type === "XDiTLoadModel" ? node : null);
+  const dtype = loader?.widgets_values[1] ?? "default";
+  return loader && !LOADERS[was.type].dtypes.includes(dtype) ? { reason: "dtype", dtype } : null;
+}
+
+// ---- the changes
+
+/** Make a node another. names: {its slot: the other's}. first: slots that the other has before these. */
+function become(node, type, names = {}, first = []) {
+  const { cnr_id, ver } = node.properties ?? {};
+  const was = { type: node.type, inputs: node.inputs ?? [], outputs: node.outputs ?? [], size: node.size };
+  if (cnr_id !== undefined) Object.assign(was, { cnr_id, ver });
+  node.type = type;
+  node.inputs = [...first, ...was.inputs.map((slot) => renamed(slot, names[slot.name] ?? slot.name))];
+  node.outputs = was.outputs.map((slot) => ({ ...slot }));
+  node.properties = { ...node.properties, ...(cnr_id === undefined ? {} : { cnr_id: PACK }), [WAS]: was };
+  delete node.properties.ver;
+  if (cnr_id === undefined && ver !== undefined) was.ver = ver;
+  return was;
+}
+
+/** Convert a loader. Returns the node that was made beside it, where the text encoders and the VAE remain, or undefined. */
+function convertLoader(book, { graph, node }) {
+  const { file } = LOADERS[node.type];
+  const [name, dtype = "default"] = node.widgets_values;
+  const parallel = { name: "parallel", type: "XDIT_PARALLEL", shape: 7, link: null };
+  if (!node.outputs.slice(1).some(hasLinks)) {
+    const was = become(node, "XDiTLoadModel", { [file]: "model_name" }, [parallel]);
+    was.widgets = node.widgets_values.length;
+    node.outputs = node.outputs.slice(0, 1);
+    node.widgets_values = [name, dtype];
+    renumber(book, graph, node);
+    renameOutside(book, graph, node, file, "model_name");
+    return undefined;
+  }
+  const was = become(node, "XDiTLoadClipVae");
+  was.split = true;
+  const [model, ...rest] = node.outputs;
+  node.outputs = rest;
+  const link = linkOf(node, file);
+  const made = {
+    id: nextId(book), type: "XDiTLoadModel", pos: freePlace(graph, node), size: [Math.max(270, node.size[0]), 110], flags: {},
+    order: node.order, mode: node.mode,
+    inputs: [parallel, { name: "model_name", type: "COMBO", widget: { name: "model_name" }, link: link == null ? null : copyLink(book, graph, link) }],
+    outputs: [{ name: "MODEL", type: "MODEL", links: model.links }],
+    properties: { "Node name for S&R": "XDiTLoadModel", cnr_id: PACK, [WAS]: { of: node.id } }, widgets_values: [name, "default"],
+    ...(node.color === undefined ? {} : { color: node.color }), ...(node.bgcolor === undefined ? {} : { bgcolor: node.bgcolor }),
+  };
+  graph.nodes.push(made);
+  for (const one of [node, made]) renumber(book, graph, one);
+  return made;
+}
+
+function restore(book, { graph, node }, was, partner) {
+  const loader = LOADERS[was.type];
+  const names = loader && node.type === "XDiTLoadModel" ? { [loader.file]: "model_name" } : {};
+  const kept = was.inputs.map((slot) => ({ ...slot, link: linkOf(node, names[slot.name] ?? slot.name) ?? null }));
+  const known = new Set(was.inputs.map((slot) => names[slot.name] ?? slot.name));
+  const back = Object.fromEntries(Object.entries(names).map(([from, to]) => [to, from]));
+  const gained = node.inputs.filter((slot) => !known.has(slot.name) && slot.link != null);
+  for (const slot of gained) if (slot.name === "parallel") removeLink(book, graph, slot.link);
+  const outputs = partner ? [partner.outputs[0], ...node.outputs] : node.outputs;
+  if (names[loader?.file]) renameOutside(book, graph, node, "model_name", loader.file);
+  node.type = was.type;
+  node.size = was.size;                    // the page makes room for the slots that ours have more
+  node.inputs = [...kept, ...gained.filter((slot) => slot.name !== "parallel").map((slot) => renamed(slot, back[slot.name] ?? slot.name))];
+  node.outputs = was.outputs.map((slot, index) => ({ ...slot, links: sameLinks(slot.links, outputs[index]?.links) }));
+  if (was.widgets) node.widgets_values = node.widgets_values.slice(0, was.widgets);
+  const { [WAS]: _, ...properties } = node.properties;
+  node.properties = { ...properties, ...pick(was, "cnr_id", "ver") };
+  if (partner) {
+    for (const slot of partner.inputs) if (slot.link != null) removeLink(book, graph, slot.link);
+    graph.nodes.splice(graph.nodes.indexOf(partner), 1);
+  }
+  renumber(book, graph, node);
+}
+
+function renamed(slot, name) {
+  if (slot.name === name) return { ...slot };
+  const { localized_name, ...rest } = slot;
+  return { ...rest, name, ...(slot.widget ? { widget: { ...slot.widget, name } } : {}) };
+}
+
+/** A node's links say its slots by number. */
+function renumber(book, graph, node) {
+  node.inputs?.forEach((slot, index) => {
+    write(linksOf(book, graph).get(slot.link), { target_id: node.id, target_slot: index });
+  });
+  node.outputs?.forEach((slot, index) => {
+    for (const id of slot.links ?? []) write(linksOf(book, graph).get(id), { origin_id: node.id, origin_slot: index });
+  });
+}
+
+/** Other names for a widget that a subgraph's node or the app mode shows. */
+function renameOutside(book, graph, node, from, to) {
+  if (graph === book.root) {
+    const inputs = graph.extra?.linearData?.inputs;
+    for (const entry of inputs ?? []) {
+      if (String(entry[0]) === String(node.id) && entry[1] === from) entry[1] = to;
+      if (entry[0] === `${graph.id}:${node.id}:${from}`) [entry[0], entry[1]] = [`${graph.id}:${node.id}:${to}`, to];
+    }
+    return;
+  }
+  for (const { node: instance } of book.instances.get(graph.id) ?? [])
+    for (const entry of instance.properties?.proxyWidgets ?? [])
+      if (String(entry[0]) === String(node.id) && entry[1] === from) entry[1] = to;
+}
+
+function isProxied(book, graph, node, name) {
+  return (book.instances.get(graph.id) ?? []).some(({ node: instance }) =>
+    instance.properties?.proxyWidgets?.some((entry) => String(entry[0]) === String(node.id) && entry[1] === name));
+}
+
+/** A second link from where this one begins; returns its id. Its target is set by renumber. */
+function copyLink(book, graph, id) {
+  const links = linksOf(book, graph);
+  const copy = structuredClone(links.get(id));
+  const own = counter(graph).link + 1;
+  write(copy, { id: own });
+  setCounter(graph, { link: own });
+  graph.links.push(copy);
+  links.set(own, copy);
+  for (const list of linkLists(graph, copy)) list.push(own);
+  return own;
+}
+
+function removeLink(book, graph, id) {
+  const links = linksOf(book, graph);
+  const link = links.get(id);
+  for (const list of linkLists(graph, link)) list.splice(list.indexOf(id), 1);
+  graph.links.splice(graph.links.indexOf(link), 1);
+  links.delete(id);
+}
+
+/** The list of links at a link's beginning, in a list of its own where there is one. */
+function linkLists(graph, link) {
+  const slot = field(link, "origin_slot");
+  const list = field(link, "origin_id") === INPUT_NODE ? graph.inputs[slot].linkIds
+    : nodeOf(graph, field(link, "origin_id")).outputs[slot].links;
+  return list ? [list] : [];
+}
+
+function sameLinks(was, links) {
+  return was?.length || links?.length ? links ?? [] : was;
+}
+
+/** A place beside a node where no other is: to its left, else over or under it. */
+function freePlace(graph, node) {
+  const [x, y] = [node.pos[0], node.pos[1]];
+  const [width, height] = [Math.max(270, node.size[0]), 140];
+  const isFree = ([left, top]) => graph.nodes.every(({ pos, size }) => left + width <= pos[0] || pos[0] + size[0] <= left
+    || top + height <= pos[1] - 30 || pos[1] + size[1] <= top - 30);
+  const places = [];
+  for (let step = 0; step < 40; step++)
+    places.push([x - width - 40 - 80 * step, y], [x, y - height - 40 - 80 * step], [x, y + node.size[1] + 60 + 80 * step]);
+  return places.find(isFree) ?? places[0];
+}
+
+// ---- reading a workflow
+
+function read(workflow) {
+  const graphs = [workflow, ...(workflow.definitions?.subgraphs ?? [])];
+  const subgraphs = new Map(graphs.slice(1).map((graph) => [graph.id, graph]));
+  const instances = new Map();
+  for (const graph of graphs)
+    for (const node of graph.nodes)
+      if (subgraphs.has(node.type)) instances.set(node.type, [...(instances.get(node.type) ?? []), { graph, node }]);
+  return { root: workflow, graphs, subgraphs, instances, links: new Map() };
+}
+
+function* everyNode(book) {
+  for (const graph of book.graphs) for (const node of graph.nodes) yield { graph, node };
+}
+
+function linksOf(book, graph) {
+  if (!book.links.has(graph)) book.links.set(graph, new Map(graph.links.map((link) => [field(link, "id"), link])));
+  return book.links.get(graph);
+}
+
+const nodeOf = (graph, id) => graph.nodes.find((node) => String(node.id) === String(id));
+const linkOf = (node, name) => node.inputs?.find((slot) => slot.name === name)?.link;
+const hasLinks = (slot) => Boolean(slot?.links?.length);
+const isActive = (node) => ![MUTED, BYPASSED].includes(node.mode);
+const field = (link, name) => (Array.isArray(link) ? link[FIELDS.indexOf(name)] : link[name]);
+const carries = (slot, link, type) => [type, "*"].includes(slot.type) || (link != null && field(link, "type") === type);
+const pick = (object, ...names) => Object.fromEntries(names.filter((name) => object[name] !== undefined).map((name) => [name, object[name]]));
+
+function write(link, values) {
+  if (!link) return;                       // files of older pages name links that are gone
+  for (const [name, value] of Object.entries(values)) link[Array.isArray(link) ? FIELDS.indexOf(name) : name] = value;
+}
+
+/** Call visit(graph, node) for all that a link's value comes from, through reroutes, other nodes of that type, and subgraphs. */
+function walkUp(book, graph, id, type, visit, seen = new Set()) {
+  const link = linksOf(book, graph).get(id);
+  if (!link || seen.has(link)) return;
+  seen.add(link);
+  const slot = field(link, "origin_slot");
+  if (field(link, "origin_id") === INPUT_NODE) {
+    for (const { graph: outer, node } of book.instances.get(graph.id) ?? [])
+      if (linkOf(node, graph.inputs[slot].name) != null) walkUp(book, outer, linkOf(node, graph.inputs[slot].name), type, visit, seen);
+    return;
+  }
+  const node = nodeOf(graph, field(link, "origin_id"));
+  const inner = node && book.subgraphs.get(node.type);
+  if (inner) for (const inside of inner.outputs[slot]?.linkIds ?? []) walkUp(book, inner, inside, type, visit, seen);
+  if (!node || inner) return;
+  const before = (node.inputs ?? []).filter((input) => input.link != null && carries(input, linksOf(book, graph).get(input.link), type));
+  visit(graph, node, before.length === 0);
+  for (const input of before) walkUp(book, graph, input.link, type, visit, seen);
+}
+
+function sources(book, graph, id, type) {
+  const found = [];
+  walkUp(book, graph, id, type, (inner, node, isFirst) => isFirst && found.push(node));
+  return found;
+}
+
+/** Call visit(graph, node) for all active nodes that a MODEL of this slot reaches. */
+function walkDown(book, graph, slot, type, visit, seen = new Set()) {
+  for (const id of slot.links ?? slot.linkIds ?? []) {
+    const link = linksOf(book, graph).get(id);
+    if (!link || seen.has(link)) continue;
+    seen.add(link);
+    const index = field(link, "target_slot");
+    if (field(link, "target_id") === OUTPUT_NODE) {
+      for (const { graph: outer, node } of book.instances.get(graph.id) ?? []) walkDown(book, outer, node.outputs[index] ?? {}, type, visit, seen);
+      continue;
+    }
+    const node = nodeOf(graph, field(link, "target_id"));
+    const inner = node && book.subgraphs.get(node.type);
+    if (inner) {
+      const input = inner.inputs.find(({ name }) => name === node.inputs[index]?.name);
+      if (input && isActive(node)) walkDown(book, inner, input, type, visit, seen);
+    } else if (node && node.mode !== MUTED) {
+      if (node.mode !== BYPASSED) visit(graph, node);
+      for (const output of node.outputs ?? []) if (carries(output, null, type)) walkDown(book, graph, output, type, visit, seen);
+    }
+  }
+}
+
+// ---- the largest ids so far: at the root as last_..., in subgraphs in `state`
+
+function counter(graph) {
+  return graph.state ? { node: graph.state.lastNodeId, link: graph.state.lastLinkId } : { node: graph.last_node_id, link: graph.last_link_id };
+}
+
+function setCounter(graph, { node = counter(graph).node, link = counter(graph).link }) {
+  if (graph.state) Object.assign(graph.state, { lastNodeId: node, lastLinkId: link });
+  else Object.assign(graph, { last_node_id: node, last_link_id: link });
+}
+
+const counters = (workflow) => read(workflow).graphs.map(counter);
+
+/** As before the conversion, unless something of what is there now was made since. */
+function resetCounters(book, before) {
+  const isOlder = (ids, name) => Math.max(0, ...ids.map(Number).filter(Number.isFinite)) <= Math.max(...before.map((values) => values[name] ?? 0));
+  const nodes = [...everyNode(book)].map(({ node }) => node.id);
+  const links = book.graphs.flatMap((graph) => graph.links.map((link) => field(link, "id")));
+  if (before.length === book.graphs.length && isOlder(nodes, "node") && isOlder(links, "link"))
+    book.graphs.forEach((graph, index) => setCounter(graph, before[index]));
+}
+
+/** A node's id that no graph of the workflow has. */
+function nextId(book) {
+  const ids = [...everyNode(book)].map(({ node }) => Number(node.id)).filter(Number.isFinite);
+  const id = Math.max(...ids, ...book.graphs.map((graph) => counter(graph).node ?? 0)) + 1;
+  for (const graph of book.graphs) if (graph === book.root || graph.state) setCounter(graph, { node: id });
+  return id;
+}

@@ -1,0 +1,69 @@
+/** The pack's part of ComfyUI's page: the commands that convert the open workflow (convert.js), and the widgets of xDiT Parallel Config. */
+
+import { app } from "../../scripts/app.js";
+import { api } from "../../scripts/api.js";
+import { filesOf, toAllGpus, toOneGpu } from "./convert.js";
+import { say } from "./texts.js";
+
+const ALL = "xdit.RunOnAllGpus";
+const ONE = "xdit.RunOnOneGpu";
+const MAX_LINES = 6;
+const SHOWN_MS = 12000;
+
+const text = (key, values) => say(app.extensionManager.setting.get("Comfy.Locale"), key, values);
+
+async function runOnAllGpus() {
+  const workflow = app.rootGraph.serialize();
+  const answer = await api.fetchApi("/xdit/refusals", {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(filesOf(workflow)),
+  });
+  if (!answer.ok) return show("error", text("failed"), [text("unreachable", { text: answer.status })]);
+  await replace(toAllGpus(workflow, await answer.json()), "all");
+}
+
+async function runOnOneGpu() {
+  await replace(toOneGpu(app.rootGraph.serialize()), "one");
+}
+
+/** Put a converted workflow where the open one is, as one step of its undo history, and say what stayed and why. */
+async function replace({ workflow, changed, left }, which) {
+  const lines = left.map(({ id, type, reason, ...values }) => `${LiteGraph.registered_node_types[type]?.title ?? type} (${id}): ${text(reason, values)}`);
+  if (lines.length) console.info("xDiT:", text("left"), lines);
+  if (changed) {
+    const open = app.extensionManager.workflow.activeWorkflow;
+    const history = open.changeTracker;
+    history.captureCanvasState();
+    history._restoringState = true;        // else loading forgets the history, as on opening a file
+    try {
+      await app.loadGraphData(workflow, false, false, open, { silentAssetErrors: true });
+    } finally {
+      history._restoringState = false;
+    }
+    history.captureCanvasState();
+  }
+  const head = changed ? text(`${which}_done`, { count: changed }) : text(`${which}_nothing`);
+  show(changed ? "success" : "warn", head, [...(changed ? [text("undo")] : []), ...(lines.length ? [text("left")] : []),
+    ...lines.slice(0, MAX_LINES), ...(lines.length > MAX_LINES ? [text("more", { count: lines.length - MAX_LINES })] : [])]);
+}
+
+function show(severity, summary, lines) {
+  app.extensionManager.toast.add({ severity, summary, detail: lines.join("\n"), life: SHOWN_MS });
+}
+
+app.registerExtension({
+  name: "xdit",
+  commands: [
+    { id: ALL, label: () => text("run_all"), icon: "pi pi-th-large", function: runOnAllGpus },
+    { id: ONE, label: () => text("run_one"), icon: "pi pi-stop", function: runOnOneGpu },
+  ],
+  keybindings: [
+    { commandId: ALL, combo: { key: "g", alt: true, shift: true } },
+    { commandId: ONE, combo: { key: "o", alt: true, shift: true } },
+  ],
+  menuCommands: [{ path: ["Edit"], commands: [ALL, ONE] }],
+  getCanvasMenuItems() {
+    const { command } = app.extensionManager;
+    return [null, { content: text("run_all"), callback: () => command.execute(ALL) },
+      { content: text("run_one"), callback: () => command.execute(ONE) }];
+  },
+});
