@@ -17,7 +17,7 @@ class XDiTLoadModel(io.ComfyNode):
     @classmethod
     def define_schema(cls):
         names = [name for folder in FOLDERS for name in folder_paths.get_filename_list(folder) if name.endswith(".safetensors")]
-        names += diffusers_folders()
+        names += gguf_files() + diffusers_folders()
         return io.Schema(
             node_id="XDiTLoadModel",
             display_name="Load xDiT Model",
@@ -26,12 +26,12 @@ class XDiTLoadModel(io.ComfyNode):
                         "model of an all-in-one checkpoint.",
             search_aliases=["load diffusion model", "unet loader", "multi gpu"],
             inputs=[
-                io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip="A .safetensors file of "
-                               f"{supported(last='or')}, in models/diffusion_models or models/checkpoints; or a folder of "
+                io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip="A .safetensors or .gguf file "
+                               f"of {supported(last='or')}, in models/diffusion_models or models/checkpoints; or a folder of "
                                "models/diffusers."),
                 io.Combo.Input("weight_dtype", options=list(WEIGHT_DTYPES), default="default", tooltip="How the weights are held. "
-                               "default: as ComfyUI's own loader would. fp8_e4m3fn halves the memory and changes the picture a "
-                               "little."),
+                               "default: as ComfyUI's own loader would; what is quantised in a file stays so. fp8_e4m3fn halves the "
+                               "memory and changes the picture a little."),
                 Parallel.Input("parallel", optional=True, tooltip="From xDiT Parallel Config. Not connected: all GPUs, split "
                                "chosen for each run."),
             ],
@@ -40,7 +40,7 @@ class XDiTLoadModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model_name, weight_dtype, parallel=None) -> io.NodeOutput:
-        for folder in FOLDERS:
+        for folder in (*FOLDERS, *gguf_folders()):
             path = folder_paths.get_full_path(folder, model_name)
             if path is not None:
                 return io.NodeOutput(load_shell(path, weight_dtype, parallel or ParallelConfig()))
@@ -49,6 +49,18 @@ class XDiTLoadModel(io.ComfyNode):
                 return io.NodeOutput(load_shell(os.path.join(root, model_name), weight_dtype, parallel or ParallelConfig()))
         raise FileNotFoundError(f"model_name: {model_name} is in none of the folders models/{', models/'.join(FOLDERS)} and "
                                 f"models/diffusers. Press R to refresh the list.")
+
+
+def gguf_folders():
+    """Names of ComfyUI's folders that may hold GGUF files; of unet_gguf, where another pack has registered it."""
+    return [name for name in ("diffusion_models", "unet_gguf") if name in folder_paths.folder_names_and_paths]
+
+
+def gguf_files():
+    """GGUF files of diffusion models, which ComfyUI does not list of itself."""
+    roots = dict.fromkeys(root for name in gguf_folders() for root in folder_paths.get_folder_paths(name))
+    return sorted({name for root in roots if os.path.isdir(root) for name in folder_paths.recursive_search(root, [".git"])[0]
+                   if name.lower().endswith(".gguf")})
 
 
 def diffusers_folders():

@@ -224,6 +224,41 @@ def save_scaled(path, source, marks="comfy_quant", per_row=False):
     return plain
 
 
+def save_gguf(path, source, type_="Q8_0"):
+    """Write the checkpoint `source` as a GGUF file, as ComfyUI-GGUF's converter names and shapes it; returns {name: tensor} of what its
+    weights come to by the package gguf. Types that this does not write are of random blocks.
+    """
+    import gguf
+    import numpy as np
+    from safetensors.torch import load_file
+    writer, plain, names, generator = gguf.GGUFWriter(str(path), "flux"), {}, matrices(source), np.random.default_rng(SEED)
+    kind = gguf.GGMLQuantizationType[type_]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    for name, tensor in load_file(source).items():
+        values = tensor.float().numpy()
+        if name not in names or values.shape[1] % block:
+            if values.ndim == 5:                               # ggml knows four dims
+                writer.add_array(f"comfy.gguf.orig_shape.{name}", list(values.shape))
+                values = values.reshape(values.shape[0], values.shape[1], -1, values.shape[4])
+            writer.add_tensor(name, values)
+            plain[name] = tensor.float()
+            continue
+        if type_.endswith("_K"):
+            blocks = generator.integers(0, 256, (len(values), values.shape[1] // block, size), dtype=np.uint8)
+            places = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82]}.get(type_, [0, 2])           # of each block's factors, float16
+            for place in places:
+                factors = (generator.standard_normal(blocks.shape[:2]) * 1e-3).astype(np.float16)
+                blocks[..., place:place + 2] = factors[..., None].view(np.uint8)
+            raw = blocks.reshape(len(values), -1)
+        else:
+            raw = gguf.quants.quantize(values, kind)
+        writer.add_tensor(name, raw, raw_dtype=kind)
+        plain[name] = torch.from_numpy(gguf.quants.dequantize(raw, kind))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write()
+    return plain
+
+
 def matrices(source):
     """Names of a checkpoint's tensors that are matrices of linear layers."""
     from safetensors import safe_open

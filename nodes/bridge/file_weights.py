@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import comfy.model_detection
 
+from ...xdit_backend.checkpoints.gguf import read_tensors
 from ...xdit_backend.checkpoints.header import read_header
 from ...xdit_backend.protocol.errors import UnsupportedError
 
@@ -28,8 +29,9 @@ def read_weights(path, base_model):
 
 def read_values(header, names):
     """{name: tensor} of those of these that a file has, in the diffusion model or beside it."""
-    found = {}
-    for path in header.files if names else ():
+    found = read_tensors(header, names.__contains__) if header.stored else {}
+    found = {name: tensor for name, tensor in found.items() if name in names}
+    for path in header.files if names and not header.stored else ():
         with safe_open(path, "pt") as file:
             there = {key.removeprefix(header.prefix): key for key in file.keys()}  # noqa: SIM118
             found |= {name: file.get_tensor(there[name]) for name in names if name in there}
@@ -60,9 +62,9 @@ def places(path, base_model):
 
 def _plain_header(path):
     header = read_header(path)
-    if header.scales:
-        raise UnsupportedError(f"{os.path.basename(path)} holds quantised weights, which xDiT does not change, merge or save yet. "
-                               f"Use the bf16, fp16 or plain fp8 file of the same model, or remove the node.")
+    if header.quantised or header.stored:
+        raise UnsupportedError(f"{os.path.basename(path)} holds quantised weights or is a GGUF file, which xDiT does not change, merge "
+                               f"or save yet. Use the bf16, fp16 or plain fp8 file of the same model, or remove the node.")
     return header
 
 

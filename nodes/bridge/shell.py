@@ -51,7 +51,7 @@ def load_shell(path, weight_dtype, config):
         if not family.by_rows:
             validate_stages(config, family.num_blocks(transformer_config), family.name)
 
-    tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES[header.dtypes[name]], device="meta")
+    tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES.get(header.dtypes[name], torch.bfloat16), device="meta")
                for name, shape in header.shapes.items()}
     if header.config is not None:                              # a diffusers folder: to the names that ComfyUI knows
         tensors = comfy.model_detection.convert_diffusers_mmdit(tensors, "") or tensors
@@ -64,7 +64,7 @@ def load_shell(path, weight_dtype, config):
         raise CheckpointError(f"{os.path.basename(path)} says in its metadata that it differs from other {family.name} models, which xDiT "
                               f"would not heed. Use Load Diffusion Model.")
     load_device = load_device_of(devices)
-    storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device, bool(header.scales))
+    storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device, bool(header.quantised))
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
     dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)

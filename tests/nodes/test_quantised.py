@@ -1,14 +1,16 @@
 """Our MODEL of a quantised file draws what ComfyUI draws with the dequantised weights, under every kind of layout."""
 
+import functools
+
 import pytest
 from safetensors.torch import save_file
 
-from tests.tiny_checkpoints import metadata_of, save_scaled
+from tests.tiny_checkpoints import metadata_of, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
 
 LAYOUTS = {"one": {}, "cfg2": {"cfg": 2}, "ulysses2": {"ulysses": 2},
            "stale-patches": {"pipefusion": 2, "num_patches": 2, "warmup_steps": 1}}
-FORMATS = {"scaled": lambda path, source: save_scaled(path, source, per_row=True)}
+FORMATS = {"scaled": lambda path, source: save_scaled(path, source, per_row=True), "Q4_K": functools.partial(save_gguf, type_="Q4_K")}
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +18,8 @@ def files_of(comfyui):
     """files_of(kind, format): names of the quantised file, and of one with the same weights as plain numbers."""
     def files(kind, format_):
         folder, source = comfyui.base / "diffusion_models", comfyui.base / "diffusion_models" / comfyui.file(kind)
-        quantised, plain = f"{kind}-{format_}.safetensors", f"{kind}-{format_}-plain.safetensors"
+        end = "safetensors" if format_ == "scaled" else "gguf"
+        quantised, plain = f"{kind}-{format_}.{end}", f"{kind}-{format_}-plain.safetensors"
         if not (folder / plain).exists():
             save_file(FORMATS[format_](folder / quantised, source), folder / plain, metadata_of(source))
         return quantised, plain
@@ -37,6 +40,20 @@ def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, forma
         reference = comfyui.sample(comfyui.nodes.UNETLoader().load_unet(plain, "default")[0], "sd3")
     close(result, reference, 1e-5)
     assert relative_error(result, comfyui.reference("sd3")) > 1e-3
+
+
+def test_gguf_files_are_listed(comfyui, files_of):
+    """Of models/diffusion_models, and of the folder that another pack registers."""
+    (comfyui.base / "elsewhere" / "below").mkdir(parents=True)
+    (comfyui.base / "elsewhere" / "below" / "wan.gguf").touch()
+    name, _ = files_of("sd3", "Q4_K")
+    comfyui.folder_paths.folder_names_and_paths["unet_gguf"] = ([str(comfyui.base / "elsewhere")], {".gguf"})
+    try:
+        options = comfyui.load_model.define_schema().inputs[0].options
+    finally:
+        del comfyui.folder_paths.folder_names_and_paths["unet_gguf"]
+
+    assert name in options and "below/wan.gguf" in options
 
 
 def test_what_is_not_honoured_of_a_quantised_file_is_refused_by_name(comfyui, files_of):

@@ -12,6 +12,7 @@ from ..models import FAMILIES, supported
 from ..models.plan import Family
 from ..protocol.errors import CheckpointError
 from ..protocol.messages import ModelSpec
+from . import gguf
 from .scaled import scales_of
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
@@ -25,6 +26,7 @@ OTHERS = (
     (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", "model.embed_tokens.",
       "token_embedding."),
      "a text encoder: load it with Load CLIP"),
+    (("blk.0.", "token_embd.", "enc.blk."), "a text encoder or a language model in GGUF"),
     (("decoder.conv_in.", "decoder.up.", "encoder.down.", "decoder.conv1.", "quant_conv."), "a VAE: load it with Load VAE"),
     (("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
      "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"))
@@ -38,29 +40,38 @@ class Header:
     """Names, dtypes and shapes of the diffusion model in a file or folder; names without the prefix they have there.
 
     files: the safetensors files. config: of a diffusers folder, arguments of its class; else None. beside: names of what else is in
-    an all-in-one checkpoint. scales: {a scaled weight: (the tensor that is its scale, how many numbers that has)}.
+    an all-in-one checkpoint. scales: {a scaled weight: (the tensor that is its scale, how many numbers that has)}. stored: of a GGUF
+    file, {name: (first byte, shape as stored)}.
     """
 
     path: str
     prefix: str
     files: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, str]                 # safetensors' own names, e.g. "BF16"
+    dtypes: dict[str, str]                 # safetensors' own names, e.g. "BF16"; or GGUF's
     metadata: dict[str, str]
     config: dict | None = None
     beside: dict[str, tuple[int, ...]] = field(default_factory=dict)
     scales: dict[str, tuple[str, int]] = field(default_factory=dict)
+    stored: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+
+    @property
+    def quantised(self):
+        """Names of weights that are not as plain numbers in the file."""
+        return self.scales.keys() | {name for name in self.stored if self.dtypes[name] in gguf.QUANTISED}
 
 
 def read_header(path):
-    """Read the header of a safetensors file, or of the transformer in a diffusers folder.
+    """Read the header of a safetensors or GGUF file, or of the transformer in a diffusers folder.
 
-    Raises CheckpointError for what is not a whole safetensors file or a complete folder.
+    Raises CheckpointError for what is not a whole file or a complete folder.
     """
     if os.path.isdir(path):
         return _read_folder(Path(path))
+    if str(path).endswith(".gguf"):
+        return _read_gguf(str(path))
     tensors, metadata, read = _read_file(path)
-    prefix = next(p for p in PREFIXES if not p or any(key.startswith(p) for key in tensors))
+    prefix = _prefix(tensors)
     ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
     shapes, dtypes = {key: shape for key, (_, shape) in ours.items()}, {key: dtype for key, (dtype, _) in ours.items()}
     scales, marks = scales_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path), prefix)
@@ -75,6 +86,19 @@ def model_spec(header, family, storage_dtype, compute_dtype, stages=None):
     state = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in header.files]
     digest = hashlib.sha256(repr((state, storage_dtype, compute_dtype, stages)).encode()).hexdigest()[:12]
     return ModelSpec(f"{os.path.basename(header.path)}-{digest}", family.name, header.path, storage_dtype, compute_dtype, stages)
+
+
+def _prefix(tensors):
+    return next(p for p in PREFIXES if not p or any(key.startswith(p) for key in tensors))
+
+
+def _read_gguf(path):
+    tensors, stored = gguf.read_gguf(path)
+    prefix = _prefix(tensors)
+    ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
+    return Header(path, prefix, (path,), {key: shape for key, (_, shape) in ours.items()}, {key: dtype for key, (dtype, _) in ours.items()},
+                  {}, beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
+                  stored={key: stored[prefix + key] for key in ours})
 
 
 def _read_folder(folder):
@@ -157,7 +181,7 @@ def recognise(header) -> Family:
         if any(mark in f".{key}" for key in header.shapes for mark in marks):
             raise CheckpointError(f"{name} is {what}. xDiT runs {supported()}.")
     raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. It runs {supported()}, from "
-                          f".safetensors files in ComfyUI's or the publisher's format.")
+                          f".safetensors and .gguf files in ComfyUI's or the publisher's format.")
 
 
 def _class_name(config):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .gguf import dequantised, row_bytes
+
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}      # by safetensors' names
 
 
@@ -41,7 +43,9 @@ def packed_weights(header, family, config, model):
 
     They are those of the model's nn.Linear; other quantised weights are unpacked when they are read.
     """
-    if not header.scales or header.config is not None:
+    quantised = {name for name in header.quantised if len(header.shapes[name]) == 2
+                 and (name in header.scales or header.stored[name][1] == header.shapes[name])}
+    if not quantised:
         return {}
     numbers, starts, first = {}, {}, 0
     for name, shape in header.shapes.items():
@@ -54,7 +58,7 @@ def packed_weights(header, family, config, model):
     for name, rows in family.convert(numbers, config).items():
         rows = rows.flatten()
         sources = [names[index] for index in (torch.searchsorted(firsts, rows, right=True) - 1).unique().tolist()]
-        if name in linears and len(sources) == 1 and sources[0] in header.scales:
+        if name in linears and len(sources) == 1 and sources[0] in quantised:
             found[name] = sources[0], _runs(rows - starts[sources[0]])
         else:
             elsewhere |= set(sources)
@@ -66,7 +70,7 @@ def hold_packed(model, packed):
     """Give a model on the meta device the parameters that it has with these weights; scales are buffers beside them."""
     for name, how in packed.items():
         linear = model.get_submodule(name.removesuffix(".weight"))
-        linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=FLOAT8[how.type], device="meta"),
+        linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=FLOAT8.get(how.type, torch.uint8), device="meta"),
                                      requires_grad=False)
         if how.num_scales:
             linear.register_buffer("weight_scale", torch.empty(how.num_scales, 1, device="meta"))
@@ -74,11 +78,15 @@ def hold_packed(model, packed):
 
 def unpacked(tensor, type_, scale, dtype):
     """The numbers of a quantised tensor of a file, in `dtype`, rounded once."""
+    if type_ not in FLOAT8:
+        return dequantised(tensor, type_).to(dtype)
     numbers = tensor.to(dtype)
     return numbers if scale is None else torch.mul(numbers, scale, out=torch.empty_like(numbers))
 
 
 def _sizes(header, source, runs):
+    if source not in header.scales:
+        return 0, row_bytes(header.dtypes[source], header.shapes[source][1])
     num_scales = 1 if header.scales[source][1] == 1 else sum(stop - start for start, stop in runs)
     return num_scales, header.shapes[source][1]
 

@@ -61,4 +61,4 @@ def _weight(name):
 
 
 def _refusal(file_name, why):
-    return CheckpointError(f"{file_name} {why}. Use the bf16, fp16 or fp8 (plain or scaled) file of the same model.")
+    return CheckpointError(f"{file_name} {why}. Use the bf16, fp16, fp8 (plain or scaled) or GGUF file of the same model.")

@@ -13,6 +13,7 @@ from ..protocol.errors import CheckpointError
 from ..protocol.transfers import Ferry
 from .casting import Casts, cast_at_use, unpack_at_use
 from .changes import changed
+from .gguf import read_tensors
 from .header import read_header
 from .packed import hold_packed, packed_weights, unpacked
 
@@ -135,6 +136,8 @@ def block_sizes(model, plan):
 def _read(header, wanted):
     """{name: tensor of the file, a map of it}; what is not wanted(name) is on the meta device."""
     from safetensors import safe_open
+    if header.stored:
+        return read_tensors(header, wanted)
     tensors = {}
     for path in header.files:
         with safe_open(path, "pt") as file:
@@ -154,13 +157,16 @@ def _read_scales(header, tensors):
 
 
 def _converted(tensors, header, family, config, packed):
-    """{name in the model: tensor}. tensors: of the file. What is packed stays so, beside its scale; other scaled weights are unpacked."""
+    """{name in the model: tensor}. tensors: of the file. What is packed stays so, beside its scale; other quantised
+    weights are unpacked."""
     if header.config is not None:
         return tensors
     sources, scales = {how.source for how in packed.values()}, _read_scales(header, tensors) if header.scales else {}
-    plain = {name: torch.empty(tensor.shape, device="meta") if name in sources
-             else unpacked(tensor, header.dtypes[name], scales[name], torch.float32) if name in scales else tensor
-             for name, tensor in tensors.items()}
+    plain = dict(tensors)
+    for name in header.quantised:
+        shape, tensor = header.shapes[name], tensors[name]
+        plain[name] = torch.empty(shape, device="meta") if name in sources or tensor.is_meta else \
+            unpacked(tensor, header.dtypes[name], scales.get(name), torch.float32).view(shape)
     converted = family.convert(plain, config)
     for name, how in packed.items():
         converted[name] = how.take(tensors[how.source])

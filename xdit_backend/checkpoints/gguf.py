@@ -1,0 +1,153 @@
+"""GGUF files: what their headers say, and the bytes of their tensors. Used by header.py and the loader.
+
+The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian; names and shapes as ComfyUI-GGUF's converter writes them.
+"""
+
+import math
+import os
+import struct
+
+import torch
+
+from ..protocol.errors import CheckpointError
+
+MAGIC = b"GGUF"
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32,
+         "I16": torch.int16, "I8": torch.int8}
+QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+ORIGINAL = "comfy.gguf.orig_shape."        # metadata: a tensor's shape, where the file has it in another
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}      # GGUF's types of metadata
+STRING, ARRAY = 8, 9
+MAX_HEADER_BYTES = 100 * 2 ** 20
+
+
+def read_gguf(path):
+    """({name: (type, shape)}, {name: (first byte, shape as stored)}) of a file. Raises CheckpointError for what is not a whole one."""
+    name, size = os.path.basename(path), os.path.getsize(path)
+    names = type_names()
+    with open(path, "rb") as file:
+        try:
+            metadata, infos, start = _parse(_Reader(file, size))
+        except (struct.error, UnicodeDecodeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{name} has a header that cannot be read ({error}). Download the file again.") from error
+    tensors, stored, ends = {}, {}, []
+    for key, (dims, number, offset) in infos.items():
+        type_ = names.get(number, f"number {number}")
+        if type_ not in PLAIN and type_ not in QUANTISED:
+            raise CheckpointError(f"{name} holds {key} in the type {type_}, which xDiT does not read. It reads F32, F16, BF16 and "
+                                  f"{', '.join(QUANTISED)}: use such a file of the same model.")
+        shape = tuple(reversed(dims))
+        original = tuple(metadata.get(ORIGINAL + key, shape))
+        if shape and shape[-1] % block_of(type_)[0] or math.prod(original) != math.prod(shape):
+            raise CheckpointError(f"{name} has {key} of shape {list(shape)} in {type_}{f' for {list(original)}' * (original != shape)}, "
+                                  f"which does not go together. Download the file again.")
+        tensors[key], stored[key] = (type_, original), (start + offset, shape)
+        ends.append((start + offset, start + offset + row_bytes(type_, math.prod(shape)), key))
+    for (_, stop, key), (first, _, following) in zip(sorted(ends), sorted(ends)[1:]):
+        if first < stop:
+            raise CheckpointError(f"{name} has {following} start at byte {first:,}, within {key}. Download the file again.")
+    if ends and max(ends)[1] > size:
+        raise CheckpointError(f"{name} is cut short: its header promises {max(ends)[1]:,} bytes and the file has {size:,}. Download it "
+                              f"again.")
+    return tensors, stored
+
+
+def read_tensors(header, wanted):
+    """{name: tensor} of a GGUF file, maps of it; quantised ones are (rows, bytes of a row) uint8. What is not wanted(name) is on the
+    meta device."""
+    path, = header.files
+    memory = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
+    tensors = {}
+    for name, (first, shape) in header.stored.items():
+        type_ = header.dtypes[name]
+        here = memory[first:first + row_bytes(type_, math.prod(shape))] if wanted(name) else \
+            torch.empty(row_bytes(type_, math.prod(shape)), dtype=torch.uint8, device="meta")
+        tensors[name] = here.view(PLAIN[type_]).view(header.shapes[name]) if type_ in PLAIN else here.view(-1, row_bytes(type_, shape[-1]))
+    return tensors
+
+
+def dequantised(blocks, type_):
+    """The numbers of rows of blocks (rows, bytes) uint8, as float32 (rows, columns)."""
+    import gguf
+    from diffusers.quantizers.gguf.utils import dequantize_functions
+    function = dequantize_functions[gguf.GGMLQuantizationType[type_]]
+    return function(blocks.reshape(-1, block_of(type_)[1]), *block_of(type_), dtype=torch.float32).reshape(len(blocks), -1)
+
+
+def row_bytes(type_, count):
+    """Bytes of so many numbers."""
+    numbers, num_bytes = block_of(type_)
+    return count // numbers * num_bytes
+
+
+def block_of(type_):
+    """(numbers, bytes) of a block of a type."""
+    import gguf
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
+
+
+def type_names():
+    """{number in a file: name of a type}."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError("GGUF files need the package gguf, which this Python does not have. Install with: python -m pip install -r "
+                              "requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart ComfyUI.") from error
+    return {type_.value: type_.name for type_ in gguf.GGMLQuantizationType}
+
+
+class _Reader:
+    """Reads a header's numbers and strings, and no further than a header or the file can be long."""
+
+    def __init__(self, file, size):
+        self._file, self._left = file, min(size, MAX_HEADER_BYTES)
+
+    def bytes(self, count):
+        if count > self._left:
+            raise ValueError(f"it ends {count - self._left:,} bytes too early")
+        self._left -= count
+        return self._file.read(count)
+
+    def numbers(self, kind, count=1):
+        return struct.unpack(f"<{count}{kind}", self.bytes(count * struct.calcsize(f"<{kind}")))
+
+    def number(self, kind):
+        return self.numbers(kind)[0]
+
+    def string(self):
+        return self.bytes(self.number("Q")).decode()
+
+    def value(self, type_):
+        if type_ == STRING:
+            return self.string()
+        if type_ == ARRAY:
+            type_, count = self.number("I"), self.number("Q")
+            return self.numbers(NUMBERS[type_], count) if type_ in NUMBERS else [self.value(type_) for _ in range(count)]
+        return self.number(NUMBERS[type_])
+
+    @property
+    def place(self):
+        return self._file.tell()
+
+
+def _parse(reader):
+    """(metadata, {name of a tensor: (dims, number of its type, offset)}, first byte of the data) of a file."""
+    if reader.bytes(4) != MAGIC:
+        raise ValueError("it does not begin as a GGUF file")
+    version = reader.number("I")
+    if version not in (2, 3):
+        raise ValueError(f"it is of version {version}, and xDiT reads 2 and 3")
+    num_tensors, num_values = reader.numbers("Q", 2)
+    metadata, infos = {}, {}
+    for _ in range(num_values):
+        key = reader.string()
+        metadata[key] = reader.value(reader.number("I"))
+    for _ in range(num_tensors):
+        key = reader.string()
+        if key in infos:
+            raise ValueError(f"it names {key} twice")
+        infos[key] = reader.numbers("Q", reader.number("I")), reader.number("I"), reader.number("Q")
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1:
+        raise ValueError(f"its alignment is {alignment}")
+    return metadata, infos, -(-reader.place // alignment) * alignment
