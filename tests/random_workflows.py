@@ -50,6 +50,7 @@ STALE = {                                  # the result is the oracle's
     "stale x cfg": (FOUR, {"cfg": 2, "pipefusion": 2, "num_patches": 3}),
     "stale x ulysses": (FOUR, {"pipefusion": 2, "ulysses": 2, "num_patches": 4, "warmup": "sequence"}),
     "stale x ring": (FOUR, {"pipefusion": 2, "ring": 2, "num_patches": 2, "warmup_steps": 0}),
+    "stale x tensor": (FOUR, {"pipefusion": 2, "tensor": 2, "num_patches": 3, "warmup": "sequence"}),
 }
 UNET_LAYOUTS = ("auto", "auto 4", "cfg", "data", "displaced", "displaced, warm-up", "cfg x displaced")
 SIZES = ((16, 18), (8, 24), (15, 17), (9, 31), (2, 6), (3, 3), (2, 2), (31, 5), (1, 8), (4, 40), (12, 10))

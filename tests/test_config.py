@@ -18,7 +18,7 @@ def manual(**degrees):
 
 @pytest.mark.parametrize("config, num_devices", [
     (ParallelConfig(), 1), (ParallelConfig(), 7), (manual(), 1), (manual(cfg=2), 2), (manual(cfg=2, ring=2, ulysses=2), 8),
-    (manual(data=3), 3), (manual(pipefusion=2, ulysses=2), 4),
+    (manual(data=3), 3), (manual(pipefusion=2, ulysses=2), 4), (manual(tensor=2, cfg=2), 4),
     (replace(manual(pipefusion=2), stage_blocks=" 20, 37 "), 2), (ParallelConfig(num_patches=8, warmup_steps=0), 2)], ids=str)
 def test_accepts_what_works(config, num_devices):
     validate(config, num_devices)
@@ -34,7 +34,7 @@ def test_accepts_what_works(config, num_devices):
     (replace(manual(pipefusion=2), stage_blocks="3,0"), 2, ['stage_blocks="3,0"', "at least 1"]),
     (replace(manual(pipefusion=2), stage_blocks="3"), 2, ["names 1 stages", "pipefusion_degree=2"]),
     (ParallelConfig(warmup="cold"), 1, ['warmup="cold"', "micro_batches"]),
-    (manual(tensor=2), 2, ["tensor_degree=2", "not available"]),
+    (manual(displaced=2, tensor=2), 4, ["displaced_degree=2 and tensor_degree=2", "one of them to 1"]),
     (manual(displaced=2, pipefusion=2), 4, ["displaced_degree=2 and pipefusion_degree=2", "one of them to 1"]),
     (ParallelConfig(displaced_mode="stale"), 1, ['displaced_mode="stale"', "corrected_async_gn"]),
     (ParallelConfig(num_patches=-1), 1, ["num_patches=-1"])], ids=str)
@@ -63,6 +63,22 @@ def test_impossible_devices_are_refused(devices, num_cuda, words):
 @pytest.mark.parametrize("degree", [1, 2, 3, 6])
 def test_accepts_ulysses_degree_that_divides_heads(degree):
     validate_layout(Layout(ulysses_degree=degree), 6, "FLUX")
+
+
+@pytest.mark.parametrize("layout, num_heads, num_key_heads, words", [
+    (Layout(tensor_degree=5), 24, None, "tensor_degree=5 does not divide FLUX's 24 attention heads. Use 1, 2, 3, 4, 6, 8, 12 or 24."),
+    (Layout(tensor_degree=3), 24, 8, "tensor_degree=3 does not divide FLUX's 24 attention heads and 8 key heads. Use 1, 2, 4 or 8."),
+    (Layout(tensor_degree=4, ulysses_degree=4), 24, None, "the 6 of FLUX's 24 attention heads that a rank has with tensor_degree=4. "
+     "Use ulysses_degree 1, 2, 3 or 6, or ring_degree"),
+    (Layout(tensor_degree=2), 7, None, "7 attention heads. Use 1 or 7."),
+    (Layout(tensor_degree=2), None, None, "tensor_degree=2 shares out .* and FLUX is a U-Net")])
+def test_rejects_tensor_degree_that_does_not_divide_heads(layout, num_heads, num_key_heads, words):
+    with pytest.raises(ConfigError, match=words):
+        validate_layout(layout, num_heads, "FLUX", num_key_heads)
+
+
+def test_accepts_tensor_degree_that_divides_heads():
+    validate_layout(Layout(tensor_degree=2, ulysses_degree=6), 24, "FLUX", 8)
 
 
 def test_rejects_ulysses_degree_that_does_not_divide_heads():

@@ -1,11 +1,13 @@
 """Who has which part: shards, stages and patches cover the whole once, and evenly."""
 
+from dataclasses import replace
+
 import pytest
 
-from xdit_backend.partition import check_shards, cut_patches, last_stage_ranks, shard_sizes, shard_start, split_stages, stage_of
+from xdit_backend.partition import check_shards, cut_patches, holders, last_stage_ranks, shard_sizes, shard_start, split_stages, stage_of
 from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol.errors import ConfigError
-from xdit_backend.protocol.messages import Layout, Patch, Stages
+from xdit_backend.protocol.messages import Layout, ModelSpec, Patch, Stages
 
 
 @pytest.mark.parametrize("num_tokens", range(0, 40))
@@ -79,3 +81,13 @@ def test_ranks_of_stages():
 
     assert [stage_of(rank, stages) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert last_stage_ranks(layout, 8) == [2, 3, 6, 7]
+    assert last_stage_ranks(Layout(pipefusion_degree=2, ulysses_degree=2, tensor_degree=2), 8) == [4, 5, 6, 7]
+
+
+def test_ranks_that_hold_the_same_weights():
+    """PipeFusion 2 x Ulysses 2 x tensor 2: of a stage, the tensor ranks have parts of their own."""
+    spec = ModelSpec("model", "SD3", "file", "float32", "float32", Stages(2, 4), tensor_degree=2)
+
+    assert holders(8, spec) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert holders(8, replace(spec, stages=Stages(2, 4, every_block=True))) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert holders(4, replace(spec, stages=None, tensor_degree=1)) == [[0, 1, 2, 3]]

@@ -6,6 +6,9 @@
 import os
 from dataclasses import dataclass
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 COMPARISONS = []                           # of this run, in the order they were made
 
 
@@ -41,3 +44,15 @@ def report(comparisons):
         worst[name] = max(worst.get(name, 0.0), one.error)
     rows = sorted(worst.items(), key=lambda row: row[1] / row[0][1])
     return [f"{error:10.1e} of {tolerance:7.1e}  {test}" for (test, tolerance), error in rows]
+
+
+class InDouble(TorchFunctionMode):
+    """What models compute in float32 though they are in float64 (norms, rotations) stays in float64 under this.
+
+    Where partial sums are added in another order, a number may round to the float32 above instead of the one below, 1e-7 away.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        to_float = function is torch.Tensor.float or function is torch.Tensor.to and torch.float32 in (*args[1:], *kwargs.values())
+        return args[0] if to_float and args[0].dtype == torch.float64 else function(*args, **kwargs)

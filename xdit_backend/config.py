@@ -122,9 +122,9 @@ def validate(config, num_devices):
     if num_stages not in (0, config.pipefusion_degree):
         raise ConfigError(f'stage_blocks="{config.stage_blocks}" names {num_stages} stages, and pipefusion_degree='
                           f'{config.pipefusion_degree}. Give one number a stage, or leave it empty.')
-    if config.tensor_degree > 1:
-        raise ConfigError(f"tensor_degree={config.tensor_degree} is not available yet. Use 1, and spread the model with "
-                          f"pipefusion_degree, cfg_degree, ulysses_degree or ring_degree.")
+    if config.displaced_degree > 1 and config.tensor_degree > 1:
+        raise ConfigError(f"displaced_degree={config.displaced_degree} and tensor_degree={config.tensor_degree} cannot be combined yet. "
+                          f"Set one of them to 1; ulysses_degree, ring_degree and cfg_degree go with both.")
     if config.displaced_degree > 1 and config.pipefusion_degree > 1:
         raise ConfigError(f"displaced_degree={config.displaced_degree} and pipefusion_degree={config.pipefusion_degree} both use what is "
                           f"left of the step before: a stage would be behind twice. Set one of them to 1.")
@@ -153,20 +153,41 @@ def validate_stages(config, num_blocks, family):
                           f'{num_blocks} blocks. The numbers must add up to {num_blocks}; leave it empty to balance the stages.')
 
 
-def validate_layout(layout, num_heads, family):
-    """Refuse a layout that this model cannot run. num_heads: None of a U-Net. Raises ConfigError with what would work."""
+def validate_layout(layout, num_heads, family, num_key_heads=None):
+    """Refuse a layout that this model cannot run. num_heads: None of a U-Net; num_key_heads: None: as many. Raises ConfigError with
+    what would work."""
     degree = layout.ulysses_degree
     if num_heads is None:
-        for name in ("ulysses_degree", "ring_degree", "pipefusion_degree"):
+        for name in ("ulysses_degree", "ring_degree", "pipefusion_degree", "tensor_degree"):
             value = getattr(layout, name)
             if value > 1:
                 raise ConfigError(f"{name}={value} shares out the tokens and blocks of a transformer, and {family} is a U-Net, which "
                                   f"has neither from end to end. Use cfg_degree, data_degree or displaced_degree, and 1 here.")
         return
-    if num_heads % degree:
-        works = [str(d) for d in range(1, num_heads + 1) if num_heads % d == 0]
+    if layout.tensor_degree > 1:
+        _validate_tensor_degree(layout, num_heads, num_key_heads or num_heads, family)
+    elif num_heads % degree:
+        works = [d for d in range(1, num_heads + 1) if num_heads % d == 0]
         raise ConfigError(f"ulysses_degree={degree} does not divide {family}'s {num_heads} attention heads. "
-                          f"Use {', '.join(works[:-1])} or {works[-1]}, or ring_degree instead.")
+                          f"Use {_one_of(works)}, or ring_degree instead.")
+
+
+def _validate_tensor_degree(layout, num_heads, num_key_heads, family):
+    degree, ulysses_degree = layout.tensor_degree, layout.ulysses_degree
+    works = [d for d in range(1, num_heads + 1) if num_heads % d == num_key_heads % d == 0]
+    if degree not in works:
+        heads = f"{num_heads} attention heads" + (f" and {num_key_heads} key heads" if num_key_heads != num_heads else "")
+        raise ConfigError(f"tensor_degree={degree} does not divide {family}'s {heads}. Use {_one_of(works)}.")
+    if num_heads // degree % ulysses_degree:
+        works = [d for d in range(1, num_heads // degree + 1) if num_heads // degree % d == 0]
+        raise ConfigError(f"ulysses_degree={ulysses_degree} does not divide the {num_heads // degree} of {family}'s {num_heads} "
+                          f"attention heads that a rank has with tensor_degree={degree}. Use ulysses_degree {_one_of(works)}, or "
+                          f"ring_degree instead.")
+
+
+def _one_of(numbers):
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _example(num_devices):

@@ -135,15 +135,17 @@ def stage_of(rank, stages):
     return rank // stages.sequence_degree % stages.pipefusion_degree
 
 
-def holders(num_ranks, stages):
-    """The ranks that hold the same weights: a list of ranks for each part of the model. stages: None where all hold all."""
-    if stages is None or stages.every_block:
-        return [list(range(num_ranks))]
-    return [[rank for rank in range(num_ranks) if stage_of(rank, stages) == stage] for stage in range(stages.pipefusion_degree)]
+def holders(num_ranks, spec):
+    """The ranks that hold the same weights of a ModelSpec: a list of ranks for each part of the model."""
+    parts = {}
+    for rank in range(num_ranks):
+        stage = 0 if spec.stages is None or spec.stages.every_block else stage_of(rank, spec.stages)
+        parts.setdefault((stage, rank % spec.tensor_degree), []).append(rank)
+    return [parts[part] for part in sorted(parts)]
 
 
 def last_stage_ranks(layout, world_size):
     """The ranks that give predictions: those of the last stage."""
-    sequence_degree = layout.ring_degree * layout.ulysses_degree
+    stage_ranks = layout.ring_degree * layout.ulysses_degree * layout.tensor_degree
     return [rank for rank in range(world_size)
-            if rank // sequence_degree % layout.pipefusion_degree == layout.pipefusion_degree - 1]
+            if rank // stage_ranks % layout.pipefusion_degree == layout.pipefusion_degree - 1]

@@ -10,7 +10,7 @@ from .partition import FULL, num_tokens, patch_dim
 from .protocol.messages import Layout, Stages
 
 
-def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None):
+def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None, num_key_heads=None):
     """Return the Layout for one prediction. num_heads: None of a U-Net, which shares out branches and images alone.
 
     Manual mode: the person's degrees. Auto mode: CFG parallel when there are two branches and an even number of
@@ -20,7 +20,7 @@ def choose_layout(config, num_devices, num_branches, num_heads, family, stages=N
     """
     if config.mode == "manual":
         layout = config.layout
-        validate_layout(layout, num_heads, family)
+        validate_layout(layout, num_heads, family, num_key_heads)
         return layout
     cfg_degree = 2 if num_branches == 2 and num_devices % 2 == 0 and stages is None else 1
     if num_heads is None:
@@ -43,9 +43,10 @@ def choose_stages(config, num_devices, weight_bytes, device_bytes):
     if config.mode == "manual":
         if config.pipefusion_degree == 1:
             return None
-        every_block = config.warmup == "sequence" or (config.warmup == "auto" and weight_bytes <= WARMUP_FULL * device_bytes)
-        return Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree, config.num_stage_blocks,
-                      every_block, config.offload_keys_values)
+        rank_share = weight_bytes / config.tensor_degree
+        every_block = config.warmup == "sequence" or (config.warmup == "auto" and rank_share <= WARMUP_FULL * device_bytes)
+        return Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * config.tensor_degree,
+                      config.num_stage_blocks, every_block, config.offload_keys_values)
     if num_devices == 1 or weight_bytes <= FULL * device_bytes:
         return None
     fitting = [degree for degree in range(2, num_devices + 1)
@@ -88,7 +89,8 @@ def key_value_bytes(layout, stages, batch, num_tokens, width, num_blocks, elemen
         return 0
     images = -(-batch // (layout.cfg_degree * layout.data_degree))
     own_blocks = -(-num_blocks // layout.pipefusion_degree)
-    return 2 * (1 + is_forecast) * images * num_tokens * width * own_blocks * element_bytes // layout.ulysses_degree
+    own_heads = layout.ulysses_degree * layout.tensor_degree
+    return 2 * (1 + is_forecast) * images * num_tokens * width * own_blocks * element_bytes // own_heads
 
 
 def warmup_layout(layout, stages):
@@ -101,6 +103,6 @@ def warmup_layout(layout, stages):
 def describe_layout(layout):
     """A layout in a person's words, e.g. "CFG 2 x Ulysses 2"."""
     names = {"cfg_degree": "CFG", "data_degree": "data", "pipefusion_degree": "PipeFusion", "displaced_degree": "DistriFusion",
-             "ring_degree": "Ring", "ulysses_degree": "Ulysses"}
+             "ring_degree": "Ring", "ulysses_degree": "Ulysses", "tensor_degree": "tensor"}
     parts = [f"{text} {getattr(layout, name)}" for name, text in names.items() if getattr(layout, name) > 1]
     return " x ".join(parts) or "one device"

@@ -17,13 +17,14 @@ class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
     latent_format: ComfyUI's, of the model. config, devices: how and where it runs. modules, load_device: of the shell as it
-    was made, to compare with; see carried.py. weight_bytes: of the whole model.
+    was made, to compare with; see carried.py. weight_bytes: of all blocks, as a rank
+    holds them.
     """
 
     def __init__(self, spec, family, transformer_config, latent_format, config, devices, modules, load_device, weight_bytes):
         self.modules, self.load_device, self._looked_at = modules, load_device, set()
         self.spec, self.family = spec, family
-        self.num_heads = family.num_heads(transformer_config)
+        self.num_heads, self._num_key_heads = family.num_heads(transformer_config), family.num_key_heads(transformer_config)
         self.num_channels, self._taken_channels = family.num_channels(transformer_config), family.taken_channels(transformer_config)
         self.config, self.devices = config, devices
         self._transformer_config, self._latent_format = transformer_config, latent_format
@@ -178,7 +179,8 @@ class RemoteModel:
             self._looked_at.add(sigma)
 
     def _layout(self, num_branches):
-        return choose_layout(self.config, len(self.devices), num_branches, self.num_heads, self.family.name, self.spec.stages)
+        return choose_layout(self.config, len(self.devices), num_branches, self.num_heads, self.family.name, self.spec.stages,
+                             self._num_key_heads)
 
     def _end_pipeline(self):
         if self._pipeline is not None:

@@ -16,6 +16,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from ...xdit_backend.checkpoints.outline import outline
+from ...xdit_backend.checkpoints.shares import tensor_splits
 from ...xdit_backend.checkpoints.transformer import held_bytes
 from ...xdit_backend.config import validate_layout, validate_stages
 from ...xdit_backend.planner import choose_stages
@@ -47,7 +48,7 @@ def load_shell(path, weight_dtype, config):
     family = recognise(header)
     transformer_config, model = outline(header, family)
     if config.mode == "manual":
-        validate_layout(config.layout, family.num_heads(transformer_config), family.name)
+        validate_layout(config.layout, family.num_heads(transformer_config), family.name, family.num_key_heads(transformer_config))
         if not family.by_rows:
             validate_stages(config, family.num_blocks(transformer_config), family.name)
 
@@ -68,9 +69,12 @@ def load_shell(path, weight_dtype, config):
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
     dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)
+    tensor_degree = config.tensor_degree if config.mode == "manual" else 1
+    splits = tensor_splits(model, family.plan) if tensor_degree > 1 else {}
     weight_bytes = held_bytes(model, family, model_spec(header, family, *dtypes))
     stages = None if family.by_rows else choose_stages(config, len(devices), weight_bytes, min(map(memory_of, devices)))
-    spec = model_spec(header, family, *dtypes, stages)
+    spec = model_spec(header, family, *dtypes, stages, tensor_degree)
+    weight_bytes = held_bytes(model, family, spec, splits)
     net = base_model.diffusion_model
     hold_elsewhere(net)
     modules = {}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from xdit_backend.checkpoints.shares import narrow, tensor_splits
 from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
 from xdit_backend.models.describe import Whole, given, timestep
@@ -104,6 +105,16 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         times = torch.rand(batch, APART[name](family, latent.shape), generator=generator).to(dtype)
     return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
+
+
+def hold_share(model, plan, degree, rank):
+    """Have a whole model hold a rank's share of its layers, as the loader does it. Returns the splits."""
+    splits = tensor_splits(model, plan) if degree > 1 else {}
+    for name, parameter in model.named_parameters():
+        own = splits[name].own(parameter.data, degree, rank) if name in splits else None
+        parameter.data = parameter.data if own is None else own
+    narrow(model, splits, degree, rank)
+    return splits
 
 
 def conditioning_of(family, config, generator, lengths, batch=1, size=()):

@@ -13,7 +13,7 @@ from tests.tiny_checkpoints import detect_thin, families, import_comfyui, save, 
 from xdit_backend.checkpoints.header import read_header
 
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16), "pixart": (34, 36)}
-DEGREES = ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses")
+DEGREES = ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses", "tensor")
 
 
 class ComfyUI:
@@ -56,7 +56,7 @@ class ComfyUI:
     def config(self, devices="cpu", **degrees):
         """XDIT_PARALLEL: auto mode, or manual where degrees are given, as cfg=2. Other settings by their names."""
         values = {"devices": devices, "mode": "manual" if degrees else "auto", "num_patches": 0, "warmup_steps": 1,
-                  "tensor_degree": 1, "warmup": "whole"} | {name: value for name, value in degrees.items() if name not in DEGREES}
+                  "warmup": "whole"} | {name: value for name, value in degrees.items() if name not in DEGREES}
         return self.parallel_config.execute(**values, **{f"{name}_degree": degrees.get(name, 1) for name in DEGREES}).args[0]
 
     def native_checkpoint(self, name):

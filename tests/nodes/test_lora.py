@@ -102,7 +102,7 @@ def test_every_kind_of_adapter_equals_native(comfyui, loras, kind, naming):
     compare(comfyui, loras, kind, comfyui.config(), [(loras.file(kind, naming), 0.7), (loras.file(kind, naming, "lora", seed=40), -0.4)])
 
 
-@pytest.mark.parametrize("degrees", [{"cfg": 2}, pytest.param({"pipefusion": 2, "warmup_steps": 9}, marks=pytest.mark.slow),
+@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"tensor": 2}, pytest.param({"pipefusion": 2, "warmup_steps": 9}, marks=pytest.mark.slow),
                                      pytest.param({"pipefusion": 2, "ulysses": 2, "warmup_steps": 9}, marks=pytest.mark.slow)], ids=str)
 def test_layouts_equal_native(comfyui, loras, degrees):
     devices = "cpu,cpu,cpu,cpu" if "ulysses" in degrees and "pipefusion" in degrees else "cpu,cpu"

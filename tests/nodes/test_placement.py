@@ -170,6 +170,8 @@ def test_comfyui_is_told_what_a_run_takes_on_its_device_and_asks_for_room_on_the
     assert told("cuda:0", "cuda:1", ulysses=2) == told("cuda:0", "cuda:1", cfg=2) == whole / 2
     assert told("cuda:0", "cuda:0", ring=2) == whole           # both ranks are there
     assert told("cuda:0", "cuda:1", pipefusion=2) == whole / 2 + kept
+    four = [f"cuda:{index}" for index in range(4)]
+    assert told(*four, pipefusion=2, tensor=2) == whole / 2 + kept / 2         # of a rank's heads
 
     client = pretended.client("cuda:0", "cuda:1")
     model = pretended.model("cuda:0", "cuda:1", ulysses=2)

@@ -31,7 +31,7 @@ def write_safetensors(path, shapes, truncate_bytes=0):
     ({"devices": "cpu,cpu", "mode": "manual", "cfg_degree": 3}, "1 or 2 can work"),
     ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2, "stage_blocks": "1,2,3"}, "names 3 stages, and pipefusion_degree=2"),
     ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2, "stage_blocks": "half"}, 'stage_blocks="half" is not a list'),
-    ({"devices": "cpu,cpu", "mode": "manual", "tensor_degree": 2}, "tensor_degree=2 is not available yet"),
+    ({"devices": "cpu,cpu", "mode": "manual", "tensor_degree": 4}, "(tensor_degree=4) multiply to 4, and there are 2 devices"),
     ({"devices": "cpu", "ulysses_degree": 0}, "ulysses_degree=0 must be at least 1"),
 ], ids=str)
 def test_config_that_cannot_work_is_refused_when_queued(comfyui, settings, message):

@@ -1,5 +1,6 @@
 """Our MODEL equals ComfyUI's: the same latents as the native KSampler, for every family, layout and sampler."""
 
+import math
 import sys
 
 import pytest
@@ -68,6 +69,19 @@ def test_latents_equal_native_ksampler_on_four_workers(comfyui, degrees):
     result = comfyui.sample(model, "sd35")
 
     close(result, comfyui.reference("sd35"), TOLERANCE)
+
+
+@pytest.mark.parametrize("kind, layout", [
+    ("sd3", {"tensor": 2}), *(pytest.param(kind, layout, marks=pytest.mark.slow) for kind, layout in (
+        ("flux", {"tensor": 2}), ("wan", {"tensor": 2}), ("ltx-video", {"tensor": 2}), ("sd35", {"cfg": 2, "tensor": 2}),
+        ("sd35", {"pipefusion": 2, "tensor": 2}), ("wan", {"ring": 2, "tensor": 2})))], ids=str)
+def test_latents_with_tensor_parallelism_equal_native_ksampler(comfyui, kind, layout):
+    """With stages, in one piece."""
+    devices = ",".join(["cpu"] * math.prod(layout.values()))
+
+    result = comfyui.sample(comfyui.ours(kind, comfyui.config(devices, num_patches=1, **layout)), kind)
+
+    close(result, comfyui.reference(kind), TOLERANCE)
 
 
 @pytest.mark.slow

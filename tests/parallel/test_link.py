@@ -125,7 +125,7 @@ def wait_on_nccl(rank, world_size):
     mesh = build_mesh(Layout(pipefusion_degree=world_size), world_size)
     torch.distributed.get_backend, work = lambda group=None: "nccl", StreamWork()
     link = Link(mesh, torch.device("cpu"))
-    link.receive((torch.zeros(2), work))
+    link.receive((torch.zeros(2), work, [2]))
     link._sent = [(work, None)] * MAX_SENT
     torch.distributed.isend = lambda message, to, group: work
     link.send(torch.zeros(2), Traffic())
@@ -134,3 +134,18 @@ def wait_on_nccl(rank, world_size):
 
 def test_the_process_does_not_wait_for_nccl():
     assert run_ranks(wait_on_nccl, 3)[1] == [(), ()]
+
+
+def once_to_the_next_stage(rank, world_size):
+    """(what arrived, or bytes sent) where two tensor ranks of a stage have the same message."""
+    mesh, traffic, message = build_mesh(Layout(pipefusion_degree=2, tensor_degree=2), world_size), Traffic(), torch.arange(7.0)
+    link = Link(mesh, torch.device("cpu"))
+    if link.stage == 0:
+        link.send(message, traffic)
+        link.drain()
+        return traffic.sent_bytes
+    return link.receive(link.post_receive(7, torch.float32), traffic).tolist()
+
+
+def test_tensor_ranks_send_a_message_once_and_all_have_it():
+    assert run_ranks(once_to_the_next_stage, 4) == [16, 12, [*range(7)], [*range(7)]]

@@ -27,7 +27,7 @@ def pretended_world(rank, world_size):
 
 def groups_of(layout, world_size):
     """{axis: set of groups}, from what every rank would build; no process is started."""
-    groups = {name: set() for name in ("ring", "ulysses", "sequence", "before", "after")}
+    groups = {name: set() for name in ("ring", "ulysses", "sequence", "tensor", "before", "after")}
     places = []
     for rank in range(world_size):
         with pretended_world(rank, world_size):
@@ -55,7 +55,16 @@ def test_groups_of_sixteen_ranks():
     assert groups["ulysses"] == {(rank, rank + 1) for rank in range(0, 16, 2)}
     assert groups["ring"] == {(rank, rank + 2) for rank in range(16) if rank % 4 < 2}
     assert groups["sequence"] == {tuple(range(rank, rank + 4)) for rank in range(0, 16, 4)}
-    assert places[5] == (0, 1, 0, 0, 0, 1) and places[14] == (1, 1, 0, 0, 1, 0)    # (data, cfg, pipefusion, displaced, ring, ulysses)
+    assert places[5] == (0, 1, 0, 0, 0, 1, 0) and places[14] == (1, 1, 0, 0, 1, 0, 0)        # in the order of AXES
+
+
+def test_tensor_ranks_are_neighbours():
+    """Ring 2 x Ulysses 2 x tensor 2: an Ulysses group is contiguous in the sequence group's ranks, ring groups are strided."""
+    groups, _ = groups_of(Layout(ring_degree=2, ulysses_degree=2, tensor_degree=2), 8)
+
+    assert groups["tensor"] == {(0, 1), (2, 3), (4, 5), (6, 7)}
+    assert groups["sequence"] == {(0, 2, 4, 6), (1, 3, 5, 7)}
+    assert groups["ulysses"] == {(0, 2), (4, 6), (1, 3), (5, 7)} and groups["ring"] == {(0, 4), (2, 6), (1, 5), (3, 7)}
 
 
 def test_stages_are_groups_of_equal_place_in_the_sequence():
@@ -68,15 +77,15 @@ def test_stages_are_groups_of_equal_place_in_the_sequence():
 
 
 @pytest.mark.parametrize("degrees", [(1, 1, 1, 3, 2), (2, 1, 1, 1, 4), (1, 2, 1, 4, 1), (3, 2, 1, 2, 1), (1, 1, 1, 1, 8),
-                                     (1, 2, 2, 1, 2), (2, 1, 3, 2, 1), (1, 2, 1, 2, 1, 3)], ids=str)
+                                     (1, 2, 2, 1, 2), (2, 1, 3, 2, 1), (1, 2, 1, 2, 1, 3), (1, 2, 1, 2, 2, 1, 2)], ids=str)
 def test_groups_partition_the_world_and_meet_in_one_rank(degrees):
-    names = ("data_degree", "cfg_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "displaced_degree")
+    names = ("data_degree", "cfg_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "displaced_degree", "tensor_degree")
     world_size = math.prod(degrees)
 
     groups, places = groups_of(Layout(**dict(zip(names, degrees))), world_size)
 
     assert len(set(places)) == world_size
-    for name, found in ((name, groups[name]) for name in ("ring", "ulysses", "sequence")):
+    for name, found in ((name, groups[name]) for name in ("ring", "ulysses", "sequence", "tensor")):
         assert sorted(rank for group in found for rank in group) == list(range(world_size)), name
     assert all(len(set(a) & set(b)) <= 1 for a in groups["ring"] for b in groups["ulysses"])
 

@@ -1,14 +1,15 @@
 """PipeFusion equals its oracle, whatever the number of stages and the sequence degree; without one of its parts it does not."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.models.zoo import APART, CONFIGS, example
+from tests.models.zoo import APART, CONFIGS, example, hold_share
 from tests.parallel.oracle import simulate, stepped
 from tests.ranks import run_ranks
-from tests.tolerances import within
+from tests.tolerances import InDouble, within
 from xdit_backend.models import FAMILIES
 from xdit_backend.parallel import regions
 from xdit_backend.parallel.collectives import Traffic
@@ -34,7 +35,8 @@ class Pipeline:
 
     def __init__(self, rank, world_size, one, layout, num_blocks=None, offload=False, forecast=0.0):
         self.one, self.mesh, self.forecast = one, build_mesh(layout, world_size), forecast
-        hooks = Hooks(one.model, one.family.plan)
+        splits = hold_share(one.model, one.family.plan, layout.tensor_degree, self.mesh.ranks["tensor"])
+        hooks = Hooks(one.model, one.family.plan, splits)
         self.key_values = KeyValues(Offload(torch.device("cpu")) if offload else None)
         sizes = num_blocks or split_stages([1] * hooks.num_blocks, layout.pipefusion_degree)
         blocks = stage_blocks(sizes, self.mesh.ranks["pipefusion"])
@@ -49,7 +51,7 @@ class Pipeline:
         if self.loaded.blocks.start > 0:
             size = self.loaded.received_size(self.mesh, latent.shape, self.one.conditioning, patch)
             handle = self.link.post_receive(size, latent.dtype)
-            context.arrive = lambda: self.link.receive(handle)
+            context.arrive = lambda: self.link.receive(handle, self.traffic)
         output, message = self.loaded.hooks.run(context)
         if message is not None:
             self.link.send(message, self.traffic)
@@ -79,9 +81,13 @@ def cuts(one, num_patches, sequence_degree=1):
     return cut_patches(one.latent.shape, size, choose_num_patches(num_patches, 1, one.latent.shape, size, sequence_degree))
 
 
-def errors(rank, world_size, name, layout, settings, num_blocks=None, mutant=None, options={}):
+def errors(rank, world_size, name, layout, *arguments):
     """Largest difference from the oracle for each (num_patches, warmup_steps), one after the other on one model."""
-    torch.set_grad_enabled(False)
+    with torch.no_grad(), InDouble() if layout.tensor_degree > 1 else nullcontext():
+        return _errors(rank, world_size, name, layout, *arguments)
+
+
+def _errors(rank, world_size, name, layout, settings, num_blocks=None, mutant=None, options={}):
     one = example(name, **SHAPES.get(name, {"rows": 12, "columns": 6}), **options)
     patches = {num: cuts(one, num, layout.ring_degree * layout.ulysses_degree) for num, _ in settings}
     latent, results = one.latent, []
@@ -147,17 +153,20 @@ def test_reference_latents_equal_the_oracle(name, layout):
 
 
 HYBRIDS = {"2x ulysses2": Layout(pipefusion_degree=2, ulysses_degree=2), "2x ring2": Layout(pipefusion_degree=2, ring_degree=2),
-           "1x ulysses2": Layout(ulysses_degree=2), "1x ring2": Layout(ring_degree=2), "1x ring3": Layout(ring_degree=3)}
+           "2x tensor2": Layout(pipefusion_degree=2, tensor_degree=2), "1x ulysses2": Layout(ulysses_degree=2),
+           "1x ring2": Layout(ring_degree=2), "1x ring3": Layout(ring_degree=3)}
 LARGE = {"2x ring2-ulysses2": Layout(pipefusion_degree=2, ring_degree=2, ulysses_degree=2),
          "3x ulysses2": Layout(pipefusion_degree=3, ulysses_degree=2)}
 
 
 def num_ranks(layout):
-    return layout.pipefusion_degree * layout.ring_degree * layout.ulysses_degree
+    return layout.pipefusion_degree * layout.ring_degree * layout.ulysses_degree * layout.tensor_degree
 
 
 @pytest.mark.parametrize("name, layout", [
-    *((name, HYBRIDS[layout]) for name in CONFIGS for layout in ("2x ring2", "1x ulysses2")),
+    *((name, HYBRIDS[layout]) for name in CONFIGS for layout in ("2x ring2", "1x ulysses2")), ("Qwen-Image", HYBRIDS["2x tensor2"]),
+    *(pytest.param(name, HYBRIDS["2x tensor2"], marks=pytest.mark.slow) for name in ("Flux.1", "Wan")),
+    pytest.param("SD3", Layout(pipefusion_degree=2, ulysses_degree=2, tensor_degree=2), marks=pytest.mark.slow),
     *(pytest.param(name, HYBRIDS[layout], marks=pytest.mark.slow)
       for name in KINDS for layout in ("2x ulysses2", "1x ring2", "1x ring3"))], ids=str)
 def test_hybrids_with_sequence_parallelism_equal_the_oracle(name, layout):

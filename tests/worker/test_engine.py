@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from tests.models.zoo import example
 from tests.parallel.oracle import StaleModel
 from tests.ranks import run_ranks
-from tests.tolerances import within
+from tests.tolerances import InDouble, within
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.partition import cut_patches
 from xdit_backend.planner import choose_num_patches
@@ -27,16 +28,21 @@ def carry_out(rank, world_size, commands):
     """Carry out commands on this rank as the worker's loop does; returns its measurements."""
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     torch.set_grad_enabled(False)
-    for index, command in enumerate(commands):
-        for upcoming in commands[index:index + 3]:
-            if not engine.prefetch(upcoming):
-                break
-        numbers = engine.carry_out(command)
+    with unrounded(commands[0].spec.tensor_degree):
+        for index, command in enumerate(commands):
+            for upcoming in commands[index:index + 3]:
+                if not engine.prefetch(upcoming):
+                    break
+            numbers = engine.carry_out(command)
     for link in engine.links:
         link.drain()
         assert link.num_posted == link.num_received
     return numbers | {"sent": sum(link.num_sent for link in engine.links),
                       "received": sum(link.num_received for link in engine.links)}
+
+
+def unrounded(tensor_degree):
+    return InDouble() if tensor_degree > 1 else nullcontext()
 
 
 @pytest.fixture
@@ -56,7 +62,7 @@ def folder(tmp_path_factory):
 def play(store, folder, layout, stages):
     """A warm-up step and two stale steps of two branches with three images, on all ranks: [(predictions, oracle's)], measurements."""
     header = read_header(folder)
-    spec = model_spec(header, recognise(header), "float64", "float64", stages)
+    spec = model_spec(header, recognise(header), "float64", "float64", stages, layout.tensor_degree)
     branches = [example("SD3", rows=12, columns=6, batch=3), example("SD3", rows=12, columns=6, batch=3, num_text_tokens=9)]
     request, made = itertools.count(1), []
     commands = [messages.LoadModel(next(request), spec)]
@@ -79,7 +85,7 @@ def play(store, folder, layout, stages):
             named.append(messages.Branch(store.share(piece.contiguous()), store.share(time), f"branch {index}", prediction))
         commands.append(messages.Predict(next(request), spec.name, layout, named, patch, keep=True))
 
-    with torch.no_grad():
+    with torch.no_grad(), unrounded(layout.tensor_degree):
         start = [one.latent.clone() for one in branches]
         predict(0, None, None)
         shape, sequence_degree = start[0].shape, layout.ring_degree * layout.ulysses_degree
@@ -88,7 +94,7 @@ def play(store, folder, layout, stages):
             for patch, rows in cut_patches(shape, (2, 2), num_patches):
                 predict(step, patch, rows)
     commands.append(messages.ReportMemory(next(request)))
-    world_size = math.prod(getattr(layout, f"{axis}_degree") for axis in AXES)
+    world_size = math.prod(getattr(layout, f"{axis}_degree") for axis in (*AXES, "tensor"))
     numbers = run_ranks(carry_out, world_size, commands)
     return [(map_segment(segment), want) for segment, want in zip(made, wanted)], numbers
 
@@ -102,11 +108,11 @@ def mixtures(world_size):
 
 
 def stages_of(layout):
-    return Stages(layout.pipefusion_degree, layout.ring_degree * layout.ulysses_degree)
+    return Stages(layout.pipefusion_degree, layout.ring_degree * layout.ulysses_degree * layout.tensor_degree)
 
 
 def name_of(layout):
-    return "-".join(f"{axis}{getattr(layout, f'{axis}_degree')}" for axis in AXES if getattr(layout, f"{axis}_degree") > 1)
+    return "-".join(f"{axis}{getattr(layout, f'{axis}_degree')}" for axis in (*AXES, "tensor") if getattr(layout, f"{axis}_degree") > 1)
 
 
 QUICK = [Layout(cfg_degree=2, pipefusion_degree=2), Layout(data_degree=2, pipefusion_degree=2),
@@ -114,7 +120,13 @@ QUICK = [Layout(cfg_degree=2, pipefusion_degree=2), Layout(data_degree=2, pipefu
          Layout(cfg_degree=2, data_degree=2, pipefusion_degree=2), Layout(cfg_degree=2, pipefusion_degree=4)]
 
 
-@pytest.mark.parametrize("layout", [*QUICK[:3], *(pytest.param(layout, marks=pytest.mark.slow) for layout in QUICK[3:])], ids=name_of)
+TENSOR = [Layout(cfg_degree=2, tensor_degree=2), Layout(cfg_degree=2, pipefusion_degree=2, tensor_degree=2),
+          Layout(data_degree=2, pipefusion_degree=2, tensor_degree=2), Layout(pipefusion_degree=2, ring_degree=2, tensor_degree=2),
+          Layout(cfg_degree=2, tensor_degree=4), Layout(cfg_degree=2, ulysses_degree=2, tensor_degree=2)]
+
+
+@pytest.mark.parametrize("layout", [*QUICK[:3], *(pytest.param(layout, marks=pytest.mark.slow) for layout in QUICK[3:] + TENSOR)],
+                         ids=name_of)
 def test_mixtures_equal_the_oracle(store, folder, layout):
     results, _ = play(store, folder, layout, stages_of(layout))
 
@@ -150,6 +162,24 @@ def test_a_rank_holds_its_share_of_weights_and_keys(store, folder):
         keys = sum(8 * 2 * 3 * (18 + text) * 32 for text in (7, 9) for _ in blocks)
         dual = 2 * 8 * 2 * 3 * 18 * 32 if rank == 0 else 0     # block 0 has a second attention, over the image only
         assert numbers[rank]["weight_bytes"] == pytest.approx(weights, rel=0.05)
+        assert numbers[rank]["key_value_bytes"] == pytest.approx(keys + dual, rel=0.05)
+
+
+def test_a_tensor_rank_holds_its_share_of_weights_and_keys(store, folder):
+    """Of its stage's linears and heads the half; what is outside the blocks, whole."""
+    model, stages = example("SD3").model, Stages(2, 2, num_blocks=(1, 3))
+    whole = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    split = [sum(t.numel() for module in block.modules() if isinstance(module, torch.nn.Linear) for t in module.parameters())
+             for block in model.transformer_blocks]
+    blocks = [sum(t.numel() for t in block.parameters()) for block in model.transformer_blocks]
+
+    _, numbers = play(store, folder, Layout(pipefusion_degree=2, tensor_degree=2), stages)
+
+    for rank, own in enumerate((range(0, 1), range(0, 1), range(1, 4), range(1, 4))):
+        others = sum(blocks[block] for block in range(4) if block not in own)
+        keys = sum(8 * 2 * 3 * (18 + text) * 16 for text in (7, 9) for _ in own)
+        dual = 2 * 8 * 2 * 3 * 18 * 16 if 0 in own else 0
+        assert numbers[rank]["weight_bytes"] == pytest.approx(8 * (whole - others - sum(split[block] for block in own) / 2), rel=0.05)
         assert numbers[rank]["key_value_bytes"] == pytest.approx(keys + dual, rel=0.05)
 
 

@@ -154,18 +154,18 @@ def carry_out_in_step(rank, world_size, commands):
 
 
 @pytest.mark.parametrize("stages, layout", [
-    (None, Layout(ulysses_degree=2)), (Stages(2), Layout(pipefusion_degree=2)),
-    (Stages(2, every_block=True), Layout(pipefusion_degree=2))], ids=["ulysses2", "pipefusion2", "pipefusion2, every block"])
+    (None, Layout(ulysses_degree=2)), (None, Layout(tensor_degree=2)), (Stages(2), Layout(pipefusion_degree=2)),
+    (Stages(2, every_block=True), Layout(pipefusion_degree=2))], ids=["ulysses2", "tensor2", "pipefusion2", "pipefusion2, every block"])
 def test_predictions_are_the_same_after_weights_were_parked(store, tmp_path, stages, layout):
     """A part of one rank's first, then everything. The file is float64 and the model float32, so that no weight is in the file so."""
     one = example("SD3", torch.float64, rows=12, columns=6)
     one.model.save_pretrained(tmp_path / "transformer")
     header = read_header(tmp_path)
-    spec = model_spec(header, recognise(header), "float32", "float32", stages)
+    spec = model_spec(header, recognise(header), "float32", "float32", stages, layout.tensor_degree)
     context = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
     predictions = [store.create(tuple(one.latent.shape), torch.float32)[0] for _ in range(3)]
     latent, timestep = store.share(one.latent), store.share(one.timestep)
-    parts = len(holders(2, stages))
+    parts = len(holders(2, spec))
 
     def predict(prediction):
         branch = messages.Branch(latent, timestep, "branch", prediction)

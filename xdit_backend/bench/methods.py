@@ -23,14 +23,14 @@ from .groups import count_cuda, second_client, start_clients
 from .model import HEAD_SIZE, Setting, calls, write_model
 from .peer import Peer
 
-LAYOUTS = ("one", "cfg2", "ulysses2", "ring2")
-AXES = ("cfg", "pipefusion", "ring", "ulysses")
+LAYOUTS = ("one", "cfg2", "ulysses2", "ring2", "tensor2")
+AXES = ("cfg", "pipefusion", "ring", "ulysses", "tensor")
 
 
 def add_arguments(parser):
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS),
-                        help="one, or axis and degree, also joined: cfg2, ulysses2, ring2, ring2-ulysses2, pipefusion2, "
-                             "pipefusion2-ulysses2")
+                        help="one, or axis and degree, also joined: cfg2, ulysses2, ring2, ring2-ulysses2, tensor2, "
+                             "pipefusion2, pipefusion2-ulysses2")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
     parser.add_argument("--tokens", type=int, default=4096, help="image tokens, a square number")
@@ -58,8 +58,7 @@ def main(options):
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
         write_model(setting, folder)
         print(describe(setting, options, num_cuda), flush=True)
-        rows = measure(setting, folder, layouts, num_cuda, options)
-        print_table(rows, setting)
+        print_table(*measure(setting, folder, layouts, num_cuda, options), setting)
         if staged:
             clients = start_clients({1, *(math.prod(degrees.values()) for degrees in staged.values())}, num_cuda)
             clients["second"] = second_client(clients[1], num_cuda)
@@ -92,9 +91,11 @@ def describe(setting, options, num_cuda):
 
 
 def measure(setting, folder, layouts, num_cuda, options):
-    """[(name, degrees, seconds a step, ratio to one worker, bytes sent by rank 0 a step)]"""
+    """[(name, degrees, seconds a step, ratio to one worker, bytes sent by rank 0 a step, bytes of weights it holds)], and bytes of all
+    weights"""
     header = read_header(folder)
-    spec = model_spec(header, recognise(header), setting.dtype, setting.dtype)
+    specs = {degree: model_spec(header, recognise(header), setting.dtype, setting.dtype, tensor_degree=degree)
+             for degree in {1, *(degrees["tensor"] for degrees in layouts.values())}}
     num_heads = setting.width // HEAD_SIZE
     sizes = {name: math.prod(degrees.values()) for name, degrees in layouts.items()}
     clients, peers = {}, {}
@@ -110,7 +111,7 @@ def measure(setting, folder, layouts, num_cuda, options):
 
         def step(client, config, num_branches):
             started_s = time.perf_counter()
-            client.predict(spec, config.layout, 16, step_calls[num_branches])
+            client.predict(specs[config.tensor_degree], config.layout, 16, step_calls[num_branches])
             return time.perf_counter() - started_s
 
         def two_at_once():
@@ -124,7 +125,7 @@ def measure(setting, folder, layouts, num_cuda, options):
         step_calls = {1: calls(setting, 1), 2: calls(setting, 2)}
         branches = {name: degrees["cfg"] for name, degrees in layouts.items()}
         one = ParallelConfig(mode="manual")
-        seconds, sent = {}, {}
+        seconds, sent, held = {}, {}, {}
         if not options.no_diffusers and not num_cuda:
             peers = start_peers(folder, setting, [name for name in layouts if name in ("ulysses2", "ring2")], options)
         for round_ in range(options.rounds + 1):                       # the first one warms up
@@ -135,38 +136,49 @@ def measure(setting, folder, layouts, num_cuda, options):
                 before = clients[sizes[name]].totals()[0].get("sent_bytes", 0)
                 seconds.setdefault(name, []).append(step(clients[sizes[name]], configs[name], branches[name]))
                 sent[name] = clients[sizes[name]].totals()[0]["sent_bytes"] - before
+                held[name] = clients[sizes[name]].residence(specs[configs[name].tensor_degree].name).weight_bytes[0]
             for name, peer in peers.items():
                 seconds.setdefault(("diffusers", name), []).append(peer.step())
             print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
+        whole_bytes = clients[1].residence(specs[1].name).weight_bytes[0]
     finally:
         for client in clients.values():
             client.close()
         for peer in peers.values():
             peer.close()
     median = {key: statistics.median(values[1:]) for key, values in seconds.items()}
-    rows = [(name, layouts[name], median[name], median["baseline", branches[name]] / median[name], sent[name]) for name in layouts]
-    rows.append(("two workers apart", None, median["two apart"], median["baseline", 2] / median["two apart"], None))
-    rows += [(f"diffusers {name}", None, median["diffusers", name], median["baseline", 1] / median["diffusers", name], None)
+    rows = [(name, layouts[name], median[name], median["baseline", branches[name]] / median[name], sent[name], held[name])
+            for name in layouts]
+    rows.append(("two workers apart", None, median["two apart"], median["baseline", 2] / median["two apart"], None, None))
+    rows += [(f"diffusers {name}", None, median["diffusers", name], median["baseline", 1] / median["diffusers", name], None, None)
              for name in peers]
-    return rows
+    return rows, whole_bytes
 
 
 def sent_bytes_formula(degrees, setting):
     """Bytes a rank sends a step (docs/algorithms.md section 8), for one branch.
 
-    Attention of every block, and the image tokens once at the end, (S_image/D) h (D-1) elements.
+    Attention of every block, what tensor ranks add up, and the image tokens once at the end, (S_image/D) h (D-1) elements.
     """
     degree = degrees["ring"] * degrees["ulysses"]
     num_blocks = setting.num_double_blocks + setting.num_single_blocks
     join = setting.num_image_tokens / degree * setting.width * (degree - 1)
-    return (num_blocks * setting.exchanged(degrees) + join) * getattr(torch, setting.dtype).itemsize
+    elements = num_blocks * setting.exchanged(degrees) + setting.added_up(degrees) + join
+    return elements * getattr(torch, setting.dtype).itemsize
 
 
-def print_table(rows, setting):
-    print(f"{'layout':<22} {'s/step':>8} {'ratio':>6} {'sent MB/rank':>13} {'formula MB':>11}")
-    for name, degrees, seconds, ratio, sent in rows:
-        traffic = "" if sent is None else f"{sent / 1e6:>13.2f} {sent_bytes_formula(degrees, setting) / 1e6:>11.2f}"
-        print(f"{name:<22} {seconds:>8.3f} {ratio:>5.2f}x {traffic}")
+def weight_bytes_formula(degrees, setting, whole_bytes):
+    """Bytes of weights a rank holds: of the blocks' 1 / X, and what is outside of them."""
+    return whole_bytes - setting.split_elements * (1 - 1 / degrees["tensor"]) * getattr(torch, setting.dtype).itemsize
+
+
+def print_table(rows, whole_bytes, setting):
+    print(f"{'layout':<22} {'s/step':>8} {'ratio':>6} {'sent MB/rank':>13} {'formula MB':>11} {'weights MB/rank':>16} {'formula MB':>11}")
+    for name, degrees, seconds, ratio, sent, held in rows:
+        beside = "" if sent is None else (
+            f"{sent / 1e6:>13.2f} {sent_bytes_formula(degrees, setting) / 1e6:>11.2f} "
+            f"{held / 1e6:>16.1f} {weight_bytes_formula(degrees, setting, whole_bytes) / 1e6:>11.1f}")
+        print(f"{name:<22} {seconds:>8.3f} {ratio:>5.2f}x {beside}")
 
 
 def start_peers(folder, setting, names, options):

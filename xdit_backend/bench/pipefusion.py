@@ -16,6 +16,7 @@ from ..checkpoints.transformer import block_sizes
 from ..config import ParallelConfig, validate, validate_layout
 from ..partition import cut_patches, split_stages, stage_blocks, stage_of
 from ..planner import choose_num_patches
+from ..protocol.errors import ConfigError
 from ..protocol.messages import Stages
 from .sampler import sample
 
@@ -61,6 +62,8 @@ def measure(setting, folder, layouts, clients, call, options):
     one_layout = ParallelConfig(mode="manual").layout
     jobs = {}
     for name, degrees in layouts.items():
+        if degrees["tensor"] > 1:
+            raise ConfigError(f'layout "{name}": stages are timed without tensor parallelism. Use tensor{degrees["tensor"]} by itself.')
         config = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})
         size = degrees["pipefusion"] * degrees["ring"] * degrees["ulysses"]
         validate(config, size)

@@ -16,9 +16,11 @@ from .changes import changed
 from .gguf import read_tensors
 from .header import read_header
 from .packed import hold_packed, packed_weights, unpacked
+from .shares import narrow, tensor_splits
 
 
-def load_transformer(spec, family, device, on_progress=lambda done, total: None, choose_blocks=None, files=None, casts=None):
+def load_transformer(spec, family, device, on_progress=lambda done, total: None, choose_blocks=None, files=None, casts=None,
+                     splits=None, tensor_rank=0):
     """Build the family's diffusers model with the weights of a file or folder, in spec's dtypes, on `device`.
 
     choose_blocks(model without weights) -> a range: load these blocks only, and read nothing of the others, which stay on
@@ -26,6 +28,7 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
 
     files: a dict to fill with {id of a weight: the map of its part of the file}, of weights that are there as the device has them.
     casts: the Casts of weights that are held in another type than spec's compute dtype; None: kept by nobody.
+    splits: a dict to fill with the Split of each weight of which this rank, the tensor_rank-th of spec.tensor_degree, holds a share.
     Weights that are held in the dtype of the file stay maps of it on CPU devices. on_progress(done, total) counts tensors
     moved. Raises CheckpointError when the tensors of the file and of the model do not match.
     """
@@ -40,39 +43,44 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     blocks = choose_blocks(model) if choose_blocks else None
     tensors = _read(header, lambda name: _is_here(name, blocks, model, family, header))
     maps = list(tensors.values())                              # kept until the end, so that no other tensor gets their addresses
+    splits = {} if splits is None else splits
+    if spec.tensor_degree > 1:
+        splits |= tensor_splits(model, family.plan)
     tensors = _converted(tensors, header, family, config, packed)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     if missing or unexpected:
         raise CheckpointError(f"{spec.path} does not fit {family.transformer}: {len(missing)} tensors are missing "
                               f"({', '.join(missing[:3])} ...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...).")
     model.eval().requires_grad_(False)
-    mapped = _mapped(model, maps)
-    _move(model, device, family, spec, on_progress)
+    homes = _move(model, device, family, spec, on_progress, _addresses(maps), splits, tensor_rank)
     if files is not None:
-        files |= {key: tensor for key, (weight, tensor) in mapped.items() if weight.dtype == tensor.dtype}
+        files |= homes
+    narrow(model, splits, spec.tensor_degree, tensor_rank)
     if spec.storage_dtype != spec.compute_dtype:
         cast_at_use(model, getattr(torch, spec.compute_dtype), casts or Casts())
     unpack_at_use(model, packed, casts or Casts())
     return model, config
 
 
-def change_weights(model, config, family, spec, device, changes, blocks=None, files=None):
+def change_weights(model, config, family, spec, device, changes, blocks=None, files=None, splits=(), tensor_rank=0):
     """Give a loaded model other values of some tensors of its file. Nothing is read of the others.
 
     changes: {name in the file, without its prefix: messages.Change}. blocks: those that are held here; None: all. files: as of
-    load_transformer, brought up to date. Of what is changed to how the file has it, every bit is as when it was loaded.
+    load_transformer, brought up to date. splits, tensor_rank: as load_transformer left them. Of what is changed to how the file has it,
+    every bit is as when it was loaded.
     """
     header, ferry = read_header(spec.path), Ferry(device)
     here = {name: change for name, change in changes.items() if _is_here(name, blocks, model, family, header)}
     tensors = _read(header, lambda name: name in here and here[name].whole is None)
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if not tensor.is_meta}
+    addresses = _addresses(tensors.values())
     maps = list(tensors.values())
     for name, change in here.items():
         tensors[name] = changed(tensors[name], change, ferry)
     tensors = tensors if header.config is not None else family.convert(tensors, config)
     held = {name: (weight, dtype) for name, weight, dtype in _held(model, family, spec)}
     for name, tensor in tensors.items():
-        if tensor.is_meta:
+        tensor = _share(name, tensor, spec, splits, tensor_rank, addresses)
+        if tensor is None or tensor.is_meta:
             continue
         weight, dtype = held[name]
         weight.data = _moved(tensor, device, dtype, ferry)
@@ -112,9 +120,13 @@ def build(family, config):
     return model
 
 
-def held_bytes(model, family, spec):
-    """Bytes that a rank with the whole model holds of parameters and buffers. The model may be on the meta device."""
-    return sum(tensor.numel() * dtype.itemsize for _, tensor, dtype in _held(model, family, spec))
+def held_bytes(model, family, spec, splits={}):
+    """Bytes that a rank with all blocks holds of parameters and buffers. The model may be on the meta device.
+
+    splits: of spec.tensor_degree's, whose first rank, which has most, is asked about.
+    """
+    return round(sum(tensor.numel() * dtype.itemsize * (splits[name].share(spec.tensor_degree) if name in splits else 1)
+                     for name, tensor, dtype in _held(model, family, spec)))
 
 
 def block_bytes(model, family, spec):
@@ -210,22 +222,35 @@ def _held(model, family, spec):
     return [(name, tensor, dtype_of(name, tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
 
 
-def _mapped(model, maps):
-    """{id: (weight, its values)} of the weights whose values are one of these tensors, or part of one."""
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in maps if not tensor.is_meta}
-    return {id(weight): (weight, weight.data) for weight in (*model.parameters(), *model.buffers())
-            if not weight.is_meta and weight.untyped_storage().data_ptr() in addresses}
+def _addresses(maps):
+    return {tensor.untyped_storage().data_ptr() for tensor in maps if not tensor.is_meta}
 
 
-def _move(model, device, family, spec, on_progress):
-    """Move and cast one tensor after the other, so that never two copies of the model exist; cast on the device."""
-    tensors = [(tensor, dtype) for _, tensor, dtype in _held(model, family, spec) if not tensor.is_meta]      # not of another stage
-    ferry = Ferry(device)
-    for done, (tensor, dtype) in enumerate(tensors):
-        tensor.data = _moved(tensor.data, device, dtype, ferry)
+def _move(model, device, family, spec, on_progress, addresses, splits, tensor_rank):
+    """Take this rank's share of one tensor after the other, move and cast it, so that never two copies of the model exist; cast on
+    the device. Returns {id of a weight: its values} of those that are as they are in the map of the file. addresses: of its tensors.
+    """
+    tensors = [held for held in _held(model, family, spec) if not held[1].is_meta]            # not of another stage
+    ferry, homes = Ferry(device), {}
+    for done, (name, weight, dtype) in enumerate(tensors):
+        own = _share(name, weight.data, spec, splits, tensor_rank, addresses)
+        if own is None:
+            weight.data = weight.data[:0]
+            continue
+        weight.data = _moved(own, device, dtype, ferry)
+        if own.dtype == dtype and own.untyped_storage().data_ptr() in addresses:
+            homes[id(weight)] = own
         if done % 32 == 0:
             on_progress(done, len(tensors))
     on_progress(len(tensors), len(tensors))
+    return homes
+
+
+def _share(name, tensor, spec, splits, tensor_rank, addresses):
+    """This rank's share of a tensor, None where it has none. It keeps no more of memory than itself, but for a map of the file."""
+    own = splits[name].own(tensor, spec.tensor_degree, tensor_rank) if name in splits else tensor
+    is_part = own is not None and own is not tensor and own.untyped_storage().nbytes() > own.nbytes
+    return own.clone() if is_part and own.untyped_storage().data_ptr() not in addresses else own
 
 
 def _moved(tensor, device, dtype, ferry):

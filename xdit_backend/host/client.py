@@ -105,7 +105,7 @@ class Client:
         if residence is None:
             self._changed.pop(spec.name, None)
             done = self._request(lambda request: messages.LoadModel(request, spec))
-            self._models[spec.name] = Residence.told(spec.stages, done)
+            self._models[spec.name] = Residence.told(spec, done)
         elif any(residence.parked_bytes):
             residence.parked(self._request(lambda request: messages.RestoreModel(request, spec.name)))
         if changes is not None:
@@ -150,7 +150,7 @@ class Client:
                 self.group.segments.remove(segment)
             raise
         done = self._request(lambda request: messages.ChangeWeights(request, spec.name, changes), segments)
-        self._models[spec.name] = Residence.told(spec.stages, done)
+        self._models[spec.name] = Residence.told(spec, done)
 
     def residence(self, name):
         """Where the running group holds a model; None where it does not."""

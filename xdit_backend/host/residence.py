@@ -25,9 +25,9 @@ class Residence:
     written_bytes: list[int] = field(default_factory=list)     # of each part: weights from the first on that have been parked before
 
     @classmethod
-    def told(cls, stages, done):
+    def told(cls, spec, done):
         """What the ranks' answers to LoadModel say. done: {rank: Done}."""
-        parts = holders(len(done), stages)
+        parts = holders(len(done), spec)
         numbers = {name: [int(done[rank].numbers[name]) for rank in sorted(done)]
                    for name in ("weight_bytes", "homeless_bytes", "largest_bytes", "parked_bytes")}
         return cls(parts, **numbers, written_bytes=[0] * len(parts))

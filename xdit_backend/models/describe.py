@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 import torch.nn.functional as F
 from packaging.version import Version
+from torch.overrides import TorchFunctionMode
 
 from ..protocol.errors import UnsupportedError
 from .references import method_of, places, references
@@ -75,9 +76,20 @@ def diffusers_converter(name):
     """
     def convert(tensors, config):
         left = dict(tensors)
-        converted = getattr(importlib.import_module("diffusers.loaders.single_file_utils"), name)(left)
+        with _UncopiedParts():
+            converted = getattr(importlib.import_module("diffusers.loaders.single_file_utils"), name)(left)
         return {**left, **converted}
     return convert
+
+
+class _UncopiedParts(TorchFunctionMode):
+    """torch.cat of one tensor, which is how diffusers' converters write a part of a fused one, is that tensor: a map of the file stays
+    one, and a rank reads what it needs of it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.cat and len(args[0]) == 1:
+            return args[0][0]
+        return function(*args, **(kwargs or {}))
 
 
 # --- latents as hidden states; rules for the argument that takes them ---

@@ -67,7 +67,7 @@ LTX = Family(
                "video_coords": _coordinates},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
-        attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TABLE, "temb": TABLE},
+        attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TABLE, "temb": TABLE}, of_heads=("image_rotary_emb",),
         once={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"}),
     tiny=Tiny(
         {"in_channels": 8, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8, "cross_attention_dim": 32, "num_layers": 4,

@@ -35,6 +35,7 @@ LUMINA2 = Family(
         num_layers=blocks("layers."), num_refiner_layers=blocks("noise_refiner."),
         axes_dim_rope=lambda shapes: (HEAD_SIZE(shapes) // 3,) * 3),
     convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, width=lambda config: config["hidden_size"],
+    num_key_heads=lambda config: config["num_kv_heads"],
     conditioning={"context": "cap_feat_dim"}, ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     arguments={"hidden_states": LATENT, "timestep": timestep(-1, 1), "encoder_hidden_states": given("context"),
                "encoder_attention_mask": all_text},

@@ -62,6 +62,8 @@ class ModelPlan:
     once: modules inside a block whose input is the same for all patches -> "step" (of time and pooled conditioning) or "run"
     (of text only). PipeFusion evaluates them once a step or run, not for each patch; its weights are read as often.
     once_outside: such modules outside the blocks, e.g. what refines the text; for a ModuleList, its modules.
+    beside: lists of blocks that no stream passes by itself, which tensor parallelism spreads like the others; unsplit: linears of
+    blocks, by their paths, that it leaves whole; of_heads: arguments of attentions whose last dim holds something for each head.
     needs_text: blocks cannot do without text tokens: where there are none, they get one that nothing attends to.
     skips(num_blocks): in U-shaped models, blocks that take a `skip` -> the earlier block whose output it is.
     """
@@ -75,6 +77,9 @@ class ModelPlan:
     positions: dict[str, Callable] = field(default_factory=dict)
     once: dict[str, str] = field(default_factory=dict)
     once_outside: dict[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    unsplit: tuple[str, ...] = ()
+    of_heads: tuple[str, ...] = ()
     needs_text: bool = False
     skips: Callable = lambda num_blocks: {}
 
@@ -148,8 +153,8 @@ class Family:
     unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in.
     settings: what ComfyUI's model heeds of a file's metadata -> the values that are run, first what holds where it says none; the config
     has them under "_" and the name. beyond(arguments): what ComfyUI's arguments ask of its model that ours does not do; or None.
-    num_heads, width, num_channels: of the attention (None: a U-Net, whose tokens nothing shares out), of a token, of a prediction;
-    functions of config. cfg: what the table says of it.
+    num_heads, num_key_heads, width, num_channels: of the attention (None: a U-Net, whose tokens nothing shares out; as many: None), of a
+    token, of a prediction; functions of config. cfg: what the table says of it.
     """
 
     name: str
@@ -179,6 +184,7 @@ class Family:
     settings: dict[str, tuple] = field(default_factory=dict)
     beyond: Callable = lambda arguments: None
     num_heads: Callable = lambda config: config["num_attention_heads"]
+    num_key_heads: Callable = lambda config: None
     width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     num_channels: Callable = lambda config: config.get("out_channels") or config["in_channels"]
 

@@ -20,6 +20,7 @@ from . import regions
 from .displaced import displaced_attention
 from .masks import gathered_mask, read_mask
 from .pipefusion import patch_attention
+from .tensor import place_tensor_hooks
 from .usp import usp_attention
 
 
@@ -49,12 +50,15 @@ class Place:
 class Hooks:
     """The hooks of one model on this rank, and the forward they serve now."""
 
-    def __init__(self, model, plan):
+    def __init__(self, model, plan, splits=()):
+        """splits: of the weights, where the model holds a rank's share of them (checkpoints/shares.py)."""
         self.plan = plan
         self._model, self._now, self._cuts = model, None, {}
         blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they cut twice"
         model._has_hooks = True
+        if splits:
+            place_tensor_hooks(model, plan, splits, lambda: self._now)
         self.num_blocks = len(blocks)
         self._skips = plan.skips(self.num_blocks)
         starts = [index == 0 or list_.streams != blocks[index - 1][1].streams for index, (_, list_) in enumerate(blocks)] + [True]

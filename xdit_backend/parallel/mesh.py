@@ -1,7 +1,7 @@
 """Process groups of a layout: which ranks work together along each axis. Used by the engine on every rank.
 
-Axis order, slowest first: data, cfg, pipefusion, displaced, ring, ulysses; so that Ulysses, which talks most, has neighbours. A rank is
-ulysses + ulysses_degree * (ring + ring_degree * (displaced + displaced_degree * (pipefusion + ... ))), and so on.
+Axis order, slowest first: data, cfg, pipefusion, displaced, ring, ulysses, tensor; so that who talks most has neighbours. A rank is
+tensor + tensor_degree * (ulysses + ulysses_degree * (ring + ring_degree * (displaced + ... ))), and so on.
 """
 
 import datetime
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..protocol.errors import ConfigError
 
-AXES = ("data", "cfg", "pipefusion", "displaced", "ring", "ulysses")
+AXES = ("data", "cfg", "pipefusion", "displaced", "ring", "ulysses", "tensor")
 WAIT_TIMEOUT_S = 1800
 LEAST_GROUP_TIMEOUT_S = 60     # making a group takes seconds, and is under its time-out too
 PAIR_MAX_CTAS = 2              # a receive that is posted ahead is a kernel that waits: so many thread blocks at most
@@ -33,6 +33,7 @@ class Mesh:
     ulysses_group: object = None
     displaced_group: object = None
     sequence_group: object = None          # displaced x ring x ulysses, ulysses fastest
+    tensor_group: object = None
     before_group: object = None            # this rank and the one in the stage before
     after_group: object = None             # this rank and the one in the stage after
 
@@ -101,7 +102,7 @@ def build_mesh(layout, world_size):
     before_group, after_group = _neighbours(places, degrees["pipefusion"], rank)
     return Mesh(degrees, ranks, ring_group=group_along("ring"), ulysses_group=group_along("ulysses"),
                 displaced_group=group_along("displaced"), sequence_group=group_along("displaced", "ring", "ulysses"),
-                 before_group=before_group, after_group=after_group)
+                tensor_group=group_along("tensor"), before_group=before_group, after_group=after_group)
 
 
 def _lines(places, axes, size):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError, XDiTError
 from .collectives import all_gather, on_wire
 from .masks import gathered_mask
@@ -251,13 +252,14 @@ class Link:
     """This rank's place in the pipeline: hidden states arrive from the stage before and leave for the stage after.
 
     Each pair of neighbours talks in one direction only, in the order of the host's commands, so a receive can be posted
-    long before its tensor is sent, and the transfer runs beside compute. Sent tensors are kept until they are gone; gloo tells
+    long before its tensor is sent, and the transfer runs beside compute. Of a message that all tensor ranks of a stage have, each sends
+    its part to its like in the stage after, where they put it together. Sent tensors are kept until they are gone; gloo tells
     that only to those who wait, so the sender waits for what it sent MAX_SENT messages ago, which has long arrived.
     """
 
     def __init__(self, mesh, device):
         self._before_group, self._after_group, self._device = mesh.before_group, mesh.after_group, device
-        self.stage = mesh.ranks["pipefusion"]
+        self._mesh, self.stage = mesh, mesh.ranks["pipefusion"]
         self._before = dist.get_process_group_ranks(self._before_group)[0] if self._before_group else None
         self._after = dist.get_process_group_ranks(self._after_group)[1] if self._after_group else None
         self._sent = []
@@ -267,20 +269,26 @@ class Link:
 
     def post_receive(self, num_elements, dtype):
         """Make room for the next message of the stage before. Returns a handle for `receive`."""
-        buffer = torch.empty(num_elements, dtype=dtype, device=self._device if self._on_nccl else "cpu")
+        sizes = shard_sizes(num_elements, self._mesh.degrees["tensor"])
+        buffer = torch.empty(sizes[self._mesh.ranks["tensor"]], dtype=dtype, device=self._device if self._on_nccl else "cpu")
         self.num_posted += 1
-        return buffer, dist.irecv(buffer, self._before, group=self._before_group)
+        return buffer, dist.irecv(buffer, self._before, group=self._before_group), sizes
 
-    def receive(self, handle):
-        """Wait for a posted message. Raises XDiTError naming the stage that is silent; NCCL's watchdog ends the process instead."""
-        buffer, work = handle
+    def receive(self, handle, traffic=None):
+        """Wait for a posted message; every rank of the tensor axis does. traffic: of what they then tell each other.
+
+        Raises XDiTError naming the stage that is silent; NCCL's watchdog ends the process instead.
+        """
+        buffer, work, sizes = handle
         self._wait(work, f"Stage {self.stage - 1} (rank {self._before}) sent nothing to stage {self.stage}")
         self.num_received += 1
-        return buffer.to(self._device)
+        buffer = buffer.to(self._device)
+        return buffer if len(sizes) == 1 else all_gather(buffer, sizes, 0, self._mesh.tensor_group, traffic)
 
     def send(self, message, traffic):
         """Start sending to the stage after, and let go of what has arrived there. Raises XDiTError if that stage takes nothing."""
-        message = on_wire(message, self._after_group)
+        sizes = shard_sizes(message.numel(), self._mesh.degrees["tensor"])
+        message = on_wire(message.split(sizes)[self._mesh.ranks["tensor"]], self._after_group)
         traffic.count(message.numel(), message)
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         while len(self._sent) >= MAX_SENT:

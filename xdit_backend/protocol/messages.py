@@ -30,12 +30,13 @@ class Stages:
 class ModelSpec:
     """Which model, in which form. Two equal specs are the same model; a worker loads what it lacks."""
 
-    name: str                      # unique for file, dtype and stages
+    name: str                      # unique for file, dtype, stages and tensor_degree
     family: str                    # key of models.FAMILIES
     path: str                      # a safetensors file, or a diffusers folder
     storage_dtype: str
     compute_dtype: str
     stages: Stages | None = None   # None: every rank runs every block
+    tensor_degree: Degree = 1      # ranks that share each layer; neighbours
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -78,6 +79,7 @@ class Layout:
     displaced_degree: Degree = 1
     ring_degree: Degree = 1
     ulysses_degree: Degree = 1
+    tensor_degree: Degree = 1
 
 
 @dataclass(frozen=True, config=STRICT)

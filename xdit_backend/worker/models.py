@@ -58,19 +58,20 @@ class Models:
             held = every_block if spec.stages is None or spec.stages.every_block else blocks
             return held
 
-        files, casts = {}, Casts()
-        model, config = load_transformer(spec, family, self._device, report, held_blocks, files, casts)
-        hooks = (RowHooks if family.by_rows else Hooks)(model, family.plan)
+        files, casts, splits = {}, Casts(), {}
+        model, config = load_transformer(spec, family, self._device, report, held_blocks, files, casts, splits, self._tensor_rank(spec))
+        hooks = RowHooks(model, family.plan) if family.by_rows else Hooks(model, family.plan, splits)
         residency = Residency(model, files, self._bring, self._ferry.fetch)
         self._loaded[spec.name] = Loaded(model, config, family, hooks, getattr(torch, spec.compute_dtype), blocks, spec, residency, casts,
-                                         held, files)
+                                         held, files, splits)
         return residency.numbers
 
     def change(self, command):
         """Give tensors of a model's file other values. The model is on the device. Returns the numbers of its residency."""
         loaded = self[command.name]
         loaded.casts.drop()
-        change_weights(loaded.model, loaded.config, loaded.family, loaded.spec, self._device, command.changes, loaded.held, loaded.files)
+        change_weights(loaded.model, loaded.config, loaded.family, loaded.spec, self._device, command.changes, loaded.held, loaded.files,
+                       loaded.splits, self._tensor_rank(loaded.spec))
         loaded.residency = Residency(loaded.model, loaded.files, self._bring, self._ferry.fetch)
         return loaded.residency.numbers
 
@@ -80,7 +81,7 @@ class Models:
     def park(self, command):
         """Let go of weights on the device, which then are in host memory alone."""
         self[command.name].casts.drop()                        # memory is wanted
-        residency, parts = self[command.name].residency, holders(self._world_size, self[command.name].spec.stages)
+        residency, parts = self[command.name].residency, holders(self._world_size, self[command.name].spec)
         number = next(number for number, ranks in enumerate(parts) if self._rank in ranks)
         targets = [command.targets[rank] for rank in parts[number]]
         residency.park(targets, parts[number].index(self._rank), command.segments[number])
@@ -112,6 +113,9 @@ class Models:
         """Bytes of weights in host memory alone."""
         return sum(loaded.residency.parked_bytes for loaded in self._loaded.values())
 
+    def _tensor_rank(self, spec):
+        return self._rank % spec.tensor_degree
+
     def _bring(self, weight):
         """A weight in host memory on the device, with the same order of dims."""
         if self._device.type == "cpu":
@@ -133,7 +137,7 @@ class Models:
                   for stage in range(spec.stages.pipefusion_degree)]
         return split_stages([size * share for size, share in block_sizes(model, family.plan)], len(stages),
                             speeds=[min(speed for speed, _ in ranks) for ranks in stages],
-                            sizes=block_bytes(model, family, spec),
+                            sizes=[size // spec.tensor_degree for size in block_bytes(model, family, spec)],
                             limits=[min(free for _, free in ranks) for ranks in stages])
 
 
@@ -152,6 +156,7 @@ class Loaded:
     casts: Casts = field(default_factory=Casts)
     held: range | None = None      # the blocks whose weights are here; None: all
     files: dict | None = None      # of load_transformer
+    splits: dict = field(default_factory=dict)                 # likewise
 
     def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, exchange=None, **keeping):
         """The ForwardContext of a latent or its patch. keeping: where keys and values are kept, ForwardContext's fields for that."""

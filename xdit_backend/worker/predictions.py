@@ -81,7 +81,7 @@ class Predictions:
 
                 def arrive(handle=handle):
                     asked = clock.mark()
-                    message = link.receive(handle)
+                    message = link.receive(handle, traffic)
                     waits.append((asked, clock.mark()))
                     return message
                 context.arrive = arrive
@@ -93,7 +93,7 @@ class Predictions:
                 start, end = context.bands[exchange.rank:][:2]
                 self._ferry.fetch(loaded.family.prediction(output, latent),
                                   map_segment(branch.prediction)[first:last].narrow(2, start, end - start))
-            elif mesh.sequence_rank == 0:
+            elif mesh.sequence_rank == mesh.ranks["tensor"] == 0:
                 self._ferry.fetch(loaded.family.prediction(output, latent), map_segment(branch.prediction)[first:last])
         if command.patch is not None and not loaded.casts.are_kept:        # by now activations have taken what they need
             loaded.casts.keep(FULL * self._unused_bytes())

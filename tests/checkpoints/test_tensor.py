@@ -1,0 +1,107 @@
+"""A rank of tensor parallelism holds its share of a file's layers, and no more memory than that."""
+
+import pytest
+import torch
+
+from tests.models.zoo import CONFIGS, example
+from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.transformer import change_weights, held_bytes, load_transformer
+from xdit_backend.protocol.messages import Change, LowRank
+from xdit_backend.protocol.segments import SegmentStore
+
+CPU = torch.device("cpu")
+
+
+def check(path, dtypes, degree=2):
+    """Load the whole, and each rank's share; compare them and their sizes. Returns the share of the whole that rank 0 holds."""
+    header = read_header(path)
+    family = recognise(header)
+    whole, _ = load_transformer(model_spec(header, family, *dtypes), family, CPU)
+    spec, parts = model_spec(header, family, *dtypes, tensor_degree=degree), dict(whole.named_parameters())
+    buffers = dict(whole.named_buffers())
+    for rank in range(degree):
+        splits = {}
+        model, _ = load_transformer(spec, family, CPU, splits=splits, tensor_rank=rank)
+        for name, parameter in model.named_parameters():
+            wanted = splits[name].own(parts[name].data, degree, rank) if name in splits else parts[name]
+            assert torch.equal(parameter.float(), wanted.float()), name
+            assert parameter.is_contiguous() or name not in splits
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, splits[name].own(buffers[name], degree, rank) if name in splits else buffers[name]), name
+        blocks = tuple(f"{name}." for name in (*(list_.name for list_ in family.plan.blocks), *family.plan.beside))
+        linears = [name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear) and name.startswith(blocks)
+                   and name.rpartition(".")[2] not in family.plan.unsplit]
+        formula = sum(parameter.nbytes / (degree if name.rpartition(".")[0] in linears else 1) for name, parameter in parts.items())
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        assert abs(held / formula - 1) < 0.05
+        assert rank or held + sum(buffer.nbytes for buffer in model.buffers()) == held_bytes(whole, family, spec, splits)
+    return held / sum(parameter.nbytes for parameter in parts.values())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rank_reads_its_share_of_a_diffusers_folder(tmp_path, name):
+    example(name, torch.float32).model.save_pretrained(tmp_path / "transformer")
+
+    assert check(tmp_path / "transformer", ("float32", "float32")) < 0.95
+
+
+@pytest.mark.parametrize("kind, dtypes", [("sd3", ("float32", "float32")), ("sd3", ("float8_e4m3fn", "bfloat16")),
+                                          ("flux", ("float8_e4m3fn", "bfloat16")), ("wan", ("bfloat16", "bfloat16"))])
+def test_a_rank_reads_its_share_of_a_single_file(tmp_path, kind, dtypes):
+    """The publishers' formats, with fused layers, and plain float8."""
+    from tests.comfyui_server import comfyui_folder
+    from tests.tiny_checkpoints import import_comfyui, save
+    if comfyui_folder() is None:
+        pytest.skip("no ComfyUI to make the file with")
+    import_comfyui(comfyui_folder())
+    save(kind, tmp_path / "model.safetensors", dtype=getattr(torch, dtypes[0]))
+
+    assert check(tmp_path / "model.safetensors", dtypes) < 0.95
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+def test_a_rank_reads_its_share_of_a_scaled_file(file_of, tmp_path, per_row):
+    """A scale of each row goes with the row."""
+    from tests.tiny_checkpoints import save_scaled
+    save_scaled(tmp_path / "scaled.safetensors", file_of("sd3"), "comfy_quant", per_row)
+
+    assert check(tmp_path / "scaled.safetensors", ("float32", "float32")) < 0.95
+
+
+@pytest.fixture
+def store():
+    store = SegmentStore()
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_takes_its_share_of_a_lora(store, tmp_path, rank):
+    """Of a layer split by columns, of one split by rows and its bias, and back again."""
+    example("SD3", torch.float32).model.save_pretrained(tmp_path / "transformer")
+    header = read_header(tmp_path / "transformer")
+    family, dtypes = recognise(header), ("float32", "float32")
+    whole, config = load_transformer(model_spec(header, family, *dtypes), family, CPU)
+    spec, splits, files = model_spec(header, family, *dtypes, tensor_degree=2), {}, {}
+    model, _ = load_transformer(spec, family, CPU, files=files, splits=splits, tensor_rank=rank)
+    before, homes = {name: tensor.clone() for name, tensor in model.state_dict().items()}, files.keys() | set()
+    product = LowRank(store.share(torch.randn(32, 2)), store.share(torch.randn(2, 32)), 0.5)
+    attention = "transformer_blocks.0.attn"
+    summed = Change(None, (product,), *dtypes)
+    changes = {f"{attention}.to_q.weight": summed, f"{attention}.to_out.0.weight": summed,
+               f"{attention}.to_out.0.bias": Change(store.share(torch.ones(32)), ())}
+
+    change_weights(whole, config, family, spec, CPU, changes)
+    change_weights(model, config, family, spec, CPU, changes, None, files, splits, rank)
+
+    changed = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        wanted = splits[name].own(changed[name].data, 2, rank) if name in splits else changed[name]
+        assert torch.equal(parameter, wanted), name
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes or id(parameter) in files, name
+    assert not torch.equal(model.get_submodule(attention).to_q.weight, before[f"{attention}.to_q.weight"])
+
+    change_weights(model, config, family, spec, CPU, dict.fromkeys(changes, Change(None, ())), None, files, splits, rank)
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert files.keys() == homes

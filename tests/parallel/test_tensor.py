@@ -1,0 +1,176 @@
+"""A model whose layers are spread over ranks is the model: exact in float64 for every family; with a broken part it is not."""
+
+import pytest
+import torch
+
+import tests.models.zoo as zoo
+import xdit_backend.parallel.tensor as tensor
+from tests.conftest import ROOT
+from tests.models.zoo import CONFIGS, example, hold_share
+from tests.ranks import run_ranks
+from tests.tolerances import InDouble, within
+from xdit_backend.checkpoints.shares import Split, tensor_splits
+from xdit_backend.checkpoints.transformer import build
+from xdit_backend.models import FAMILIES
+from xdit_backend.parallel.collectives import Traffic
+from xdit_backend.parallel.hooks import Hooks
+from xdit_backend.parallel.mesh import build_mesh
+from xdit_backend.protocol.errors import UnsupportedError
+from xdit_backend.protocol.messages import Layout
+from xdit_backend.worker.models import Loaded
+
+EXACT = 1e-12
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHAPES = [{"rows": 6, "columns": 10, "num_text_tokens": 7}, {"rows": 4, "columns": 6, "batch": 3}]
+ULYSSES, RING = Layout(tensor_degree=2, ulysses_degree=2), Layout(tensor_degree=2, ring_degree=2)
+
+
+def forward(rank, world_size, name, layout, shapes, mutant=None):
+    """[(largest difference from the model's own prediction, exchanges, bytes this rank sent)] for each shape, on one model."""
+    with torch.no_grad(), InDouble():
+        return _forward(rank, world_size, name, layout, shapes, mutant)
+
+
+def _forward(rank, world_size, name, layout, shapes, mutant):
+    if mutant is not None:
+        MUTANTS[mutant]()
+    mesh, model, results = build_mesh(layout, world_size), None, []
+    for shape in shapes:
+        one, traffic = example(name, **shape), Traffic()
+        want = one.run()
+        if model is None:
+            model = one.model
+            splits = hold_share(model, one.family.plan, layout.tensor_degree, mesh.ranks["tensor"])
+            hooks = Hooks(model, one.family.plan, splits)
+        one.model = model
+        loaded = Loaded(model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
+        with hooks.serving(loaded.context(mesh, traffic, one.latent, one.timestep, one.conditioning)):
+            error = (one.run() - want).abs().max().item()
+        results.append((error, traffic.num_exchanges, traffic.sent_bytes))
+    return results
+
+
+def largest(results):
+    return max(error for result in results for error, _, _ in result)
+
+
+def is_spread(name):
+    """Is it known how to split this family's layers?"""
+    with torch.device("meta"):
+        model = build(FAMILIES[name], CONFIGS[name])
+    try:
+        return bool(tensor_splits(model, FAMILIES[name].plan))
+    except UnsupportedError:
+        return False
+
+
+def degrees_of(name):
+    """That divide the heads of the family's tiny model."""
+    config, family = FAMILIES[name].tiny.config, FAMILIES[name]
+    if not is_spread(name):
+        return []
+    return [degree for degree in (2, 4) if family.num_heads(config) % degree == (family.num_key_heads(config) or degree) % degree == 0]
+
+
+@pytest.mark.parametrize("name, degree", [(name, degree) for name in CONFIGS for degree in degrees_of(name)])
+def test_prediction_equals_the_model(name, degree):
+    results = run_ranks(forward, degree, name, Layout(tensor_degree=degree), SHAPES if degree == 2 else SHAPES[1:])
+
+    within(largest(results), EXACT)
+
+
+@pytest.mark.parametrize("name, layout", [("SD3", RING), ("Flux.1", ULYSSES), ("Flux.2", RING), ("Wan VACE", ULYSSES), ("Lumina 2", RING),
+                                          ("LTX-Video", ULYSSES)], ids=str)
+def test_hybrids_with_sequence_parallelism_equal_the_model(name, layout):
+    results = run_ranks(forward, 4, name, layout, SHAPES)
+
+    within(largest(results), EXACT)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_bytes_sent_are_those_of_the_formula(degree):
+    """docs/algorithms.md section 10, of Flux.1's two double and two single blocks. Text and image are one exchange in an attention."""
+    (_, num_exchanges, sent_bytes), = run_ranks(forward, degree, "Flux.1", Layout(tensor_degree=degree), SHAPES[:1])[0]
+    tokens, width, double, single = 15 + 7, 64, 2, 2
+
+    sums = (2 * double + single) * tokens * width
+    modulation = (12 * double + 3 * single) * width
+    assert sent_bytes == 8 * (degree - 1) * (2 * sums + modulation) // degree
+    assert num_exchanges == double * (1 + 2 + 2) + single * (1 + 1)
+
+
+def test_parts_may_be_of_unlike_sizes():
+    """Of 32 channels of a feed-forward one of three ranks has ten. Heads are not shared: one rank of three would have none."""
+    split, whole = Split("columns", 0, (32, 32)), torch.arange(64.0)[:, None].expand(64, 2)
+    own = [split.own(whole, 3, rank) for rank in range(3)]
+
+    assert split.sizes(3) == [22, 22, 20] == [len(each) for each in own]
+    assert own[2][:, 0].tolist() == [*range(22, 32), *range(54, 64)]
+
+
+def norm_of_own_heads():
+    tensor._norm = lambda norm, split, current: lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+
+
+def bias_of_every_rank():
+    narrow = zoo.narrow
+    zoo.narrow = lambda model, splits, degree, rank: narrow(model, splits, degree, 0)
+
+
+def gate_of_another_part():
+    """The halves of a gated layer are split as if they were one."""
+    own = Split.own
+    Split.own = lambda self, *arguments: own(Split(self.how, self.dim, (sum(self.parts),) if self.parts else ()), *arguments)
+
+
+def rotary_tables_of_the_first_heads():
+    tensor._of_own_heads = lambda forward, names, current: lambda *args, image_rotary_emb, **kwargs: forward(
+        *args, image_rotary_emb=image_rotary_emb and tuple(table.chunk(2, -1)[0] for table in image_rotary_emb), **kwargs)
+
+
+def modulation_in_another_order():
+    gather = tensor.all_gather
+    tensor.all_gather = lambda own, sizes, dim, *others: torch.cat(gather(own, sizes, dim, *others).chunk(2, dim)[::-1], dim)
+
+
+def text_is_not_added_up():
+    summed = tensor._summed
+    tensor._summed = lambda forward, only_first, current: summed(forward, True, current)
+
+
+MUTANTS = {function.__name__: function for function in (
+    norm_of_own_heads, bias_of_every_rank, gate_of_another_part, rotary_tables_of_the_first_heads, modulation_in_another_order,
+    text_is_not_added_up)}
+
+
+@pytest.mark.parametrize("mutant, name", [
+    ("norm_of_own_heads", "Wan"), ("bias_of_every_rank", "SD3"), ("gate_of_another_part", "Flux.2"),
+    ("rotary_tables_of_the_first_heads", "LTX-Video"), ("modulation_in_another_order", "Flux.1"), ("text_is_not_added_up", "Qwen-Image")])
+def test_exactness_notices_a_broken_method(mutant, name):
+    results = run_ranks(forward, 2, name, Layout(tensor_degree=2), SHAPES[:1], mutant)
+
+    assert largest(results) > 1e-6
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_readme_says_which_families_it_is_for(name):
+    row = next(line for line in README.splitlines() if line.startswith(f"| {FAMILIES[name].title} |"))
+
+    assert row.endswith("| yes |" if is_spread(name) else "| no |")
+
+
+def test_weights_quantised_in_blocks_are_refused():
+    """A row of GGUF's cannot be cut anywhere."""
+    one = example("SD3")
+    one.model.transformer_blocks[1].ff.net[2].weight = torch.nn.Parameter(torch.zeros(32, 136, dtype=torch.uint8), requires_grad=False)
+
+    with pytest.raises(UnsupportedError, match="cannot spread weights that are quantised in blocks"):
+        tensor_splits(one.model, one.family.plan)
+
+
+def test_a_layer_that_nothing_is_known_of_is_refused():
+    one = example("SD3")
+    one.model.transformer_blocks[1].attn.to_more = torch.nn.Linear(4, 4)
+
+    with pytest.raises(UnsupportedError, match="cannot spread this model: what its layer attn.to_more of a JointTransformerBlock is for"):
+        tensor_splits(one.model, one.family.plan)

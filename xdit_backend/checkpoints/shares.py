@@ -1,0 +1,145 @@
+"""Which part of each layer a rank has under tensor parallelism, derived from what diffusers calls the layers. Arithmetic alone.
+
+The loader cuts weights so (transformer.py), and hooks put together what the parts give (parallel/tensor.py).
+docs/algorithms.md section 10.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from ..partition import shard_sizes, shard_start
+from ..protocol.errors import UnsupportedError
+
+# Linears of a block, by their paths in it. The outputs of "columns" are split, the inputs of "rows", whose results are added up; of
+# "gathered", which see no tokens but a time or a pooled text, the outputs are split and put together again, for their weights' sake.
+LAYERS = (
+    (r"^attn\w*\.(to_[qkv]|add_[qkv]_proj|to_qkv_mlp_proj)$|^attention\.to_[qkv]$", "columns"),
+    (r"^attn\w*\.(to_out(\.0)?|to_add_out)$|^attention\.to_out\.0$", "rows"),
+    (r"^proj_mlp$|^\w+\.net\.0\.proj$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$", "columns"),
+    (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$", "rows"),
+    (r"^(norm\w*\.linear(_[12])?|\w+_mod\.1|adaLN_modulation\.\d+)$", "gathered"))
+AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}     # what has the one's outputs as inputs, or their halves multiplied
+HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+PER_RANK = ("heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")        # of attention modules, by what they reshape
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one tensor is split: along `dim`, each of its parts by itself. parts: their sizes, which add up to the dim's.
+
+    how: "columns", "rows" and "gathered" as above; "norm": of an RMS norm over all heads, whose squares are added up; "first": not
+    split, the first rank alone has it, so that what is added up has it once.
+    """
+
+    how: str
+    dim: int = 0
+    parts: tuple[int, ...] = ()
+
+    def own(self, tensor, degree, rank):
+        """A rank's share of the tensor, in one piece of memory. None: it has none. Of what is not read of a map, nothing is."""
+        if self.how == "first":
+            return tensor if rank == 0 else None
+        pieces = [piece.narrow(self.dim, shard_start(size, degree, rank), shard_sizes(size, degree)[rank])
+                  for piece, size in zip(tensor.split(self.parts, self.dim), self.parts)]
+        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def share(self, degree):
+        """The part of the tensor that the first rank has."""
+        return self.sizes(degree)[0] / sum(self.parts) if self.parts else 1
+
+    def sizes(self, degree):
+        """Every rank's size along dim."""
+        return [sum(sizes) for sizes in zip(*(shard_sizes(part, degree) for part in self.parts))]
+
+
+def tensor_splits(model, plan):
+    """{name of a parameter or buffer: Split} of all that is split of a whole model, which may be on the meta device.
+
+    What stands outside of the blocks, norms over hidden states and tables are not. Raises UnsupportedError for a block with a linear
+    that nothing is known of: it would be whole on each rank, without notice.
+    """
+    splits = {}
+    for name in (*(list_.name for list_ in plan.blocks), *plan.beside):
+        for index, block in enumerate(model.get_submodule(name)):
+            splits |= {f"{name}.{index}.{path}": split for path, split in _block_splits(block, plan).items()}
+    return splits
+
+
+def _block_splits(block, plan):
+    splits = {}
+    for path, module in block.named_modules():
+        if isinstance(module, torch.nn.Linear) and path not in plan.unsplit:
+            if module.weight.shape != (module.out_features, module.in_features):
+                raise UnsupportedError("tensor_degree cannot spread weights that are quantised in blocks of columns yet. Use a file in "
+                                       "bf16, fp16 or fp8, or tensor_degree 1 and pipefusion_degree.")
+            how, parts = _how(block, path), _parts(block, path, module)
+            scale = getattr(module, "weight_scale", None)
+            if scale is not None and len(scale) > 1 and how != "rows":         # one of each row of a matrix, in float8
+                splits[f"{path}.weight_scale"] = Split(how, 0, parts)
+            splits[f"{path}.weight"] = Split(how, int(how == "rows"), parts)
+            if module.bias is not None:
+                splits[f"{path}.bias"] = Split("first") if how == "rows" else Split(how, 0, parts)
+        elif is_attention(module):
+            size = getattr(module, "head_dim", None) or module.to_q.out_features // module.heads
+            for name in HEAD_NORMS:
+                norm = getattr(module, name, None)
+                weight = getattr(norm, "weight", None)
+                if weight is not None and weight.shape[0] > size:
+                    if "RMSNorm" not in type(norm).__name__:
+                        raise _unknown(block, f"{path}.{name}")
+                    splits[f"{path}.{name}.weight"] = Split("norm", 0, (weight.shape[0],))
+    return splits
+
+
+def is_attention(module):
+    return hasattr(module, "heads") and hasattr(module, "processor")
+
+
+def _how(block, path):
+    if path == "proj_out" and hasattr(block, "proj_mlp"):      # of attention and feed-forward side by side
+        return "rows"
+    how = next((how for pattern, how in LAYERS if re.search(pattern, path)), None)
+    if how is None:
+        raise _unknown(block, path)
+    return how
+
+
+def _unknown(block, path):
+    return UnsupportedError(f"tensor_degree cannot spread this model: what its layer {path} of a {type(block).__name__} is for is not "
+                            f"known. Use 1, and pipefusion_degree to spread the weights.")
+
+
+def _parts(block, path, linear):
+    parent, _, leaf = path.rpartition(".")
+    module = block.get_submodule(parent)
+    if leaf == "to_qkv_mlp_proj":
+        return (module.inner_dim,) * 3 + (module.mlp_hidden_dim,) * module.mlp_mult_factor
+    if leaf == "to_out":
+        return module.inner_dim, linear.in_features - module.inner_dim
+    if path == "proj_out":
+        return linear.in_features - block.proj_mlp.out_features, block.proj_mlp.out_features
+    for name, following in AFTER.items():
+        if path.endswith(f".{name}"):
+            inputs = block.get_submodule(path.removesuffix(name) + following).in_features
+            return (inputs,) * (linear.out_features // inputs)             # two, of a gated one
+    return (linear.in_features if _how(block, path) == "rows" else linear.out_features,)
+
+
+def narrow(model, splits, degree, rank):
+    """Have the modules of a model whose weights are a rank's share say so: numbers of heads, sizes, biases that are not there."""
+    blocks = {name.split(".")[0] + "." + name.split(".")[1] for name in splits}
+    for block in blocks:
+        for module in model.get_submodule(block).modules():
+            if is_attention(module):
+                for name in PER_RANK:
+                    if getattr(module, name, None) is not None:
+                        setattr(module, name, shard_sizes(getattr(module, name), degree)[rank])
+    for name, split in splits.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if split.how == "first" and rank:
+            module.register_parameter(leaf, None)
+        elif leaf == "weight" and isinstance(module, torch.nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
