@@ -36,6 +36,7 @@ async function replace({ workflow, changed, left }, which) {
     history._restoringState = true;        // else loading forgets the history, as on opening a file
     try {
       await app.loadGraphData(workflow, false, false, open, { silentAssetErrors: true });
+      await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));     // slots of any type find theirs
     } finally {
       history._restoringState = false;
     }
