@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..xdit_backend.config import DISPLACED_MODES, WARMUPS, ParallelConfig
-from .bridge.groups import devices_of
+from .bridge.groups import devices_of, show_text
 
 Parallel = io.Custom("XDIT_PARALLEL")
 
@@ -77,5 +77,8 @@ class XDiTParallelConfig(io.ComfyNode):
     @classmethod
     def execute(cls, **values) -> io.NodeOutput:
         config = ParallelConfig(**values)
-        devices_of(config)
+        devices = devices_of(config)
+        named = [name.strip() for name in config.devices.lower().split(",") if name.strip()]
+        if named != ["auto"] and len(named) != len(devices):
+            show_text(f"devices names {', '.join(named)}: of these, this machine runs on {', '.join(devices)}")
         return io.NodeOutput(config)

@@ -54,10 +54,18 @@ def test_devices_resolve(devices, num_cuda, expected):
 
 @pytest.mark.parametrize("devices, num_cuda, words", [
     ("", 1, "devices is empty"), ("gpu", 1, '"gpu" is not a device'), ("cuda:2", 2, "has cuda:0, cuda:1"),
+    ("cuda:0,cuda:2", 2, 'Set devices to "cuda:0,cuda:1" and the degrees to a product of 2'),
     ("cuda:0", 0, "has no CUDA device"), ("cpu,cuda:0", 1, "mixes CPU and CUDA")])
 def test_impossible_devices_are_refused(devices, num_cuda, words):
     with pytest.raises(ConfigError, match=words):
         resolve_devices(devices, num_cuda)
+
+
+@pytest.mark.parametrize("devices, num_cuda, expected", [
+    ("cuda:0,cuda:1,cuda:2", 2, ("cuda:0", "cuda:1")), ("cuda:3,cuda:1", 2, ("cuda:1",)), ("cuda:2,cuda:3", 2, ("cuda:0", "cuda:1")),
+    ("cuda:0,cuda:1", 0, ("cpu",)), ("cpu,cpu", 2, ("cpu", "cpu"))])
+def test_auto_takes_those_of_another_machines_devices_that_are_there(devices, num_cuda, expected):
+    assert resolve_devices(devices, num_cuda, "auto") == expected
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 6])

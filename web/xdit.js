@@ -2,6 +2,7 @@
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
+import { idleWidgets } from "./config.js";
 import { filesOf, toAllGpus, toOneGpu } from "./convert.js";
 import { say } from "./texts.js";
 
@@ -51,6 +52,19 @@ function show(severity, summary, lines) {
   app.extensionManager.toast.add({ severity, summary, detail: lines.join("\n"), life: SHOWN_MS });
 }
 
+/** Hide the widgets of xDiT Parallel Config that count for nothing, but for those that a link sets. Their values stay, in files too. */
+function showWhatCounts(node) {
+  const { required, optional } = node.constructor.nodeData.input;
+  const defaults = Object.fromEntries(Object.entries({ ...required, ...optional }).map(([name, [type, options]]) => [name, options?.default]));
+  const values = Object.fromEntries(node.widgets.map((widget) => [widget.name, widget.value]));
+  const idle = idleWidgets(values, defaults);
+  for (const widget of node.widgets) {
+    const isLinked = node.inputs.some((slot) => slot.widget?.name === widget.name && slot.link != null);
+    widget.hidden = widget.options.hidden = idle.includes(widget.name) && !isLinked;
+  }
+  node.setDirtyCanvas(true, true);
+}
+
 app.registerExtension({
   name: "xdit",
   commands: [
@@ -62,6 +76,22 @@ app.registerExtension({
     { commandId: ONE, combo: { key: "o", alt: true, shift: true } },
   ],
   menuCommands: [{ path: ["Edit"], commands: [ALL, ONE] }],
+  nodeCreated(node) {
+    if (node.comfyClass !== "XDiTParallelConfig") return;
+    for (const widget of node.widgets) {
+      const { callback } = widget;
+      widget.callback = function (...values) {
+        const result = callback?.apply(this, values);
+        showWhatCounts(node);
+        node.setSize([node.size[0], node.computeSize()[1]]);
+        return result;
+      };
+    }
+    showWhatCounts(node);
+  },
+  loadedGraphNode(node) {
+    if (node.comfyClass === "XDiTParallelConfig") showWhatCounts(node);
+  },
   getCanvasMenuItems() {
     const { command } = app.extensionManager;
     return [null, { content: text("run_all"), callback: () => command.execute(ALL) },

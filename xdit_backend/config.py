@@ -73,11 +73,12 @@ class ParallelConfig:
         return Layout(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Layout)})
 
 
-def resolve_devices(devices, num_cuda_devices):
+def resolve_devices(devices, num_cuda_devices, mode="manual"):
     """Turn the `devices` setting into torch device names, one a worker.
 
-    "auto" takes every CUDA device, else one CPU worker. Raises ConfigError for names that make no sense or that this
-    machine does not have.
+    "auto" takes every CUDA device, else one CPU worker. Of devices that this machine does not have, the mode "auto" takes those
+    that are there, and what "auto" takes where none is: a workflow from another machine runs. Raises ConfigError for names that
+    make no sense, and in other modes for those that are not there.
     """
     cuda = [f"cuda:{index}" for index in range(num_cuda_devices)]
     names = [name.strip().lower() for name in devices.split(",") if name.strip()]
@@ -90,13 +91,13 @@ def resolve_devices(devices, num_cuda_devices):
         if not re.fullmatch(r"cpu|cuda:\d+", name):
             raise ConfigError(f'devices="{devices}": "{name}" is not a device. Use "auto", or names such as '
                               f'"cuda:0,cuda:1" or "cpu,cpu".')
-        if name.startswith("cuda:") and name not in cuda:
-            there = ", ".join(cuda) if cuda else "no CUDA device"
-            raise ConfigError(f'devices="{devices}": {name} is not on this machine, which has {there}. '
-                              f'Use "auto" to take what is there.')
+        if name.startswith("cuda:") and name not in cuda and mode != "auto":
+            there = f'{", ".join(cuda)}. Set devices to "{",".join(cuda)}"' if cuda else 'no CUDA device. Set devices to "cpu"'
+            raise ConfigError(f'devices="{devices}": {name} is not on this machine, which has {there} and the degrees to a product of '
+                              f'{max(1, len(cuda))}, or mode to "auto" to take what is there.')
     if len({name.partition(":")[0] for name in names}) > 1:
         raise ConfigError(f'devices="{devices}" mixes CPU and CUDA workers. Use one kind.')
-    return tuple(names)
+    return tuple(name for name in names if name == "cpu" or name in cuda) or tuple(cuda) or ("cpu",)
 
 
 def validate(config, num_devices):

@@ -30,7 +30,7 @@ def check_packages():
 
 def devices_of(config):
     """The devices a config means on this machine. Raises ConfigError when it cannot work here."""
-    devices = resolve_devices(config.devices, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    devices = resolve_devices(config.devices, torch.cuda.device_count() if torch.cuda.is_available() else 0, config.mode)
     validate(config, len(devices))
     return devices
 
