@@ -15,13 +15,13 @@ from ..protocol.errors import UnsupportedError
 # Linears of a block, by their paths in it. The outputs of "columns" are split, the inputs of "rows", whose results are added up; of
 # "gathered", which see no tokens but a time or a pooled text, the outputs are split and put together again, for their weights' sake.
 LAYERS = (
-    (r"^attn\w*\.(to_[qkv]|add_[qkv]_proj|to_qkv_mlp_proj)$|^attention\.to_[qkv]$", "columns"),
-    (r"^attn\w*\.(to_out(\.0)?|to_add_out)$|^attention\.to_out\.0$", "rows"),
-    (r"^proj_mlp$|^\w+\.net\.0\.proj$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$", "columns"),
-    (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$", "rows"),
+    (r"^attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj)$|^attention\.to_[qkv]$", "columns"),
+    (r"^attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^attention\.to_out\.0$", "rows"),
+    (r"^proj_mlp$|^\w+\.net\.0\.proj$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$", "columns"),
+    (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$", "rows"),
     (r"^(norm\w*\.linear(_[12])?|\w+_mod\.1|adaLN_modulation\.\d+)$", "gathered"))
 AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}     # what has the one's outputs as inputs, or their halves multiplied
-HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t", "k_rms_norm_t")
 PER_RANK = ("heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")        # of attention modules, by what they reshape
 
 
@@ -100,7 +100,8 @@ def is_attention(module):
 def _how(block, path):
     if path == "proj_out" and hasattr(block, "proj_mlp"):      # of attention and feed-forward side by side
         return "rows"
-    how = next((how for pattern, how in LAYERS if re.search(pattern, path)), None)
+    inside = path.removeprefix("block.")                       # of a block that is one module
+    how = next((how for pattern, how in LAYERS if re.search(pattern, inside)), None)
     if how is None:
         raise _unknown(block, path)
     return how
@@ -117,7 +118,7 @@ def _parts(block, path, linear):
     if leaf == "to_qkv_mlp_proj":
         return (module.inner_dim,) * 3 + (module.mlp_hidden_dim,) * module.mlp_mult_factor
     if leaf == "to_out":
-        return module.inner_dim, linear.in_features - module.inner_dim
+        return tuple(size for size in (module.inner_dim, linear.in_features - module.inner_dim) if size)
     if path == "proj_out":
         return linear.in_features - block.proj_mlp.out_features, block.proj_mlp.out_features
     for name, following in AFTER.items():

@@ -22,7 +22,8 @@ def place_tensor_hooks(model, plan, splits, current):
         if leaf != "weight":
             continue
         if split.how == "rows":
-            summed.add(".".join(path.split(".")[:3]))
+            names = path.split(".")                            # list, index, (one module that is the block,) attention or feed-forward
+            summed.add(".".join(names[:4 if names[2] == "block" else 3]))
         elif split.how == "gathered":
             module.forward = _gathered(module.forward, split, current)
         elif split.how == "norm":
