@@ -165,8 +165,7 @@ def num_ranks(layout):
 
 @pytest.mark.parametrize("name, layout", [
     *((name, HYBRIDS[layout]) for name in CONFIGS for layout in ("2x ring2", "1x ulysses2")), ("Qwen-Image", HYBRIDS["2x tensor2"]),
-    *(pytest.param(name, HYBRIDS["2x tensor2"], marks=pytest.mark.slow) for name in ("Flux.1", "Wan")),
-    pytest.param("SD3", Layout(pipefusion_degree=2, ulysses_degree=2, tensor_degree=2), marks=pytest.mark.slow),
+    pytest.param("Flux.1", HYBRIDS["2x tensor2"], marks=pytest.mark.slow),
     *(pytest.param(name, HYBRIDS[layout], marks=pytest.mark.slow)
       for name in KINDS for layout in ("2x ulysses2", "1x ring2", "1x ring3"))], ids=str)
 def test_hybrids_with_sequence_parallelism_equal_the_oracle(name, layout):

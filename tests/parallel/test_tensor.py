@@ -72,13 +72,15 @@ def degrees_of(name):
     return [degree for degree in (2, 4) if family.num_heads(config) % degree == (family.num_key_heads(config) or degree) % degree == 0]
 
 
-@pytest.mark.parametrize("name, degree", [(name, degree) for name in CONFIGS for degree in degrees_of(name)])
+@pytest.mark.parametrize("name, degree", [pytest.param(name, degree, marks=[pytest.mark.slow] if degree > 2 else [])
+                                          for name in CONFIGS for degree in degrees_of(name)])
 def test_prediction_equals_the_model(name, degree):
     results = run_ranks(forward, degree, name, Layout(tensor_degree=degree), SHAPES if degree == 2 else SHAPES[1:])
 
     within(largest(results), EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, layout", [("SD3", RING), ("Flux.1", ULYSSES), ("Flux.2", RING), ("Wan VACE", ULYSSES), ("Lumina 2", RING),
                                           ("LTX-Video", ULYSSES)], ids=str)
 def test_hybrids_with_sequence_parallelism_equal_the_model(name, layout):

@@ -121,8 +121,7 @@ QUICK = [Layout(cfg_degree=2, pipefusion_degree=2), Layout(data_degree=2, pipefu
 
 
 TENSOR = [Layout(cfg_degree=2, tensor_degree=2), Layout(cfg_degree=2, pipefusion_degree=2, tensor_degree=2),
-          Layout(data_degree=2, pipefusion_degree=2, tensor_degree=2), Layout(pipefusion_degree=2, ring_degree=2, tensor_degree=2),
-          Layout(cfg_degree=2, tensor_degree=4), Layout(cfg_degree=2, ulysses_degree=2, tensor_degree=2)]
+          Layout(pipefusion_degree=2, ring_degree=2, tensor_degree=2), Layout(cfg_degree=2, ulysses_degree=2, tensor_degree=2)]
 
 
 @pytest.mark.parametrize("layout", [*QUICK[:3], *(pytest.param(layout, marks=pytest.mark.slow) for layout in QUICK[3:] + TENSOR)],

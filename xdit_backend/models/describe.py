@@ -87,7 +87,7 @@ class _UncopiedParts(TorchFunctionMode):
     one, and a rank reads what it needs of it."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.cat and len(args[0]) == 1:
+        if function is torch.cat and args and len(args[0]) == 1:
             return args[0][0]
         return function(*args, **(kwargs or {}))
 
