@@ -234,6 +234,8 @@ def save_gguf(path, source, type_="Q8_0"):
     writer, plain, names, generator = gguf.GGUFWriter(str(path), "flux"), {}, matrices(source), np.random.default_rng(SEED)
     kind = gguf.GGMLQuantizationType[type_]
     block, size = gguf.GGML_QUANT_SIZES[kind]
+    if "config" in metadata_of(source):
+        writer.add_string("config", metadata_of(source)["config"])
     for name, tensor in load_file(source).items():
         values = tensor.float().numpy()
         if name not in names or values.shape[1] % block:

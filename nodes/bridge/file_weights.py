@@ -13,18 +13,32 @@ import comfy.model_detection
 
 from ...xdit_backend.checkpoints.gguf import read_tensors
 from ...xdit_backend.checkpoints.header import read_header
+from ...xdit_backend.checkpoints.transformer import read_file, read_plain
 from ...xdit_backend.protocol.errors import UnsupportedError
 
 
 def read_weights(path, base_model):
-    """{name in base_model.diffusion_model: tensor of the file, in the file's dtype, a map of it on the CPU}."""
-    header = _plain_header(path)
+    """{name in base_model.diffusion_model: tensor of the file, in the file's dtype, a map of it on the CPU}.
+
+    Raises UnsupportedError for a quantised file: unpacked, it might not fit in memory.
+    """
+    header = read_header(path)
+    if header.is_packed:
+        raise UnsupportedError(f"{os.path.basename(path)} holds quantised weights or is a GGUF file, which xDiT does not merge or save. "
+                               f"Use the bf16, fp16 or plain fp8 file of the same model, or remove the node.")
     tensors = {name.removeprefix(header.prefix): tensor for file in header.files for name, tensor in load_file(file).items()
                if name.startswith(header.prefix)}
     if header.config is not None:                              # a diffusers folder
         tensors = comfy.model_detection.convert_diffusers_mmdit(tensors, "") or tensors
     tensors = base_model.model_config.process_unet_state_dict(tensors)
     return {name: tensors[name] for name in base_model.diffusion_model.state_dict() if name in tensors}
+
+
+def read_weight(header, found, base_model, name):
+    """One of what read_weights reads, of a file that it refuses; what is quantised, as float32. found: of places."""
+    sources = {source for source, _ in found[name]}
+    tensors = read_plain(header, read_file(header, sources.__contains__))
+    return base_model.model_config.process_unet_state_dict(tensors)[name]
 
 
 def read_values(header, names):
@@ -44,7 +58,7 @@ def places(path, base_model):
     rows: None: all, in order; else for each row here the one there, or -1. ComfyUI's conversions move rows, so carrying out these
     on numbers instead of weights tells where each went.
     """
-    header, start, numbers, starts = _plain_header(path), 0, {}, {}
+    header, start, numbers, starts = read_header(path), 0, {}, {}
     for name, shape in header.shapes.items():
         count = shape[0] if shape else 1
         numbers[name], starts[name] = torch.arange(start, start + count), start
@@ -58,14 +72,6 @@ def places(path, base_model):
         whose = torch.searchsorted(first, rows, right=True) - 1
         found[name] = [(names[index], _rows(rows, whose, index, numbers[names[index]])) for index in whose.unique().tolist()]
     return found
-
-
-def _plain_header(path):
-    header = read_header(path)
-    if header.quantised or header.stored:
-        raise UnsupportedError(f"{os.path.basename(path)} holds quantised weights or is a GGUF file, which xDiT does not change, merge "
-                               f"or save yet. Use the bf16, fp16 or plain fp8 file of the same model, or remove the node.")
-    return header
 
 
 def _rows(rows, whose, index, numbers):

@@ -1,7 +1,8 @@
 """LoRA and other weight patches of a MODEL: what ComfyUI has put on its ModelPatcher, as changes of the tensors of its file.
 
 A plain LoRA goes to the workers as its two factors. Of all other kinds (and where the rounding is random, as to float8)
-ComfyUI's own arithmetic makes the changed weight here, from the file, and that is sent. Used by patcher.py.
+ComfyUI's own arithmetic makes the changed weight here, from the file, and that is sent. Quantised weights are not rounded again: workers
+add the factors where they unpack, and hold what is sent in the type they compute in. Used by patcher.py.
 """
 
 import contextlib
@@ -16,11 +17,12 @@ import comfy.model_management
 import comfy.utils
 from comfy.weight_adapter import LoRAAdapter
 
+from ...xdit_backend.checkpoints.header import read_header
 from ...xdit_backend.host.client import Change
 from ...xdit_backend.protocol import messages
 from ...xdit_backend.protocol.errors import UnsupportedError
 from ...xdit_backend.protocol.segments import dtype_name
-from .file_weights import places, read_weights
+from .file_weights import places, read_weight, read_weights
 
 PREFIX = "diffusion_model."
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)      # to the nearest; anything else ComfyUI rounds at random
@@ -34,16 +36,20 @@ def changes_of(patcher):
     if not patcher.patches:
         return {}
     path, device = patcher.remote.spec.path, patcher.load_device
-    found, weights = places(path, patcher.model), functools.cache(lambda: read_weights(path, patcher.model))
+    header, found = read_header(path), places(path, patcher.model)
+    every, quantised = functools.cache(lambda: read_weights(path, patcher.model)), header.quantised
+    weight_of = functools.partial(read_weight, header, found, patcher.model) if header.is_packed else lambda name: every()[name]
     changes = {}
     for key, patches in effective_patches(patcher).items():
         if not found.get(key.removeprefix(PREFIX)) or not key.startswith(PREFIX):
             raise UnsupportedError(f"A LoRA or another node changes {key}, which the file of this MODEL does not have. Remove it, or use "
                                    f"Load Diffusion Model.")
         held = comfy.utils.get_attr(patcher.model, key)
+        if any(name in quantised for name, _ in found[key.removeprefix(PREFIX)]):            # what is changed of it, or it then, is plain
+            held = torch.empty(held.shape, dtype=getattr(torch, patcher.remote.spec.compute_dtype), device="meta")
         of = tuple((strength, id(what), strength_model, offset, id(function))
                    for strength, what, strength_model, offset, function in patches)
-        whole = functools.partial(_whole, key, patches, held, device, weights)
+        whole = functools.partial(_whole, key, patches, held, device, weight_of)
         for name, rows in found[key.removeprefix(PREFIX)]:
             if rows is None and held.dtype in ROUNDED and all(_is_plain(patch) for patch in patches):
                 make = functools.partial(_factors, key, patches, held, device)
@@ -99,8 +105,8 @@ def _factors(key, patches, held, device, share):
     return messages.Change(None, tuple(terms), dtype_name(held.dtype), dtype_name(sum_dtype))
 
 
-def _whole(key, patches, held, device, weights):
-    return patched(key, patches, weights()[key.removeprefix(PREFIX)], held.dtype, device)
+def _whole(key, patches, held, device, weight_of):
+    return patched(key, patches, weight_of(key.removeprefix(PREFIX)), held.dtype, device)
 
 
 def _sent(whole, rows, share):

@@ -1,9 +1,14 @@
 """Weights that change after a model was loaded: only what is changed is read, where it is held; what is taken back is as before."""
 
+import functools
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.models.zoo import example
+from tests.tiny_checkpoints import families, save_gguf, save_scaled
+from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints import transformer
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.transformer import change_weights, load_transformer
@@ -35,7 +40,7 @@ def test_changes_are_made_and_taken_back_bit_for_bit(store, spec, monkeypatch):
     assert homes
     up, down, other = torch.randn(32, 2), torch.randn(2, 16), torch.randn(32, 32).double()
     product = LowRank(store.share(up), store.share(down), 0.5, (1, 8, 16))
-    monkeypatch.setattr(transformer, "_read", lambda header, wanted, _read=transformer._read: _read(
+    monkeypatch.setattr(transformer, "read_file", lambda header, wanted, _read=transformer.read_file: _read(
         header, lambda name: wanted(name) and (read.append(name) or True)))
 
     summed, replaced = Change(None, (product, product), "float64", "float64"), Change(store.share(other), ())
@@ -53,6 +58,71 @@ def test_changes_are_made_and_taken_back_bit_for_bit(store, spec, monkeypatch):
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert files.keys() == homes.keys()
+
+
+QKV, PROJ = "joint_blocks.0.x_block.attn.qkv.weight", "joint_blocks.1.x_block.attn.proj.weight"
+
+
+@pytest.mark.parametrize("write, end", [(functools.partial(save_scaled, per_row=True), "safetensors"),
+                                        (functools.partial(save_gguf, type_="Q8_0"), "gguf")], ids=["scaled", "gguf"])
+def test_a_quantised_weight_stays_so_beside_factors_and_is_plain_where_it_is_replaced(file_of, store, tmp_path, write, end):
+    """Compared with the same changes of the dequantised weights; factors of some rows of a fused matrix, and of some columns."""
+    family, path = families()["sd3"], tmp_path / f"model.{end}"
+    save_file(write(path, file_of("sd3")), tmp_path / "plain.safetensors")
+    specs = [model_spec(read_header(file), family, "float32", "float32") for file in (path, tmp_path / "plain.safetensors")]
+    (model, config), (plain, _) = (load_transformer(spec, family, CPU) for spec in specs)
+    before, data = outputs(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    rows, columns = (messages_of(store, *shapes) for shapes in (((256, 2), (2, 256), (0, 256, 256)), ((256, 2), (2, 64), (1, 128, 64))))
+    added = {QKV: Change(None, (rows, rows), "float32", "float32"), PROJ: Change(None, (columns,), "float32", "float32")}
+    replaced = {QKV: Change(store.share(torch.randn(768, 256)), ()), PROJ: Change(None, ())}
+
+    for changes in (added, replaced):
+        for each, spec in zip((model, plain), specs):
+            change_weights(each, config, family, spec, CPU, changes)
+        close(outputs(model), outputs(plain), 1e-6)
+        assert relative_error(outputs(model), before) > 1e-3
+        assert is_same(model.state_dict(), data) == (changes is added)
+    change_weights(model, config, family, specs[0], CPU, {QKV: Change(None, ()), PROJ: Change(None, ())})
+
+    assert torch.equal(outputs(model), before) and is_same(model.state_dict(), data)
+
+
+def test_ranks_of_tensor_parallelism_have_their_rows_or_columns_of_the_factors(file_of, store, tmp_path):
+    family, path = families()["sd3"], tmp_path / "model.safetensors"
+    save_scaled(path, file_of("sd3"), per_row=True)
+    whole, config = load_transformer(model_spec(read_header(path), family, "float32", "float32"), family, CPU)
+    added = {QKV: Change(None, (messages_of(store, (768, 2), (2, 256), None),), "float32", "float32"),
+             PROJ: Change(None, (messages_of(store, (256, 2), (2, 256), None),), "float32", "float32")}
+    spec, parts = model_spec(read_header(path), family, "float32", "float32", tensor_degree=2), []
+    before, x = outputs(whole), torch.randn(3, 256)
+    change_weights(whole, config, family, spec, CPU, added)
+    for rank in range(2):
+        splits = {}
+        model, _ = load_transformer(spec, family, CPU, splits=splits, tensor_rank=rank)
+        change_weights(model, config, family, spec, CPU, added, splits=splits, tensor_rank=rank)
+        first, second = (block.attn for block in model.transformer_blocks[:2])
+        parts.append((first.to_q(x), second.to_out[0](x.chunk(2, 1)[rank])))
+
+    queries, results = zip(*parts)
+    close(torch.cat(queries, 1), whole.transformer_blocks[0].attn.to_q(x), 1e-5)
+    close(sum(results), whole.transformer_blocks[1].attn.to_out[0](x), 1e-5)
+    assert relative_error(outputs(whole), before) > 1e-3
+
+
+def is_same(state, other):
+    return all(tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]) for name, tensor in state.items())
+
+
+def messages_of(store, up, down, offset):
+    return LowRank(store.share(torch.randn(up)), store.share(torch.randn(down)), 0.3, offset)
+
+
+def outputs(model):
+    """What the first two blocks' changed layers make of the same input."""
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(5))
+    attention = [block.attn for block in model.transformer_blocks[:2]]
+    with torch.inference_mode():
+        return torch.cat([attention[0].to_q(x), attention[0].to_k(x), attention[0].to_v(x), attention[1].to_out[0](x)], 1)
 
 
 def test_a_stage_takes_the_changes_of_its_own_blocks(store, spec):

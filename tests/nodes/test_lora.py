@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.lora_zoo import adapters, makers
-from tests.tiny_checkpoints import VARIANTS, families
+from tests.tiny_checkpoints import VARIANTS, families, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header
 from xdit_backend.checkpoints.transformer import load_transformer
@@ -119,6 +119,29 @@ def test_weights_of_small_types_equal_native(comfyui, loras, weight_dtype, dtype
 
     compare(comfyui, loras, "sd3", comfyui.config(), [(loras.file("sd3"), 0.7), (loras.file("sd3", "diffusers", "lora"), 0.5)],
             weight_dtype=weight_dtype, native=native)
+
+
+@pytest.mark.parametrize("degrees", [{}, pytest.param({"pipefusion": 2, "warmup_steps": 9}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("format_", ["scaled", "Q4_K"])
+def test_quantised_weights_are_not_rounded_again(comfyui, loras, format_, degrees):
+    """As on the dequantised weights: plain LoRAs, slices of fused matrices, and every other kind; without them, bit for bit as before."""
+    folder, source = comfyui.base / "diffusion_models", comfyui.base / "diffusion_models" / comfyui.file("sd3")
+    name, plain = f"lora-{format_}{'.gguf' if format_ == 'Q4_K' else '.safetensors'}", f"lora-{format_}-plain.safetensors"
+    made = save_gguf(folder / name, source, "Q4_K") if format_ == "Q4_K" else save_scaled(folder / name, source, per_row=True)
+    save_file(made, folder / plain)
+    native = comfyui.nodes.UNETLoader().load_unet(plain, "default")[0]
+    ours = comfyui.load_model.execute(name, "default", comfyui.config("cpu,cpu" if degrees else "cpu", **degrees)).args[0]
+    before = comfyui.sample(ours, "sd3", steps=2)
+
+    for files in ([("publisher", "lora", 0.7), ("diffusers", "lora", -0.4)], [("publisher", None, 0.7)]):
+        changed, reference = ours, native
+        for naming, adapter, strength in files:
+            lora = loras.file("sd3", naming, adapter)
+            changed, reference = loras.load(changed, lora, strength), loras.load(reference, lora, strength)
+        result, want = (comfyui.sample(model, "sd3", steps=2) for model in (changed, reference))
+        close(result, want, TOLERANCE, files)
+        assert relative_error(want, before) > 1e-3
+    assert torch.equal(comfyui.sample(ours, "sd3", steps=2), before)
 
 
 def test_a_published_types_file_equals_native(comfyui, loras):

@@ -26,8 +26,11 @@ def files_of(comfyui):
     return files
 
 
-@pytest.mark.parametrize("layout", [layout if layout == "one" else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS])
-@pytest.mark.parametrize("format_", FORMATS)
+CASES = [("scaled", "one"), ("Q4_K", "one"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    ("scaled", "stale-patches"), ("Q4_K", "cfg2"), ("Q4_K", "ulysses2"), ("Q4_K", "stale-patches")))]
+
+
+@pytest.mark.parametrize("format_, layout", CASES)
 def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, format_, layout):
     """Stale patches are compared with our own of those, the rest with ComfyUI's."""
     quantised, plain = files_of("sd3", format_)

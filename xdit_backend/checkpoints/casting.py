@@ -72,8 +72,19 @@ def unpack_at_use(model, packed, casts):
             module.forward = _linear(module, casts, functools.partial(_unpacked, module, how.type))
 
 
+def add_at_use(linear, up=None, down=None):
+    """Have an nn.Linear whose weight is packed add the product of these to it, wherever it is unpacked; None: no more."""
+    linear.register_buffer("weight_up", up, persistent=False)
+    linear.register_buffer("weight_down", down, persistent=False)
+
+
 def _unpacked(module, type_, weight, dtype):
-    return unpacked(weight, type_, getattr(module, "weight_scale", None), dtype)
+    if weight.dtype.itemsize > 1:                              # a changed weight, in plain numbers
+        return weight.to(dtype)
+    scale, up = (getattr(module, name, None) for name in ("weight_scale", "weight_up"))
+    if up is None:
+        return unpacked(weight, type_, scale, dtype)
+    return torch.addmm(unpacked(weight, type_, scale, torch.float32), up, module.weight_down).to(dtype)
 
 
 def _linear(module, casts, cast_to=torch.Tensor.to):

@@ -4,6 +4,7 @@ The order of casts and sums is that of ComfyUI's ModelPatcher, so that its bits 
 """
 
 import torch
+import torch.nn.functional as F
 
 from ..protocol.segments import DTYPES, map_segment
 
@@ -23,3 +24,19 @@ def changed(tensor, change, ferry):
         up, down = (ferry.bring(map_segment(factor)).flatten(1).to(torch.float32) for factor in (term.up, term.down))
         part += (term.scale * (up @ down).reshape(part.shape)).to(part.dtype)
     return weight.to(DTYPES[change.dtype])
+
+
+def factors(terms, packed, shape, ferry):
+    """(up, down): the sum of a Change's terms, for the rows of a matrix that are `packed`, as one product. shape: of the whole matrix.
+
+    What is quantised stays so: rounding the sum again would add noise. up: float32 (rows, ranks), with the scales; down: (ranks, columns).
+    """
+    ups, downs = [], []
+    for term in terms:
+        up, down = (map_segment(factor).flatten(1).to(torch.float32) for factor in (term.up, term.down))
+        dim, start, length = term.offset or (0, 0, shape[0])
+        before_after = start, shape[dim] - start - length
+        up, down = (F.pad(up, (0, 0, *before_after)), down) if dim == 0 else (up, F.pad(down, before_after))
+        ups.append(term.scale * up)
+        downs.append(down)
+    return ferry.bring(packed.take(torch.cat(ups, 1)).contiguous()), ferry.bring(torch.cat(downs))

@@ -22,7 +22,10 @@ MAX_HEADER_BYTES = 100 * 2 ** 20
 
 
 def read_gguf(path):
-    """({name: (type, shape)}, {name: (first byte, shape as stored)}) of a file. Raises CheckpointError for what is not a whole one."""
+    """({name: (type, shape)}, {name: (first byte, shape as stored)}, what its metadata says in words) of a file.
+
+    Raises CheckpointError for what is not a whole one.
+    """
     name, size = os.path.basename(path), os.path.getsize(path)
     names = type_names()
     with open(path, "rb") as file:
@@ -49,7 +52,7 @@ def read_gguf(path):
     if ends and max(ends)[1] > size:
         raise CheckpointError(f"{name} is cut short: its header promises {max(ends)[1]:,} bytes and the file has {size:,}. Download it "
                               f"again.")
-    return tensors, stored
+    return tensors, stored, {key: value for key, value in metadata.items() if type(value) is str}
 
 
 def read_tensors(header, wanted):

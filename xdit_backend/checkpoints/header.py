@@ -56,6 +56,11 @@ class Header:
     stored: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     @property
+    def is_packed(self):
+        """Is it a file whose tensors are not all what they say, or a GGUF file?"""
+        return bool(self.scales or self.stored)
+
+    @property
     def quantised(self):
         """Names of weights that are not as plain numbers in the file."""
         return self.scales.keys() | {name for name in self.stored if self.dtypes[name] in gguf.QUANTISED}
@@ -68,7 +73,7 @@ def read_header(path):
     """
     if os.path.isdir(path):
         return _read_folder(Path(path))
-    if str(path).endswith(".gguf"):
+    if str(path).lower().endswith(".gguf"):
         return _read_gguf(str(path))
     tensors, metadata, read = _read_file(path)
     prefix = _prefix(tensors)
@@ -94,11 +99,12 @@ def _prefix(tensors):
 
 
 def _read_gguf(path):
-    tensors, stored = gguf.read_gguf(path)
+    tensors, stored, metadata = gguf.read_gguf(path)
     prefix = _prefix(tensors)
     ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
     return Header(path, prefix, (path,), {key: shape for key, (_, shape) in ours.items()}, {key: dtype for key, (dtype, _) in ours.items()},
-                  {}, beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
+                  {key: metadata[key] for key in ("config",) if key in metadata},
+                  beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
                   stored={key: stored[prefix + key] for key in ours})
 
 

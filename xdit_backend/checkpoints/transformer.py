@@ -11,8 +11,8 @@ import torch
 
 from ..protocol.errors import CheckpointError
 from ..protocol.transfers import Ferry
-from .casting import Casts, cast_at_use, unpack_at_use
-from .changes import changed
+from .casting import Casts, add_at_use, cast_at_use, unpack_at_use
+from .changes import changed, factors
 from .gguf import read_tensors
 from .header import read_header
 from .packed import hold_packed, packed_weights, unpacked
@@ -41,7 +41,7 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     packed = packed_weights(header, family, config, model)
     hold_packed(model, packed)
     blocks = choose_blocks(model) if choose_blocks else None
-    tensors = _read(header, lambda name: _is_here(name, blocks, model, family, header))
+    tensors = read_file(header, lambda name: _is_here(name, blocks, model, family, header))
     maps = list(tensors.values())                              # kept until the end, so that no other tensor gets their addresses
     splits = {} if splits is None else splits
     if spec.tensor_degree > 1:
@@ -71,14 +71,27 @@ def change_weights(model, config, family, spec, device, changes, blocks=None, fi
     """
     header, ferry = read_header(spec.path), Ferry(device)
     here = {name: change for name, change in changes.items() if _is_here(name, blocks, model, family, header)}
-    tensors = _read(header, lambda name: name in here and here[name].whole is None)
+    packed = {name: how for name, how in packed_weights(header, family, config, model).items() if how.source in here}
+    tensors = read_file(header, lambda name: name in here and here[name].whole is None)
     addresses = _addresses(tensors.values())
     maps = list(tensors.values())
+    plain = read_plain(header, tensors, {how.source for how in packed.values()})
     for name, change in here.items():
-        tensors[name] = changed(tensors[name], change, ferry)
-    tensors = tensors if header.config is not None else family.convert(tensors, config)
+        if change.whole is not None or not plain[name].is_meta:
+            plain[name] = changed(plain[name], change, ferry)
+    converted = plain if header.config is not None else family.convert(plain, config)
     held = {name: (weight, dtype) for name, weight, dtype in _held(model, family, spec)}
-    for name, tensor in tensors.items():
+    for name, how in packed.items():
+        terms = here[how.source].terms
+        if here[how.source].whole is None:
+            converted[name] = how.take(tensors[how.source])
+        held[name] = held[name][0], getattr(torch, spec.compute_dtype) if converted[name].dtype.itemsize > 1 else converted[name].dtype
+        product = factors(terms, how, header.shapes[how.source], ferry) if terms else (None, None)
+        if terms and name in splits:                           # of the matrix a rank has some rows, or some columns
+            dim = splits[name].dim
+            product = tuple(splits[name].own(each, spec.tensor_degree, tensor_rank) if each is product[dim] else each for each in product)
+        add_at_use(model.get_submodule(name.removesuffix(".weight")), *product)
+    for name, tensor in converted.items():
         tensor = _share(name, tensor, spec, splits, tensor_rank, addresses)
         if tensor is None or tensor.is_meta:
             continue
@@ -145,7 +158,7 @@ def block_sizes(model, plan):
     return [(size(block), list_.image_share) for list_ in plan.blocks for block in model.get_submodule(list_.name)]
 
 
-def _read(header, wanted):
+def read_file(header, wanted):
     """{name: tensor of the file, a map of it}; what is not wanted(name) is on the meta device."""
     from safetensors import safe_open
     if header.stored:
@@ -168,18 +181,22 @@ def _read_scales(header, tensors):
                        ).to(torch.float32).view(-1, 1) for name, (scale, count) in header.scales.items()}
 
 
-def _converted(tensors, header, family, config, packed):
-    """{name in the model: tensor}. tensors: of the file. What is packed stays so, beside its scale; other quantised
-    weights are unpacked."""
-    if header.config is not None:
-        return tensors
-    sources, scales = {how.source for how in packed.values()}, _read_scales(header, tensors) if header.scales else {}
-    plain = dict(tensors)
+def read_plain(header, tensors, without=()):
+    """These tensors of a file as plain numbers, but for quantised ones of the names `without`, which are on the meta device."""
+    scales, plain = _read_scales(header, tensors) if header.scales else {}, dict(tensors)
     for name in header.quantised:
         shape, tensor = header.shapes[name], tensors[name]
-        plain[name] = torch.empty(shape, device="meta") if name in sources or tensor.is_meta else \
+        plain[name] = torch.empty(shape, device="meta") if name in without or tensor.is_meta else \
             unpacked(tensor, header.dtypes[name], scales.get(name), torch.float32).view(shape)
-    converted = family.convert(plain, config)
+    return plain
+
+
+def _converted(tensors, header, family, config, packed):
+    """{name in the model: tensor}. tensors: of the file. What is packed stays so, beside its scale; the rest is plain numbers."""
+    if header.config is not None:
+        return tensors
+    converted = family.convert(read_plain(header, tensors, {how.source for how in packed.values()}), config)
+    scales = _read_scales(header, tensors) if header.scales else {}
     for name, how in packed.items():
         converted[name] = how.take(tensors[how.source])
         if how.num_scales:

@@ -12,7 +12,7 @@ from .positions import Cut
 
 LATENT, TABLE, TIMES = Whole((1, 2, 2)), TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)
 CONVERT = diffusers_converter("convert_wan_transformer_to_diffusers")
-PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "img_emb", "scaled_fp8"}
+PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "img_emb"}
 
 
 def _recognise(shapes):
