@@ -59,7 +59,9 @@ def load_shell(path, weight_dtype, config):
     tensors |= read_values(header, family.values)
     model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=header.metadata)
     if model_config is None:
-        raise CheckpointError(f"ComfyUI does not recognise {os.path.basename(path)} as a {family.name} model.")
+        why = "" if header.config is None else (" It knows diffusers' names of few families, such as SD3, Flux.1 and PixArt-Sigma: use the "
+                                                "file of this model in ComfyUI's format.")
+        raise CheckpointError(f"ComfyUI does not recognise {os.path.basename(path)} as a {family.name} model.{why}")
     heeds = bool(family.settings) or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config
     if header.metadata and not heeds:
         raise CheckpointError(f"{os.path.basename(path)} says in its metadata that it differs from other {family.name} models, which xDiT "
