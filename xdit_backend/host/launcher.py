@@ -47,6 +47,7 @@ INHERITED_PREFIXES = ("XDIT_", "NCCL_", "LC_")
 CUDA_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if sys.platform == "linux" else {}
 
 START_TIMEOUT_S = 300
+HELP = "What to try stands in docs/troubleshooting.md, in the folder of the xDiT nodes."
 STRAGGLER_S = 10                                   # how long the others may take to answer after one rank has failed
 POLL_S = 0.05
 SILENCE_S = 60.0                                   # after which a worker that owes an answer and gives no sign of life is ended
@@ -94,7 +95,8 @@ class WorkerGroup:
 
     def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None):
         if sys.platform == "win32":
-            raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to use its nodes.")
+            raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to use its nodes. "
+                                   f"{HELP}")
         self.devices = tuple(devices)
         self.segments = SegmentStore()
         self._lock = threading.RLock()
@@ -225,10 +227,10 @@ class WorkerGroup:
         while len(ready) < len(self.devices):
             check()
             if self._process.poll() is not None:
-                raise WorkerStartError(f"The workers for {', '.join(self.devices)} ended while starting. Their last lines of "
+                raise WorkerStartError(f"The workers for {', '.join(self.devices)} ended while starting. {HELP} Their last lines of "
                                        f"output:\n{self._last_lines()}")
             if time.monotonic() > deadline_s:
-                raise WorkerStartError(f"Only {len(ready)} of {len(self.devices)} workers were ready after {START_TIMEOUT_S} s. "
+                raise WorkerStartError(f"Only {len(ready)} of {len(self.devices)} workers were ready after {START_TIMEOUT_S} s. {HELP} "
                                        f"Their last lines of output:\n{self._last_lines()}")
             if len(greeted) < len(self.devices):
                 channel = self._door.accept(POLL_S)
@@ -240,7 +242,7 @@ class WorkerGroup:
                     message = channel.receive()
                 except ChannelClosedError:
                     time.sleep(1)                              # let torchrun notice, so that the output is complete
-                    raise WorkerStartError(f"A worker for {', '.join(self.devices)} ended while starting. Its last lines of "
+                    raise WorkerStartError(f"A worker for {', '.join(self.devices)} ended while starting. {HELP} Its last lines of "
                                            f"output:\n{self._last_lines()}") from None
                 if isinstance(message, Ready):
                     self._channels[message.rank] = channel
@@ -331,7 +333,7 @@ class WorkerGroup:
         """End the group for what became of a rank."""
         lines = self._last_lines(rank)
         self.close()
-        raise WorkerDiedError(f"Worker rank {rank} ({self.devices[rank]}) {what}. Queue the prompt again to start a new group. "
+        raise WorkerDiedError(f"Worker rank {rank} ({self.devices[rank]}) {what}. Queue the prompt again to start a new group. {HELP} "
                               f"Its last lines of output:\n{lines or '(none)'}")
 
     def _exit_code(self, rank):
@@ -419,7 +421,7 @@ def _raised(failure):
     if isinstance(kind, type) and issubclass(kind, errors.XDiTError):
         return kind(failure.message)
     log.error("worker rank %d failed:\n%s", failure.rank, failure.traceback)
-    advice = " Use a smaller latent, weight_dtype fp8_e4m3fn, or more devices." if "OutOfMemory" in failure.kind else ""
+    advice = f" Use a smaller latent, weight_dtype fp8_e4m3fn, or more devices. {HELP}" if "OutOfMemory" in failure.kind else ""
     return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with {failure.kind}: "
                              f"{failure.message}{advice}")
 
