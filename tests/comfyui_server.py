@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACK = "xdit-comfyui"  # the folder's name in custom_nodes, by which ComfyUI lists the templates
-PACK_FILES = ("__init__.py", "pyproject.toml", "nodes", "xdit_backend", "workflows", "web")
+PACK_FILES = ("__init__.py", "pyproject.toml", "nodes", "xdit_backend", "workflows", "web", "locales")
 
 
 def run_async(coroutine):
