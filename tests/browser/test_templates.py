@@ -82,3 +82,8 @@ def test_template_has_a_thumbnail_the_page_can_show(page, host, name):
 @pytest.mark.parametrize("node_id", NODE_IDS)
 def test_node_has_a_help_page(host, node_id):
     assert host.get(f"/extensions/{PACK}/docs/{node_id}.md").decode().startswith("# ")
+
+
+def test_the_page_is_given_chinese(host):
+    assert host.get("/api/i18n")["zh"]["nodeDefs"]["XDiTParallelSampler"]["display_name"] == "并行采样器"
+    assert host.get(f"/extensions/{PACK}/docs/XDiTParallelSampler/zh.md").decode().startswith("# 并行采样器")

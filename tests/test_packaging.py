@@ -1,0 +1,61 @@
+"""What ComfyUI's registry is given: metadata as its own reader takes it, and an archive with what runs and nothing else."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.comfyui_server import PACK_FILES, ROOT, comfyui_folder
+
+MAX_BYTES = 100 * 10 ** 6                   # the demo model's weights are most of it
+
+
+def git(*arguments):
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout: there are no tracked files to pack")
+    return subprocess.run(["git", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def archive():
+    """Tracked files that .comfyignore does not leave out, as the registry's client packs them."""
+    return set(git("ls-files")) - set(git("ls-files", "--cached", "--ignored", "--exclude-from=.comfyignore"))
+
+
+def test_the_archive_has_what_runs_and_nothing_else(archive):
+    tracked = set(git("ls-files"))
+    runs = {name for name in tracked if name.split("/")[0] in PACK_FILES}
+
+    assert runs <= archive
+    assert archive - runs == {"README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "requirements.txt", *(
+        name for name in tracked if re.fullmatch(r"docs/(?!adding_a_|adding_an_)[^/]+", name))}
+    assert sum((ROOT / name).stat().st_size for name in archive) < MAX_BYTES
+
+
+def test_files_that_the_pack_names_are_in_the_archive(archive):
+    """README's links, and the page of help that errors name."""
+    targets = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+
+    assert "docs/troubleshooting.md" in archive
+    developers = {"CONTRIBUTING.md", "docs/adding_a_family.md", "docs/adding_an_autoencoder.md", "docs/adding_a_method.md"}
+    assert {target for target in targets if target not in archive} <= developers
+
+
+def test_metadata_is_what_the_registry_reads():
+    comfyui = comfyui_folder()
+    if comfyui is None:
+        pytest.skip("no ComfyUI: run `python3 start.py test`")
+    read = f"import sys; sys.path.insert(0, {str(comfyui)!r}); from comfy_config.config_parser import extract_node_configuration; " \
+           f"one = extract_node_configuration({str(ROOT)!r}); print(one.project.name, one.project.version, one.tool_comfy.publisher_id, " \
+           f"one.tool_comfy.display_name, one.project.supported_os, one.project.supported_accelerators, " \
+           f"one.project.supported_comfyui_version, one.project.license, sep='|')"
+    if importlib.util.find_spec("pydantic_settings") is None:
+        pytest.skip("ComfyUI's requirements are not installed")
+    shown = subprocess.run([sys.executable, "-c", read], stdout=subprocess.PIPE, text=True, check=True).stdout.strip().split("|")
+
+    name, version, publisher, display, system, accelerator, comfyui_version, license = shown
+    assert re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) and re.fullmatch(r"\d+\.\d+\.\d+", version)
+    assert (publisher, display) == ("xdit", "xDiT") and "LICENSE" in license
+    assert "Linux" in system and "CUDA" in accelerator and comfyui_version == ">=0.30.0"
