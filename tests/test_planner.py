@@ -1,11 +1,18 @@
 """The automatic choice, and a person's."""
 
+from dataclasses import replace
+
 import pytest
 
 from xdit_backend.config import ParallelConfig
+from xdit_backend.forecast.cost import Net
 from xdit_backend.planner import activation_share, choose_layout, choose_num_patches, choose_stages, key_value_bytes, warmup_layout
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.messages import Layout, Stages
+
+
+def model_of(weight_bytes):
+    return Net(57, 3072, 24, 12.0, 11.9e9, weight_bytes=weight_bytes)
 
 
 @pytest.mark.parametrize("num_devices, num_branches, num_heads, expected", [
@@ -66,11 +73,15 @@ def test_bytes_of_stale_keys_and_values():
 
 def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
     gigabyte = 2 ** 30
-    assert choose_stages(ParallelConfig(), 2, 12 * gigabyte, 24 * gigabyte) is None
-    assert choose_stages(ParallelConfig(), 1, 24 * gigabyte, 12 * gigabyte) is None
-    assert choose_stages(ParallelConfig(), 2, 24 * gigabyte, 16 * gigabyte) == Stages(2)
-    assert choose_stages(ParallelConfig(), 4, 24 * gigabyte, 16 * gigabyte) == Stages(2, sequence_degree=2)
-    assert choose_stages(ParallelConfig(), 4, 24 * gigabyte, 8 * gigabyte) == Stages(4)
+    small, large = model_of(12 * gigabyte), model_of(24 * gigabyte)
+    assert choose_stages(ParallelConfig(), 2, small, 24 * gigabyte) is None
+    assert choose_stages(ParallelConfig(), 1, large, 12 * gigabyte) is None
+    assert choose_stages(ParallelConfig(), 2, large, 16 * gigabyte) == Stages(2)
+    assert choose_stages(ParallelConfig(), 4, large, 16 * gigabyte) == Stages(2, sequence_degree=2)
+    assert choose_stages(ParallelConfig(), 4, large, 8 * gigabyte) == Stages(4)
+    assert choose_stages(ParallelConfig(), 4, large, gigabyte) == Stages(4)
+    assert choose_stages(ParallelConfig(), 2, replace(large, outside_bytes=23 * gigabyte), 16 * gigabyte) == Stages(2)
+    assert choose_stages(ParallelConfig(), 4, replace(large, outside_bytes=4 * gigabyte), 16 * gigabyte) == Stages(4)
     layout = choose_layout(ParallelConfig(), 4, 2, 24, "this model", Stages(2, sequence_degree=2))
     assert layout == Layout(pipefusion_degree=2, ulysses_degree=2)
 
@@ -78,7 +89,7 @@ def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
 def test_manual_stages_and_their_warm_up():
     config = ParallelConfig(mode="manual", pipefusion_degree=2, ring_degree=2, stage_blocks="1,3")
 
-    roomy, tight = (choose_stages(config, 4, weights, 100) for weights in (30, 60))
+    roomy, tight = (choose_stages(config, 4, model_of(weights), 100) for weights in (30, 60))
 
     assert roomy == Stages(2, 2, (1, 3), every_block=True) and tight == Stages(2, 2, (1, 3))
     assert warmup_layout(config.layout, roomy) == Layout(ring_degree=4)

@@ -1,11 +1,11 @@
-"""The commands of this package: python -m xdit_backend bench COMMAND, one file of bench/ each, and doctor."""
+"""The commands of this package: python -m xdit_backend bench COMMAND, one file of bench/ each, plan and doctor."""
 
 import argparse
 import sys
 
-from .bench import displaced, methods, planner, quality, vae
+from .bench import displaced, methods, plan, planner, quality, vae
 from .host import doctor
-from .protocol.errors import ConfigError
+from .protocol.errors import XDiTError
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": planner}
 
@@ -14,7 +14,7 @@ def main():
     options = make_parser().parse_args(completed(sys.argv[1:]))
     try:
         options.run(options)
-    except ConfigError as error:
+    except XDiTError as error:
         sys.exit(str(error))
 
 
@@ -26,6 +26,7 @@ def make_parser():
     benches = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, module in BENCHES.items():
         _add(benches, name, module)
+    _add(commands, "plan", plan)
     _add(commands, "doctor", doctor)
     return parser
 

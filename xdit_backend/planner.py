@@ -6,16 +6,22 @@ Called by the host alone, before a model is loaded and before a run; the workers
 import dataclasses
 
 from .config import validate_layout
+from .forecast.choice import Forecast, are_alike, candidates, choose, forecast, forecasts
+from .forecast.cost import Degrees, Job
+from .forecast.memory import weight_bytes
 from .partition import FULL, num_tokens, patch_dim
 from .protocol.messages import Layout, Stages
 
+USUAL_JOB = Job(4096, 512, 20)             # a picture of a megapixel: what stages are chosen for, before a run is known
+
 
 def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None, num_key_heads=None):
-    """Return the Layout for one prediction. num_heads: None of a U-Net, which shares out branches and images alone.
+    """Return the Layout for one prediction where no probe has measured the devices; plan_run knows better where one has.
 
-    Manual mode: the person's degrees. Auto mode: CFG parallel when there are two branches and an even number of
-    devices, then Ulysses as far as the heads allow, then Ring. CFG parallel comes first because it sends only the
-    prediction; Ulysses sends less than Ring (xDiT, arXiv 2411.01738, table 1). stages: how the model is spread, where it is.
+    num_heads: None of a U-Net, which shares out branches and images alone. Manual mode: the person's degrees. Auto mode: CFG
+    parallel when there are two branches and an even number of devices, then Ulysses as far as the heads allow, then Ring. CFG
+    parallel comes first because it sends only the prediction; Ulysses sends less than Ring (xDiT, arXiv 2411.01738, table 1).
+    stages: how the model is spread, where it is.
     Raises ConfigError when the layout cannot work for this model.
     """
     if config.mode == "manual":
@@ -34,25 +40,72 @@ def choose_layout(config, num_devices, num_branches, num_heads, family, stages=N
 WARMUP_FULL = 0.4              # where all weights take less, every rank holds them, so that warm-up runs by sequence parallelism
 
 
-def choose_stages(config, num_devices, weight_bytes, device_bytes):
+def choose_stages(config, num_devices, net, device_bytes, machine=None):
     """How the model is spread over stages when it is loaded: Stages, or None where every rank runs every block.
 
-    Manual mode: the person's pipefusion_degree. Auto mode: PipeFusion where the weights do not fit on one device, with as
-    few stages as they need; it is the one method that spreads weights. device_bytes: memory of the smallest device.
+    Manual mode: the person's pipefusion_degree. Auto mode: PipeFusion where the weights do not fit on one device; it is the one
+    method that spreads weights. Of the numbers of stages that fit, the fastest as far as a probe can tell (machine), else the
+    least. device_bytes: memory of the smallest device.
     """
     if config.mode == "manual":
         if config.pipefusion_degree == 1:
             return None
-        rank_share = weight_bytes / config.tensor_degree
+        rank_share = net.held_bytes / config.tensor_degree
         every_block = config.warmup == "sequence" or (config.warmup == "auto" and rank_share <= WARMUP_FULL * device_bytes)
         return Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * config.tensor_degree,
                       config.num_stage_blocks, every_block, config.offload_keys_values)
-    if num_devices == 1 or weight_bytes <= FULL * device_bytes:
+    if num_devices == 1 or net.held_bytes <= FULL * device_bytes:
         return None
-    fitting = [degree for degree in range(2, num_devices + 1)
-               if num_devices % degree == 0 and weight_bytes <= degree * FULL * device_bytes]
-    degree = min(fitting, default=num_devices)
-    return Stages(degree, num_devices // degree, offload=config.offload_keys_values)
+    every = [Stages(degree, num_devices // degree, offload=config.offload_keys_values) for degree in range(2, num_devices + 1)
+             if num_devices % degree == 0 and degree <= net.blocks]
+    fitting = [stages for stages in every if weight_bytes(net, Degrees(pipefusion=stages.pipefusion_degree)) <= FULL * device_bytes]
+    if not fitting:
+        return every[-1] if every else None
+    if machine is None:
+        return fitting[0]
+    return min(fitting, key=lambda stages: plan_run(config, machine, net, USUAL_JOB, stages).chosen.seconds)
+
+
+# --- the choice by forecast ---
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The Forecast of the layout that a run takes, that of one device, and those of all layouts that could be taken, the best first."""
+
+    chosen: Forecast
+    one: Forecast
+    ordered: list
+
+    @property
+    def layout(self):
+        degrees = self.chosen.degrees
+        return Layout(**{field.name: getattr(degrees, field.name.removesuffix("_degree")) for field in dataclasses.fields(Layout)})
+
+
+def plan_run(config, machine, net, job, stages=None):
+    """The Plan of a run on devices that a probe has measured. Manual mode: the person's degrees.
+
+    Auto mode: where every rank has all blocks, only layouts whose picture is one device's; with stages, how their ranks share tokens.
+    """
+    memory = {"steps_kept": 1 + (config.forecast_keys_values > 0), "offload": stages is not None and stages.offload}
+    if config.mode == "manual":
+        some = [degrees_of(config.layout, config, stages)]
+    elif stages is None:
+        some = [degrees for degrees in candidates(net, job, len(machine.devices)) if degrees.pipefusion == 1]
+    else:
+        some = [degrees_of(Layout(pipefusion_degree=stages.pipefusion_degree, ulysses_degree=ulysses,
+                                  ring_degree=stages.sequence_degree // ulysses), config, stages)
+                for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0 and net.heads % ulysses == 0]
+    ordered = forecasts(net, job, machine, some, **memory)
+    return Plan(choose(ordered, are_alike(net, job, machine.devices)), forecast(net, job, Degrees(), machine), ordered)
+
+
+def degrees_of(layout, config, stages=None):
+    """A Layout as the forecast takes it."""
+    given = {field.name.removesuffix("_degree"): getattr(layout, field.name) for field in dataclasses.fields(layout)}
+    num_patches = (config.num_patches or 2 * layout.pipefusion_degree) if layout.pipefusion_degree > 1 else 0
+    return Degrees(**given, num_patches=num_patches, warmup_steps=config.warmup_steps,
+                   warmup_by_sequence=stages is not None and stages.every_block)
 
 
 def choose_num_patches(requested, num_stages, shape, patch_size, sequence_degree=1):

@@ -15,6 +15,7 @@ import comfy.utils
 from comfy.patcher_extension import WrappersMP
 
 from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from ...xdit_backend.checkpoints.net import net_of
 from ...xdit_backend.checkpoints.outline import outline
 from ...xdit_backend.checkpoints.shares import tensor_splits
 from ...xdit_backend.checkpoints.transformer import held_bytes
@@ -73,17 +74,17 @@ def load_shell(path, weight_dtype, config):
     dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)
     tensor_degree = config.tensor_degree if config.mode == "manual" else 1
     splits = tensor_splits(model, family.plan) if tensor_degree > 1 else {}
-    weight_bytes = held_bytes(model, family, model_spec(header, family, *dtypes))
-    stages = None if family.by_rows else choose_stages(config, len(devices), weight_bytes, min(map(memory_of, devices)))
+    net = None if family.by_rows else net_of(family, transformer_config, model_spec(header, family, *dtypes), model)
+    stages = None if family.by_rows else choose_stages(config, len(devices), net, min(map(memory_of, devices)))
     spec = model_spec(header, family, *dtypes, stages, tensor_degree)
     weight_bytes = held_bytes(model, family, spec, splits)
-    net = base_model.diffusion_model
-    hold_elsewhere(net)
+    module = base_model.diffusion_model
+    hold_elsewhere(module)
     modules = {}
     remote = RemoteModel(spec, family, transformer_config, base_model.latent_format, config, devices, modules, load_device, weight_bytes)
-    net.forward = torch.compiler.disable(remote.forward)       # nodes compile the model; there is nothing to trace in a call to workers
-    net._apply = lambda function, recurse=True: net            # .to(device) of a meta module would raise
-    modules |= remember_modules(net)
+    module.forward = torch.compiler.disable(remote.forward)    # nodes compile the model; there is nothing to trace in a call to workers
+    module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
+    modules |= remember_modules(module)
     base_model.remote = remote
     of_one_device = functools.partial(type(base_model).memory_required, weakref.proxy(base_model))     # no circle: it ends with its MODEL
     base_model.memory_required = functools.partial(remote.memory_required, of_one_device)

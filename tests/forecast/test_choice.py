@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.tolerances import within
-from xdit_backend.forecast.choice import candidates, choose, forecast, forecasts
+from xdit_backend.forecast.choice import Machine, are_alike, candidates, choose, forecast, forecasts, is_worth_it
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
 
 FLUX = Net(57, 3072, 24, 12.0, 11.9e9, text_once=True)
@@ -24,7 +24,12 @@ def links(all_to_all, hop, **more):
                  | {("all_reduce", 2): 10 * GB, ("gather", 2): 6 * GB}, **more)
 
 
+def machine(count, device, between, **more):
+    return Machine((device,) * count, between, **more)
+
+
 NVLINK, PCIE = links((80, 60, 55), (80, 80, 80), hidden=0.75), links((26, 3.8, 1.2), (20, 14, 12), hidden=0.5)
+EIGHT = machine(8, A100, NVLINK)
 
 
 @pytest.mark.parametrize("net, job, devices, device, between, expected", [
@@ -34,18 +39,18 @@ NVLINK, PCIE = links((80, 60, 55), (80, 80, 80), hidden=0.75), links((26, 3.8, 1
     (FLUX, Job(16384, 512, 28), 8, L40, PCIE, Degrees(pipefusion=8, num_patches=8)),
     (FLUX, Job(4096, 512, 28), 1, L40, PCIE, Degrees())], ids=["cfg-nvlink", "cfg-pcie", "ulysses-nvlink", "pipefusion-pcie", "one"])
 def test_golden_choices(net, job, devices, device, between, expected):
-    assert choose(forecasts(net, job, devices, device, between)).degrees == expected
+    assert choose(forecasts(net, job, machine(devices, device, between))).degrees == expected
 
 
 def test_an_exact_layout_wins_what_is_nearly_a_tie():
-    ordered = forecasts(FLUX, Job(16384, 512, 28), 2, A100, NVLINK)
+    ordered = forecasts(FLUX, Job(16384, 512, 28), machine(2, A100, NVLINK))
 
     assert not ordered[0].is_exact and choose(ordered).is_exact and choose(ordered).seconds <= 1.05 * ordered[0].seconds
 
 
 def test_what_does_not_fit_comes_last():
     job = Job(4096, 512, 28)
-    ordered = forecasts(FLUX, job, 2, A100, NVLINK, free_bytes=16 * GB)
+    ordered = forecasts(FLUX, job, machine(2, replace(A100, memory_bytes=16 * GB), NVLINK))
 
     assert ordered[0].fits and ordered[0].degrees.pipefusion == 2 and choose(ordered) == ordered[0]
     assert [one.fits for one in ordered] == sorted((one.fits for one in ordered), reverse=True)
@@ -53,11 +58,13 @@ def test_what_does_not_fit_comes_last():
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 6, 8, 16])
 def test_candidates_use_all_devices_and_can_be_run(devices):
-    layouts = list(candidates(FLUX, Job(4096, 512, 28, branches=2), devices))
+    job = Job(4096, 512, 28, branches=2, images=2)
+    layouts = list(candidates(FLUX, job, devices))
 
     assert layouts and len(set(layouts)) == len(layouts)
     for degrees in layouts:
-        assert degrees.devices == devices and degrees.cfg <= 2 and 24 % degrees.ulysses == 0 and degrees.pipefusion <= 57
+        assert degrees.devices == devices and degrees.cfg <= 2 and degrees.data <= 2
+        assert 24 % degrees.ulysses == 0 and degrees.pipefusion <= 57
 
 
 EVERY = [Degrees(), Degrees(cfg=2), Degrees(data=2), Degrees(ulysses=4), Degrees(ring=4), Degrees(ulysses=2, ring=4), Degrees(tensor=4),
@@ -71,22 +78,22 @@ EVERY = [Degrees(), Degrees(cfg=2), Degrees(data=2), Degrees(ulysses=4), Degrees
 def test_faster_is_never_slower(net, degrees):
     """A faster link, device or host, or less to do, takes no longer."""
     job = Job(4096, 512, 20, branches=2, images=2)
-    slow = forecast(net, job, degrees, L40, PCIE).seconds
+    slow = forecast(net, job, degrees, machine(8, L40, PCIE)).seconds
 
     faster_links = replace(PCIE, rates={name: 2 * rate for name, rate in PCIE.rates.items()})
     host = {name: getattr(L40, name) / 2 for name in ("block_launch_s", "collective_launch_s", "round_launch_s", "slot_launch_s")}
     for device, between in ((L40, faster_links), (replace(L40, matrix_flops_s=3e14, attention_flops_s=3e14), PCIE),
                             (replace(L40, **host), PCIE), (L40, replace(PCIE, hidden=1.0)), (L40, replace(PCIE, latency_s=0.0))):
-        assert forecast(net, job, degrees, device, between).seconds <= slow * (1 + 1e-12)
+        assert forecast(net, job, degrees, machine(8, device, between)).seconds <= slow * (1 + 1e-12)
     for less in (replace(job, steps=10), replace(job, branches=1), replace(job, tokens=2048), replace(job, images=1)):
-        assert forecast(net, less, degrees, L40, PCIE).seconds <= slow * (1 + 1e-12)
+        assert forecast(net, less, degrees, machine(8, L40, PCIE)).seconds <= slow * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("degrees", EVERY, ids=str)
 def test_forecasts_of_absurd_sizes_are_finite(degrees):
     sizes = itertools.product((1, 10 ** 12), (0, 10 ** 9), (1, 10 ** 9))
     for (tokens, text, steps), net in itertools.product(sizes, (FLUX, PIXART, replace(PIXART, skips=True))):
-        made = forecast(net, Job(tokens, text, steps, branches=2), degrees, A100, NVLINK)
+        made = forecast(net, Job(tokens, text, steps, branches=2), degrees, machine(8, A100, NVLINK))
 
         assert math.isfinite(made.seconds) and made.seconds > 0 and math.isfinite(made.memory.total)
         assert all(seconds >= 0 for seconds in made.causes.values())
@@ -94,19 +101,23 @@ def test_forecasts_of_absurd_sizes_are_finite(degrees):
 
 def test_memory_adds_up_over_ranks():
     """Stages and shards of tensors hold the weights once, in all; stages the keys and values; shards of a sequence the activations."""
-    job = Job(4096, 512, 20)
-    one = forecast(FLUX, job, Degrees(), A100, NVLINK).memory
-    four, eight = (forecast(FLUX, job, Degrees(pipefusion=stages), A100, NVLINK).memory for stages in (4, 8))
-    shards = forecast(FLUX, job, Degrees(ulysses=4), A100, NVLINK).memory
-    tensors = forecast(FLUX, job, Degrees(tensor=4), A100, NVLINK).memory
+    job, net = Job(4096, 512, 20), replace(FLUX, blocks=56)
+    one = forecast(net, job, Degrees(), EIGHT).memory
+    four, eight = (forecast(net, job, Degrees(pipefusion=stages), EIGHT).memory for stages in (4, 8))
+    shards = forecast(FLUX, job, Degrees(ulysses=4), EIGHT).memory
+    tensors = forecast(FLUX, job, Degrees(tensor=4), EIGHT).memory
 
     assert one.total == one.weights + one.keys_values + one.activations and one.keys_values == 0
     within(abs(4 * four.weights / (one.weights) - 1), 1e-12)
     within(abs(4 * tensors.weights / (one.weights) - 1), 1e-12)
     within(abs(4 * four.keys_values / (8 * eight.keys_values) - 1), 1e-12)
-    within(abs(4 * four.keys_values / (2 * (4096 + 512) * 3072 * 57 * 2) - 1), 1e-12)      # 2 B (S + S_t) h
+    within(abs(4 * four.keys_values / (2 * (4096 + 512) * 3072 * 56 * 2) - 1), 1e-12)      # 2 B (S + S_t) h
     within(abs(4 * shards.activations / (one.activations) - 1), 1e-12)
-    assert forecast(FLUX, job, Degrees(pipefusion=4, warmup_by_sequence=True), A100, NVLINK).memory.weights == one.weights
+    assert forecast(FLUX, job, Degrees(pipefusion=4, warmup_by_sequence=True), EIGHT).memory.weights == one.weights
+    twice, away = (forecast(net, job, Degrees(pipefusion=4), EIGHT, **more).memory for more in ({"steps_kept": 2}, {"offload": True}))
+    assert twice.keys_values == 2 * four.keys_values and away.keys_values == 0
+    outside = forecast(replace(net, outside_bytes=GB), job, Degrees(pipefusion=4), EIGHT).memory
+    within(abs(outside.weights - (GB + (one.weights - GB) / 4)) / GB, 1e-12)
 
 
 @pytest.mark.parametrize("job, degrees, between, cause", [
@@ -114,7 +125,7 @@ def test_memory_adds_up_over_ranks():
     (Job(64, 16, 20), Degrees(ulysses=2), NVLINK, "launch"),
     (Job(65536, 512, 4), Degrees(pipefusion=8, num_patches=16), NVLINK, "warm-up")])
 def test_what_limits_a_run_is_named(job, degrees, between, cause):
-    assert forecast(FLUX, job, degrees, A100, between).limited_by == cause
+    assert forecast(FLUX, job, degrees, machine(8, A100, between)).limited_by == cause
 
 
 def test_a_schedule_is_that_of_its_slots():
@@ -122,9 +133,57 @@ def test_a_schedule_is_that_of_its_slots():
     ideal = Device(1e14, 1e14, 1e30, half_rows=0, half_keys=0, block_launch_s=0, collective_launch_s=0, round_launch_s=0, slot_launch_s=0)
     free = links((1e12,) * 3, (1e12,) * 3, latency_s=0.0)
     net, job = replace(FLUX, blocks=56), Job(4096, 0, 16)
-    one = forecast(net, job, Degrees(), ideal, free).seconds
+    one = forecast(net, job, Degrees(), machine(8, ideal, free)).seconds
 
     for stages, patches, warmup in ((2, 4, 1), (4, 4, 0), (4, 8, 3), (4, 2, 1)):
         layout = Degrees(pipefusion=stages, num_patches=patches, warmup_steps=warmup)
         slots = (16 - warmup - 1) * max(patches, stages) + patches + stages - 1
-        within(abs(forecast(net, job, layout, ideal, free).seconds / (one / 16 * (warmup + slots / (stages * patches))) - 1), 1e-6)
+        made = forecast(net, job, layout, machine(8, ideal, free)).seconds
+        within(abs(made / (one / 16 * (warmup + slots / (stages * patches))) - 1), 1e-6)
+
+
+# --- devices that are not alike: seconds are shares of the fast one's, as arithmetic on the rates says ---
+
+FAST, IDEAL = Device(1e14, 1e14, 1e30, half_rows=0, half_keys=0, block_launch_s=0, collective_launch_s=0, round_launch_s=0,
+                     slot_launch_s=0), links((1e12,) * 3, (1e12,) * 3, latency_s=0.0)
+
+
+@pytest.mark.parametrize("slower, degrees, ratio", [
+    (2.75, Degrees(cfg=2), 2.75 / 2), (2.75, Degrees(ulysses=2), 2.75 / 2), (2.75, Degrees(data=2), 1.0),
+    (1.5, Degrees(pipefusion=2, num_patches=2, warmup_steps=0), (20 * 2 + 1) / 40 / (1 + 1 / 1.5))])
+def test_unlike_devices_wait_for_the_slower_but_in_stages_that_are_split_by_speed(slower, degrees, ratio):
+    """With two branches: the fast device alone takes both."""
+    unlike = Machine((FAST, FAST.slower(slower)), IDEAL)
+    net, job = replace(FLUX, blocks=56), Job(16384, 0, 20, branches=2)
+    one = forecast(net, job, Degrees(data=2), unlike)
+
+    assert one.working == 1
+    within(abs(forecast(net, job, degrees, unlike).seconds / one.seconds / ratio - 1), 0.02)
+
+
+@pytest.mark.parametrize("slower, expected", [(1.0, {"cfg": 2}), (1.6, {"cfg": 2}), (2.75, {"data": 2})])
+def test_a_slow_card_is_left_out_where_it_would_hold_the_other_up(slower, expected):
+    """Branches are shared out only where the slower card has more than half of the faster one's speed."""
+    unlike, job = Machine((A100, A100.slower(slower)), NVLINK), Job(4096, 512, 20, branches=2)
+    exact = [one for one in forecasts(FLUX, job, unlike) if one.is_exact]
+
+    assert choose(exact, are_alike(FLUX, job, unlike.devices)).degrees == Degrees(**expected)
+    assert are_alike(FLUX, job, unlike.devices) == (slower == 1.0)
+
+
+def test_small_gains_are_not_promised():
+    """One device is as fast: a small picture over a slow link, or few seconds in all."""
+    job = Job(256, 16, 4)
+    chosen, one = choose(forecasts(FLUX, job, machine(2, A100, PCIE))), forecast(FLUX, job, Degrees(data=2), machine(2, A100, PCIE))
+
+    assert chosen.working == 1 and not is_worth_it(chosen, one)
+    job = Job(16384, 512, 28)
+    two = machine(2, A100, NVLINK)
+    assert is_worth_it(choose(forecasts(FLUX, job, two)), forecast(FLUX, job, Degrees(data=2), two))
+
+
+def test_devices_that_share_a_machine_are_faster_alone():
+    shared, job = machine(2, A100, NVLINK, alone=1.25), Job(16384, 512, 28)
+
+    within(abs(forecast(FLUX, job, Degrees(data=2), machine(2, A100, NVLINK)).seconds
+               / forecast(FLUX, job, Degrees(data=2), shared).seconds - 1.25), 0.01)

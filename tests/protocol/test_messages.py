@@ -31,6 +31,7 @@ EXAMPLES = [
     messages.Estimate(7, "vae-1", (1, 16, 8, 8), 1),
     messages.Decode(7, "vae-1", SEGMENT, SEGMENT),
     messages.Encode(7, "vae-1", SEGMENT, SEGMENT),
+    messages.Probe(8, "bfloat16"),
     messages.ReportMemory(8),
     messages.Stop(),
     messages.Ready(0, 4711, "cuda:0"),

@@ -1,29 +1,52 @@
 """What the cost model needs to know of a family's model, derived from its config and its modules' shapes."""
 
+from dataclasses import replace
+
 import torch
 
-from ..forecast.cost import Net
-from .transformer import build
+from ..forecast.cost import Job, Net
+from ..models.plan import Family
+from .transformer import block_bytes, build, held_bytes
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
 
 
-def net_of(family, config):
-    """The Net of a model with this config of diffusers; no weights are made."""
-    from accelerate import init_empty_weights
-    with init_empty_weights():
-        model = build(family, config)
+def net_of(family: Family, config, spec=None, model=None):
+    """The Net of a model with this config of diffusers; no weights are made. spec: how its weights are held; None: in 16 bits.
+
+    model: the family's, on the meta device, where it has been made already.
+    """
+    if model is None:
+        from accelerate import init_empty_weights
+        with init_empty_weights():
+            model = build(family, config)
     blocks = [(list_.image_share, block) for list_ in family.plan.blocks for block in model.get_submodule(list_.name)]
     width, num_blocks = family.width(model.config), len(blocks)
     elements = sum(share * _matrix_elements(block, family.plan.once) for share, block in blocks) / num_blocks
     heads = family.num_heads(model.config)
     joint = any("text" in streams for streams in family.plan.attention.values())
-    return Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
-               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
-               key_heads=model.config.get("num_kv_heads") or heads, skips=bool(family.plan.skips(num_blocks)), text_once=True)
+    net = Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
+              parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
+              key_heads=model.config.get("num_kv_heads") or heads, skips=bool(family.plan.skips(num_blocks)), text_once=True,
+              branches_apart=True)
+    return net if spec is None else _held_as(net, model, family, spec)
+
+
+def job_of(family, net, shape, conditioning, steps, branches=1):
+    """The Job of a run. shape: of the latents of one branch; conditioning: {name: tensor} of the whole forward, as workers get it."""
+    counts = family.token_counts(shape, conditioning)
+    tokens = counts.pop("image")
+    text = sum(counts.values()) if net.joint else conditioning["context"].shape[1]
+    return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=shape[0])
+
+
+def _held_as(net, model, family, spec):
+    weights = held_bytes(model, family, spec)
+    return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize, weight_bytes=float(weights),
+                   outside_bytes=float(weights - sum(block_bytes(model, family, spec))))
 
 
 def _matrix_elements(block, once):
     """Elements of the matrices that every token passes: those that run once a step or run, or on text, are left out."""
-    return sum(module.weight.numel() for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)
+    return sum(module.in_features * module.out_features for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)
                and not any(name == part or name.startswith(f"{part}.") for part in (*once, *OF_TEXT)))

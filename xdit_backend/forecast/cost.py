@@ -7,7 +7,6 @@ is longer. Rows are tokens times images. Sources: the methods' papers as docs/al
 import math
 from dataclasses import dataclass, field, replace
 
-ELEMENT_BYTES = 2              # of hidden states: 16-bit types
 HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multiple of this
 DEVICES_A_NODE = 8             # a group that leaves its node goes by the network
 
@@ -28,7 +27,16 @@ class Net:
     skips: bool = False                    # U-shaped: the later half of the blocks reads the earlier half
     shards_text: bool = True               # sequence parallelism shards text too
     text_once: bool = False                # PipeFusion runs text with the first patch of a step alone
+    branches_apart: bool = False           # and both branches of guidance one after the other
     kernels: float = 1.0                   # that a block launches, as multiples of a PixArt block's
+    element_bytes: int = 2                 # of hidden states
+    weight_bytes: float = 0.0              # of all parameters, as they are held; 0: as hidden states
+    outside_bytes: float = 0.0             # of them, what every stage holds: those outside the blocks
+
+    @property
+    def held_bytes(self):
+        """Bytes of all weights."""
+        return self.weight_bytes or self.element_bytes * self.parameters
 
     @property
     def key_share(self):
@@ -92,20 +100,36 @@ class Device:
     slot_launch_s: float = 2e-3            # of a patch on a stage
     merge_bytes: float = 8.0               # that merging a round's result moves, in float32 results
     pack_bytes: float = 4.0                # that packing and unpacking a tensor of an all-to-all moves, in its own bytes
+    name: str = ""                         # of the card
+    memory_bytes: float = math.inf
     busy_ring: float = 0.1                 # by how much attention is slower while a hop runs beside it
+    narrow_share: float = 1.0              # of the attention's rate, with heads of 64 instead of 128
+
+    def attention_rate(self, head_size):
+        """Operations a second of attention with heads of this size: that of 64 and less, of 128 and more, or in between."""
+        part = min(1.0, max(0.0, math.log2(head_size / 64)))
+        return self.attention_flops_s * self.narrow_share ** (1 - part)
+
+    def slower(self, factor):
+        """A device that takes so many times as long for everything."""
+        rates = {name: getattr(self, name) / factor for name in ("matrix_flops_s", "attention_flops_s", "memory_bytes_s")}
+        launches = {name: getattr(self, name) * factor for name in
+                    ("block_launch_s", "collective_launch_s", "round_launch_s", "slot_launch_s")}
+        return replace(self, **rates, **launches)
 
 
 @dataclass(frozen=True)
 class Links:
     """Bytes a second that a rank sends in a group of so many neighbours: {(collective, size): rate}, and seconds a message takes.
 
-    Collectives are "all_to_all", "hop", "all_reduce" and "gather"; sizes in between are interpolated. hidden: the share of a
-    hop that can pass beside computing.
+    Collectives are "all_to_all", "hop", "all_reduce" and "gather"; sizes in between are interpolated. latencies: {(collective,
+    size): seconds} where they were measured. hidden: the share of a hop that can pass beside computing.
     """
 
     rates: dict = field(default_factory=dict)
     latency_s: float = 3e-5
     hidden: float = 1.0
+    latencies: dict = field(default_factory=dict)
 
     def rate(self, collective, size):
         known = sorted(of for name, of in self.rates if name == collective)
@@ -113,12 +137,21 @@ class Links:
             raise KeyError(f"no rate of {collective} was measured")
         if size > DEVICES_A_NODE >= known[-1] and ("network", 0) in self.rates:
             return self.rates["network", 0]
-        below = max((of for of in known if of <= size), default=known[0])
-        above = min((of for of in known if of >= size), default=known[-1])
-        if below == above:
-            return self.rates[collective, below]
-        part = math.log(size / below) / math.log(above / below)
-        return self.rates[collective, below] ** (1 - part) * self.rates[collective, above] ** part
+        return between(self.rates, collective, size)
+
+    def latency(self, collective, size):
+        return between(self.latencies, collective, size) if any(name == collective for name, _ in self.latencies) else self.latency_s
+
+
+def between(measured, collective, size):
+    """What was measured of a collective in groups of this size; of sizes in between, a mean of logarithms."""
+    known = [of for name, of in measured if name == collective]
+    below = max((of for of in known if of <= size), default=min(known))
+    above = min((of for of in known if of >= size), default=max(known))
+    if below == above:
+        return measured[collective, below]
+    part = math.log(size / below) / math.log(above / below)
+    return measured[collective, below] ** (1 - part) * measured[collective, above] ** part
 
 
 @dataclass(frozen=True)
@@ -149,28 +182,31 @@ def block_parts(net, job, degrees, device, links, batch, rows, keys, text_rows):
     head = width / net.heads
     scores *= HEAD_MULTIPLE * math.ceil(head / HEAD_MULTIPLE) / head
     compute = (flops / device.matrix_flops_s * (1 + device.half_rows / own)
-               + device.kernel_bytes * own * width * ELEMENT_BYTES / device.memory_bytes_s)
-    attend = scores / device.attention_flops_s
+               + device.kernel_bytes * own * width * net.element_bytes / device.memory_bytes_s)
+    attend = scores / device.attention_rate(head)
     if net.attention == "all":
         attend *= 1 + device.half_keys / (keys / ring)
     link, launch = 0.0, device.block_launch_s * net.kernels
     if ulysses > 1:                                            # four tensors, not hidden
         tensors = 2 + 2 * net.key_share                        # queries and results, keys and values
-        size = (tensors * rows + (tensors if net.shards_text else 2) * text_rows) * batch * width * ELEMENT_BYTES * (ulysses - 1) / ulysses
-        link += net.shared * (size / links.rate("all_to_all", wide(ulysses * tensor, degrees)) + 4 * links.latency_s)
-        compute += net.shared * device.pack_bytes * 4 * own * width * ELEMENT_BYTES / device.memory_bytes_s
+        own_share = (ulysses - 1) / ulysses
+        size = (tensors * rows + (tensors if net.shards_text else 2) * text_rows) * batch * width * net.element_bytes * own_share
+        group = wide(ulysses * tensor, degrees)
+        link += net.shared * (size / links.rate("all_to_all", group) + 4 * links.latency("all_to_all", group))
+        compute += net.shared * device.pack_bytes * 4 * own * width * net.element_bytes / device.memory_bytes_s
         launch += 4 * device.collective_launch_s
     if ring > 1:
-        piece = 2 * net.key_share * batch * (rows + (text_rows if net.shards_text else 0)) * width * ELEMENT_BYTES
-        hop = piece / links.rate("hop", wide(degrees.sequence * tensor, degrees)) + links.latency_s
+        piece = 2 * net.key_share * batch * (rows + (text_rows if net.shards_text else 0)) * width * net.element_bytes
+        group = wide(degrees.sequence * tensor, degrees)
+        hop = piece / links.rate("hop", group) + links.latency("hop", group)
         turn = attend / ring * (1 + device.busy_ring) + device.merge_bytes * own * width * 4 / device.memory_bytes_s
         waits = (ring - 1) * (max(turn, hop) + (1 - links.hidden) * min(turn, hop) - turn)
         attend = net.shared * ring * turn + (1 - net.shared) * attend
         link += net.shared * waits
         launch += ring * device.round_launch_s
     if tensor > 1:                                             # two all-reduces, not hidden
-        size = 2 * 2 * own * width * ELEMENT_BYTES * (tensor - 1) / tensor
-        link += size / links.rate("all_reduce", tensor) + 2 * links.latency_s
+        size = 2 * 2 * own * width * net.element_bytes * (tensor - 1) / tensor
+        link += size / links.rate("all_reduce", tensor) + 2 * links.latency("all_reduce", tensor)
         launch += 2 * device.collective_launch_s
     return Parts(compute + attend, link, launch)
 
@@ -186,9 +222,10 @@ def wide(size, degrees):
     return 2 * DEVICES_A_NODE if degrees.devices > DEVICES_A_NODE and degrees.devices // 2 % size else size
 
 
-def run_seconds(net, job, degrees, device, links):
+def run_seconds(net, job, degrees, device, links, worth=0.0):
     """{cause: seconds} of a run: "compute", "link", "launch" (what the device waits for its host) and "warm-up" (what PipeFusion's
-    and DistriFusion's whole steps and empty slots take longer than an even share)."""
+    and DistriFusion's whole steps and empty slots take longer than an even share). worth: of how many such devices the stages are,
+    where their devices differ and blocks are shared out by speed; 0: as many as stages."""
     text = job.text if net.joint else 0
     sequence, stages, displaced = degrees.sequence, degrees.pipefusion, degrees.displaced
     batch = degrees.batch(job)
@@ -196,7 +233,7 @@ def run_seconds(net, job, degrees, device, links):
     keys = job.tokens + text
     if displaced > 1:
         block = block_parts(net, job, replace(degrees, displaced=1), device, links, batch, job.tokens / displaced, keys, text)
-        gather = 2 * batch * job.tokens / displaced * net.width * ELEMENT_BYTES * (displaced - 1) / links.rate("gather", displaced)
+        gather = 2 * batch * job.tokens / displaced * net.width * net.element_bytes * (displaced - 1) / links.rate("gather", displaced)
         synchronous = min(job.steps, degrees.warmup_steps + 1)
         hidden = max(0.0, gather - block.seconds)
         return causes(job, block.times(net.blocks * job.steps), net.blocks * (job.steps - synchronous) * hidden,
@@ -207,12 +244,14 @@ def run_seconds(net, job, degrees, device, links):
     num_patches = degrees.num_patches or stages
     warmup_steps = min(job.steps, degrees.warmup_steps)
     patched = job.steps - warmup_steps
-    hidden_bytes = batch * job.tokens / sequence * net.width * ELEMENT_BYTES
+    hidden_bytes = batch * job.tokens / sequence * net.width * net.element_bytes
     alone = degrees.devices <= DEVICES_A_NODE
     rate = links.rate("hop", 2 * sequence * degrees.tensor if alone else 2 * DEVICES_A_NODE) / (sequence if sequence * stages > 8 else 1)
-    hop = hidden_bytes / rate + links.latency_s
-    patch_hop = hidden_bytes / num_patches / rate + links.latency_s
-    blocks = net.blocks / stages                               # stages are split by cost, so that none has much more
+    latency_s = links.latency("hop", 2 * sequence * degrees.tensor)
+    hop = hidden_bytes / rate + latency_s
+    patch_hop = hidden_bytes / num_patches / rate + latency_s
+    worth = worth or stages
+    blocks = net.blocks / worth                                # stages are split by cost, so that none takes much longer
     # The text's tokens with every patch, or with one of them: on average that share.
     patch_text = own_text / num_patches if net.text_once else own_text
     part = block_parts(net, job, degrees, device, links, batch, job.tokens / sequence / num_patches, keys, patch_text).times(blocks)
@@ -220,8 +259,8 @@ def run_seconds(net, job, degrees, device, links):
     slot = max(part.seconds + skips, patch_hop) + device.slot_launch_s
     slots = (patched - 1) * max(num_patches, stages) + num_patches + stages - 1 if patched else 0
     busy = patched * num_patches                               # slots in which a stage computes
-    even = warmup_steps * whole.seconds / stages
-    warm = warmup_steps * (whole.seconds + stages * hop)       # one stage after the other
+    even = warmup_steps * whole.seconds / worth
+    warm = stages * even + warmup_steps * stages * hop         # one stage after the other
     if degrees.warmup_by_sequence:
         spread = replace(degrees, ring=degrees.ring * stages, pipefusion=1)
         warm = warmup_steps * net.blocks * block_parts(net, job, spread, device, links, batch, job.tokens / spread.sequence, keys,

@@ -1,8 +1,10 @@
-"""Bytes a rank holds under a layout: weights, stale keys and values, activations. Pure arithmetic."""
+"""Bytes a rank holds under a layout: weights, stale keys and values, activations. Pure arithmetic.
 
+What the choice of stages, the refusal of a run that cannot fit, ComfyUI's accounting and the benches all use.
+"""
+
+import math
 from dataclasses import dataclass
-
-from .cost import ELEMENT_BYTES
 
 ACTIVATIONS = 8.5              # that live at once beside the feed-forward's, in hidden states
 WHOLE = 0.45                   # of them, what tensor parallelism leaves whole
@@ -19,22 +21,38 @@ class Memory:
         return self.weights + self.keys_values + self.activations
 
 
-def rank_memory(net, job, degrees, beside_bytes=0.0):
-    """Memory of one rank. beside_bytes: of what it holds beside the transformer.
+def rank_memory(net, job, degrees, beside_bytes=0.0, steps_kept=1, offload=False, stage_blocks=None):
+    """Memory of the fullest rank. beside_bytes: of what it holds beside the transformer.
 
     Stale keys and values are 2 B (S + S_t) h elements a block, of a stage's blocks and a rank's heads under PipeFusion; under
-    DistriFusion of all blocks, and twice, to send and to receive. Activations are of whole maps: warm-up runs them.
+    DistriFusion of all blocks, and twice, to send and to receive. steps_kept: 2 where they are forecast from two steps. offload: they
+    are in host memory. stage_blocks: of the fullest stage, where they are known. Activations are of whole maps: warm-up runs them.
     """
-    batch = degrees.batch(job)
     tokens = job.tokens + (job.text if net.joint else 0)
-    stages = 1 if degrees.warmup_by_sequence else degrees.pipefusion
-    a_block = 2 * net.key_share * batch * tokens * net.width * ELEMENT_BYTES
+    a_block = 2 * net.key_share * degrees.batch(job) * tokens * net.width * net.element_bytes
     keys_values = 0.0
-    if degrees.pipefusion > 1:
-        keys_values = a_block * net.blocks / degrees.pipefusion / degrees.ulysses
+    if degrees.pipefusion > 1 and not offload:
+        keys_values = steps_kept * a_block * (stage_blocks or math.ceil(net.blocks / degrees.pipefusion)) / degrees.ulysses / degrees.tensor
     if degrees.displaced > 1:
         keys_values = 2 * a_block * net.blocks / degrees.sequence
-    rows = batch * tokens / degrees.sequence / degrees.displaced
+    rows = job.branches * job.images * tokens * working_share(job, degrees, net.branches_apart)
     live = ACTIVATIONS + net.elements / 4
-    return Memory(weights=ELEMENT_BYTES * net.parameters / stages / degrees.tensor + beside_bytes, keys_values=keys_values,
-                  activations=rows * net.width * ELEMENT_BYTES * live * (WHOLE + (1 - WHOLE) / degrees.tensor))
+    return Memory(weights=weight_bytes(net, degrees) + beside_bytes, keys_values=keys_values,
+                  activations=rows * net.width * net.element_bytes * live * (WHOLE + (1 - WHOLE) / degrees.tensor))
+
+
+def weight_bytes(net, degrees):
+    """Of a rank: its stage's or its tensors' part of the blocks, and all that is outside of them."""
+    stages = 1 if degrees.warmup_by_sequence else degrees.pipefusion
+    return net.outside_bytes + (net.held_bytes - net.outside_bytes) / stages / degrees.tensor
+
+
+def working_share(job, degrees, branches_apart=False):
+    """The part of a run's activations (of all its images, branches and tokens) that a rank has at a time.
+
+    branches_apart: stages take one branch after the other. Whole steps decide, which PipeFusion warms up by.
+    """
+    branches = 1 if branches_apart and degrees.pipefusion > 1 else math.ceil(job.branches / degrees.cfg)
+    batch = branches * math.ceil(job.images / degrees.data)
+    sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
+    return batch / (job.branches * job.images) / sequence / degrees.displaced

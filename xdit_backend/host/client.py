@@ -317,6 +317,10 @@ class Client:
         """{rank: measurements}, see Engine."""
         return {rank: reply.numbers for rank, reply in self._request(messages.ReportMemory).items()}
 
+    def probe(self, dtype):
+        """{rank: what it measured of its device and links, by name}; a few seconds. dtype: that models compute in, "bfloat16"."""
+        return {rank: done.numbers for rank, done in self._request(lambda request: messages.Probe(request, dtype)).items()}
+
     def catch_up(self, patience_s):
         """Wait until the workers have done all they were asked, but no longer than this: a step that was given up may take its time."""
         if not self.running:

@@ -55,7 +55,8 @@ AWAY_S = 5.0                                       # for so long nobody listened
 
 # What workers do, for a person
 DOING = {"LoadModel": "loading a model", "Predict": "computing a step", "ParkModel": "moving weights to host memory",
-         "RestoreModel": "bringing weights back", "LoadAutoencoder": "loading a VAE", "Decode": "decoding", "Encode": "encoding"}
+         "RestoreModel": "bringing weights back", "LoadAutoencoder": "loading a VAE", "Decode": "decoding",
+         "Encode": "encoding", "Probe": "measuring"}
 
 
 @dataclass

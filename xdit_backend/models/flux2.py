@@ -54,6 +54,7 @@ FLUX2 = Family(
         num_attention_heads=size("img_in.weight", 0, 128), joint_attention_dim=size("txt_in.weight", 1), mlp_ratio=3.0, rope_theta=2000,
         guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(32, 32, 32, 32)),
     convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0,
+    pixels=lambda config: (1, 16, 16),
     conditioning={"context": "joint_attention_dim", "guidance": None, "ref_latents": None, "ref_latents_method": None}, ignored=("y",),
     choices={"ref_latents_method": {word: word for word in ("index", "offset", "uxo")}}, lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),

@@ -62,6 +62,7 @@ HUNYUAN_VIDEO = Family(
         guidance_embeds=has("guidance_in."), text_embed_dim=size("txt_in.input_embedder.weight", 1), rope_axes_dim=(16, 56, 56),
         pooled_projection_dim=lambda shapes: shapes.get("vector_in.in_layer.weight", shapes.get("vector_in.mlp.0.weight"))[1]),
     convert=KEYS, latent=LATENT, amend=_amend,
+    pixels=lambda config: (4, 8, 8),
     conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "encoder_attention_mask": all_text, "pooled_projections": given("y"),

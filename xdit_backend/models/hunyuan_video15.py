@@ -61,6 +61,7 @@ HUNYUAN_VIDEO15 = Family(
         num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."), text_embed_dim=size("txt_in.input_embedder.weight", 1),
         text_embed_2_dim=size("byt5_in.fc1.weight", 1), image_embed_dim=size("vision_in.proj.0.weight", 0), rope_axes_dim=(16, 56, 56)),
     convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, amend=_amend,
+    pixels=lambda config: (4, 16, 16),
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim", "clip_fea": "image_embed_dim"}, ignored=("y", "guidance"),
     lengths={"text": _num_text_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),

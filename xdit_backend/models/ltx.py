@@ -61,6 +61,7 @@ LTX = Family(
               "rope_type": ("interleaved",), "frequencies_precision": ("float32",),
               "caption_proj_before_connector": (False,), "cross_attention_adaln": (False,)},
     convert=diffusers_converter("convert_ltx_transformer_checkpoint_to_diffusers"), latent=LATENT, time_scale=1.0,
+    pixels=lambda config: PIXELS,
     conditioning={"context": "caption_channels", "attention_mask": None, "frame_rate": None, "keyframe_idxs": None},
     ignored=("denoise_mask", "guide_attention_entries"), beyond=_more_than_guides,
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": _times, "encoder_attention_mask": text_mask,

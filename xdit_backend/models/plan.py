@@ -154,7 +154,8 @@ class Family:
     settings: what ComfyUI's model heeds of a file's metadata -> the values that are run, first what holds where it says none; the config
     has them under "_" and the name. beyond(arguments): what ComfyUI's arguments ask of its model that ours does not do; or None.
     num_heads, num_key_heads, width, num_channels: of the attention (None: a U-Net, whose tokens nothing shares out; as many: None), of a
-    token, of a prediction; functions of config. cfg: what the table says of it.
+    token, of a prediction; functions of config. pixels: frames, rows and columns of the picture that a latent's pixel stands for,
+    likewise. cfg: what the table says of it.
     """
 
     name: str
@@ -187,6 +188,7 @@ class Family:
     num_key_heads: Callable = lambda config: None
     width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     num_channels: Callable = lambda config: config.get("out_channels") or config["in_channels"]
+    pixels: Callable = lambda config: (1, 8, 8)
 
     def taken_channels(self, config):
         """Channels of what ComfyUI hands to its model: those of the latent, and of pictures that it adds to them."""

@@ -110,6 +110,7 @@ WAN = Family(
         image_dim=if_there("img_emb.proj.1.weight", 1), added_kv_proj_dim=if_there("blocks.0.cross_attn.k_img.weight", 1),
         pos_embed_seq_len=if_there("img_emb.emb_pos", 1)),
     convert=_convert, latent=LATENT,
+    pixels=lambda config: (4, 16, 16) if config["out_channels"] == 48 else (4, 8, 8),
     amend=_amend, unrounded=("patch_embedding",),
     conditioning={"context": "text_dim", "clip_fea": "image_dim"}, ignored=("reference_latent", "denoise_mask"),
     arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": given("context"),

@@ -214,6 +214,14 @@ class Encode:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Probe:
+    """Measure this rank's device and its links to the others; worker/probe.py says what the numbers of the answer are."""
+
+    request: Natural
+    dtype: str                     # that models compute in
+
+
+@dataclass(frozen=True, config=STRICT)
 class ReportMemory:
     request: Natural
 
@@ -271,7 +279,7 @@ class Failed:
 
 MESSAGES = {cls.__name__: cls for cls in (
     LoadModel, DropModel, ChangeWeights, ParkModel, RestoreModel, Conditioning, DropConditioning, Predict, LoadAutoencoder, Estimate,
-    Decode, Encode, ReportMemory, Stop, Ready, Phase, Beat, Done, Failed)}
+    Decode, Encode, Probe, ReportMemory, Stop, Ready, Phase, Beat, Done, Failed)}
 
 
 ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}

@@ -9,6 +9,7 @@ from ..parallel.collectives import Traffic
 from ..parallel.vae_memory import free_bytes
 from ..protocol import messages
 from ..protocol.transfers import Ferry
+from . import probe
 from .autoencoders import Autoencoders
 from .models import Models
 from .predictions import Predictions
@@ -39,6 +40,8 @@ class Engine:
             messages.LoadAutoencoder: lambda command, traffic: self._autoencoders.load(command.spec),
             messages.Decode: self._autoencoders.decode,
             messages.Encode: self._autoencoders.encode,
+            messages.Probe: lambda command, traffic: probe.measure(
+                rank, world_size, device, getattr(torch, command.dtype), traffic, report_phase),
             messages.ReportMemory: self._report_memory,
         }
 

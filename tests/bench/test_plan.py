@@ -1,0 +1,84 @@
+"""`python -m xdit_backend plan`: a table for a machine in a file, without a GPU, from the header of a model alone."""
+
+import json
+import re
+import struct
+
+import pytest
+
+from tests.tolerances import within
+from xdit_backend.__main__ import make_parser
+from xdit_backend.bench import plan
+from xdit_backend.protocol.errors import CheckpointError, ConfigError
+
+CARD = {"name": "a card", "memory_bytes": 24e9, "matrix_flops_s": 60e12, "attention_flops_s": 50e12, "memory_bytes_s": 936e9}
+LINKS = {"all_to_all": {"2": {"bytes_s": 9e9}}, "hop": {"2": {"bytes_s": 12e9, "latency_s": 2e-5}}}
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    """Flux.1's header, and a file that is as long as its weights but holds none."""
+    from accelerate import init_empty_weights
+    from diffusers import FluxTransformer2DModel
+    folder = tmp_path_factory.mktemp("flux") / "transformer"
+    with init_empty_weights():
+        model = FluxTransformer2DModel(guidance_embeds=True)
+    model.save_config(folder)
+    header, end = {}, 0
+    for name, tensor in model.state_dict().items():
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end + 2 * tensor.numel()]}
+        end += 2 * tensor.numel()
+    text = json.dumps(header).encode()
+    with open(folder / "diffusion_pytorch_model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return folder.parent
+
+
+def planned(flux, tmp_path, capsys, *arguments, card=CARD, count=2):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"devices": [card | {"count": count}], "links": LINKS}))
+    plan.main(make_parser().parse_args(["plan", str(flux), "--machine", str(path), *arguments]))
+    return capsys.readouterr().out
+
+
+def test_a_plan_says_what_is_chosen_what_it_takes_and_what_limits_it(flux, tmp_path, capsys):
+    text = planned(flux, tmp_path, capsys, "--steps", "28", card=CARD | {"memory_bytes": 48e9})
+
+    assert "4096 tokens, 256 of text, 28 steps, 2 branches, 1 image; 57 blocks of width 3072, 23.80 GB of weights\non 2 x a card" in text
+    rows = {match[1].strip(): [float(number) for number in match[2].split()] for match in
+            re.finditer(r"^[* ] (\S.*?) {2,}([\d.]+ +[\d.]+)x", text, re.MULTILINE)}
+    assert {"CFG 2", "Ulysses 2", "Ring 2", "PipeFusion 2, 4 patches", "one device"} <= set(rows)
+    for seconds, faster in rows.values():
+        within(abs(seconds * faster / rows["one device"][0] - 1), 0.01)
+    assert re.search(r"^\* CFG 2 ", text, re.MULTILINE) and "Plan: CFG 2, about " in text and "Why: devices are busy" in text
+
+
+def test_a_plan_spreads_what_does_not_fit(flux, tmp_path, capsys):
+    text = planned(flux, tmp_path, capsys, "--branches", "1")
+
+    assert "Plan: PipeFusion 2, 4 patches" in text and "one device has too little memory" in text
+    assert re.search(r"^  Ulysses 2 .* does not fit$", text, re.MULTILINE)
+
+
+def test_smaller_weights_and_larger_pictures(flux, tmp_path, capsys):
+    text = planned(flux, tmp_path, capsys, "--weight-dtype", "fp8_e4m3fn", "--size", "2048x1024", "--batch", "2")
+
+    assert "8192 tokens" in text and "11.90 GB of weights" in text and "2 images" in text and re.search(r"^  data 2 ", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--size", "big"], "--size big: give width and height"), (["--size", "0x512"], "from 8 to"),
+    (["--steps", "0"], "--steps 0: give a number"),
+    (["--frames", "9"], "Flux.1 makes pictures"), (["--branches", "3"], "from 1 to 2")], ids=str)
+def test_arguments_that_cannot_be_meant_are_refused(flux, tmp_path, capsys, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(flux, tmp_path, capsys, *arguments)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path, capsys):
+    (tmp_path / "it.safetensors").write_bytes(b"no model")
+    with pytest.raises(CheckpointError):
+        planned(tmp_path / "it.safetensors", tmp_path, capsys)
+    with pytest.raises(ConfigError, match="there is no such file or folder"):
+        planned(tmp_path / "other.safetensors", tmp_path, capsys)

@@ -1,0 +1,61 @@
+"""The probe: what ranks measure together makes a machine whose forecasts can be used, on two and on four CPU workers."""
+
+import math
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tolerances import within
+from xdit_backend.forecast.choice import choose, forecasts
+from xdit_backend.forecast.cost import Job, Net
+from xdit_backend.forecast.probed import LARGE_BYTES, SENT, SMALL_BYTES, machine_of_probe
+from xdit_backend.parallel.collectives import Traffic
+from xdit_backend.worker import probe
+
+
+def measured(rank, world_size):
+    probe.ROUNDS, probe.LEAST_S, probe.LARGE_BYTES = 1, 0.0, 2 ** 20
+    said, traffic = [], Traffic()
+    numbers = probe.measure(rank, world_size, torch.device("cpu"), torch.float32, traffic, lambda *progress: said.append(progress))
+    return numbers, said, traffic.num_exchanges
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_workers_measure_what_a_forecast_needs(world_size):
+    results = run_ranks(measured, world_size)
+    numbers = [result[0] for result in results]
+
+    assert all(set(one) == set(numbers[0]) and all(math.isfinite(value) and value > 0 for name, value in one.items()
+                                                   if name != "alone_matrix_s") for one in numbers)
+    sizes = {name.split()[1] for name in numbers[0] if name.startswith("all_to_all ")}
+    assert sizes == {str(size) for size in (2, 4) if size <= world_size}
+    assert numbers[0]["alone_matrix_s"] > 0 and all(exchanges > 0 for _, _, exchanges in results)
+    assert results[0][1][0] == ("measuring the devices", 0, len(results[0][1])) and results[0][1][-1][0] == "measuring the links"
+    machine = machine_of_probe(numbers, ["CPU"] * world_size, [1e12] * world_size)
+    made = forecasts(Net(8, 256, 4, 12.0, 1e7), Job(1024, 32, 10, branches=2), machine)
+    assert all(math.isfinite(one.seconds) and one.seconds > 0 for one in made) and choose(made).fits
+
+
+def test_a_machine_is_found_from_the_times_that_it_would_take():
+    """Rates, rows at half of the rate, latencies and what is hidden, from times by the forecast's own lines."""
+    numbers = {"matrix_flops": 1e12, "rows": 4096, "short_rows": 512, "matrix_s": (4096 + 300) / 4096 * 0.01,
+               "matrix_short_s": (512 + 300) / 4096 * 0.01, "attention_flops": 1e11, "keys": 4096, "short_keys": 1024,
+               "attention_128_long_s": (4096 + 200) / 4096 * 0.002, "attention_128_short_s": (1024 + 200) / 4096 * 0.002,
+               "attention_64_long_s": 0.002, "attention_64_short_s": 0.0005, "move_bytes_s": 1e12, "block_launch_s": 1e-3,
+               "alone_matrix_s": (4096 + 300) / 4096 * 0.008, "beside_attention_s": 0.01, "beside_hop_s": 0.004, "beside_both_s": 0.012,
+               "launch 2 all_to_all_s": 1e-4, "launch 2 hop_s": 2e-4}
+    for collective, sent in SENT.items():
+        numbers |= {f"{collective} 2 {name}_s": 5e-5 + sent(2) * num_bytes / 1e10 for name, num_bytes in
+                    (("small", SMALL_BYTES), ("large", LARGE_BYTES))}
+    machine = machine_of_probe([numbers, numbers], ["a card"] * 2, [24e9] * 2)
+    device = machine.devices[0]
+
+    links = machine.links
+    for value, expected in (
+            (device.matrix_flops_s, 1e14), (device.half_rows, 300), (device.attention_flops_s, 5e13), (device.half_keys, 200),
+            (device.narrow_share, 0.5), (machine.alone, 1.25), (links.hidden, 0.5), (links.rate("hop", 2), 1e10),
+            (links.rate("gather", 2), 1e10), (links.latency("all_to_all", 2), 5e-5), (device.collective_launch_s, 1e-4),
+            (device.round_launch_s, 2e-4)):
+        within(abs(value / expected - 1), 1e-6, expected)

@@ -1,0 +1,138 @@
+"""Say how a model would run on the devices here, or on those that a file describes: seconds, memory and what limits each layout.
+
+MODEL is a safetensors file of a supported family, or a diffusers folder; only its header is read. Without --machine the devices
+here are measured, which takes a few seconds. No GPU is needed for a machine in a file.
+"""
+
+import collections
+import re
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.net import job_of, net_of
+from ..checkpoints.outline import outline
+from ..config import ParallelConfig, resolve_devices
+from ..forecast.choice import forecasts
+from ..forecast.files import read_machine
+from ..forecast.words import plan_words, table, why
+from ..host import measurements
+from ..host.client import Client
+from ..planner import choose_stages, plan_run
+from ..protocol.errors import ConfigError
+
+WEIGHT_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3fn": "float8_e4m3fn"}
+IN_FILES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
+MOST_PIXELS, MOST_STEPS = 2 ** 17, 10000
+
+
+def add_arguments(parser):
+    parser.add_argument("model", metavar="MODEL", type=Path)
+    parser.add_argument("--size", default="1024x1024", metavar="WxH", help="of the picture or video, in pixels")
+    parser.add_argument("--frames", type=int, default=1, help="of the video")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--branches", type=int, default=2, help="2 with classifier-free guidance (cfg above 1), else 1")
+    parser.add_argument("--batch", type=int, default=1, help="pictures at once")
+    parser.add_argument("--text", type=int, default=256, help="text tokens")
+    parser.add_argument("--weight-dtype", choices=list(WEIGHT_TYPES), help="how the weights are held (default: as in the file)")
+    parser.add_argument("--machine", type=Path, metavar="FILE", help="JSON that describes devices and links, see docs/measuring.md")
+    parser.add_argument("--devices", default="auto", help='to measure, as in xDiT Parallel Config: "auto", or "cuda:0,cuda:1", "cpu,cpu"')
+    parser.add_argument("--measurements", type=Path, metavar="FOLDER", help="where ComfyUI keeps what it measured (user/xdit): taken from "
+                        "there, and kept there")
+    parser.add_argument("--measure", action="store_true", help="measure again, whatever is kept")
+
+
+def main(options):
+    job_shape = _checked(options)
+    header = read_header(options.model)
+    family = recognise(header)
+    if family.by_rows:
+        raise ConfigError(f"{family.title} are U-Nets: auto shares out the branches of guidance and the images of a batch alone, and "
+                          f"nothing is forecast for them.")
+    config, model = outline(header, family)
+    storage = WEIGHT_TYPES.get(options.weight_dtype) or _most_common(header)
+    compute = "bfloat16" if storage.startswith("float8") else storage
+    net = net_of(family, config, model_spec(header, family, storage, compute), model)
+    job = job_of(family, net, _latent_shape(family, config, *job_shape, options),
+                 {"context": torch.empty(1, options.text, 1, device="meta")}, options.steps, options.branches)
+    machine = read_machine(options.machine) if options.machine else measured(options, compute)
+    print_plan(net, job, machine, f"{family.name}, {options.size}" + (f", {options.frames} frames" if options.frames > 1 else ""))
+
+
+def print_plan(net, job, machine, what):
+    """The table of all layouts, the choice of auto, and why."""
+    config, count = ParallelConfig(), len(machine.devices)
+    names = collections.Counter(device.name or "a device" for device in machine.devices)
+    print(f"{what}: {job.tokens} tokens, {job.text} of text, {job.steps} steps, {job.branches} branch{'es' if job.branches > 1 else ''}, "
+          f"{job.images} image{'s' if job.images > 1 else ''}; {net.blocks} blocks of width {net.width}, "
+          f"{net.held_bytes / 1e9:.2f} GB of weights")
+    print("on " + ", ".join(f"{number} x {name}" for name, number in names.items()))
+    stages = choose_stages(config, count, net, min(device.memory_bytes for device in machine.devices), machine)
+    started_s = time.perf_counter()
+    plan = plan_run(config, machine, net, job, stages)
+    elapsed_s = time.perf_counter() - started_s
+    every = forecasts(net, job, machine, steps_kept=1 + (config.forecast_keys_values > 0))
+    chosen = next((one for one in every if one.degrees == plan.chosen.degrees), plan.chosen)
+    if chosen not in every:
+        every.append(chosen)
+    print("\n".join(table(every, chosen, plan.one)))
+    print(plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered) + f". Chosen in {1000 * elapsed_s:.0f} ms.")
+    print(f"Why: {why(plan.chosen)}. " + (
+        "The weights do not fit on one device, so that its blocks are spread over stages." if stages is not None else
+        "By itself, auto takes only layouts whose picture is one device's, where the weights fit on each device."))
+    if not plan.chosen.fits:
+        print("No layout fits into the memory there is: take weights of a smaller type, a smaller picture, or more devices.")
+
+
+def measured(options, dtype):
+    """The Machine of the devices here: kept, or measured now."""
+    devices = resolve_devices(options.devices, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    machine = None if options.measure or options.measurements is None else measurements.kept(options.measurements, devices, dtype)
+    if machine is not None:
+        return machine
+    client = Client(devices)
+    client.on_phase = lambda phase: print(f"\r{phase.text} {phase.done} of {phase.total} ", end="", file=sys.stderr)
+    try:
+        machine = measurements.measure(client, dtype)
+    finally:
+        client.close()
+        print(file=sys.stderr)
+    if options.measurements is not None:
+        measurements.keep(options.measurements, devices, dtype, machine)
+    return machine
+
+
+def _checked(options):
+    """(columns, rows) of the picture. Raises ConfigError for what cannot be meant."""
+    found = re.fullmatch(r"(\d+)x(\d+)", options.size.strip().lower())
+    if not found or not all(8 <= int(side) <= MOST_PIXELS for side in found.groups()):
+        raise ConfigError(f"--size {options.size}: give width and height in pixels, such as 1024x1024, from 8 to {MOST_PIXELS}.")
+    for name, most in (("frames", 10000), ("steps", MOST_STEPS), ("branches", 2), ("batch", 4096), ("text", 10 ** 6)):
+        value = getattr(options, name)
+        if not 1 <= value <= most:
+            raise ConfigError(f"--{name} {value}: give a number from 1 to {most}.")
+    if not options.model.exists():
+        raise ConfigError(f"{options.model}: there is no such file or folder. Give a safetensors file, or a diffusers folder.")
+    return tuple(map(int, found.groups()))
+
+
+def _most_common(header):
+    counts = collections.Counter(IN_FILES[dtype] for dtype in header.dtypes.values() if dtype in IN_FILES)
+    if not counts:
+        raise ConfigError(f"{header.path}: its weights are {', '.join(sorted(set(header.dtypes.values())))}. Say how they are to be held "
+                          f"by --weight-dtype.")
+    return counts.most_common(1)[0][0]
+
+
+def _latent_shape(family, config, columns, rows, options):
+    """(B, C, H, W) or (B, C, F, H, W) of the latents."""
+    frames, row, column = family.pixels(config)
+    if options.frames > 1 and frames == 1:
+        raise ConfigError(f"--frames {options.frames}: {family.name} makes pictures. Leave it out.")
+    sizes = [-(-rows // row), -(-columns // column)]
+    if len(family.patch_size(config)) == 3:
+        sizes.insert(0, (options.frames - 1) // frames + 1)
+    return (options.batch, family.num_channels(config), *sizes)

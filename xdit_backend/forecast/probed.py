@@ -1,0 +1,53 @@
+"""From what the ranks measured (worker/probe.py) to a Machine. Pure arithmetic."""
+
+import statistics
+
+from .choice import Machine
+from .cost import Device, Links
+
+COLLECTIVES = ("all_to_all", "hop", "all_reduce", "gather")
+SMALL_BYTES, LARGE_BYTES = 2 ** 16, 2 ** 24
+# What a rank sends in a collective of a group: of the message's bytes, so much
+SENT = {"all_to_all": lambda size: (size - 1) / size, "hop": lambda size: 1.0, "all_reduce": lambda size: 2 * (size - 1) / size,
+        "gather": lambda size: (size - 1) / size}
+
+
+def machine_of_probe(ranks, names, memory_bytes):
+    """The Machine. ranks: the numbers of each rank; names, memory_bytes: of its card. A link is as slow as its slowest rank."""
+    devices = tuple(_device(numbers, name, size) for numbers, name, size in zip(ranks, names, memory_bytes))
+    rates, latencies = {}, {}
+    sizes = sorted({int(key.split()[1]) for key in ranks[0] if key.startswith("hop ")})
+    for collective in COLLECTIVES:
+        for size in sizes:
+            small_s, large_s = (max(numbers[f"{collective} {size} {which}_s"] for numbers in ranks) for which in ("small", "large"))
+            sent = SENT[collective](size)
+            a_byte_s = max(1e-15, (large_s - small_s) / (sent * (LARGE_BYTES - SMALL_BYTES)))
+            rates[collective, size] = 1 / a_byte_s
+            latencies[collective, size] = max(1e-6, small_s - sent * SMALL_BYTES * a_byte_s)
+    first = ranks[0]
+    alone = first["matrix_s"] / first["alone_matrix_s"] if first.get("alone_matrix_s") else 1.0
+    hidden = 1.0
+    if "beside_both_s" in first:
+        attention_s, hop_s, both_s = (statistics.mean(numbers[f"beside_{what}_s"] for numbers in ranks)
+                                      for what in ("attention", "hop", "both"))
+        hidden = min(1.0, max(0.0, (attention_s + hop_s - both_s) / min(attention_s, hop_s)))
+    return Machine(devices, Links(rates, hidden=hidden, latencies=latencies), max(1.0, alone))
+
+
+def _device(numbers, name, memory_bytes):
+    rows, short_rows, keys, short_keys = (numbers[key] for key in ("rows", "short_rows", "keys", "short_keys"))
+    matrix_s, half_rows = _line(numbers["matrix_s"], numbers["matrix_short_s"], rows, short_rows)
+    wide_s, half_keys = _line(numbers["attention_128_long_s"], numbers["attention_128_short_s"], keys, short_keys)
+    narrow_s, _ = _line(numbers["attention_64_long_s"], numbers["attention_64_short_s"], keys, short_keys)
+    launches = {f"{kind}_launch_s": min(value for key, value in numbers.items() if key.startswith("launch ") and key.endswith(f" {of}_s"))
+                for kind, of in (("collective", "all_to_all"), ("round", "hop")) if any(key.startswith("launch ") for key in numbers)}
+    return Device(matrix_flops_s=numbers["matrix_flops"] / matrix_s, attention_flops_s=numbers["attention_flops"] / wide_s,
+                  memory_bytes_s=numbers["move_bytes_s"], half_rows=half_rows, half_keys=half_keys,
+                  block_launch_s=numbers["block_launch_s"], narrow_share=min(1.5, wide_s / narrow_s / 2), busy_ring=0.0, name=name,
+                  memory_bytes=memory_bytes, **launches)
+
+
+def _line(full_s, short_s, full, short):
+    """(seconds of the full size without what does not shrink with it; that, in sizes)."""
+    slope = max((full_s - short_s) / (full - short), 0.5 * full_s / full)
+    return slope * full, max(0.0, min(full_s / slope - full, full))

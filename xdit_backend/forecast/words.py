@@ -1,0 +1,56 @@
+"""A plan in a person's words: what is chosen, how fast, why, and what came second. Pure text."""
+
+from .choice import is_worth_it
+
+METHODS = {"cfg": "CFG", "data": "data", "pipefusion": "PipeFusion", "displaced": "DistriFusion", "tensor": "Tensor", "ring": "Ring",
+           "ulysses": "Ulysses"}
+REASONS = {"compute": "devices are busy, and more of them help", "link": "devices wait for transfers {share:.0%} of the time",
+           "launch": "there is little to compute: starting kernels takes {share:.0%} of the time",
+           "warm-up": "few steps: whole steps and empty slots take {share:.0%} of the time"}
+
+
+def layout_words(one):
+    """Of a Forecast, e.g. "CFG 2 x Ulysses 2" or "PipeFusion 2, 4 patches"."""
+    if one.working == 1:
+        return "one device"
+    text = " x ".join(f"{name} {getattr(one.degrees, axis)}" for axis, name in METHODS.items() if getattr(one.degrees, axis) > 1)
+    return f"{text}, {one.degrees.num_patches} patches" if one.degrees.num_patches else text
+
+
+def plan_words(chosen, one, ordered):
+    """What the node says of a run's Forecasts: the chosen one, that of one device (None: it does not fit there), and all."""
+    text = f"Plan: {layout_words(chosen)}, "
+    if chosen.working == 1:
+        text += f"about {seconds_words(chosen.seconds)}: one device is as fast"
+    elif one is None:
+        text += f"about {seconds_words(chosen.seconds)}: one device has too little memory"
+    elif is_worth_it(chosen, one):
+        text += f"about {one.seconds / chosen.seconds:.1f}x ({seconds_words(one.seconds)} to {seconds_words(chosen.seconds)})"
+    else:
+        text += f"about {seconds_words(chosen.seconds)}: one device is about as fast"
+    text += f", {chosen.memory.total / 1e9:.2g} GB a card"
+    second = next((other for other in ordered if layout_words(other) != layout_words(chosen)), None)
+    return text + (f". Second: {layout_words(second)}, {seconds_words(second.seconds)}" if second else "")
+
+
+def why(chosen):
+    """What limits the chosen layout."""
+    return REASONS[chosen.limited_by].format(share=chosen.causes[chosen.limited_by] / chosen.seconds)
+
+
+def seconds_words(seconds):
+    """Two digits, no more than a forecast knows."""
+    return f"{float(f'{seconds:.2g}'):g} s"
+
+
+def table(ordered, chosen, one):
+    """Lines of a table of Forecasts, the best first, with the chosen one marked. one: that of one device."""
+    lines = [f"  {'layout':<34} {'seconds':>8} {'faster':>7} {'GB a card':>10} {'weights':>8} {'keys, values':>13} {'activations':>12}"
+             f"  limited by"]
+    for other in ordered:
+        memory = other.memory
+        notes = other.limited_by + ("" if other.is_exact else "; nearly the same picture") + ("" if other.fits else "; does not fit")
+        lines.append(f"{'* ' if other is chosen else '  '}{layout_words(other):<34} {other.seconds:>8.2f} "
+                     f"{one.seconds / other.seconds:>6.2f}x {memory.total / 1e9:>10.2f} {memory.weights / 1e9:>8.2f} "
+                     f"{memory.keys_values / 1e9:>13.2f} {memory.activations / 1e9:>12.2f}  {notes}")
+    return lines

@@ -1,0 +1,74 @@
+"""What a probe measured of the devices of a worker group, kept in a folder from then on. Used by the bridge and by `plan`.
+
+A measurement is of these cards in this order, this driver and torch, and which of them reach each other directly; where any of it
+changes there is none, and it is measured anew. Files are as forecast/files.py reads them; deleting one has it measured again.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from ..forecast.choice import Machine
+from ..forecast.files import as_said, read_machine
+from ..forecast.probed import machine_of_probe
+from ..protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def measure(client, dtype):
+    """The Machine of a Client's devices, measured now; a few seconds. dtype: that models compute in."""
+    numbers = client.probe(dtype)
+    cards = [card_of(device) for device in client.devices]
+    return machine_of_probe([numbers[rank] for rank in sorted(numbers)], [name for name, _ in cards], [size for _, size in cards])
+
+
+def kept(folder, devices, dtype) -> Machine | None:
+    """The Machine that was measured of these devices; None where there is none, or it cannot be read."""
+    path = _path(folder, devices, dtype)
+    if not path.is_file():
+        return None
+    try:
+        return read_machine(path)
+    except ConfigError as error:
+        log.warning("the measurement of the devices is ignored and will be made again: %s", error)
+        return None
+
+
+def keep(folder, devices, dtype, machine):
+    """Write a Machine where `kept` finds it. A folder that cannot be written to costs a measurement, and no more."""
+    path = _path(folder, devices, dtype)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(as_said(machine, topology(devices, dtype)), indent=1), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        log.warning("what was measured of the devices cannot be kept in %s: %s", folder, error)
+
+
+def topology(devices, dtype):
+    """What a measurement is of. Makes no CUDA context."""
+    cuda = [torch.device(device) for device in devices if device.startswith("cuda")]
+    reach = [[one == other or torch.cuda.can_device_access_peer(one, other) for other in cuda] for one in cuda]
+    return {"devices": list(devices), "cards": [card_of(device)[0] for device in devices], "direct": reach, "torch": torch.__version__,
+            "driver": torch._C._cuda_getDriverVersion() if cuda else 0, "dtype": dtype, "threads": os.environ.get("OMP_NUM_THREADS", "")}
+
+
+def card_of(device):
+    """(name, bytes of memory). Of a CPU worker, the machine's."""
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(torch.device(device))
+        return properties.name, float(properties.total_memory)
+    import psutil
+    return f"CPU {platform.machine()}, {os.cpu_count()} cores", float(psutil.virtual_memory().total)
+
+
+def _path(folder, devices, dtype):
+    digest = hashlib.sha256(json.dumps(topology(devices, dtype), sort_keys=True).encode()).hexdigest()[:12]
+    return Path(folder) / f"devices-{digest}.json"

@@ -1,0 +1,163 @@
+"""What a rank measures of its device and of the links to the others, in seconds: all that the forecasts need. Used by the engine.
+
+Every rank runs it at the same time, in the same order, so that what they share (memory, processors, a bus) is shared as in a run.
+"""
+
+import math
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ..parallel.collectives import RingExchange, all_gather, all_to_all
+from ..parallel.mesh import group_timeout
+
+SMALL_BYTES, LARGE_BYTES = 2 ** 16, 2 ** 24
+# (width, rows of a full and of a short matrix, tokens of a long and of a short attention, elements of what is only moved)
+ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 26), (512, 1024, 128, 1024, 256, 2 ** 22)
+HEADS = 8
+LEAST_S, ROUNDS = 0.02, 3
+BLOCK_TOKENS, BLOCK_WIDTH = 16, 64
+
+
+def measure(rank, world_size, device, dtype, traffic, report):
+    """{what: seconds or bytes a second}; see forecast/probed.py for the names. A collective: every rank of the world calls it.
+
+    report(text, done, total) tells a person.
+    """
+    watch = Watch(device, world_size)
+    numbers = {}
+    sizes = [size for size in (2, 4, 8, 16) if world_size % size == 0]
+    steps = 2 + len(sizes)
+    report("measuring the devices", 0, steps)
+    numbers |= of_device(watch, device, dtype)
+    if world_size > 1:                                         # the first alone, while the others rest
+        watch.together = False
+        alone = of_matrix(watch, device, dtype)[0] if rank == 0 else 0.0
+        watch.together = True
+        dist.barrier()
+        numbers["alone_matrix_s"] = alone
+    report("measuring the devices", 1, steps)
+    numbers["block_launch_s"] = of_empty_block(watch, device, dtype)
+    for index, size in enumerate(sizes):
+        report("measuring the links", 2 + index, steps)
+        numbers |= of_links(watch, rank, world_size, size, device, dtype, traffic)
+    return numbers
+
+
+class Watch:
+    """Times what a rank does, in rounds that all ranks begin together."""
+
+    def __init__(self, device, world_size):
+        self.device, self.together = device, world_size > 1
+
+    def done(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, work, group=None, repeats=None, wait=True):
+        """Of one call, the best of some rounds. wait: until the device is done; else what the host takes to start it.
+
+        repeats: calls a round; None: as many as take long enough. Ranks of a collective give a number, so that all make as many.
+        """
+        work()
+        self.done()
+        if repeats is None:
+            started_s = time.perf_counter()
+            work()
+            self.done()
+            repeats = max(1, math.ceil(LEAST_S / max(1e-6, time.perf_counter() - started_s)))
+        best_s = math.inf
+        for _ in range(ROUNDS):
+            if self.together:
+                dist.barrier()
+                self.done()
+            started_s = time.perf_counter()
+            for _ in range(repeats):
+                work()
+            if wait:
+                self.done()
+            best_s = min(best_s, (time.perf_counter() - started_s) / repeats)
+            self.done()
+        return best_s
+
+
+def of_matrix(watch, device, dtype):
+    """Seconds of a feed-forward's matrix multiplication with many rows, and with few."""
+    width, full, short, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
+    weight = torch.randn(4 * width, width, device=device).to(dtype)
+    tokens = torch.randn(full, width, device=device).to(dtype)
+    return [watch.seconds(lambda rows=rows: F.linear(tokens[:rows], weight)) for rows in (full, short)]
+
+
+def of_device(watch, device, dtype):
+    width, full, short, long, brief, elements = ON_CUDA if device.type == "cuda" else ON_CPU
+    full_s, short_s = of_matrix(watch, device, dtype)
+    numbers = {"matrix_s": full_s, "matrix_short_s": short_s, "matrix_flops": 8.0 * full * width ** 2, "rows": full, "short_rows": short}
+    for head in (64, 128):
+        for name, keys in (("long", long), ("short", brief)):
+            query, key = (torch.randn(1, HEADS, tokens, head, device=device).to(dtype) for tokens in (long, keys))
+            numbers[f"attention_{head}_{name}_s"] = watch.seconds(
+                lambda query=query, key=key: F.scaled_dot_product_attention(query, key, key))
+    numbers |= {"attention_flops": 4.0 * HEADS * long * long * 128, "keys": long, "short_keys": brief}
+    one, other = (torch.randn(elements, device=device).to(dtype) for _ in range(2))
+    numbers["move_bytes_s"] = 3 * one.nbytes / watch.seconds(lambda: torch.add(one, other))
+    return numbers
+
+
+def of_empty_block(watch, device, dtype):
+    """Seconds that the host takes for a block of PixArt's structure with next to nothing to compute."""
+    from diffusers.models.attention import BasicTransformerBlock
+    block = BasicTransformerBlock(BLOCK_WIDTH, 2, BLOCK_WIDTH // 2, cross_attention_dim=BLOCK_WIDTH, num_embeds_ada_norm=1,
+                                  norm_type="ada_norm_single").to(device, dtype)
+    tokens = torch.randn(1, BLOCK_TOKENS, BLOCK_WIDTH, device=device).to(dtype)
+    times = torch.randn(1, 6 * BLOCK_WIDTH, device=device).to(dtype)
+    return watch.seconds(lambda: block(tokens, encoder_hidden_states=tokens, timestep=times), wait=False)
+
+
+def of_links(watch, rank, world_size, size, device, dtype, traffic):
+    """Seconds of each collective in groups of so many neighbours, all groups at once: small and large messages."""
+    numbers, own = {}, None
+    groups = [dist.new_group(range(first, first + size), timeout=group_timeout()) if size < world_size else dist.group.WORLD
+              for first in range(0, world_size, size)]
+    own = groups[rank // size]
+    for name, num_bytes in (("small", SMALL_BYTES), ("large", LARGE_BYTES)):
+        piece = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+        pieces = piece[:len(piece) // size * size].view(size, -1)
+        shapes = [pieces[0].shape] * size
+        works = {"all_to_all": lambda pieces=pieces, shapes=shapes: all_to_all(pieces, shapes, own, traffic),
+                 "hop": lambda piece=piece: RingExchange(piece, piece.shape, own, traffic).wait(),
+                 "all_reduce": lambda piece=piece: dist.all_reduce(piece, group=own),
+                 "gather": lambda pieces=pieces: all_gather(pieces[0], [len(pieces[0])] * size, 0, own, traffic)}
+        for collective, work in works.items():
+            numbers[f"{collective} {size} {name}_s"] = watch.seconds(work, repeats=10 if name == "small" else 2)
+    piece = torch.zeros(16, dtype=dtype, device=device)
+    pieces = torch.zeros(size, 8, dtype=dtype, device=device)
+    numbers[f"launch {size} all_to_all_s"] = watch.seconds(lambda: all_to_all(pieces, [(8,)] * size, own, traffic), repeats=10, wait=False)
+    numbers[f"launch {size} hop_s"] = watch.seconds(lambda: RingExchange(piece, piece.shape, own, traffic).wait(), repeats=10, wait=False)
+    if size == 2:
+        numbers |= of_both(watch, own, device, dtype, traffic)
+    if size < world_size:
+        for group in groups:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+    return numbers
+
+
+def of_both(watch, group, device, dtype, traffic):
+    """Attention beside a hop: how much of the one passes beside the other."""
+    _, _, _, tokens, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
+    query = torch.randn(1, HEADS, tokens, 128, device=device).to(dtype)
+    piece = torch.zeros(LARGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
+
+    def attend():
+        return F.scaled_dot_product_attention(query, query, query)
+
+    def both():
+        exchange = RingExchange(piece, piece.shape, group, traffic)
+        attend()
+        exchange.wait()
+    return {"beside_attention_s": watch.seconds(attend, repeats=4),
+            "beside_hop_s": watch.seconds(lambda: RingExchange(piece, piece.shape, group, traffic).wait(), repeats=2),
+            "beside_both_s": watch.seconds(both, repeats=2)}
