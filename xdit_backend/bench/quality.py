@@ -1,7 +1,7 @@
-"""Tell what stale keys and values do to pictures: PipeFusion's settings against one device, on the trained demo model.
+"""Tell what stale keys and values do to pictures: PipeFusion and displaced patches against one device, on the trained demo model.
 
-The same prompts and seeds are drawn by one worker, by a pipeline of two under each setting, and by naive patches, which never
-see each other. Prints a table in Markdown and writes a contact sheet.
+The same prompts and seeds are drawn by one worker, by a pipeline of two and by displaced patches under each setting, and by naive
+patches, which never see each other. Prints a table in Markdown and writes a contact sheet.
 """
 
 import json
@@ -23,7 +23,7 @@ from ..demo_model.transformer import shifted_sigmas
 from ..host.client import Call
 from ..partition import cut_patches
 from ..protocol.errors import ConfigError
-from ..protocol.messages import Stages
+from ..protocol.messages import Layout, Stages
 from .groups import count_cuda, start_clients
 from .sampler import SAMPLERS, sample
 
@@ -40,6 +40,7 @@ def add_arguments(parser):
     parser.add_argument("--sampler", choices=SAMPLERS, default="euler", help="what takes them")
     parser.add_argument("--guidance", type=float, default=3.0, help="scale of classifier-free guidance")
     parser.add_argument("--patches", type=int, nargs="+", default=(2, 4, 8), help="num_patches to try")
+    parser.add_argument("--displaced", type=int, nargs="*", default=(2, 4, 8), help="displaced_degree to try, each as many workers")
     parser.add_argument("--warmup-steps", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="warmup_steps to try")
     parser.add_argument("--forecast", type=float, nargs="+", default=(0.0,), help="forecast of stale keys and values to try")
     parser.add_argument("--sheet", type=Path, default=Path("quality.png"), help="where the contact sheet goes")
@@ -51,7 +52,7 @@ def main(options):
     if not NUM_SHOWN <= options.prompts <= len(prompts):
         raise ConfigError(f"prompts={options.prompts} is not from {NUM_SHOWN} to {len(prompts)}.")
     prompts, labels = prompts[:options.prompts], labels[:options.prompts]
-    clients = start_clients({1, 2}, count_cuda(options.device))
+    clients = start_clients({1, 2, *options.displaced}, count_cuda(options.device))
     pictures, patches = {}, {}
     try:
         for name, (run, num_patches) in settings(clients, options).items():
@@ -102,6 +103,16 @@ def settings(clients, options):
             return latent
         return run
 
+    def displaced(degree, warmup_steps):
+        layout = Layout(displaced_degree=degree)
+
+        def run(call, sigmas):
+            latent = sample(clients[degree], one_spec, layout, call, sigmas, warmup_steps, None, CHANNELS, 1000.0,
+                            guidance=options.guidance, step_by=step_by)
+            clients[degree].end_run()
+            return latent
+        return run
+
     def naive(num_patches):
         def run(call, sigmas):
             return torch.cat([whole(Call(strip.contiguous(), call.timestep, call.conditioning), sigmas)
@@ -112,6 +123,8 @@ def settings(clients, options):
     runs |= {f"M={num_patches}, W={warmup_steps}" + (f", forecast {forecast:g}" if forecast else ""):
              (piped(num_patches, warmup_steps, forecast), num_patches)
              for num_patches in options.patches for warmup_steps in options.warmup_steps for forecast in options.forecast}
+    runs |= {f"displaced, N={degree}, W={warmup_steps}": (displaced(degree, warmup_steps), degree)
+             for degree in options.displaced for warmup_steps in options.warmup_steps}
     return runs | {f"naive patches, M={num_patches}": (naive(num_patches), num_patches) for num_patches in options.patches}
 
 

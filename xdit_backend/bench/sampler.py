@@ -49,8 +49,9 @@ def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channe
     patches: of partition.cut_patches; None: every step is whole and nothing is kept. time_scale: timestep at sigma 1.
     guidance: the scale of classifier-free guidance; the call's conditioning is then of twice as many rows as its latent,
     the unconditional ones last. forecast: of stale keys and values, docs/algorithms.md section 2.9. step_by: one of SAMPLERS.
+    With displaced patches in the layout, steps after the warm-up are stale, and never the first.
     """
-    num_steps = len(sigmas) - 1
+    num_steps, displaced = len(sigmas) - 1, layout.displaced_degree > 1
     num_whole = num_steps if patches is None else min(warmup_steps, num_steps)
 
     def at(latent, step):
@@ -73,8 +74,8 @@ def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channe
     x, before = call.latent, None
     whole_layout = warmup_layout(layout, spec.stages) if spec.stages else layout
     for step in range(num_whole):
-        ticket = client.submit(spec, whole_layout, num_channels, [at(x, step)], keep=patches is not None, by_image=by_image,
-                               forecast=forecast)
+        ticket = client.submit(spec, whole_layout, num_channels, [at(x, step)], keep=displaced or patches is not None,
+                               by_image=by_image, forecast=forecast, stale=displaced and step >= max(1, warmup_steps))
         x, before = stepped(x, step, client.wait([ticket])[1][0], before)
     if not patches or num_whole == num_steps:
         return x
