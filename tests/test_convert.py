@@ -50,6 +50,10 @@ def test_links_keep_their_ends(converted):
     assert [name for name, entry in converted.items() if entry["loose"]] == []
 
 
+def test_widgets_that_subgraphs_show_are_called_what_they_are_now(converted):
+    assert [name for name, entry in converted.items() if entry["stale"]] == []
+
+
 def test_twice_is_once(converted):
     assert [name for name, entry in converted.items() if entry["again"]] == []
 

@@ -1,4 +1,4 @@
-/** Converts every workflow of a folder there and back; prints [{name, changed, left, back, ends}] for test_convert.py. Arguments: convert.js, folder. */
+/** Converts every workflow of a folder there and back; prints what came of each for test_convert.py. Arguments: convert.js, folder. */
 
 import assert from "node:assert";
 import fs from "node:fs";
@@ -32,6 +32,17 @@ function looseEnds(workflow) {
   return loose.length;
 }
 
+/** Widgets that a subgraph's node or the app mode shows by the name of a loader that is ours now. */
+function staleNames(workflow) {
+  const subgraphs = workflow.definitions?.subgraphs ?? [];
+  const graphs = [workflow, ...subgraphs];
+  const shown = graphs.flatMap((graph) => graph.nodes).flatMap((node) => (node.properties?.proxyWidgets ?? [])
+    .map((entry) => [subgraphs.find(({ id }) => id === node.type), ...entry]));
+  const inApp = (workflow.extra?.linearData?.inputs ?? []).map((entry) => [workflow, ...entry]);
+  return [...shown, ...inApp].filter(([graph, id, name]) => name === "unet_name"
+    && graph?.nodes.some((node) => String(node.id) === String(id) && node.type === "XDiTLoadModel")).length;
+}
+
 const results = [];
 for (const name of fs.readdirSync(folder).filter((file) => file.endsWith(".json")).sort()) {
   const given = JSON.parse(fs.readFileSync(path.join(folder, name), "utf8"));
@@ -42,7 +53,7 @@ for (const name of fs.readdirSync(folder).filter((file) => file.endsWith(".json"
   results.push({
     name, changed, left, back: isSame(given, back.workflow) && back.changed === changed, kept: JSON.stringify(given) === before,
     types: [workflow, ...(workflow.definitions?.subgraphs ?? [])].flatMap((graph) => graph.nodes.map((node) => node.type)),
-    loose: looseEnds(workflow) - looseEnds(given), again: toAllGpus(workflow).changed,
+    loose: looseEnds(workflow) - looseEnds(given), stale: staleNames(workflow), again: toAllGpus(workflow).changed,
   });
 }
 console.log(JSON.stringify(results));
