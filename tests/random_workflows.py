@@ -55,7 +55,7 @@ STALE = {                                  # the result is the oracle's
 UNET_LAYOUTS = ("auto", "auto 4", "cfg", "data", "displaced", "displaced, warm-up", "cfg x displaced")
 SIZES = ((16, 18), (8, 24), (15, 17), (9, 31), (2, 6), (3, 3), (2, 2), (31, 5), (1, 8), (4, 40), (12, 10))
 OWN_SIZES = {"hunyuanvideo": ((16, 18), (8, 24), (2, 6), (2, 2), (30, 4), (4, 40), (12, 10)),      # of what ComfyUI's own models take
-             "pixart": ((34, 32), (20, 46), (48, 20), (62, 4), (36, 36))}
+             **dict.fromkeys(("pixart", "pixart-alpha"), ((34, 32), (20, 46), (48, 20), (62, 4), (36, 36)))}
 CHANGES = [("RescaleCFG", {"multiplier": 0.7}), ("CFGNorm", {"strength": 0.9}), ("CFGZeroStar", {}),
            ("APG", {"eta": 0.8, "norm_threshold": 4.0, "momentum": 0.3}), ("APG", {"eta": 1.0, "norm_threshold": 0.0, "momentum": -0.5}),
            ("TCFG", {}), ("Mahiro", {}), ("FreSca", {"scale_low": 1.1, "scale_high": 1.3, "freq_cutoff": 4}),

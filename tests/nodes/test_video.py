@@ -87,6 +87,10 @@ def hunyuan15_nothing(vae, size):
     return "EmptyHunyuanVideo15Latent", {}
 
 
+def cosmos_start(vae, size):
+    return "CosmosPredict2ImageToVideoLatent", {"vae": vae, "start_image": picture(3, *size)}
+
+
 def ltx_start(vae, size):
     return "LTXVImgToVideo", {"vae": vae, "image": picture(3, *size), "strength": 0.8}
 
@@ -112,6 +116,7 @@ CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start), "wan-i2v-blind": ("wan-i2
          "hunyuan-skyreels": ("hunyuanvideo-skyreels", "vae-hunyuan", hunyuan_concat),
          "hunyuan15-i2v": ("hunyuanvideo-1.5", "picture", hunyuan15_start),
          "hunyuan15-text": ("hunyuanvideo-1.5", "picture", hunyuan15_nothing),
+         "cosmos-i2v": ("cosmos-predict2-video", "vae-wan", cosmos_start), "cosmos-text": ("cosmos-predict2", "vae-wan", cosmos_start),
          "ltx-i2v": ("ltx-video", "vae-ltx095", ltx_start), "ltx-rate": ("ltx-video", "vae-ltx095", ltx_frame_rate),
          "ltx-guide": ("ltx-video", "vae-ltx095", ltx_guide), "ltx-causal": ("ltx-video-causal", "vae-ltx095", ltx_start)}
 

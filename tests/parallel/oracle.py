@@ -23,9 +23,10 @@ class StaleModel:
         for list_ in example.family.plan.lists:
             for block in example.model.get_submodule(list_.name):
                 for name, streams in list_.attention.items():
-                    if getattr(block, name, None) is not None:
-                        getattr(block, name).register_forward_pre_hook(functools.partial(self._enter, streams))
-                        getattr(block, name).register_forward_hook(functools.partial(self._enter, None))
+                    module = functools.reduce(lambda parent, part: getattr(parent, part, None), name.split("."), block)
+                    if module is not None:
+                        module.register_forward_pre_hook(functools.partial(self._enter, streams))
+                        module.register_forward_hook(functools.partial(self._enter, None))
 
     def _enter(self, streams, *module_and_arguments):
         self.streams = streams

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import xdit_backend.parallel.usp as usp
-from tests.models.zoo import APART, CONFIGS, example
+from tests.models.zoo import APART, CONFIGS, example, matrix
 from tests.ranks import run_ranks
 from tests.tolerances import within
 from xdit_backend.models import FAMILIES
@@ -55,11 +55,10 @@ def difference(rank, world_size, name, layout, shapes, mutant=None):
     return results
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name, layout", matrix(CONFIGS, LAYOUTS, "ring2-ulysses2"))
 def test_prediction_equals_the_model(name, layout):
     """Shapes follow one another on the same hooks, so that nothing of one run may reach the next."""
-    results = run_ranks(difference, num_ranks(layout), name, layout, list(SHAPES.values()))
+    results = run_ranks(difference, num_ranks(LAYOUTS[layout]), name, LAYOUTS[layout], list(SHAPES.values()))
 
     within(max(max(result) for result in results), EXACT)
 

@@ -21,6 +21,11 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 OTHERS = (
     ((".lora_", ".lora.", "_lora."), "a LoRA: load it with a LoRA node"),
     (("control_model.", "controlnet_", "zero_convs."), "a ControlNet"),
+    ((".t5_yproj.",), "a Mochi model, whose tokens of text are narrower than those of its video, and which xDiT does not run"),
+    ((".visual_transformer_blocks.",), "a Kandinsky 5 model, of which diffusers computes parts in half precision that ComfyUI does not"),
+    ((".ref_image_refiner.",), "an OmniGen 2 model, for which diffusers has no transformer"),
+    ((".t_embedder1.",), "a HiDream-O1 model, for which diffusers has no transformer"),
+    ((".blocks.block0.",), "a Cosmos 1 model; Cosmos-Predict2 models work"), ((".mlp_t5.",), "a HunyuanDiT model, which xDiT does not run"),
     (("down_blocks.0.attentions.", "down_blocks.1.attentions."), "a U-Net under diffusers' names, which xDiT does not read"),
     (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
     (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", "model.embed_tokens.",
@@ -170,11 +175,10 @@ def _check_places(entries):
 def recognise(header) -> Family:
     """Name the family of a file. Raises CheckpointError when it is none that can be run, saying which can."""
     name = os.path.basename(header.path)
+    if header.config is not None:
+        return _family_of_folder(name, header.config)
     for family in FAMILIES.values():
-        if header.config is not None:
-            if _class_name(header.config) == family.transformer and not family.by_rows:
-                return family
-        elif family.recognise(header.shapes):
+        if family.recognise(header.shapes):
             try:
                 reason = family.refuse(header.shapes, header.beside)
             except (KeyError, IndexError, ValueError, TypeError):          # what it would look at is not there: outline() names it
@@ -182,13 +186,20 @@ def recognise(header) -> Family:
             if reason:
                 raise CheckpointError(f"{name} is a {family.name} model, but {reason}.")
             return family
-    if header.config is not None:
-        raise CheckpointError(f"{name} is a {_class_name(header.config)}, which xDiT does not run. It runs {supported()}.")
     for marks, what in OTHERS:
         if any(mark in f".{key}" for key in header.shapes for mark in marks):
             raise CheckpointError(f"{name} is {what}. xDiT runs {supported()}.")
     raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. It runs {supported()}, from "
                           f".safetensors and .gguf files in ComfyUI's or the publisher's format.")
+
+
+def _family_of_folder(name, config):
+    """The family of the class that config.json means; of several, the one whose fixed settings it has most of."""
+    fixed = lambda family: [rule for rule in family.config.rules.items() if not callable(rule[1])]  # noqa: E731
+    of_class = [family for family in FAMILIES.values() if _class_name(config) == family.transformer and not family.by_rows]
+    if not of_class:
+        raise CheckpointError(f"{name} is a {_class_name(config)}, which xDiT does not run. It runs {supported()}.")
+    return max(of_class, key=lambda family: sum(config.get(key, value) == value for key, value in fixed(family)))
 
 
 def _class_name(config):

@@ -1,13 +1,19 @@
 """The families this project runs: a dict, one entry a file."""
 
+from .auraflow import AURAFLOW
 from .chroma import CHROMA
+from .cogvideox import COGVIDEOX
+from .cosmos import COSMOS
 from .flux import FLUX
 from .flux2 import FLUX2
+from .hidream import HIDREAM
+from .hunyuan_image import HUNYUAN_IMAGE
 from .hunyuan_video import HUNYUAN_VIDEO
 from .hunyuan_video15 import HUNYUAN_VIDEO15
 from .ltx import LTX
 from .lumina2 import LUMINA2
 from .pixart import PIXART
+from .pixart_alpha import PIXART_ALPHA
 from .qwen_image import QWEN_IMAGE
 from .sd2 import SD2
 from .sd3 import SD3
@@ -18,8 +24,8 @@ from .wan_vace import WAN_VACE
 from .z_image import Z_IMAGE
 
 FAMILIES = {family.name: family for family in (
-    SD3, FLUX, FLUX2, CHROMA, WAN, WAN_VACE, PIXART, QWEN_IMAGE, Z_IMAGE, LUMINA2,
-    HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, SD15, SD2, SDXL)}
+    SD3, FLUX, FLUX2, CHROMA, WAN, WAN_VACE, PIXART, PIXART_ALPHA, QWEN_IMAGE, Z_IMAGE, LUMINA2, HIDREAM, HUNYUAN_IMAGE, AURAFLOW,
+    HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, COSMOS, COGVIDEOX, SD15, SD2, SDXL)}
 
 
 def supported(last="and"):

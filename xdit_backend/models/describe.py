@@ -199,6 +199,28 @@ def timestep(times=1, plus=0):
     return lambda asked: asked.timestep if (times, plus) == (1, 0) else plus + times * asked.timestep
 
 
+def type_of_arithmetic(model):
+    """For Family.amend. () -> the type of the latent in this call of the model, which ComfyUI's models round the time's sines to;
+    diffusers takes that of the time, or of weights that may be held in fewer bits.
+    """
+    now = []
+
+    def remember(module, args, kwargs):
+        latent = next(iter(kwargs.values()))                   # of Family.arguments, the first
+        now[:] = [latent[0].dtype]
+    model.register_forward_pre_hook(remember, with_kwargs=True)
+    return lambda: now[0]
+
+
+def frame_times(asked):
+    """The timestep as ComfyUI gives it, (B,), or (B, frames) where they differ; a patch has its own frames."""
+    times = asked.timestep
+    if times.ndim == 1:
+        return times
+    start = asked.patch.start if asked.patch is not None and asked.patch.dim == 2 else 0
+    return times[:, start:start + asked.latent.shape[2]]
+
+
 def given(name, times=1, where=None, else_zeros=None):
     """A conditioning, one for each image. where: only if this of the config is set, else None. else_zeros: where a workflow
     has none, zeros as wide as this of the config says."""

@@ -1,7 +1,7 @@
 """HunyuanVideo from text, and from a picture as more channels: two streams, then one; joint attention, image first; guidance."""
 
 from ..protocol.errors import ConfigError
-from .describe import Whole, all_text, because, blocks, config_of, given, has, size, timestep
+from .describe import Whole, all_text, blocks, config_of, given, has, size, timestep
 from .keys import SWAPPED, table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 from .positions import Cut
@@ -53,8 +53,7 @@ def _amend(model, config):
 
 HUNYUAN_VIDEO = Family(
     name="HunyuanVideo", title="HunyuanVideo text- and image-to-video", transformer="HunyuanVideoTransformer3DModel", cfg="at cfg above 1",
-    recognise=lambda shapes: has("txt_in.individual_token_refiner.blocks.0.norm1.weight")(shapes) and not has("vision_in.")(shapes),
-    refusals=(because("it is a variant without pooled text (HunyuanImage)", lambda shapes: not has("vector_in.")(shapes)),),
+    recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vector_in."),
     config=config_of(
         patch_size=2, patch_size_t=1, in_channels=size("img_in.proj.weight", 1), out_channels=size("final_layer.linear.weight", 0, 4),
         num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128, num_layers=blocks("double_blocks."),

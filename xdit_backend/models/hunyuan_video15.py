@@ -2,7 +2,7 @@
 
 import torch
 
-from .describe import Whole, all_text, because, blocks, config_of, given, has, needs_diffusers, size, timestep
+from .describe import Whole, all_text, because, blocks, config_of, given, has, needs_diffusers, size, timestep, type_of_arithmetic
 from .hunyuan_video import KEYS as SHARED_KEYS
 from .keys import table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
@@ -38,9 +38,8 @@ def _num_text_tokens(conditioning):
 def _amend(model, config):
     """diffusers rounds the time's sines as the time is, and masks attention by a square of all tokens, though none is masked here."""
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
-    embed, dtypes = model.time_embed, []
-    model.rope.register_forward_pre_hook(lambda module, args: dtypes.append(args[0].dtype))
-    embed.forward = lambda times, timestep_r=None: embed.timestep_embedder(embed.time_proj(times).to(dtypes.pop()))
+    embed, dtype = model.time_embed, type_of_arithmetic(model)
+    embed.forward = lambda times, timestep_r=None: embed.timestep_embedder(embed.time_proj(times).to(dtype()))
 
     def without_mask(forward):
         return lambda attention_mask=None, **arguments: forward(**arguments)
@@ -55,8 +54,7 @@ HUNYUAN_VIDEO15 = Family(
     refusals=(because("it also takes the time of the next step (super-resolution or distilled)", has("time_r_in.")),
               because("it takes guidance as an input", has("guidance_in.")), needs_diffusers("0.36")),
     config=config_of(
-        patch_size=1, patch_size_t=1, in_channels=size("img_in.proj.weight", 1),
-        out_channels=size("final_layer.linear.weight", 0),
+        patch_size=1, patch_size_t=1, in_channels=size("img_in.proj.weight", 1), out_channels=size("final_layer.linear.weight", 0),
         num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128, num_layers=blocks("double_blocks."),
         num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."), text_embed_dim=size("txt_in.input_embedder.weight", 1),
         text_embed_2_dim=size("byt5_in.fc1.weight", 1), image_embed_dim=size("vision_in.proj.0.weight", 0), rope_axes_dim=(16, 56, 56)),

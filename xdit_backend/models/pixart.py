@@ -31,7 +31,7 @@ def _scale(shapes):
 def _latent(asked):
     height, width = asked.patch.whole if asked.patch else asked.latent.shape[2], asked.latent.shape[3]
     if height % 2 or width % 2 or height + width < 66:
-        raise ConfigError(f"PixArt-Sigma cannot draw {width * 8} x {height * 8} pixels. Its model takes sides that are multiples of 16, "
+        raise ConfigError(f"PixArt cannot draw {width * 8} x {height * 8} pixels. Its model takes sides that are multiples of 16, "
                           f"and together at least 528.")
     return asked.latent
 
@@ -71,10 +71,9 @@ def _positions(latent, patch, config):
 
 PIXART = Family(
     name="PixArt-Sigma", title="PixArt-Sigma", transformer="PixArtTransformer2DModel",
-    recognise=has("t_block.1.weight", "y_embedder.y_proj.fc1.weight"),
-    refusals=(because("it takes the picture's size as an input (PixArt-Alpha); PixArt-Sigma models work", has("ar_embedder.")),
-              because("its table of positions is of less than 512 pixels, for which ComfyUI's model has no positions either",
-                      lambda shapes: _scale(shapes) == 0)),
+    recognise=lambda shapes: has("t_block.1.weight", "y_embedder.y_proj.fc1.weight")(shapes) and not has("ar_embedder.")(shapes),
+    refusals=(because("its table of positions is of less than 512 pixels, for which ComfyUI's model has no positions either",
+                      lambda shapes: _scale(shapes) == 0),),
     config=config_of(
         interpolation_scale=_scale, sample_size=128, patch_size=2, in_channels=size("x_embedder.proj.weight", 1),
         out_channels=size("final_layer.linear.weight", 0, 4), num_layers=blocks("blocks."),

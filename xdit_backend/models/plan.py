@@ -52,7 +52,8 @@ class ModelPlan:
     streams: block arguments that carry hidden states (B, T, C) from block to block -> the stream, or the tuple of streams
     that follow one another in it. "image" is the latent's; others ("text") take part in self-attention beside it. A text
     that is only read by cross-attention is not a stream.
-    attention: modules inside a block that mix tokens -> the streams they mix, in the order of their sequence.
+    attention: modules inside a block that mix tokens -> the streams they mix, in the order of their sequence. Those that are
+    no block's hidden states, blocks get as one of their `tokens`.
     tokens: other block arguments with a token dim, such as rotary tables; a tuple where the argument is one.
     masks: block arguments that say which tokens may be attended to, (B, T) or (B, 1, 1, T) -> the streams of T, or () where
     they never mask any. A block gets None in their place; one that masks nothing costs nothing.
@@ -98,7 +99,7 @@ class ModelPlan:
     @property
     def stream_names(self):
         """All streams of the model, e.g. {"image", "text"}."""
-        return {name for list_ in self.lists for streams in list_.streams.values() for name in streams}
+        return {name for list_ in self.lists for streams in (*list_.streams.values(), *list_.attention.values()) for name in streams}
 
 
 @dataclass(frozen=True)

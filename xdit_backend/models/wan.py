@@ -6,7 +6,7 @@ Pictures come as channels beside the latent's, from ComfyUI; where Wan 2.2's 5B 
 import torch
 import torch.nn.functional as F
 
-from .describe import Whole, blocks, config_of, diffusers_converter, given, has, if_there, only_parts, size
+from .describe import Whole, blocks, config_of, diffusers_converter, frame_times, given, has, if_there, only_parts, size
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 from .positions import Cut
 
@@ -34,15 +34,6 @@ def _convert(tensors, config):
     """diffusers' converter does not know the places of a first and a last picture."""
     return CONVERT({name.replace("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"): tensor
                     for name, tensor in tensors.items()}, config)
-
-
-def _times(asked):
-    """(B,), or (B, frames) where they differ; a patch has its own frames."""
-    times = asked.timestep
-    if times.ndim == 1:
-        return times
-    start = asked.patch.start if asked.patch is not None and asked.patch.dim == 2 else 0
-    return times[:, start:start + asked.latent.shape[2]]
 
 
 def _amend(model, config):
@@ -113,7 +104,7 @@ WAN = Family(
     pixels=lambda config: (4, 16, 16) if config["out_channels"] == 48 else (4, 8, 8),
     amend=_amend, unrounded=("patch_embedding",),
     conditioning={"context": "text_dim", "clip_fea": "image_dim"}, ignored=("reference_latent", "denoise_mask"),
-    arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": given("context"),
                "encoder_hidden_states_image": given("clip_fea", where="image_dim")},
     plan=ModelPlan(
         blocks=(BlockList("blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},

@@ -2,7 +2,7 @@
 
 import torch
 
-from .describe import Whole, because, blocks, config_of, given, has, needs_diffusers, size, timestep
+from .describe import Whole, because, blocks, config_of, given, has, needs_diffusers, size, timestep, type_of_arithmetic
 from .keys import table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 
@@ -16,14 +16,14 @@ KEYS = table(
 
 def _amend(model, config):
     """A patch has its rows' positions, and the whole latent's padding; times are embedded as wide as the file has it."""
-    forward, pad, place, dtype, embedder = model.forward, model._pad_with_ids, [], [], model.t_embedder
+    forward, pad, place, dtype, embedder = model.forward, model._pad_with_ids, [], type_of_arithmetic(model), model.t_embedder
     if config.get("_time_width") not in (None, model.t_embedder.mlp[0].out_features):
         first, activation, last = model.t_embedder.mlp
         model.t_embedder.mlp = torch.nn.Sequential(torch.nn.Linear(first.in_features, config["_time_width"]), activation,
                                                    torch.nn.Linear(config["_time_width"], last.out_features))
 
     def placed(*, first_row, num_pads, **inputs):
-        place[:], dtype[:] = (first_row, num_pads), [inputs["x"][0].dtype]
+        place[:] = first_row, num_pads
         return (torch.stack(forward(**inputs)[0]).squeeze(2),)
 
     def padded(features, counts, start, device, noise=None):
@@ -36,7 +36,7 @@ def _amend(model, config):
         return features, torch.cat([ids, ids.new_zeros(num_pads, 3)]), is_pad, len(features), None
     model.forward, model._pad_with_ids = placed, padded
     # of the type of the arithmetic: diffusers rounds to that which weights are held in
-    embedder.forward = lambda time: embedder.mlp(embedder.timestep_embedding(time, embedder.frequency_embedding_size).to(*dtype))
+    embedder.forward = lambda time: embedder.mlp(embedder.timestep_embedding(time, embedder.frequency_embedding_size).to(dtype()))
 
 
 def _first_row(asked):

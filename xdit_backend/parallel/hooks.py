@@ -65,11 +65,11 @@ class Hooks:
         self._places = [Place(index, list_, starts[index], starts[index + 1]) for index, (_, list_) in enumerate(blocks)]
         for place, (block, list_) in zip(self._places, blocks):
             for name, streams in list_.attention.items():
-                module = getattr(block, name, None)
+                module = _inside(block, name)
                 if module is not None:
                     module.forward = self._hook_attention(module, module.forward, place, name, streams)
             for path, span in plan.once.items():
-                module = functools.reduce(lambda parent, name: getattr(parent, name, None), path.split("."), block)
+                module = _inside(block, path)
                 if module is not None:
                     module.forward = self._hook_once(module.forward, (place.index, path), span)
             block.forward = self._hook_block(block.forward, place)
@@ -282,6 +282,11 @@ class Hooks:
         assert where in ([0], [len(streams) - 1]), "a stand-in is the first or the last token"
         start = int(where == [0])
         return *(tensor.narrow(2, start, tensor.shape[2] - 1) for tensor in tensors_BNTH), (0, 0, start, 1 - start)
+
+
+def _inside(block, path):
+    """A module inside a block; None where this block lacks it."""
+    return functools.reduce(lambda parent, name: getattr(parent, name, None), path.split("."), block)
 
 
 def _one_for_a_group(module, query_BNTH, key_BNTH):

@@ -1,0 +1,67 @@
+"""CogVideoX from text, and from a picture as more channels: one attention over text and video, text first; rotary positions."""
+
+import torch
+
+from .describe import Packed, Whole, because, blocks, config_of, given, has, if_there, size, timestep
+from .keys import table
+from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+
+LATENT, HEAD_SIZE, SPREAD, TABLE = Whole((1, 2, 2)), 64, 1.875, TokenArgument(0, ("image",))
+
+KEYS = table(
+    (r"^blocks\.", "transformer_blocks."), (r"\.([qkv])\.", r".attn1.to_\1."), (r"\.norm_([qk])\.", r".attn1.norm_\1."),
+    (r"\.attn_out\.", ".attn1.to_out.0."), (r"\.ff_proj\.", ".ff.net.0.proj."), (r"\.ff_out\.", ".ff.net.2."),
+    (r"^(time|ofs)_embedding_linear_", r"\1_embedding.linear_"))
+
+
+def is_cogvideox(shapes, num_dims):
+    """num_dims: of the projection of patches; frames are taken one by one (4) or in pairs (2)."""
+    return has("blocks.0.norm1.linear.weight", "patch_embed.text_proj.weight")(shapes) \
+        and len(shapes.get("patch_embed.proj.weight", ())) == num_dims
+
+
+def rotary(patch, spread):
+    """A rule: sines of tokens' frames, rows and columns, (tokens, head size) each. patch: of a token; spread: between rows, and columns."""
+    def tables(asked):
+        places = Packed(patch).positions(asked) * torch.tensor([1.0, spread, spread], device=asked.latent.device)
+        head = asked.config["attention_head_dim"]
+        sizes = head // 4, head // 8 * 3, head // 8 * 3
+        angles = torch.cat([torch.outer(place, 1.0 / 10000.0 ** (torch.arange(0, each, 2, device=place.device) / each))
+                            for place, each in zip(places.unbind(1), sizes)], 1).repeat_interleave(2, 1)
+        return angles.cos(), angles.sin()
+    return tables
+
+
+def _amend(model, config):
+    """diffusers has frames before channels."""
+    forward = model.forward
+    model.forward = lambda *, hidden_states, **inputs: tuple(
+        output.transpose(1, 2) for output in forward(hidden_states=hidden_states.transpose(1, 2), **inputs))
+
+
+COGVIDEOX = Family(
+    name="CogVideoX", title="CogVideoX", transformer="CogVideoXTransformer3DModel", recognise=lambda shapes: is_cogvideox(shapes, 4),
+    refusals=(because("it has a table of learned positions (CogVideoX-5b-I2V), which diffusers' model has together with rotary ones, and "
+                      "ComfyUI's without", has("patch_embed.pos_embedding")),),
+    config=config_of(
+        patch_size=2, patch_size_t=None, in_channels=size("patch_embed.proj.weight", 1), out_channels=size("proj_out.weight", 0, 4),
+        num_attention_heads=size("patch_embed.proj.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE, num_layers=blocks("blocks."),
+        time_embed_dim=size("time_embedding_linear_1.weight", 0), text_embed_dim=size("patch_embed.text_proj.weight", 1),
+        ofs_embed_dim=if_there("ofs_embedding_linear_1.weight", 1), use_rotary_positional_embeddings=True,
+        sample_width=90, sample_height=60, sample_frames=49),
+    convert=KEYS, latent=LATENT, amend=_amend, unrounded=("patch_embed",), by_tensors=("sample_width", "sample_height", "sample_frames"),
+    conditioning={"context": "text_embed_dim", "ofs": None}, ignored=("y",), pixels=lambda config: (4, 8, 8),
+    arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep(),
+               "ofs": given("ofs", where="ofs_embed_dim"), "image_rotary_emb": rotary(LATENT.patch, SPREAD)},
+    plan=ModelPlan(
+        blocks=(BlockList("transformer_blocks", "blocks.", returns=("image", "text")),),
+        streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn1": ("text", "image")},
+        tokens={"image_rotary_emb": TABLE}, once={"norm1.linear": "step", "norm2.linear": "step"},
+        once_outside={"patch_embed.text_proj": "run"}),
+    tiny=Tiny(
+        {"patch_size": 2, "in_channels": 6, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
+         "time_embed_dim": 24, "ofs_embed_dim": 24, "text_embed_dim": 20, "use_rotary_positional_embeddings": True},
+        "comfy.ldm.cogvideo.model:CogVideoXTransformer3DModel",
+        {"in_channels": 16, "out_channels": 16, "num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 3, "time_embed_dim": 64,
+         "text_embed_dim": 48, "use_rotary_positional_embeddings": True}),
+)

@@ -1,0 +1,73 @@
+"""Cosmos-Predict2, from text and from pictures: one stream over frames, rows and columns; text by cross-attention; rotary positions.
+
+A picture's frames come as they are, with a channel that says where, and have times of their own.
+"""
+
+from .describe import Whole, because, blocks, config_of, frame_times, given, has, size
+from .keys import table
+from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from .positions import Cut
+
+LATENT, TABLE, TIMES = Whole((1, 2, 2)), TokenArgument(0, ("image",)), TokenArgument(1, ("image",), ndim=3)
+SIDE, HEAD_SIZE = 8192, 128                                    # ComfyUI's model has positions without end
+
+KEYS = table(
+    (r"(^accum_|_extra_state$|^pos_embedder\.|^logvar\.)", None),          # of training, or computed by the model
+    (r"^blocks\.", "transformer_blocks."), (r"\.adaln_modulation_self_attn\.", ".norm1.linear_"),
+    (r"\.adaln_modulation_cross_attn\.", ".norm2.linear_"), (r"\.adaln_modulation_mlp\.", ".norm3.linear_"),
+    (r"^final_layer\.adaln_modulation\.", "norm_out.linear_"), (r"^final_layer\.linear\.", "proj_out."),
+    (r"\.self_attn\.", ".attn1."), (r"\.cross_attn\.", ".attn2."), (r"\.([qkv])_proj\.", r".to_\1."), (r"\.output_proj\.", ".to_out.0."),
+    (r"\.([qk])_norm\.", r".norm_\1."), (r"\.mlp\.layer1\.", ".ff.net.0.proj."), (r"\.mlp\.layer2\.", ".ff.net.2."),
+    (r"^t_embedder\.1\.", "time_embed.t_embedder."), (r"^t_embedding_norm\.", "time_embed.norm."),
+    (r"^x_embedder\.proj\.1\.", "patch_embed.proj."))
+
+
+def _scale(shapes):
+    """How much longer frames, rows and columns are than those that the positions were made for, as ComfyUI tells it."""
+    width, pixels = shapes["x_embedder.proj.1.weight"]
+    if pixels // 4 - 1 == 16:
+        return (1.0, 4.0, 4.0)
+    return (1.0, 3.0, 3.0) if width == 2048 else (5 / 6, 2.0, 2.0)
+
+
+def _times(asked):
+    """(B,), or (B, 1, F, 1, 1) where frames differ."""
+    times = frame_times(asked)
+    return times if times.ndim == 1 else times[:, None, :, None, None]
+
+
+def _amend(model, config):
+    """Queries and keys are normalised with ComfyUI's epsilon."""
+    for block in model.transformer_blocks:
+        for norm in (block.attn1.norm_q, block.attn1.norm_k, block.attn2.norm_q, block.attn2.norm_k):
+            norm.eps = 1e-6
+
+
+COSMOS = Family(
+    name="Cosmos-Predict2", title="Cosmos-Predict2 text-to-image, image-to-video", transformer="CosmosTransformer3DModel",
+    recognise=has("blocks.0.mlp.layer1.weight", "blocks.0.adaln_modulation_self_attn.1.weight"),
+    refusals=(because("a part of it prepares the text (Anima), which xDiT does not run", has("llm_adapter.")),
+              because("it adds learned positions in every block", has("extra_pos_embedder."))),
+    config=config_of(
+        in_channels=lambda shapes: shapes["x_embedder.proj.1.weight"][1] // 4 - 1, out_channels=size("final_layer.linear.weight", 0, 4),
+        num_attention_heads=size("x_embedder.proj.1.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE, num_layers=blocks("blocks."),
+        text_embed_dim=size("blocks.0.cross_attn.k_proj.weight", 1), adaln_lora_dim=size("blocks.0.adaln_modulation_mlp.1.weight", 0),
+        max_size=(SIDE, SIDE, SIDE), rope_scale=_scale, concat_padding_mask=True, extra_pos_embed_type=None),
+    convert=KEYS, latent=LATENT, time_scale=1.0, amend=_amend, by_tensors=("max_size",), pixels=lambda config: (4, 8, 8),
+    conditioning={"context": "text_embed_dim"}, ignored=("fps", "denoise_mask", "y"),
+    arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": given("context"),
+               "padding_mask": lambda asked: LATENT(asked)[:1, :1, 0] * 0},
+    plan=ModelPlan(
+        blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
+        tokens={"image_rotary_emb": TABLE, "embedded_timestep": TIMES, "temb": TIMES}, positions={"rope": Cut(TABLE)},
+        once={"attn2.to_k": "run", "attn2.to_v": "run"}),
+    tiny=Tiny(
+        {"in_channels": 5, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4, "text_embed_dim": 24,
+         "adaln_lora_dim": 8, "max_size": (64, 64, 64), "rope_scale": (1.0, 3.0, 3.0), "extra_pos_embed_type": None},
+        "comfy.ldm.cosmos.predict2:MiniTrainDIT",
+        {"max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16, "patch_spatial": 2,
+         "patch_temporal": 1, "concat_padding_mask": True, "model_channels": 256, "num_blocks": 3, "num_heads": 2,
+         "crossattn_emb_channels": 64, "pos_emb_cls": "rope3d", "use_adaln_lora": True, "adaln_lora_dim": 32,
+         "rope_h_extrapolation_ratio": 4.0, "rope_w_extrapolation_ratio": 4.0, "rope_t_extrapolation_ratio": 1.0,
+         "rope_enable_fps_modulation": False}, detected="CosmosT2IPredict2"),
+)

@@ -1,0 +1,31 @@
+"""PixArt-Alpha of 1024 pixels: PixArt-Sigma's model, which is told the picture's size and shape as well."""
+
+import dataclasses
+
+from .describe import config_of, given, has
+from .keys import table
+from .pixart import PIXART
+from .plan import Tiny
+
+TOLD = {"use_additional_conditions": True}
+KEYS = table(*((rf"^{ours}_embedder\.mlp\.{place}\.", f"adaln_single.emb.{theirs}_embedder.linear_{number}.")
+               for ours, theirs in (("csize", "resolution"), ("ar", "aspect_ratio")) for place, number in ((0, 1), (2, 2))))
+
+
+def _sizes(asked):
+    """Height and width in pixels, and their ratio: what a node says, else those of the whole latent."""
+    height, width = asked.patch.whole if asked.patch else asked.latent.shape[2], asked.latent.shape[3]
+    size, shape = (given(name)(asked) for name in ("c_size", "c_ar"))
+    rows = lambda *numbers: asked.latent.new_tensor(numbers).expand(len(asked.latent), -1)  # noqa: E731
+    return {"resolution": rows(8 * height, 8 * width) if size is None else size.to(asked.latent),
+            "aspect_ratio": rows(height / width) if shape is None else shape.to(asked.latent)}
+
+
+PIXART_ALPHA = dataclasses.replace(
+    PIXART, name="PixArt-Alpha", title="PixArt-Alpha", recognise=has("t_block.1.weight", "y_embedder.y_proj.fc1.weight", "ar_embedder."),
+    config=config_of(**PIXART.config.rules | TOLD),            # type: ignore[attr-defined]
+    convert=lambda tensors, config: PIXART.convert(KEYS(tensors, config), config),
+    conditioning=PIXART.conditioning | {"c_size": None, "c_ar": None}, ignored=(),
+    arguments=PIXART.arguments | {"added_cond_kwargs": _sizes},
+    tiny=Tiny(PIXART.tiny.config | TOLD | {"attention_head_dim": 12, "cross_attention_dim": 48}, PIXART.tiny.native,
+              PIXART.tiny.arguments | {"micro_condition": True}))
