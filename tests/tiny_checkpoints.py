@@ -22,6 +22,7 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
             "flux-fill": ("flux", {"in_channels": 96}), "flux-canny": ("flux", {"in_channels": 32}),
             "qwen-image-2511": ("qwen-image", {"default_ref_method": "index_timestep_zero"}),
             "hunyuanvideo-i2v": ("hunyuanvideo", {"in_channels": 33}), "hunyuanvideo-skyreels": ("hunyuanvideo", {"in_channels": 32}),
+            "cogvideox-1.5-i2v": ("cogvideox-1.5", {"in_channels": 32, "ofs_embed_dim": 64}),
             "cosmos-predict2-video": ("cosmos-predict2", {
                 "in_channels": 17, "rope_t_extrapolation_ratio": 5 / 6, **dict.fromkeys(
                     ("rope_h_extrapolation_ratio", "rope_w_extrapolation_ratio"), 2.0)}),

@@ -112,6 +112,9 @@ def cogvideox(width, num_blocks, projection):
             **blocks("blocks.", num_blocks, {"norm1.linear.weight": (6 * width, 512)})}
 
 
+COGVIDEOX_15_I2V = {**cogvideox(3072, 42, (256,)), "ofs_embedding_linear_1.weight": (512, 512)}
+
+
 def cosmos(width, num_blocks, in_channels=16):
     return {"x_embedder.proj.1.weight": (width, (in_channels + 1) * 4), "final_layer.linear.weight": (64, width),
             **blocks("blocks.", num_blocks, {
@@ -202,6 +205,8 @@ PUBLISHED = {
         "num_layers": 30, "num_attention_heads": 30, "in_channels": 16, "out_channels": 16, "time_embed_dim": 512, "text_embed_dim": 4096,
         "patch_size_t": None, "ofs_embed_dim": None}),
     "cogvideox-5b": ("CogVideoX", cogvideox(3072, 42, (16, 2, 2)), {"num_layers": 42, "num_attention_heads": 48}),
+    "cogvideox-1.5-5b": ("CogVideoX 1.5", cogvideox(3072, 42, (128,)), {"in_channels": 16, "out_channels": 16, "patch_size_t": 2}),
+    "cogvideox-1.5-5b-i2v": ("CogVideoX 1.5", COGVIDEOX_15_I2V, {"in_channels": 32, "out_channels": 16, "ofs_embed_dim": 512}),
     "cosmos-predict2-2b": ("Cosmos-Predict2", cosmos(2048, 28), {
         "num_layers": 28, "num_attention_heads": 16, "in_channels": 16, "text_embed_dim": 1024, "adaln_lora_dim": 256,
         "rope_scale": (1.0, 4.0, 4.0), "extra_pos_embed_type": None}),

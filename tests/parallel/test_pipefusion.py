@@ -25,6 +25,7 @@ EXACT = 1e-12
 SIGMAS = [1.0, 0.75, 0.5, 0.25]                               # three steps
 KINDS = ("SD3", "Flux.1", "Wan", "Lumina 2", "Z-Image", "Chroma")                  # one of each kind of plan
 SHAPES = {"Flux.1": {"rows": 12, "columns": 8}, "Wan": {"rows": 10, "columns": 6, "frames": 5},
+          "CogVideoX 1.5": {"rows": 12, "columns": 6, "frames": 4},      # tokens are of two frames
           "Wan VACE": {"rows": 6, "columns": 6, "frames": 5},
           "Qwen-Image": {"rows": 12, "columns": 6}, "HunyuanVideo": {"rows": 10, "columns": 6, "frames": 5},
           "HunyuanVideo 1.5": {"rows": 4, "columns": 3, "frames": 5}}

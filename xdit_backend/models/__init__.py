@@ -3,6 +3,7 @@
 from .auraflow import AURAFLOW
 from .chroma import CHROMA
 from .cogvideox import COGVIDEOX
+from .cogvideox15 import COGVIDEOX15
 from .cosmos import COSMOS
 from .flux import FLUX
 from .flux2 import FLUX2
@@ -25,7 +26,7 @@ from .z_image import Z_IMAGE
 
 FAMILIES = {family.name: family for family in (
     SD3, FLUX, FLUX2, CHROMA, WAN, WAN_VACE, PIXART, PIXART_ALPHA, QWEN_IMAGE, Z_IMAGE, LUMINA2, HIDREAM, HUNYUAN_IMAGE, AURAFLOW,
-    HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, COSMOS, COGVIDEOX, SD15, SD2, SDXL)}
+    HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, COSMOS, COGVIDEOX, COGVIDEOX15, SD15, SD2, SDXL)}
 
 
 def supported(last="and"):

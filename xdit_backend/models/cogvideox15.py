@@ -1,0 +1,16 @@
+"""CogVideoX 1.5: CogVideoX with tokens of two frames, and positions that count rows and columns as they are."""
+
+import dataclasses
+
+from .cogvideox import COGVIDEOX, is_cogvideox, rotary
+from .describe import Whole, config_of, size
+from .plan import Tiny
+
+LATENT, PAIRS = Whole((2, 2, 2)), {"patch_size_t": 2}
+
+COGVIDEOX15 = dataclasses.replace(
+    COGVIDEOX, name="CogVideoX 1.5", title="CogVideoX 1.5", recognise=lambda shapes: is_cogvideox(shapes, 2), latent=LATENT,
+    config=config_of(**COGVIDEOX.config.rules | PAIRS | {      # type: ignore[attr-defined]
+        "in_channels": size("patch_embed.proj.weight", 1, 8), "out_channels": size("proj_out.weight", 0, 8)}),
+    arguments=COGVIDEOX.arguments | {"hidden_states": LATENT, "image_rotary_emb": rotary(LATENT.patch, 1.0)},
+    tiny=Tiny(COGVIDEOX.tiny.config | PAIRS, COGVIDEOX.tiny.native, COGVIDEOX.tiny.arguments | PAIRS))
