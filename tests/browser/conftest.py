@@ -10,10 +10,12 @@ from tests.comfyui_server import ROOT, Host, comfyui_folder, make_base
 
 # Empty files: the page only lists names, and marks those that a template names and that are not there.
 TEMPLATE_FILES = {
-    "diffusion_models": ["sd3.5_medium.safetensors", "flux1-dev.safetensors"],
-    "text_encoders": ["clip_l.safetensors", "clip_g.safetensors", "t5xxl_fp16.safetensors"],
+    "diffusion_models": ["sd3.5_medium.safetensors", "flux1-dev.safetensors", "flux1-kontext-dev.safetensors",
+                         "qwen_image_bf16.safetensors", "z_image_turbo_bf16.safetensors"],
+    "text_encoders": ["clip_l.safetensors", "clip_g.safetensors", "t5xxl_fp16.safetensors", "qwen_2.5_vl_7b.safetensors",
+                      "qwen_3_4b.safetensors"],
     "checkpoints": ["v1-5-pruned-emaonly.safetensors", "sd_xl_base_1.0.safetensors"],
-    "vae": ["sd3.5_vae.safetensors", "ae.safetensors"],
+    "vae": ["sd3.5_vae.safetensors", "ae.safetensors", "qwen_image_vae.safetensors"],
 }
 
 
