@@ -12,7 +12,7 @@ ARROWS = {
     "nodes": {"nodes.bridge", "xdit_backend.models",
               "xdit_backend.autoencoders", "xdit_backend.config", "xdit_backend.protocol", "xdit_backend.demo_model"},
     "nodes.bridge": {"xdit_backend.host", "xdit_backend.protocol", "xdit_backend.config", "xdit_backend.planner",
-                     "xdit_backend.partition", "xdit_backend.checkpoints", "xdit_backend.autoencoders"},
+                     "xdit_backend.partition", "xdit_backend.checkpoints", "xdit_backend.autoencoders", "xdit_backend.forecast"},
     "xdit_backend.host": {"xdit_backend.protocol", "xdit_backend.config", "xdit_backend.partition", "xdit_backend.forecast"},
     "xdit_backend.worker": {"xdit_backend.protocol", "xdit_backend.parallel", "xdit_backend.models",
                             "xdit_backend.checkpoints", "xdit_backend.partition"},

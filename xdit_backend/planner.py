@@ -6,12 +6,14 @@ Called by the host alone, before a model is loaded and before a run; the workers
 import dataclasses
 
 from .config import validate_layout
-from .forecast.choice import Forecast, are_alike, candidates, choose, forecast, forecasts
-from .forecast.cost import Degrees, Job
+from .forecast.choice import Forecast, Machine, are_alike, candidates, choose, forecast, forecasts
+from .forecast.cost import Degrees, Device, Job, Links
 from .forecast.memory import weight_bytes
 from .partition import FULL, num_tokens, patch_dim
 from .protocol.messages import Layout, Stages
 
+USUAL = {"cuda": Device(1e14, 1e14, 1e12), "cpu": Device(5e10, 3e10, 1e10, block_launch_s=5e-4)}
+LONG_S = 20.0                              # of a run, on one usual device: from then on devices are measured before it
 USUAL_JOB = Job(4096, 512, 20)             # a picture of a megapixel: what stages are chosen for, before a run is known
 
 
@@ -80,6 +82,12 @@ class Plan:
     def layout(self):
         degrees = self.chosen.degrees
         return Layout(**{field.name: getattr(degrees, field.name.removesuffix("_degree")) for field in dataclasses.fields(Layout)})
+
+
+def is_long(net, job, kind):
+    """May a run be so long that a few seconds of measuring before it are worth their time? By usual rates of a device of this kind."""
+    usual = Machine((USUAL[kind],), Links())
+    return forecast(net, job, Degrees(), usual).seconds >= LONG_S
 
 
 def plan_run(config, machine, net, job, stages=None):

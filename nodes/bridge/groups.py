@@ -1,6 +1,7 @@
 """Which worker groups run: one for each set of devices that is in use, shared by all nodes, living as long as ComfyUI."""
 
 import importlib.util
+import os
 import threading
 import weakref
 
@@ -8,9 +9,11 @@ import psutil
 import torch
 
 import comfy.model_management
+import folder_paths
 from comfy_execution.utils import get_executing_context
 
 from ...xdit_backend.config import resolve_devices, validate
+from ...xdit_backend.host import measurements
 from ...xdit_backend.host.client import Client
 from ...xdit_backend.protocol.errors import ConfigError
 
@@ -77,6 +80,7 @@ class Groups:
         self._holders = {}                                     # (devices, name of a model or VAE) -> a token for each that needs it
         self._held = weakref.WeakKeyDictionary()               # what needs models or VAEs -> {(devices, name) of those}
         self._lock = threading.Lock()                          # of _holders
+        self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
 
     def client(self, devices):
         """The Client for these devices; its workers start when they are first needed."""
@@ -93,6 +97,21 @@ class Groups:
     def client_if(self, devices):
         """The Client for these devices if there is one; nothing is started."""
         return self._clients.get(tuple(devices))
+
+    def machine(self, devices, dtype, may_measure):
+        """The Machine of these devices: kept from before, or measured now, where that may be; else None. dtype: models compute in."""
+        if len(devices) < 2:
+            return None
+        folder, key = os.path.join(folder_paths.get_user_directory(), "xdit"), (tuple(devices), dtype)
+        if key not in self._machines:
+            machine = measurements.kept(folder, devices, dtype)
+            if machine is None and may_measure:
+                machine = measurements.measure(self.client(devices), dtype)
+                measurements.keep(folder, devices, dtype, machine)
+            if machine is None:
+                return None
+            self._machines[key] = machine
+        return self._machines[key]
 
     def client_for_decode(self, config):
         """The running group that was used last, or where none runs one for the config's devices."""

@@ -1,15 +1,22 @@
 """What a shell's diffusion model does instead of computing: it asks the workers. Made by shell.py, one a MODEL."""
 
+import logging
+
 import torch
 
+from ...xdit_backend.checkpoints.net import job_of
+from ...xdit_backend.forecast.words import layout_words, plan_words, seconds_words
 from ...xdit_backend.host.client import Call
-from ...xdit_backend.planner import activation_share, choose_layout, describe_layout, key_value_bytes, rank_bytes
+from ...xdit_backend.planner import activation_share, choose_layout, describe_layout, is_long, key_value_bytes, plan_run, rank_bytes
 from ...xdit_backend.protocol.errors import ConfigError
 from .carried import refuse_call, refuse_changed_modules
 from .displaced import DisplacedRun
 from .groups import GROUPS, ask_for_room, parking_room, show_text
 from .pipeline import DRAINED, WHOLE, PipelineRun
 
+log = logging.getLogger(__name__)
+
+MISSED = 0.25                              # by how much a run's time may differ from its forecast and not be logged
 PATIENCE_S = 0.5                           # to wait for the workers' memory when a run ends
 
 
@@ -21,7 +28,7 @@ class RemoteModel:
     holds them.
     """
 
-    def __init__(self, spec, family, transformer_config, latent_format, config, devices, modules, load_device, weight_bytes):
+    def __init__(self, spec, family, transformer_config, latent_format, config, devices, modules, load_device, weight_bytes, net=None):
         self.modules, self.load_device, self._looked_at = modules, load_device, set()
         self.spec, self.family = spec, family
         self.num_heads, self._num_key_heads = family.num_heads(transformer_config), family.num_key_heads(transformer_config)
@@ -32,6 +39,7 @@ class RemoteModel:
         self._beside_bytes = 0                                 # that ComfyUI was told a rank needs for a run
         self.how = None                                        # how this run is split, in a person's words; None before it
         self._pipeline = self._schedule = None
+        self._net, self._plans, self.plan = net, {}, None      # what forecasts need; {Job: Plan or None}; the Plan of this run
         self.changes, self.changes_uuid = {}, None             # of the file's weights, see Client.load_model; whose patches those are
 
     # --- what placement.py asks ---
@@ -95,7 +103,8 @@ class RemoteModel:
     def end_run(self):
         self._looked_at.clear()
         self._end_pipeline()
-        self.how = None
+        self.how = self.plan = None
+        self._plans.clear()
         client = GROUPS.client_if(self.devices)
         if client is not None:
             client.end_run(self)
@@ -139,11 +148,15 @@ class RemoteModel:
         """The predictions for one or two calls of this model, all of the step that the branches.Question is of."""
         if self.spec.stages is not None:
             return self._predict_in_stages(question, calls)
-        layout = self._layout(len(calls))
+        self.plan = self._plan(question, calls)
+        layout = self._layout(len(calls)) if self.plan is None else self.plan.layout
         if layout.displaced_degree > 1:
             return self._predict_displaced(question, calls, layout)
         client = self._client()
-        self._show(describe_layout(layout) + self.config.idle)
+        words = "" if self.plan is None else ". " + plan_words(self.plan.chosen, self.plan.one if self.plan.one.fits else None,
+                                                               self.plan.ordered)
+        how = describe_layout(layout) if self.plan is None else layout_words(self.plan.chosen)
+        self._show(how + self.config.idle, words)
         return client.predict(self.spec, layout, self.num_channels, calls, run=self)
 
     def _predict_in_stages(self, question, calls):
@@ -182,14 +195,36 @@ class RemoteModel:
         return choose_layout(self.config, len(self.devices), num_branches, self.num_heads, self.family.name, self.spec.stages,
                              self._num_key_heads)
 
+    def _plan(self, question, calls):
+        """The Plan of the run that this call is of; None where nothing is forecast: one device, degrees by hand, stages, U-Nets, or
+        devices that are not measured yet. They are, once, before the first run that is long enough to be worth it."""
+        if self._net is None or self.config.mode != "auto" or len(self.devices) < 2 or self.spec.stages is not None:
+            return None
+        steps = 1 if question.schedule is None else len(question.schedule) - 1
+        job = job_of(self.family, self._net, calls[0].latent.shape, calls[0].conditioning, steps, len(calls))
+        if job not in self._plans:
+            machine = GROUPS.machine(self.devices, self.spec.compute_dtype, is_long(self._net, job, torch.device(self.devices[0]).type))
+            self._plans[job] = None if machine is None else plan_run(self.config, machine, self._net, job)
+        return self._plans[job]
+
+    def compare(self, elapsed_s):
+        """What a run took beside its forecast, in a person's words; "" where there was none. One that missed by far is logged."""
+        if self.plan is None:
+            return ""
+        forecast_s = self.plan.chosen.seconds
+        if abs(elapsed_s / forecast_s - 1) > MISSED:
+            log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s", self.how, forecast_s, ", ".join(
+                f"{cause} {seconds:.1f} s" for cause, seconds in self.plan.chosen.causes.items()), elapsed_s)
+        return f" (forecast: {seconds_words(forecast_s)})"
+
     def _end_pipeline(self):
         if self._pipeline is not None:
             self._pipeline.end()
         self._pipeline = self._schedule = None
 
-    def _show(self, how):
+    def _show(self, how, words=""):
         if how != self.how:
-            show_text(f"running on {', '.join(self.devices)}: {how}")
+            show_text(f"running on {', '.join(self.devices)}: {how}{words}")
             self.how = how
 
     def check_latent(self, x, channels=None):

@@ -81,7 +81,8 @@ def load_shell(path, weight_dtype, config):
     module = base_model.diffusion_model
     hold_elsewhere(module)
     modules = {}
-    remote = RemoteModel(spec, family, transformer_config, base_model.latent_format, config, devices, modules, load_device, weight_bytes)
+    remote = RemoteModel(spec, family, transformer_config, base_model.latent_format, config, devices, modules, load_device, weight_bytes,
+                         net)
     module.forward = torch.compiler.disable(remote.forward)    # nodes compile the model; there is nothing to trace in a call to workers
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
     modules |= remember_modules(module)

@@ -48,7 +48,7 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
     elapsed_s, num_steps = time.perf_counter() - started_s, len(sigmas) - 1
     if num_steps > 0 and remote.how is not None:
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
-        show_text(f"{steps} in {elapsed_s:.1f} s, {elapsed_s / num_steps:.2f} s a step, {remote.how}")
+        show_text(f"{steps} in {elapsed_s:.1f} s, {elapsed_s / num_steps:.2f} s a step, {remote.how}{remote.compare(elapsed_s)}")
     return result
 
 

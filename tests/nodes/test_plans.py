@@ -1,0 +1,69 @@
+"""auto on devices that have been measured: the forecast chooses, the node says what and why, and the picture is ComfyUI's."""
+
+import importlib
+import logging
+
+import pytest
+
+from tests.nodes.test_pipefusion import EXACT
+from tests.tolerances import close
+from xdit_backend.forecast.choice import Machine
+from xdit_backend.forecast.cost import Device, Links
+from xdit_backend.host import measurements
+
+SLOW = Device(1e6, 1e6, 1e6, name="a slow card", memory_bytes=1e12)
+FAST_LINKS, SLOW_LINKS = (Links({("all_to_all", 2): rate, ("hop", 2): rate, ("gather", 2): rate, ("all_reduce", 2): rate})
+                          for rate in (1e9, 1e3))
+TWO = ("cpu", "cpu")
+
+
+@pytest.fixture
+def user(comfyui, monkeypatch, tmp_path):
+    """ComfyUI's user folder: an empty one, and nothing remembered."""
+    monkeypatch.setattr(comfyui.folder_paths, "get_user_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(comfyui.groups, "_machines", {})
+    return tmp_path / "xdit"
+
+
+@pytest.mark.parametrize("devices, links, cfg, expected", [
+    ((SLOW, SLOW), FAST_LINKS, 4.0, "CFG 2"), ((SLOW, SLOW), SLOW_LINKS, 1.0, "one device"),
+    ((SLOW, SLOW), FAST_LINKS, 1.0, "Ulysses 2|Ring 2"), ((SLOW, SLOW.slower(3)), FAST_LINKS, 4.0, "one device")],
+    ids=["cfg", "slow-links", "fast-links", "unlike"])
+def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, devices, links, cfg, expected):
+    measurements.keep(user, TWO, "float32", Machine(devices, links))
+
+    with caplog.at_level(logging.INFO):
+        result = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu")), "sd3", cfg=cfg)
+
+    close(result, comfyui.reference("sd3", cfg=cfg), EXACT)
+    words = expected.split("|")
+    assert any(said[0].startswith(f"running on cpu, cpu: {word}. Plan: {word}, about ") for word in words), said
+    assert ("one device is as fast" in said[0]) == (expected == "one device") and " GB a card" in said[0]
+    assert "(forecast: " in said[-1] and "and the run took" in caplog.text
+
+
+def test_a_short_run_on_unmeasured_devices_is_not_held_up(comfyui, said, user):
+    comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu")), "sd3")
+
+    assert said[0] == "running on cpu, cpu: CFG 2" and not user.exists()
+
+
+@pytest.mark.slow
+def test_a_long_run_measures_once(comfyui, said, user, monkeypatch):
+    planner = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.planner")
+    monkeypatch.setattr(planner, "LONG_S", 0.0)
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu"))
+    client = comfyui.groups.client(TWO)
+    probe, probed = client.probe, []
+    monkeypatch.setattr(client, "probe", lambda dtype: probed.append(dtype) or probe(dtype))
+
+    for _ in range(2):
+        comfyui.sample(model, "sd3")
+        monkeypatch.setattr(comfyui.groups, "_machines", {})
+
+    kept = list(user.glob("devices-*.json"))
+    assert probed == ["float32"] and len(kept) == 1 and "Plan: " in said[0] and "Plan: " in said[2]
+    assert len(measurements.kept(user, TWO, "float32").devices) == 2
+    kept[0].write_text("{}")
+    comfyui.sample(model, "sd3")
+    assert len(probed) == 2
