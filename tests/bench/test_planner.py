@@ -105,6 +105,21 @@ def test_the_command_prints_all_models_and_links(table, tmp_path, capsys):
     assert max(error for some in memory_errors(read_memory_rows(memory)).values() for error in some) < 1e-9
 
 
+@pytest.mark.parametrize("changed, message", [
+    ({"model": "sd9"}, "line 2 has model 'sd9', of which nothing is known"), ({"gpu": "TPU"}, "line 2 has gpu 'TPU'"),
+    ({"seconds": "fast"}, "line 2 .R0. cannot be read: could not convert string"), ({"seconds": "0"}, "not a number above 0"),
+    ({"seconds": "nan"}, "not a number above 0"), ({"tokens": ""}, "line 2 .R0. cannot be read"),
+    ({"deg_cfg": "0"}, "a degree is below 1")], ids=str)
+def test_rows_that_cannot_be_read_are_named(table, tmp_path, changed, message):
+    with open(table, newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    path = write(tmp_path / "runs.csv", COLUMNS, [lines[0] | changed, *lines[1:]])
+
+    with pytest.raises(ConfigError, match=message):
+        read_rows(path)
+    assert len(read_rows(write(path, COLUMNS, [lines[0] | changed | {"exclude": "odd"}, *lines[1:]]))) == len(lines) - 1
+
+
 @pytest.mark.parametrize("text, message", [(None, "there is no such file"), ("model,seconds\n", "lacks the columns .*deg_cfg"),
                                            ("gb,model\n", "lacks the columns .*distrifusion")])
 def test_what_is_no_table_is_refused(tmp_path, text, message):

@@ -92,13 +92,24 @@ class Row:
 def read_rows(path):
     """The runs of a table that the cost model can be asked about."""
     with open(path, newline="", encoding="utf-8") as file:
-        rows = [row_of(line) for line in csv.DictReader(file)
-                if not line["exclude"] and line["model"] in NETS and line["gpu"] in CARDS]
+        rows = [read_line(path, number, line, row_of) for number, line in enumerate(csv.DictReader(file), 2) if not line["exclude"]]
     alone = {(row.model, row.job.compiled): row.seconds for row in rows if row.number == 1}
     for row in rows:
         if row.model in WITHOUT_SIZE:
             row.ratio_to = alone.get((row.model, row.job.compiled))
     return rows
+
+
+def read_line(path, number, line, read):
+    """read(line) of a table. Raises ConfigError for a model or card that is not known, and for what is no number."""
+    for column, known in (("model", NETS), ("gpu", CARDS)):
+        if line.get(column, next(iter(known))) not in known:
+            raise ConfigError(f"--csv {path}: line {number} has {column} {line[column]!r}, of which nothing is known. Known are "
+                              f"{', '.join(known)}. Correct it, or say in the column `exclude` why it is left out.")
+    try:
+        return read(line)
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"--csv {path}: line {number} ({line.get('id') or line.get('model')}) cannot be read: {error}.") from error
 
 
 def row_of(line):
@@ -112,11 +123,13 @@ def row_of(line):
     job = Job(int(line["tokens"]), int(line["text_tokens"]), int(line["steps"]), int(line["cfg_branches"]), int(line["frames"]),
               line["compiled"] == "1", megapixels)
     return Row(line["id"], line["source"], line["model"], line["resolution"], line["gpu"], int(line["number"]), line["link"],
-               line["machine"], line["layout"], degrees, job, float(line["seconds"]), line.get("held_out", "0") == "1")
+               line["machine"], line["layout"], degrees, job, positive(line["seconds"]), line.get("held_out", "0") == "1")
 
 
 def degrees_of(line, prefix=""):
     cfg, ulysses, ring, pipefusion, tensor, displaced = (int(line[prefix + name]) for name in DEGREES)
+    if min(cfg, ulysses, ring, pipefusion, tensor, displaced) < 1:
+        raise ValueError("a degree is below 1")
     return Degrees(cfg, ulysses, ring, pipefusion, tensor, displaced)
 
 
@@ -284,13 +297,23 @@ def read_memory_rows(path):
     """[(model, is one device, gigabytes, memory's formula without what lies beside the transformer)]"""
     rows = []
     with open(path, newline="", encoding="utf-8") as file:
-        for line in csv.DictReader(file):
-            if line["model"] in NETS:
-                degrees = degrees_of(line)
-                job = Job(int(line["tokens"]), int(line["text_tokens"]), 1, int(line["cfg_branches"]))
-                rows.append((line["model"], line["number"] == "1" and line.get("held_out", "0") != "1", float(line["gb"]),
-                             rank_memory(NETS[line["model"]], job, degrees).total / 1e9))
+        for number, line in enumerate(csv.DictReader(file), 2):
+            if not line.get("exclude"):
+                rows.append(read_line(path, number, line, memory_row_of))
     return rows
+
+
+def memory_row_of(line):
+    job = Job(int(line["tokens"]), int(line["text_tokens"]), 1, int(line["cfg_branches"]))
+    return (line["model"], line["number"] == "1" and line.get("held_out", "0") != "1", positive(line["gb"]),
+            rank_memory(NETS[line["model"]], job, degrees_of(line)).total / 1e9)
+
+
+def positive(text):
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{text!r} is not a number above 0")
+    return number
 
 
 def memory_errors(rows):
