@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from xdit_backend.config import ParallelConfig
-from xdit_backend.forecast.cost import Net
-from xdit_backend.planner import activation_share, choose_layout, choose_num_patches, choose_stages, key_value_bytes, warmup_layout
+from xdit_backend.forecast.cost import Job, Net
+from xdit_backend.forecast.memory import rank_memory, working_share
+from xdit_backend.planner import choose_layout, choose_num_patches, choose_stages, degrees_of, warmup_layout
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.messages import Layout, Stages
 
@@ -56,19 +57,23 @@ def test_number_of_patches(asked, num_stages, rows, columns, sequence_degree, ex
     (Layout(cfg_degree=2, pipefusion_degree=2, ulysses_degree=2), Stages(2, 2), 2, 1 / 4), (Layout(), None, 1, 1)], ids=str)
 def test_a_ranks_share_of_the_activations(layout, stages, batch, expected):
     """batch: of both branches. One image cannot be shared; stages take one branch after the other, and all rows of it to warm up."""
-    assert activation_share(layout, stages, batch) == expected
+    branches = 2 - batch % 2
+    job = Job(4096, 0, 20, branches, images=batch // branches)
+    assert working_share(job, degrees_of(layout, ParallelConfig(), stages), branches_apart=True) == expected
 
 
 def test_bytes_of_stale_keys_and_values():
     """Two branches of one image, 100 tokens of width 64 in half precision, 5 blocks in two stages; forecasts need two steps'."""
-    given = {"num_tokens": 100, "width": 64, "num_blocks": 5, "element_bytes": 2, "batch": 2}
-    layout = Layout(pipefusion_degree=2)
+    net, job = Net(5, 64, 4, 12.0, 1e6), Job(100, 0, 20, branches=2)
 
-    assert key_value_bytes(layout, Stages(2), is_forecast=False, **given) == 2 * 2 * 100 * 64 * 3 * 2
-    assert key_value_bytes(layout, Stages(2), is_forecast=True, **given) == 2 * 2 * 2 * 100 * 64 * 3 * 2
-    assert key_value_bytes(Layout(pipefusion_degree=2, ulysses_degree=2, cfg_degree=2), Stages(2, 2), is_forecast=False,
-                           **given) == 2 * 100 * 64 * 3 * 2 // 2
-    assert key_value_bytes(layout, Stages(2, offload=True), is_forecast=True, **given) == 0
+    def kept(offload=False, is_forecast=False, **degrees):
+        return rank_memory(net, job, degrees_of(Layout(pipefusion_degree=2, **degrees), ParallelConfig()), steps_kept=1 + is_forecast,
+                           offload=offload).keys_values
+
+    assert kept() == 2 * 2 * 100 * 64 * 3 * 2
+    assert kept(is_forecast=True) == 2 * 2 * 2 * 100 * 64 * 3 * 2
+    assert kept(ulysses_degree=2, cfg_degree=2) == 2 * 100 * 64 * 3 * 2 // 2
+    assert kept(offload=True, is_forecast=True) == 0
 
 
 def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():

@@ -134,26 +134,6 @@ def rank_bytes(weight_bytes, stages):
     return weight_bytes if stages is None or stages.every_block else -(-weight_bytes // stages.pipefusion_degree)
 
 
-def activation_share(layout, stages, batch):
-    """The part of a batch's activations that one rank has at a time. batch: images of both branches of guidance.
-
-    Whole steps decide, which PipeFusion warms up by: branches go through its stages one after the other.
-    """
-    images = -(-batch // 2 // layout.data_degree) * (2 if layout.cfg_degree == 1 and stages is None else 1)
-    sequence = layout if stages is None else warmup_layout(layout, stages)
-    return min(1.0, images / batch) / (sequence.ring_degree * sequence.ulysses_degree)
-
-
-def key_value_bytes(layout, stages, batch, num_tokens, width, num_blocks, element_bytes, is_forecast):
-    """About how many bytes of stale keys and values a rank keeps for PipeFusion. batch: as above. is_forecast: two steps' are kept."""
-    if stages is None or stages.offload:
-        return 0
-    images = -(-batch // (layout.cfg_degree * layout.data_degree))
-    own_blocks = -(-num_blocks // layout.pipefusion_degree)
-    own_heads = layout.ulysses_degree * layout.tensor_degree
-    return 2 * (1 + is_forecast) * images * num_tokens * width * own_blocks * element_bytes // own_heads
-
-
 def warmup_layout(layout, stages):
     """The layout of whole steps: the same ranks as one sequence group where every rank holds all blocks."""
     if not stages.every_block:

@@ -1,6 +1,7 @@
 """Which worker groups run: one for each set of devices that is in use, shared by all nodes, living as long as ComfyUI."""
 
 import importlib.util
+import logging
 import os
 import threading
 import weakref
@@ -15,7 +16,9 @@ from comfy_execution.utils import get_executing_context
 from ...xdit_backend.config import resolve_devices, validate
 from ...xdit_backend.host import measurements
 from ...xdit_backend.host.client import Client
-from ...xdit_backend.protocol.errors import ConfigError
+from ...xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
+
+log = logging.getLogger(__name__)
 
 WORKER_PACKAGES = ("diffusers", "accelerate", "safetensors", "greenlet", "pydantic")
 KEPT_FREE_BYTES = 2 ** 31
@@ -105,11 +108,14 @@ class Groups:
         folder, key = os.path.join(folder_paths.get_user_directory(), "xdit"), (tuple(devices), dtype)
         if key not in self._machines:
             machine = measurements.kept(folder, devices, dtype)
-            if machine is None and may_measure:
-                machine = measurements.measure(self.client(devices), dtype)
-                measurements.keep(folder, devices, dtype, machine)
-            if machine is None:
+            if machine is None and not may_measure:
                 return None
+            if machine is None:
+                try:
+                    machine = measurements.measure(self.client(devices), dtype)
+                    measurements.keep(folder, devices, dtype, machine)
+                except (WorkerFailedError, WorkerDiedError) as error:          # the split is chosen without: the picture is the same
+                    log.warning("the devices could not be measured: %s", error)
             self._machines[key] = machine
         return self._machines[key]
 

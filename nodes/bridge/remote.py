@@ -5,9 +5,11 @@ import logging
 import torch
 
 from ...xdit_backend.checkpoints.net import job_of
+from ...xdit_backend.forecast.cost import Job
+from ...xdit_backend.forecast.memory import rank_memory, working_share
 from ...xdit_backend.forecast.words import layout_words, plan_words, seconds_words
 from ...xdit_backend.host.client import Call
-from ...xdit_backend.planner import activation_share, choose_layout, describe_layout, is_long, key_value_bytes, plan_run, rank_bytes
+from ...xdit_backend.planner import USUAL_JOB, choose_layout, degrees_of, describe_layout, is_long, plan_run, rank_bytes
 from ...xdit_backend.protocol.errors import ConfigError
 from .carried import refuse_call, refuse_changed_modules
 from .displaced import DisplacedRun
@@ -65,12 +67,13 @@ class RemoteModel:
 
     def memory_required(self, of_one_device, input_shape, cond_shapes={}):
         """ComfyUI's question to a BaseModel: bytes that a run takes beside weights; here on load_device. of_one_device: its own answer."""
-        layout, stages, batch = self._layout(2), self.spec.stages, input_shape[0]
-        config, element_bytes = self._transformer_config, getattr(torch, self.spec.compute_dtype).itemsize
-        activations = of_one_device(input_shape, cond_shapes=cond_shapes) * activation_share(layout, stages, batch)
-        kept = 0 if stages is None else key_value_bytes(
-            layout, stages, batch, self.family.latent.num_tokens(input_shape), self.family.width(config), self.family.num_blocks(config),
-            element_bytes, self.config.forecast_keys_values > 0)
+        branches = 2 - input_shape[0] % 2
+        job = Job(self.family.latent.num_tokens(input_shape), 0, USUAL_JOB.steps, branches, images=max(1, input_shape[0] // branches))
+        plan, stages = self._plan(job, may_measure=False), self.spec.stages
+        degrees = degrees_of(self._layout(2) if plan is None else plan.layout, self.config, stages)
+        activations = of_one_device(input_shape, cond_shapes=cond_shapes) * working_share(job, degrees, branches_apart=True)
+        kept = 0 if stages is None else rank_memory(self._net, job, degrees, steps_kept=1 + (self.config.forecast_keys_values > 0),
+                                                    offload=stages.offload).keys_values
         self._beside_bytes = activations + kept
         return self._beside_bytes * self.devices.count(str(self.load_device))
 
@@ -148,7 +151,7 @@ class RemoteModel:
         """The predictions for one or two calls of this model, all of the step that the branches.Question is of."""
         if self.spec.stages is not None:
             return self._predict_in_stages(question, calls)
-        self.plan = self._plan(question, calls)
+        self.plan = self._plan(self._job(question, calls), may_measure=True)
         layout = self._layout(len(calls)) if self.plan is None else self.plan.layout
         if layout.displaced_degree > 1:
             return self._predict_displaced(question, calls, layout)
@@ -195,17 +198,21 @@ class RemoteModel:
         return choose_layout(self.config, len(self.devices), num_branches, self.num_heads, self.family.name, self.spec.stages,
                              self._num_key_heads)
 
-    def _plan(self, question, calls):
-        """The Plan of the run that this call is of; None where nothing is forecast: one device, degrees by hand, stages, U-Nets, or
-        devices that are not measured yet. They are, once, before the first run that is long enough to be worth it."""
+    def _plan(self, job, may_measure):
+        """The Plan of a run; None where nothing is forecast: one device, degrees by hand, stages, U-Nets, or devices that are not measured
+        yet. They are, once, before the first run that is long enough to be worth it."""
         if self._net is None or self.config.mode != "auto" or len(self.devices) < 2 or self.spec.stages is not None:
             return None
-        steps = 1 if question.schedule is None else len(question.schedule) - 1
-        job = job_of(self.family, self._net, calls[0].latent.shape, calls[0].conditioning, steps, len(calls))
         if job not in self._plans:
-            machine = GROUPS.machine(self.devices, self.spec.compute_dtype, is_long(self._net, job, torch.device(self.devices[0]).type))
+            may_measure = may_measure and is_long(self._net, job, torch.device(self.devices[0]).type)
+            machine = GROUPS.machine(self.devices, self.spec.compute_dtype, may_measure)
             self._plans[job] = None if machine is None else plan_run(self.config, machine, self._net, job)
         return self._plans[job]
+
+    def _job(self, question, calls):
+        """The Job of the run that this call is of; None of a U-Net."""
+        steps = 1 if question.schedule is None else len(question.schedule) - 1
+        return self._net and job_of(self.family, self._net, calls[0].latent.shape, calls[0].conditioning, steps, len(calls))
 
     def compare(self, elapsed_s):
         """What a run took beside its forecast, in a person's words; "" where there was none. One that missed by far is logged."""

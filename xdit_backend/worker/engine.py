@@ -40,8 +40,7 @@ class Engine:
             messages.LoadAutoencoder: lambda command, traffic: self._autoencoders.load(command.spec),
             messages.Decode: self._autoencoders.decode,
             messages.Encode: self._autoencoders.encode,
-            messages.Probe: lambda command, traffic: probe.measure(
-                rank, world_size, device, getattr(torch, command.dtype), traffic, report_phase),
+            messages.Probe: lambda command, traffic: self._probe(command, traffic, report_phase),
             messages.ReportMemory: self._report_memory,
         }
 
@@ -82,6 +81,12 @@ class Engine:
     def _drop_conditioning(self, command, traffic):
         self._predictions.drop_conditioning(command, traffic)
         self.release_memory()                                  # a run has ended: ComfyUI and other groups can use the rest
+
+    def _probe(self, command, traffic, report_phase):
+        try:
+            return probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic, report_phase)
+        finally:
+            self.release_memory()
 
     def _report_memory(self, command, traffic):
         """Bytes of weights on the device and parked in host memory, of device memory in use and free; when all before is done."""

@@ -15,7 +15,7 @@ from ..parallel.mesh import group_timeout
 
 SMALL_BYTES, LARGE_BYTES = 2 ** 16, 2 ** 24
 # (width, rows of a full and of a short matrix, tokens of a long and of a short attention, elements of what is only moved)
-ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 26), (512, 1024, 128, 1024, 256, 2 ** 22)
+ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 25), (512, 1024, 128, 1024, 256, 2 ** 22)
 HEADS = 8
 LEAST_S, ROUNDS = 0.02, 3
 BLOCK_TOKENS, BLOCK_WIDTH = 16, 64
