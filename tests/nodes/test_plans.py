@@ -33,7 +33,7 @@ def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, 
     measurements.keep(user, TWO, "float32", Machine(devices, links))
 
     with caplog.at_level(logging.INFO):
-        result = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu")), "sd3", cfg=cfg)
+        result = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", warmup="auto")), "sd3", cfg=cfg)
 
     close(result, comfyui.reference("sd3", cfg=cfg), EXACT)
     words = expected.split("|")
@@ -43,7 +43,7 @@ def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, 
 
 
 def test_a_short_run_on_unmeasured_devices_is_not_held_up(comfyui, said, user):
-    comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu")), "sd3")
+    comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", warmup="auto")), "sd3")
 
     assert said[0] == "running on cpu, cpu: CFG 2" and not user.exists()
 
@@ -52,7 +52,7 @@ def test_a_short_run_on_unmeasured_devices_is_not_held_up(comfyui, said, user):
 def test_a_long_run_measures_once(comfyui, said, user, monkeypatch):
     planner = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.planner")
     monkeypatch.setattr(planner, "LONG_S", 0.0)
-    model = comfyui.ours("sd3", comfyui.config("cpu,cpu"))
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", warmup="auto"))
     client = comfyui.groups.client(TWO)
     probe, probed = client.probe, []
     monkeypatch.setattr(client, "probe", lambda dtype: probed.append(dtype) or probe(dtype))

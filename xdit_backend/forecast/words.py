@@ -40,7 +40,7 @@ def why(chosen):
 
 def seconds_words(seconds):
     """Two digits, no more than a forecast knows."""
-    return f"{float(f'{seconds:.2g}'):g} s"
+    return f"{float(f'{seconds:.2g}'):.12g} s"
 
 
 def table(ordered, chosen, one):
