@@ -28,7 +28,7 @@ def measure(rank, world_size, device, dtype, traffic, report):
     """
     watch = Watch(device, world_size)
     numbers = {}
-    sizes = [size for size in (2, 4, 8, 16) if world_size % size == 0]
+    sizes = sorted({size for size in (2, 4, 8, 16, world_size) if size > 1 and world_size % size == 0})
     steps = 2 + len(sizes)
     report("measuring the devices", 0, steps)
     numbers |= of_device(watch, device, dtype)
@@ -42,7 +42,7 @@ def measure(rank, world_size, device, dtype, traffic, report):
     numbers["block_launch_s"] = of_empty_block(watch, device, dtype)
     for index, size in enumerate(sizes):
         report("measuring the links", 2 + index, steps)
-        numbers |= of_links(watch, rank, world_size, size, device, dtype, traffic)
+        numbers |= of_links(watch, rank, world_size, size, device, dtype, traffic, is_first=index == 0)
     return numbers
 
 
@@ -116,8 +116,11 @@ def of_empty_block(watch, device, dtype):
     return watch.seconds(lambda: block(tokens, encoder_hidden_states=tokens, timestep=times), wait=False)
 
 
-def of_links(watch, rank, world_size, size, device, dtype, traffic):
-    """Seconds of each collective in groups of so many neighbours, all groups at once: small and large messages."""
+def of_links(watch, rank, world_size, size, device, dtype, traffic, is_first):
+    """Seconds of each collective in groups of so many neighbours, all groups at once: small and large messages.
+
+    is_first: and of attention beside a hop.
+    """
     numbers, own = {}, None
     groups = [dist.new_group(range(first, first + size), timeout=group_timeout()) if size < world_size else dist.group.WORLD
               for first in range(0, world_size, size)]
@@ -136,7 +139,7 @@ def of_links(watch, rank, world_size, size, device, dtype, traffic):
     pieces = torch.zeros(size, 8, dtype=dtype, device=device)
     numbers[f"launch {size} all_to_all_s"] = watch.seconds(lambda: all_to_all(pieces, [(8,)] * size, own, traffic), repeats=10, wait=False)
     numbers[f"launch {size} hop_s"] = watch.seconds(lambda: RingExchange(piece, piece.shape, own, traffic).wait(), repeats=10, wait=False)
-    if size == 2:
+    if is_first:
         numbers |= of_both(watch, own, device, dtype, traffic)
     if size < world_size:
         for group in groups:
