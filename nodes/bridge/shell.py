@@ -21,7 +21,7 @@ from ...xdit_backend.checkpoints.shares import tensor_splits
 from ...xdit_backend.checkpoints.transformer import held_bytes
 from ...xdit_backend.config import validate_layout, validate_stages
 from ...xdit_backend.planner import choose_stages
-from ...xdit_backend.protocol.errors import CheckpointError
+from ...xdit_backend.protocol.errors import CheckpointError, UnsupportedError
 from ...xdit_backend.protocol.segments import dtype_name
 from . import wrappers
 from .carried import hold_elsewhere, remember_modules
@@ -69,6 +69,9 @@ def load_shell(path, weight_dtype, config):
                               f"would not heed. Use Load Diffusion Model.")
     load_device = load_device_of(devices)
     storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device, bool(header.quantised))
+    if (computed := dtype_name(compute_dtype or storage_dtype)) in family.too_small:
+        raise UnsupportedError(f"{family.name} has numbers that {computed} cannot hold, and {load_device} would compute in it. "
+                               f"Set weight_dtype to fp32, or to bf16 where the device has it.")
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
     dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)

@@ -182,3 +182,12 @@ def test_text_that_is_longer_than_its_mask_is_refused(comfyui):
     with pytest.raises(comfyui.errors.UnsupportedError, match="53 text tokens and an attention mask of 20"):
         comfyui.sample(comfyui.ours("ltx-video", comfyui.config()), "ltx-video", steps=1,
                        positive=[[torch.cat([text, torch.zeros(1, 33, text.shape[2])], 1), options]])
+
+
+def test_types_that_a_familys_numbers_do_not_fit_in_are_refused(comfyui, monkeypatch):
+    """As a device computes that has float16: ComfyUI keeps part of this family in float32 then."""
+    monkeypatch.setattr(comfyui.management, "should_use_fp16", lambda *args, **options: True)
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="Cosmos-Predict2 has numbers that float16 cannot hold"):
+        comfyui.ours("cosmos-predict2", comfyui.config(), weight_dtype="fp16")
+    comfyui.ours("cosmos-predict2", comfyui.config(), weight_dtype="fp32")

@@ -151,7 +151,8 @@ class Family:
     amend(model, config): make the model compute as ComfyUI's does, where diffusers' does not; before it has weights.
     by_tensors: arguments of the diffusers class that ComfyUI tells by the tensors alone; a folder's config.json is not asked.
     values: tensors whose values tell ComfyUI how a model is sampled; they may stand beside the diffusion model in a file.
-    unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in.
+    unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in. too_small: types that its numbers
+    do not fit in, so that it is not computed in them.
     settings: what ComfyUI's model heeds of a file's metadata -> the values that are run, first what holds where it says none; the config
     has them under "_" and the name. beyond(arguments): what ComfyUI's arguments ask of its model that ours does not do; or None.
     num_heads, num_key_heads, width, num_channels: of the attention (None: a U-Net, whose tokens nothing shares out; as many: None), of a
@@ -182,6 +183,7 @@ class Family:
     amend: Callable = lambda model, config: None
     by_tensors: tuple[str, ...] = ()
     unrounded: tuple[str, ...] = ()
+    too_small: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     settings: dict[str, tuple] = field(default_factory=dict)
     beyond: Callable = lambda arguments: None
