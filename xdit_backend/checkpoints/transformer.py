@@ -201,7 +201,8 @@ def _converted(tensors, header, family, config, packed):
         converted[name] = how.take(tensors[how.source])
         if how.num_scales:
             scale = scales[how.source]
-            converted[f"{name.removesuffix('weight')}weight_scale"] = scale if how.num_scales == 1 else how.take(scale)
+            # A tensor of its own for each part of a fused weight: a module's buffers are told apart by what they are.
+            converted[f"{name.removesuffix('weight')}weight_scale"] = scale.view_as(scale) if how.num_scales == 1 else how.take(scale)
     return converted
 
 
