@@ -83,7 +83,8 @@ def test_a_checkpoint_gives_the_model_that_comfyui_takes_out_of_it(comfyui, case
 
     for each in (model, native):
         assert expected in [cls.__name__ for cls in type(each.model.model_sampling).__mro__]
-    close(comfyui.sample(model, kind), comfyui.sample(native, kind), TOLERANCE)
+    # From a sigma of 4,500, which zero terminal SNR begins at, rounding is enlarged.
+    close(comfyui.sample(model, kind), comfyui.sample(native, kind), 5 * TOLERANCE if "ztsnr" in marks else TOLERANCE)
 
 
 @pytest.mark.parametrize("degree", ["ulysses", "ring", "pipefusion"])
