@@ -97,7 +97,8 @@ HEADERS = [pytest.param(kind, positions, id=f"{kind}-{positions}")
 @pytest.mark.parametrize("kind, positions", HEADERS)
 def test_every_size_equals_comfyuis_own_module(comfyui, kind, positions):
     sizes = list(cases(kind))
-    check(comfyui, kind, "one", positions, sizes if positions == POSITIONS[kind][0] else sizes[::3])
+    every = positions == POSITIONS[kind][0] and kind != "pixart-alpha"         # which has Sigma's positions
+    check(comfyui, kind, "one", positions, sizes if every else sizes[::3])
 
 
 @pytest.mark.slow

@@ -28,8 +28,7 @@ CASES = [(kind, shape) for kind in ("vae-sd", "vae-sd3") for shape in IMAGES] + 
 
 
 @pytest.mark.parametrize("kind, shape", CASES, ids=str)
-@pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("cpu", marks=pytest.mark.slow),
-                                     pytest.param("cpu,cpu,cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("cpu,cpu,cpu", marks=pytest.mark.slow)])
 def test_pictures_equal_native_vae_decode(comfyui, vae_of, kind, devices, shape):
     samples, vae = {"samples": latents(kind, *shape)}, vae_of(kind)
     with torch.inference_mode():

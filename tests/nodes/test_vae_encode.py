@@ -24,8 +24,7 @@ def vae_with_encoder(vae_of, kind):
 
 
 @pytest.mark.parametrize("kind, shape", CASES, ids=str)
-@pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("cpu", marks=pytest.mark.slow),
-                                     pytest.param("cpu,cpu,cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("cpu,cpu,cpu", marks=pytest.mark.slow)])
 def test_latents_equal_native_vae_encode(comfyui, vae_of, kind, devices, shape):
     vae = vae_with_encoder(vae_of, kind)
     with torch.inference_mode():
