@@ -126,7 +126,7 @@ def gate_of_another_part():
 
 
 def rotary_tables_of_the_first_heads():
-    tensor._of_own_heads = lambda forward, names, current: lambda *args, image_rotary_emb, **kwargs: forward(
+    tensor._of_own_heads = lambda forward, names, current: lambda *args, image_rotary_emb=None, **kwargs: forward(
         *args, image_rotary_emb=image_rotary_emb and tuple(table.chunk(2, -1)[0] for table in image_rotary_emb), **kwargs)
 
 
