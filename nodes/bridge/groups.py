@@ -102,9 +102,7 @@ class Groups:
         return self._clients.get(tuple(devices))
 
     def machine(self, devices, dtype, may_measure):
-        """The Machine of these devices: kept from before, or measured now, where that may be; else None. dtype: models compute in."""
-        if len(devices) < 2:
-            return None
+        """The Machine of several devices: kept from before, or measured now, where that may be; else None. dtype: models compute in."""
         folder, key = os.path.join(folder_paths.get_user_directory(), "xdit"), (tuple(devices), dtype)
         if key not in self._machines:
             machine = measurements.kept(folder, devices, dtype)

@@ -26,8 +26,7 @@ class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
     latent_format: ComfyUI's, of the model. config, devices: how and where it runs. modules, load_device: of the shell as it
-    was made, to compare with; see carried.py. weight_bytes: of all blocks, as a rank
-    holds them.
+    was made, to compare with; see carried.py. weight_bytes: of all blocks, as a rank holds them.
     """
 
     def __init__(self, spec, family, transformer_config, latent_format, config, devices, modules, load_device, weight_bytes, net=None):
@@ -156,10 +155,8 @@ class RemoteModel:
         if layout.displaced_degree > 1:
             return self._predict_displaced(question, calls, layout)
         client = self._client()
-        words = "" if self.plan is None else ". " + plan_words(self.plan.chosen, self.plan.one if self.plan.one.fits else None,
-                                                               self.plan.ordered)
         how = describe_layout(layout) if self.plan is None else layout_words(self.plan.chosen)
-        self._show(how + self.config.idle, words)
+        self._show(how + self.config.idle, self.plan)
         return client.predict(self.spec, layout, self.num_channels, calls, run=self)
 
     def _predict_in_stages(self, question, calls):
@@ -229,8 +226,9 @@ class RemoteModel:
             self._pipeline.end()
         self._pipeline = self._schedule = None
 
-    def _show(self, how, words=""):
+    def _show(self, how, plan=None):
         if how != self.how:
+            words = "" if plan is None else ". " + plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered)
             show_text(f"running on {', '.join(self.devices)}: {how}{words}")
             self.how = how
 

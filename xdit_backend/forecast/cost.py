@@ -118,11 +118,14 @@ class Device:
         return replace(self, **rates, **launches)
 
 
+COLLECTIVES = ("all_to_all", "hop", "all_reduce", "gather")
+
+
 @dataclass(frozen=True)
 class Links:
     """Bytes a second that a rank sends in a group of so many neighbours: {(collective, size): rate}, and seconds a message takes.
 
-    Collectives are "all_to_all", "hop", "all_reduce" and "gather"; sizes in between are interpolated. latencies: {(collective,
+    Collectives are COLLECTIVES; sizes in between are interpolated. latencies: {(collective,
     size): seconds} where they were measured. hidden: the share of a hop that can pass beside computing.
     """
 

@@ -13,9 +13,8 @@ import math
 
 from ..protocol.errors import ConfigError
 from .choice import Machine
-from .cost import Device, Links
+from .cost import COLLECTIVES, Device, Links
 
-COLLECTIVES = ("all_to_all", "hop", "all_reduce", "gather")
 NEEDED = ("memory_bytes", "matrix_flops_s", "attention_flops_s", "memory_bytes_s")
 MAY_BE_ZERO = ("half_rows", "half_keys", "busy_ring", "latency_s", "hidden")
 MOST_DEVICES = 4096

@@ -3,9 +3,8 @@
 import statistics
 
 from .choice import Machine
-from .cost import Device, Links
+from .cost import COLLECTIVES, Device, Links
 
-COLLECTIVES = ("all_to_all", "hop", "all_reduce", "gather")
 SMALL_BYTES, LARGE_BYTES = 2 ** 16, 2 ** 24
 # What a rank sends in a collective of a group: of the message's bytes, so much
 SENT = {"all_to_all": lambda size: (size - 1) / size, "hop": lambda size: 1.0, "all_reduce": lambda size: 2 * (size - 1) / size,

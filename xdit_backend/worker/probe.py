@@ -56,7 +56,7 @@ class Watch:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def seconds(self, work, group=None, repeats=None, wait=True):
+    def seconds(self, work, repeats=None, wait=True):
         """Of one call, the best of some rounds. wait: until the device is done; else what the host takes to start it.
 
         repeats: calls a round; None: as many as take long enough. Ranks of a collective give a number, so that all make as many.
@@ -121,7 +121,7 @@ def of_links(watch, rank, world_size, size, device, dtype, traffic, is_first):
 
     is_first: and of attention beside a hop.
     """
-    numbers, own = {}, None
+    numbers = {}
     groups = [dist.new_group(range(first, first + size), timeout=group_timeout()) if size < world_size else dist.group.WORLD
               for first in range(0, world_size, size)]
     own = groups[rank // size]
