@@ -1,5 +1,7 @@
 """A real worker group answers like the model in this process, on the real launcher."""
 
+import time
+
 import psutil
 import pytest
 import torch
@@ -182,3 +184,26 @@ def test_all_ranks_share_one_copy_of_the_file(tmp_path):
 
 def worker_pids(client):
     return sorted(int(numbers["pid"]) for numbers in client.report_memory().values())
+
+
+def test_workers_say_what_they_did_and_when(client, spec_of):
+    """Each rank its step of each call, in order, within the time that the host has seen pass; and nothing of before."""
+    one = example("SD3")
+    predict(client, spec_of("SD3"), [call_of(one)], ring=2)
+    began_s = time.perf_counter()
+    for time_of_step in (900.0, 700.0):
+        call = call_of(one)
+        call.timestep.fill_(time_of_step)
+        predict(client, spec_of("SD3"), [call], ring=2)
+    ended_s = time.perf_counter()
+
+    done = client.catch_up(10, began_s)
+
+    for rank in (0, 1):
+        steps = [span for span in done[rank].spans if span.kind == "whole"]
+        assert [span.time for span in steps] == [900.0, 700.0]
+        assert began_s <= steps[0].start_s < steps[0].end_s <= steps[1].start_s < steps[1].end_s <= ended_s
+        for span in done[rank].spans:
+            assert span.kind in ("whole", "exchange") and any(step.start_s <= span.start_s and span.end_s <= step.end_s for step in steps)
+    assert client.memory[0]["reserved_bytes"] > 0 and not client.is_working
+    assert client.peek() is not None and client.peek()[0].spans == []

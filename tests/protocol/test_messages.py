@@ -32,12 +32,12 @@ EXAMPLES = [
     messages.Decode(7, "vae-1", SEGMENT, SEGMENT),
     messages.Encode(7, "vae-1", SEGMENT, SEGMENT),
     messages.Probe(8, "bfloat16"),
-    messages.ReportMemory(8),
+    messages.ReportMemory(8, 12.5),
     messages.Stop(),
     messages.Ready(0, 4711, "cuda:0"),
-    messages.Phase(1, "loading weights", 3, 40),
-    messages.Beat(3),
-    messages.Done(9, 0, {"sent_bytes": 1024.0}),
+    messages.Phase(1, "loading weights", 3, 40, True),
+    messages.Beat(3, {"reserved_bytes": 1024.0}),
+    messages.Done(9, 0, {"sent_bytes": 1024.0}, [messages.Span("patch", 1.5, 2.5, 900.0, 8)]),
     messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback"),
 ]
 

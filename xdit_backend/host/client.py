@@ -321,10 +321,30 @@ class Client:
         """{rank: what it measured of its device and links, by name}; a few seconds. dtype: that models compute in, "bfloat16"."""
         return {rank: done.numbers for rank, done in self._request(lambda request: messages.Probe(request, dtype)).items()}
 
-    def catch_up(self, patience_s):
-        """Wait until the workers have done all they were asked, but no longer than this: a step that was given up may take its time."""
+    def peek(self, since_s=-1.0):
+        """{rank: Done} of ReportMemory where the workers run and have nothing to do; else None. Starts nothing, keeps nobody waiting."""
+        group = self._group
+        try:
+            return group and group.ask_if_idle(lambda request: messages.ReportMemory(request, since_s))
+        except XDiTError:                                      # they have ended: who needs them next is told
+            return None
+
+    @property
+    def memory(self):
+        """{rank: what the running group's rank last said of its memory}; also while it works."""
+        return dict(self._group.memory) if self.running else {}
+
+    @property
+    def is_working(self):
+        return self.running and self._group.is_working
+
+    def catch_up(self, patience_s, since_s=-1.0):
+        """Wait until the workers have done all they were asked, but no longer than this: a step that was given up may take its time.
+
+        Returns {rank: Done}, with the spans from since_s on, or {} where that takes longer.
+        """
         if not self.running:
-            return
+            return {}
         deadline_s = time.monotonic() + patience_s
 
         def check():
@@ -332,9 +352,9 @@ class Client:
                 raise TimeoutError
 
         try:
-            self.group.wait([self.group.post(messages.ReportMemory)], self.on_phase, check)
+            return self.group.wait([self.group.post(lambda request: messages.ReportMemory(request, since_s))], self.on_phase, check)[1]
         except (TimeoutError, WorkerDiedError):                # what was asked for is done: who needs the workers next starts new ones
-            pass
+            return {}
 
     def close(self):
         """End the worker group."""

@@ -104,6 +104,7 @@ class WorkerGroup:
         self._log_folder = self.segments.overflow_folder / "logs"
         self._channels, self._open, self._last_request, self._pids = {}, {}, 0, []
         self.totals = {}                                       # rank -> sums of the measurements in its answers, by name
+        self.memory = {}                                       # rank -> what it last said of its memory, by name
         self._process = self._door = self._store = None
         self._ended_by = ""                                    # what ended the group, where it was not the host
         self._heard_s, self._listened_s = {}, 0.0              # when each rank last gave a sign of life; when anyone listened
@@ -120,8 +121,22 @@ class WorkerGroup:
         log.info("worker group ready: %s in %.1f s", ",".join(self.devices), time.monotonic() - started_s)
 
     @property
+    def is_working(self):
+        """Does a rank owe an answer?"""
+        return any(waiting.unanswered for waiting in list(self._open.values()))
+
+    @property
     def alive(self):
         return self._process is not None and self._process.poll() is None and len(self._channels) == len(self.devices)
+
+    def ask_if_idle(self, make_command):
+        """As `request`, where nothing else is under way; else None."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return None if self.is_working or not self.alive else self.request(make_command)
+        finally:
+            self._lock.release()
 
     @_alone
     def request(self, make_command, on_phase=lambda phase: None, check=lambda: None, segments=()):
@@ -271,6 +286,7 @@ class WorkerGroup:
 
     def _take(self, rank, message, on_phase):
         if isinstance(message, Beat):
+            self.memory[rank] = self.memory.get(rank, {}) | message.numbers
             return
         if isinstance(message, Phase):
             on_phase(message)
@@ -281,6 +297,8 @@ class WorkerGroup:
         answered.unanswered.discard(rank)
         if isinstance(message, Done):
             answered.done[rank] = message
+            if "reserved_bytes" in message.numbers:
+                self.memory[rank] = message.numbers
             for name, number in message.numbers.items():
                 totals = self.totals.setdefault(rank, {})
                 totals[name] = totals.get(name, 0) + number

@@ -3,20 +3,38 @@
 Every function here is called by every rank of the group it names. It also counts what a rank sends.
 """
 
+import time
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
+SHORT_S = 2e-4                 # a wait that is not worth telling
+
 
 class Traffic:
-    """Exchanges that this rank has begun with others, and bytes it has sent in them."""
+    """Exchanges that this rank has begun with others, bytes it has sent in them, and when this process waited for them.
+
+    waits: [(start, end)] by time.perf_counter. Over gloo they are what an exchange takes; NCCL has the device wait, and not the process.
+    """
 
     def __init__(self):
         self.num_exchanges = self.sent_bytes = 0
+        self.waits = []
 
     def count(self, num_elements, tensor):
         """One exchange, in which this rank sends so many elements of this tensor's dtype. Called before it begins."""
         self.num_exchanges += 1
         self.sent_bytes += num_elements * tensor.element_size()
+
+    @contextmanager
+    def waiting(self):
+        """This process waits for an exchange under this."""
+        start = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        if end - start >= SHORT_S:
+            self.waits.append((start, end))
 
 
 def all_to_all(pieces, receive_shapes, group, traffic):
@@ -39,7 +57,8 @@ def start_all_to_all(pieces, receive_shapes, group, traffic):
     work = dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group, async_op=True)
 
     def wait(sent=send):                       # gloo needs what is sent to live until then
-        work.wait()
+        with traffic.waiting():
+            work.wait()
         return [part.view(shape) for part, shape in zip(receive.to(home).split(receive_sizes), receive_shapes)]
     return wait
 
@@ -56,7 +75,8 @@ def all_gather(local, sizes, dim, group, traffic):
     gathered = padded.new_empty(len(sizes) * largest, *padded.shape[1:])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     traffic.count(padded.numel() * (len(sizes) - 1), padded)
-    gather(gathered, padded, group=group)
+    with traffic.waiting():
+        gather(gathered, padded, group=group)
     parts = [gathered[index * largest:index * largest + size] for index, size in enumerate(sizes)]
     return torch.cat(parts).to(local.device).movedim(0, dim)
 
@@ -71,7 +91,8 @@ def all_reduce(tensors, group, traffic):
         return tensors
     home, joined, ranks = joined.device, on_wire(joined, group), dist.get_world_size(group)
     traffic.count(2 * (ranks - 1) * joined.numel() // ranks, joined)
-    dist.all_reduce(joined, group=group)
+    with traffic.waiting():
+        dist.all_reduce(joined, group=group)
     pieces = joined.to(home).view(-1).split([tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
 
@@ -89,13 +110,15 @@ class RingExchange:
         self._home, self._sent = tensor.device, on_wire(tensor.contiguous(), group)
         self._received = self._sent.new_empty(receive_shape)
         traffic.count(self._sent.numel(), self._sent)
+        self._traffic = traffic
         self._work = dist.batch_isend_irecv([
             dist.P2POp(dist.irecv, self._received, preceding, group=group),
             dist.P2POp(dist.isend, self._sent, following, group=group)])
 
     def wait(self):
-        for work in self._work:
-            work.wait()
+        with self._traffic.waiting():
+            for work in self._work:
+                work.wait()
         return self._received.to(self._home)
 
 

@@ -223,7 +223,10 @@ class Probe:
 
 @dataclass(frozen=True, config=STRICT)
 class ReportMemory:
+    """Tell what memory this rank holds, and, from since_s on, what it has done when: the spans of the answer."""
+
     request: Natural
+    since_s: float = -1.0          # by time.perf_counter; below 0: no spans
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -250,6 +253,7 @@ class Phase:
     text: Printable
     done: Natural = 0
     total: Natural = 0
+    counts_bytes: bool = False     # are done and total bytes?
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -257,6 +261,18 @@ class Beat:
     """A worker is still at a command. One that says nothing for long is stopped, or hangs."""
 
     rank: Rank
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)   # of memory, as it is meanwhile; see worker/memory.py
+
+
+@dataclass(frozen=True, config=STRICT)
+class Span:
+    """What a rank did for a while. Times are those of time.perf_counter, which the processes of a machine share."""
+
+    kind: str                      # "whole" or "patch" of a step; "wait" for the stage before; "exchange" with others; "decode", "encode"
+    start_s: float
+    end_s: float
+    time: float = -1.0             # the timestep of the step it belongs to; below 0: of none
+    first_row: Natural = 0         # of the patch
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -264,6 +280,7 @@ class Done:
     request: Natural
     rank: Rank
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)   # measurements, by name
+    spans: list[Span] = dataclasses.field(default_factory=list)           # of ReportMemory
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -12,15 +12,16 @@ from ..parallel.vae import Ranks, decode_rows, encode_rows
 from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
 from ..protocol.segments import map_segment
 from ..protocol.transfers import on_device
+from .clock import Clock
 
 
 class Autoencoders:
     """The VAEs that this rank holds, by the names of their specs. All ranks share each picture, by rows."""
 
-    def __init__(self, device, ferry, report_phase):
+    def __init__(self, device, ferry, report_phase, timeline):
         self._device, self._report_phase = device, report_phase
         self._loaded, self._planners = {}, {}
-        self._ranks, self._ferry = Ranks(dist.group.WORLD), ferry
+        self._ranks, self._ferry, self._timeline, self._clock = Ranks(dist.group.WORLD), ferry, timeline, Clock(device)
 
     def load(self, spec):
         if spec.name not in self._loaded:
@@ -44,7 +45,7 @@ class Autoencoders:
         vae = self._loaded[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
         block_size, num_steps = self._plan_rows(command.autoencoder, latent[:1].shape, 1)
-        live, started_s, started_cpu_s = LiveBytes(), time.perf_counter(), time.process_time()
+        live, started_s, started_cpu_s, start = LiveBytes(), time.perf_counter(), time.process_time(), self._clock.mark()
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps)
             with live if command.measure_memory else nullcontext():
@@ -54,13 +55,14 @@ class Autoencoders:
                 # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
                 pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
                 self._ferry.fetch(pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
+        self._tell("decode", start, traffic)
         return {"sent_bytes": traffic.sent_bytes, "num_exchanges": traffic.num_exchanges,
                 "busy_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s, "peak_bytes": live.peak_bytes}
 
     def encode(self, command, traffic):
         vae = self._loaded[command.autoencoder]
         picture, latent = map_segment(command.picture), map_segment(command.latent)
-        scale = picture.shape[-1] // latent.shape[-1]
+        scale, start = picture.shape[-1] // latent.shape[-1], self._clock.mark()
         block_size, num_steps = self._plan_rows(command.autoencoder, picture[:1].shape, scale)
         for index in range(len(picture)):
             progress = self._progress("encoding", index, len(picture), num_steps)
@@ -68,6 +70,13 @@ class Autoencoders:
                                 block_size=block_size, on_convolution=progress)
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
+
+        self._tell("encode", start, traffic)
+
+    def _tell(self, kind, start, traffic):
+        self._timeline.add(kind, start, self._clock.mark())
+        for pair in traffic.waits if self._device.type == "cpu" else ():
+            self._timeline.add("exchange", *pair)
 
     def _plan_rows(self, name, shape, scale):
         return self._planners[name].plan(shape, scale, self._ranks, free_bytes(self._device))

@@ -11,9 +11,11 @@ from ..protocol import messages
 from ..protocol.transfers import Ferry
 from . import probe
 from .autoencoders import Autoencoders
+from .memory import Memory
 from .models import Models
 from .predictions import Predictions
 from .residency import return_freed_memory
+from .timeline import Timeline
 
 
 class Engine:
@@ -24,8 +26,9 @@ class Engine:
         world_size = dist.get_world_size()
         ferry = Ferry(device)
         self._models = Models(rank, world_size, device, ferry, report_phase)
-        self._predictions = Predictions(self._models, world_size, device, ferry)
-        self._autoencoders = Autoencoders(device, ferry, report_phase)
+        self.memory, self._timeline = Memory(device), Timeline(device)
+        self._predictions = Predictions(self._models, world_size, device, ferry, self._timeline)
+        self._autoencoders = Autoencoders(device, ferry, report_phase, self._timeline)
         self.traffic = Traffic()           # of the command at hand, or of the last one
         self._handlers = {
             messages.LoadModel: lambda command, traffic: self._models.load(command.spec),
@@ -34,7 +37,7 @@ class Engine:
             messages.ParkModel: self._park,
             messages.RestoreModel: lambda command, traffic: self._models.restore(command),
             messages.Estimate: self._autoencoders.estimate,
-            messages.Conditioning: self._predictions.keep_conditioning,
+            messages.Conditioning: self._keep_conditioning,
             messages.DropConditioning: self._drop_conditioning,
             messages.Predict: self._predictions.predict,
             messages.LoadAutoencoder: lambda command, traffic: self._autoencoders.load(command.spec),
@@ -67,6 +70,16 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def spans_for(self, command):
+        """What a command asks to be told of this rank's time."""
+        asked = isinstance(command, messages.ReportMemory) and command.since_s >= 0
+        return self._timeline.since(command.since_s) if asked else []
+
+    def _keep_conditioning(self, command, traffic):
+        if not self._predictions.num_conditionings:            # a run begins
+            self.memory.begin_run()
+        self._predictions.keep_conditioning(command, traffic)
+
     def _drop(self, command, traffic):
         self._models.drop(command.name)
         self._autoencoders.drop(command.name)
@@ -94,5 +107,5 @@ class Engine:
             torch.cuda.synchronize(self.device)
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         return {"pid": os.getpid(), "weight_bytes": self._models.weight_bytes + self._autoencoders.weight_bytes,
-                "parked_bytes": self._models.parked_bytes, "allocated_bytes": allocated, "free_bytes": free_bytes(self.device),
-                **self._predictions.report()}
+                "vae_bytes": self._autoencoders.weight_bytes, "parked_bytes": self._models.parked_bytes, "allocated_bytes": allocated,
+                "free_bytes": free_bytes(self.device), **self._predictions.report(), **self.memory.report()}

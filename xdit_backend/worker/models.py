@@ -46,7 +46,7 @@ class Models:
         if spec.name in self._loaded:
             return self._loaded[spec.name].residency.numbers
         family = FAMILIES[spec.family]
-        report = lambda done, total: self._report_phase("loading weights", done, total)  # noqa: E731
+        report = lambda done, total: self._report_phase("loading weights", done, total, True)  # noqa: E731
         blocks = held = range(0)
 
         def held_blocks(model):

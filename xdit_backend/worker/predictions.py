@@ -18,21 +18,25 @@ from .clock import Clock
 class Predictions:
     """What this rank keeps between predictions: conditioning, keys and values, groups and links of layouts, posted receives."""
 
-    def __init__(self, models, world_size, device, ferry):
+    def __init__(self, models, world_size, device, ferry, timeline):
         self._models, self._world_size, self._device = models, world_size, device
         self._conditioning, self._key_values, self._exchanges = {}, {}, {}
         self._meshes, self._links, self._posted = {}, {}, {}
         self._unclaimed = []               # receives of commands that failed before they waited; gloo needs them kept
-        self._ferry, self._clock = ferry, Clock(device)
+        self._ferry, self._clock, self._timeline = ferry, Clock(device), timeline
 
     @property
     def links(self):
         """The links of all layouts that have stages."""
         return self._links.values()
 
+    @property
+    def num_conditionings(self):
+        return len(self._conditioning)
+
     def report(self):
         """Numbers for ReportMemory."""
-        return {"cast_bytes": self._models.cast_bytes, "num_conditionings": len(self._conditioning), "busy_s": self._clock.take(),
+        return {"cast_bytes": self._models.cast_bytes, "num_conditionings": self.num_conditionings, "busy_s": self._clock.take(),
                 "key_value_bytes": sum(kept.num_bytes for kept in self._key_values.values()),
                 "exchange_bytes": sum(exchange.num_bytes for exchange in self._exchanges.values())}
 
@@ -97,8 +101,19 @@ class Predictions:
                 self._ferry.fetch(loaded.family.prediction(output, latent), map_segment(branch.prediction)[first:last])
         if command.patch is not None and not loaded.casts.are_kept:        # by now activations have taken what they need
             loaded.casts.keep(FULL * self._unused_bytes())
-        clock.add(start, clock.mark(), waits)
+        end = clock.mark()
+        clock.add(start, end, waits)
+        self._tell(command, start, end, waits, traffic)
         return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take()}
+
+    def _tell(self, command, start, end, waits, traffic):
+        """Put a step, and what it waited for, into the timeline. Exchanges over NCCL are the device's own work, and not told apart."""
+        step = {"time": map_segment(command.branches[0].timestep).flatten()[0].item(),
+                "first_row": command.patch.start if command.patch else 0}
+        self._timeline.add("patch" if command.patch else "whole", start, end, **step)
+        for kind, pairs in (("wait", waits), ("exchange", traffic.waits if self._device.type == "cpu" else ())):
+            for pair in pairs:
+                self._timeline.add(kind, *pair, **step)
 
     def _parts(self, command, mesh):
         """[(branch, first image, last image + 1)]: what this rank runs of a command, in the order in which it travels."""

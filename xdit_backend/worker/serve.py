@@ -41,9 +41,9 @@ def serve(folder, rank, devices, store_port):
     dist.init_process_group(backend, store=store, rank=rank, world_size=len(devices), timeout=group_timeout(),
                             device_id=device if backend == "nccl" else None)
     torch.set_grad_enabled(False)
-    engine = Engine(rank, device, lambda text, done=0, total=0: channel.send(Phase(rank, text, done, total)))
+    engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)))
     channel.send(Ready(rank, os.getpid(), str(device)))
-    threading.Thread(target=_beat, args=(channel, rank, busy), daemon=True).start()
+    threading.Thread(target=_beat, args=(channel, rank, busy, engine), daemon=True).start()
     waiting = collections.deque()
     while True:
         while not waiting or not commands.empty():
@@ -57,7 +57,7 @@ def serve(folder, rank, devices, store_port):
         busy.set()
         try:
             numbers = engine.carry_out(command)
-            reply = Done(command.request, rank, numbers or {})
+            reply = Done(command.request, rank, numbers or {}, engine.spans_for(command))
         except Exception as error:                             # one road for failure: it reaches the node by name
             log.exception("command %s failed", type(command).__name__)
             reply = Failed(command.request, rank, str(device), type(error).__name__, str(error), traceback.format_exc(),
@@ -77,14 +77,14 @@ def _prefetch(engine, command):
         return False
 
 
-def _beat(channel, rank, busy):
-    """Tell the host now and then that this process runs, while it is at a command."""
+def _beat(channel, rank, busy, engine):
+    """Tell the host now and then that this process runs, while it is at a command, and what memory it takes."""
     try:
         while True:
             busy.wait()
             time.sleep(BEAT_S)
             if busy.is_set():
-                channel.send(Beat(rank))
+                channel.send(Beat(rank, engine.memory.report()))
     except ChannelClosedError:
         pass                                                   # _read ends the process
 
