@@ -40,9 +40,9 @@ Written by `python -m tests.model_nodes --write`; a test compares it with what h
 | --- | --- | --- |
 """
 # the kind of model a node is for; sd3 for all others
-KINDS = {"ARVideoI2V": "wan", "FluxKVCache": "flux", "LTXVContextWindows": "wan", "ModelMergeFlux1": "flux", "ModelMergeWAN2_1": "wan",
-         "NAGuidance": "flux", "ScaleROPE": "flux", "USOStyleReference": "flux", "WanContextWindowsManual": "wan",
-         "WanInfiniteTalkToVideo": "wan", "WanUni3CControlnetApply": "wan", "wanBlockSwap": "wan"}
+KINDS = {"ARVideoI2V": "wan", "EasyCache": "flux", "FluxKVCache": "flux", "LTXVContextWindows": "wan", "ModelMergeFlux1": "flux",
+         "ModelMergeWAN2_1": "wan", "NAGuidance": "flux", "ScaleROPE": "flux", "USOStyleReference": "flux",
+         "WanContextWindowsManual": "wan", "WanInfiniteTalkToVideo": "wan", "WanUni3CControlnetApply": "wan", "wanBlockSwap": "wan"}
 # widgets whose defaults are too large for a test
 VALUES = {"ARVideoI2V": {"width": 64, "height": 64, "length": 5}, "WanInfiniteTalkToVideo": {"width": 64, "height": 64, "length": 5}}
 SHORT = {"steps": 3, "cfg": 4.0, "noise_seed": 7, "seed": 7, "start_percent": 0.0, "end_percent": 1.0}

@@ -22,12 +22,14 @@ import torch
 
 from tests.comfyui_server import ROOT, comfyui_folder, run_async
 from tests.model_nodes import inputs_of, run_node, type_of
+from tests.nodes.test_lora import Loras
+from tests.nodes.test_pictures import EDIT, references
 from tests.tiny_checkpoints import families
 from tests.tolerances import relative_error
 
 TOLERANCE = 1e-4                           # relative; samplers that divide by small differences of predictions enlarge rounding
 PATIENCE_S = 180                           # for one workflow; longer is a hang
-TWO, FOUR = "cpu,cpu", "cpu,cpu,cpu,cpu"
+TWO, THREE, FOUR = "cpu,cpu", "cpu,cpu,cpu", "cpu,cpu,cpu,cpu"
 WHOLE = {"warmup_steps": 1000}             # no step is stale
 LAYOUTS = {                                # name -> devices and degrees; the result is that of one device
     "auto": (TWO, {}), "cfg": (TWO, {"cfg": 2}), "data": (TWO, {"data": 2}), "ulysses": (TWO, {"ulysses": 2}),
@@ -42,6 +44,9 @@ LAYOUTS = {                                # name -> devices and degrees; the re
     "pipefusion x ulysses": (FOUR, {"pipefusion": 2, "ulysses": 2, "num_patches": 3, **WHOLE, "warmup": "sequence"}),
     "displaced": (TWO, {"displaced": 2, "displaced_mode": "full_sync"}), "displaced, warm-up": (TWO, {"displaced": 2, **WHOLE}),
     "cfg x displaced": (FOUR, {"cfg": 2, "displaced": 2, "displaced_mode": "full_sync"}),
+    "tensor": (TWO, {"tensor": 2}), "tensor x ring": (FOUR, {"tensor": 2, "ring": 2}),
+    "three rings": (THREE, {"ring": 3}), "three stages": (THREE, {"pipefusion": 3, "num_patches": 5, **WHOLE}),
+    "three bands": (THREE, {"displaced": 3, "displaced_mode": "full_sync"}),
 }
 STALE = {                                  # the result is the oracle's
     "stale": (TWO, {"pipefusion": 2, "num_patches": 4}), "stale, cold": (TWO, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 0}),
@@ -52,7 +57,7 @@ STALE = {                                  # the result is the oracle's
     "stale x ring": (FOUR, {"pipefusion": 2, "ring": 2, "num_patches": 2, "warmup_steps": 0}),
     "stale x tensor": (FOUR, {"pipefusion": 2, "tensor": 2, "num_patches": 3, "warmup": "sequence"}),
 }
-UNET_LAYOUTS = ("auto", "auto 4", "cfg", "data", "displaced", "displaced, warm-up", "cfg x displaced")
+UNET_LAYOUTS = ("auto", "auto 4", "cfg", "data", "displaced", "displaced, warm-up", "cfg x displaced", "three bands")
 SIZES = ((16, 18), (8, 24), (15, 17), (9, 31), (2, 6), (3, 3), (2, 2), (31, 5), (1, 8), (4, 40), (12, 10))
 OWN_SIZES = {"hunyuanvideo": ((16, 18), (8, 24), (2, 6), (2, 2), (30, 4), (4, 40), (12, 10)),      # of what ComfyUI's own models take
              **dict.fromkeys(("pixart", "pixart-alpha"), ((34, 32), (20, 46), (48, 20), (62, 4), (36, 36)))}
@@ -81,11 +86,13 @@ SCHEDULES = [
     ("BetaSamplingScheduler", {}), ("OptimalStepsScheduler", {"model_type": "Wan"}), ("ManualSigmas", {"sigmas": "0.9, 0.7, 0.72, 0.3, 0"})]
 GUIDERS = ("BasicGuider", "CFGGuider", "CFGGuider", "DualCFGGuider", "DualCFGGuider nested", "PerpNegGuider", "DualModelGuider",
            "DualModelGuider, other")
+ADAPTERS = (None, "lora", "dora", "loha", "lokr", "oft", "diff")             # None: a file with each of them
+REFERENCES = ((10, 8), (5, 7), (16, 18), (2, 2), (24, 6))                    # sizes of reference latents
 PROMPTS = ("plain", "plain", "mask", "mask bounds", "area", "area and strength", "combine", "combine both", "average", "concat", "range",
            "range, late", "zero out", "longer", "shorter", "same", "guidance", "no guidance")
 SIMPLE = {"prompt": ("plain", "average", "longer", "zero out"), "guider": ("BasicGuider", "CFGGuider"),
           "changes": ((), (("ModelSamplingSD3", {"shift": 5.0}),), (("DifferentialDiffusion", {"strength": 0.8}),)),
-          "schedule": (None,), "sigmas": (None,), "second": ("none", "none", "interrupted"), "dtype": ("fp32",)}
+          "schedule": (None,), "sigmas": (None,), "second": ("none", "none", "interrupted"), "dtype": ("fp32",), "loras": ((),)}
 
 
 def draw(comfyui, number, layouts=None, kinds=None):
@@ -108,6 +115,8 @@ def draw(comfyui, number, layouts=None, kinds=None):
         "leftover": pick(("enable", "disable")), "prompt": pick(PROMPTS), "guider": pick(GUIDERS),
         "changes": tuple(pick(CHANGES) for _ in range(pick((0, 0, 1, 1, 2)))),
         "second": pick(("none", "none", "none", "hires", "interrupted", "again")),
+        "loras": tuple((pick(ADAPTERS), pick((1.0, 0.6, -0.4, 1.7))) for _ in range(pick((0, 0, 0, 1, 1, 2)))),
+        "references": tuple(pick(REFERENCES) for _ in range(pick((0, 0, 1, 2)) if kind in EDIT else 0)),
     }
     if families()[kind].by_rows and min(drawn["size"]) < 8:
         drawn["size"] = (16, 18)                               # norms over a pixel or two enlarge rounding
@@ -126,7 +135,7 @@ class Runner:
     """Runs drawn workflows on ComfyUI's own model or on ours, as ComfyUI would."""
 
     def __init__(self, comfyui):
-        self.comfyui, self.models = comfyui, {}
+        self.comfyui, self.models, self.loras = comfyui, {}, Loras(comfyui)
         if "ModelSamplingSD3" not in comfyui.nodes.NODE_CLASS_MAPPINGS:
             run_async(comfyui.nodes.init_extra_nodes(init_custom_nodes=False, init_api_nodes=False))
 
@@ -204,6 +213,8 @@ class Runner:
             positive = node("FluxGuidance", conditioning=positive, guidance=2.0)
         elif drawn["prompt"] == "no guidance":
             positive = node("FluxDisableGuidance", conditioning=positive)
+        for latent in references(drawn["kind"], drawn["references"]):
+            positive = node("ReferenceLatent", conditioning=positive, latent={"samples": latent})
         return positive, negative
 
     def latent(self, drawn):
@@ -220,6 +231,8 @@ class Runner:
 
     def changed(self, model, drawn):
         """The MODEL after the nodes of the workflow that change it."""
+        for index, (adapter, strength) in enumerate(drawn["loras"]):
+            model = self.loras.load(model, self.loras.file(drawn["kind"], "publisher", adapter, seed=9 + index), strength)
         for name, given in drawn["changes"]:
             if name == "LatentApplyOperationCFG":
                 given = {"operation": self.node("LatentOperationTonemapReinhard", multiplier=0.9)}

@@ -56,7 +56,9 @@ REFUSED_OPTIONS = {
     "rope_options": "a changed rotary scale", "optimized_attention_override": "an attention override",
 }
 WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
-            WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL}  # all around the model; DIFFUSION_MODEL is inside of it
+            WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL}  # all around the model
+# Wrappers inside of the model, by key and function: those that know its latent and its prediction alone. remote.py calls them.
+INSIDE = {"easycache": "easycache_forward_wrapper"}
 CALLBACKS = {value for names in (CallbacksMP, IndexListCallbacks) for value in vars(names).values()
              if isinstance(value, str)}                        # ComfyUI calls all of them itself
 MOST_NAMED = 5                                                 # changes that a message names
@@ -197,7 +199,8 @@ def _transformer_options(options):
 def _wrappers(wrappers):
     found = []
     for kind, by_name in wrappers.items():
-        names = [str(name) for name, functions in by_name.items() if functions]
+        names = [str(name) for name, functions in by_name.items() if functions and not (
+            kind == WrappersMP.DIFFUSION_MODEL and {getattr(function, "__name__", None) for function in functions} == {INSIDE.get(name)})]
         if names and kind == WrappersMP.DIFFUSION_MODEL:
             found.append(f"nodes that wrap the diffusion model ({', '.join(names)})")
         elif names and kind not in WRAPPERS:

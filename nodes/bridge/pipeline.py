@@ -80,7 +80,8 @@ def why_drained(sampler, base_model, model_options):
 def why_one_call(base_model, model_options):
     """What of others' runs around each call of the model, so that no other call may come in between; None if nothing does."""
     net, options = base_model.diffusion_model, model_options["transformer_options"]
-    if model_options.get("model_function_wrapper") or any(options.get("wrappers", {}).get(WrappersMP.APPLY_MODEL, {}).values()):
+    around = [options.get("wrappers", {}).get(kind, {}) for kind in (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)]
+    if model_options.get("model_function_wrapper") or any(functions for by_key in around for functions in by_key.values()):
         return "a node that wraps the model's calls"
     if any(functions for kind in options.get("callbacks", {}).values() for functions in kind.values()):
         return "a node that follows the sampling"

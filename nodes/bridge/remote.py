@@ -4,6 +4,8 @@ import logging
 
 import torch
 
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+
 from ...xdit_backend.checkpoints.net import job_of
 from ...xdit_backend.forecast.cost import Job
 from ...xdit_backend.forecast.memory import rank_memory, working_share
@@ -113,13 +115,23 @@ class RemoteModel:
             client.catch_up(PATIENCE_S)                        # ComfyUI is to see the memory that the workers give back now
 
     def forward(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
-        """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32."""
-        from . import branches
+        """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32.
+
+        Wrappers of the diffusion model are called where ComfyUI's own model of the family calls them.
+        """
         if not torch.is_tensor(timestep) or not torch.is_tensor(context):
             raise ConfigError(f"A node calls this MODEL in a way of its own, and {self.family.name} takes a latent, a timestep and "
                               f"conditioning. Use a sampler node, or the kind of model that the node is for.")
-        schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas", timestep)
         refuse_call(self.family, control, transformer_options, extra)
+        net = self.modules[""][0]
+        calls_wrappers = WrapperExecutor.__name__ in type(net).forward.__code__.co_names
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options) if calls_wrappers else []
+        return WrapperExecutor.new_class_executor(self._answer, net, wrappers).execute(
+            x, timestep, context=context, transformer_options=transformer_options, **extra)
+
+    def _answer(self, x, timestep, context, transformer_options, **extra):
+        from . import branches
+        schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas", timestep)
         self._refuse_changed_modules(schedule, sigmas)
         self.check_latent(x, self._taken_channels)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}))

@@ -29,7 +29,7 @@ class Loras:
 
     def __init__(self, comfyui):
         self.comfyui, self.folder = comfyui, comfyui.base / "loras"
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
         comfyui.folder_paths.add_model_folder_path("loras", str(self.folder), is_default=True)
 
     def file(self, kind, naming="publisher", adapter=None, part="", seed=9):

@@ -13,7 +13,8 @@ KINDS = ("sd3", "sd35", "flux", "flux-schnell", "wan", "qwen-image", "hunyuanvid
 
 @pytest.fixture(scope="module")
 def runner(comfyui):
-    return Runner(comfyui)
+    yield Runner(comfyui)
+    comfyui.management.unload_all_models()                     # the weights of native models are as they were, without LoRA
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from tests.nodes.test_pipefusion import EXACT, STALE, oracle, sample_oracle, staged
 from tests.tolerances import close, relative_error
 
+STAGED = {"pipefusion": 2, "num_patches": 4}
 WRAPPED = ("outer_sample", "sampler_sample", "predict_noise", "calc_cond_batch", "apply_model", "model_function_wrapper")
 
 
@@ -49,6 +50,36 @@ def test_nodes_that_wrap_each_step_equal_native(comfyui, said, name, options):
     close(result, sample(comfyui.native("sd3")), EXACT)
     assert relative_error(result, comfyui.reference("sd3", steps=6)) > 10 * EXACT
     assert any("every step whole" in text and name.lower() in text.lower() for text in said)
+
+
+@pytest.mark.parametrize("kind, degrees", [
+    ("flux", {"cfg": 2}), ("wan", {"ulysses": 2}), ("qwen-image", STAGED), ("sdxl", {"displaced": 2}), ("sd3", {"cfg": 2})], ids=str)
+def test_easycache_takes_the_steps_it_takes_with_comfyuis_own_model(comfyui, kind, degrees, monkeypatch):
+    """It wraps the diffusion model: those of ComfyUI that let themselves be wrapped (SD3's does not)."""
+    from comfy_extras.nodes_easycache import EasyCacheHolder, EasyCacheNode
+    reused, apply = [], EasyCacheHolder.apply_cache_diff
+    monkeypatch.setattr(EasyCacheHolder, "apply_cache_diff",
+                        lambda self, x, uuids, **more: reused.append(len(uuids)) or apply(self, x, uuids, **more))
+
+    def sample(model):
+        reused.clear()
+        model = EasyCacheNode.execute(model=model, reuse_threshold=0.9, start_percent=0.1, end_percent=0.95, verbose=False).args[0]
+        return comfyui.sample(model, kind, steps=8), list(reused)
+
+    want, reused_natively = sample(comfyui.native(kind))
+    result, reused_here = sample(comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)))
+
+    close(result, want, EXACT)
+    assert reused_here == reused_natively and bool(reused_here) == (kind != "sd3")
+
+
+def test_other_wrappers_of_the_diffusion_model_are_refused_by_name(comfyui):
+    """Also one that goes by EasyCache's name."""
+    for key in ("seams", "easycache"):
+        model = comfyui.ours("flux", comfyui.config()).clone()
+        model.add_wrapper_with_key("diffusion_model", key, lambda executor, *args, **kwargs: executor(*args, **kwargs))
+        with pytest.raises(comfyui.errors.UnsupportedError, match=f"nodes that wrap the diffusion model .{key}."):
+            comfyui.sample(model, "flux", steps=1)
 
 
 def test_guidance_that_looks_at_the_whole_latent_gets_it_from_patches(comfyui, said):
