@@ -60,10 +60,9 @@ def check(model, cfg, positive, negative, latent_image):
         raise ConfigError("Parallel Sampler needs a MODEL from Load xDiT Model, and this one comes from another loader. "
                           "Connect Load xDiT Model, or use KSampler.")
     for _, options in [*positive, *negative]:
-        for key, name in (("control", "ControlNet"), ("gligen", "GLIGEN")):
-            if options.get(key) is not None:
-                raise UnsupportedError(f"Parallel Sampler does not support {name} conditioning. The {name} would be dropped without "
-                                       f"notice. Remove it, or use KSampler with Load Diffusion Model.")
+        if options.get("gligen") is not None:
+            raise UnsupportedError("Parallel Sampler does not support GLIGEN conditioning. The GLIGEN would be dropped without "
+                                   "notice. Remove it, or use KSampler with Load Diffusion Model.")
     config = model.remote.config
     one_branch = cfg == 1.0 and not model.model_options.get("disable_cfg1_optimization")
     if config.mode == "manual" and config.cfg_degree == 2 and one_branch:

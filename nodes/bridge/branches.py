@@ -32,9 +32,12 @@ class Question:
         call = self.call
         batch = call.latent.shape[0]
         parts = [slice(0, batch // 2), slice(batch // 2, batch)]
-        return [Call(call.latent[part], call.timestep[part],
-                     {name: tensor[part] if tensor.shape[0] == batch else tensor for name, tensor in call.conditioning.items()})
-                for part in parts]
+
+        def half(part):
+            cut = lambda tensor: tensor[part] if tensor.shape[0] == batch else tensor  # noqa: E731
+            conditioning = {name: cut(tensor) for name, tensor in call.conditioning.items()}
+            return Call(call.latent[part], call.timestep[part], conditioning, control=call.cut_control(cut))
+        return [half(part) for part in parts]
 
 
 class Task(greenlet):

@@ -93,14 +93,11 @@ def refuse_model_options(model_options):
     _refuse(_model_options(model_options))
 
 
-def refuse_call(family, control, transformer_options, extra):
+def refuse_call(family, transformer_options, extra):
     """Raise UnsupportedError where a call of the model asks for what the workers would not honour.
 
-    extra: its arguments besides the latent, the timestep, the text, ControlNet and transformer_options.
+    extra: its arguments besides the latent, the timestep, the text, ControlNet (control.py) and transformer_options.
     """
-    if control is not None:
-        raise UnsupportedError("xDiT does not support ControlNet conditioning yet. The ControlNet would be dropped without notice. "
-                               "Remove it, or use Load Diffusion Model.")
     _refuse(_transformer_options(transformer_options))
     beyond = family.beyond(extra)
     if beyond is not None:

@@ -66,8 +66,10 @@ def why_whole_run(sampler, guider):
     return f"a node that replaces {replaced[0]} of the MODEL" if replaced else None
 
 
-def why_drained(sampler, base_model, model_options):
+def why_drained(sampler, conds, base_model, model_options):
     """Why a run with patches has to take its steps one after the other, in a person's words; None if it need not."""
+    if any(entry.get("control") is not None for cond in conds if cond for entry in cond):
+        return "a ControlNet, which reads the whole picture"
     for key, text in GUIDANCE.items():
         if model_options.get(key):
             return text
@@ -194,11 +196,20 @@ class PipelineRun:
         if whole_because is not None or not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
             return self.predict_whole(requests, whole_because is None)
         first_rows = self.first_rows(requests)
-        tickets = [self.submit_patch([dataclasses.replace(request, latent=request.latent.narrow(self.dim, patch.start, rows))
-                                      for request in requests], index, first_rows)
+        tickets = [self.submit_patch([self._rows_of(request, patch, rows) for request in requests], index, first_rows)
                    for index, (patch, rows) in enumerate(self.patches)]
         pieces = {}
         while len(pieces) < len(tickets):
             ticket, predictions = self.wait([ticket for ticket in tickets if ticket not in pieces])
             pieces[ticket] = predictions
         return [torch.cat([pieces[ticket][index] for ticket in tickets], self.dim) for index in range(len(requests))]
+
+    def _rows_of(self, request, patch, rows):
+        """A request for a whole latent as one for a patch."""
+        size = self._patch_size[self.dim - 2]
+        num_rows = -(-self.shape[self.dim] // size)            # of tokens
+
+        def cut(added_BTC):
+            a_row = added_BTC.shape[1] // num_rows
+            return added_BTC.narrow(1, patch.start // size * a_row, -(-rows // size) * a_row)
+        return dataclasses.replace(request, latent=request.latent.narrow(self.dim, patch.start, rows), control=request.cut_control(cut))

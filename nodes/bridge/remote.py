@@ -14,6 +14,7 @@ from ...xdit_backend.host.client import Call
 from ...xdit_backend.planner import USUAL_JOB, choose_layout, degrees_of, describe_layout, is_long, plan_run, rank_bytes
 from ...xdit_backend.protocol.errors import ConfigError
 from .carried import refuse_call, refuse_changed_modules
+from .control import places_of
 from .displaced import DisplacedRun
 from .groups import GROUPS, ask_for_room, parking_room, show_text
 from .pipeline import DRAINED, WHOLE, PipelineRun
@@ -122,19 +123,20 @@ class RemoteModel:
         if not torch.is_tensor(timestep) or not torch.is_tensor(context):
             raise ConfigError(f"A node calls this MODEL in a way of its own, and {self.family.name} takes a latent, a timestep and "
                               f"conditioning. Use a sampler node, or the kind of model that the node is for.")
-        refuse_call(self.family, control, transformer_options, extra)
+        refuse_call(self.family, transformer_options, extra)
         net = self.modules[""][0]
         calls_wrappers = WrapperExecutor.__name__ in type(net).forward.__code__.co_names
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options) if calls_wrappers else []
         return WrapperExecutor.new_class_executor(self._answer, net, wrappers).execute(
-            x, timestep, context=context, transformer_options=transformer_options, **extra)
+            x, timestep, context=context, control=control, transformer_options=transformer_options, **extra)
 
-    def _answer(self, x, timestep, context, transformer_options, **extra):
+    def _answer(self, x, timestep, context, transformer_options, control=None, **extra):
         from . import branches
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas", timestep)
         self._refuse_changed_modules(schedule, sigmas)
         self.check_latent(x, self._taken_channels)
-        call = Call(x, timestep, self.family.tensors({"context": context, **extra}))
+        call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
+                    control=places_of(self.family, self._transformer_config, control, x.shape))
         self.check_conditioning(call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
         return branches.ask(branches.Question(self, call, schedule, sigmas, num_branches, transformer_options.get(WHOLE),

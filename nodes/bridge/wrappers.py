@@ -62,7 +62,7 @@ def _keeping_calls(remote, sampler, guider, model_options):
     patchwise = remote.spec.stages is not None and options.get(PATCHWISE)
     if not patchwise or any(why_whole([conds], model_options) for conds in guider.conds.values()):
         return nullcontext()
-    drained = why_drained(sampler, guider.inner_model, model_options)
+    drained = why_drained(sampler, guider.conds.values(), guider.inner_model, model_options)
     if drained is not None:
         options[DRAINED] = drained
         return nullcontext()

@@ -119,11 +119,11 @@ def test_cfg_degree_without_guidance_is_refused(comfyui):
         comfyui.sample(model, "sd3", cfg=1.0)
 
 
-def test_controlnet_is_refused_before_anything_runs(comfyui, model):
+def test_gligen_is_refused_before_anything_runs(comfyui, model):
     positive = comfyui.conditioning("sd3", 1)
-    positive[0][1]["control"] = object()
+    positive[0][1]["gligen"] = object()
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="ControlNet"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="GLIGEN"):
         comfyui.sample(model, "sd3", positive=positive)
 
 

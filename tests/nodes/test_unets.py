@@ -99,14 +99,10 @@ def test_auto_takes_branches_apart(comfyui, said):
 
 
 def test_what_reaches_inside_is_refused_by_name(comfyui):
-    """FreeU patches the blocks, a ControlNet adds to them."""
+    """FreeU patches the blocks."""
     model = comfyui.ours("sd15", comfyui.config("cpu"))
     from tests.model_nodes import model_nodes
     patched = model_nodes(comfyui)["FreeU_V2"]().patch(model, 1.3, 1.4, 0.9, 0.2)[0]
-    positive = comfyui.conditioning("sd15", 1)
-    positive[0][1]["control"] = object()
 
     with pytest.raises(comfyui.errors.UnsupportedError, match="model patches"):
         comfyui.sample(patched, "sd15")
-    with pytest.raises(comfyui.errors.UnsupportedError, match="ControlNet"):
-        comfyui.sample(model, "sd15", positive=positive)

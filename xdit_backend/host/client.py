@@ -26,6 +26,12 @@ class Call:
     timestep: torch.Tensor                 # (B,)
     conditioning: dict[str, torch.Tensor]
     name: str = ""                         # of the conditioning, where Client.name_conditioning gave it one
+    control: dict[str, torch.Tensor] = field(default_factory=dict)         # place -> what a ControlNet adds there, see Family.control_shapes
+
+    def cut_control(self, cut):
+        """`control` with every tensor cut, once where it is for many places."""
+        parts = {id(tensor): cut(tensor) for tensor in self.control.values()}
+        return {place: parts[id(tensor)] for place, tensor in self.control.items()}
 
 
 @dataclass(frozen=True)
@@ -240,8 +246,10 @@ class Client:
         for call, name in zip(calls, names):
             prediction, view = group.segments.create((call.latent.shape[0], num_channels, *call.latent.shape[2:]), torch.float32)
             latent, timestep = group.segments.share(call.latent), group.segments.share(call.timestep)
-            segments += [prediction, latent, timestep]
-            branches.append(messages.Branch(latent, timestep, name, prediction))
+            added = {id(tensor): group.segments.share(tensor) for tensor in call.control.values()}         # some are for many places
+            segments += [prediction, latent, timestep, *added.values()]
+            control = {place: added[id(tensor)] for place, tensor in call.control.items()}
+            branches.append(messages.Branch(latent, timestep, name, prediction, control))
             predictions.append(view)
         request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast,
                                                               **displaced),

@@ -30,6 +30,7 @@ class BlockList:
     in_file: what its blocks' tensors are prefixed with in ComfyUI's and the publisher's files. count: the argument of the
     diffusers class that says how many blocks there are. returns: what a block returns, in order; each a stream, or a tuple
     of streams that are one tensor. image_share: the part of a block's parameters that an image token passes through.
+    control: which list of what a ControlNet gives ComfyUI's model adds to the image after each block, "input" or "output".
     streams, attention, tokens, masks: as in ModelPlan, where this list's differ from the plan's. Where `streams` differ, the
     model's forward has merged or parted tensors in between.
     """
@@ -39,6 +40,7 @@ class BlockList:
     count: str = "num_layers"
     returns: tuple = ("image",)
     image_share: float = 1.0
+    control: str | None = None
     streams: dict[str, str | tuple[str, ...]] | None = None
     attention: dict[str, tuple[str, ...]] | None = None
     tokens: dict[str, TokenArgument | tuple[TokenArgument, ...]] | None = None
@@ -108,12 +110,14 @@ class RowPlan:
 
     first: the convolution that reads the latent itself. self_attention: what modules that mix the pixels of an image are called.
     of_text: modules of the cross-attention whose input is the text alone. num_levels(config): sizes of the image, each half the last.
+    skips(config): what goes from the way down to the way up, in the order in which it is made: [(channels, level)].
     """
 
     first: str
     self_attention: str
     of_text: tuple[str, ...]
     num_levels: Callable
+    skips: Callable
     blocks: tuple = ()
     stream_names: frozenset = frozenset(("image",))
 
@@ -243,6 +247,18 @@ class Family:
             "pad": lambda conditioning: -self.latent.num_tokens(whole) % self.multiple} | self.lengths
         return {"image": self.latent.num_tokens(shape)} | {
             stream: length(conditioning) for stream, length in lengths.items() if stream in streams}
+
+    def control_shapes(self, config, shape):
+        """{place: (T, C), or (C, rows, columns) of a U-Net}: what a ControlNet may add where, to each image of a latent of this shape.
+
+        A place is a list of what ComfyUI's ControlNets give, and the number of the block there: "output.3". {} where ComfyUI's model takes
+        none.
+        """
+        if self.by_rows:
+            skips = [(channels, *(-(-length // 2 ** level) for length in shape[2:])) for channels, level in self.plan.skips(config)]
+            return {f"{name}.{number}": skip for name in ("input", "output") for number, skip in enumerate(skips)} | {"middle.0": skips[-1]}
+        tokens = self.latent.num_tokens(shape), self.width(config)
+        return {f"{list_.control}.{number}": tokens for list_ in self.plan.blocks if list_.control for number in range(config[list_.count])}
 
     def patch_size(self, config):
         """Latent pixels of a token along each dim."""

@@ -53,7 +53,7 @@ def unet(name, title, context_widths, labelled, num_heads, tiny, refusals=(), va
         arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                    "class_labels": given("y", where="class_embed_type")},
         plan=RowPlan(first="conv_in", self_attention="attn1", of_text=("attn2.to_k", "attn2.to_v"),
-                     num_levels=lambda config: len(config["block_out_channels"])))
+                     num_levels=lambda config: len(config["block_out_channels"]), skips=_skips))
 
 
 def tiny(detected, config, arguments):
@@ -107,6 +107,14 @@ def _depth(shapes, block):
 
 def _depths(shapes):
     return [_depth(shapes, f"input_blocks.{layers[0]}") for layers in _levels(shapes)]
+
+
+def _skips(config):
+    widths = config["block_out_channels"]
+    skips = [(widths[0], 0)]
+    for level, width in enumerate(widths):
+        skips += [(width, level)] * config["layers_per_block"] + [(width, level + 1)] * (level + 1 < len(widths))
+    return skips
 
 
 def _kind(depth):

@@ -38,6 +38,7 @@ class Place:
 
     index: int                     # over all lists
     list_: Any
+    number: int                    # in its list
     starts: bool                   # streams are cut before it
     ends: bool                     # and joined after it
 
@@ -62,7 +63,8 @@ class Hooks:
         self.num_blocks = len(blocks)
         self._skips = plan.skips(self.num_blocks)
         starts = [index == 0 or list_.streams != blocks[index - 1][1].streams for index, (_, list_) in enumerate(blocks)] + [True]
-        self._places = [Place(index, list_, starts[index], starts[index + 1]) for index, (_, list_) in enumerate(blocks)]
+        numbers = [number for list_ in plan.lists for number in range(len(model.get_submodule(list_.name)))]
+        self._places = [Place(index, list_, numbers[index], starts[index], starts[index + 1]) for index, (_, list_) in enumerate(blocks)]
         for place, (block, list_) in zip(self._places, blocks):
             for name, streams in list_.attention.items():
                 module = _inside(block, name)
@@ -163,7 +165,12 @@ class Hooks:
         output = forward(**arguments)
         if place.index in self._skips.values():
             now.skips[place.index] = output
-        return dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
+        outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
+        added = now.control.get(f"{list_.control}.{place.number}")
+        if added is not None:
+            streams = next(streams for streams in outputs if "image" in streams)
+            regions.add_to_image(outputs[streams], streams, added, now.tokens)
+        return outputs
 
     def _joined(self, now, place, shards):
         """Whole streams for the model's forward; after the last block it only needs the image."""

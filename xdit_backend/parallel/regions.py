@@ -8,6 +8,7 @@ A region is a run of block lists between which the model's forward neither merge
 
 import torch
 
+from ..protocol.transfers import on_device
 from .collectives import all_gather
 
 
@@ -35,6 +36,13 @@ def join(shard, streams, tokens, mesh, traffic, wanted):
         return whole[streams[0]]
     return torch.cat([whole[name] if name in wanted and tokens.counts[name] == tokens.held(name)
                       else shard.new_zeros(shard.shape[0], tokens.held(name), shard.shape[2]) for name in streams], 1)
+
+
+def add_to_image(shard, streams, added, tokens):
+    """Add to this rank's image tokens, in place. added: (B or 1, T of the forward's image, C), in host memory and any type."""
+    before, size = sum(tokens.own((name,)) for name in streams[:streams.index("image")]), tokens.own(("image",))
+    own = tokens.take(added, 1, ("image",))
+    shard[:, before:before + size] += on_device(own, shard.device)
 
 
 def pack(shards, units, tokens):

@@ -17,6 +17,7 @@ from torch.nn.functional import conv2d, pad
 from ..autoencoders.family import replaced
 from ..partition import halved
 from ..protocol.errors import UnsupportedError
+from ..protocol.transfers import on_device
 from .displaced import StaleSplit
 from .rows import Padding, attention_rows, conv_rows, group_norm_rows, input_rows
 
@@ -45,14 +46,13 @@ class RowHooks:
                     self._hooked, "scaled_dot_product_attention", self._attention, name, level))
             elif name.endswith(tuple(f".{path}" for path in plan.of_text)):
                 self._place(module, "of text", functools.partial(self._once, name))
+        self._place_control(model, plan.skips(model.config))
 
     def run(self, context):
         """Run the model's forward as the context says. Every rank of the displaced axis does.
 
         Returns (output of the forward, None), as Hooks does: where the context has bands, this rank's rows of it.
         """
-        if context.bands is None:
-            return self._model(**context.inputs, return_dict=False)[0], None
         self._now = context
         try:
             return self._model(**context.inputs, return_dict=False)[0], None
@@ -65,8 +65,53 @@ class RowHooks:
 
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
-            return forward(*args, **kwargs) if self._now is None else hook(forward, *args, **kwargs)
+            alone = self._now is None or self._now.bands is None
+            return forward(*args, **kwargs) if alone else hook(forward, *args, **kwargs)
         module.forward = hooked
+
+    def _place_control(self, model, skips):
+        """Where ComfyUI's model adds what a ControlNet gives: to the output of each block on the way down and of the middle one, and to
+        each skip where it is taken up. skips: of RowPlan.
+        """
+        makers = [model.conv_in]
+        for block in model.down_blocks:
+            makers += [*(getattr(block, "attentions", None) or block.resnets), *(block.downsamplers or ())]
+        assert len(makers) == len(skips)
+        for number, (module, (_, level)) in enumerate(zip(makers, skips)):
+            module.forward = self._hook_control(module.forward, f"input.{number}", level)
+        model.mid_block.forward = self._hook_control(model.mid_block.forward, "middle.0", skips[-1][1])
+        end = len(skips)
+        for block in model.up_blocks:
+            start = end - len(block.resnets)
+            block.forward = self._hook_skips(block.forward, [(f"output.{number}", skips[number][1]) for number in range(start, end)])
+            end = start
+
+    def _hook_control(self, forward, place, level):
+        @functools.wraps(forward)
+        def hooked(*args, **kwargs):
+            output = forward(*args, **kwargs)
+            if isinstance(output, tuple):
+                return self._with_control(output[0], place, level), *output[1:]
+            return self._with_control(output, place, level)
+        return hooked
+
+    def _hook_skips(self, forward, places):
+        @functools.wraps(forward)
+        def hooked(*args, res_hidden_states_tuple, **kwargs):
+            skips = tuple(self._with_control(skip, *place) for skip, place in zip(res_hidden_states_tuple, places))
+            return forward(*args, res_hidden_states_tuple=skips, **kwargs)
+        return hooked
+
+    def _with_control(self, tensor_BCHW, place, level):
+        """The tensor with what is to be added at this place, of this rank's rows."""
+        context = self._now
+        if context is None or place not in context.control:
+            return tensor_BCHW
+        added = context.control[place]
+        if context.bands is not None:
+            first, end = halved(context.bands, level)[context.exchange.rank:][:2]
+            added = added[:, :, first:end]
+        return (tensor_BCHW + on_device(added, tensor_BCHW.device)).to(tensor_BCHW.dtype)
 
     def _hooked(self, torch_name, function, name, level, forward, *args, **kwargs):
         """Run a module while torch's function works on this rank's rows."""

@@ -99,6 +99,7 @@ class Branch:
     timestep: Segment              # (B,), or (B, N): one for each frame or token of the whole latent
     conditioning: str              # name given by Conditioning
     prediction: Segment            # like latent
+    control: dict[str, Segment] = dataclasses.field(default_factory=dict)  # what a ControlNet adds, by models.plan.Family.control_shapes
 
 
 # --- commands ---

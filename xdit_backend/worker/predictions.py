@@ -150,7 +150,10 @@ class Predictions:
             keeping = {"key_values": self._kept(loaded, branch.conditioning), "forecast": command.forecast,
                        "first_image": first - shard_start(batch, mesh.degrees["data"], mesh.ranks["data"]),
                        "num_images": shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]}
-        return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, exchange, **keeping)
+        added = {place: map_segment(segment) for place, segment in branch.control.items()}
+        control = {place: tensor[rows] if tensor.shape[0] == batch else tensor for place, tensor in added.items()}
+        return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, exchange,
+                              control=control, **keeping)
 
     def _kept(self, loaded, conditioning):
         """The keys and values of a conditioning, made when they are first kept."""

@@ -1,0 +1,68 @@
+"""Small random ControlNets for the tiny models of the tests, as files of the formats that are published.
+
+Those of U-Nets are written from ComfyUI's class, in the format of their publisher; those of transformers from diffusers' classes,
+whose names the published files have.
+"""
+
+import importlib
+
+import torch
+from safetensors.torch import save_file
+
+from tests.tiny_checkpoints import SEED, families, fill
+
+# name: kind of the model, "module:class", arguments; None: those of the model's own class, and a hint of three colours
+CONTROLNETS = {
+    "sd15": ("sd15", "comfy.cldm.cldm:ControlNet", None), "sdxl": ("sdxl", "comfy.cldm.cldm:ControlNet", None),
+    "sd3-instantx": ("sd3", "diffusers:SD3ControlNetModel", {
+        "patch_size": 2, "in_channels": 16, "num_layers": 3, "attention_head_dim": 64, "num_attention_heads": 4, "joint_attention_dim": 96,
+        "caption_projection_dim": 256, "pooled_projection_dim": 64, "out_channels": 16, "pos_embed_max_size": 64,
+        "extra_conditioning_channels": 0}),
+    "flux-instantx": ("flux", "diffusers:FluxControlNetModel", {
+        "patch_size": 1, "in_channels": 64, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 128, "num_attention_heads": 2,
+        "joint_attention_dim": 64, "pooled_projection_dim": 32, "guidance_embeds": True, "axes_dims_rope": [16, 56, 56], "num_mode": 3}),
+    "flux-xlabs": ("flux", "comfy.ldm.flux.controlnet:ControlNetFlux", {"depth": 2, "depth_single_blocks": 0}),
+    "qwen-instantx": ("qwen-image", "diffusers:QwenImageControlNetModel", {
+        "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 3, "attention_head_dim": 32, "num_attention_heads": 4,
+        "joint_attention_dim": 64, "axes_dims_rope": (4, 14, 14)})}
+
+
+def save_controlnet(name, path):
+    """Write a ControlNet's file."""
+    kind, place, arguments = CONTROLNETS[name]
+    module, _, cls = place.partition(":")
+    make = getattr(importlib.import_module(module), cls)
+    if module != "diffusers":
+        import comfy.ops
+        base = {key: value for key, value in families()[kind].tiny.arguments.items() if key != "out_channels" or arguments is not None}
+        arguments = base | ({"hint_channels": 3} if arguments is None else arguments) | {
+            "dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
+    net = make(**arguments)
+    with torch.no_grad():
+        fill(net, torch.Generator().manual_seed(SEED))
+    tensors = {key: tensor.contiguous() for key, tensor in net.state_dict().items()}
+    if name == "flux-xlabs":                                   # files say .scale where ComfyUI's module says .weight
+        tensors = {key.replace("_norm.weight", "_norm.scale") if "norm." in key else key: tensor for key, tensor in tensors.items()}
+    save_file(tensors, str(path))
+
+
+def residuals(family, config, seed=3, strength=0.3):
+    """A ControlNet, as ComfyUI's samplers take one, that adds to every block of a family: of each noise level and latent something else.
+
+    Some places have nothing, and two have the same.
+    """
+    from comfy.controlnet import ControlBase
+
+    class Residuals(ControlBase):
+        def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
+            lists, generator = {"input": [], "middle": [], "output": []}, torch.Generator().manual_seed(seed)
+            scale = strength * (1 + x_noisy.flatten(1).mean(1))
+            for place, shape in family.control_shapes(config, x_noisy.shape).items():
+                name, _, number = place.partition(".")
+                added = torch.randn(1, *shape, generator=generator) * scale.view(-1, *[1] * len(shape))
+                lists[name].append(None if number == "2" else lists[name][0] if number == "3" and family.by_rows is False else added)
+            if family.by_rows:                                 # which takes them from the end
+                lists["input"].reverse()
+            previous = self.previous_controlnet
+            return self.control_merge(lists, previous and previous.get_control(x_noisy, t, cond, batched_number, transformer_options), None)
+    return Residuals()
