@@ -11,17 +11,21 @@ from safetensors.torch import save_file
 
 from tests.tiny_checkpoints import SEED, families, fill
 
-# name: kind of the model, "module:class", arguments; None: those of the model's own class, and a hint of three colours
+# name: kind of the model, "module:class", its arguments; a function of those of the model's class where they are like these
 CONTROLNETS = {
-    "sd15": ("sd15", "comfy.cldm.cldm:ControlNet", None), "sdxl": ("sdxl", "comfy.cldm.cldm:ControlNet", None),
+    "sd15": ("sd15", "comfy.cldm.cldm:ControlNet", lambda model: _without(model, "out_channels") | {"hint_channels": 3}),
+    "sdxl": ("sdxl", "comfy.cldm.cldm:ControlNet", lambda model: _without(model, "out_channels") | {"hint_channels": 3}),
     "sd3-instantx": ("sd3", "diffusers:SD3ControlNetModel", {
         "patch_size": 2, "in_channels": 16, "num_layers": 3, "attention_head_dim": 64, "num_attention_heads": 4, "joint_attention_dim": 96,
         "caption_projection_dim": 256, "pooled_projection_dim": 64, "out_channels": 16, "pos_embed_max_size": 64,
         "extra_conditioning_channels": 0}),
+    "sd35-stability": ("sd35-large", "comfy.cldm.dit_embedder:ControlNetEmbedder", {
+        "img_size": None, "patch_size": 2, "in_chans": 16, "num_layers": 2, "main_model_double": 4, "double_y_emb": False,
+        "attention_head_dim": 64, "num_attention_heads": 4, "adm_in_channels": 2048}),
     "flux-instantx": ("flux", "diffusers:FluxControlNetModel", {
         "patch_size": 1, "in_channels": 64, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 128, "num_attention_heads": 2,
         "joint_attention_dim": 64, "pooled_projection_dim": 32, "guidance_embeds": True, "axes_dims_rope": [16, 56, 56], "num_mode": 3}),
-    "flux-xlabs": ("flux", "comfy.ldm.flux.controlnet:ControlNetFlux", {"depth": 2, "depth_single_blocks": 0}),
+    "flux-xlabs": ("flux", "comfy.ldm.flux.controlnet:ControlNetFlux", lambda model: model | {"depth": 2, "depth_single_blocks": 0}),
     "qwen-instantx": ("qwen-image", "diffusers:QwenImageControlNetModel", {
         "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 3, "attention_head_dim": 32, "num_attention_heads": 4,
         "joint_attention_dim": 64, "axes_dims_rope": (4, 14, 14)})}
@@ -31,19 +35,24 @@ def save_controlnet(name, path):
     """Write a ControlNet's file."""
     kind, place, arguments = CONTROLNETS[name]
     module, _, cls = place.partition(":")
-    make = getattr(importlib.import_module(module), cls)
+    if callable(arguments):
+        arguments = arguments(families()[kind].tiny.arguments)
     if module != "diffusers":
         import comfy.ops
-        base = {key: value for key, value in families()[kind].tiny.arguments.items() if key != "out_channels" or arguments is not None}
-        arguments = base | ({"hint_channels": 3} if arguments is None else arguments) | {
-            "dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
-    net = make(**arguments)
+        arguments = arguments | {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
+    net = getattr(importlib.import_module(module), cls)(**arguments)
     with torch.no_grad():
         fill(net, torch.Generator().manual_seed(SEED))
     tensors = {key: tensor.contiguous() for key, tensor in net.state_dict().items()}
     if name == "flux-xlabs":                                   # files say .scale where ComfyUI's module says .weight
         tensors = {key.replace("_norm.weight", "_norm.scale") if "norm." in key else key: tensor for key, tensor in tensors.items()}
+    if name == "sd35-stability":                               # which has the model's own
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("x_embedder.")}
     save_file(tensors, str(path))
+
+
+def _without(arguments, name):
+    return {key: value for key, value in arguments.items() if key != name}
 
 
 def residuals(family, config, seed=3, strength=0.3):

@@ -62,7 +62,8 @@ def test_twice_is_once(converted):
     ("default.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTParallelSampler", "XDiTVAEDecode"], []),
     ("sdxlturbo_example.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTVAEDecode"], []),
     ("01_get_started_text_to_image.json", ["XDiTLoadModel", "XDiTParallelSampler", "XDiTVAEDecode"], []),
-    ("sd3.5_large_canny_controlnet_example.json", [], [("CheckpointLoaderSimple", "patch"), ("KSampler", "model_stays")]),
+    ("sd3.5_large_canny_controlnet_example.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTParallelSampler", "XDiTVAEDecode"], []),
+    ("image_qwen_image_controlnet_patch.json", [], [("UNETLoader", "patch"), ("KSampler", "model_stays")]),
 ])
 def test_what_becomes_of_a_template(converted, name, types, stay):
     entry = converted[name]

@@ -26,7 +26,7 @@ export const REFUSED = [
   "PerturbedAttentionGuidance", "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "SelfAttentionGuidance",
   "SkipLayerGuidanceDiT", "SkipLayerGuidanceDiTSimple", "SkipLayerGuidanceSD3", "TomePatchModel", "TrainLoraNode", "USOStyleReference",
 ];
-const REFUSED_INPUTS = ["CONTROL_NET", "GLIGEN", "MODEL_PATCH", "IPADAPTER"];
+const REFUSED_INPUTS = ["GLIGEN", "MODEL_PATCH", "IPADAPTER"];
 
 /**
  * The workflow on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot have it}, as far as that is known.

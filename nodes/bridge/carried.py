@@ -6,6 +6,8 @@ that is not listed with its reason would be dropped silently; it is refused, the
 MODEL is loaded and when a run begins, and by remote.py for each call.
 """
 
+import functools
+
 import torch
 
 import comfy.model_patcher
@@ -140,15 +142,23 @@ def changed_modules(net, modules):
     return found
 
 
-def hold_elsewhere(net):
-    """Make the parameters of a shell's diffusion model (on the meta device) say where the weights are."""
-    for module in net.modules():
+def hold_elsewhere(net, read):
+    """Make the parameters of a shell's diffusion model (on the meta device) say where the weights are.
+
+    read(name): the weight as its file has it, with the patches of the MODEL that runs, on the CPU.
+    """
+    for path, module in net.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            module.register_parameter(name, WorkerParameter(parameter, requires_grad=False))
+            held = WorkerParameter(parameter, requires_grad=False)
+            held.read = functools.partial(read, f"{path}.{name}" if path else name)
+            module.register_parameter(name, held)
 
 
 class WorkerParameter(torch.nn.Parameter):
-    """A weight that the workers hold: its shape and dtype are known here, and who asks for more is told where it is."""
+    """A weight that the workers hold: its shape and dtype are known here, and who asks for more is told where it is.
+
+    It can be copied into another tensor, as the ControlNets of SD3.5 do with an embedder's.
+    """
 
     # what needs no data: torch asks for attributes by __get__, and state_dict() detaches
     KNOWN = {"__get__", "__repr__", "__hash__", "__len__", "__format__", "size", "dim", "ndimension", "numel", "nelement", "element_size",
@@ -158,7 +168,12 @@ class WorkerParameter(torch.nn.Parameter):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         name = function.__name__
         if name in cls.KNOWN or function == torch.Tensor.requires_grad.__set__:
-            return torch.Tensor.__torch_function__.__func__(cls, function, types, args, kwargs or {})
+            result = torch.Tensor.__torch_function__.__func__(cls, function, types, args, kwargs or {})
+            if name == "detach":
+                result.read = args[0].read
+            return result
+        if name == "copy_" and not isinstance(args[0], cls):
+            return args[0].copy_(args[1].read())
         raise UnsupportedError(f"A node reads the weights of this MODEL or computes with its layers itself ({name}), and xDiT's workers "
                                f"hold them. Use Load Diffusion Model for it.")
 

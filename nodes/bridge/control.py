@@ -5,7 +5,21 @@ ComfyUI computes it, with its own ControlNet, on the device where it samples. A 
 
 import torch
 
+import comfy.controlnet
+
 from ...xdit_backend.protocol.errors import ConfigError, UnsupportedError
+
+TAKE_WEIGHTS = {comfy.controlnet.ControlLora: "a Control-LoRA", comfy.controlnet.QwenFunControlNet: "Qwen-Image's Fun ControlNet"}
+
+
+def refuse_controls(conds):
+    """Raise UnsupportedError for ControlNets that compute with layers of the model itself. conds: lists of ComfyUI's conds."""
+    for control in (entry.get("control") for cond in conds for entry in cond or ()):
+        while control is not None:
+            if type(control) in TAKE_WEIGHTS:
+                raise UnsupportedError(f"{TAKE_WEIGHTS[type(control)]} computes with layers of the model itself, and xDiT's workers hold "
+                                       f"them. Use a ControlNet that has its own, or Load Diffusion Model.")
+            control = getattr(control, "previous_controlnet", None)
 
 
 def places_of(family, config, control, shape):
@@ -18,8 +32,8 @@ def places_of(family, config, control, shape):
         return {}
     shapes = family.control_shapes(config, shape)
     if not shapes:
-        raise UnsupportedError(f"ComfyUI's {family.name} takes no ControlNet conditioning, and this workflow has some. It would be dropped "
-                               f"without notice. Remove Apply ControlNet.")
+        raise UnsupportedError(f"ComfyUI's {family.name} takes no ControlNet conditioning, and this workflow has some, which would be "
+                               f"dropped without notice. Remove Apply ControlNet.")
     known, found = {place.partition(".")[0] for place in shapes}, {}
     for name, tensors in control.items():
         if name not in known and any(tensor is not None for tensor in tensors):
@@ -40,7 +54,7 @@ def places_of(family, config, control, shape):
 
 def _numbered(family, name, tensors, num_blocks):
     """{place: tensor}, in the order in which ComfyUI's model takes them. Of more than there are blocks it leaves out the others."""
-    if family.by_rows:                                         # from the end, by the first block on the way; skips are taken up from the last
+    if family.by_rows:                                         # each from the end; skips are taken up from the last
         tensors = list(tensors)[::-1][:num_blocks]
         numbers = range(num_blocks - 1, -1, -1) if name == "output" else range(num_blocks)
     else:

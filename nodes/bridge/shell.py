@@ -81,8 +81,8 @@ def load_shell(path, weight_dtype, config):
     stages = None if family.by_rows else choose_stages(config, len(devices), net, min(map(memory_of, devices)))
     spec = model_spec(header, family, *dtypes, stages, tensor_degree)
     weight_bytes = held_bytes(model, family, spec, splits)
-    module = base_model.diffusion_model
-    hold_elsewhere(module)
+    module, itself = base_model.diffusion_model, weakref.proxy(base_model)     # no circle: it ends with its MODEL
+    hold_elsewhere(module, lambda name: itself.current_patcher.patch_weight_to_device(f"diffusion_model.{name}"))
     modules = {}
     remote = RemoteModel(spec, family, transformer_config, base_model.latent_format, config, devices, modules, load_device, weight_bytes,
                          net)
@@ -90,7 +90,7 @@ def load_shell(path, weight_dtype, config):
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
     modules |= remember_modules(module)
     base_model.remote = remote
-    of_one_device = functools.partial(type(base_model).memory_required, weakref.proxy(base_model))     # no circle: it ends with its MODEL
+    of_one_device = functools.partial(type(base_model).memory_required, itself)
     base_model.memory_required = functools.partial(remote.memory_required, of_one_device)
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
     patcher.size = weight_bytes                                # what ComfyUI is to make room for

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from comfy.patcher_extension import WrapperExecutor
 
 from .carried import refuse_model_options
+from .control import refuse_controls
 from .groups import show_text
 from .pipeline import DRAINED, PATCHWISE, WHOLE, why_drained, why_one_call, why_whole, why_whole_run
 
@@ -42,6 +43,7 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
     remote = getattr(guider.inner_model, "remote", None)
     if remote is None:                                         # another loader's, of a guider with several
         return executor(guider, sigmas, extra_args, *arguments, **options)
+    refuse_controls(guider.conds.values())
     started_s = time.perf_counter()
     with _keeping_calls(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.keeps_calls else nullcontext():
         result = executor(guider, sigmas, extra_args, *arguments, **options)

@@ -92,11 +92,11 @@ def test_a_template_there_and_back(page, host, tmp_path, name):
 
 
 def test_the_keys_convert_and_the_page_says_what_stays(page):
-    page.evaluate("graph => app.loadGraphData(graph)", stock("sd3.5_large_canny_controlnet_example"))
+    page.evaluate("graph => app.loadGraphData(graph)", stock("image_qwen_image_controlnet_patch"))
     before = page.evaluate(SERIALIZE)
 
     page.keyboard.press("Alt+Shift+G")
-    page.wait_for_function("() => document.querySelector('.p-toast')?.innerText.includes('ControlNet')")
+    page.wait_for_function("() => document.querySelector('.p-toast')?.innerText.includes('QwenImageDiffsynthControlnet')")
 
     assert page.evaluate(SERIALIZE) == before
     assert page.problems == []

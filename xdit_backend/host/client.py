@@ -26,7 +26,7 @@ class Call:
     timestep: torch.Tensor                 # (B,)
     conditioning: dict[str, torch.Tensor]
     name: str = ""                         # of the conditioning, where Client.name_conditioning gave it one
-    control: dict[str, torch.Tensor] = field(default_factory=dict)         # place -> what a ControlNet adds there, see Family.control_shapes
+    control: dict[str, torch.Tensor] = field(default_factory=dict)         # what a ControlNet adds where: Family.control_shapes
 
     def cut_control(self, cut):
         """`control` with every tensor cut, once where it is for many places."""
