@@ -19,7 +19,7 @@ async def comfy_entrypoint():
 
             from .nodes.bridge.page import add_routes
             if getattr(PromptServer, "instance", None) is not None:            # not where ComfyUI only looks at the nodes
-                add_routes(PromptServer.instance.routes)
+                add_routes(PromptServer.instance)
 
         async def get_node_list(self):
             return NODES

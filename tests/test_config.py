@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.conftest import ROOT
-from xdit_backend.config import ParallelConfig, resolve_devices, validate, validate_layout, validate_stages
+from xdit_backend.config import ParallelConfig, fitting, resolve_devices, validate, validate_layout, validate_stages
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.messages import Layout
 
@@ -112,3 +112,22 @@ def test_stages_must_fit_the_models_blocks():
         validate_stages(replace(manual(pipefusion=2), stage_blocks="20,38"), 57, "Flux.1")
     with pytest.raises(ConfigError, match="pipefusion_degree=5 is more than SD3's 4 blocks. Use at most 4"):
         validate_stages(manual(pipefusion=5), 4, "SD3")
+
+
+@pytest.mark.parametrize("given, num_cuda, expected", [
+    ({"devices": "cuda:0,cuda:1,cuda:2,cuda:3", "cfg_degree": 2, "ulysses_degree": 2}, 2, {"devices": "cuda:0,cuda:1", "cfg_degree": 2}),
+    ({"devices": "cuda:0,cuda:1,cuda:2,cuda:3", "pipefusion_degree": 4, "stage_blocks": "1,2,3,4"}, 2, {"devices": "cuda:0,cuda:1",
+                                                                                                     "pipefusion_degree": 2}),
+    ({"devices": "cpu,cpu", "ring_degree": 3}, 0, {"devices": "cpu,cpu", "ring_degree": 2}),
+    ({"devices": "cpu, cpu, cpu", "cfg_degree": 2}, 0, {"devices": "cpu, cpu, cpu", "cfg_degree": 1}),
+    ({"devices": "gpu0", "ulysses_degree": 8}, 8, {"ulysses_degree": 8}),
+    ({"devices": "cuda:0,cuda:1", "cfg_degree": 2}, 0, {"devices": "cpu", "cfg_degree": 1}),
+    ({"devices": "cpu,cpu", "displaced_degree": 2, "tensor_degree": 2}, 0, {"devices": "cpu,cpu"}),
+], ids=str)
+def test_what_fits_is_near_and_can_work(given, num_cuda, expected):
+    found = fitting(ParallelConfig(mode="manual", **given), num_cuda)
+
+    devices = resolve_devices(found.devices, num_cuda)
+    validate(found, len(devices))
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert found.stage_blocks == ""

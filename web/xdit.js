@@ -1,9 +1,14 @@
-/** The pack's part of ComfyUI's page: the commands that convert the open workflow (convert.js), and the widgets of xDiT Parallel Config. */
+/**
+ * The pack's part of ComfyUI's page: the commands that convert the open workflow (convert.js), the widgets of xDiT Parallel Config, the
+ * panel in the sidebar (panel.js), and which widget an error is about (errors.js).
+ */
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { idleWidgets } from "./config.js";
+import { markErrors } from "./errors.js";
 import { filesOf, toAllGpus, toOneGpu } from "./convert.js";
+import { registerPanel } from "./panel.js";
 import { say } from "./texts.js";
 
 const ALL = "xdit.RunOnAllGpus";
@@ -76,6 +81,10 @@ app.registerExtension({
     { commandId: ONE, combo: { key: "o", alt: true, shift: true } },
   ],
   menuCommands: [{ path: ["Edit"], commands: [ALL, ONE] }],
+  setup() {
+    registerPanel();
+    markErrors();
+  },
   nodeCreated(node) {
     if (node.comfyClass !== "XDiTParallelConfig") return;
     for (const widget of node.widgets) {

@@ -4,6 +4,8 @@ Used by the nodes before anything is launched, and by the planner when a run beg
 """
 
 import dataclasses
+import itertools
+import math
 import re
 from dataclasses import dataclass
 
@@ -98,6 +100,36 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
     if len({name.partition(":")[0] for name in names}) > 1:
         raise ConfigError(f'devices="{devices}" mixes CPU and CUDA workers. Use one kind.')
     return tuple(name for name in names if name == "cpu" or name in cuda) or tuple(cuda) or ("cpu",)
+
+
+def fitting(config, num_cuda_devices):
+    """The ParallelConfig nearest to this one that can work here, before a model is known: of its devices those that are there, and
+    degrees whose product is their number, of methods that it uses as far as possible.
+    """
+    try:
+        devices = resolve_devices(config.devices, num_cuda_devices, "auto")
+    except ConfigError:                                        # no names of devices
+        devices = resolve_devices("auto", num_cuda_devices)
+    count = len(devices)
+    text = config.devices if ",".join(devices) == config.devices.replace(" ", "").lower() else ",".join(devices)
+    config = dataclasses.replace(config, devices=text)
+    divisors = [number for number in range(1, count + 1) if count % number == 0]
+
+    def distance(degrees):
+        """From the given ones; of equally near ones those come first whose methods send less."""
+        given = [max(1, getattr(config, name)) for name in DEGREES]
+        return (sum(abs(math.log2(new / old)) + (10 if new > 1 and old == 1 else 0) for new, old in zip(degrees, given)),
+                [-degree for degree in degrees])
+
+    every = [degrees for degrees in itertools.product(divisors, repeat=len(DEGREES)) if math.prod(degrees) == count]
+    for degrees, stage_blocks in itertools.product(sorted(every, key=distance), dict.fromkeys((config.stage_blocks, ""))):
+        found = dataclasses.replace(config, **dict(zip(DEGREES, degrees)), stage_blocks=stage_blocks)
+        try:
+            validate(found, count)
+        except ConfigError:
+            continue
+        return found
+    raise ConfigError("No degrees make these settings work here. Set mode to auto.")
 
 
 def validate(config, num_devices):

@@ -34,6 +34,7 @@ def decode(vae, latent, config):
     inner = kind.before_decode(vae.first_stage_model, latent.to(torch.float32))
     half.make_ready(inner.shape, 1)
     started_s = time.perf_counter()
+    GROUPS.runs.vae(client.devices)
     picture = client.decode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings)
     _show_done("decoded", started_s, client)
     return picture.reshape(-1, *picture.shape[-3:]).to(vae.output_device)
@@ -61,6 +62,7 @@ def encode(vae, pixels, config):
     inner = vae.process_input(pixels.to(torch.float32))
     half.make_ready(inner.shape, inner.shape[-1] // shape[-1])
     started_s = time.perf_counter()
+    GROUPS.runs.vae(client.devices)
     latent = client.encode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings)
     _show_done("encoded", started_s, client)
     return kind.after_encode(vae.first_stage_model, latent).to(vae.output_device)
@@ -68,6 +70,7 @@ def encode(vae, pixels, config):
 
 def _show_done(done, started_s, client):
     devices = "1 device" if len(client.devices) == 1 else f"{len(client.devices)} devices"
+    GROUPS.runs.collect(client, client.peek)
     show_text(f"{done} in {time.perf_counter() - started_s:.1f} s on {devices}")
 
 

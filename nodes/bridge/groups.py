@@ -13,10 +13,11 @@ import comfy.model_management
 import folder_paths
 from comfy_execution.utils import get_executing_context
 
-from ...xdit_backend.config import resolve_devices, validate
+from ...xdit_backend.config import ParallelConfig, fitting, resolve_devices, validate
 from ...xdit_backend.host import measurements
 from ...xdit_backend.host.client import Client
 from ...xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
+from .runs import Runs
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +37,18 @@ def check_packages():
 
 def devices_of(config):
     """The devices a config means on this machine. Raises ConfigError when it cannot work here."""
-    devices = resolve_devices(config.devices, torch.cuda.device_count() if torch.cuda.is_available() else 0, config.mode)
+    devices = resolve_devices(config.devices, _num_cuda_devices(), config.mode)
     validate(config, len(devices))
     return devices
+
+
+def fitting_here(config):
+    """The ParallelConfig nearest to this one that can work on this machine."""
+    return fitting(config, _num_cuda_devices())
+
+
+def _num_cuda_devices():
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def memory_of(device):
@@ -84,6 +94,7 @@ class Groups:
         self._held = weakref.WeakKeyDictionary()               # what needs models or VAEs -> {(devices, name) of those}
         self._lock = threading.Lock()                          # of _holders
         self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
+        self.runs = Runs()
 
     def client(self, devices):
         """The Client for these devices; its workers start when they are first needed."""
@@ -92,10 +103,15 @@ class Groups:
         if client is None:
             self._end_others(devices)
             client = Client(devices)
-            client.on_phase = _show_phase
+            client.on_phase = self._show_phase
             client.check = comfy.model_management.throw_exception_if_processing_interrupted
         self._clients[devices] = client
         return client
+
+    @property
+    def clients(self):
+        """All that have been used and not ended for others, the one not used for longest first."""
+        return list(self._clients.values())
 
     def client_if(self, devices):
         """The Client for these devices if there is one; nothing is started."""
@@ -103,7 +119,7 @@ class Groups:
 
     def machine(self, devices, dtype, may_measure):
         """The Machine of several devices: kept from before, or measured now, where that may be; else None. dtype: models compute in."""
-        folder, key = os.path.join(folder_paths.get_user_directory(), "xdit"), (tuple(devices), dtype)
+        folder, key = _measured_folder(), (tuple(devices), dtype)
         if key not in self._machines:
             machine = measurements.kept(folder, devices, dtype)
             if machine is None and not may_measure:
@@ -116,6 +132,29 @@ class Groups:
                     log.warning("the devices could not be measured: %s", error)
             self._machines[key] = machine
         return self._machines[key]
+
+    def measure_again(self, dtype):
+        """Measure the devices that were used last (of a ParallelConfig's defaults, where none were), and keep that. Returns their names."""
+        devices = self.clients[-1].devices if self._clients else devices_of(ParallelConfig())
+        if len(devices) < 2:
+            raise ConfigError(f"There is nothing to measure: {devices[0]} works alone. Set devices in xDiT Parallel Config, and run once.")
+        machine = measurements.measure(self.client(devices), dtype)
+        measurements.keep(_measured_folder(), devices, dtype, machine)
+        self._machines[tuple(devices), dtype] = machine
+        return devices
+
+    def give_back(self):
+        """Move all weights to host memory, and drop VAEs, on every device of every group. The next use brings them back."""
+        for client in self.clients:
+            for name in client.model_names:
+                client.park(name, parking_room())
+            for name in client.autoencoder_names:
+                client.drop(name)
+
+    def stop(self):
+        """End the workers of every group; the next use starts others."""
+        for client in self.clients:
+            client.close()
 
     def client_for_decode(self, config):
         """The running group that was used last, or where none runs one for the config's devices."""
@@ -164,6 +203,19 @@ class Groups:
                 if lacking > 0:
                     lacking -= other.park(name, parking_room(), device, lacking)
 
+    def counting(self, run, callback):
+        """A sampler's callback that also counts a Run's steps, and says on the node now and then how long the rest will take."""
+        def told(step, denoised, x, total):
+            words = run.count(step + 1)
+            if words:
+                show_text(words)
+            if callback is not None:
+                callback(step, denoised, x, total)
+        return told
+
+    def _show_phase(self, phase):
+        show_text(self.runs.phase_words(phase))
+
     def _forget_soon(self, *which):
         # Anything may be collected at any moment, also while this thread is sending a command.
         threading.Thread(target=self._forget, args=which, daemon=True).start()
@@ -187,8 +239,8 @@ def show_text(text):
         server.send_progress_text(text, context.node_id)
 
 
-def _show_phase(phase):
-    show_text(f"{phase.text} {phase.done} of {phase.total}" if phase.total else phase.text)
+def _measured_folder():
+    return os.path.join(folder_paths.get_user_directory(), "xdit")
 
 
 GROUPS = Groups()

@@ -1,6 +1,11 @@
-"""What the page asks before it converts a workflow: which of its files the workers cannot have, read from headers. Used by __init__.py."""
+"""What the page asks: which files the workers cannot have, before it converts a workflow, and what its panel shows. Used by __init__.py.
+
+All routes stand under ComfyUI's own checks of where a request comes from.
+"""
 
 import asyncio
+import dataclasses
+import logging
 import os
 
 import torch
@@ -11,28 +16,116 @@ import folder_paths
 
 from ...xdit_backend.autoencoders import supported
 from ...xdit_backend.checkpoints.header import read_header, recognise
-from ...xdit_backend.protocol.errors import CheckpointError
+from ...xdit_backend.config import ParallelConfig
+from ...xdit_backend.protocol.errors import CheckpointError, XDiTError
+from . import panel
+from .groups import fitting_here
 from .vae_kinds import kind_of
 
-MAX_FILES = 200
+log = logging.getLogger(__name__)
+
+MAX_FILES, MAX_NAME = 200, 100
+WATCHED_S = 1.0                            # from one state to the next that an open panel is sent
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 
 
-def add_routes(routes):
-    """POST /xdit/refusals {"models": [file], "vaes": [file]} -> {"models": {file: why not}, "vaes": {file: why not}}.
+def add_routes(server):
+    """All that the page can ask of this pack. A body of another form is answered with 400.
 
-    Files that are not here, or of which nothing can be said, are in neither. 400 for a body of another form.
+    POST /xdit/refusals {"models": [file], "vaes": [file]} -> {"models": {file: why not}, "vaes": {file: why not}}; files that are not
+        here, or of which nothing can be said, are in neither.
+    GET /xdit/state, /xdit/timeline, /xdit/trace -> what panel.py's functions of these names return.
+    POST /xdit/watch {"client": its id of ComfyUI's socket, "open": bool}: the state goes there as "xdit.state" when it changes, while open.
+    POST /xdit/fit {"settings": {a field of ParallelConfig: value}} -> {"settings": those that differ of the nearest that can work here}.
+    POST /xdit/do {"action": one of panel.ACTIONS} -> {}; 409 while a prompt runs, or where it cannot be done.
     """
+    routes, watch = server.routes, Watch(server)
+
     @routes.post("/xdit/refusals")
-    async def answer(request):
-        try:
-            asked = await request.json()
-        except ValueError:
-            asked = None
+    async def answer_refusals(request):
+        asked = await _body(request)
         if not _is_asked(asked):
-            return web.json_response({"error": f'Send {{"models": [names of files], "vaes": [names of files]}}, at most {MAX_FILES} each.'},
-                                     status=400)
+            return _refuse(f'Send {{"models": [names of files], "vaes": [names of files]}}, at most {MAX_FILES} each.')
         return web.json_response(await asyncio.to_thread(refusals, asked["models"], asked["vaes"]))
+
+    @routes.get("/xdit/state")
+    async def answer_state(request):
+        return web.json_response(await asyncio.to_thread(panel.state))
+
+    @routes.get("/xdit/timeline")
+    async def answer_timeline(request):
+        return web.json_response(await asyncio.to_thread(panel.timeline))
+
+    @routes.get("/xdit/trace")
+    async def answer_trace(request):
+        return web.json_response(await asyncio.to_thread(panel.trace),
+                                 headers={"Content-Disposition": 'attachment; filename="xdit-trace.json"'})
+
+    @routes.post("/xdit/watch")
+    async def answer_watch(request):
+        asked = await _body(request)
+        is_asked = isinstance(asked, dict) and asked.keys() == {"client", "open"} and isinstance(asked["open"], bool)
+        if not is_asked or not isinstance(asked["client"], str) or not 0 < len(asked["client"]) <= MAX_NAME:
+            return _refuse('Send {"client": id of the socket, "open": true or false}.')
+        if asked["open"] and asked["client"] not in server.sockets:
+            return _refuse("No socket has this id.")
+        watch.set(asked["client"], asked["open"])
+        return web.json_response({})
+
+    @routes.post("/xdit/fit")
+    async def answer_fit(request):
+        asked = await _body(request)
+        if not isinstance(asked, dict) or asked.keys() != {"settings"} or not _are_settings(asked["settings"]):
+            return _refuse('Send {"settings": {name of a setting of xDiT Parallel Config: its value}}.')
+        try:
+            found = fitting_here(ParallelConfig(**asked["settings"]))
+        except XDiTError as error:
+            return _refuse(str(error), 409)
+        return web.json_response({"settings": {name: value for name in asked["settings"]
+                                               if (value := getattr(found, name)) != asked["settings"][name]}})
+
+    @routes.post("/xdit/do")
+    async def answer_do(request):
+        asked = await _body(request)
+        if not isinstance(asked, dict) or asked.keys() != {"action"} or asked["action"] not in list(panel.ACTIONS):
+            return _refuse(f'Send {{"action": one of {", ".join(panel.ACTIONS)}}}.')
+        if server.prompt_queue.currently_running:
+            return _refuse("A prompt is running. Cancel it, or wait until it is done.", 409)
+        try:
+            await asyncio.to_thread(panel.ACTIONS[asked["action"]])
+        except XDiTError as error:
+            return _refuse(str(error), 409)
+        return web.json_response({})
+
+
+class Watch:
+    """Sends the panel's state, when it changes, to the pages whose panel is open, and does nothing where none is."""
+
+    def __init__(self, server):
+        self._server, self._sent, self._task = server, {}, None            # _sent: socket's id -> the state it has
+
+    def set(self, client, is_open):
+        if not is_open:
+            self._sent.pop(client, None)
+            return
+        self._sent[client] = None
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self):
+        while self._sent:
+            try:
+                state = await asyncio.to_thread(panel.state)
+            except Exception:                                  # a panel that shows nothing new costs no prompt
+                log.exception("the panel's state could not be told")
+                state = None
+            for client in list(self._sent):
+                if client not in self._server.sockets:         # the page is gone
+                    self._sent.pop(client, None)
+                elif state is not None and self._sent.get(client) != state:
+                    self._sent[client] = state
+                    await self._server.send_json("xdit.state", state, client)
+            await asyncio.sleep(WATCHED_S)
 
 
 def refusals(models, vaes):
@@ -78,6 +171,23 @@ def _refused(names, folders, reason_of):
         if reason:
             found[name] = reason
     return found
+
+
+def _are_settings(settings):
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(ParallelConfig)}
+    return isinstance(settings, dict) and all(
+        name in kinds and (type(value) is kinds[name] or (kinds[name] is float and type(value) is int)) for name, value in settings.items())
+
+
+async def _body(request):
+    try:
+        return await request.json()
+    except ValueError:
+        return None
+
+
+def _refuse(words, status=400):
+    return web.json_response({"error": words}, status=status)
 
 
 def _is_asked(asked):

@@ -113,7 +113,8 @@ class RemoteModel:
         client = GROUPS.client_if(self.devices)
         if client is not None:
             client.end_run(self)
-            client.catch_up(PATIENCE_S)                        # ComfyUI is to see the memory that the workers give back now
+            # ComfyUI is to see the memory that the workers give back now
+            GROUPS.runs.collect(client, lambda since_s: client.catch_up(PATIENCE_S, since_s))
 
     def forward(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
         """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32.

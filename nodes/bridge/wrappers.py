@@ -8,7 +8,7 @@ from comfy.patcher_extension import WrapperExecutor
 
 from .carried import refuse_model_options
 from .control import refuse_controls
-from .groups import show_text
+from .groups import GROUPS, show_text
 from .pipeline import DRAINED, PATCHWISE, WHOLE, why_drained, why_one_call, why_whole, why_whole_run
 
 
@@ -44,10 +44,13 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
     if remote is None:                                         # another loader's, of a guider with several
         return executor(guider, sigmas, extra_args, *arguments, **options)
     refuse_controls(guider.conds.values())
-    started_s = time.perf_counter()
-    with _keeping_calls(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.keeps_calls else nullcontext():
+    started_s, num_steps = time.perf_counter(), len(sigmas) - 1
+    with (GROUPS.runs.sampling(remote, num_steps) as run,
+          _keeping_calls(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.keeps_calls else nullcontext()):
+        if arguments:                                          # ComfyUI's callback is the first of them
+            arguments = (GROUPS.counting(run, arguments[0]), *arguments[1:])
         result = executor(guider, sigmas, extra_args, *arguments, **options)
-    elapsed_s, num_steps = time.perf_counter() - started_s, len(sigmas) - 1
+    elapsed_s = time.perf_counter() - started_s
     if num_steps > 0 and remote.how is not None:
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
         show_text(f"{steps} in {elapsed_s:.1f} s, {elapsed_s / num_steps:.2f} s a step, {remote.how}{remote.compare(elapsed_s)}")

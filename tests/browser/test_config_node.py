@@ -47,3 +47,52 @@ def test_a_file_opens_and_is_saved_as_it_was(page, name):
         assert other.get("widgets_values", []) == node.get("widgets_values", [])
     assert (PIPEFUSION <= shown) == (name == "flux1_pipefusion")
     assert page.problems == []
+
+
+MARKED = """() => Object.fromEntries(app.graph.nodes.flatMap(node => (node.inputs ?? []).filter(slot => slot.hasErrors)
+    .map(slot => [node.type, slot.name])))"""
+BUTTON = """() => app.graph.nodes.find(node => node.type === "XDiTParallelConfig").widgets.find(widget => widget.name === "xdit_fit")"""
+
+
+def test_a_refused_layout_marks_its_widget_and_offers_what_fits(page):
+    page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
+    for name, value in (("devices", "cpu,cpu"), ("mode", "manual"), ("ring_degree", 3)):
+        page.evaluate(SET, [name, value])
+    saved = page.evaluate("() => app.rootGraph.serialize().nodes")
+
+    page.evaluate("() => app.queuePrompt(0).catch(() => null)")
+    page.wait_for_function(f"() => JSON.stringify(({MARKED})()) !== '{{}}'", timeout=20_000)
+    marked, label = page.evaluate(MARKED), page.evaluate(f"() => ({BUTTON})().label")
+    with_button = page.evaluate("() => app.rootGraph.serialize().nodes.map(node => node.widgets_values)")
+    page.evaluate(f"() => ({BUTTON})().callback()")
+    page.wait_for_function(f"() => !({BUTTON})()", timeout=20_000)
+    values = page.evaluate("""() => Object.fromEntries(app.graph.nodes.find(node => node.type === "XDiTParallelConfig")
+        .widgets.map(widget => [widget.name, widget.value]))""")
+
+    assert marked == {"XDiTParallelConfig": "ring_degree"} and label == "Set what fits this machine"
+    assert with_button == [node.get("widgets_values") for node in saved]       # it is not saved
+    assert (values["devices"], values["mode"], values["ring_degree"], values["cfg_degree"]) == ("cpu,cpu", "manual", 2, 1)
+    assert page.problems == []
+
+
+def test_an_error_of_a_run_marks_the_widget_of_the_settings(page):
+    """Heads are known when the model is loaded: the loader fails, and the widget is on another node."""
+    page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
+    for name, value in (("devices", "cpu,cpu,cpu,cpu,cpu"), ("mode", "manual"), ("ulysses_degree", 5)):
+        page.evaluate(SET, [name, value])
+
+    page.evaluate("() => app.queuePrompt(0)")
+    page.wait_for_function(f"() => JSON.stringify(({MARKED})()) !== '{{}}'", timeout=60_000)
+
+    assert page.evaluate(MARKED) == {"XDiTParallelConfig": "ulysses_degree"}
+
+
+@pytest.mark.parametrize("message, expected", [
+    ("The degrees (ring_degree=3) multiply to 3, and there are 2 devices.", "ring_degree"),
+    ("The degrees (all 1) multiply to 1, and there are 2 devices. Set mode to auto.", "devices"),
+    ('devices="gpu0": "gpu0" is not a device.', "devices"), ("nothing of this", None), ("my_devices=3", None)])
+def test_which_widget_a_message_is_about(page, message, expected):
+    found = page.evaluate("""async message => (await import("/extensions/xdit-comfyui/errors.js"))
+        .namedIn(message, ["mode", "devices", "ring_degree"])""", message)
+
+    assert found == expected

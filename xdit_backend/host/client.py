@@ -1,6 +1,7 @@
 """What the bridge asks of a worker group: predictions of a model and decoded pictures, as tensors in, tensors out."""
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -73,16 +74,32 @@ class Client:
         self.check = lambda: None
         self.last_numbers = {}                 # rank -> measurements of the last decode or encode, by name
         self._group, self._models, self._autoencoders = None, {}, set()
+        self._is_starting, self._starting = False, threading.RLock()           # by one thread at a time
         self._wanted, self._changed = {}, {}                   # name of a model -> {tensor of its file: Change}: asked for; in effect
         self._runs, self._num_conditionings = {}, 0            # whose conditioning -> _Run; named since the start
 
     @property
     def group(self):
         """The running worker group."""
-        if self._group is None or not self._group.alive:
-            self.close()
-            self._group = WorkerGroup(self.devices, self.on_phase, self.check)
-        return self._group
+        with self._starting:
+            if self._group is None or not self._group.alive:
+                self.close()
+                self._is_starting = True
+                try:
+                    self._group = WorkerGroup(self.devices, self.on_phase, self.check)
+                finally:
+                    self._is_starting = False
+            return self._group
+
+    @property
+    def state(self):
+        """"starting", "working", "idle", "ended" (by itself: a worker died), or "stopped" (none was started, or it was closed)."""
+        group = self._group
+        if self._is_starting or group is None:
+            return "starting" if self._is_starting else "stopped"
+        if not group.alive:
+            return "ended"
+        return "working" if group.is_working else "idle"
 
     @property
     def running(self):

@@ -29,17 +29,20 @@ class Memory:
                 pass
 
     def report(self):
-        """Bytes: total_bytes of the device (0: not known), reserved_bytes by this process, activation_bytes a run took at its peak."""
+        """Bytes: total_bytes and unused_bytes of the device, reserved_bytes there by this process, host_bytes of its own elsewhere, and
+        activation_bytes that the last run took at its peak, with what it kept."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._start.get("allocated", 0) if self._start else 0
-            return {"total_bytes": torch.cuda.get_device_properties(self._device).total_memory,
-                    "reserved_bytes": torch.cuda.memory_reserved(self._device), "activation_bytes": max(0, peak)}
-        now = _status()
+            unused, total = torch.cuda.mem_get_info(self._device)
+            return {"total_bytes": total, "unused_bytes": unused, "reserved_bytes": torch.cuda.memory_reserved(self._device),
+                    "host_bytes": _status()["RssAnon"], "activation_bytes": max(0, peak)}
+        now, memory = _status(), psutil.virtual_memory()
         peak = 0
         if self._start and "VmHWM" in now:                     # but for pages of files and of shared memory that came meanwhile
             mapped = sum(max(0, now[name] - self._start[name]) for name in ("RssFile", "RssShmem"))
             peak = now["VmHWM"] - self._start["VmRSS"] - mapped
-        return {"total_bytes": psutil.virtual_memory().total, "reserved_bytes": now["RssAnon"], "activation_bytes": max(0, peak)}
+        return {"total_bytes": memory.total, "unused_bytes": memory.available, "reserved_bytes": now["RssAnon"], "host_bytes": 0,
+                "activation_bytes": max(0, peak)}
 
 
 def _status():

@@ -24,6 +24,7 @@ class Predictions:
         self._meshes, self._links, self._posted = {}, {}, {}
         self._unclaimed = []               # receives of commands that failed before they waited; gloo needs them kept
         self._ferry, self._clock, self._timeline = ferry, Clock(device), timeline
+        self._most_kept_bytes = 0          # in the run at hand or the last one
 
     @property
     def links(self):
@@ -38,13 +39,22 @@ class Predictions:
         """Numbers for ReportMemory."""
         return {"cast_bytes": self._models.cast_bytes, "num_conditionings": self.num_conditionings, "busy_s": self._clock.take(),
                 "key_value_bytes": sum(kept.num_bytes for kept in self._key_values.values()),
-                "exchange_bytes": sum(exchange.num_bytes for exchange in self._exchanges.values())}
+                "exchange_bytes": sum(exchange.num_bytes for exchange in self._exchanges.values()),
+                "most_kept_bytes": max(self._most_kept_bytes, self._kept_bytes)}
+
+    @property
+    def _kept_bytes(self):
+        """Of earlier calls, on the device."""
+        return sum(kept.num_bytes for kept in (*self._key_values.values(), *self._exchanges.values()))
 
     def keep_conditioning(self, command, traffic):
+        if not self._conditioning:                             # a run begins
+            self._most_kept_bytes = 0
         self._conditioning[command.name] = {
             name: self._ferry.bring(map_segment(segment)) for name, segment in command.tensors.items()}
 
     def drop_conditioning(self, command, traffic):
+        self._most_kept_bytes = max(self._most_kept_bytes, self._kept_bytes)
         for name in command.names:
             self._conditioning.pop(name, None)
             self._key_values.pop(name, None)
@@ -94,9 +104,9 @@ class Predictions:
             if message is not None:
                 link.send(message, traffic)
             elif context.bands is not None:                    # each rank's own rows
-                start, end = context.bands[exchange.rank:][:2]
+                band, next_band = context.bands[exchange.rank:][:2]
                 self._ferry.fetch(loaded.family.prediction(output, latent),
-                                  map_segment(branch.prediction)[first:last].narrow(2, start, end - start))
+                                  map_segment(branch.prediction)[first:last].narrow(2, band, next_band - band))
             elif mesh.sequence_rank == mesh.ranks["tensor"] == 0:
                 self._ferry.fetch(loaded.family.prediction(output, latent), map_segment(branch.prediction)[first:last])
         if command.patch is not None and not loaded.casts.are_kept:        # by now activations have taken what they need

@@ -1,0 +1,221 @@
+"""The panel in ComfyUI's own page, with two CPU workers: during a run, after it, after a crash; in both themes and both languages."""
+
+import json
+import os
+import re
+import signal
+import urllib.error
+import urllib.request
+
+import psutil
+import pytest
+
+from tests.browser.conftest import template
+
+pytestmark = pytest.mark.slow
+
+STEPS = 20
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+CONTRAST = """(selector) => {
+    const panel = document.querySelector(".xdit-panel");
+    const light = colour => {
+        const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const [a, b] = [light(getComputedStyle(panel.querySelector(selector)).color), light(getComputedStyle(panel).backgroundColor)];
+    return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), b];
+}"""
+
+
+@pytest.fixture(scope="module")
+def page(chromium, host):
+    """ComfyUI's page with the demo on two CPU workers; page.states: what its socket was told of the panel; page.errors: of our files."""
+    page = chromium.new_page(viewport={"width": 1600, "height": 1000})
+    page.problems, page.errors, page.states = [], [], []
+    page.on("pageerror", lambda error: page.problems.append(str(error)))
+    page.on("console", lambda line: page.errors.append(line.text) if line.type == "error" and (
+        "xdit" in line.text or "xdit" in line.location.get("url", "")) else None)
+    page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: page.states.append(frame)
+                                                  if isinstance(frame, str) and "xdit.state" in frame else None))
+    page.goto(host.url)
+    page.wait_for_function("() => window.app?.graph && window.LiteGraph?.registered_node_types?.XDiTLoadModel", timeout=60_000)
+    page.wait_for_function("() => app.graph.nodes.length > 0", timeout=60_000)
+    page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
+    page.evaluate("""steps => {
+        const node = type => app.graph.nodes.find(node => node.type === type);
+        const set = (node, name, value) => { node.widgets.find(widget => widget.name === name).value = value };
+        set(node("XDiTParallelConfig"), "devices", "cpu,cpu");
+        set(node("XDiTParallelSampler"), "steps", steps);
+    }""", STEPS)
+    yield page
+    page.close()
+
+
+def toggle(page):
+    page.locator(".xdit-tab-button").click()
+
+
+def queue(page, seed):
+    page.evaluate("""seed => {
+        app.graph.nodes.find(node => node.type === "XDiTParallelSampler").widgets.find(widget => widget.name === "seed").value = seed;
+        return app.queuePrompt(0);
+    }""", seed)
+
+
+def bars(page):
+    """{device: {owner: bytes}} as the bars show them."""
+    return page.evaluate("""() => Object.fromEntries([...document.querySelectorAll(".xdit-device")].map(device => [device.dataset.device,
+        Object.fromEntries([...device.querySelectorAll(".xdit-bar span")].map(one => [one.dataset.owner, Number(one.dataset.bytes)]))]))""")
+
+
+def wait_for_run(page, state):
+    page.wait_for_selector(f".xdit-panel dl[data-state={state}]", timeout=120_000)
+
+
+def send(host, path, body=None, **headers):
+    request = urllib.request.Request(host.url + path, data=body, headers={"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read() or "null")
+    except urllib.error.HTTPError as error:
+        raw = error.read()
+        return error.code, json.loads(raw) if raw.startswith(b"{") else raw
+
+
+@pytest.mark.parametrize("path, body", [
+    *[("/xdit/watch", body) for body in (b"no json", b"[]", b"{}", b'{"client": 1, "open": true}', b'{"client": "", "open": true}',
+                                         b'{"client": "nobody", "open": true}', b'{"client": "a", "open": 1}',
+                                         b'{"client": "a", "open": false, "more": 1}')],
+    *[("/xdit/do", body) for body in (b"no json", b"[]", b"{}", b'{"action": "rm"}', b'{"action": ["stop"]}',
+                                      b'{"action": "stop", "more": 1}')],
+    *[("/xdit/fit", body) for body in (b"no json", b"[]", b"{}", b'{"settings": []}', b'{"settings": {"path": "/"}}',
+                                       b'{"settings": {"cfg_degree": "2"}}', b'{"settings": {"cfg_degree": true}}')]])
+def test_what_is_asked_in_another_form_is_refused(host, path, body):
+    status, answer = send(host, path, body)
+
+    assert status == 400 and answer["error"]
+
+
+@pytest.mark.parametrize("path", ["/xdit/state", "/xdit/timeline", "/xdit/trace", "/xdit/watch", "/xdit/do", "/xdit/fit", "/xdit/refusals"])
+def test_other_sites_are_refused(host, path):
+    body = None if path in ("/xdit/state", "/xdit/timeline", "/xdit/trace") else b'{"action": "stop"}'
+    assert send(host, path, body, Origin="http://elsewhere.example")[0] == 403
+    assert send(host, path, body, **{"Sec-Fetch-Site": "cross-site"})[0] == 403
+
+
+def test_it_is_live_during_a_run_and_silent_when_closed(page, host):
+    total = host.get("/xdit/state")["devices"][0]["total"]
+    toggle(page)
+    page.wait_for_selector(".xdit-device")
+    queue(page, 11)
+
+    wait_for_run(page, "running")
+    page.wait_for_function("() => document.querySelector('.xdit-panel progress')?.value > 1", timeout=60_000)
+    during = bars(page)
+    busy = send(host, "/xdit/do", b'{"action": "stop"}')
+    wait_for_run(page, "done")
+    page.wait_for_function("steps => new Set([...document.querySelectorAll('.xdit-time rect[data-kind=whole]')]"
+                           ".map(one => one.dataset.step)).size === steps", arg=STEPS, timeout=60_000)
+
+    assert sum(during["cpu"].values()) == total and during["cpu"]["weights"] > 0
+    assert busy == (409, {"error": "A prompt is running. Cancel it, or wait until it is done."})
+    ranks = page.evaluate("""() => [...document.querySelectorAll(".xdit-time g[data-rank]")].map(row =>
+        [row.querySelector("title").textContent,
+         [...row.querySelectorAll("rect[data-kind=whole]")].map(one => Number(one.dataset.step))])""")
+    assert [name for name, _ in ranks] == ["0: cpu", "1: cpu"]
+    assert [steps for _, steps in ranks] == [list(range(1, STEPS + 1))] * 2
+    told = page.evaluate("() => [...document.querySelectorAll('.xdit-panel dd')].map(one => [one.dataset.fact, one.textContent])")
+    assert dict(told)["run_steps"] == f"{STEPS} of {STEPS}" and dict(told)["run_how"] == "CFG 2"
+    page.wait_for_function("() => document.querySelector('.xdit-time rect[data-kind=decode]')", timeout=60_000)
+    assert sum(bars(page)["cpu"].values()) == total
+    toggle(page)
+    page.wait_for_timeout(1500)
+    page.states.clear()
+    host._request("/xdit/do", {"action": "give_back"})         # something changes, and nobody is told
+    page.wait_for_timeout(2500)
+    assert page.states == []
+    toggle(page)
+    page.wait_for_function("() => document.querySelector('.xdit-bar [data-owner=parked]')")
+    assert "weights" not in bars(page)["cpu"] and sum(bars(page)["cpu"].values()) == total and page.states
+
+
+def test_it_is_used_by_keys_and_saves_a_trace(page):
+    def press(key):
+        """The seconds at the left end and at three quarters, after a key."""
+        page.keyboard.press(key)
+        ticks = page.evaluate("() => [...document.querySelectorAll('.xdit-time .xdit-tick')].map(one => parseFloat(one.textContent))")
+        return ticks[0], ticks[3]
+
+    page.locator(".xdit-time").focus()
+    whole, nearer, moved, again = [press(key) for key in ("Home", "+", "ArrowRight", "Home")]
+    with page.expect_download() as download:
+        page.locator("[data-action=trace]").press("Enter")
+    with open(download.value.path(), encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+
+    assert whole[0] == 0 < nearer[0] < moved[0] and again == whole
+    assert 0.45 < (nearer[1] - nearer[0]) / whole[1] < 0.55
+    assert download.value.suggested_filename == "xdit-trace.json"
+    assert {event["tid"] for event in events} == {0, 1}
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} >= set(range(1, STEPS + 1))
+    assert "saved" in page.locator(".xdit-status").inner_text()
+    for unnamed in page.locator(".xdit-panel [role=img], .xdit-panel svg, .xdit-panel button").all():
+        assert unnamed.get_attribute("aria-label") or unnamed.inner_text()
+
+
+def test_both_themes_and_both_languages(page):
+    backgrounds = []
+    for theme in ("light", "dark"):
+        page.evaluate("theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)", theme)
+        page.wait_for_timeout(500)
+        for selector in ("h2", "dd", "button"):
+            ratio, background = page.evaluate(CONTRAST, selector)
+            assert ratio >= 4.5, (theme, selector)
+        backgrounds.append(background)
+    assert backgrounds[0] > 0.5 > 0.1 > backgrounds[1]
+    words = {}
+    for language in ("zh", "en"):
+        page.evaluate("language => app.extensionManager.setting.set('Comfy.Locale', language)", language)
+        page.wait_for_timeout(500)
+        toggle(page)
+        toggle(page)
+        page.wait_for_selector(".xdit-panel dl")
+        words[language] = page.locator(".xdit-panel").inner_text()
+    assert not CHINESE.search(words["en"]) and "Memory" in words["en"]
+    lines = [line for line in words["zh"].splitlines() if re.search("[a-z]{4,}", line) and not CHINESE.search(line)]
+    assert not lines or all(re.fullmatch(r"xdit_demo\S*", line) for line in lines), lines
+
+
+def test_after_a_crash_it_says_so_and_the_next_run_works(page, host):
+    queue(page, 12)
+    page.wait_for_selector(".xdit-group[data-state=working]", timeout=60_000)
+    wait_for_run(page, "done")
+    page.wait_for_selector(".xdit-group[data-state=idle]", timeout=60_000)
+    victims = [process for process in psutil.Process(host.process.pid).children(recursive=True)
+               if "xdit_backend.worker" in process.cmdline() and "xdit_backend.host.torchrun" not in process.cmdline()]
+
+    os.kill(victims[0].pid, signal.SIGKILL)
+    page.wait_for_selector(".xdit-group[data-state=ended]", timeout=30_000)
+    assert sum(bars(page)["cpu"].values()) == host.get("/xdit/state")["devices"][0]["total"]
+    page.locator("[data-action=stop]").click()
+    page.wait_for_selector(".xdit-group[data-state=stopped]", timeout=30_000)
+    number = page.locator(".xdit-panel dl").get_attribute("data-run")
+    queue(page, 13)
+    page.wait_for_function("number => document.querySelector('.xdit-panel dl')?.dataset.run !== number", arg=number, timeout=120_000)
+    wait_for_run(page, "done")
+
+    assert page.problems == [] and page.errors == []
+    page.locator("[data-action=stop]").click()
+    page.wait_for_selector(".xdit-group[data-state=stopped]", timeout=30_000)
+
+
+def test_the_bubble_is_the_time_without_work(page):
+    """Two steps of 4 s in 10 s, of which 1 s is a wait; a decode after them counts as work, and not as the bubble."""
+    spans = [["whole", 0, 4, 1, 0], ["wait", 1, 2, 1, 0], ["patch", 6, 10, 2, 0], ["decode", 12, 13, 0, 0]]
+    shares, drawn = page.evaluate("""async spans => {
+        const { shares, rectangles } = await import("/extensions/xdit-comfyui/timeline.js");
+        return [shares(spans, 10), rectangles(spans, 5, 15, 100).map(({ x, width, span }) => [span[0], x, width])];
+    }""", spans)
+
+    assert shares["steps"] == 2 and (shares["busy"], shares["waits"]) == (8, 1) and abs(shares["idle"] - 0.3) < 1e-9
+    assert drawn == [["patch", 10, 40], ["decode", 70, 10]]

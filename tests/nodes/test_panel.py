@@ -1,0 +1,86 @@
+"""What the panel is told of a run: memory that adds up, the steps that ran on the ranks that ran them, and what its buttons do."""
+
+import importlib
+import json
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def panel(comfyui):
+    return importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.panel")
+
+
+def adds_up(state):
+    for device in state["devices"]:
+        assert all(size >= 0 for size in device["owners"].values()) and sum(device["owners"].values()) == device["total"] > 2 ** 30
+    return {device["name"]: device["owners"] for device in state["devices"]}
+
+
+@pytest.mark.parametrize("kinds, degrees", [({"whole"}, {"cfg": 2}), ({"whole", "exchange"}, {"ulysses": 2}),
+                                            ({"whole", "patch", "wait"}, {"pipefusion": 2, "num_patches": 4})], ids=str)
+def test_the_timeline_is_of_the_ranks_and_steps_that_ran(comfyui, panel, kinds, degrees):
+    comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees)), "sd3", steps=5)
+
+    state, time = panel.state(), panel.timeline()
+
+    run = state["run"]
+    assert (run["state"], run["step"], run["steps"], run["devices"]) == ("done", 5, 5, ["cpu", "cpu"])
+    assert time["run"] == run["number"] and time["steps"] == 5 and [rank["name"] for rank in time["ranks"]] == ["0: cpu", "1: cpu"]
+    for rank in time["ranks"]:
+        steps = [span for span in rank["spans"] if span[0] in ("whole", "patch")]
+        assert {span[0] for span in rank["spans"]} - {"exchange"} <= kinds and {span[3] for span in steps} == {1, 2, 3, 4, 5}
+        assert all(0 <= start <= end <= time["seconds"] for _, start, end, _, _ in rank["spans"])
+        assert [span[3] for span in steps] == sorted(span[3] for span in steps)
+        if "patch" in kinds:                                   # one warm-up step, then four pieces of each branch or of both
+            patches = [span[4] for span in steps if span[3] == 3]
+            assert len(set(patches)) == 4 and 0 in patches
+    assert kinds <= {span[0] for rank in time["ranks"] for span in rank["spans"]} | {"exchange"}
+    events = [event for event in panel.trace()["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == sum(len(rank["spans"]) for rank in time["ranks"]) and json.loads(json.dumps(events)) == events
+
+
+def test_memory_adds_up_and_is_given_back(comfyui, panel):
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
+    comfyui.sample(model, "sd3", steps=2)
+    before = panel.state()
+    held = sum(sum(one["weights"]) for group in before["groups"] for one in group["models"])
+
+    panel.ACTIONS["give_back"]()
+    after = panel.state()
+
+    assert adds_up(before)["cpu"]["weights"] > 0 and before["groups"][-1]["state"] == "idle"
+    assert adds_up(after)["cpu"]["weights"] == 0 and adds_up(after)["cpu"]["parked"] > 0
+    assert sum(sum(one["parked"]) for group in after["groups"] for one in group["models"]) == held
+    comfyui.sample(model, "sd3", steps=2)                      # the next run has them again
+    assert adds_up(panel.state())["cpu"]["weights"] > 0
+
+
+def test_what_fails_is_said_and_what_was_stopped_starts_again(comfyui, panel, monkeypatch):
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
+    predict = type(model.remote).predict
+
+    def fail(*arguments):
+        raise RuntimeError("a test")
+
+    monkeypatch.setattr(type(model.remote), "predict", fail)
+    with pytest.raises(RuntimeError):
+        comfyui.sample(model, "sd3", steps=2)
+    assert (panel.state()["run"]["state"], panel.state()["run"]["error"]) == ("failed", "a test")
+    monkeypatch.setattr(type(model.remote), "predict", predict)
+    panel.ACTIONS["stop"]()
+    assert {group["state"] for group in panel.state()["groups"]} == {"stopped"}
+    comfyui.sample(model, "sd3", steps=2)
+    assert panel.state()["groups"][-1]["state"] == "idle"
+
+
+@pytest.mark.parametrize("total, owners, expected", [
+    (100, {"weights": 40, "other": 10}, {"weights": 40, "other": 10, "free": 50}),
+    (100, {"weights": 40, "activations": 80, "other": 10}, {"weights": 40, "activations": 60, "other": 0, "free": 0}),
+    (100, {"weights": 40, "other": -5}, {"weights": 40, "other": 0, "free": 60})])
+def test_owners_add_up_to_the_device(panel, total, owners, expected):
+    result = panel.add_up(total, owners)
+
+    assert sum(result.values()) == total and expected.items() <= result.items()

@@ -1,0 +1,169 @@
+/** The panel in ComfyUI's sidebar: memory by owner, workers, the last run and its time. Registered by xdit.js. */
+
+import { app } from "../../scripts/app.js";
+import { api } from "../../scripts/api.js";
+import { element } from "./dom.js";
+import { LANGUAGES, say } from "./texts.js";
+import { TimePicture } from "./timeline.js";
+
+const OWNERS = ["weights", "keys_values", "activations", "vae", "workers", "parked", "comfyui", "other", "free"];
+const METHODS = { cfg: "CFG", data: "data", pipefusion: "PipeFusion", displaced: "DistriFusion", tensor: "Tensor", ring: "Ring", ulysses: "Ulysses" };
+const EVENT = "xdit.state";
+
+const text = (key, values) => say(app.extensionManager.setting.get("Comfy.Locale"), key, values);
+
+const knownText = (key) => (key in LANGUAGES.en ? text(key) : null);
+
+let open = null;                           // what stands in the sidebar while the tab is open
+
+export function registerPanel() {
+  const style = element("link", { rel: "stylesheet", href: new URL("panel.css", import.meta.url).href });
+  document.head.append(style);
+  app.extensionManager.registerSidebarTab({
+    id: "xdit", icon: "pi pi-server", title: "xDiT", tooltip: text("panel"), type: "custom",
+    render(root) {
+      if (open?.root === root) return;     // the page calls this whenever it draws
+      close();
+      open = new Panel(root);
+    },
+    destroy: close,
+  });
+  api.addEventListener("reconnected", () => open?.watch(true));
+}
+
+function close() {
+  open?.close();
+  open = null;
+}
+
+class Panel {
+  constructor(root) {
+    this.root = root;
+    this.devices = element("section", { "aria-label": text("memory") });
+    this.workers = element("section", { "aria-label": text("workers_title") });
+    this.run = element("section", { "aria-label": text("run") });
+    this.status = element("p", { role: "status", class: "xdit-status" });
+    this.picture = new TimePicture(text);
+    this.shownRun = null;
+    const button = (key, action) => element("button", { type: "button", title: text(`${key}_hint`), "data-action": key, onclick: action }, text(key));
+    root.replaceChildren(element("div", { class: "xdit-panel", role: "region", "aria-label": text("panel") },
+      element("h2", {}, text("panel")), this.devices, this.workers, this.run,
+      element("section", { "aria-label": text("time") }, element("h3", {}, text("time")), this.picture.root),
+      element("section", { "aria-label": text("actions"), class: "xdit-actions" },
+        button("give_back", () => this.act("give_back")), button("stop", () => this.act("stop")),
+        button("measure", () => this.act("measure")), button("trace", () => this.saveTrace())),
+      this.status));
+    this.listener = ({ detail }) => this.show(detail);
+    api.addEventListener(EVENT, this.listener);
+    this.watch(true);
+  }
+
+  close() {
+    api.removeEventListener(EVENT, this.listener);
+    this.watch(false);
+    this.picture.close();
+  }
+
+  /** Have the server send its state, or send it no more. */
+  async watch(isOpen) {
+    const answer = await post("/xdit/watch", { client: api.clientId, open: isOpen });
+    if (!answer.ok && isOpen) this.status.textContent = text("unknown_state", { text: answer.status });
+  }
+
+  async show(state) {
+    if (!this.root.isConnected) return close();                // another tab took its place
+    this.devices.replaceChildren(element("h3", {}, text("memory")), ...state.devices.map(deviceView));
+    this.workers.replaceChildren(element("h3", {}, text("workers_title")), ...(state.groups.length ? state.groups.map(groupView)
+      : [element("p", {}, text("no_workers"))]), ...phaseView(state.phase));
+    this.run.replaceChildren(element("h3", {}, text("run")), ...runView(state.run));
+    if (!state.run || state.run.state === "running") return;
+    const answer = await api.fetchApi("/xdit/timeline");
+    if (answer.ok && open === this) this.picture.show(await answer.json());
+  }
+
+  async act(action) {
+    this.status.textContent = text("doing");
+    const answer = await post("/xdit/do", { action });
+    this.status.textContent = answer.ok ? text(`${action}_done`) : text("refused", { text: (await answer.json()).error });
+  }
+
+  async saveTrace() {
+    const answer = await api.fetchApi("/xdit/trace");
+    const link = element("a", { download: "xdit-trace.json", href: URL.createObjectURL(await answer.blob()) });
+    link.click();
+    URL.revokeObjectURL(link.href);
+    this.status.textContent = text("trace_done");
+  }
+}
+
+// ---- views of the state
+
+function deviceView({ name, title, total, known, owners }) {
+  const shown = OWNERS.filter((owner) => owners[owner] > 0);
+  const words = shown.map((owner) => `${text(`owner_${owner}`)} ${size(owners[owner])}`);
+  return element("div", { class: "xdit-device", "data-device": name },
+    element("div", { class: "xdit-line" }, element("strong", {}, name === "cpu" ? text("host_memory") : `${name} ${title}`), element("span", {}, size(total))),
+    known ? element("div", { class: "xdit-bar", role: "img", "aria-label": words.join(", ") }, ...shown.map((owner, index) =>
+      element("span", { "data-owner": owner, "data-bytes": owners[owner], title: words[index], style: `width: ${100 * owners[owner] / total}%` })))
+      : element("p", {}, text("memory_unknown")),
+    ...(known ? [element("ul", { class: "xdit-legend" }, ...shown.map((owner) => element("li", {},
+      element("i", { "data-owner": owner }), `${text(`owner_${owner}`)} `, element("span", {}, size(owners[owner])))))] : []));
+}
+
+function groupView({ devices, state, models, vaes }) {
+  const lines = models.map(({ name, weights, parked }) => {
+    const held = sum(weights) - sum(parked);
+    return element("li", {}, `${name.replace(/-[0-9a-f]+$/, "")}: ${text("model_held", { size: size(held) })}`
+      + (sum(parked) ? `, ${text("model_parked", { size: size(sum(parked)) })}` : ""));
+  });
+  if (vaes) lines.push(element("li", {}, text("vaes_held", { count: vaes })));
+  return element("div", { class: "xdit-group", "data-state": state },
+    element("div", { class: "xdit-line" }, element("strong", {}, devices.join(", ")), element("span", {}, text(`state_${state}`))),
+    element("ul", {}, ...lines));
+}
+
+function phaseView({ text: name, done, total, counts_bytes, rate }) {
+  if (!name) return [];
+  const amounts = counts_bytes ? `${size(done)} / ${size(total)}${rate ? `, ${size(rate)}/s` : ""}` : total ? `${done} / ${total}` : "";
+  return [element("p", { class: "xdit-phase" }, `${knownText(`phase_${name.replaceAll(" ", "_")}`) ?? name} ${amounts}`)];
+}
+
+function runView(run) {
+  if (!run) return [element("p", {}, text("no_run"))];
+  const left = run.state === "running" && run.a_step ? text("time_left", { seconds: seconds((run.steps - run.step) * run.a_step) }) : "";
+  const facts = [
+    ["run_state", text(`run_${run.state}`) + (left && `, ${left}`)], ["run_file", run.file], ["run_devices", run.devices.join(", ")],
+    ["run_how", run.how === "one device" ? text("one_device") : run.how],
+    ["run_steps", run.steps ? text("steps_of", { step: run.step, steps: run.steps }) : ""],
+    ["run_a_step", run.a_step ? `${run.a_step.toFixed(run.a_step < 1 ? 3 : 2)} s` : ""], ["run_took", run.steps ? seconds(run.seconds) : ""],
+    ...planFacts(run), ["run_error", run.error],
+  ].filter(([, value]) => value);
+  const progress = run.state === "running" && run.steps
+    ? [element("progress", { max: run.steps, value: run.step, "aria-label": text("run_steps") })] : [];
+  return [...progress, element("dl", { "data-run": run.number, "data-state": run.state },
+    ...facts.flatMap(([key, value]) => [element("dt", {}, text(key)), element("dd", { "data-fact": key }, value)]))];
+}
+
+function planFacts({ plan, mode }) {
+  if (!plan) return [["run_why", text(mode === "manual" ? "why_manual" : "why_unmeasured")]];
+  const { chosen, one, second } = plan;
+  return [["run_plan", layout(chosen)], ["run_why", text(`limited_${chosen.limited_by.replace("-", "")}`, { share: Math.round(100 * chosen.share) })],
+    ["run_forecast", seconds(chosen.seconds)], ["run_one", one.fits ? seconds(one.seconds) : text("does_not_fit")],
+    ["run_second", second ? `${layout(second)}, ${seconds(second.seconds)}` : ""]];
+}
+
+function layout({ degrees }) {
+  const parts = Object.entries(METHODS).filter(([axis]) => degrees[axis] > 1).map(([axis, name]) => `${name} ${degrees[axis]}`);
+  return parts.join(" x ") || text("one_device");
+}
+
+const sum = (numbers) => numbers.reduce((all, number) => all + number, 0);
+const seconds = (value) => `${value >= 100 ? Math.round(value) : Number(value.toPrecision(2))} s`;
+
+function size(bytes) {
+  return bytes >= 1e8 ? `${(bytes / 1e9).toFixed(1)} GB` : `${(bytes / 1e6).toFixed(bytes < 1e7 ? 1 : 0)} MB`;
+}
+
+function post(path, body) {
+  return api.fetchApi(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+}

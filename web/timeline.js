@@ -1,0 +1,137 @@
+/** The picture of a run's time: a row for each rank; zoom by wheel, keys and buttons, pan by dragging and arrows. Used by panel.js. */
+
+import { element } from "./dom.js";
+
+const ROW = 34, BAR = 18, TOP = 14, WIDTH = 600;               // in the picture's own units
+const MIN_WIDTH = 0.4;                                         // of a span, below which its neighbours hide it
+const WORK = ["whole", "patch", "decode", "encode"];
+const WAITS = ["wait", "exchange"];
+
+/** Of a rank's spans: seconds of work without waits, of waits, and the share of the time between its first and last work that it has none. */
+export function shares(spans, end) {
+  const total = (kinds) => spans.filter(([kind]) => kinds.includes(kind)).reduce((all, [, start, end]) => all + end - start, 0);
+  const steps = spans.filter(([kind]) => kind === "whole" || kind === "patch");
+  const waits = total(WAITS);
+  const during = spans.filter(([kind, , , step]) => WAITS.includes(kind) && step).reduce((all, [, from, to]) => all + to - from, 0);
+  const busy = steps.reduce((all, [, from, to]) => all + to - from, 0) - during;
+  return { steps: new Set(steps.map((span) => span[3])).size, busy: total(WORK) - waits, waits, idle: end > 0 ? Math.max(0, 1 - busy / end) : 0 };
+}
+
+/** Rectangles of spans between two moments: [{x, width, span}], without those that would be drawn over by their like. */
+export function rectangles(spans, from, to, width) {
+  const scale = width / (to - from), drawn = [], last = {};
+  for (const span of spans) {
+    const [kind, start, end] = span;
+    if (end < from || start > to) continue;
+    const x = Math.max(0, (start - from) * scale), right = Math.min(width, (end - from) * scale);
+    if (last[kind] !== undefined && right - last[kind] < MIN_WIDTH) continue;
+    last[kind] = right;
+    drawn.push({ x, width: Math.max(MIN_WIDTH, right - x), span });
+  }
+  return drawn;
+}
+
+export class TimePicture {
+  constructor(text) {
+    this.text = text;
+    this.time = { ranks: [], seconds: 0, steps: 0, run: 0 };
+    this.known = "";
+    this.svg = element("svg", { class: "xdit-time", tabindex: "0", role: "group", "aria-label": text("time_hint"), preserveAspectRatio: "none" });
+    this.table = element("table");
+    const button = (key, act) => element("button", { type: "button", "aria-label": text(key), title: text(key), "data-zoom": key, onclick: act },
+      { zoom_in: "+", zoom_out: "−", zoom_all: text("zoom_all") }[key]);
+    this.root = element("div", { class: "xdit-picture" },
+      element("div", { class: "xdit-zoom" }, button("zoom_in", () => this.zoom(0.5)), button("zoom_out", () => this.zoom(2)),
+        button("zoom_all", () => this.all())),
+      this.svg,
+      element("ul", { class: "xdit-legend" }, ...[...WORK.slice(0, 3), ...WAITS].map((kind) =>
+        element("li", {}, element("i", { "data-kind": kind }), text(`kind_${kind}`))), element("li", {}, element("i", { "data-kind": "idle" }), text("kind_idle"))),
+      this.table);
+    this.svg.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      this.zoom(event.deltaY > 0 ? 1.25 : 0.8, this.at(event));
+    }, { passive: false });
+    this.svg.addEventListener("pointerdown", (event) => this.drag(event));
+    this.svg.addEventListener("keydown", (event) => this.key(event));
+    this.all();
+  }
+
+  close() {
+    this.svg.replaceChildren();
+  }
+
+  /** time: what GET /xdit/timeline gives. The same as before leaves the view as it is. */
+  show(time) {
+    const known = JSON.stringify(time.ranks);
+    if (known === this.known && time.run === this.time.run) return;
+    this.known = known;
+    this.time = time;
+    this.all();
+    const head = ["rank", "steps", "busy", "waits", "idle"].map((key) => element("th", { scope: "col" }, this.text(`time_${key}`)));
+    const end = Math.max(0, ...time.ranks.flatMap(({ spans }) => spans.filter((span) => span[3]).map((span) => span[2])));
+    const rows = time.ranks.map(({ name, spans }) => {
+      const { steps, busy, waits, idle } = shares(spans, end);
+      return element("tr", {}, element("th", { scope: "row" }, name), ...[steps, `${busy.toFixed(2)} s`, `${waits.toFixed(2)} s`,
+        `${Math.round(100 * idle)} %`].map((value) => element("td", {}, String(value))));
+    });
+    this.table.replaceChildren(element("caption", {}, this.text("time_caption", { steps: time.steps })), element("thead", {}, element("tr", {}, ...head)),
+      element("tbody", {}, ...rows));
+  }
+
+  all() {
+    [this.from, this.to] = [0, this.time.seconds || 1];
+    this.draw();
+  }
+
+  zoom(factor, at = (this.from + this.to) / 2) {
+    const span = Math.min(this.time.seconds || 1, Math.max(1e-4, (this.to - this.from) * factor));
+    this.move(at - (at - this.from) * span / (this.to - this.from), span);
+  }
+
+  move(from, span = this.to - this.from) {
+    this.from = Math.max(0, Math.min(from, (this.time.seconds || 1) - span));
+    this.to = this.from + span;
+    this.draw();
+  }
+
+  /** The moment under the pointer. */
+  at(event) {
+    const { left, width } = this.svg.getBoundingClientRect();
+    return this.from + (this.to - this.from) * (event.clientX - left) / width;
+  }
+
+  drag(event) {
+    const start = this.at(event), { from, to } = this, { width } = this.svg.getBoundingClientRect();
+    const moved = (other) => this.move(from - (to - from) * (other.clientX - event.clientX) / width);
+    const end = () => this.svg.removeEventListener("pointermove", moved);
+    if (Number.isFinite(start)) this.svg.addEventListener("pointermove", moved);
+    this.svg.addEventListener("pointerup", end, { once: true });
+    this.svg.addEventListener("pointerleave", end, { once: true });
+  }
+
+  key(event) {
+    const step = (this.to - this.from) / 5;
+    const act = { "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), ArrowLeft: () => this.move(this.from - step),
+      ArrowRight: () => this.move(this.from + step), Home: () => this.all() }[event.key];
+    if (!act) return;
+    event.preventDefault();
+    event.stopPropagation();               // the page has keys of its own
+    act();
+  }
+
+  draw() {
+    const { ranks } = this.time, height = TOP + ROW * Math.max(1, ranks.length);
+    this.svg.setAttribute("viewBox", `0 0 ${WIDTH} ${height}`);
+    this.svg.style.aspectRatio = `${WIDTH} / ${height}`;
+    this.svg.style.minHeight = `${height * 0.9}px`;
+    this.svg.replaceChildren(...[0, 0.25, 0.5, 0.75].map((share) =>
+      element("text", { x: WIDTH * share + 2, y: 10, class: "xdit-tick" }, `${(this.from + share * (this.to - this.from)).toPrecision(3)} s`)),
+    ...ranks.map(({ name, spans }, rank) => element("g", { "data-rank": rank, transform: `translate(0 ${TOP + rank * ROW})` },
+      element("title", {}, name), element("rect", { x: 0, y: 2, width: WIDTH, height: BAR, "data-kind": "idle" }),
+      ...rectangles(spans, this.from, this.to, WIDTH).map(({ x, width, span: [kind, start, end, step, row] }) =>
+        element("rect", { x, width, y: WAITS.includes(kind) ? 7 : 2, height: WAITS.includes(kind) ? BAR - 10 : BAR, "data-kind": kind, "data-step": step,
+          "data-odd": String(step % 2) }, element("title", {}, this.text("span_hint", {
+          kind: this.text(`kind_${kind}`), step: step || "", row, start: start.toFixed(3), seconds: (end - start).toFixed(4) })))),
+      element("text", { x: 2, y: BAR + 12, class: "xdit-rank" }, name))));
+  }
+}
