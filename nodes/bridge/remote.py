@@ -163,6 +163,7 @@ class RemoteModel:
 
     def predict(self, question, calls):
         """The predictions for one or two calls of this model, all of the step that the branches.Question is of."""
+        GROUPS.client(self.devices).step = _step_of(question)
         if self.spec.stages is not None:
             return self._predict_in_stages(question, calls)
         self.plan = self._plan(self._job(question, calls), may_measure=True)
@@ -273,3 +274,12 @@ class RemoteModel:
                 what = {"y": "pooled text", "clip_fea": "a picture's CLIP vision tokens"}.get(name, "text")
                 raise ConfigError(f"The conditioning has {what} of {given} numbers a token, and this {self.family.name} model takes "
                                   f"{needed}. It was made by another text encoder: use the CLIP that belongs to this model.")
+
+
+def _step_of(question):
+    """Which step of a run a branches.Question is of, for a person; of a call outside of a sampler, nothing."""
+    if question.schedule is None or len(question.schedule) < 2:
+        return ""
+    steps = question.schedule[:-1]
+    nearest = (steps.to(question.sigmas) - question.sigmas.max()).abs().argmin()               # samplers also call between two steps
+    return f"step {int(nearest) + 1} of {len(steps)}"

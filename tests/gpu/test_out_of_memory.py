@@ -74,7 +74,7 @@ def test_a_full_gpu_is_told_and_the_next_prediction_is_right(spec_of):  # noqa: 
         client.predict(spec, layout(), 4, [call_of(small)])
         free, _ = torch.cuda.mem_get_info(0)
         ballast = torch.empty(free - 2 ** 26, dtype=torch.uint8, device="cuda:0")
-        with pytest.raises(WorkerFailedError, match="OutOfMemory.* Use a smaller latent"):
+        with pytest.raises(WorkerFailedError, match="OutOfMemory.* more were asked for, and .* free. Held by: .* Use a smaller latent"):
             client.predict(spec, layout(), 4, [call_of(one)])
         pid = client.report_memory()[0]["pid"]
         del ballast

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tests.models.zoo import example
+from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.vae import load_autoencoder
 from xdit_backend.host.client import Call, Client
 from xdit_backend.protocol.messages import Layout
 
@@ -30,6 +32,22 @@ def client():
     client = Client(("cpu", "cpu"))
     yield client
     client.close()
+
+
+def decode(client):
+    """A picture of a random VAE, (1, 96, 96, 3), from these workers."""
+    return client.decode("vae", "float64", lambda: random_decoder(32), small_latent(), (1, 96, 96, 3)).clone()
+
+
+def decoded():
+    """What `decode` should give."""
+    vae = load_autoencoder(random_decoder(32), torch.float64, torch.device("cpu"), {})
+    with torch.no_grad():
+        return vae.decode(small_latent().double()).sample.add(1).div(2).clamp(0, 1).movedim(1, -1)
+
+
+def small_latent():
+    return torch.randn(1, 4, 12, 12, generator=torch.Generator().manual_seed(0))
 
 
 def layout(**degrees):

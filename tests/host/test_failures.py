@@ -9,7 +9,7 @@ from xdit_backend.host import launcher
 from xdit_backend.host.launcher import WorkerGroup, outlives
 from xdit_backend.protocol.channel import Channel
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError
-from xdit_backend.protocol.messages import Beat, Decode, Done, Failed, ReportMemory
+from xdit_backend.protocol.messages import Beat, Decode, Done, Failed, Phase, Probe, ReportMemory
 from xdit_backend.protocol.segments import Segment
 
 TWO_GPUS = ("cuda:0", "cuda:1")
@@ -18,7 +18,7 @@ TWO_GPUS = ("cuda:0", "cuda:1")
 class PretendedGroup(WorkerGroup):
     """A worker group whose workers are ends of pipes, so that devices may be any and answers come in any order."""
 
-    def _launch(self):
+    def _launch(self, variables):
         self.workers = {}
 
     def _greet(self, on_phase, check):
@@ -141,11 +141,53 @@ def test_a_worker_that_beats_may_take_as_long_as_it_needs(group, monkeypatch):
     def beat():
         time.sleep(0.1)
         if next(beats, None) is not None:
-            group.workers[1].send(Beat(1))
+            group.workers[1].send(Beat(1, request, 0, False))
     with pytest.raises(WorkerDiedError, match=r"rank 1 \(cpu\) has given no sign of life for \d s while decoding"):
         group.wait([request], check=beat)
 
     assert next(beats, None) is None and not group.goes_on
+
+
+@with_devices(("cpu", "cpu"))
+def test_ranks_that_all_wait_for_each_other_and_get_nothing_hang(group, monkeypatch):
+    """Rank 0 has done its part, or lies in another exchange; rank 1 beats, and waits, for ever."""
+    monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
+    request = group.post(lambda request: Probe(request, "float32"), doing="step 2 of 9")
+    group.workers[0].send(Phase(0, "measuring", 3, 4))
+
+    def beat():
+        time.sleep(0.1)
+        group.workers[0].send(Beat(0, request, 7, True))
+        group.workers[1].send(Beat(1, request, 8, True))
+    with pytest.raises(WorkerDiedError, match=r"rank 0 \(cpu\) hangs while measuring \(step 2 of 9\), measuring 3 of 4: rank 0 \(cpu\) and "
+                                              r"rank 1 \(cpu\) waited for other ranks, and nothing has come for \d s"):
+        group.wait([request], check=beat)
+
+    assert not group.goes_on
+
+
+@pytest.mark.parametrize("gets_on", ["computes", "gets what it waits for", "began anew", "answers"])
+@with_devices(("cpu", "cpu"))
+def test_who_waits_for_a_rank_that_gets_on_does_not_hang(group, monkeypatch, gets_on):
+    monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
+    request = group.post(ReportMemory)
+    beats = iter(range(12))
+
+    def beat():
+        time.sleep(0.1)
+        if (index := next(beats, None)) is None:
+            group.answer(request, done=[0, 1])
+        elif gets_on == "answers" and index == 8:              # the other one got what it waited for then, and beats later
+            group.answer(request, done=[1])
+        elif gets_on == "answers" and index > 3:
+            group.workers[0].send(Beat(0, request, 7, True))
+            group.workers[1].send(Beat(1, request, 0, False))
+        else:
+            group.workers[0].send(Beat(0, request, 7, True))
+            group.workers[1].send(Beat(1, request + index * (gets_on == "began anew"), 8 + index * (gets_on == "gets what it waits for"),
+                                       gets_on != "computes"))
+
+    assert group.wait([request], check=beat)[0] == request and group.goes_on
 
 
 @with_devices(("cpu", "cpu"))

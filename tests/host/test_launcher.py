@@ -13,6 +13,7 @@ from tests.conftest import left_behind, still_there
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from tests.tolerances import within
+from xdit_backend.host import preflight
 from xdit_backend.host.client import Client
 from xdit_backend.host.launcher import WorkerGroup, _environment
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerStartError
@@ -25,8 +26,9 @@ def gone(before, within_s=5):
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_start_says_why():
+def test_a_worker_that_cannot_start_says_why(monkeypatch):
     before, phases = set(left_behind()), []
+    monkeypatch.setattr(preflight, "check_devices", lambda devices: None)      # as for a device that fails later
 
     with pytest.raises(WorkerStartError) as error:
         WorkerGroup(("cuda:99",), phases.append)
@@ -152,7 +154,8 @@ def test_a_dying_host_takes_its_group_along(tmp_path):
 
     from tests.conftest import ROOT
     code = ("import time; from xdit_backend.host.launcher import WorkerGroup\n"
-            "group = WorkerGroup(('cpu', 'cpu')); print(*group._pids, flush=True); time.sleep(60)")
+            "group = WorkerGroup(('cpu', 'cpu')); from xdit_backend.protocol.messages import ReportMemory\n"
+            "print(*(int(done.numbers['pid']) for done in group.request(ReportMemory).values()), flush=True); time.sleep(60)")
     before = set(left_behind())
     host = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
                             stdout=subprocess.PIPE, text=True)

@@ -2,11 +2,14 @@
 
 import multiprocessing.connection as connection
 import os
+import socket
 import struct
 import threading
 
 import pytest
 
+from tests.malformed import receive_frames
+from xdit_backend.protocol import channel
 from xdit_backend.protocol.channel import ADDRESS_FILE, KEY_FILE, Door, connect
 from xdit_backend.protocol.errors import ChannelClosedError, XDiTError
 from xdit_backend.protocol.messages import DropConditioning, Phase, Stop
@@ -97,9 +100,9 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(door, tmp_path,
         host.receive()
     with pytest.raises(ChannelClosedError):
         host.send(Stop())
-    channel, worker = accept_while(door, lambda: connect(tmp_path))
+    following, worker = accept_while(door, lambda: connect(tmp_path))
     worker.send(Stop())
-    assert channel.receive() == Stop()
+    assert following.receive() == Stop()
 
 
 def test_no_message_is_too_long_to_be_received(door, tmp_path):
@@ -110,3 +113,32 @@ def test_no_message_is_too_long_to_be_received(door, tmp_path):
     host.send(Stop())
 
     assert worker.receive() == Stop()
+
+
+def test_frames_of_any_bytes_are_refused_or_are_messages_and_none_is_waited_for():
+    outcomes = receive_frames(0, 200)
+
+    assert outcomes["refused"] > 100 and outcomes["messages, then refused"] > 10
+
+
+def test_a_stranger_who_says_nothing_does_not_keep_others_out(door, tmp_path, monkeypatch):
+    monkeypatch.setattr(channel, "HANDSHAKE_S", 0.2)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect((tmp_path / ADDRESS_FILE).read_text())
+        assert door.accept(5) is None
+
+        let_in, _ = accept_while(door, lambda: connect(tmp_path))
+
+    assert let_in is not None
+
+
+def test_who_takes_no_messages_counts_as_gone(tmp_path):
+    """A worker that was stopped: what it does not read fills the connection."""
+    door = Door(tmp_path, patience_s=0.3)
+    host, _worker = accept_while(door, lambda: connect(tmp_path))
+
+    with pytest.raises(ChannelClosedError, match="takes nothing"):
+        for _ in range(100):
+            host.send(DropConditioning(1, ["conditioning"] * 1000))
+    host.close()
+    door.close()

@@ -1,45 +1,14 @@
 """Messages survive the wire, and what is no message is refused."""
 
-import collections
-import dataclasses
 import json
-import random
 
 import pytest
 
+from tests.malformed import EXAMPLES, decode_noise
 from xdit_backend.protocol import messages
 from xdit_backend.protocol.errors import XDiTError
 from xdit_backend.protocol.messages import decode, encode
 from xdit_backend.protocol.segments import Segment
-
-SEGMENT = Segment("/dev/shm/xdit/1", "bfloat16", (1, 16, 8, 8))
-SPEC = messages.ModelSpec("flux-1", "Flux.1", "/models/flux.safetensors", "bfloat16", "bfloat16")
-EXAMPLES = [
-    messages.LoadModel(1, SPEC),
-    messages.LoadModel(1, dataclasses.replace(SPEC, stages=messages.Stages(2, num_blocks=(3, 4), offload=True))),
-    messages.DropModel(2, "flux-1"),
-    messages.ChangeWeights(2, "flux-1", {"img_in.weight": messages.Change(None, (
-        messages.LowRank(SEGMENT, SEGMENT, 0.5), messages.LowRank(SEGMENT, SEGMENT, 0.5, (0, 8, 8))), "bfloat16", "float32")}),
-    messages.ChangeWeights(2, "flux-1", {"img_in.weight": messages.Change(SEGMENT, ())}),
-    messages.ParkModel(2, "flux-1", [0, 4096], [SEGMENT]),
-    messages.RestoreModel(2, "flux-1"),
-    messages.Conditioning(3, "conditioning-1", {"context": SEGMENT}),
-    messages.DropConditioning(4, ["conditioning-1"]),
-    messages.Predict(5, "flux-1", messages.Layout(cfg_degree=2), [messages.Branch(SEGMENT, SEGMENT, "conditioning-1", SEGMENT)]),
-    messages.Predict(5, "flux-1", messages.Layout(), [], messages.Patch(2, 4, 16), keep=True),
-    messages.LoadAutoencoder(6, messages.AutoencoderSpec("vae-1", "float32", {"conv_in.weight": SEGMENT}, {"scale": "8"})),
-    messages.Estimate(7, "vae-1", (1, 16, 8, 8), 1),
-    messages.Decode(7, "vae-1", SEGMENT, SEGMENT),
-    messages.Encode(7, "vae-1", SEGMENT, SEGMENT),
-    messages.Probe(8, "bfloat16"),
-    messages.ReportMemory(8, 12.5),
-    messages.Stop(),
-    messages.Ready(0, 4711, "cuda:0"),
-    messages.Phase(1, "loading weights", 3, 40, True),
-    messages.Beat(3, {"reserved_bytes": 1024.0}),
-    messages.Done(9, 0, {"sent_bytes": 1024.0}, [messages.Span("patch", 1.5, 2.5, 900.0, 8)]),
-    messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback"),
-]
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
@@ -101,24 +70,7 @@ def test_one_thing_wrong_anywhere_is_refused(message):
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_is_refused_or_is_a_message(seed):
     """Whatever bytes come: XDiTError and nothing else, or a message that would have been sent in these words."""
-    chance = random.Random(seed)
-    raws = [encode(message) for message in EXAMPLES]
-    outcomes = collections.Counter()
-    for _ in range(2000):
-        raw = bytearray(chance.choice(raws))
-        for _ in range(chance.randint(1, 4)):
-            start = chance.randrange(len(raw) + 1)
-            stop = min(len(raw), start + chance.choice([0, 1, 1, 2, 8, 64, 10 ** 6]))
-            other = chance.choice(raws)
-            first = chance.randrange(len(other))
-            raw[start:stop] = chance.choice([b"", chance.randbytes(2), b'"', b"0", b"[", b"-", other[first:first + chance.randint(1, 40)]])
-        try:
-            message = decode(bytes(raw))
-        except XDiTError:
-            outcomes["refused"] += 1
-        else:
-            assert decode(encode(message)) == message
-            outcomes["a message"] += 1
+    outcomes = decode_noise(seed, 2000)
 
     assert outcomes["refused"] > 1000 and outcomes["a message"] > 10
 

@@ -72,9 +72,11 @@ class Client:
         self.devices = tuple(devices)
         self.on_phase = lambda phase: None
         self.check = lambda: None
+        self.step = ""                         # that is computed now, for a person: "step 7 of 20"
         self.last_numbers = {}                 # rank -> measurements of the last decode or encode, by name
         self._group, self._models, self._autoencoders = None, {}, set()
         self._is_starting, self._starting = False, threading.RLock()           # by one thread at a time
+        self._num_detours = 0                                  # ways to join these workers that did not work before
         self._wanted, self._changed = {}, {}                   # name of a model -> {tensor of its file: Change}: asked for; in effect
         self._runs, self._num_conditionings = {}, 0            # whose conditioning -> _Run; named since the start
 
@@ -86,7 +88,8 @@ class Client:
                 self.close()
                 self._is_starting = True
                 try:
-                    self._group = WorkerGroup(self.devices, self.on_phase, self.check)
+                    self._group = WorkerGroup(self.devices, self.on_phase, self.check, self._num_detours)
+                    self._num_detours = self._group.num_detours
                 finally:
                     self._is_starting = False
             return self._group
@@ -270,7 +273,7 @@ class Client:
             predictions.append(view)
         request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast,
                                                               **displaced),
-                             segments, last_stage_ranks(layout, len(self.devices)))
+                             segments, last_stage_ranks(layout, len(self.devices)), self.step)
         return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1)
 
     def wait(self, tickets):

@@ -96,6 +96,7 @@ def workers(names):
     except XDiTError as error:
         return [f"do not start on {', '.join(names)}:", *str(error).splitlines()]
     return [f"start on {', '.join(names)} in {time.monotonic() - started_s:.1f} s, and answer",
+            *group.remarks,
             *(f"rank {rank} ({names[rank]}): {gigabytes(done.numbers['free_bytes'])} free" for rank, done in sorted(memory.items()))]
 
 

@@ -6,8 +6,10 @@ Everything a group opens is on this machine only: a socket file in a private fol
 import atexit
 import functools
 import logging
+import math
 import multiprocessing.connection as connection
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,16 +17,20 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
 from ..protocol import errors
 from ..protocol.channel import Door
-from ..protocol.errors import ChannelClosedError, WorkerDiedError, WorkerFailedError, WorkerStartError
-from ..protocol.messages import Beat, Done, Phase, Ready, Stop
+from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerFailedError, WorkerStartError
+from ..protocol.messages import TRYING_LINKS, Beat, Done, Phase, Ready, Stop, Unready
 from ..protocol.segments import SegmentStore
+from . import preflight
+from .shortage import shortage_words
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +53,7 @@ INHERITED_PREFIXES = ("XDIT_", "NCCL_", "LC_")
 CUDA_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if sys.platform == "linux" else {}
 
 START_TIMEOUT_S = 300
+LINK_TIMEOUT_S = 60                                # of joining all ranks and a short transfer, once all have begun
 HELP = "What to try stands in docs/troubleshooting.md, in the folder of the xDiT nodes."
 STRAGGLER_S = 10                                   # how long the others may take to answer after one rank has failed
 POLL_S = 0.05
@@ -90,34 +97,43 @@ class WorkerGroup:
     """A running worker group. Its methods may be called by several threads; one that waits keeps the others waiting.
 
     Construction blocks until every worker is ready. on_phase(Phase) tells what workers do meanwhile; check() is called
-    often while waiting and may raise to give up, as ComfyUI's cancel does.
-    Raises WorkerStartError, with the workers' last lines of output, when a worker does not come up.
+    often while waiting and may raise to give up, as ComfyUI's cancel does. num_detours: how many ways to join the workers are known not
+    to work (preflight.detours); what the group came to is in the field of that name.
+    Raises WorkerStartError when a worker cannot come up, with what is missing, or the workers' last lines of output.
     """
 
-    def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None):
+    def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_detours=0):
         if sys.platform == "win32":
             raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to use its nodes. "
                                    f"{HELP}")
         self.devices = tuple(devices)
-        self.segments = SegmentStore()
         self._lock = threading.RLock()
-        self._log_folder = self.segments.overflow_folder / "logs"
-        self._channels, self._open, self._last_request, self._pids = {}, {}, 0, []
+        self._channels, self._workers, self._open, self._last_request = {}, {}, {}, 0
         self.totals = {}                                       # rank -> sums of the measurements in its answers, by name
         self.memory = {}                                       # rank -> what it last said of its memory, by name
-        self._process = self._door = self._store = None
+        self._process = self._door = self._store = self._finalizer = None
         self._ended_by = ""                                    # what ended the group, where it was not the host
         self._heard_s, self._listened_s = {}, 0.0              # when each rank last gave a sign of life; when anyone listened
-        self._finalizer = weakref.finalize(self, self.segments.close)
+        self._phases, self._beats = {}, {}                     # of each rank at a command: its last Phase; (how far it is, since when)
         self._close_at_exit = _closer(weakref.ref(self))
-        atexit.register(self._close_at_exit)
-        started_s = time.monotonic()
-        try:
-            self._launch()
-            self._greet(on_phase, check)
-        except BaseException:
-            self.close()
-            raise
+        self.remarks, self.num_detours = [], 0                 # what a person should know of how it runs; ways around links that failed
+        started_s, failed = time.monotonic(), []
+        self._ways = ways = preflight.detours(self.devices)
+        for self.num_detours in range(min(num_detours, len(ways) - 1), len(ways)):
+            try:
+                self._start(*ways[self.num_detours], failed, on_phase, check)
+                break
+            except LinkError as error:
+                self.close()
+                failed.append(str(error))
+            except BaseException:
+                self.close()
+                raise
+        else:
+            raise WorkerStartError(f"{', '.join(self.devices)} cannot exchange tensors: {failed[-1]} {preflight.advice(ways)}{HELP}")
+        for remark in self.remarks:
+            log.warning("%s", remark)
+            on_phase(Phase(0, remark))
         log.info("worker group ready: %s in %.1f s", ",".join(self.devices), time.monotonic() - started_s)
 
     @property
@@ -144,11 +160,11 @@ class WorkerGroup:
         return self.wait([self.post(make_command, segments)], on_phase, check)[1]
 
     @_alone
-    def post(self, make_command, segments=(), answering=None):
+    def post(self, make_command, segments=(), answering=None, doing=""):
         """Send make_command(request number) to every rank and wait for nothing; returns the request number.
 
         `segments` belong to the command and are removed when every rank has answered it. answering: the ranks whose
-        answers complete it for `wait`; None: all, (): nobody will wait.
+        answers complete it for `wait`; None: all, (): nobody will wait. doing: "step 7 of 20", for a person.
         """
         self._last_request += 1
         request = self._last_request
@@ -156,7 +172,7 @@ class WorkerGroup:
         answering = set(self._channels if answering is None else answering)
         self._open[request] = _Open(set(self._channels), answering, list(segments), claimed=not answering)
         command = make_command(request)
-        doing = DOING.get(type(command).__name__)
+        doing = DOING.get(type(command).__name__, "") + (doing and f" ({doing})")
         self._open[request].doing = f" while {doing}" if doing else ""
         for rank, channel in list(self._channels.items()):
             try:
@@ -180,7 +196,7 @@ class WorkerGroup:
                 for request in requests:
                     waiting = self._open[request]
                     if waiting.failed and (not waiting.unanswered or not self._channels):
-                        raise _raised(waiting.first_failure)
+                        raise _raised(waiting.first_failure, waiting.doing, len(self.devices))
                 if not self._channels:                         # also where answers are there: they may come of a broken exchange
                     raise WorkerDiedError(f"The workers have ended{self._ended_by}. Queue the prompt again to start a new group.")
                 for request in requests:
@@ -205,20 +221,32 @@ class WorkerGroup:
             except ChannelClosedError:
                 pass
         if self._process is not None:
-            _end(self._process, self._pids, patience_s=3 if self._channels else 0)
+            _end(self._process, self._workers.values(), patience_s=3 if self._channels else 0)
             self._process.stdin.close()
         for channel in self._channels.values():
             channel.close()
-        self._channels = {}
+        self._channels, self._workers = {}, {}
         if self._door is not None:
             self._door.close()
         self._process = self._door = self._store = None
-        self._finalizer()
+        if self._finalizer is not None:
+            self._finalizer()
 
     # --- start ---
 
-    def _launch(self):
-        self._door = Door(self.segments.folder)
+    def _start(self, off, variables, failed, on_phase, check):
+        """Try to start, with something switched off by environment variables. failed: how the ways before went."""
+        self.segments = SegmentStore()
+        self._log_folder = self.segments.overflow_folder / "logs"
+        self._finalizer = weakref.finalize(self, self.segments.close)
+        atexit.register(self._close_at_exit)
+        self.remarks = [preflight.remark(self.devices, off, variables, failed)] if off else []
+        self._launch(variables)
+        self._greet(on_phase, check)
+
+    def _launch(self, variables):
+        self.remarks += preflight.check(self.devices, (self.segments.folder, self.segments.overflow_folder))
+        self._door = Door(self.segments.folder, _silence_s())
         # torchrun's own stores would listen on every interface. This one is bound to loopback; torchrun and the workers
         # are its clients (TORCH_DISABLE_SHARE_RDZV_TCP_STORE keeps torchrun from opening one for the workers).
         listening = socket.create_server(("127.0.0.1", 0))
@@ -233,21 +261,23 @@ class WorkerGroup:
         self._log_folder.mkdir(parents=True)
         with open(self._log_folder / "torchrun.log", "wb") as output:
             self._process = subprocess.Popen(
-                command, cwd=self.segments.overflow_folder, env=_environment(self.devices), stdin=subprocess.PIPE,
+                command, cwd=self.segments.overflow_folder, env=_environment(self.devices) | variables, stdin=subprocess.PIPE,
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
     def _greet(self, on_phase, check):
         on_phase(Phase(0, "starting workers", 0, len(self.devices)))
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        ready, greeted = set(), []
-        while len(ready) < len(self.devices):
+        greeted, trying, trying_s = [], set(), math.inf        # trying: ranks that have begun to try the links; since when all have
+        while len(self._channels) < len(self.devices):
             check()
             if self._process.poll() is not None:
-                raise WorkerStartError(f"The workers for {', '.join(self.devices)} ended while starting. {HELP} Their last lines of "
-                                       f"output:\n{self._last_lines()}")
+                raise self._ended_while_starting(trying)
             if time.monotonic() > deadline_s:
-                raise WorkerStartError(f"Only {len(ready)} of {len(self.devices)} workers were ready after {START_TIMEOUT_S} s. {HELP} "
-                                       f"Their last lines of output:\n{self._last_lines()}")
+                raise WorkerStartError(f"Only {len(self._channels)} of {len(self.devices)} workers were ready after {START_TIMEOUT_S} s. "
+                                       f"{HELP} Their last lines of output:\n{self._last_lines()}")
+            if time.monotonic() - trying_s > LINK_TIMEOUT_S:
+                late = [f"rank {rank} ({device})" for rank, device in enumerate(self.devices) if rank not in self._channels]
+                raise LinkError(f"a transfer between them was not over after {LINK_TIMEOUT_S} s on {', '.join(late)}.")
             if len(greeted) < len(self.devices):
                 channel = self._door.accept(POLL_S)
                 if channel is not None:
@@ -258,20 +288,37 @@ class WorkerGroup:
                     message = channel.receive()
                 except ChannelClosedError:
                     time.sleep(1)                              # let torchrun notice, so that the output is complete
-                    raise WorkerStartError(f"A worker for {', '.join(self.devices)} ended while starting. {HELP} Its last lines of "
-                                           f"output:\n{self._last_lines()}") from None
+                    raise self._ended_while_starting(trying) from None
+                if isinstance(message, Unready):
+                    time.sleep(1)                              # as above: it may be for want of another that has ended
+                    if message.by_links and self._first_ended():
+                        raise self._ended_while_starting(trying)
+                    raise (LinkError if message.by_links else WorkerStartError)(f"{message.message}.".replace("..", "."))
+                if isinstance(message, Phase) and message.text == TRYING_LINKS:
+                    trying.add(message.rank)
+                    on_phase(message)
+                    trying_s = time.monotonic() if len(trying) == len(self.devices) else trying_s
                 if isinstance(message, Ready):
                     self._channels[message.rank] = channel
-                    self._pids.append(message.pid)
-                    ready.add(message.rank)
-                    on_phase(Phase(message.rank, "starting workers", len(ready), len(self.devices)))
+                    with suppress(psutil.NoSuchProcess):
+                        self._workers[message.rank] = psutil.Process(message.pid)
+                    on_phase(Phase(message.rank, "starting workers", len(self._channels), len(self.devices)))
+
+    def _ended_while_starting(self, trying):
+        """What to raise for a worker that has ended by itself: by the links, where all ranks were trying them and there are other ways."""
+        lines = self._last_lines()
+        if len(trying) == len(self.devices) and len(self._ways) > 1:
+            return LinkError(f"a worker ended in a transfer between them, with these last lines of output:\n{lines}\n")
+        rank, code = self._first_ended() or (None, "")
+        which = f"A worker for {', '.join(self.devices)}" if rank is None else f"Worker rank {rank} ({self.devices[rank]})"
+        return WorkerStartError(f"{which} ended while starting{code}. {HELP} Its last lines of output:\n{lines}")
 
     # --- wait ---
 
     def _receive(self, on_phase):
         """Take in what workers have said, waiting a moment for it."""
         if time.monotonic() - self._listened_s > AWAY_S:
-            self._heard_s = dict.fromkeys(self._channels, time.monotonic())
+            self._heard_s, self._beats = dict.fromkeys(self._channels, time.monotonic()), {}
         ranks = {channel.raw: rank for rank, channel in self._channels.items()}
         for raw in connection.wait(list(ranks), timeout=POLL_S):
             rank = ranks[raw]
@@ -287,10 +334,16 @@ class WorkerGroup:
     def _take(self, rank, message, on_phase):
         if isinstance(message, Beat):
             self.memory[rank] = self.memory.get(rank, {}) | message.numbers
+            where = message.request, message.num_passed, message.waits
+            before, since_s = self._beats.get(rank, (None, 0.0))
+            self._beats[rank] = where, since_s if where == before else time.monotonic()
             return
+        self._beats.clear()                                    # something moved, of which the others may have told nothing yet
         if isinstance(message, Phase):
+            self._phases[rank] = message
             on_phase(message)
             return
+        self._phases.pop(rank, None)
         answered = self._open.get(message.request)
         if answered is None:
             return
@@ -320,15 +373,31 @@ class WorkerGroup:
 
     def _end_if_silent(self):
         """End the group where a rank that is at a command has given no sign of life for long: it is stopped, or hangs."""
-        limit_s = float(os.environ.get("XDIT_SILENCE_TIMEOUT_S", SILENCE_S))
+        limit_s = _silence_s()
         for rank in self._channels:
             silent_s = self._listened_s - self._heard_s.get(rank, self._listened_s)
             if silent_s > limit_s and (doing := self._doing(rank)) is not None:
                 self._give_up(rank, f"has given no sign of life for {silent_s:.0f} s{doing}: it was stopped, or hung, and is ended")
+        self._end_if_stuck(limit_s)
+
+    def _end_if_stuck(self, limit_s):
+        """End the group where every rank that is at a command waits for others, and none has got on for long: no answer will come.
+
+        A rank that computes, however slowly, says that it does not wait; those that wait for it are not stuck.
+        """
+        busy = [rank for rank in self._channels if self._doing(rank) is not None]
+        beats = [self._beats[rank] for rank in busy if rank in self._beats and self._beats[rank][0][-1]]
+        stuck_s = min((self._listened_s - since_s for _, since_s in beats), default=0.0)
+        if len(beats) == len(busy) and stuck_s > limit_s:
+            ranks = " and ".join(f"rank {rank} ({self.devices[rank]})" for rank in busy)
+            self._give_up(busy[0], f"hangs{self._doing(busy[0])}: {ranks} waited for other ranks, and nothing has come for "
+                                   f"{stuck_s:.0f} s. An exchange was lost, and the group is ended")
 
     def _doing(self, rank):
         """What a rank does for the first request that it owes an answer to, "" where that has no name; None where it owes none."""
-        return next((waiting.doing for waiting in self._open.values() if rank in waiting.unanswered), None)
+        doing = next((waiting.doing for waiting in self._open.values() if rank in waiting.unanswered), None)
+        phase = self._phases.get(rank) if doing else None
+        return doing if phase is None or not phase.total else f"{doing}, {phase.text} {phase.done} of {phase.total}"
 
     def _settle(self):
         """Remove the segments of requests that every rank has answered, and forget those whose answers were taken."""
@@ -341,12 +410,16 @@ class WorkerGroup:
 
     def _lost(self, rank):
         """A worker's connection is gone: end the group and say what is known."""
-        process = self._process
+        process, worker = self._process, self._workers.get(rank)
         for _ in range(20):                                    # torchrun notices within a tenth of a second
             if process is None or process.poll() is not None:
                 break
             time.sleep(0.1)
-        self._give_up(rank, f"died{self._exit_code(rank)}{self._doing(rank) or ''}")
+        else:
+            if worker is not None and worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+                self._give_up(rank, f"takes or sends half a message{self._doing(rank) or ''}: it was stopped, or hung, and is ended")
+        rank, code = self._first_ended() or (rank, "")         # torchrun has ended the others then, whose connections may close before
+        self._give_up(rank, f"died{code}{self._doing(rank) or ''}")
 
     def _give_up(self, rank, what):
         """End the group for what became of a rank."""
@@ -355,15 +428,14 @@ class WorkerGroup:
         raise WorkerDiedError(f"Worker rank {rank} ({self.devices[rank]}) {what}. Queue the prompt again to start a new group. {HELP} "
                               f"Its last lines of output:\n{lines or '(none)'}")
 
-    def _exit_code(self, rank):
-        """How torchrun says that a rank ended, e.g. " (exit code -9)"."""
-        text = _read(self._log_folder / "torchrun.log")
-        for line in reversed(text.splitlines()):
-            if "exitcode" in line and ":" in line:
-                code = "".join(c for c in line.rpartition(":")[2].split("(")[0] if c in "-0123456789")
-                if code:
-                    return f" (exit code {code}{', killed' if code == '-9' else ''})"
-        return ""
+    def _first_ended(self):
+        """(rank, how it ended) of the first that did, as torchrun says it: (1, " (exit code -9, killed)"). None where it says nothing."""
+        found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", _read(self._log_folder / "torchrun.log"))
+        if found is None or int(found[2]) >= len(self.devices):
+            return None
+        code = int(found[1])
+        names = {-number.value: number.name for number in signal.Signals} | {-signal.SIGKILL: "killed"}
+        return int(found[2]), f" (exit code {code}{f', {names[code]}' if code in names else ''})"
 
     def _last_lines(self, rank=None, num_lines=15):
         """The end of what the workers, or one of them, printed."""
@@ -389,6 +461,10 @@ def outlives(devices, failures):
     return len(failures) == len(devices) and not any(failure.exchanged for failure in failures)
 
 
+def _silence_s():
+    return float(os.environ.get("XDIT_SILENCE_TIMEOUT_S", SILENCE_S))
+
+
 def _environment(devices):
     inherited = {name: value for name, value in os.environ.items()
                  if name.upper() in INHERITED or name.upper().startswith(INHERITED_PREFIXES)}
@@ -402,28 +478,28 @@ def _environment(devices):
     return environment
 
 
-def _end(process, pids, patience_s):
+def _end(process, workers, patience_s):
     """Wait for torchrun and its workers to end, then make them: first the workers, which torchrun still waits for."""
-    try:
-        process.wait(patience_s)
-        return
-    except subprocess.TimeoutExpired:
-        pass
-    for pid in pids:                                           # one that hangs or is stopped takes no other signal
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    for kill in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, kill)
-            process.wait(5)
-            return
-        except subprocess.TimeoutExpired:
-            continue
-        except ProcessLookupError:
-            process.wait(5)
-            return
+    for kill in (None, signal.SIGTERM, signal.SIGKILL):
+        with suppress(subprocess.TimeoutExpired, ProcessLookupError):
+            if kill is not None:
+                _kill(_children(process.pid))                  # one that hangs or is stopped takes no other signal
+                os.killpg(process.pid, kill)
+            process.wait(patience_s if kill is None else 5)
+            break
+    _kill(workers)                                             # those of a torchrun that was killed
+
+
+def _kill(processes):
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _children(pid):
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
 
 
 def _closer(reference):
@@ -434,15 +510,16 @@ def _closer(reference):
     return close_group
 
 
-def _raised(failure):
+def _raised(failure, doing, num_ranks):
     """The exception that stands for a worker's failure on the host."""
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, errors.XDiTError):
         return kind(failure.message)
     log.error("worker rank %d failed:\n%s", failure.rank, failure.traceback)
-    advice = f" Use a smaller latent, weight_dtype fp8_e4m3fn, or more devices. {HELP}" if "OutOfMemory" in failure.kind else ""
-    return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with {failure.kind}: "
-                             f"{failure.message}{advice}")
+    words = failure.message
+    if failure.numbers:                                        # torch's own words, which say less, are in the log
+        words = f"memory ran out: {shortage_words(failure.numbers, num_ranks)} {HELP}"
+    return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with {failure.kind}{doing}: {words}")
 
 
 def _read(path):

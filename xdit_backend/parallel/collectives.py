@@ -3,6 +3,7 @@
 Every function here is called by every rank of the group it names. It also counts what a rank sends.
 """
 
+import collections
 import time
 from contextlib import contextmanager
 
@@ -13,14 +14,17 @@ SHORT_S = 2e-4                 # a wait that is not worth telling
 
 
 class Traffic:
-    """Exchanges that this rank has begun with others, bytes it has sent in them, and when this process waited for them.
+    """Exchanges that this rank has begun with others, bytes it has sent in them, when it waited for them, and whether it does now.
 
-    waits: [(start, end)] by time.perf_counter. Over gloo they are what an exchange takes; NCCL has the device wait, and not the process.
+    waits: [(start, end)] of this process, by time.perf_counter. Over gloo they are what an exchange takes; NCCL has the device wait, and
+    not the process.
     """
 
     def __init__(self):
         self.num_exchanges = self.sent_bytes = 0
         self.waits = []
+        self._num_begun = self._num_passed = 0                 # waits of this process
+        self._on_device = collections.deque()                  # waits of its device that may not be over: (event before, event after)
 
     def count(self, num_elements, tensor):
         """One exchange, in which this rank sends so many elements of this tensor's dtype. Called before it begins."""
@@ -28,13 +32,33 @@ class Traffic:
         self.sent_bytes += num_elements * tensor.element_size()
 
     @contextmanager
-    def waiting(self):
-        """This process waits for an exchange under this."""
-        start = time.perf_counter()
-        yield
+    def waiting(self, tensor, told=True):
+        """This process, or its device, waits for other ranks under this. tensor: of the exchange, where it is. told: in `waits`."""
+        start, on_device = time.perf_counter(), tensor.is_cuda
+        if on_device:
+            before, after = torch.cuda.Event(), torch.cuda.Event()
+            before.record()
+        else:
+            self._num_begun += 1
+        try:
+            yield
+        finally:
+            if on_device:
+                after.record()
+                self._on_device.append((before, after))
+            else:
+                self._num_passed += 1
         end = time.perf_counter()
-        if end - start >= SHORT_S:
+        if told and end - start >= SHORT_S:
             self.waits.append((start, end))
+
+    def progress(self):
+        """(waits that are over, is there one now?). Called by another thread than the rest."""
+        while self._on_device and self._on_device[0][1].query():
+            self._on_device.popleft()
+            self._num_passed += 1
+            self._num_begun += 1
+        return self._num_passed, self._num_begun > self._num_passed or (bool(self._on_device) and self._on_device[0][0].query())
 
 
 def all_to_all(pieces, receive_shapes, group, traffic):
@@ -57,7 +81,7 @@ def start_all_to_all(pieces, receive_shapes, group, traffic):
     work = dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group, async_op=True)
 
     def wait(sent=send):                       # gloo needs what is sent to live until then
-        with traffic.waiting():
+        with traffic.waiting(receive):
             work.wait()
         return [part.view(shape) for part, shape in zip(receive.to(home).split(receive_sizes), receive_shapes)]
     return wait
@@ -75,7 +99,7 @@ def all_gather(local, sizes, dim, group, traffic):
     gathered = padded.new_empty(len(sizes) * largest, *padded.shape[1:])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     traffic.count(padded.numel() * (len(sizes) - 1), padded)
-    with traffic.waiting():
+    with traffic.waiting(gathered):
         gather(gathered, padded, group=group)
     parts = [gathered[index * largest:index * largest + size] for index, size in enumerate(sizes)]
     return torch.cat(parts).to(local.device).movedim(0, dim)
@@ -91,7 +115,7 @@ def all_reduce(tensors, group, traffic):
         return tensors
     home, joined, ranks = joined.device, on_wire(joined, group), dist.get_world_size(group)
     traffic.count(2 * (ranks - 1) * joined.numel() // ranks, joined)
-    with traffic.waiting():
+    with traffic.waiting(joined):
         dist.all_reduce(joined, group=group)
     pieces = joined.to(home).view(-1).split([tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
@@ -116,7 +140,7 @@ class RingExchange:
             dist.P2POp(dist.isend, self._sent, following, group=group)])
 
     def wait(self):
-        with self._traffic.waiting():
+        with self._traffic.waiting(self._received):
             for work in self._work:
                 work.wait()
         return self._received.to(self._home)

@@ -132,7 +132,7 @@ class Exchange:
     def _wait(self, index):
         if index in self._works:
             work, _, arriving = self._works.pop(index)         # gloo needs what is sent to live until then
-            with self._traffic.waiting():
+            with self._traffic.waiting(arriving):
                 work.wait()
             if arriving is not self._buckets[index]:
                 self._buckets[index].copy_(arriving)

@@ -8,7 +8,7 @@ The attention hook calls patch_attention; the engine owns a Link and the KeyValu
 import datetime
 import itertools
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -280,7 +280,8 @@ class Link:
         Raises XDiTError naming the stage that is silent; NCCL's watchdog ends the process instead.
         """
         buffer, work, sizes = handle
-        self._wait(work, f"Stage {self.stage - 1} (rank {self._before}) sent nothing to stage {self.stage}")
+        with nullcontext() if traffic is None else traffic.waiting(buffer, told=False):
+            self._wait(work, f"Stage {self.stage - 1} (rank {self._before}) sent nothing to stage {self.stage}")
         self.num_received += 1
         buffer = buffer.to(self._device)
         return buffer if len(sizes) == 1 else all_gather(buffer, sizes, 0, self._mesh.tensor_group, traffic)
@@ -293,7 +294,8 @@ class Link:
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         while len(self._sent) >= MAX_SENT:
             work, _ = self._sent.pop(0)
-            self._wait(work, f"Stage {self.stage + 1} (rank {self._after}) took nothing from stage {self.stage}")
+            with traffic.waiting(message, told=False):
+                self._wait(work, f"Stage {self.stage + 1} (rank {self._after}) took nothing from stage {self.stage}")
         self._sent.append((dist.isend(message, self._after, group=self._after_group), message))
         self.num_sent += 1
 

@@ -7,8 +7,10 @@ multiprocessing.connection); nothing is pickled.
 import logging
 import multiprocessing
 import multiprocessing.connection as connection
+import os
 import secrets
 import socket
+import struct
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 2 ** 24                                            # of a message; the largest ones name the tensors of a VAE
 KEY_FILE, ADDRESS_FILE = "key", "address"
+HANDSHAKE_S, PATIENCE_S = 5.0, 60.0
 
 
 @dataclass
@@ -38,6 +41,8 @@ class Channel:
         try:
             with self._lock:
                 self.raw.send_bytes(raw)
+        except BlockingIOError as error:
+            raise ChannelClosedError("the other end takes nothing") from error
         except OSError as error:
             raise ChannelClosedError("the other end is gone") from error
 
@@ -58,10 +63,14 @@ class Channel:
 
 
 class Door:
-    """The host's end: listens in the group's private folder and lets in who holds the group's key."""
+    """The host's end: listens in the group's private folder and lets in who holds the group's key.
 
-    def __init__(self, folder):
+    patience_s: how long a Channel of it waits for the rest of a message, or for room to send one; then its other end counts as gone.
+    """
+
+    def __init__(self, folder, patience_s=PATIENCE_S):
         folder = Path(folder)
+        self._patience_s = patience_s
         self._key = secrets.token_bytes(32)
         key_file = folder / KEY_FILE
         key_file.touch(mode=0o600)
@@ -80,10 +89,13 @@ class Door:
         except TimeoutError:
             return None
         accepted.settimeout(None)
+        _limit(accepted, HANDSHAKE_S)
         raw = connection.Connection(accepted.detach())
         try:
             connection.deliver_challenge(raw, self._key)
             connection.answer_challenge(raw, self._key)
+            with socket.socket(fileno=os.dup(raw.fileno())) as accepted:
+                _limit(accepted, self._patience_s)
         except (multiprocessing.AuthenticationError, EOFError, OSError):
             raw.close()
             return None
@@ -91,6 +103,13 @@ class Door:
 
     def close(self):
         self._socket.close()
+
+
+def _limit(connected, seconds):
+    """Have the kernel end a read or write on a socket that waits for longer, which then raises BlockingIOError, an OSError."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))            # a timeval
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connected.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def connect(folder):

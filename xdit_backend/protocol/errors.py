@@ -21,6 +21,10 @@ class WorkerStartError(XDiTError, RuntimeError):
     """The worker group did not come up."""
 
 
+class LinkError(XDiTError, RuntimeError):
+    """The devices of a group cannot exchange tensors as they were asked to."""
+
+
 class WorkerDiedError(XDiTError, RuntimeError):
     """A worker ended while the host needed it."""
 

@@ -13,6 +13,8 @@ from .errors import XDiTError
 from .segments import Segment
 from .strict import STRICT, Degree, Natural, Printable, Rank, Share
 
+TRYING_LINKS = "trying the links between the devices"          # the Phase in which a worker joins the others
+
 # --- what commands speak of ---
 
 @dataclass(frozen=True, config=STRICT)
@@ -247,6 +249,15 @@ class Ready:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Unready:
+    """The worker cannot take commands, and ends."""
+
+    rank: Rank
+    message: Printable             # why
+    by_links: bool = False         # is it the transfer between the ranks that failed?
+
+
+@dataclass(frozen=True, config=STRICT)
 class Phase:
     """What a worker is doing, for a person, e.g. "loading weights" 12 of 40."""
 
@@ -259,9 +270,12 @@ class Phase:
 
 @dataclass(frozen=True, config=STRICT)
 class Beat:
-    """A worker is still at a command. One that says nothing for long is stopped, or hangs."""
+    """A worker is still at a command. One that says nothing for long is stopped; where all wait for others and none gets on, they hang."""
 
     rank: Rank
+    request: Natural
+    num_passed: Natural            # how often it has waited for other ranks, and got what it waited for
+    waits: bool                    # does it wait for one now?
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)   # of memory, as it is meanwhile; see worker/memory.py
 
 
@@ -293,11 +307,12 @@ class Failed:
     message: Printable
     traceback: Printable
     exchanged: bool = True         # had it begun an exchange with other ranks, which they may still be in?
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)   # bytes by name, where memory ran out: Engine.shortage
 
 
 MESSAGES = {cls.__name__: cls for cls in (
     LoadModel, DropModel, ChangeWeights, ParkModel, RestoreModel, Conditioning, DropConditioning, Predict, LoadAutoencoder, Estimate,
-    Decode, Encode, Probe, ReportMemory, Stop, Ready, Phase, Beat, Done, Failed)}
+    Decode, Encode, Probe, ReportMemory, Stop, Ready, Unready, Phase, Beat, Done, Failed)}
 
 
 ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}

@@ -1,6 +1,7 @@
 """How a rank carries out each command: what it holds, and who of those does the work. Used by serve."""
 
 import os
+import re
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,10 @@ from .predictions import Predictions
 from .residency import return_freed_memory
 from .timeline import Timeline
 
+HELD = ("weight_bytes", "cast_bytes", "key_value_bytes", "exchange_bytes", "conditioning_bytes")
+ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)       # in torch's words
+UNITS = {"bytes": 1, "KiB": 2 ** 10, "MiB": 2 ** 20, "GiB": 2 ** 30}
+
 
 class Engine:
     """All state of one rank. Nothing outlives a command but what a command asked to keep."""
@@ -29,7 +34,7 @@ class Engine:
         self.memory, self._timeline = Memory(device), Timeline(device)
         self._predictions = Predictions(self._models, world_size, device, ferry, self._timeline)
         self._autoencoders = Autoencoders(device, ferry, report_phase, self._timeline)
-        self.traffic = Traffic()           # of the command at hand, or of the last one
+        self.request, self.traffic = 0, Traffic()              # of the command at hand, or of the last one
         self._handlers = {
             messages.LoadModel: lambda command, traffic: self._models.load(command.spec),
             messages.DropModel: self._drop,
@@ -49,7 +54,7 @@ class Engine:
 
     def carry_out(self, command):
         """Carry out one command; returns measurements by name, or None."""
-        self.traffic = Traffic()
+        self.request, self.traffic = command.request, Traffic()
         with torch.inference_mode():
             return self._handlers[type(command)](command, self.traffic)
 
@@ -105,7 +110,29 @@ class Engine:
         """Bytes of weights on the device and parked in host memory, of device memory in use and free; when all before is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        return {"pid": os.getpid(), "parked_bytes": self._models.parked_bytes, "busy_s": self._predictions.take_busy_s(),
+                **self._memory()}
+
+    def shortage(self, error):
+        """Bytes by name for an error that says that memory ran out; {} for any other. Waits for nothing: an exchange may be under way."""
+        if not is_shortage(error):
+            return {}
+        numbers, asked = self._memory(), ASKED.search(str(error))
+        if asked is not None:
+            numbers["asked_bytes"] = float(asked[1]) * UNITS[asked[2]]
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            held = sum(value for name, value in numbers.items() if name in HELD)
+            numbers |= {"total_bytes": total, "other_bytes": total - free - torch.cuda.memory_reserved(self.device),
+                        "activation_bytes": max(0, numbers["allocated_bytes"] - held)}
+        return numbers
+
+    def _memory(self):
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return {"pid": os.getpid(), "weight_bytes": self._models.weight_bytes + self._autoencoders.weight_bytes,
-                "vae_bytes": self._autoencoders.weight_bytes, "parked_bytes": self._models.parked_bytes, "allocated_bytes": allocated,
-                "free_bytes": free_bytes(self.device), **self._predictions.report(), **self.memory.report()}
+        return {"weight_bytes": self._models.weight_bytes + self._autoencoders.weight_bytes, "vae_bytes": self._autoencoders.weight_bytes,
+                "allocated_bytes": allocated, "free_bytes": free_bytes(self.device), **self._predictions.memory(), **self.memory.report()}
+
+
+def is_shortage(error):
+    """Does an exception say that memory ran out? Of CUDA, or of the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

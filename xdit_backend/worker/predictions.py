@@ -35,9 +35,10 @@ class Predictions:
     def num_conditionings(self):
         return len(self._conditioning)
 
-    def report(self):
-        """Numbers for ReportMemory."""
-        return {"cast_bytes": self._models.cast_bytes, "num_conditionings": self.num_conditionings, "busy_s": self._clock.take(),
+    def memory(self):
+        """Bytes of what is kept between predictions, by name."""
+        return {"cast_bytes": self._models.cast_bytes, "num_conditionings": self.num_conditionings,
+                "conditioning_bytes": sum(tensor.nbytes for kept in self._conditioning.values() for tensor in kept.values()),
                 "key_value_bytes": sum(kept.num_bytes for kept in self._key_values.values()),
                 "exchange_bytes": sum(exchange.num_bytes for exchange in self._exchanges.values()),
                 "most_kept_bytes": max(self._most_kept_bytes, self._kept_bytes)}
@@ -46,6 +47,10 @@ class Predictions:
     def _kept_bytes(self):
         """Of earlier calls, on the device."""
         return sum(kept.num_bytes for kept in (*self._key_values.values(), *self._exchanges.values()))
+
+    def take_busy_s(self):
+        """Seconds that the device has worked since this was asked last."""
+        return self._clock.take()
 
     def keep_conditioning(self, command, traffic):
         if not self._conditioning:                             # a run begins

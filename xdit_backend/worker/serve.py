@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from ..parallel.mesh import backend_for, group_timeout
 from ..protocol.channel import connect
-from ..protocol.errors import ChannelClosedError
-from ..protocol.messages import Beat, Done, Failed, Phase, Ready, Stop
+from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
+from ..protocol.messages import TRYING_LINKS, Beat, Done, Failed, Phase, Ready, Stop, Unready
 from ..protocol.segments import discard, folders_of
 from .engine import Engine
+from .preflight import prepare_device, try_links
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +34,17 @@ def serve(folder, rank, devices, store_port):
     commands, busy = queue.SimpleQueue(), threading.Event()
     threading.Thread(target=_read, args=(channel, commands, folder), daemon=True).start()
     device = torch.device(devices[rank])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.init()                                      # else DeviceMesh would choose a device by rank
-    backend = backend_for(devices, dist.is_nccl_available())
-    store = dist.PrefixStore("workers", dist.TCPStore("127.0.0.1", store_port, is_master=False))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=len(devices), timeout=group_timeout(),
-                            device_id=device if backend == "nccl" else None)
     torch.set_grad_enabled(False)
+    try:
+        prepare_device(device)
+        _join(channel, rank, devices, device, store_port)
+    except (WorkerStartError, LinkError) as error:
+        log.exception("cannot start")
+        channel.send(Unready(rank, str(error), isinstance(error, LinkError)))
+        return
     engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)))
     channel.send(Ready(rank, os.getpid(), str(device)))
-    threading.Thread(target=_beat, args=(channel, rank, busy, engine), daemon=True).start()
+    threading.Thread(target=_beat, args=(channel, engine, busy), daemon=True).start()
     waiting = collections.deque()
     while True:
         while not waiting or not commands.empty():
@@ -60,13 +61,28 @@ def serve(folder, rank, devices, store_port):
             reply = Done(command.request, rank, numbers or {}, engine.spans_for(command))
         except Exception as error:                             # one road for failure: it reaches the node by name
             log.exception("command %s failed", type(command).__name__)
-            reply = Failed(command.request, rank, str(device), type(error).__name__, str(error), traceback.format_exc(),
-                           engine.traffic.num_exchanges > 0)
+            numbers = engine.shortage(error)
+            reply = Failed(command.request, rank, str(device), "OutOfMemoryError" if numbers else type(error).__name__, str(error),
+                           traceback.format_exc(), engine.traffic.num_exchanges > 0, numbers)
         if isinstance(reply, Failed):                          # by now nothing refers to what the command held
             engine.release_memory()
         busy.clear()
         channel.send(reply)
     dist.destroy_process_group()
+
+
+def _join(channel, rank, devices, device, store_port):
+    """Join the process group, and see that its ranks reach each other."""
+    backend = backend_for(devices, dist.is_nccl_available())
+    store = dist.PrefixStore("workers", dist.TCPStore("127.0.0.1", store_port, is_master=False))
+    channel.send(Phase(rank, TRYING_LINKS))
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=len(devices), timeout=group_timeout(),
+                                device_id=device if backend == "nccl" else None)
+    except RuntimeError as error:                              # NCCL joins its ranks here
+        raise LinkError(f"rank {rank} ({device}) could not join the others: {type(error).__name__}: {error}") from error
+    if len(devices) > 1:
+        try_links(rank, devices, device)
 
 
 def _prefetch(engine, command):
@@ -77,14 +93,14 @@ def _prefetch(engine, command):
         return False
 
 
-def _beat(channel, rank, busy, engine):
-    """Tell the host now and then that this process runs, while it is at a command, and what memory it takes."""
+def _beat(channel, engine, busy):
+    """Tell the host now and then that this process runs, whether it gets on, and what memory it takes, while it is at a command."""
     try:
         while True:
             busy.wait()
             time.sleep(BEAT_S)
             if busy.is_set():
-                channel.send(Beat(rank, engine.memory.report()))
+                channel.send(Beat(engine.rank, engine.request, *engine.traffic.progress(), engine.memory.report()))
     except ChannelClosedError:
         pass                                                   # _read ends the process
 

@@ -1,0 +1,164 @@
+"""What is looked at before workers start, and workers whose links fail: real processes, with torch's transfer replaced in them."""
+
+import collections
+import importlib.metadata
+import re
+import shutil
+
+import psutil
+import pytest
+import torch
+
+from tests.conftest import left_behind, still_there
+from xdit_backend.host import launcher, preflight
+from xdit_backend.host.launcher import WorkerGroup
+from xdit_backend.protocol.errors import WorkerStartError
+from xdit_backend.protocol.messages import ReportMemory
+
+GB = 2 ** 30
+
+
+@pytest.mark.parametrize("package, version, words", [
+    ("torch", "2.5.1", "torch 2.6 or newer, and 2.5.1 is installed"), ("diffusers", "0.34.0", "diffusers 0.35 or newer, and 0.34.0"),
+    ("diffusers", None, "diffusers 0.35 or newer, and this Python does not have it")])
+def test_packages_that_are_too_old_or_missing_are_named(monkeypatch, package, version, words):
+    real = importlib.metadata.version
+
+    def pretended(name):
+        if name != package:
+            return real(name)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+    preflight.check_versions()
+    monkeypatch.setattr(importlib.metadata, "version", pretended)
+
+    with pytest.raises(WorkerStartError, match=words):
+        preflight.check_versions()
+
+
+@pytest.mark.parametrize("built, count, devices, words", [
+    (None, 0, ("cuda:0",), "is built for CPUs"),
+    ("12.8", 0, ("cuda:0", "cuda:1"), "cuda:0, cuda:1: there is no such device here. PyTorch finds none: is the driver there"),
+    ("12.8", 2, ("cuda:1", "cuda:2"), "^cuda:2: there is no such device here. PyTorch finds cuda:0, cuda:1.")])
+def test_devices_that_are_not_there_are_named(monkeypatch, built, count, devices, words):
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    preflight.check_devices(("cpu", "cpu"))
+    preflight.check_devices(tuple(f"cuda:{index}" for index in range(count)))
+    with pytest.raises(WorkerStartError, match=words):
+        preflight.check_devices(devices)
+
+
+def cgroup(folder, version, limit, used, cache):
+    names = {2: ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+             1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file")}[version]
+    (folder / "memory").mkdir()
+    for name, text in zip(names, (str(limit), str(used), f"anon 5\n{names[3]} {cache}\nslab 7\n")):
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_a_container_counts_and_files_it_has_read_do_not(tmp_path, version):
+    assert preflight.memory_room(cgroup(tmp_path, version, 3 * GB, 2 * GB, GB // 2)) == (3 * GB // 2, 3 * GB)
+
+
+def test_a_limit_beyond_the_machine_is_none(tmp_path):
+    assert preflight.memory_room(cgroup(tmp_path, 1, 2 ** 63 - 4096, 0, 0))[1] == psutil.virtual_memory().total
+    assert preflight.memory_room(cgroup(tmp_path / "memory", 2, "max", 0, 0))[1] == psutil.virtual_memory().total
+
+
+def test_too_little_host_memory_is_refused_in_numbers(monkeypatch):
+    monkeypatch.setattr(preflight, "memory_room", lambda: (1.5 * GB, 4 * GB))
+
+    preflight.check_memory(3)
+    with pytest.raises(WorkerStartError, match=r"4 workers need at least 2.0 GB of host memory .* 1.5 GB of 4.0 GB are free"):
+        preflight.check_memory(4)
+
+
+@pytest.mark.parametrize("free, disk_free, outcome", [
+    (GB, GB, None), (50 * 2 ** 20, GB, "remark"), (50 * 2 ** 20, 20 * 2 ** 20, "refused"), (GB, 0, None)])
+def test_little_shared_memory_is_told_and_too_little_refused(monkeypatch, free, disk_free, outcome):
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, free if folder.startswith("/dev/shm") else disk_free))
+
+    if outcome == "refused":
+        with pytest.raises(WorkerStartError, match=r"/dev/shm, which has 50 MB free, or /tmp, which has 20 MB; at least 64 MB"):
+            preflight.check_room("/dev/shm/xdit-1", "/tmp/xdit-1")
+        return
+    remarks = preflight.check_room("/dev/shm/xdit-1", "/tmp/xdit-1")
+    assert [remark.startswith("/dev/shm has 50 MB free") for remark in remarks] == [True] * (outcome == "remark")
+
+
+def test_only_what_is_not_off_already_is_another_way(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    offs = lambda devices, **environment: [off for off, _ in preflight.detours(devices, environment)]  # noqa: E731
+
+    assert offs(("cuda:0", "cuda:1")) == ["", "peer-to-peer copies", "peer-to-peer copies and shared memory between the devices"]
+    assert len(offs(("cuda:0", "cuda:1"), NCCL_P2P_DISABLE="1")) == 2
+    assert len(offs(("cuda:0", "cuda:1"), NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")) == 1
+    assert offs(("cpu", "cpu")) == offs(("cuda:0", "cuda:0")) == offs(("cuda:0",)) == [""]
+
+
+FAULTY = """
+import os
+if "RANK" in os.environ and not os.environ.get("NCCL_P2P_DISABLE"):
+    import signal
+    import torch.distributed as dist
+    transfer = dist.all_to_all_single
+
+    def faulty(receive, send, *args, **kwargs):
+        if os.environ["RANK"] == "1":
+            {fault}
+        return transfer(receive, send, *args, **kwargs)
+    dist.all_to_all_single = faulty
+"""
+HANG, CRASH, WRONG = "signal.pause()", "os.kill(os.getpid(), signal.SIGBUS)", "send = send + 1"
+
+
+@pytest.fixture
+def faulty(tmp_path, monkeypatch):
+    """Have the workers' transfers fail so, where peer-to-peer copies are not off."""
+    def make(fault, ways=2):
+        (tmp_path / "sitecustomize.py").write_text(FAULTY.format(fault=fault))
+        monkeypatch.setattr(launcher, "ROOT", f"{tmp_path}:{launcher.ROOT}")
+        monkeypatch.setattr(launcher, "LINK_TIMEOUT_S", 5)
+        monkeypatch.setattr(preflight, "detours", lambda devices: list(preflight.DETOURS[:ways]))
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault, words", [
+    (HANG, r"a transfer between them was not over after 5 s on rank 0 \(cpu\), rank 1 \(cpu\)"),
+    (CRASH, "a worker ended in a transfer between them")], ids=["hang", "crash"])
+def test_workers_whose_peer_to_peer_copies_fail_start_without_and_say_so(faulty, fault, words):
+    before, phases = set(left_behind()), []
+    faulty(fault)
+
+    group = WorkerGroup(("cpu", "cpu"), phases.append)
+    try:
+        environment = psutil.Process(int(group.request(ReportMemory)[1].numbers["pid"])).environ()
+    finally:
+        group.close()
+
+    assert environment["NCCL_P2P_DISABLE"] == "1" and group.num_detours == 1
+    remark, = (remark for remark in group.remarks if not remark.startswith("/dev/shm"))
+    assert remark.startswith("Peer-to-peer copies are off between cpu, cpu") and "NCCL_P2P_DISABLE=1" in remark
+    assert re.search(words, remark)
+    assert remark in [phase.text for phase in phases]
+    assert not still_there(before, 5)
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_reach_each_other_in_any_way_are_refused(faulty):
+    before = set(left_behind())
+    faulty(WRONG, ways=1)
+
+    with pytest.raises(WorkerStartError, match=r"cpu, cpu cannot exchange tensors: cpu sent cpu \(rank 0\) numbers that arrived as others"):
+        WorkerGroup(("cpu", "cpu"))
+
+    assert not still_there(before, 5)

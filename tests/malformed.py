@@ -1,0 +1,205 @@
+"""Malformed messages, frames and strangers by the thousand: each is refused or is a message, and a group that starts meanwhile works.
+
+    python -m tests.malformed [--seed N] [--count N]
+
+The same seed draws the same bytes. Half of them are given to `decode`; a tenth goes as frames through connections of a real door, of which
+a group's host has the other end; the rest are what strangers say at the door of a group of two workers while it starts, who have no key.
+tests/protocol runs a few.
+"""
+
+import argparse
+import collections
+import dataclasses
+import logging
+import os
+import random
+import socket
+import struct
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from tests.conftest import left_behind, still_there
+from xdit_backend.host.launcher import WorkerGroup
+from xdit_backend.protocol import messages
+from xdit_backend.protocol.channel import ADDRESS_FILE, MAX_BYTES, Door, connect
+from xdit_backend.protocol.errors import ChannelClosedError, XDiTError
+from xdit_backend.protocol.messages import decode, encode
+from xdit_backend.protocol.segments import Segment
+
+SEGMENT = Segment("/dev/shm/xdit/1", "bfloat16", (1, 16, 8, 8))
+SPEC = messages.ModelSpec("flux-1", "Flux.1", "/models/flux.safetensors", "bfloat16", "bfloat16")
+EXAMPLES = [
+    messages.LoadModel(1, SPEC),
+    messages.LoadModel(1, dataclasses.replace(SPEC, stages=messages.Stages(2, num_blocks=(3, 4), offload=True))),
+    messages.DropModel(2, "flux-1"),
+    messages.ChangeWeights(2, "flux-1", {"img_in.weight": messages.Change(None, (
+        messages.LowRank(SEGMENT, SEGMENT, 0.5), messages.LowRank(SEGMENT, SEGMENT, 0.5, (0, 8, 8))), "bfloat16", "float32")}),
+    messages.ChangeWeights(2, "flux-1", {"img_in.weight": messages.Change(SEGMENT, ())}),
+    messages.ParkModel(2, "flux-1", [0, 4096], [SEGMENT]),
+    messages.RestoreModel(2, "flux-1"),
+    messages.Conditioning(3, "conditioning-1", {"context": SEGMENT}),
+    messages.DropConditioning(4, ["conditioning-1"]),
+    messages.Predict(5, "flux-1", messages.Layout(cfg_degree=2), [messages.Branch(SEGMENT, SEGMENT, "conditioning-1", SEGMENT)]),
+    messages.Predict(5, "flux-1", messages.Layout(), [], messages.Patch(2, 4, 16), keep=True),
+    messages.LoadAutoencoder(6, messages.AutoencoderSpec("vae-1", "float32", {"conv_in.weight": SEGMENT}, {"scale": "8"})),
+    messages.Estimate(7, "vae-1", (1, 16, 8, 8), 1),
+    messages.Decode(7, "vae-1", SEGMENT, SEGMENT),
+    messages.Encode(7, "vae-1", SEGMENT, SEGMENT),
+    messages.Probe(8, "bfloat16"),
+    messages.ReportMemory(8, 12.5),
+    messages.Stop(),
+    messages.Ready(0, 4711, "cuda:0"),
+    messages.Unready(1, "no room", by_links=True),
+    messages.Phase(1, "loading weights", 3, 40, True),
+    messages.Beat(3, 9, 41, True, {"reserved_bytes": 1024.0}),
+    messages.Done(9, 0, {"sent_bytes": 1024.0}, [messages.Span("patch", 1.5, 2.5, 900.0, 8)]),
+    messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback"),
+    messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback", False, {"asked_bytes": 2e9}),
+]
+
+DECODED, FRAMED = 0.5, 0.1                 # shares of all
+PATIENCE_S = 0.3                           # of a host for the rest of a frame; 60 for people
+
+
+def noise(chance):
+    """Bytes of a message with a few pieces of it removed, repeated, or in the place of others."""
+    raws = [encode(message) for message in EXAMPLES]
+    raw = bytearray(chance.choice(raws))
+    for _ in range(chance.randint(1, 4)):
+        start = chance.randrange(len(raw) + 1)
+        stop = min(len(raw), start + chance.choice([0, 1, 1, 2, 8, 64, 10 ** 6]))
+        other = chance.choice(raws)
+        first = chance.randrange(len(other))
+        raw[start:stop] = chance.choice([b"", chance.randbytes(2), b'"', b"0", b"[", b"-", other[first:first + chance.randint(1, 40)]])
+    return bytes(raw)
+
+
+def decode_noise(seed, count):
+    """{outcome: how often}. Raises AssertionError for bytes that are taken for a message which would be sent in other words."""
+    chance, outcomes = random.Random(seed), collections.Counter()
+    for _ in range(count):
+        try:
+            message = decode(noise(chance))
+        except XDiTError:
+            outcomes["refused"] += 1
+        else:
+            assert decode(encode(message)) == message
+            outcomes["a message"] += 1
+    return outcomes
+
+
+def frame(chance):
+    """Bytes as they go over a connection: a length, and a message of another length, or none; a good frame may stand before."""
+    raw = noise(chance)
+    said = chance.choice([len(raw), len(raw), len(raw) - 1, len(raw) + 1, 0, -1, -2 ** 31, 2 ** 31 - 1, MAX_BYTES, MAX_BYTES + 1])
+    head = struct.pack("!iQ", -1, chance.choice([len(raw), 2 ** 62, MAX_BYTES + 1])) if chance.random() < 0.1 else struct.pack("!i", said)
+    good = encode(chance.choice(EXAMPLES))
+    before = struct.pack("!i", len(good)) + good if chance.random() < 0.3 else b""
+    whole = before + head + raw
+    return whole[:chance.randrange(len(whole) + 1)] if chance.random() < 0.3 else whole
+
+
+def receive_frames(seed, count):
+    """{outcome: how often} of frames, each on an authenticated connection of its own, at the host's end of it."""
+    chance, outcomes = random.Random(seed), collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        door = Door(folder, PATIENCE_S)
+        try:
+            for _ in range(count):
+                host, other = _pair(door, folder)
+                sent = frame(chance)
+                os.write(other.raw.fileno(), sent)
+                stays_open = chance.random() < 0.01            # the host waits for the rest, as of a worker that was stopped
+                if not stays_open:
+                    other.close()
+                outcomes[_receive_all(host, stays_open)] += 1
+                other.close()
+                host.close()
+        finally:
+            door.close()
+    return outcomes
+
+
+def _pair(door, folder):
+    """(host's end, worker's end) of a connection."""
+    made = []
+    worker = threading.Thread(target=lambda: made.append(connect(folder)))
+    worker.start()
+    host = door.accept(5)
+    worker.join()
+    assert host is not None, "a worker with the key was not let in"
+    return host, made[0]
+
+
+def _receive_all(host, stays_open):
+    """What a host makes of all that a connection says, in a word."""
+    started_s, num_messages = time.monotonic(), 0
+    try:
+        while not stays_open or host.raw.poll(0.01):
+            host.receive()
+            num_messages += 1
+    except ChannelClosedError:
+        pass
+    took_s = time.monotonic() - started_s
+    assert took_s < PATIENCE_S + 5, f"waited {took_s:.1f} s"
+    return "refused" if not num_messages else "messages, then refused"
+
+
+def knock(seed, count):
+    """{outcome: how often} of strangers at the door of a group of two workers while it starts; the group serves afterwards."""
+    chance, outcomes, over = random.Random(seed), collections.Counter(), threading.Event()
+    before, strangers = set(left_behind()), []
+
+    def stranger(address, number):
+        own = random.Random(number)
+        while sum(outcomes.values()) < count and not over.is_set():
+            try:
+                with socket.socket(socket.AF_UNIX) as knocking:
+                    knocking.settimeout(1)
+                    knocking.connect(address)
+                    knocking.sendall(own.choice([frame(own), own.randbytes(20), b"#CHALLENGE#" * 3, b""]))
+                    if own.random() < 0.5:
+                        knocking.recv(own.choice([1, 64]))
+                outcomes["sent away"] += 1
+            except OSError:                                    # the door was full, or closed on the words
+                outcomes["not heard"] += 1
+
+    class Watched(WorkerGroup):
+        def _greet(self, on_phase, check):
+            address = (Path(self.segments.folder) / ADDRESS_FILE).read_text()
+            strangers.extend(threading.Thread(target=stranger, args=(address, chance.random()), daemon=True) for _ in range(4))
+            for one in strangers:
+                one.start()
+            super()._greet(on_phase, check)
+    group = Watched(("cpu", "cpu"))
+    try:
+        while sum(outcomes.values()) < count:
+            assert group.request(messages.ReportMemory).keys() == {0, 1}
+    finally:
+        over.set()
+        group.close()
+        for one in strangers:
+            one.join(5)
+    assert not (left := still_there(before)), f"left behind: {sorted(left)}"
+    return outcomes
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=100_000)
+    options = parser.parse_args()
+    logging.disable()                                          # a channel logs what it refuses
+    decoded, framed = int(DECODED * options.count), int(FRAMED * options.count)
+    for what, run, count in (("messages", decode_noise, decoded), ("frames", receive_frames, framed),
+                             ("strangers at a group's door", knock, options.count - decoded - framed)):
+        started_s = time.monotonic()
+        outcomes = run(options.seed, count)
+        told = ", ".join(f"{number} {name}" for name, number in sorted(outcomes.items()))
+        print(f"{sum(outcomes.values())} {what}, seed {options.seed}: {told} ({time.monotonic() - started_s:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()

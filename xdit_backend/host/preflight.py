@@ -1,0 +1,145 @@
+"""What is looked at before a worker group starts, and which ways around broken links there are. Used by the launcher.
+
+The rest of the preflight is the workers' own (worker/preflight.py): whether a device can be used, and a real transfer between all ranks.
+"""
+
+import importlib.metadata
+import os
+import re
+import shutil
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ..protocol.errors import WorkerStartError
+
+LEAST_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
+WORKER_BYTES = 2 ** 29                     # of host memory that a worker takes before it holds a model: its libraries
+SEGMENT_BYTES = 2 ** 26                    # without room for so many bytes of tensors between host and workers, nothing can run
+ROOMY_BYTES = 2 ** 28                      # below this in shared memory, tensors will go through files on disk
+CGROUPS = Path("/sys/fs/cgroup")
+
+# What is switched off for the next attempt where a transfer between ranks fails, and the variables by which.
+# NCCL's documentation, "Troubleshooting": PCI access control services and IOMMUs redirect peer-to-peer traffic, which may then hang or
+# arrive wrong; and containers have too little shared memory.
+DETOURS = (("", {}),
+           ("peer-to-peer copies", {"NCCL_P2P_DISABLE": "1"}),
+           ("peer-to-peer copies and shared memory between the devices", {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}))
+ADVICE = ("Broken peer-to-peer copies come of PCI access control (ACS) or an IOMMU: switch them off in the BIOS, or, in a virtual machine, "
+          "ask its host to. In a container give /dev/shm room (--shm-size=2g) and memory that may be locked (--ulimit memlock=-1).")
+
+
+def check(devices, folders):
+    """Refuse to start workers that could not run: WorkerStartError says what is missing. Returns remarks on what is only slow.
+
+    folders: (in shared memory, on disk), where tensors between the host and its workers will be.
+    """
+    check_versions()
+    check_devices(devices)
+    check_memory(len(devices))
+    return check_room(*folders)
+
+
+def check_versions():
+    for package, least in LEAST_VERSIONS.items():
+        needed = ".".join(map(str, least))
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise WorkerStartError(f"The workers need {package} {needed} or newer, and this Python does not have it. Install it with: "
+                                   f"python -m pip install -r requirements.txt, in the folder of the xDiT nodes.") from None
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) < least:
+            raise WorkerStartError(f"The workers need {package} {needed} or newer, and {version} is installed. Update it with ComfyUI's "
+                                   f"Python: python -m pip install --upgrade {package}. Then restart ComfyUI.")
+
+
+def check_devices(devices):
+    cuda = [device for device in devices if device.startswith("cuda")]
+    if not cuda:
+        return
+    names = ", ".join(dict.fromkeys(cuda))
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise WorkerStartError(f"{names}: this PyTorch ({torch.__version__}) is built for CPUs. Install one for your GPUs, as "
+                               f"pytorch.org says, or set devices to \"cpu\".")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    missing = [device for device in dict.fromkeys(cuda) if int(device.partition(":")[2] or 0) >= count]
+    if missing:
+        there = ", ".join(f"cuda:{index}" for index in range(count)) or "none: is the driver there, and CUDA_VISIBLE_DEVICES right?"
+        raise WorkerStartError(f"{', '.join(missing)}: there is no such device here. PyTorch finds {there}. Set devices in xDiT Parallel "
+                               f"Config to what is there, or to \"auto\".")
+
+
+def check_memory(num_workers):
+    """Is there host memory for the workers' own libraries? In a container its limit counts."""
+    room, limit = memory_room()
+    needed = num_workers * WORKER_BYTES
+    if room < needed:
+        raise WorkerStartError(f"{num_workers} workers need at least {_gigabytes(needed)} of host memory before they hold a model, and "
+                               f"{_gigabytes(room)} of {_gigabytes(limit)} are free. Close other programs, use \"Unload Models\" in "
+                               f"ComfyUI's menu, or give the container or WSL2 more memory.")
+
+
+def memory_room(cgroups=CGROUPS):
+    """(bytes of host memory that may still be taken, bytes in all). A container's limit, where it is less than the machine's.
+
+    What a container has of files it has read can be given up, and counts as free.
+    """
+    memory = psutil.virtual_memory()
+    room, limit = memory.available, memory.total
+    for most, used, statistics, field in (("memory.max", "memory.current", "memory.stat", "inactive_file"),
+                                          ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
+                                           "total_inactive_file")):
+        try:
+            own_limit = int((cgroups / most).read_text())      # "max": ValueError
+            fields = dict(line.split() for line in (cgroups / statistics).read_text().splitlines())
+            own_room = own_limit - int((cgroups / used).read_text()) + int(fields.get(field, 0))
+        except (OSError, ValueError):
+            continue
+        if own_limit < limit:
+            room, limit = min(room, max(0, own_room)), own_limit
+    return room, limit
+
+
+def check_room(memory_folder, disk_folder):
+    free, disk_free = (shutil.disk_usage(folder).free for folder in (memory_folder, disk_folder))
+    if max(free, disk_free) < SEGMENT_BYTES:
+        raise WorkerStartError(f"Tensors travel between ComfyUI and the workers through {Path(memory_folder).parent}, which has "
+                               f"{_gigabytes(free)} free, or {Path(disk_folder).parent}, which has {_gigabytes(disk_free)}; at least "
+                               f"{_gigabytes(SEGMENT_BYTES)} are needed. Free some space. In Docker, --shm-size=2g gives /dev/shm more.")
+    if free < ROOMY_BYTES and str(memory_folder).startswith("/dev/shm"):
+        return [f"/dev/shm has {_gigabytes(free)} free: what does not fit goes through files on disk, which is slower. In Docker, "
+                f"--shm-size=2g gives it more."]
+    return []
+
+
+def detours(devices, environment=os.environ):
+    """The ways to start workers on these devices, the first one first: [(what is off, the variables by which)].
+
+    Where NCCL joins the workers, what a person has switched off already is no other way.
+    """
+    apart = len(set(devices)) == len(devices) > 1 and all(device.startswith("cuda") for device in devices)
+    if not apart or not dist.is_nccl_available():
+        return [("", {})]
+    return [(off, variables) for off, variables in DETOURS
+            if not variables or any(environment.get(name) != value for name, value in variables.items())]
+
+
+def remark(devices, off, variables, failed):
+    """What to tell a person of workers that run with something switched off. failed: how the attempts with it went."""
+    why = f" With them, {' '.join(failed)}" if failed else ""
+    settings = " ".join(f"{name}={value}" for name, value in variables.items())
+    return (f"{off[0].upper()}{off[1:]} are off between {', '.join(devices)}, which may be slower.{why} {ADVICE} To have ComfyUI start so "
+            f"without trying them, set {settings} in its environment.")
+
+
+def advice(ways):
+    """What to try where no way worked."""
+    if len(ways) == 1:
+        return ""
+    return f"It was tried with {' and with '.join(f'{off} off' for off, _ in ways if off)} too. {ADVICE} "
+
+
+def _gigabytes(num_bytes):
+    return f"{num_bytes / 2 ** 30:.1f} GB" if num_bytes >= 2 ** 30 else f"{num_bytes / 2 ** 20:.0f} MB"

@@ -1,0 +1,46 @@
+"""What to tell a person of a device that ran out of memory: who holds how much of it, and what would fit. Used by the launcher."""
+
+import math
+
+HOLDERS = {"weight_bytes": "weights", "cast_bytes": "weights cast for the run's patches", "key_value_bytes": "keys and values",
+           "exchange_bytes": "other devices' rows", "conditioning_bytes": "conditioning", "activation_bytes": "activations",
+           "other_bytes": "other programs and libraries"}
+LEAST_BYTES = 2 ** 20                      # less than that is not worth a word
+
+
+def shortage_words(numbers, num_ranks):
+    """A sentence or more about a failed rank's memory. numbers: of its messages.Failed; see Engine.shortage.
+
+    What fits is a bound from above: the run took at least what it held and had asked for, and might have asked for more.
+    """
+    asked, free = numbers.get("asked_bytes", 0), numbers.get("free_bytes", 0)
+    held = ", ".join(f"{name} {_gigabytes(numbers[key])}" for key, name in HOLDERS.items() if numbers.get(key, 0) >= LEAST_BYTES)
+    of = f" of {_gigabytes(numbers['total_bytes'])}" if "total_bytes" in numbers else ""
+    told = f"{f'{_gigabytes(asked)} more were asked for' if asked else 'it asked for more'}, and {_gigabytes(free)}{of} are free."
+    if held:
+        told += f" Held by: {held}."
+    return f"{told} {_remedies(numbers, num_ranks)}"
+
+
+def _remedies(numbers, num_ranks):
+    taken = sum(numbers.get(key, 0) for key in ("key_value_bytes", "exchange_bytes", "conditioning_bytes", "activation_bytes"))
+    room, needed = taken + numbers.get("free_bytes", 0), taken + numbers.get("asked_bytes", 0)
+    remedies = []
+    if taken >= LEAST_BYTES and room < needed:
+        share = room / needed
+        devices = max(num_ranks + 1, math.ceil(num_ranks * needed / room))
+        remedies.append(f"Use a smaller latent or batch: at most {share:.0%} of these pixels (each side times {math.sqrt(share):.2f}), "
+                        f"frames or images fit beside the weights")
+        remedies.append(f"or at least {devices} devices with ulysses_degree or ring_degree")
+    else:
+        remedies.append("Use a smaller latent, or more devices")
+    if (weights := numbers.get("weight_bytes", 0)) >= LEAST_BYTES:
+        remedies.append(f"weight_dtype fp8_e4m3fn, which halves 16-bit weights ({_gigabytes(weights / 2)}), or pipefusion_degree or "
+                        f"tensor_degree, which spread them over the devices")
+    if (others := numbers.get("other_bytes", 0)) >= 2 ** 30:
+        remedies.append(f"close what else is on the device ({_gigabytes(others)}; nvidia-smi shows it)")
+    return "; ".join(remedies) + "."
+
+
+def _gigabytes(num_bytes):
+    return f"{num_bytes / 2 ** 30:.1f} GB" if num_bytes >= 2 ** 30 else f"{num_bytes / 2 ** 20:.0f} MB"
