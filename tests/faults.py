@@ -1,9 +1,10 @@
-"""Workers killed, stopped and cancelled at random moments: each run ends in time with its picture or in words, and the next is right.
+"""Workers and hosts killed, stopped and cancelled at random moments: a run ends in time with its picture or in words, the next is right.
 
-    OMP_NUM_THREADS=1 python -m tests.faults [--first N] [--count N]
+    OMP_NUM_THREADS=1 python -m tests.faults [--first N] [--count N] [--workers 2 or 4]
 
 draws faults by their numbers and prints what came of them; the same number draws the same fault. What is left behind at the end,
-processes, files, open files or threads, counts as a failure too. tests/host/test_faults.py runs a few.
+processes, files, open files or threads, counts as a failure too; of a host that was killed, after each. tests/host/test_faults.py runs a
+few.
 """
 
 import argparse
@@ -11,35 +12,48 @@ import collections
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
-from tests.conftest import left_behind, still_there
+from tests.conftest import ROOT, left_behind, still_there
 from tests.models.zoo import example
 from xdit_backend.bench.sampler import sample
+from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.host import launcher
 from xdit_backend.host.client import Call, Client
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import XDiTError
 from xdit_backend.protocol.messages import Layout, Stages
+from xdit_backend.protocol.segments import SegmentStore
 
 SILENCE_S = 8                              # after which a stopped worker is noticed; 60 for people
 START_S = 60                               # after which a start is given up; 300 for people
 PATIENCE_S = 90                            # for one run, the start of a group included; longer is a hang
 SIGMAS = [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]
-LAYOUTS = {"cfg": Layout(cfg_degree=2), "data": Layout(data_degree=2), "ulysses": Layout(ulysses_degree=2), "ring": Layout(ring_degree=2),
-           "pipefusion": Layout(pipefusion_degree=2)}
-PHASES = ("idle", "starting", "loading", "computing")
-FAULTS = ("kill", "segfault", "stop", "cancel", "kill torchrun")
+LAYOUTS = {2: {"cfg": Layout(cfg_degree=2), "data": Layout(data_degree=2), "ulysses": Layout(ulysses_degree=2),
+               "ring": Layout(ring_degree=2), "pipefusion": Layout(pipefusion_degree=2), "displaced": Layout(displaced_degree=2),
+               "tensor": Layout(tensor_degree=2)},
+           4: {"cfg x ulysses": Layout(cfg_degree=2, ulysses_degree=2), "ring x ulysses": Layout(ring_degree=2, ulysses_degree=2),
+               "pipefusion x ulysses": Layout(pipefusion_degree=2, ulysses_degree=2),
+               "pipefusion x tensor": Layout(pipefusion_degree=2, tensor_degree=2),
+               "data x displaced": Layout(data_degree=2, displaced_degree=2)}}
+PHASES = ("idle", "starting", "loading", "computing", "decoding")
+LONGEST_S = {"idle": 0.0, "starting": 8.0, "loading": 0.3, "computing": 1.5, "decoding": 0.4}          # until a fault
+FAULTS = ("kill", "segfault", "stop", "cancel", "kill torchrun", "kill host")
 SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "stop": signal.SIGSTOP, "kill torchrun": signal.SIGKILL}
+HOST_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGSEGV, signal.SIGINT)
+GONE_S = 5                                 # after which nothing of a host that was killed runs
+NEVER = {("idle", "cancel"), ("loading", "kill host"), ("idle", "kill host"), ("decoding", "kill host")}
 TOLERANCE = 1e-9
 
 
@@ -60,47 +74,62 @@ class Fault:
     rank: int
     delay_s: float
 
+    @property
+    def key(self):
+        """What is run."""
+        return "decode" if self.phase == "decoding" else self.layout
+
     def __str__(self):
-        return f"{self.number}: {self.kind} rank {self.rank} while {self.phase} under {self.layout}, after {self.delay_s:.2f} s"
+        whom = "" if "host" in self.kind or "torchrun" in self.kind or self.kind == "cancel" else f" rank {self.rank}"
+        return f"{self.number}: {self.kind}{whom} while {self.phase} under {self.layout}, after {self.delay_s:.2f} s"
 
 
-def draw(number):
+def draw(number, num_workers=2):
     rng = random.Random(number)
     phase = rng.choice(PHASES)
-    longest_s = {"idle": 0.0, "starting": 8.0, "loading": 0.3, "computing": 1.5}[phase]
-    kinds = [kind for kind in FAULTS if not (phase == "idle" and kind == "cancel")]
-    return Fault(number, rng.choice(list(LAYOUTS)), phase, rng.choice(kinds), rng.randrange(2), rng.uniform(0, longest_s))
+    kind = rng.choice([kind for kind in FAULTS if (phase, kind) not in NEVER])
+    return Fault(number, rng.choice(list(LAYOUTS[num_workers])), phase, kind, rng.randrange(num_workers), rng.uniform(0, LONGEST_S[phase]))
 
 
 class Host:
-    """A client of two CPU workers with a tiny model, and what its runs give where nothing happens to them."""
+    """A client of CPU workers with a tiny model and a tiny VAE, and what its runs give where nothing happens to them."""
 
-    def __init__(self, folder):
-        self.client = Client(("cpu", "cpu"))
+    def __init__(self, folder, num_workers):
+        self.client, self.folder = Client(("cpu",) * num_workers), folder
+        self.layouts, self.wanted = LAYOUTS[num_workers], {}
         self.one = example("SD3", rows=48, columns=48, batch=2)
-        self.one.model.save_pretrained(Path(folder, "transformer"))
-        header = read_header(folder)
-        family = recognise(header)
-        self.specs = {stages: model_spec(header, family, "float64", "float64", stages) for stages in (None, Stages(2))}
-        self.wanted = {name: self.run(name) for name in LAYOUTS}
+        if not Path(folder, "transformer").exists():
+            self.one.model.save_pretrained(Path(folder, "transformer"))
+        self._header = read_header(folder)
+        self._vae = random_decoder(32)
+        self._latent = torch.randn(2, 4, 24, 24, generator=torch.Generator().manual_seed(0))
 
     def spec(self, layout):
-        return self.specs[Stages(2) if layout == "pipefusion" else None]
+        degrees = self.layouts[layout]
+        stages = None if degrees.pipefusion_degree == 1 else Stages(degrees.pipefusion_degree,
+                                                                    degrees.ulysses_degree * degrees.tensor_degree)
+        return model_spec(self._header, recognise(self._header), "float64", "float64", stages, degrees.tensor_degree)
 
-    def run(self, layout):
-        """Euler steps; under CFG parallelism of two branches, which are added up."""
-        call, spec = Call(self.one.latent, self.one.timestep, self.one.conditioning), self.spec(layout)
-        patches = cut_patches(self.one.latent.shape, (2, 2), 3) if layout == "pipefusion" else None
+    def run(self, layout, phase="computing"):
+        """A decode, or Euler steps; under CFG parallelism of two branches, which are added up."""
+        if phase == "decoding":
+            return self.client.decode("vae", "float64", lambda: self._vae, self._latent, (2, 192, 192, 3)).clone()
+        call, spec, degrees = Call(self.one.latent, self.one.timestep, self.one.conditioning), self.spec(layout), self.layouts[layout]
+        patches = cut_patches(self.one.latent.shape, (2, 2), 3) if degrees.pipefusion_degree > 1 else None
         try:
-            if layout != "cfg":
-                return sample(self.client, spec, LAYOUTS[layout], call, SIGMAS, 1, patches, 4, 1000.0)
+            if degrees.cfg_degree == 1:
+                return sample(self.client, spec, degrees, call, SIGMAS, 1, patches, 4, 1000.0)
             x = call.latent
             for sigma, following in zip(SIGMAS, SIGMAS[1:]):
                 asked = Call(x, torch.full((2,), 1000.0 * sigma, dtype=x.dtype), call.conditioning)
-                x = x + (following - sigma) * sum(self.client.predict(spec, LAYOUTS[layout], 4, [asked, asked])).to(x.dtype)
+                x = x + (following - sigma) * sum(self.client.predict(spec, degrees, 4, [asked, asked])).to(x.dtype)
             return x
         finally:
             self.client.end_run()
+
+    def check(self, result, fault, when):
+        """Is it what such a run gives where nothing happens?"""
+        assert (result - self.wanted[fault.key]).abs().max() < TOLERANCE, f"{fault}: a wrong picture {when}"
 
     def processes(self):
         """(torchrun, [workers by rank]) as far as they are there."""
@@ -111,6 +140,10 @@ class Host:
 
     def suffer(self, fault):
         """Let a fault happen; what came of it, in a word. Raises AssertionError or Hang for what must not be."""
+        if fault.kind == "kill host":
+            return kill_host(fault, self.folder, len(self.client.devices))
+        if fault.key not in self.wanted:
+            self.wanted[fault.key] = in_time(lambda: self.run(fault.layout, fault.phase))
         if fault.phase == "starting":
             self.client.close()
         else:
@@ -128,9 +161,8 @@ class Host:
         if fault.phase == "idle":
             timer.join()
         try:
-            result = in_time(lambda: self.run(fault.layout))
+            result = in_time(lambda: self.run(fault.layout, fault.phase))
             outcome = "finished"
-            assert (result - self.wanted[fault.layout]).abs().max() < TOLERANCE, f"{fault}: a wrong picture"
         except Cancelled:
             outcome = "cancelled"
         except XDiTError as error:
@@ -140,13 +172,12 @@ class Host:
         finally:
             timer.join()
             self.client.check = lambda: None
-        if outcome == "finished" and fault.kind != "cancel":   # too late for this run: the next one meets it
-            try:
-                in_time(lambda: self.run(fault.layout))
-            except XDiTError:
-                pass
-        result = in_time(lambda: self.run(fault.layout))
-        assert (result - self.wanted[fault.layout]).abs().max() < TOLERANCE, f"{fault}: a wrong picture afterwards"
+        if outcome == "finished":
+            if fault.kind != "cancel":                         # perhaps too late for this run: the next one meets it
+                with suppress(XDiTError):
+                    in_time(lambda: self.run(fault.layout, fault.phase))
+            self.check(result, fault, "")
+        self.check(in_time(lambda: self.run(fault.layout, fault.phase)), fault, "afterwards")
         return outcome
 
     def _strike(self, fault):
@@ -155,6 +186,39 @@ class Host:
         for victim in victims:
             if victim is not None and fault.kind in SIGNALS:
                 victim.send_signal(SIGNALS[fault.kind])
+
+
+def kill_host(fault, folder, num_workers):
+    """Have a host of its own start workers, and compute, until a signal ends it; says so when nothing of it runs or is left."""
+    before = set(left_behind())
+    number = HOST_SIGNALS[fault.number % len(HOST_SIGNALS)]
+    command = [sys.executable, "-m", "tests.faults", "--host", folder, "--layout", fault.layout, "--workers", str(num_workers)]
+    host = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        while (line := host.stdout.readline()).strip() != fault.phase:
+            assert line, f"{fault}: the host ended by itself"
+        time.sleep(fault.delay_s)
+        offspring = psutil.Process(host.pid).children(recursive=True)
+        host.send_signal(number)
+        host.wait(30)
+    finally:
+        host.kill()
+        host.wait()
+    _, running = psutil.wait_procs(offspring, GONE_S)
+    assert not running, f"{fault} by {number.name}: {running} run on"
+    SegmentStore().close()                                     # the next host, which removes what is nobody's
+    assert not (left := still_there(before)), f"{fault} by {number.name}: left behind: {sorted(left)}"
+    return "ended with its host"
+
+
+def be_host(folder, layout, num_workers):
+    """What kill_host starts: says when workers start and when they compute, and goes on until it is ended."""
+    host = Host(folder, num_workers)
+    print("starting", flush=True)
+    assert host.client.group.alive
+    print("computing", flush=True)
+    while True:
+        host.run(layout)
 
 
 def in_time(run):
@@ -175,18 +239,19 @@ def held():
     return own.num_fds(), own.num_threads()
 
 
-def suffer_all(numbers, report=lambda text: None):
+def suffer_all(numbers, report=lambda text: None, num_workers=2):
     """{outcome: count} of these faults. Raises at the first that must not be."""
     os.environ["XDIT_SILENCE_TIMEOUT_S"] = str(SILENCE_S)
     launcher.START_TIMEOUT_S = START_S
     torch.set_grad_enabled(False)
     outcomes, before = collections.Counter(), set(left_behind())
     with tempfile.TemporaryDirectory() as folder:
-        host = Host(folder)
+        host = Host(folder, num_workers)
         try:
+            assert host.client.group.alive
             held_before = held()
             for number in numbers:
-                fault, started_s = draw(number), time.monotonic()
+                fault, started_s = draw(number, num_workers), time.monotonic()
                 outcomes[outcome := host.suffer(fault)] += 1
                 report(f"{fault}: {outcome}, {time.monotonic() - started_s:.1f} s")
             held_after = held()
@@ -208,6 +273,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=2, choices=LAYOUTS)
+    parser.add_argument("--host", help=argparse.SUPPRESS)
+    parser.add_argument("--layout", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    counts = suffer_all(range(options.first, options.first + options.count), lambda text: print(text, file=sys.stderr, flush=True))
-    print(f"{options.count} faults from number {options.first}: " + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
+    if options.host:
+        be_host(options.host, options.layout, options.workers)
+    counts = suffer_all(range(options.first, options.first + options.count), lambda text: print(text, file=sys.stderr, flush=True),
+                        options.workers)
+    told = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    print(f"{options.count} faults of {options.workers} workers from number {options.first}: {told}")
