@@ -37,8 +37,8 @@ from xdit_backend.protocol.messages import Layout, Stages
 from xdit_backend.protocol.segments import SegmentStore
 
 SILENCE_S = 8                              # after which a stopped worker is noticed; 60 for people
-START_S = 60                               # after which a start is given up; 300 for people
-PATIENCE_S = 90                            # for one run, the start of a group included; longer is a hang
+START_S = 90                               # after which a start is given up; 300 for people
+PATIENCE_S = 120                           # for one run, the start of a group included; longer is a hang
 SIGMAS = [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]
 LAYOUTS = {2: {"cfg": Layout(cfg_degree=2), "data": Layout(data_degree=2), "ulysses": Layout(ulysses_degree=2),
                "ring": Layout(ring_degree=2), "pipefusion": Layout(pipefusion_degree=2), "displaced": Layout(displaced_degree=2),

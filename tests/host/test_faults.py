@@ -5,7 +5,7 @@ import pytest
 from tests.faults import FAULTS, LAYOUTS, NEVER, PHASES, draw, suffer_all
 from xdit_backend.host import launcher
 
-SLICE = range(2, 6)
+SLICE = (2, 6, 11, 17)                      # idle, decoding, computing; killed, cancelled
 
 
 @pytest.mark.slow
