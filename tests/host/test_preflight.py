@@ -63,7 +63,10 @@ def cgroup(folder, version, limit, used, cache):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_limit_of_a_container_counts_and_files_it_has_read_do_not(tmp_path, version):
+def test_the_limit_of_a_container_counts_and_files_it_has_read_do_not(tmp_path, monkeypatch, version):
+    memory = collections.namedtuple("memory", "available total")(9 * GB, 16 * GB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+
     assert preflight.memory_room(cgroup(tmp_path, version, 3 * GB, 2 * GB, GB // 2)) == (3 * GB // 2, 3 * GB)
 
 
@@ -73,10 +76,10 @@ def test_a_limit_beyond_the_machine_is_none(tmp_path):
 
 
 def test_too_little_host_memory_is_refused_in_numbers(monkeypatch):
-    monkeypatch.setattr(preflight, "memory_room", lambda: (1.5 * GB, 4 * GB))
+    monkeypatch.setattr(preflight, "memory_room", lambda: (0.75 * GB, 4 * GB))
 
     preflight.check_memory(3)
-    with pytest.raises(WorkerStartError, match=r"4 workers need at least 2.0 GB of host memory .* 1.5 GB of 4.0 GB are free"):
+    with pytest.raises(WorkerStartError, match=r"4 workers need at least 1.0 GB of host memory .* 768 MB of 4.0 GB are free"):
         preflight.check_memory(4)
 
 

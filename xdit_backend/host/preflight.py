@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..protocol.errors import WorkerStartError
 
 LEAST_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
-WORKER_BYTES = 2 ** 29                     # of host memory that a worker takes before it holds a model: its libraries
+WORKER_BYTES = 2 ** 28                     # of host memory that a worker takes before it holds a model: its libraries
 SEGMENT_BYTES = 2 ** 26                    # without room for so many bytes of tensors between host and workers, nothing can run
 ROOMY_BYTES = 2 ** 28                      # below this in shared memory, tensors will go through files on disk
 CGROUPS = Path("/sys/fs/cgroup")
