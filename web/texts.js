@@ -121,6 +121,7 @@ const TEXTS = {
     phase_encoding: "encoding",
     phase_measuring_the_devices: "measuring the devices",
     phase_measuring_the_links: "measuring the links",
+    phase_trying_the_links_between_the_devices: "trying the links between the devices",
   },
   zh: {
     run_all: "在全部 GPU 上运行 (xDiT)",
@@ -242,6 +243,7 @@ const TEXTS = {
     phase_encoding: "正在编码",
     phase_measuring_the_devices: "正在测量设备",
     phase_measuring_the_links: "正在测量连接",
+    phase_trying_the_links_between_the_devices: "正在试用设备之间的连接",
   },
 };
 

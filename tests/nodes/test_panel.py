@@ -58,9 +58,8 @@ def test_memory_adds_up_and_is_given_back(comfyui, panel):
     assert adds_up(panel.state())["cpu"]["weights"] > 0
 
 
-def test_what_fails_is_said_and_what_was_stopped_starts_again(comfyui, panel, monkeypatch):
+def test_what_fails_is_said(comfyui, panel, monkeypatch):
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
-    predict = type(model.remote).predict
 
     def fail(*arguments):
         raise RuntimeError("a test")
@@ -69,11 +68,6 @@ def test_what_fails_is_said_and_what_was_stopped_starts_again(comfyui, panel, mo
     with pytest.raises(RuntimeError):
         comfyui.sample(model, "sd3", steps=2)
     assert (panel.state()["run"]["state"], panel.state()["run"]["error"]) == ("failed", "a test")
-    monkeypatch.setattr(type(model.remote), "predict", predict)
-    panel.ACTIONS["stop"]()
-    assert {group["state"] for group in panel.state()["groups"]} == {"stopped"}
-    comfyui.sample(model, "sd3", steps=2)
-    assert panel.state()["groups"][-1]["state"] == "idle"
 
 
 @pytest.mark.parametrize("total, owners, expected", [
