@@ -21,10 +21,10 @@ const OURS = ["XDiTLoadModel", "XDiTLoadClipVae", ...Object.values(SAME_INPUTS)]
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name" };
 // Nodes whose change of a MODEL the workers refuse (docs/nodes.md, and FreeU for U-Nets); what these inputs bring is refused too.
 export const REFUSED = [
-  "AnimaLLLiteApply", "EasyCache", "FluxKVCache", "FreeU", "FreeU_V2", "HiDreamO1PatchSeamSmoothing", "HyperTile", "HypernetworkLoader",
+  "AnimaLLLiteApply", "FluxKVCache", "FreeU", "FreeU_V2", "HiDreamO1PatchSeamSmoothing", "HyperTile", "HypernetworkLoader",
   "LoraLoaderBypass", "LoraLoaderBypassModelOnly", "MiniMaxH3SigmaShift", "NAGuidance", "PatchModelAddDownscale",
-  "PerturbedAttentionGuidance", "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "SelfAttentionGuidance",
-  "SkipLayerGuidanceDiT", "SkipLayerGuidanceDiTSimple", "SkipLayerGuidanceSD3", "TomePatchModel", "TrainLoraNode", "USOStyleReference",
+  "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "SelfAttentionGuidance", "TomePatchModel", "TrainLoraNode",
+  "USOStyleReference",
 ];
 const REFUSED_INPUTS = ["GLIGEN", "MODEL_PATCH", "IPADAPTER"];
 

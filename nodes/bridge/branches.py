@@ -36,7 +36,7 @@ class Question:
         def half(part):
             cut = lambda tensor: tensor[part] if tensor.shape[0] == batch else tensor  # noqa: E731
             conditioning = {name: cut(tensor) for name, tensor in call.conditioning.items()}
-            return Call(call.latent[part], call.timestep[part], conditioning, control=call.cut_control(cut))
+            return Call(call.latent[part], call.timestep[part], conditioning, control=call.cut_control(cut), operations=call.operations)
         return [half(part) for part in parts]
 
 

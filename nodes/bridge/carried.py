@@ -15,6 +15,7 @@ from comfy.context_windows import IndexListCallbacks
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...xdit_backend.protocol.errors import UnsupportedError
+from .operations import operation_of
 
 OURS = "xdit"                                                  # what the names of our own options begin with
 
@@ -24,12 +25,11 @@ BOOKKEEPING = {
     "backup", "backup_buffers", "object_patches_backup", "hook_backup", "hook_patches_backup", "cached_hook_patches",  # copies
     "pinned", "offload_device", "weight_inplace_update", "hook_mode", "current_hooks", "is_injected", "skip_injection",
     "force_cast_weights",                  # of the compute dtype, which is looked at itself
-    "patches",                             # of weights: weight_patches.py brings them to the workers
+    "patches", "hook_patches",             # of weights: weight_patches.py brings them to the workers
 }
 NOTES = {"lora_metadata"}                  # names of attachments that are for people
 # Attributes with contents of their own -> what a person knows those as.
 REFUSED = {
-    "hook_patches": "LoRA hooks or other weight hooks",
     "weight_wrapper_patches": "weight wrappers", "injections": "injections such as a LoRA in bypass mode",
     "forced_hooks": "forced hooks", "attachments": "attachments", "additional_models": "additional models",
     "load_device": "another device, such as Select Model Device's; its devices are those of xDiT Parallel Config",
@@ -54,7 +54,7 @@ TRANSFORMER_OPTIONS = {
 }
 # Keys that the models of ComfyUI read -> what a person knows them as.
 REFUSED_OPTIONS = {
-    "patches": "model patches", "patches_replace": "model patches such as PAG, SLG or IP-Adapter",
+    "patches": "model patches", "patches_replace": "model patches such as IP-Adapter",
     "rope_options": "a changed rotary scale", "optimized_attention_override": "an attention override",
 }
 WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
@@ -201,7 +201,10 @@ def _model_options(options):
 def _transformer_options(options):
     found = []
     for key, value in options.items():
-        if key in REFUSED_OPTIONS:
+        if key == "patches_replace":
+            found += [_named(REFUSED_OPTIONS[key], {kind: replaced}) for kind, replaced in value.items()
+                      if any(operation_of(kind, function) is None for function in replaced.values())]
+        elif key in REFUSED_OPTIONS:
             found += [] if not value or _is_empty(value) else [_named(REFUSED_OPTIONS[key], value)]
         elif key not in TRANSFORMER_OPTIONS and not str(key).startswith(OURS) and not _is_empty(value):
             found.append(f"{key} in its transformer_options")

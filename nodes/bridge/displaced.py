@@ -41,7 +41,7 @@ class DisplacedRun:
         names = {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
         # Nodes may call the model for a piece of the latent, or for another one.
         keep = (whole_because is None and self._config.displaced_mode != "full_sync" and self._staleness.ends
-                and all(tuple(request.latent.shape) == self._shape for request in requests))
+                and all(tuple(request.latent.shape) == self._shape and not request.operations for request in requests))
         stale = keep and not self._staleness.is_synchronous(names, sigma)
         ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests, keep=keep, run=self,
                                      stale=stale, displaced_mode=self._config.displaced_mode)

@@ -57,14 +57,30 @@ class ShellPatcher(RemotePatcher):
         return patched(key, patches[key], weight, dtype, self.load_device) if key in patches else weight
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
+        self._check_fits(patches)
+        return super().add_patches(patches, strength_patch, strength_model)
+
+    def _check_fits(self, patches):
         if not patches:
             raise UnsupportedError(f"Nothing of this LoRA is for {self.remote.family.name}: ComfyUI's log names its tensors. Use one that "
                                    f"was made for this model.")
-        return super().add_patches(patches, strength_patch, strength_model)
+
+    # --- hooks: LoRA of a prompt, or of a range of steps; ComfyUI says which are in effect before each call of the model ---
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
-        raise UnsupportedError("xDiT does not support LoRA hooks or other weight hooks on its MODEL yet. They would be dropped without "
-                               "notice. Remove the node that adds them, or use Load Diffusion Model.")
+        self._check_fits(patches)
+        if any(isinstance(what, tuple) and what[0] == "model_as_lora" for what in patches.values()):
+            raise UnsupportedError("xDiT does not support Create Hook Model as LoRA. It would be dropped without notice. Remove it, or use "
+                                   "Load Diffusion Model.")
+        return super().add_hook_patches(hook, patches, strength_patch, strength_model)
+
+    def patch_hooks(self, hooks):
+        if hooks != self.current_hooks:
+            self.remote.changes = changes_of(self, self.get_combined_hook_patches(hooks))
+            self.current_hooks = hooks
+
+    def unpatch_hooks(self, whitelist_keys_set=None):
+        self.patch_hooks(None)
 
     def clone(self, disable_dynamic=False, model_override=None, force_deepcopy=False):
         if force_deepcopy:

@@ -193,8 +193,9 @@ class PipelineRun:
     def predict(self, requests, sigma, whole_because=None):
         """Evaluate requests for whole latents, whole or patch by patch; the stages run empty at the end."""
         requests = self.name(requests)
-        if whole_because is not None or not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
-            return self.predict_whole(requests, whole_because is None)
+        apart = whole_because is not None or any(request.operations for request in requests)       # of others' keys and values
+        if apart or not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
+            return self.predict_whole(requests, patches_follow=not apart)
         first_rows = self.first_rows(requests)
         tickets = [self.submit_patch([self._rows_of(request, patch, rows) for request in requests], index, first_rows)
                    for index, (patch, rows) in enumerate(self.patches)]

@@ -17,6 +17,7 @@ from .carried import refuse_call, refuse_changed_modules
 from .control import places_of
 from .displaced import DisplacedRun
 from .groups import GROUPS, ask_for_room, parking_room, show_text
+from .operations import operations_of
 from .pipeline import DRAINED, WHOLE, PipelineRun
 
 log = logging.getLogger(__name__)
@@ -137,7 +138,8 @@ class RemoteModel:
         self._refuse_changed_modules(schedule, sigmas)
         self.check_latent(x, self._taken_channels)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
-                    control=places_of(self.family, self._transformer_config, control, x.shape))
+                    control=places_of(self.family, self._transformer_config, control, x.shape),
+                    operations=operations_of(self.family, self._transformer_config, transformer_options))
         self.check_conditioning(call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
         return branches.ask(branches.Question(self, call, schedule, sigmas, num_branches, transformer_options.get(WHOLE),

@@ -28,19 +28,19 @@ PREFIX = "diffusion_model."
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)      # to the nearest; anything else ComfyUI rounds at random
 
 
-def changes_of(patcher):
+def changes_of(patcher, hooked={}):
     """{name of a tensor in the MODEL's file: Change} for the patches of a ShellPatcher. Nothing is computed yet.
 
-    Raises UnsupportedError for patches of what the file does not have.
+    hooked: {name of a weight: patches} that are added to these for now. Raises UnsupportedError for patches of what the file does not have.
     """
-    if not patcher.patches:
+    if not patcher.patches and not hooked:
         return {}
     path, device = patcher.remote.spec.path, patcher.load_device
     header, found = read_header(path), places(path, patcher.model)
     every, quantised = functools.cache(lambda: read_weights(path, patcher.model)), header.quantised
     weight_of = functools.partial(read_weight, header, found, patcher.model) if header.is_packed else lambda name: every()[name]
     changes = {}
-    for key, patches in effective_patches(patcher).items():
+    for key, patches in effective_patches(patcher, hooked).items():
         if not found.get(key.removeprefix(PREFIX)) or not key.startswith(PREFIX):
             raise UnsupportedError(f"A LoRA or another node changes {key}, which the file of this MODEL does not have. Remove it, or use "
                                    f"Load Diffusion Model.")
@@ -59,10 +59,14 @@ def changes_of(patcher):
     return changes
 
 
-def effective_patches(patcher):
-    """{name of a weight: patches} that ComfyUI's ModelPatcher carries out: of no buffer, and of no parameter beside submodules."""
+def effective_patches(patcher, hooked={}):
+    """{name of a weight: patches} that ComfyUI's ModelPatcher carries out: of no buffer, and of no parameter beside submodules.
+
+    hooked: as changes_of's, which it carries out for buffers and such parameters too.
+    """
     reached = {f"{module}.{name}" for *_, module, _, parameters in patcher._load_list() for name in parameters}
-    return {key: patches for key, patches in patcher.patches.items() if key in reached}
+    patches = {key: patches for key, patches in patcher.patches.items() if key in reached}
+    return patches | {key: [*patches.get(key, ()), *more] for key, more in hooked.items()}
 
 
 def patched(key, patches, weight, dtype, device):

@@ -33,7 +33,8 @@ def _calc_cond_batch(original, model, conds, x, timestep, model_options):
         conds = patches.cut_conditioning(remote, conds)
         options = {**model_options["transformer_options"], WHOLE: why_whole(conds, model_options)}
         model_options = {**model_options, "transformer_options": options}
-    if sum(bool(cond) for cond in conds) < 2 or not remote.runs_branches_apart() or why_one_call(model, model_options):
+    hooked = any(entry.get("hooks") is not None for cond in conds if cond for entry in cond)       # each call with weights of its own
+    if sum(bool(cond) for cond in conds) < 2 or hooked or not remote.runs_branches_apart() or why_one_call(model, model_options):
         return original(model, conds, x, timestep, model_options)
     return branches.run_branches(original, model, conds, x, timestep, model_options)
 

@@ -271,10 +271,44 @@ def test_a_lora_of_another_shape_is_refused_and_nothing_is_half_applied(comfyui,
     close(comfyui.sample(model, "sd3", steps=2), comfyui.reference("sd3", steps=2), TOLERANCE)
 
 
-def test_lora_hooks_are_refused_by_name(comfyui, loras):
+def hooked(comfyui, loras, prompt, name, strength=0.8, keyframes=()):
+    """A prompt with a LoRA of its own, as ComfyUI's nodes make it. keyframes: [(part of the steps at which it begins, strength)]."""
     import comfy.hooks
-    positive = comfyui.conditioning("sd3", 1)
-    positive[0][1]["hooks"] = comfy.hooks.create_hook_lora(load_file(loras.folder / loras.file("sd3", "publisher", "lora")), 1.0, 1.0)
+    hooks = comfy.hooks.create_hook_lora(load_file(loras.folder / name), strength, strength)
+    group = comfy.hooks.HookKeyframeGroup()
+    for start, each in keyframes:
+        group.add(comfy.hooks.HookKeyframe(strength=each, start_percent=start))
+    if keyframes:
+        hooks.set_keyframes_on_hooks(group)
+    return comfy.hooks.set_hooks_for_conditioning(prompt, hooks)
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="LoRA hooks"):
-        comfyui.sample(comfyui.ours("sd3", comfyui.config()), "sd3", positive=positive)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{}, {"cfg": 2}, {"pipefusion": 2}, {"displaced": 2}], ids=str)
+def test_lora_hooks_equal_native_and_leave_nothing(comfyui, loras, degrees):
+    """A LoRA of the positive prompt for a range of steps, beside one of the whole MODEL; then the MODEL without any."""
+    first, second = loras.file("sd3", "publisher", "lora", seed=40), loras.file("sd3", "publisher")
+    keyframes = [(0.0, 1.0), (0.4, 0.3), (0.7, 0.0)]
+    arguments = {"positive": hooked(comfyui, loras, comfyui.conditioning("sd3", 1), first, keyframes=keyframes), "steps": 4}
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu" if degrees else "cpu", **degrees))
+
+    for name in (None, second):
+        ours, native = (each if name is None else loras.load(each, name, 0.5) for each in (model, comfyui.native("sd3").clone()))
+        result, reference = (comfyui.sample(each, "sd3", **arguments) for each in (ours, native))
+        close(result, reference, TOLERANCE)
+        assert relative_error(reference, comfyui.sample(native, "sd3", steps=4)) > 1e-3, "a hook that changes nothing"
+    synchronous = {"warmup_steps": 9} if {"pipefusion", "displaced"} & {*degrees} else {}
+    plain = comfyui.ours("sd3", comfyui.config("cpu,cpu" if degrees else "cpu", **degrees, **synchronous))
+    close(comfyui.sample(plain, "sd3", steps=2), comfyui.reference("sd3", steps=2), TOLERANCE)
+
+
+def test_hooks_that_do_not_fit_are_refused_by_name(comfyui, loras):
+    import comfy.hooks
+    model, prompt = comfyui.ours("sd3", comfyui.config()), comfyui.conditioning("sd3", 1)
+    whole = comfyui.native("sd3").model_state_dict("diffusion_model.")
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="Nothing of this LoRA is for SD3"):
+        comfyui.sample(model, "sd3", positive=hooked(comfyui, loras, prompt, loras.file("wan", "publisher", "lora")))
+    hooks = comfy.hooks.create_hook_model_as_lora(whole, None, 1.0, 1.0)
+    with pytest.raises(comfyui.errors.UnsupportedError, match="Create Hook Model as LoRA"):
+        comfyui.sample(model, "sd3", positive=comfy.hooks.set_hooks_for_conditioning(prompt, hooks))

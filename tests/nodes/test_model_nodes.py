@@ -46,7 +46,6 @@ CHANGES = {
     "injections": (inject, "injections such as a LoRA in bypass mode \\(bypass_lora\\)"),
     "weight-wrapper": (lambda model: model.add_weight_wrapper("diffusion_model.x_embedder.proj.weight", lambda weight: 2 * weight),
                        "weight wrappers \\(diffusion_model.x_embedder.proj.weight\\)"),
-    "hook-patches": (lambda model: model.hook_patches.update({object(): {"diffusion_model.x": []}}), "LoRA hooks"),
     "object-patch-inside": (lambda model: model.add_object_patch("diffusion_model.depth", 2), "a replaced diffusion_model.depth"),
     "another-model-inside": (lambda model: model.add_object_patch("diffusion_model", torch.nn.Linear(1, 1)), "a replaced diffusion_model"),
     "compute-dtype": (lambda model: model.set_model_compute_dtype(torch.bfloat16), "the compute dtype bfloat16 \\(it computes in float32"),

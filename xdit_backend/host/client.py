@@ -29,6 +29,8 @@ class Call:
     name: str = ""                         # of the conditioning, where Client.name_conditioning gave it one
     control: dict[str, torch.Tensor] = field(default_factory=dict)         # what a ControlNet adds where: Family.control_shapes
 
+    operations: dict[str, str] = field(default_factory=dict)               # what blocks do instead: messages.Branch
+
     def cut_control(self, cut):
         """`control` with every tensor cut, once where it is for many places."""
         parts = {id(tensor): cut(tensor) for tensor in self.control.values()}
@@ -269,7 +271,7 @@ class Client:
             added = {id(tensor): group.segments.share(tensor) for tensor in call.control.values()}         # some are for many places
             segments += [prediction, latent, timestep, *added.values()]
             control = {place: added[id(tensor)] for place, tensor in call.control.items()}
-            branches.append(messages.Branch(latent, timestep, name, prediction, control))
+            branches.append(messages.Branch(latent, timestep, name, prediction, control, call.operations))
             predictions.append(view)
         request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast,
                                                               **displaced),

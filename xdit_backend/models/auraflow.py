@@ -64,8 +64,10 @@ AURAFLOW = Family(
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep()},
     plan=ModelPlan(
         blocks=(BlockList("joint_transformer_blocks", "double_layers.", "num_mmdit_layers", returns=BOTH, image_share=0.5,
+                          patched="double",
                           streams={"hidden_states": "image", "encoder_hidden_states": "text"}),
-                BlockList("single_transformer_blocks", "single_layers.", "num_single_dit_layers", returns=(BOTH,))),
+                BlockList("single_transformer_blocks", "single_layers.", "num_single_dit_layers", returns=(BOTH,),
+                          patched="single")),
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, needs_text=True,
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)},
         once={"norm1.linear": "step", "norm1_context.linear": "step"}, once_outside={"context_embedder": "run"}),

@@ -62,8 +62,10 @@ FLUX = Family(
                "pooled_projections": _pooled, "guidance": given("guidance", where="guidance_embeds"),
                "img_ids": LATENT.positions, "txt_ids": text_positions},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5, control="input"),
-                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=("text", IMAGE), control="output")),
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5,
+                          control="input", patched="double"),
+                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=("text", IMAGE),
+                          control="output", patched="single")),
         streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}, attention={"attn": ALL},
         tokens={"image_rotary_emb": TokenArgument(0, ALL)}, exact={"time_text_embed": (("timestep", "guidance"), 1000.0)},
         once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"}, once_outside={"context_embedder": "run"}),

@@ -61,9 +61,11 @@ FLUX2 = Family(
                "guidance": given("guidance", where="guidance_embeds"), "img_ids": lambda asked: F.pad(LATENT.positions(asked), (0, 1)),
                "txt_ids": _text_positions},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5, control="input",
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5,
+                          control="input", patched="double",
                           streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}),
-                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=(ALL,), control="output")),
+                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=(ALL,),
+                          control="output", patched="single")),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
         once_outside={"context_embedder": "run"} | dict.fromkeys(
             ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"), "step")),

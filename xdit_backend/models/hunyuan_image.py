@@ -58,8 +58,9 @@ HUNYUAN_IMAGE = Family(
                "encoder_attention_mask": all_text, "encoder_hidden_states_2": given("txt_byt5", where="text_embed_2_dim"),
                "encoder_attention_mask_2": _all_glyphs},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input"),
-                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH, control="output")),
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input", patched="double"),
+                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH,
+                          control="output", patched="single")),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
         tokens={"image_rotary_emb": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},

@@ -67,8 +67,9 @@ HUNYUAN_VIDEO = Family(
                "encoder_attention_mask": all_text, "pooled_projections": given("y"),
                "guidance": given("guidance", times=1000, where="guidance_embeds")},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input"),
-                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH, control="output")),
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input", patched="double"),
+                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH,
+                          control="output", patched="single")),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
         tokens={"image_rotary_emb": TABLE, "freqs_cis": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"}, once_outside={"context_embedder": "step"}),

@@ -67,7 +67,8 @@ HUNYUAN_VIDEO15 = Family(
                "encoder_hidden_states_2": _given_or_none("txt_byt5", "text_embed_2_dim"),
                "image_embeds": _given_or_none("clip_fea", "image_embed_dim")},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input"),),
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5,
+                          control="input", patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
         tokens={"freqs_cis": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         once={"norm1.linear": "step", "norm1_context.linear": "step"},

@@ -67,7 +67,7 @@ LTX = Family(
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": _times, "encoder_attention_mask": text_mask,
                "video_coords": _coordinates},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", patched="double"),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TABLE, "temb": TABLE}, of_heads=("image_rotary_emb",),
         once={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"}),
     tiny=Tiny(

@@ -31,6 +31,7 @@ class BlockList:
     diffusers class that says how many blocks there are. returns: what a block returns, in order; each a stream, or a tuple
     of streams that are one tensor. image_share: the part of a block's parameters that an image token passes through.
     control: which list of what a ControlNet gives ComfyUI's model adds to the image after each block, "input" or "output".
+    patched: what ComfyUI's block patches call its blocks, where ComfyUI's model heeds them, "double" or "single".
     streams, attention, tokens, masks: as in ModelPlan, where this list's differ from the plan's. Where `streams` differ, the
     model's forward has merged or parted tensors in between.
     """
@@ -41,6 +42,7 @@ class BlockList:
     returns: tuple = ("image",)
     image_share: float = 1.0
     control: str | None = None
+    patched: str | None = None
     streams: dict[str, str | tuple[str, ...]] | None = None
     attention: dict[str, tuple[str, ...]] | None = None
     tokens: dict[str, TokenArgument | tuple[TokenArgument, ...]] | None = None

@@ -63,7 +63,8 @@ QWEN_IMAGE = Family(
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes, "places": LATENT.places, "at_zero": _at_zero},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_share=0.5, control="input"),),
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_share=0.5,
+                          control="input", patched="double"),),
         streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}, attention={"attn": ("text", *IMAGE)}, needs_text=True,
         tokens={"image_rotary_emb": (TABLE, TEXT), "modulate_index": TokenArgument(1, IMAGE)},
         masks={"encoder_hidden_states_mask": ("text",)}, positions={"pos_embed": Cut((TABLE, TEXT), whole_shapes)},

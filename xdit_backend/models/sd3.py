@@ -50,7 +50,8 @@ SD3 = Family(
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": given("y")},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_share=0.5, control="output"),),
+        blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_share=0.5,
+                          control="output", patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"},
         attention={"attn": ("image", "text"), "attn2": ("image",)}, positions={"pos_embed": embedded},
         once={"norm1.linear": "step", "norm1_context.linear": "step"}, once_outside={"context_embedder": "run"}),

@@ -107,7 +107,8 @@ WAN = Family(
     arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": given("context"),
                "encoder_hidden_states_image": given("clip_fea", where="image_dim")},
     plan=ModelPlan(
-        blocks=(BlockList("blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
+        blocks=(BlockList("blocks", "blocks.", patched="double"),),
+        streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
         tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
         once_outside={"condition_embedder.text_embedder": "run"}),
     tiny=Tiny(

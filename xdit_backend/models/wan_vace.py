@@ -90,7 +90,8 @@ WAN_VACE = dataclasses.replace(
     arguments={**{name: rule for name, rule in WAN.arguments.items() if name != "encoder_hidden_states_image"},
                "hidden_states": _latent, "vace_strength": _strength},
     plan=dataclasses.replace(WAN.plan, attention={"attn1": ("image",), "vace_attn1": ("image",)}, beside=("vace_blocks",),
-                             unsplit=("proj_in", "proj_out")),
+                             unsplit=("proj_in", "proj_out"),
+                             blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None),)),         # a block here is two of ComfyUI's
     width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
     tiny=Tiny(
         {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,

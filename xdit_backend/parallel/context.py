@@ -47,13 +47,14 @@ class ForwardContext:
     arrive: Callable | None = None         # () -> the message of the stage before, for stages after the first
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
     masks: dict = field(default_factory=dict)          # stream -> (B, T), which tokens may be attended to; hooks fill it
+    operations: dict = field(default_factory=dict)     # block, as ComfyUI's patches call it -> what it does instead, see messages.Branch
     control: dict = field(default_factory=dict)        # place (Family.control_shapes) -> what is added there, (B or 1, ...), host memory
 
     @property
     def is_plain(self):
         """Nothing to do: one rank runs the whole model on a whole latent."""
         return (self.mesh.sequence_degree == 1 and self.patch is None and self.key_values is None
-                and len(self.blocks) == self.num_blocks and not self.control)
+                and len(self.blocks) == self.num_blocks and not self.control and not self.operations)
 
     @property
     def opens(self):

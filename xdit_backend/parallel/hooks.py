@@ -162,7 +162,11 @@ class Hooks:
                 arguments[name] = None
         if place.index in self._skips:
             arguments["skip"] = now.skips[self._skips[place.index]]
-        output = forward(**arguments)
+        if now.operations.get(f"{list_.patched}_block.{place.number}") == "skip":
+            outputs = {streams: arguments[name] for name, streams in list_.streams.items()}
+            output = tuple(outputs[streams] for streams in list_.returns)
+        else:
+            output = forward(**arguments)
         if place.index in self._skips.values():
             now.skips[place.index] = output
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))

@@ -42,8 +42,11 @@ class RowHooks:
                 self._place(module, "group norm", functools.partial(self._hooked, "group_norm", self._group_norm, name, level))
             elif name.endswith(f".{plan.self_attention}"):
                 self._check_attention(name, module)
+                plain = module.forward
                 self._place(module, "self-attention", functools.partial(
                     self._hooked, "scaled_dot_product_attention", self._attention, name, level))
+                if name.startswith("mid_block."):
+                    module.forward = self._hook_values(plain, module.forward)
             elif name.endswith(tuple(f".{path}" for path in plan.of_text)):
                 self._place(module, "of text", functools.partial(self._once, name))
         self._place_control(model, plan.skips(model.config))
@@ -85,6 +88,16 @@ class RowHooks:
             start = end - len(block.resnets)
             block.forward = self._hook_skips(block.forward, [(f"output.{number}", skips[number][1]) for number in range(start, end)])
             end = start
+
+    def _hook_values(self, plain, forward):
+        """The self-attention of the middle, which may have to give its values. plain: its forward without hooks."""
+        @functools.wraps(forward)
+        def hooked(*args, **kwargs):
+            if self._now is None or self._now.operations.get("middle.0") != "values":
+                return forward(*args, **kwargs)
+            with replaced(F, scaled_dot_product_attention=lambda query, key, value, **options: value):
+                return plain(*args, **kwargs)
+        return hooked
 
     def _hook_control(self, forward, place, level):
         @functools.wraps(forward)

@@ -5,6 +5,7 @@ A message is checked where it is made and again where it arrives: STRICT says ho
 """
 
 import dataclasses
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -102,6 +103,8 @@ class Branch:
     conditioning: str              # name given by Conditioning
     prediction: Segment            # like latent
     control: dict[str, Segment] = dataclasses.field(default_factory=dict)  # what a ControlNet adds, by models.plan.Family.control_shapes
+    # block, as ComfyUI's patches call it -> what instead: it is passed by; its self-attention gives its values, whatever the queries
+    operations: dict[str, Literal["skip", "values"]] = dataclasses.field(default_factory=dict)
 
 
 # --- commands ---

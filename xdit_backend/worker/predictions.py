@@ -168,7 +168,7 @@ class Predictions:
         added = {place: map_segment(segment) for place, segment in branch.control.items()}
         control = {place: tensor[rows] if tensor.shape[0] == batch else tensor for place, tensor in added.items()}
         return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, exchange,
-                              control=control, **keeping)
+                              control=control, operations=branch.operations, **keeping)
 
     def _kept(self, loaded, conditioning):
         """The keys and values of a conditioning, made when they are first kept."""

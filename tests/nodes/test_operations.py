@@ -1,0 +1,96 @@
+"""What nodes replace inside a model and xDiT knows the meaning of: our MODEL draws what the native MODEL draws; the rest is refused."""
+
+import pytest
+
+from tests.model_nodes import model_nodes, run_node
+from tests.nodes.test_pipefusion import staged
+from tests.tiny_checkpoints import VARIANTS, families
+from tests.tolerances import close, relative_error
+
+TOLERANCE = 2e-5                           # relative, float32 on both sides
+EVERY_STEP = {"start_percent": 0.0, "end_percent": 1.0}
+SKIP = {"double_layers": "1, 7", "single_layers": "0", "scale": 2.0, "rescaling_scale": 0.3, **EVERY_STEP}
+SKIPPED = [kind for kind, family in families().items()
+           if kind not in VARIANTS and not family.by_rows and any(list_.patched for list_ in family.plan.blocks)]
+
+
+def compare(comfyui, kind, config, node, arguments, **sampled):
+    node = model_nodes(comfyui)[node]
+    changed = [run_node(node, {"model": model, **arguments})[0] for model in (comfyui.ours(kind, config), comfyui.native(kind))]
+
+    result, reference = (comfyui.sample(model, kind, steps=2, **sampled) for model in changed)
+
+    close(result, reference, TOLERANCE)
+    assert relative_error(reference, comfyui.sample(comfyui.native(kind), kind, steps=2, **sampled)) > 1e-3, "a node that changes nothing"
+
+
+@pytest.mark.parametrize("kind", [kind if kind == "sd3" else pytest.param(kind, marks=pytest.mark.slow) for kind in SKIPPED])
+def test_skipped_layers_equal_native_ksampler(comfyui, kind):
+    """One more layer than a model has is passed over, as ComfyUI does it."""
+    compare(comfyui, kind, comfyui.config("cpu,cpu", ring=2), "SkipLayerGuidanceDiT", SKIP)
+
+
+@pytest.mark.parametrize("node, kind, devices, degrees", [
+    ("PerturbedAttentionGuidance", "sd15", "cpu", {}), ("SkipLayerGuidanceDiTSimple", "sd3", "cpu,cpu", {"cfg": 2}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("SkipLayerGuidanceSD3", "sd3", "cpu,cpu", {"data": 2}), ("PerturbedAttentionGuidance", "sdxl", "cpu,cpu", {"cfg": 2}),
+        ("PerturbedAttentionGuidance", "sdxl", "cpu,cpu", {"displaced": 2, "warmup_steps": 9}),
+        ("SkipLayerGuidanceDiT", "sd3", "cpu,cpu", {"pipefusion": 2, "warmup_steps": 9}),
+        ("SkipLayerGuidanceDiT", "sd3", "cpu,cpu", {"displaced": 2, "warmup_steps": 9})))], ids=str)
+def test_layouts_equal_native_ksampler(comfyui, node, kind, devices, degrees):
+    arguments = {"PerturbedAttentionGuidance": {"scale": 3.0}, "SkipLayerGuidanceDiT": SKIP,
+                 "SkipLayerGuidanceSD3": {"layers": "0, 2", "scale": 2.0, **EVERY_STEP},
+                 "SkipLayerGuidanceDiTSimple": {"double_layers": "1", "single_layers": "", **EVERY_STEP}}[node]
+
+    compare(comfyui, kind, comfyui.config(devices, **degrees), node, arguments)
+
+
+def test_calls_with_skipped_layers_leave_the_patches_of_others_alone(comfyui):
+    """With stale keys and values: at scale 0 the calls are made, and nothing is added of them."""
+    slg = model_nodes(comfyui)["SkipLayerGuidanceDiT"]
+    post = []
+
+    def silent(model):
+        changed = run_node(slg, {"model": model, **SKIP})[0]
+        called, = changed.model_options.pop("sampler_post_cfg_function")
+        changed.set_model_sampler_post_cfg_function(lambda args: (post.append(called(args)), args["denoised"])[1])
+        return changed
+    plain = comfyui.sample(staged(comfyui, "sd3"), "sd3")
+
+    close(comfyui.sample(silent(staged(comfyui, "sd3")), "sd3"), plain, TOLERANCE)
+    assert len(post) == 3
+
+
+def skip_of(comfyui):
+    """The function with which ComfyUI's node passes a block by."""
+    node = model_nodes(comfyui)["SkipLayerGuidanceDiT"]
+    called, = run_node(node, {"model": comfyui.native("sd3"), **SKIP})[0].model_options["sampler_post_cfg_function"]
+    return next(cell.cell_contents for cell in called.__closure__ if getattr(cell.cell_contents, "__name__", "") == "skip")
+
+
+def test_a_block_that_is_passed_by_in_both_branches_equals_native_ksampler(comfyui):
+    """In one call of two branches, which go to the workers apart."""
+    models = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2)), comfyui.native("sd3").clone()
+    for model in models:
+        model.set_model_patch_replace(skip_of(comfyui), "dit", "double_block", 1)
+    result, reference = (comfyui.sample(model, "sd3") for model in models)
+
+    close(result, reference, TOLERANCE)
+    assert relative_error(reference, comfyui.reference("sd3")) > 1e-3
+
+
+def test_functions_that_are_not_known_are_refused_by_name(comfyui):
+    """Of another node; of a known name, and doing otherwise; for a place or a kind of model that ComfyUI's own would not heed."""
+    pag, skip, written = model_nodes(comfyui)["PerturbedAttentionGuidance"], skip_of(comfyui), {}
+    exec(compile("def skip(args, extra_args): return {}", skip.__code__.co_filename, "exec"), written)
+    other = written["skip"]
+    other.__qualname__ = skip.__qualname__
+    for kind, key, function, message in (("sd3", "double_block", lambda args, extra: args, "model patches such as IP-Adapter"),
+                                         ("sd3", "double_block", other, "model patches such as IP-Adapter"),
+                                         ("sd15", "double_block", skip, "SD 1.5 does not heed what a node replaces")):
+        model = comfyui.ours(kind, comfyui.config())
+        model.set_model_patch_replace(function, "dit", key, 1)
+        with pytest.raises(comfyui.errors.UnsupportedError, match=message):
+            comfyui.sample(model, kind, steps=1)
+    with pytest.raises(comfyui.errors.UnsupportedError, match="SD3 does not heed what a node replaces in this workflow .attn1."):
+        comfyui.sample(run_node(pag, {"model": comfyui.ours("sd3", comfyui.config()), "scale": 3.0})[0], "sd3", steps=1)
