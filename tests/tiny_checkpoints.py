@@ -5,6 +5,7 @@ XDIT_COMFYUI.
 """
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -19,7 +20,8 @@ SHORT = {"Flux.1": "flux", "Flux.2": "flux2", "PixArt-Sigma": "pixart", "SD 1.5"
 REFINER = {"num_res_blocks": [1, 1, 1, 1], "channel_mult": [1, 2, 2, 2], "transformer_depth": [0, 2, 2, 0], "transformer_depth_middle": 2,
            "transformer_depth_output": [0, 0, 2, 2, 2, 2, 0, 0], "context_dim": 1280, "adm_in_channels": 2560}
 VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}),
-            "sd35-large": ("sd3", {"qk_norm": "rms", "adm_in_channels": 2048}), "flux-schnell": ("flux", {"guidance_embed": False}),
+            "sd35-large": ("sd3", {"qk_norm": "rms", "adm_in_channels": 2048}), "sd35-text": ("sd3", {"context_processor_layers": 2}),
+            "flux-schnell": ("flux", {"guidance_embed": False}),
             "flux-fill": ("flux", {"in_channels": 96}), "flux-canny": ("flux", {"in_channels": 32}),
             "qwen-image-2511": ("qwen-image", {"default_ref_method": "index_timestep_zero"}),
             "hunyuanvideo-i2v": ("hunyuanvideo", {"in_channels": 33}), "hunyuanvideo-skyreels": ("hunyuanvideo", {"in_channels": 32}),
@@ -44,6 +46,10 @@ AUTOENCODER = {
     "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 2, 4, 4],
     "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
 }                                                              # decoder only: ComfyUI takes any `ch` there
+
+
+# What is in ComfyUI's classes: Anima's network for text, and the width of SD3's layers for text
+TEXT_WIDTH, ADAPTER = 96, {"source_dim": 64, "target_dim": 64, "model_dim": 96, "num_layers": 2}
 
 
 def fill(module, generator):
@@ -82,7 +88,12 @@ def transformer(kind, size="test"):
 
 def detect_thin():
     """ComfyUI's detection takes widths of the published models for granted; make it take those of the tiny ones."""
+    import comfy.ldm.anima.model
+    import comfy.ldm.modules.diffusionmodules.mmdit as mmdit
     import comfy.supported_models
+    comfy.ldm.anima.model.LLMAdapter = functools.partial(comfy.ldm.anima.model.LLMAdapter, **ADAPTER)
+    processor = mmdit.ContextProcessor
+    mmdit.ContextProcessor = lambda width, *arguments, **place: processor(TEXT_WIDTH, *arguments, **place)
     models = comfy.supported_models.models
     for kind, family in families().items():
         detected = getattr(comfy.supported_models, DETECTED.get(kind, family.tiny.detected) or "", None)

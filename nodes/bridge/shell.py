@@ -92,11 +92,21 @@ def load_shell(path, weight_dtype, config):
     base_model.remote = remote
     of_one_device = functools.partial(type(base_model).memory_required, itself)
     base_model.memory_required = functools.partial(remote.memory_required, of_one_device)
+    if "t5xxl_ids" in family.conditioning:
+        made = functools.partial(type(base_model).extra_conds, weakref.proxy(base_model))
+        base_model.extra_conds = functools.partial(_with_ids, made)
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
     patcher.size = weight_bytes                                # what ComfyUI is to make room for
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch), (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
         patcher.add_wrapper_with_key(kind, KEY, wrapper)
     return patcher
+
+
+def _with_ids(extra_conds, **arguments):
+    """What a BaseModel makes of conditioning. In inference mode ComfyUI's Anima prepares the text with weights, which the workers have;
+    else it hands tokens on to its model."""
+    with torch.inference_mode(False), torch.no_grad():
+        return extra_conds(**arguments)
 
 
 def _dtypes(weight_dtype, tensors, model_config, device, is_quantised):

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests.checkpoints.test_header import write_header
-from tests.models.zoo import CONFIGS, example
+from tests.models.zoo import FOLDERS, example
 from tests.tiny_checkpoints import VARIANTS, families
 from xdit_backend.checkpoints.header import read_header, recognise
 from xdit_backend.checkpoints.outline import outline
@@ -163,7 +163,7 @@ def test_a_folder_of_pixart_alpha_does_not_pass_for_sigma(folder_of):
         look_at(folder_of("PixArt-Sigma", _class_name="UNet2DConditionModel"))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_what_a_folder_says_of_parts_that_are_off_is_passed_over(folder_of, name):
     """Sizes differ from the tiny model's, so what is refused are tensors; of a setting nothing is said."""
     try:

@@ -4,7 +4,7 @@ import pytest
 import safetensors
 import torch
 
-from tests.models.zoo import CONFIGS, example
+from tests.models.zoo import FOLDERS, example
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.transformer import block_sizes, load_transformer
 
@@ -65,7 +65,7 @@ def check(path, names_read, own):
     assert read == sum(tensor.numel() for tensor in whole.parameters()) - sum(sizes) + sum(sizes[block] for block in own)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.parametrize("own", [range(0, 1), range(1, 3), range(3, 4)], ids=str)
 def test_a_stage_reads_its_own_blocks_of_a_diffusers_folder(tmp_path, names_read, name, own):
     example(name, torch.float32).model.save_pretrained(tmp_path / "transformer")

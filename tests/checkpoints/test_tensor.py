@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.models.zoo import CONFIGS, example
+from tests.models.zoo import FOLDERS, example
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.transformer import change_weights, held_bytes, load_transformer
 from xdit_backend.protocol.messages import Change, LowRank
@@ -38,7 +38,7 @@ def check(path, dtypes, degree=2):
     return held / sum(parameter.nbytes for parameter in parts.values())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_a_rank_reads_its_share_of_a_diffusers_folder(tmp_path, name):
     example(name, torch.float32).model.save_pretrained(tmp_path / "transformer")
 

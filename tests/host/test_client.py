@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.host.conftest import call_of, layout
-from tests.models.zoo import CONFIGS, example, matrix
+from tests.models.zoo import FOLDERS, example, matrix
 from tests.tolerances import within
 from xdit_backend.host.client import Client
 from xdit_backend.models import FAMILIES
@@ -21,7 +21,7 @@ def predict(client, spec, calls, num_channels=CHANNELS, **degrees):
 
 
 @pytest.mark.parametrize("name, degrees", matrix(
-    [name for name in CONFIGS if not FAMILIES[name].settings],                                 # which a folder does not say
+    [name for name in FOLDERS if not FAMILIES[name].settings],                                 # which a folder does not say
     [{"cfg": 2}, {"data": 2}, {"ulysses": 2}, {"ring": 2}], {"ulysses": 2}), ids=str)
 def test_predictions_equal_the_model(client, spec_of, name, degrees):
     """float64 in the workers; predictions come back in float32."""

@@ -68,11 +68,13 @@ HUNYUAN_DIT = Family(
 # All, but for those that need a newer diffusers than is installed.
 CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
            if not family.by_rows and not any(refusal.__name__ == "older_diffusers" and refusal({}) for refusal in family.refusals)}
+# Of them, those that a folder has whole: Anima's text is prepared by a part that has a folder of its own there.
+FOLDERS = [name for name in CONFIGS if name != "Anima"]
 # Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these with no more.
-BARE = [name for name, config in CONFIGS.items() if not FAMILIES[name].settings
+BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
 # Families whose plans are those of others again.
-ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict2", "CogVideoX 1.5")
+ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict2", "Anima", "CogVideoX 1.5")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.by_rows}
 VISION_TOKENS = 5
 # families of which parts of a latent may be at times of their own -> how many parts a latent has
@@ -136,6 +138,10 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
         elif name == "encoder_hidden_states_llama3":           # of each of its layers
             layers = max(config["llama_layers"]) + 1
             made[name] = torch.randn(batch, layers, VISION_TOKENS, config[width], generator=generator)
+        elif name == "t5xxl_ids":                              # fewer than its model pads the text to
+            made[name] = torch.randint(0, config["_conditioner"]["target_vocab_size"], (batch, 9), generator=generator)
+        elif name == "t5xxl_weights":
+            made[name] = 1 + 0.2 * torch.randn(batch, 9, 1, generator=generator)
         elif name == "ofs" and config.get("ofs_embed_dim"):
             made[name] = torch.tensor([2.0])
         elif name == "guidance":

@@ -85,6 +85,8 @@ class ComfyUI:
         options = {} if pooled is None else {"pooled_output": pooled}
         if "encoder_hidden_states_llama3" in made:
             options["conditioning_llama3"] = made["encoder_hidden_states_llama3"]
+        if "t5xxl_ids" in made:                                # the text encoder says them of one text
+            options |= {"t5xxl_ids": made["t5xxl_ids"][0, :7 + seed % 2], "t5xxl_weights": made["t5xxl_weights"][0, :7 + seed % 2, 0]}
         if "y" in families()[kind].ignored:                    # which ComfyUI asks for, and its model leaves out
             options["pooled_output"] = torch.zeros(1, 8)
         if families()[kind].name == "LTX-Video":               # its text encoder says which tokens are real

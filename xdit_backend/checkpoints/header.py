@@ -36,7 +36,7 @@ OTHERS = (
     (("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
      "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"))
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "")
 MAX_HEADER_BYTES = 100 * 2 ** 20
 
 

@@ -1,5 +1,6 @@
 """The families this project runs: a dict, one entry a file."""
 
+from .anima import ANIMA
 from .auraflow import AURAFLOW
 from .chroma import CHROMA
 from .cogvideox import COGVIDEOX
@@ -26,7 +27,7 @@ from .z_image import Z_IMAGE
 
 FAMILIES = {family.name: family for family in (
     SD3, FLUX, FLUX2, CHROMA, WAN, WAN_VACE, PIXART, PIXART_ALPHA, QWEN_IMAGE, Z_IMAGE, LUMINA2, HIDREAM, HUNYUAN_IMAGE, AURAFLOW,
-    HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, COSMOS, COGVIDEOX, COGVIDEOX15, SD15, SD2, SDXL)}
+    HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, COSMOS, ANIMA, COGVIDEOX, COGVIDEOX15, SD15, SD2, SDXL)}
 
 
 def supported(last="and"):

@@ -22,6 +22,10 @@ KEYS = table(
     (r"^x_embedder\.proj\.1\.", "patch_embed.proj."))
 
 
+def is_cosmos(shapes):
+    return has("blocks.0.mlp.layer1.weight", "blocks.0.adaln_modulation_self_attn.1.weight")(shapes)
+
+
 def _scale(shapes):
     """How much longer frames, rows and columns are than those that the positions were made for, as ComfyUI tells it."""
     width, pixels = shapes["x_embedder.proj.1.weight"]
@@ -45,9 +49,8 @@ def _amend(model, config):
 
 COSMOS = Family(
     name="Cosmos-Predict2", title="Cosmos-Predict2 text-to-image, image-to-video", transformer="CosmosTransformer3DModel",
-    recognise=has("blocks.0.mlp.layer1.weight", "blocks.0.adaln_modulation_self_attn.1.weight"),
-    refusals=(because("a part of it prepares the text (Anima), which xDiT does not run", has("llm_adapter.")),
-              because("it adds learned positions in every block", has("extra_pos_embedder."))),
+    recognise=lambda shapes: is_cosmos(shapes) and not has("llm_adapter.")(shapes),
+    refusals=(because("it adds learned positions in every block", has("extra_pos_embedder.")),),
     config=config_of(
         in_channels=lambda shapes: shapes["x_embedder.proj.1.weight"][1] // 4 - 1, out_channels=size("final_layer.linear.weight", 0, 4),
         num_attention_heads=size("x_embedder.proj.1.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE, num_layers=blocks("blocks."),

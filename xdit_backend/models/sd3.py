@@ -1,13 +1,29 @@
-"""Stable Diffusion 3 and 3.5: two streams, joint attention, image first."""
+"""Stable Diffusion 3 and 3.5: two streams, joint attention, image first. In variants, more layers see the text before."""
 
 import math
 
+import torch
+
 from ..protocol.errors import ConfigError
 from .describe import Whole, because, blocks, config_of, diffusers_converter, given, has, size, timestep
+from .keys import table
 from .plan import BlockList, Family, ModelPlan, Tiny
 from .positions import embedded
 
 LATENT = Whole((2, 2))
+OF_TEXT, NUM_TEXT_HEADS = "context_processor.", 8              # ComfyUI's, whatever the width
+
+KEYS = table(                                                  # of the layers that see the text alone
+    (r"^context_processor\.layers\.", OF_TEXT), (r"\.attn\.proj\.", ".attn1.to_out.0."),
+    (r"\.attn\.qkv\.", (".attn1.to_q.", ".attn1.to_k.", ".attn1.to_v."), (1, 1, 1)),
+    (r"\.mlp\.fc1\.", ".ff.net.0.proj."), (r"\.mlp\.fc2\.", ".ff.net.2."))
+CONVERT = diffusers_converter("convert_sd3_transformer_checkpoint_to_diffusers")
+
+
+def _convert(tensors, config):
+    of_text = {name: tensor for name, tensor in tensors.items() if name.startswith(OF_TEXT)}
+    return CONVERT({name: tensor for name, tensor in tensors.items() if name not in of_text}, config) | KEYS(of_text, config)
+
 
 def _latent(asked):
     height, width = asked.patch.whole if asked.patch else asked.latent.shape[2], asked.latent.shape[3]
@@ -19,9 +35,16 @@ def _latent(asked):
 
 
 def _amend(model, config):
-    """Positions are added in float32, whatever type they are held in."""
-    embed = model.pos_embed
-    crop = embed.cropped_pos_embed
+    """Positions are added in float32, whatever type they are held in. Layers for the text come before all else."""
+    from diffusers.models.attention import BasicTransformerBlock
+    embed, width = model.pos_embed, config["joint_attention_dim"]
+    crop, forward = embed.cropped_pos_embed, model.forward
+    layers = [BasicTransformerBlock(width, NUM_TEXT_HEADS, width // NUM_TEXT_HEADS, activation_fn="gelu-approximate", attention_bias=True,
+                                    norm_elementwise_affine=False, norm_eps=1e-6) for _ in range(config.get("_context_layers", 0))]
+    model.context_processor = torch.nn.Sequential(
+        *layers, *[torch.nn.LayerNorm(width, 1e-6, elementwise_affine=False) for _ in layers[:1]])
+    model.forward = lambda *, encoder_hidden_states, **inputs: forward(
+        encoder_hidden_states=model.context_processor(encoder_hidden_states), **inputs)
 
     def cropped(height, width):
         positions = crop(height, width)
@@ -32,9 +55,8 @@ def _amend(model, config):
 SD3 = Family(
     name="SD3", title="SD3, SD3.5", transformer="SD3Transformer2DModel",
     recognise=has("joint_blocks.0.context_block.attn.qkv.weight"),
-    refusals=(because("it has a context processor (SD3.5 variants with extra text layers)", has("context_processor.")),
-              because("it lacks the square table of positions (pos_embed) that published models have",
-                      lambda shapes: math.isqrt(shapes.get("pos_embed", (1, 2))[1]) ** 2 != shapes.get("pos_embed", (1, 2))[1])),
+    refusals=(because("it lacks the square table of positions (pos_embed) that published models have",
+                      lambda shapes: math.isqrt(shapes.get("pos_embed", (1, 2))[1]) ** 2 != shapes.get("pos_embed", (1, 2))[1]),),
     config=config_of(
         sample_size=128, patch_size=size("x_embedder.proj.weight", 2), in_channels=size("x_embedder.proj.weight", 1),
         out_channels=lambda shapes: shapes["final_layer.linear.weight"][0] // shapes["x_embedder.proj.weight"][2] ** 2,
@@ -43,8 +65,9 @@ SD3 = Family(
         pooled_projection_dim=size("y_embedder.mlp.0.weight", 1), pos_embed_max_size=lambda shapes: math.isqrt(shapes["pos_embed"][1]),
         qk_norm=lambda shapes: "rms_norm" if "joint_blocks.0.x_block.attn.ln_q.weight" in shapes else None,
         dual_attention_layers=lambda shapes: tuple(sorted(
-            int(name.split(".")[1]) for name in shapes if name.endswith("x_block.attn2.qkv.weight")))),
-    convert=diffusers_converter("convert_sd3_transformer_checkpoint_to_diffusers"), latent=LATENT, amend=_amend,
+            int(name.split(".")[1]) for name in shapes if name.endswith("x_block.attn2.qkv.weight"))),
+        _context_layers=blocks("context_processor.layers.")),
+    convert=_convert, latent=LATENT, amend=_amend,
     by_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
@@ -54,7 +77,7 @@ SD3 = Family(
                           control="output", patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"},
         attention={"attn": ("image", "text"), "attn2": ("image",)}, positions={"pos_embed": embedded},
-        once={"norm1.linear": "step", "norm1_context.linear": "step"}, once_outside={"context_embedder": "run"}),
+        once={"norm1.linear": "step", "norm1_context.linear": "step"}, once_outside={"context_embedder": "run", "context_processor": "run"}),
     tiny=Tiny(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 8,
          "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 24, "pooled_projection_dim": 16,

@@ -1,0 +1,59 @@
+"""Anima: Cosmos-Predict2's model, with a small network that makes its text of T5's tokens and of what Qwen3 says of them."""
+
+import dataclasses
+
+import torch.nn.functional as F
+
+from .cosmos import COSMOS, is_cosmos
+from .cosmos import KEYS as COSMOS_KEYS
+from .describe import because, config_of, given, has, needs_diffusers
+from .keys import table
+from .plan import Tiny
+
+ADAPTER, NUM_HEADS = "llm_adapter.", 16                        # of ComfyUI's, whatever its widths
+
+KEYS = table((r"^llm_adapter\.(?!rotary_emb\.)", "text_conditioner."), (r"^llm_adapter\.rotary_emb\.", None))
+
+
+def _conditioner(shapes):
+    """Arguments of diffusers' network for text."""
+    of = {name.removeprefix(ADAPTER): shape for name, shape in shapes.items() if name.startswith(ADAPTER)}
+    (vocabulary, target), width = of["embed.weight"], of["out_proj.weight"][1]
+    return {"source_dim": of["blocks.0.cross_attn.k_proj.weight"][1], "target_dim": target, "model_dim": width,
+            "num_layers": len({name.split(".")[1] for name in of if name.startswith("blocks.")}), "num_attention_heads": NUM_HEADS,
+            "target_vocab_size": vocabulary, "use_self_attention": "blocks.0.self_attn.q_proj.weight" in of}
+
+
+def _convert(tensors, config):
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(ADAPTER)}
+    return COSMOS_KEYS({name: tensor for name, tensor in tensors.items() if name not in own}, config) | KEYS(own, config)
+
+
+def _amend(model, config):
+    """The network is a part of the model, as in the file. What has no ids of T5 is text that is ready."""
+    from diffusers import AnimaTextConditioner
+    COSMOS.amend(model, config)
+    model.text_conditioner, forward = AnimaTextConditioner(**config["_conditioner"]), model.forward
+
+    def conditioned(*, encoder_hidden_states, ids, weights, **inputs):
+        if ids is not None:
+            encoder_hidden_states = model.text_conditioner(encoder_hidden_states, ids)
+            if weights is not None:                            # of the first tokens; what is padded after them is zero
+                padding = encoder_hidden_states.shape[1] - weights.shape[1]
+                encoder_hidden_states = encoder_hidden_states * F.pad(weights, (0, 0, 0, padding))
+        return forward(encoder_hidden_states=encoder_hidden_states, **inputs)
+    model.forward = conditioned
+
+
+TINY = COSMOS.tiny
+WIDTHS = {"source_dim": 24, "target_dim": 24, "model_dim": 32, "num_layers": 2, "num_attention_heads": 4, "target_vocab_size": 64}
+
+ANIMA = dataclasses.replace(
+    COSMOS, name="Anima", title="Anima", recognise=lambda shapes: is_cosmos(shapes) and has(ADAPTER)(shapes),
+    refusals=(because("it adds learned positions in every block", has("extra_pos_embedder.")), needs_diffusers("0.39")),
+    config=config_of(**COSMOS.config.rules, _conditioner=_conditioner),
+    convert=_convert, amend=_amend,
+    conditioning={"context": "text_embed_dim", "t5xxl_ids": None, "t5xxl_weights": None},
+    arguments=COSMOS.arguments | {"ids": given("t5xxl_ids"), "weights": given("t5xxl_weights")},
+    plan=dataclasses.replace(COSMOS.plan, once_outside={"text_conditioner": "run"}),
+    tiny=Tiny(TINY.config | {"_conditioner": WIDTHS}, "comfy.ldm.anima.model:Anima", TINY.arguments, detected="Anima"))
