@@ -78,6 +78,7 @@ def families():
 def transformer(kind, size="test"):
     """ComfyUI's model class of a family, small and random."""
     import comfy.ops
+    thin_parts()
     tiny = families()[kind].tiny
     base, changed = VARIANTS.get(kind, (kind, {}))
     arguments = tiny.arguments | changed | (DEMO.get(base, {}) if size == "demo" else {})
@@ -86,14 +87,20 @@ def transformer(kind, size="test"):
     return getattr(importlib.import_module(module), name)(**arguments, **place)
 
 
+def thin_parts():
+    """Have ComfyUI's classes make the parts thin whose widths they fix."""
+    import comfy.ldm.anima.model as anima
+    import comfy.ldm.modules.diffusionmodules.mmdit as mmdit
+    adapter, processor = anima.LLMAdapter, mmdit.ContextProcessor
+    if isinstance(adapter, type):                              # not done yet
+        anima.LLMAdapter = functools.partial(adapter, **ADAPTER)
+        mmdit.ContextProcessor = lambda width, *arguments, **place: processor(TEXT_WIDTH, *arguments, **place)
+
+
 def detect_thin():
     """ComfyUI's detection takes widths of the published models for granted; make it take those of the tiny ones."""
-    import comfy.ldm.anima.model
-    import comfy.ldm.modules.diffusionmodules.mmdit as mmdit
     import comfy.supported_models
-    comfy.ldm.anima.model.LLMAdapter = functools.partial(comfy.ldm.anima.model.LLMAdapter, **ADAPTER)
-    processor = mmdit.ContextProcessor
-    mmdit.ContextProcessor = lambda width, *arguments, **place: processor(TEXT_WIDTH, *arguments, **place)
+    thin_parts()
     models = comfy.supported_models.models
     for kind, family in families().items():
         detected = getattr(comfy.supported_models, DETECTED.get(kind, family.tiny.detected) or "", None)

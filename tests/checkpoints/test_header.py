@@ -122,6 +122,15 @@ def cosmos(width, num_blocks, in_channels=16):
                 "adaln_modulation_self_attn.1.weight": (256, width), "adaln_modulation_mlp.1.weight": (256, width)})}
 
 
+def kandinsky5(width, time, feed_forward, num_blocks, patch, head=64):
+    norm = {f"{attention}.key_norm.weight": (head,) for attention in ("self_attention", "cross_attention")}
+    return {"visual_embeddings.in_layer.weight": (width, patch), "visual_embeddings.in_layer.bias": (width,),
+            "text_embeddings.in_layer.weight": (width, 3584), "pooled_text_embeddings.in_layer.weight": (time, 768),
+            "time_embeddings.in_layer.weight": (time, width), "out_layer.out_layer.weight": (64, width),
+            **blocks("visual_transformer_blocks.", num_blocks, {"feed_forward.in_layer.weight": (feed_forward, width), **norm}),
+            **blocks("text_transformer_blocks.", 4 if head == 128 else 2, {"feed_forward.in_layer.weight": (feed_forward, width)})}
+
+
 ANIMA = {**cosmos(2048, 28), "llm_adapter.embed.weight": (32128, 1024), "llm_adapter.out_proj.weight": (1024, 1024),
          **blocks("llm_adapter.blocks.", 6, {"cross_attn.k_proj.weight": (1024, 1024), "self_attn.q_proj.weight": (1024, 1024)})}
 HUNYUAN_VIDEO_I2V = {**HUNYUAN_VIDEO, "img_in.proj.weight": (3072, 33, 1, 2, 2)}
@@ -221,6 +230,12 @@ PUBLISHED = {
         "num_layers": 28, "in_channels": 16, "rope_scale": (1.0, 4.0, 4.0), "text_embed_dim": 1024, "_conditioner": {
             "source_dim": 1024, "target_dim": 1024, "model_dim": 1024, "num_layers": 6, "num_attention_heads": 16,
             "target_vocab_size": 32128, "use_self_attention": True}}),
+    "kandinsky-5-lite": ("Kandinsky 5", kandinsky5(1792, 512, 7168, 32, 132), {
+        "in_visual_dim": 16, "visual_cond": True, "model_dim": 1792, "axes_dims": (16, 24, 24), "num_visual_blocks": 32,
+        "num_text_blocks": 2, "out_visual_dim": 16, "in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 512, "ff_dim": 7168}),
+    "kandinsky-5-pro": ("Kandinsky 5", kandinsky5(4096, 1024, 16384, 60, 132, 128), {"axes_dims": (32, 48, 48), "num_visual_blocks": 60}),
+    "kandinsky-5-image": ("Kandinsky 5 Image", kandinsky5(2560, 512, 10240, 50, 64, 128), {
+        "in_visual_dim": 16, "visual_cond": False, "axes_dims": (32, 48, 48), "out_visual_dim": 16}),
     "hunyuan-image-2.1": ("HunyuanImage", HUNYUAN_IMAGE, {
         "in_channels": 64, "out_channels": 64, "num_attention_heads": 28, "num_layers": 20, "num_single_layers": 40, "patch_size": [1, 1],
         "num_refiner_layers": 2, "text_embed_dim": 3584, "text_embed_2_dim": 1472}),

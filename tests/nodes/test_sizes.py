@@ -24,7 +24,8 @@ LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "ring2":
 SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3, 16, 25, 33, 48), "wan": (2, 7, 12, 13, 16),
          "hunyuanvideo": (4, 8, 12, 16, 20), "ltx": (1, 3, 5, 8, 11)}
 # ComfyUI's modules take no odd sides
-EVEN = ("pixart", "pixart-alpha", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace")
+EVEN = ("pixart", "pixart-alpha", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace",
+        "kandinsky-5", "kandinsky-5-image")
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 
 
@@ -128,7 +129,8 @@ def test_flux_without_guidance_or_with_other_pooled_text_equals_comfyuis_own_mod
     close(result, want, TOLERANCE)
 
 
-@pytest.mark.parametrize("kind, size", [("hunyuanvideo", (1, 6, 7)), ("pixart", (35, 40)), ("pixart", (30, 34))])
+@pytest.mark.parametrize("kind, size", [("hunyuanvideo", (1, 6, 7)), ("kandinsky-5-image", (6, 7)),
+                                        ("pixart", (35, 40)), ("pixart", (30, 34))])
 def test_sizes_that_comfyuis_module_fails_at_are_refused(comfyui, kind, size):
     family, config = families()[kind], comfyui.transformer_config(kind)
     given = conditioning_of(family, config, torch.Generator(), {"context": 20})

@@ -13,7 +13,7 @@ TOLERANCE, STALE = 2e-5, 1e-5              # relative, float32
 LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "cfg2": ("cpu,cpu", {"cfg": 2}),
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2, "num_patches": 3, "warmup_steps": 100})}
 SIZES = {"wide": (96, 48), "odd": (56, 72), "tall": (40, 104)}                 # pixels, width and height
-SCALES = {"ltx": 4, "hunyuanvideo": 2, "wan-vace": 2}     # of families whose latents are smaller, or of even sides only
+SCALES = {"ltx": 4, "hunyuanvideo": 2, "wan-vace": 2, "kandinsky": 2}     # of families whose latents are smaller, or of even sides only
 
 
 def picture(seed, width, height, frames=1):
@@ -79,6 +79,10 @@ def hunyuan_concat(vae, size):
     return "HunyuanImageToVideo", {"vae": vae, "start_image": picture(3, *size), "guidance_type": "v1 (concat)"}
 
 
+def kandinsky_start(vae, size):
+    return "Kandinsky5ImageToVideo", {"vae": vae, "start_image": picture(3, *size)}
+
+
 def hunyuan15_start(vae, size):
     return "HunyuanVideo15ImageToVideo", {"vae": vae, "start_image": picture(3, *size), "clip_vision_output": clip_vision(4, width=1152)}
 
@@ -116,6 +120,7 @@ CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start), "wan-i2v-blind": ("wan-i2
          "hunyuan-skyreels": ("hunyuanvideo-skyreels", "vae-hunyuan", hunyuan_concat),
          "hunyuan15-i2v": ("hunyuanvideo-1.5", "picture", hunyuan15_start),
          "hunyuan15-text": ("hunyuanvideo-1.5", "picture", hunyuan15_nothing),
+         "kandinsky-i2v": ("kandinsky-5", "vae-hunyuan", kandinsky_start),
          "cosmos-i2v": ("cosmos-predict2-video", "vae-wan", cosmos_start), "cosmos-text": ("cosmos-predict2", "vae-wan", cosmos_start),
          "ltx-i2v": ("ltx-video", "vae-ltx095", ltx_start), "ltx-rate": ("ltx-video", "vae-ltx095", ltx_frame_rate),
          "ltx-guide": ("ltx-video", "vae-ltx095", ltx_guide), "ltx-causal": ("ltx-video-causal", "vae-ltx095", ltx_start)}

@@ -22,7 +22,6 @@ OTHERS = (
     ((".lora_", ".lora.", "_lora."), "a LoRA: load it with a LoRA node"),
     (("control_model.", "controlnet_", "zero_convs."), "a ControlNet"),
     ((".t5_yproj.",), "a Mochi model, whose tokens of text are narrower than those of its video, and which xDiT does not run"),
-    ((".visual_transformer_blocks.",), "a Kandinsky 5 model, of which diffusers computes parts in half precision that ComfyUI does not"),
     ((".ref_image_refiner.",), "an OmniGen 2 model, for which diffusers has no transformer"),
     ((".t_embedder1.",), "a HiDream-O1 model, for which diffusers has no transformer"),
     ((".blocks.block0.",), "a Cosmos 1 model; Cosmos-Predict2 models work"), ((".mlp_t5.",), "a HunyuanDiT model, which xDiT does not run"),

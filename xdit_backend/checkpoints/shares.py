@@ -15,14 +15,17 @@ from ..protocol.errors import UnsupportedError
 # Linears of a block, by their paths in it. The outputs of "columns" are split, the inputs of "rows", whose results are added up; of
 # "gathered", which see no tokens but a time or a pooled text, the outputs are split and put together again, for their weights' sake.
 LAYERS = (
-    (r"^attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj)$|^attention\.to_[qkv]$", "columns"),
-    (r"^attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^attention\.to_out\.0$", "rows"),
-    (r"^proj_mlp$|^\w+\.net\.0\.proj$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$", "columns"),
-    (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$", "rows"),
-    (r"^(norm\w*\.linear(_[12])?|\w+_mod\.1|adaLN_modulation\.\d+)$", "gathered"))
+    (r"^attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj)$|^attention\.to_[qkv]$|^\w+_attention\.to_(query|key|value)$",
+     "columns"),
+    (r"^attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^attention\.to_out\.0$|^\w+_attention\.out_layer$", "rows"),
+    (r"^proj_mlp$|^\w+\.net\.0\.proj$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$|^feed_forward\.in_layer$",
+     "columns"),
+    (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$|^feed_forward\.out_layer$",
+     "rows"),
+    (r"^(norm\w*\.linear(_[12])?|\w+_mod\.1|\w+_modulation\.out_layer|adaLN_modulation\.\d+)$", "gathered"))
 AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}     # what has the one's outputs as inputs, or their halves multiplied
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t", "k_rms_norm_t")
-PER_RANK = ("heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")        # of attention modules, by what they reshape
+PER_RANK = ("heads", "num_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")        # of attention modules, by what they reshape
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,10 @@ def _block_splits(block, plan):
             if module.bias is not None:
                 splits[f"{path}.bias"] = Split("first") if how == "rows" else Split(how, 0, parts)
         elif is_attention(module):
-            size = getattr(module, "head_dim", None) or module.to_q.out_features // module.heads
             for name in HEAD_NORMS:
                 norm = getattr(module, name, None)
                 weight = getattr(norm, "weight", None)
+                size = weight is not None and (getattr(module, "head_dim", None) or module.to_q.out_features // module.heads)
                 if weight is not None and weight.shape[0] > size:
                     if "RMSNorm" not in type(norm).__name__:
                         raise _unknown(block, f"{path}.{name}")
@@ -94,7 +97,7 @@ def _block_splits(block, plan):
 
 
 def is_attention(module):
-    return hasattr(module, "heads") and hasattr(module, "processor")
+    return (hasattr(module, "heads") or hasattr(module, "num_heads")) and hasattr(module, "processor")
 
 
 def _how(block, path):

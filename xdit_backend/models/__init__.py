@@ -12,6 +12,8 @@ from .hidream import HIDREAM
 from .hunyuan_image import HUNYUAN_IMAGE
 from .hunyuan_video import HUNYUAN_VIDEO
 from .hunyuan_video15 import HUNYUAN_VIDEO15
+from .kandinsky5 import KANDINSKY5
+from .kandinsky5_image import KANDINSKY5_IMAGE
 from .ltx import LTX
 from .lumina2 import LUMINA2
 from .pixart import PIXART
@@ -27,7 +29,8 @@ from .z_image import Z_IMAGE
 
 FAMILIES = {family.name: family for family in (
     SD3, FLUX, FLUX2, CHROMA, WAN, WAN_VACE, PIXART, PIXART_ALPHA, QWEN_IMAGE, Z_IMAGE, LUMINA2, HIDREAM, HUNYUAN_IMAGE, AURAFLOW,
-    HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, COSMOS, ANIMA, COGVIDEOX, COGVIDEOX15, SD15, SD2, SDXL)}
+    HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, COSMOS, ANIMA, KANDINSKY5, KANDINSKY5_IMAGE,
+    COGVIDEOX, COGVIDEOX15, SD15, SD2, SDXL)}
 
 
 def supported(last="and"):

@@ -161,9 +161,9 @@ class Family:
     do not fit in, so that it is not computed in them.
     settings: what ComfyUI's model heeds of a file's metadata -> the values that are run, first what holds where it says none; the config
     has them under "_" and the name. beyond(arguments): what ComfyUI's arguments ask of its model that ours does not do; or None.
-    num_heads, num_key_heads, width, num_channels: of the attention (None: a U-Net, whose tokens nothing shares out; as many: None), of a
-    token, of a prediction; functions of config. pixels: frames, rows and columns of the picture that a latent's pixel stands for,
-    likewise. cfg: what the table says of it.
+    num_heads, num_key_heads, width, num_channels, in_channels: of the attention (None: a U-Net, whose tokens nothing shares out; as many:
+    None), of a token, of a prediction, of what the class takes; functions of config. pixels: frames, rows and columns of the picture that a
+    latent's pixel stands for, likewise. cfg: what the table says of it.
     """
 
     name: str
@@ -197,11 +197,12 @@ class Family:
     num_key_heads: Callable = lambda config: None
     width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     num_channels: Callable = lambda config: config.get("out_channels") or config["in_channels"]
+    in_channels: Callable = lambda config: config["in_channels"]
     pixels: Callable = lambda config: (1, 8, 8)
 
     def taken_channels(self, config):
         """Channels of what ComfyUI hands to its model: those of the latent, and of pictures that it adds to them."""
-        return self.latent.channels(config["in_channels"])
+        return self.latent.channels(self.in_channels(config))
 
     def refuse(self, shapes, beside=()):
         """Why a file of this family cannot be run; None where it can. beside: names of what else is in it."""

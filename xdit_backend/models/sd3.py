@@ -53,8 +53,7 @@ def _amend(model, config):
 
 
 SD3 = Family(
-    name="SD3", title="SD3, SD3.5", transformer="SD3Transformer2DModel",
-    recognise=has("joint_blocks.0.context_block.attn.qkv.weight"),
+    name="SD3", title="SD3, SD3.5", transformer="SD3Transformer2DModel", recognise=has("joint_blocks.0.context_block.attn.qkv.weight"),
     refusals=(because("it lacks the square table of positions (pos_embed) that published models have",
                       lambda shapes: math.isqrt(shapes.get("pos_embed", (1, 2))[1]) ** 2 != shapes.get("pos_embed", (1, 2))[1]),),
     config=config_of(
@@ -67,8 +66,7 @@ SD3 = Family(
         dual_attention_layers=lambda shapes: tuple(sorted(
             int(name.split(".")[1]) for name in shapes if name.endswith("x_block.attn2.qkv.weight"))),
         _context_layers=blocks("context_processor.layers.")),
-    convert=_convert, latent=LATENT, amend=_amend,
-    by_tensors=("sample_size",),
+    convert=_convert, latent=LATENT, amend=_amend, by_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": given("y")},
@@ -77,7 +75,8 @@ SD3 = Family(
                           control="output", patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"},
         attention={"attn": ("image", "text"), "attn2": ("image",)}, positions={"pos_embed": embedded},
-        once={"norm1.linear": "step", "norm1_context.linear": "step"}, once_outside={"context_embedder": "run", "context_processor": "run"}),
+        once={"norm1.linear": "step", "norm1_context.linear": "step"},
+        once_outside={"context_embedder": "run", "context_processor": "run"}),
     tiny=Tiny(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 8,
          "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 24, "pooled_projection_dim": 16,

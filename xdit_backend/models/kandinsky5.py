@@ -1,0 +1,143 @@
+"""Kandinsky 5 for videos: one stream over frames, rows and columns; text by cross-attention, after blocks of its own; rotary positions.
+
+Given first frames take the places of the latent's.
+"""
+
+import torch
+
+from ..protocol.errors import ConfigError
+from .describe import Whole, blocks, config_of, given, has, needs_diffusers, size, timestep, type_of_arithmetic
+from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+
+LATENT, TABLE = Whole((1, 2, 2)), TokenArgument(1, ("image",))
+AXES = {64: (16, 24, 24), 128: (32, 48, 48)}                   # of a head: frames, rows and columns
+PRO_WIDTH, PICTURE_WIDTH, MANY_PIXELS = 4096, 2560, 14080      # ComfyUI tells models by their widths
+
+
+def is_kandinsky5(shapes):
+    return has("visual_transformer_blocks.0.cross_attention.key_norm.weight", "visual_embeddings.in_layer.weight")(shapes)
+
+
+def head_axes(shapes):
+    return AXES[shapes["visual_transformer_blocks.0.self_attention.key_norm.weight"][0]]
+
+
+def check_sides(asked):
+    """Refuse what ComfyUI's model fails at."""
+    if any(side % 2 for side in asked.latent.shape[-2:]):
+        raise ConfigError(f"Kandinsky 5 takes latents of even sides, and this one is of {asked.latent.shape[-2]} x "
+                          f"{asked.latent.shape[-1]}. Use a width and a height that are multiples of 16 pixels.")
+
+
+def _latent(asked):
+    check_sides(asked)
+    first = asked.conditioning.get("time_dim_replace")
+    if first is None:
+        return LATENT(asked)
+    latent = asked.latent.clone()
+    if asked.patch is not None:
+        dim, start = asked.patch.dim, min(asked.patch.start, first.shape[asked.patch.dim])
+        first = first.narrow(dim, start, min(latent.shape[dim], first.shape[dim] - start))
+    if first.shape[3:] != latent.shape[3:]:
+        raise ConfigError(f"The given frames are a latent of {tuple(first.shape[3:])} rows and columns, and the latent has "
+                          f"{tuple(latent.shape[3:])}. Use the latent that Kandinsky5ImageToVideo gives.")
+    latent[:, :first.shape[1], :first.shape[2]] = first
+    return latent
+
+
+def _places(asked):
+    """Frames, rows and columns of the tokens, drawn together as the size of the latent asks for."""
+    counts, starts, apart = LATENT.counts(asked.latent.shape), [0, 0, 0], [1.0, 2.0, 2.0]
+    rows, columns = asked.latent.shape[3:]
+    if asked.patch is not None:
+        starts[asked.patch.dim - 2] = asked.patch.start // LATENT.patch[asked.patch.dim - 2]
+        rows = asked.patch.whole if asked.patch.dim == 3 else rows
+    if asked.config["model_dim"] == PRO_WIDTH and rows * columns >= MANY_PIXELS:
+        apart = [1.0, 3.16, 3.16]
+    if asked.config["model_dim"] == PICTURE_WIDTH:
+        apart = [1.0, 1.0, 1.0]
+    return [(start + torch.arange(count, device=asked.latent.device)) / scale for start, count, scale in zip(starts, counts, apart)]
+
+
+def text_places(asked):
+    return torch.arange(asked.conditioning["context"].shape[1], device=asked.latent.device)
+
+
+def _sines(places, size):
+    """(..., size / 2) angles of places (...)."""
+    return places[..., None] / 10000.0 ** (torch.arange(0, size, 2, dtype=torch.float64, device=places.device) / size)
+
+
+def _rotations(angles):
+    """(..., A) -> (..., 1, A, 2, 2), as diffusers' rotary tables."""
+    cos, sin = angles.cos().float(), angles.sin().float()
+    return torch.stack([cos, -sin, sin, cos], -1).unflatten(-1, (2, 2)).unsqueeze(-4)
+
+
+def _rotate_exactly(attention):
+    """Queries and keys are rotated in float32, after their norms; diffusers rounds them to bfloat16."""
+    forward, table = attention.forward, []
+
+    def rotated(norm):
+        normed = norm.forward
+
+        def both(heads):
+            heads = normed(heads)
+            return (table[0] * heads.unflatten(-1, (-1, 1, 2))).sum(-1).flatten(-2) if table else heads
+        norm.forward = both
+
+    def attend(hidden_states, encoder_hidden_states=None, sparse_params=None, rotary_emb=None):
+        table[:] = [] if rotary_emb is None else [rotary_emb]
+        return forward(hidden_states, encoder_hidden_states, sparse_params)
+    attention.forward = attend
+    rotated(attention.query_norm)
+    rotated(attention.key_norm)
+
+
+def _amend(model, config):
+    """Rotations, positions without end, the type of the time's sines, and that of weights are ComfyUI's; so are channels before frames."""
+    axes, forward, dtype = config["axes_dims"], model.forward, type_of_arithmetic(model)
+    model._keep_in_fp32_modules = []
+    for block in (*model.text_transformer_blocks, *model.visual_transformer_blocks):
+        _rotate_exactly(block.self_attention)
+    model.time_embeddings.in_layer.register_forward_pre_hook(lambda module, sines: sines[0].to(dtype()))
+    model.text_rope_embeddings.forward = lambda places: _rotations(_sines(places, sum(axes)))
+
+    def of_video(shape, places, scale):
+        angles = [_sines(each, size).view(*(-1 if axis == own else 1 for own in range(3)), size // 2).expand(*shape[1:], -1)
+                  for axis, (each, size) in enumerate(zip(places, axes))]
+        return _rotations(torch.cat(angles, -1))[None]
+    model.visual_rope_embeddings.forward = of_video
+    model.forward = lambda *, hidden_states, **inputs: (forward(hidden_states=hidden_states.movedim(1, -1), **inputs).movedim(-1, 1),)
+
+
+KANDINSKY5 = Family(
+    name="Kandinsky 5", title="Kandinsky 5 text- and image-to-video", transformer="Kandinsky5Transformer3DModel",
+    recognise=lambda shapes: is_kandinsky5(shapes) and shapes["visual_embeddings.in_layer.weight"][1] != 64,
+    refusals=(needs_diffusers("0.36"),),
+    config=config_of(
+        in_visual_dim=lambda shapes: (shapes["visual_embeddings.in_layer.weight"][1] // 4 - 1) // 2, visual_cond=True,
+        out_visual_dim=size("out_layer.out_layer.weight", 0, 4), in_text_dim=size("text_embeddings.in_layer.weight", 1),
+        in_text_dim2=size("pooled_text_embeddings.in_layer.weight", 1), time_dim=size("time_embeddings.in_layer.weight", 0),
+        patch_size=(1, 2, 2), model_dim=size("visual_embeddings.in_layer.weight", 0), axes_dims=head_axes,
+        ff_dim=size("visual_transformer_blocks.0.feed_forward.in_layer.weight", 0),
+        num_text_blocks=blocks("text_transformer_blocks."), num_visual_blocks=blocks("visual_transformer_blocks.")),
+    convert=lambda tensors, config: dict(tensors), latent=LATENT, amend=_amend, pixels=lambda config: (4, 8, 8),
+    conditioning={"context": "in_text_dim", "y": "in_text_dim2", "time_dim_replace": None}, ignored=("attention_mask", "denoise_mask"),
+    arguments={"hidden_states": _latent, "encoder_hidden_states": given("context"), "timestep": timestep(),
+               "pooled_projections": given("y"), "visual_rope_pos": _places, "text_rope_pos": text_places},
+    plan=ModelPlan(
+        blocks=(BlockList("visual_transformer_blocks", "visual_transformer_blocks.", "num_visual_blocks"),),
+        streams={"visual_embed": "image"}, attention={"self_attention": ("image",)}, tokens={"rope": TABLE},
+        once={"visual_modulation": "step", "cross_attention.to_key": "step", "cross_attention.to_value": "step"},
+        once_outside={"text_embeddings": "run", "pooled_text_embeddings": "run", "text_transformer_blocks": "step"}),
+    num_heads=lambda config: config["model_dim"] // sum(config["axes_dims"]), width=lambda config: config["model_dim"],
+    num_channels=lambda config: config["out_visual_dim"],
+    in_channels=lambda config: config["in_visual_dim"] * 2 + 1 if config["visual_cond"] else config["in_visual_dim"],
+    tiny=Tiny(
+        {"in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 24, "in_text_dim2": 12, "time_dim": 20, "model_dim": 64, "ff_dim": 48,
+         "num_text_blocks": 1, "num_visual_blocks": 4, "axes_dims": (4, 6, 6), "visual_cond": True},
+        "comfy.ldm.kandinsky5.model:Kandinsky5",
+        {"in_visual_dim": 16, "out_visual_dim": 16, "in_text_dim": 48, "in_text_dim2": 20, "time_dim": 32, "model_dim": 256, "ff_dim": 96,
+         "visual_embed_dim": 132, "num_text_blocks": 1, "num_visual_blocks": 3}, detected="Kandinsky5"),
+)

@@ -1,0 +1,40 @@
+"""Kandinsky 5 for pictures: the model for videos, with a latent that has no frames."""
+
+import dataclasses
+
+import torch
+
+from .describe import Whole, config_of, size
+from .kandinsky5 import KANDINSKY5, check_sides, is_kandinsky5
+from .plan import Tiny
+
+LATENT = Whole((2, 2))
+
+
+def _latent(asked):
+    check_sides(asked)
+    return LATENT(asked)
+
+
+def _places(asked):
+    """Of one frame; rows and columns of the tokens."""
+    rows, columns = (torch.arange(float(count), device=asked.latent.device) for count in LATENT.counts(asked.latent.shape))
+    return [rows.new_zeros(1), rows + (asked.patch.start // 2 if asked.patch is not None else 0), columns]
+
+
+def _amend(model, config):
+    KANDINSKY5.amend(model, config)
+    forward = model.forward
+    model.forward = lambda *, hidden_states, **inputs: (forward(hidden_states=hidden_states.unsqueeze(2), **inputs)[0].squeeze(2),)
+
+
+TINY = KANDINSKY5.tiny
+
+KANDINSKY5_IMAGE = dataclasses.replace(
+    KANDINSKY5, name="Kandinsky 5 Image", title="Kandinsky 5 Image",
+    recognise=lambda shapes: is_kandinsky5(shapes) and shapes["visual_embeddings.in_layer.weight"][1] == 64,
+    config=config_of(**KANDINSKY5.config.rules | {"in_visual_dim": size("visual_embeddings.in_layer.weight", 1, 4), "visual_cond": False}),
+    latent=LATENT, amend=_amend, pixels=lambda config: (1, 8, 8), conditioning={"context": "in_text_dim", "y": "in_text_dim2"},
+    arguments=KANDINSKY5.arguments | {"hidden_states": _latent, "visual_rope_pos": _places},
+    tiny=Tiny(TINY.config | {"visual_cond": False}, TINY.native,
+              TINY.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)}, detected="Kandinsky5Image"))
