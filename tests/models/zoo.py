@@ -77,9 +77,9 @@ BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMI
 ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict2", "Anima", "CogVideoX 1.5")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.by_rows}
 VISION_TOKENS = 5
-# families of which parts of a latent may be at times of their own -> how many parts a latent has
+# families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a given frame
 APART = {"Wan": lambda family, shape: shape[2], "Cosmos-Predict2": lambda family, shape: shape[2],
-         "LTX-Video": lambda family, shape: family.latent.num_tokens(shape)}
+         "LTX-Video": lambda family, shape: family.latent.num_tokens(shape), "HunyuanVideo": None}
 TEXT_LENGTHS = {"HunyuanDiT": {"context": 5, "t5": 6}}
 
 
@@ -111,7 +111,9 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         kept = torch.arange(num_text_tokens) < torch.arange(2, 2 + 2 * batch, 2)[:, None]
         conditioning["attention_mask"] = kept.long()
     times = torch.ones(batch, dtype=dtype)
-    if apart:
+    if apart and APART[name] is None:
+        conditioning["guiding_frame_index"] = torch.zeros(batch)
+    elif apart:
         times = torch.rand(batch, APART[name](family, latent.shape), generator=generator).to(dtype)
     return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})

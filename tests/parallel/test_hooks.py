@@ -122,6 +122,12 @@ def mask_of_the_rank_before():
         else split(self, *arguments)
 
 
+def marks_of_the_first_shard():
+    take = Tokens.take
+    Tokens.take = lambda self, tensor, dim, streams: take(
+        dataclasses.replace(self, shard=0) if tensor.dtype == torch.bool else self, tensor, dim, streams)
+
+
 def references_of_the_first_shard():
     take = Tokens.take
     Tokens.take = lambda self, tensor, dim, streams: take(
@@ -146,7 +152,7 @@ def heads_back_in_reverse():
 
 
 MUTANTS = {function.__name__: function for function in (
-    masks_are_forgotten, mask_of_the_rank_before, references_of_the_first_shard,
+    masks_are_forgotten, mask_of_the_rank_before, marks_of_the_first_shard, references_of_the_first_shard,
     keys_of_another_group, text_after_the_image, own_keys_only, merge_by_mean,
     rotary_tables_of_the_first_shard, heads_back_in_reverse)}
 
@@ -154,11 +160,11 @@ MUTANTS = {function.__name__: function for function in (
 @pytest.mark.parametrize("mutant, name, layout", [
     ("own_keys_only", "SD3", "ring2"), ("merge_by_mean", "PixArt-Sigma", "ring2"),
     ("masks_are_forgotten", "Qwen-Image", "ulysses2"), ("mask_of_the_rank_before", "Qwen-Image", "ring2"),
-    ("references_of_the_first_shard", "Flux.1", "ulysses2"),
+    ("marks_of_the_first_shard", "HunyuanVideo", "ring2"), ("references_of_the_first_shard", "Flux.1", "ulysses2"),
     ("keys_of_another_group", "Lumina 2", "ulysses2"), ("text_after_the_image", "Lumina 2", "ring2"),
     ("rotary_tables_of_the_first_shard", "Flux.1", "ring2"), ("heads_back_in_reverse", "Wan", "ulysses2")])
 def test_exactness_notices_a_broken_method(mutant, name, layout):
-    shape = MASKED if "mask" in mutant else REFERENCES[0] if "references" in mutant else SHAPES["even"]
+    shape = MASKED if "mask" in mutant else REFERENCES[0] if "references" in mutant else SHAPES["even"] | {"apart": "marks" in mutant}
 
     results = run_ranks(difference, 2, name, LAYOUTS[layout], [shape], mutant)
 

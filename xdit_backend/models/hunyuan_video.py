@@ -2,11 +2,13 @@
 
 from ..protocol.errors import ConfigError
 from .describe import Whole, all_text, blocks, config_of, given, has, size, timestep
+from .given_frame import place_given_frame
 from .keys import SWAPPED, table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 from .positions import Cut
 
 LATENT, BOTH, TABLE = Whole((1, 2, 2)), ("image", "text"), TokenArgument(0, ("image",))
+TABLES = (TABLE,) * 4 + (TokenArgument(0, ("text",)),)         # sines, and which tokens are a given frame's
 
 KEYS = table(                                                  # the publisher's names and ComfyUI's
     (r"(_in|_embedder)\.(?:mlp\.0|in_layer|linear_1)\.", r"\1.linear_1."),
@@ -39,8 +41,14 @@ def _latent(asked):
     return LATENT(asked)
 
 
+def _given_tokens(asked):
+    """Tokens of the first frame in this latent or patch."""
+    after_it = asked.patch is not None and asked.patch.dim == 2 and asked.patch.start > 0
+    return 0 if after_it else LATENT.num_tokens((1, 1, 1, *asked.latent.shape[3:]))
+
+
 def _amend(model, config):
-    """A model that takes guidance does without where a workflow disables it, as ComfyUI's does."""
+    """A model that takes guidance does without where a workflow disables it, as ComfyUI's does; a given frame is another time's."""
     embed = model.time_text_embed
     forward = embed.forward
 
@@ -49,6 +57,7 @@ def _amend(model, config):
             return forward(timestep, text, guidance)
         return embed.timestep_embedder(embed.time_proj(timestep).to(text.dtype)) + embed.text_embedder(text), None
     embed.forward = embedded
+    place_given_frame(model)
 
 
 HUNYUAN_VIDEO = Family(
@@ -62,16 +71,17 @@ HUNYUAN_VIDEO = Family(
         pooled_projection_dim=lambda shapes: shapes.get("vector_in.in_layer.weight", shapes.get("vector_in.mlp.0.weight"))[1]),
     convert=KEYS, latent=LATENT, amend=_amend,
     pixels=lambda config: (4, 8, 8),
-    conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None},
+    conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None, "guiding_frame_index": None},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "encoder_attention_mask": all_text, "pooled_projections": given("y"),
-               "guidance": given("guidance", times=1000, where="guidance_embeds")},
+               "guidance": given("guidance", times=1000, where="guidance_embeds"), "given_time": given("guiding_frame_index"),
+               "given_tokens": _given_tokens},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input", patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH,
                           control="output", patched="single")),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
-        tokens={"image_rotary_emb": TABLE, "freqs_cis": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
+        tokens={"image_rotary_emb": TABLES, "freqs_cis": TABLES}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLES)},
         once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"}, once_outside={"context_embedder": "step"}),
     tiny=Tiny(
         {"patch_size": 2, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
