@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from packaging.version import Version
 from torch.overrides import TorchFunctionMode
 
-from ..protocol.errors import UnsupportedError
+from ..protocol.errors import ConfigError, UnsupportedError
 from .references import method_of, places, references
 
 # --- rules over the shapes of a file: {name: shape} ---
@@ -190,6 +190,17 @@ def token_rows(asked, latent):
     dim = asked.patch.dim - 2
     a_row = count // counts[dim]
     return asked.patch.start // latent.patch[dim] * a_row, count, -(-asked.patch.whole // latent.patch[dim]) * a_row
+
+
+def even_sides(name, latent):
+    """The rule of a Whole for a model of ComfyUI's that fails at odd sides: they are refused. name: of the family."""
+    def rule(asked):
+        rows, columns = asked.latent.shape[-2:]
+        if rows % 2 or columns % 2:
+            raise ConfigError(f"{name} takes latents of even sides, and this one is of {rows} x {columns}. "
+                              f"Use a width and a height that are multiples of 16 pixels.")
+        return latent(asked)
+    return rule
 
 
 # --- rules for other arguments of the forward ---

@@ -1,7 +1,6 @@
 """HunyuanVideo from text, and from a picture as more channels: two streams, then one; joint attention, image first; guidance."""
 
-from ..protocol.errors import ConfigError
-from .describe import Whole, all_text, blocks, config_of, given, has, size, timestep
+from .describe import Whole, all_text, blocks, config_of, even_sides, given, has, size, timestep
 from .given_frame import place_given_frame
 from .keys import SWAPPED, table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
@@ -32,13 +31,6 @@ KEYS = table(                                                  # the publisher's
     (r"(\.ff(?:_context)?)\.(?:2|fc2)\.", r"\1.net.2."),
     (r"^double_blocks\.", "transformer_blocks."), (r"^single_blocks\.", "single_transformer_blocks."),
     (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
-
-def _latent(asked):
-    if any(side % 2 for side in asked.latent.shape[3:]):
-        raise ConfigError(f"HunyuanVideo takes latents of even sides, and this one is of {asked.latent.shape[3]} x "
-                          f"{asked.latent.shape[4]}. "
-                          f"Use a width and a height that are multiples of 16 pixels.")
-    return LATENT(asked)
 
 
 def _given_tokens(asked):
@@ -72,7 +64,7 @@ HUNYUAN_VIDEO = Family(
     convert=KEYS, latent=LATENT, amend=_amend,
     pixels=lambda config: (4, 8, 8),
     conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None, "guiding_frame_index": None},
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
+    arguments={"hidden_states": even_sides("HunyuanVideo", LATENT), "timestep": timestep(), "encoder_hidden_states": given("context"),
                "encoder_attention_mask": all_text, "pooled_projections": given("y"),
                "guidance": given("guidance", times=1000, where="guidance_embeds"), "given_time": given("guiding_frame_index"),
                "given_tokens": _given_tokens},

@@ -6,35 +6,24 @@ Given first frames take the places of the latent's.
 import torch
 
 from ..protocol.errors import ConfigError
-from .describe import Whole, blocks, config_of, given, has, needs_diffusers, size, timestep, type_of_arithmetic
+from .describe import Whole, blocks, config_of, even_sides, given, has, needs_diffusers, size, timestep, type_of_arithmetic
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 
 LATENT, TABLE = Whole((1, 2, 2)), TokenArgument(1, ("image",))
 AXES = {64: (16, 24, 24), 128: (32, 48, 48)}                   # of a head: frames, rows and columns
 PRO_WIDTH, PICTURE_WIDTH, MANY_PIXELS = 4096, 2560, 14080      # ComfyUI tells models by their widths
+KEY, PIXELS = "visual_transformer_blocks.0.cross_attention.key_norm.weight", "visual_embeddings.in_layer.weight"
 
 
-def is_kandinsky5(shapes):
-    return has("visual_transformer_blocks.0.cross_attention.key_norm.weight", "visual_embeddings.in_layer.weight")(shapes)
-
-
-def head_axes(shapes):
-    return AXES[shapes["visual_transformer_blocks.0.self_attention.key_norm.weight"][0]]
-
-
-def check_sides(asked):
-    """Refuse what ComfyUI's model fails at."""
-    if any(side % 2 for side in asked.latent.shape[-2:]):
-        raise ConfigError(f"Kandinsky 5 takes latents of even sides, and this one is of {asked.latent.shape[-2]} x "
-                          f"{asked.latent.shape[-1]}. Use a width and a height that are multiples of 16 pixels.")
+def _head_axes(shapes):
+    return AXES[shapes[KEY][0]]
 
 
 def _latent(asked):
-    check_sides(asked)
-    first = asked.conditioning.get("time_dim_replace")
+    first, latent = asked.conditioning.get("time_dim_replace"), even_sides("Kandinsky 5", LATENT)(asked)
     if first is None:
-        return LATENT(asked)
-    latent = asked.latent.clone()
+        return latent
+    latent = latent.clone()
     if asked.patch is not None:
         dim, start = asked.patch.dim, min(asked.patch.start, first.shape[asked.patch.dim])
         first = first.narrow(dim, start, min(latent.shape[dim], first.shape[dim] - start))
@@ -59,7 +48,7 @@ def _places(asked):
     return [(start + torch.arange(count, device=asked.latent.device)) / scale for start, count, scale in zip(starts, counts, apart)]
 
 
-def text_places(asked):
+def _text_places(asked):
     return torch.arange(asked.conditioning["context"].shape[1], device=asked.latent.device)
 
 
@@ -113,19 +102,19 @@ def _amend(model, config):
 
 KANDINSKY5 = Family(
     name="Kandinsky 5", title="Kandinsky 5 text- and image-to-video", transformer="Kandinsky5Transformer3DModel",
-    recognise=lambda shapes: is_kandinsky5(shapes) and shapes["visual_embeddings.in_layer.weight"][1] != 64,
+    recognise=lambda shapes: has(KEY, PIXELS)(shapes) and shapes[PIXELS][1] != 64,
     refusals=(needs_diffusers("0.36"),),
     config=config_of(
-        in_visual_dim=lambda shapes: (shapes["visual_embeddings.in_layer.weight"][1] // 4 - 1) // 2, visual_cond=True,
+        in_visual_dim=lambda shapes: (shapes[PIXELS][1] // 4 - 1) // 2, visual_cond=True,
         out_visual_dim=size("out_layer.out_layer.weight", 0, 4), in_text_dim=size("text_embeddings.in_layer.weight", 1),
         in_text_dim2=size("pooled_text_embeddings.in_layer.weight", 1), time_dim=size("time_embeddings.in_layer.weight", 0),
-        patch_size=(1, 2, 2), model_dim=size("visual_embeddings.in_layer.weight", 0), axes_dims=head_axes,
+        patch_size=(1, 2, 2), model_dim=size(PIXELS, 0), axes_dims=_head_axes,
         ff_dim=size("visual_transformer_blocks.0.feed_forward.in_layer.weight", 0),
         num_text_blocks=blocks("text_transformer_blocks."), num_visual_blocks=blocks("visual_transformer_blocks.")),
     convert=lambda tensors, config: dict(tensors), latent=LATENT, amend=_amend, pixels=lambda config: (4, 8, 8),
     conditioning={"context": "in_text_dim", "y": "in_text_dim2", "time_dim_replace": None}, ignored=("attention_mask", "denoise_mask"),
     arguments={"hidden_states": _latent, "encoder_hidden_states": given("context"), "timestep": timestep(),
-               "pooled_projections": given("y"), "visual_rope_pos": _places, "text_rope_pos": text_places},
+               "pooled_projections": given("y"), "visual_rope_pos": _places, "text_rope_pos": _text_places},
     plan=ModelPlan(
         blocks=(BlockList("visual_transformer_blocks", "visual_transformer_blocks.", "num_visual_blocks"),),
         streams={"visual_embed": "image"}, attention={"self_attention": ("image",)}, tokens={"rope": TABLE},

@@ -4,16 +4,11 @@ import dataclasses
 
 import torch
 
-from .describe import Whole, config_of, size
-from .kandinsky5 import KANDINSKY5, check_sides, is_kandinsky5
+from .describe import Whole, config_of, even_sides, has, size
+from .kandinsky5 import KANDINSKY5, KEY, PIXELS
 from .plan import Tiny
 
 LATENT = Whole((2, 2))
-
-
-def _latent(asked):
-    check_sides(asked)
-    return LATENT(asked)
 
 
 def _places(asked):
@@ -32,9 +27,10 @@ TINY = KANDINSKY5.tiny
 
 KANDINSKY5_IMAGE = dataclasses.replace(
     KANDINSKY5, name="Kandinsky 5 Image", title="Kandinsky 5 Image",
-    recognise=lambda shapes: is_kandinsky5(shapes) and shapes["visual_embeddings.in_layer.weight"][1] == 64,
-    config=config_of(**KANDINSKY5.config.rules | {"in_visual_dim": size("visual_embeddings.in_layer.weight", 1, 4), "visual_cond": False}),
+    recognise=lambda shapes: has(KEY, PIXELS)(shapes) and shapes[PIXELS][1] == 64,
+    config=config_of(**KANDINSKY5.config.rules | {  # type: ignore[attr-defined]
+        "in_visual_dim": size(PIXELS, 1, 4), "visual_cond": False}),
     latent=LATENT, amend=_amend, pixels=lambda config: (1, 8, 8), conditioning={"context": "in_text_dim", "y": "in_text_dim2"},
-    arguments=KANDINSKY5.arguments | {"hidden_states": _latent, "visual_rope_pos": _places},
+    arguments=KANDINSKY5.arguments | {"hidden_states": even_sides("Kandinsky 5", LATENT), "visual_rope_pos": _places},
     tiny=Tiny(TINY.config | {"visual_cond": False}, TINY.native,
               TINY.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)}, detected="Kandinsky5Image"))

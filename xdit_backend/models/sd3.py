@@ -10,8 +10,7 @@ from .keys import table
 from .plan import BlockList, Family, ModelPlan, Tiny
 from .positions import embedded
 
-LATENT = Whole((2, 2))
-OF_TEXT, NUM_TEXT_HEADS = "context_processor.", 8              # ComfyUI's, whatever the width
+LATENT, OF_TEXT, NUM_TEXT_HEADS = Whole((2, 2)), "context_processor.", 8   # heads are ComfyUI's, whatever the width
 
 KEYS = table(                                                  # of the layers that see the text alone
     (r"^context_processor\.layers\.", OF_TEXT), (r"\.attn\.proj\.", ".attn1.to_out.0."),
