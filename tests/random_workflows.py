@@ -155,6 +155,12 @@ class Runner:
             self.models["native", kind, dtype] = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": held})
         return self.models["native", kind, dtype]
 
+    def other(self, kind):
+        """ComfyUI's own model once more: clones of one model share its sampling, which nodes change."""
+        if ("other", kind) not in self.models:
+            self.models["other", kind] = self.comfyui.nodes.UNETLoader().load_unet(self.comfyui.file(kind), "default")[0]
+        return self.models["other", kind]
+
     def ours(self, drawn):
         key = drawn["kind"], drawn["dtype"], drawn["layout"]
         if key not in self.models:
@@ -267,7 +273,7 @@ class Runner:
         if name == "PerpNegGuider":
             return self.node(name, model=model, positive=positive, negative=negative, empty_conditioning=third, cfg=cfg, neg_scale=0.7)
         if name.startswith("DualModelGuider"):
-            other = self.comfyui.native(drawn["kind"]) if "other" in name else model.clone()
+            other = self.other(drawn["kind"]) if "other" in name else model.clone()
             return self.node("DualModelGuider", model=model, positive=positive, cfg=cfg, model_negative=other, negative=negative)
         return self.node(name, model=model, positive=positive, negative=negative, cfg=cfg)
 
