@@ -4,9 +4,11 @@ The same prompts and seeds are drawn by one worker, by a pipeline of two and by 
 patches, which never see each other. Prints a table in Markdown and writes a contact sheet.
 """
 
+import itertools
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +17,6 @@ from safetensors.torch import load_file
 
 from ..checkpoints.header import model_spec, read_header, recognise
 from ..checkpoints.vae import load_autoencoder
-from ..config import ParallelConfig
 from ..demo_model.autoencoder import CHANNELS, SIDE
 from ..demo_model.features import Recogniser
 from ..demo_model.text import WEIGHTS, load_text_encoder
@@ -52,16 +53,18 @@ def main(options):
     if not NUM_SHOWN <= options.prompts <= len(prompts):
         raise ConfigError(f"prompts={options.prompts} is not from {NUM_SHOWN} to {len(prompts)}.")
     prompts, labels = prompts[:options.prompts], labels[:options.prompts]
-    clients = start_clients({1, 2, *options.displaced}, count_cuda(options.device))
-    pictures, patches = {}, {}
-    try:
-        for name, (run, num_patches) in settings(clients, options).items():
-            print(f"\r{name:<40}", end="", file=sys.stderr, flush=True)
-            pictures[name], patches[name] = decode(draw(run, prompts, options)), num_patches
-    finally:
-        for client in clients.values():
+    tried, drawn = settings(options), {}
+    for size in sorted({setting.num_workers for setting in tried.values()}):   # one group at a time: each worker takes memory
+        client = start_clients({size}, count_cuda(options.device))[size]
+        try:
+            for name, setting in tried.items():
+                if setting.num_workers == size:
+                    print(f"\r{name:<40}", end="", file=sys.stderr, flush=True)
+                    drawn[name] = decode(draw(client, setting.run, prompts, options))
+        finally:
             client.close()
-    rows = {name: compare(picture, pictures[ONE], patches[name], recogniser, labels) for name, picture in pictures.items()}
+    pictures = {name: drawn[name] for name in tried}
+    rows = {name: compare(picture, pictures[ONE], tried[name].num_patches, recogniser, labels) for name, picture in pictures.items()}
     print_table(rows, recogniser, pictures, data, options)
     write_sheet(options.sheet, pictures, prompts[:NUM_SHOWN])
     print(f"\nContact sheet: {options.sheet}")
@@ -80,55 +83,49 @@ def load_recogniser():
     return recogniser, labels, prompts, data
 
 
-def settings(clients, options):
-    """{name: (run(call, sigmas) -> latent, number of patches)} of everything that is compared, one device first."""
+@dataclass(frozen=True)
+class Setting:
+    """A way to draw: run(client of so many workers, call, sigmas) -> latent. num_patches: whose borders may show."""
+
+    num_workers: int
+    run: object
+    num_patches: int = 1
+
+
+def settings(options):
+    """{name: Setting} of everything that is compared, one device first."""
     header = read_header(str(WEIGHTS / "diffusion_models" / "xdit_demo.safetensors"))
     family = recognise(header)
     dtypes = ("float32", "float32")
-    one = ParallelConfig(mode="manual").layout
-    pipeline = ParallelConfig(mode="manual", pipefusion_degree=2).layout
     one_spec, staged = model_spec(header, family, *dtypes), model_spec(header, family, *dtypes, Stages(2, 1))
-    shape, step_by = (1, CHANNELS, SIDE, SIDE), SAMPLERS[options.sampler]
+    shape = (1, CHANNELS, SIDE, SIDE)
 
-    def whole(call, sigmas):
-        return sample(clients[1], one_spec, one, call, sigmas, 0, None, CHANNELS, 1000.0, guidance=options.guidance, step_by=step_by)
-
-    def piped(num_patches, warmup_steps, forecast):
-        patches = cut_patches(shape, (2, 2), num_patches)
-
-        def run(call, sigmas):
-            latent = sample(clients[2], staged, pipeline, call, sigmas, warmup_steps, patches, CHANNELS, 1000.0,
-                            guidance=options.guidance, forecast=forecast, step_by=step_by)
-            clients[2].end_run()
+    def run(spec, layout, warmup_steps=0, patches=None, forecast=0.0):
+        def run(client, call, sigmas):
+            latent = sample(client, spec, layout, call, sigmas, warmup_steps, patches, CHANNELS, 1000.0, guidance=options.guidance,
+                            forecast=forecast, step_by=SAMPLERS[options.sampler])
+            client.end_run()
             return latent
         return run
 
-    def displaced(degree, warmup_steps):
-        layout = Layout(displaced_degree=degree)
-
-        def run(call, sigmas):
-            latent = sample(clients[degree], one_spec, layout, call, sigmas, warmup_steps, None, CHANNELS, 1000.0,
-                            guidance=options.guidance, step_by=step_by)
-            clients[degree].end_run()
-            return latent
-        return run
+    whole = run(one_spec, Layout())
 
     def naive(num_patches):
-        def run(call, sigmas):
-            return torch.cat([whole(Call(strip.contiguous(), call.timestep, call.conditioning), sigmas)
-                              for strip in call.latent.chunk(num_patches, dim=2)], dim=2)
-        return run
+        return lambda client, call, sigmas: torch.cat([whole(client, Call(strip.contiguous(), call.timestep, call.conditioning), sigmas)
+                                                       for strip in call.latent.chunk(num_patches, dim=2)], dim=2)
 
-    runs = {ONE: (whole, 1)}
-    runs |= {f"M={num_patches}, W={warmup_steps}" + (f", forecast {forecast:g}" if forecast else ""):
-             (piped(num_patches, warmup_steps, forecast), num_patches)
-             for num_patches in options.patches for warmup_steps in options.warmup_steps for forecast in options.forecast}
-    runs |= {f"displaced, N={degree}, W={warmup_steps}": (displaced(degree, warmup_steps), degree)
-             for degree in options.displaced for warmup_steps in options.warmup_steps}
-    return runs | {f"naive patches, M={num_patches}": (naive(num_patches), num_patches) for num_patches in options.patches}
+    found = {ONE: Setting(1, whole)}
+    for num_patches, warmup_steps, forecast in itertools.product(options.patches, options.warmup_steps, options.forecast):
+        name = f"M={num_patches}, W={warmup_steps}" + (f", forecast {forecast:g}" if forecast else "")
+        patches = cut_patches(shape, (2, 2), num_patches)
+        found[name] = Setting(2, run(staged, Layout(pipefusion_degree=2), warmup_steps, patches, forecast), num_patches)
+    for degree, warmup_steps in itertools.product(options.displaced, options.warmup_steps):
+        found[f"displaced, N={degree}, W={warmup_steps}"] = Setting(
+            degree, run(one_spec, Layout(displaced_degree=degree), warmup_steps), degree)
+    return found | {f"naive patches, M={num_patches}": Setting(1, naive(num_patches), num_patches) for num_patches in options.patches}
 
 
-def draw(run, prompts, options):
+def draw(client, run, prompts, options):
     """Latents [B, 16, 16, 16] of the prompts, each from its own seed."""
     encoder, sigmas, latents = load_text_encoder(), shifted_sigmas(options.steps).tolist(), []
     for first in range(0, len(prompts), options.batch):
@@ -136,7 +133,7 @@ def draw(run, prompts, options):
         noise = [torch.randn(CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(first + index))
                  for index in range(len(some))]
         context, pooled = encoder.encode([*some, *[""] * len(some)])
-        latents.append(run(Call(torch.stack(noise), torch.zeros(1), {"context": context, "y": pooled}), sigmas))
+        latents.append(run(client, Call(torch.stack(noise), torch.zeros(1), {"context": context, "y": pooled}), sigmas))
     return torch.cat(latents)
 
 
