@@ -19,7 +19,7 @@ TEMPLATE_FILES = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def host(tmp_path_factory):
     comfyui = comfyui_folder()
     if comfyui is None:
@@ -38,7 +38,7 @@ def host(tmp_path_factory):
         yield host
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium():
     path = find_chromium()
     if path is None:

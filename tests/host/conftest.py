@@ -11,12 +11,12 @@ from xdit_backend.host.client import Call, Client
 from xdit_backend.protocol.messages import Layout
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def folders(tmp_path_factory):
     return tmp_path_factory.mktemp("diffusers")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def spec_of(folders):
     def spec(name, dtype="float64", stages=None):
         folder = folders / f"{name}-{dtype}"
@@ -27,7 +27,7 @@ def spec_of(folders):
     return spec
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def client():
     client = Client(("cpu", "cpu"))
     yield client

@@ -1,5 +1,6 @@
 """A real ComfyUI in this process, with the pack loaded by ComfyUI's own loader of custom nodes."""
 
+import gc
 import importlib
 import sys
 from pathlib import Path
@@ -127,7 +128,7 @@ class ComfyUI:
         return self._references[key]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def comfyui(tmp_path_factory):
     folder = comfyui_folder()
     if folder is None:
@@ -135,9 +136,11 @@ def comfyui(tmp_path_factory):
     host = ComfyUI(folder, tmp_path_factory.mktemp("models"))
     yield host
     host.groups.close()
+    host.management.unload_all_models()                        # gigabytes by now, which later tests need
+    gc.collect()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def vae_of(comfyui):
     """vae_of(kind, encoder=False): ComfyUI's VAE object of a tiny checkpoint."""
     vaes = {}

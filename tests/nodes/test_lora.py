@@ -71,7 +71,7 @@ class Loras:
         return self.comfyui.nodes.LoraLoaderModelOnly().load_lora_model_only(model, name, strength)[0]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def loras(comfyui):
     return Loras(comfyui)
 

@@ -17,7 +17,7 @@ def model(comfyui):
     return comfyui.ours("sd3", comfyui.config("cpu,cpu"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def matrix(comfyui, vae_of):
     return Matrix(comfyui, comfyui.config("cpu,cpu"), vae_of("vae-sd3", encoder=True))
 
