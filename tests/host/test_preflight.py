@@ -161,7 +161,7 @@ def test_workers_that_cannot_reach_each_other_in_any_way_are_refused(faulty):
     before = set(left_behind())
     faulty(WRONG, ways=1)
 
-    with pytest.raises(WorkerStartError, match=r"cpu, cpu cannot exchange tensors: cpu sent cpu \(rank 0\) numbers that arrived as others"):
+    with pytest.raises(WorkerStartError, match=r"cannot exchange tensors: cpu sent cpu \(rank \d\) numbers that arrived as others"):
         WorkerGroup(("cpu", "cpu"))
 
     assert not still_there(before, 5)
