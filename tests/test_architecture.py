@@ -20,7 +20,7 @@ ARROWS = {
     "xdit_backend.models": {"xdit_backend.protocol"},
     "xdit_backend.checkpoints": {"xdit_backend.protocol", "xdit_backend.models", "xdit_backend.autoencoders", "xdit_backend.forecast",
                                  "xdit_backend.partition"},
-    "xdit_backend.forecast": {"xdit_backend.protocol"},
+    "xdit_backend.forecast": {"xdit_backend.protocol", "xdit_backend.partition"},
     "xdit_backend.autoencoders": {"xdit_backend.protocol"},
     "xdit_backend.config": {"xdit_backend.protocol"},
     "xdit_backend.planner": {"xdit_backend.protocol", "xdit_backend.config", "xdit_backend.partition", "xdit_backend.forecast"},

@@ -20,6 +20,20 @@ def test_shards_cover_all_tokens_once(num_tokens, num_shards):
         [sum(sizes[:index]) for index in range(num_shards)]
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 17, 1024])
+@pytest.mark.parametrize("speeds", [(100, 100), (100, 26), (26, 100, 50), (1, 100, 1, 1), (7, 7, 7, 3)], ids=str)
+def test_shards_by_speed_take_as_long_as_each_other(num_tokens, speeds):
+    """No way to share them out is done sooner: with one token more on any other, the slowest now would not be the slowest."""
+    sizes, some = (shard_sizes(num_tokens, len(speeds), speeds, least) for least in (0, 1))
+
+    assert sum(sizes) == sum(some) == num_tokens and min(sizes) >= 0 and (min(some) > 0 or num_tokens < len(speeds))
+    slowest = max(size / speed for size, speed in zip(sizes, speeds))
+    assert all((size + 1) / speed >= slowest for size, speed in zip(sizes, speeds))
+    assert [shard_start(num_tokens, len(speeds), index, speeds) for index in range(len(speeds))] == \
+        [sum(sizes[:index]) for index in range(len(speeds))]
+    assert shard_sizes(num_tokens, 3, (5, 5, 5)) == shard_sizes(num_tokens, 3)
+
+
 def test_fewer_tokens_than_shards_are_refused():
     check_shards(4, 4)
     with pytest.raises(ConfigError, match="has 3 tokens, too few for ulysses_degree x ring_degree = 4"):

@@ -79,14 +79,14 @@ def test_bytes_of_stale_keys_and_values():
 def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
     gigabyte = 2 ** 30
     small, large = model_of(12 * gigabyte), model_of(24 * gigabyte)
-    assert choose_stages(ParallelConfig(), 2, small, 24 * gigabyte) is None
-    assert choose_stages(ParallelConfig(), 1, large, 12 * gigabyte) is None
-    assert choose_stages(ParallelConfig(), 2, large, 16 * gigabyte) == Stages(2)
-    assert choose_stages(ParallelConfig(), 4, large, 16 * gigabyte) == Stages(2, sequence_degree=2)
-    assert choose_stages(ParallelConfig(), 4, large, 8 * gigabyte) == Stages(4)
-    assert choose_stages(ParallelConfig(), 4, large, gigabyte) == Stages(4)
-    assert choose_stages(ParallelConfig(), 2, replace(large, outside_bytes=23 * gigabyte), 16 * gigabyte) == Stages(2)
-    assert choose_stages(ParallelConfig(), 4, replace(large, outside_bytes=4 * gigabyte), 16 * gigabyte) == Stages(4)
+    assert choose_stages(ParallelConfig(), 2, small, [24 * gigabyte] * 2) is None
+    assert choose_stages(ParallelConfig(), 1, large, [12 * gigabyte] * 1) is None
+    assert choose_stages(ParallelConfig(), 2, large, [16 * gigabyte] * 2) == Stages(2)
+    assert choose_stages(ParallelConfig(), 4, large, [16 * gigabyte] * 4) == Stages(2, sequence_degree=2)
+    assert choose_stages(ParallelConfig(), 4, large, [8 * gigabyte] * 4) == Stages(4)
+    assert choose_stages(ParallelConfig(), 4, large, [gigabyte] * 4) == Stages(4)
+    assert choose_stages(ParallelConfig(), 2, replace(large, outside_bytes=23 * gigabyte), [16 * gigabyte] * 2) == Stages(2)
+    assert choose_stages(ParallelConfig(), 4, replace(large, outside_bytes=4 * gigabyte), [16 * gigabyte] * 4) == Stages(4)
     layout = choose_layout(ParallelConfig(), 4, 2, 24, "this model", Stages(2, sequence_degree=2))
     assert layout == Layout(pipefusion_degree=2, ulysses_degree=2)
 
@@ -94,7 +94,7 @@ def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
 def test_manual_stages_and_their_warm_up():
     config = ParallelConfig(mode="manual", pipefusion_degree=2, ring_degree=2, stage_blocks="1,3")
 
-    roomy, tight = (choose_stages(config, 4, model_of(weights), 100) for weights in (30, 60))
+    roomy, tight = (choose_stages(config, 4, model_of(weights), [100] * 4) for weights in (30, 60))
 
     assert roomy == Stages(2, 2, (1, 3), every_block=True) and tight == Stages(2, 2, (1, 3))
     assert warmup_layout(config.layout, roomy) == Layout(ring_degree=4)

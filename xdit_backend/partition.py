@@ -5,23 +5,39 @@ The host and every worker import it, so that each knows the others' parts withou
 
 import itertools
 import math
+import re
 
 from .protocol.errors import ConfigError
 from .protocol.messages import Patch
 
+ALIGNMENT = 16                 # bytes; a layer's place in a bucket of an exchange fits any dtype
 FULL = 0.8                     # of a device's memory that weights may take; the rest is for activations, and for other nodes
 
 
-def shard_sizes(num_tokens, num_shards):
-    """Sizes of contiguous shards that differ by one at most, the larger ones first."""
-    quotient, remainder = divmod(num_tokens, num_shards)
-    return [quotient + (index < remainder) for index in range(num_shards)]
+def shard_sizes(num_tokens, num_shards, speeds=(), least=0):
+    """Sizes of contiguous shards, so that all take about as long; alike, they differ by one at most, the larger ones first.
+
+    speeds: of each shard's rank, relative; (): alike. least: what each shard has, where there is enough for all.
+    """
+    if not speeds:
+        quotient, remainder = divmod(num_tokens, num_shards)
+        return [quotient + (index < remainder) for index in range(num_shards)]
+    assert len(speeds) == num_shards
+    least = least if num_tokens >= least * num_shards else 0
+    sizes = [max(least, num_tokens * speed // sum(speeds)) for speed in speeds]
+    while sum(sizes) < num_tokens:                             # to who would be done first
+        sizes[min(range(num_shards), key=lambda index: (sizes[index] + 1) / speeds[index])] += 1
+    while sum(sizes) > num_tokens:                             # from who is done last
+        sizes[max((index for index in range(num_shards) if sizes[index] > least), key=lambda index: sizes[index] / speeds[index])] -= 1
+    return sizes
 
 
-def shard_start(num_tokens, num_shards, index):
+def shard_start(num_tokens, num_shards, index, speeds=(), least=0):
     """Index of the first token of a shard."""
-    quotient, remainder = divmod(num_tokens, num_shards)
-    return quotient * index + min(remainder, index)
+    if not speeds:
+        quotient, remainder = divmod(num_tokens, num_shards)
+        return quotient * index + min(remainder, index)
+    return sum(shard_sizes(num_tokens, num_shards, speeds, least)[:index])
 
 
 def check_shards(num_tokens, num_shards):
@@ -102,15 +118,15 @@ def cut_patches(shape, patch_size, num_patches):
     return patches
 
 
-def cut_bands(num_rows, num_ranks, multiple):
-    """First row of each rank's band of an image, and the number of rows: bands of whole multiples, as even as can be.
+def cut_bands(num_rows, num_ranks, multiple, speeds=()):
+    """First row of each rank's band of an image, and the number of rows: bands of whole multiples, as even as can be, or by speed.
 
     The last one takes what is left of a multiple. None where there are too few rows for all ranks.
     """
     units = -(-num_rows // multiple)
     if units < num_ranks:
         return None
-    return (*(shard_start(units, num_ranks, rank) * multiple for rank in range(num_ranks)), num_rows)
+    return (*(shard_start(units, num_ranks, rank, speeds, least=1) * multiple for rank in range(num_ranks)), num_rows)
 
 
 def halved(starts, times):
@@ -118,6 +134,23 @@ def halved(starts, times):
     for _ in range(times):
         starts = tuple(-(-start // 2) for start in starts)
     return starts
+
+
+def level_of(name, num_levels):
+    """How often the image that a module reads was halved, by the module's name in diffusers' U-Nets."""
+    match = re.match(r"(down|mid|up)_block(?:s\.(\d+))?\.(\w+)", name)
+    if match is None:
+        return 0
+    side, number, kind = match[1], int(match[2] or 0), match[3]
+    if side == "down":
+        return number
+    return num_levels - 1 - number - (kind == "upsamplers")
+
+
+def slot_bytes(shapes, dtype):
+    """Bytes that a layer takes of every rank's row of an exchange: the largest rank's, aligned."""
+    most = max(map(math.prod, shapes)) * dtype.itemsize
+    return -(-most // ALIGNMENT) * ALIGNMENT
 
 
 def opens_step(patch):

@@ -6,10 +6,10 @@ Called by the host alone, before a model is loaded and before a run; the workers
 import dataclasses
 
 from .config import validate_layout
-from .forecast.choice import Forecast, Machine, are_alike, candidates, choose, forecast, forecasts
+from .forecast.choice import Forecast, Machine, are_alike, candidates, choose, forecast, forecasts, speeds_of
 from .forecast.cost import Degrees, Device, Job, Links
-from .forecast.memory import weight_bytes
-from .partition import FULL, num_tokens, patch_dim
+from .forecast.memory import rank_memory
+from .partition import FULL, num_tokens, patch_dim, stage_of
 from .protocol.messages import Layout, Stages
 
 USUAL = {"cuda": Device(1e14, 1e14, 1e12), "cpu": Device(5e10, 3e10, 1e10, block_launch_s=5e-4)}
@@ -47,25 +47,33 @@ def choose_stages(config, num_devices, net, device_bytes, machine=None):
 
     Manual mode: the person's pipefusion_degree. Auto mode: PipeFusion where the weights do not fit on one device; it is the one
     method that spreads weights. Of the numbers of stages that fit, the fastest as far as a probe can tell (machine), else the
-    least. device_bytes: memory of the smallest device.
+    least. device_bytes: memory of each device.
     """
+    speeds, smallest = () if machine is None else speeds_of(machine.devices), min(device_bytes)
     if config.mode == "manual":
         if config.pipefusion_degree == 1:
             return None
         rank_share = net.held_bytes / config.tensor_degree
-        every_block = config.warmup == "sequence" or (config.warmup == "auto" and rank_share <= WARMUP_FULL * device_bytes)
+        every_block = config.warmup == "sequence" or (config.warmup == "auto" and rank_share <= WARMUP_FULL * smallest)
         return Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * config.tensor_degree,
-                      config.num_stage_blocks, every_block, config.offload_keys_values)
-    if num_devices == 1 or net.held_bytes <= FULL * device_bytes:
+                      config.num_stage_blocks, every_block, config.offload_keys_values, speeds)
+    if num_devices == 1 or net.held_bytes <= FULL * smallest:
         return None
-    every = [Stages(degree, num_devices // degree, offload=config.offload_keys_values) for degree in range(2, num_devices + 1)
-             if num_devices % degree == 0 and degree <= net.blocks]
-    fitting = [stages for stages in every if weight_bytes(net, Degrees(pipefusion=stages.pipefusion_degree)) <= FULL * device_bytes]
+    every = [Stages(degree, num_devices // degree, offload=config.offload_keys_values, speeds=speeds)
+             for degree in range(2, num_devices + 1) if num_devices % degree == 0 and degree <= net.blocks]
+    fitting = [stages for stages in every if _holds(stages, net, device_bytes)]
     if not fitting:
         return every[-1] if every else None
     if machine is None:
         return fitting[0]
     return min(fitting, key=lambda stages: plan_run(config, machine, net, USUAL_JOB, stages).chosen.seconds)
+
+
+def _holds(stages, net, device_bytes):
+    """Do the weights fit on these stages? Blocks go where there is room for them."""
+    rooms = [FULL * min(size for rank, size in enumerate(device_bytes) if stage_of(rank, stages) == stage) - net.outside_bytes
+             for stage in range(stages.pipefusion_degree)]
+    return min(rooms) > 0 and net.held_bytes - net.outside_bytes <= sum(rooms)
 
 
 # --- the choice by forecast ---
@@ -95,7 +103,7 @@ def plan_run(config, machine, net, job, stages=None):
 
     Auto mode: where every rank has all blocks, only layouts whose picture is one device's; with stages, how their ranks share tokens.
     """
-    memory = {"steps_kept": 1 + (config.forecast_keys_values > 0), "offload": stages is not None and stages.offload}
+    memory = memory_settings(config, stages)
     if config.mode == "manual":
         some = [degrees_of(config.layout, config, stages)]
     elif stages is None:
@@ -106,6 +114,19 @@ def plan_run(config, machine, net, job, stages=None):
                 for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0 and net.heads % ulysses == 0]
     ordered = forecasts(net, job, machine, some, **memory)
     return Plan(choose(ordered, are_alike(net, job, machine.devices)), forecast(net, job, Degrees(), machine), ordered)
+
+
+def memory_settings(config, stages=None):
+    """What rank_memory is told of a person's settings. stages: how the model is spread."""
+    return {"steps_kept": 1 + (config.forecast_keys_values > 0), "offload": stages is not None and stages.offload,
+            "images_apart": stages is not None and config.warmup in ("auto", "micro_batches")}
+
+
+def stages_that_fit(config, net, job, device_bytes):
+    """The least pipefusion_degree with which this would fit on devices of this memory, of as many as there are; None: none does."""
+    stages = Stages(2, offload=config.offload_keys_values)
+    return next((degree for degree in range(2, net.blocks + 1) if rank_memory(
+        net, job, Degrees(pipefusion=degree, num_patches=2 * degree), **memory_settings(config, stages)).total <= device_bytes), None)
 
 
 def degrees_of(layout, config, stages=None):

@@ -19,7 +19,7 @@ class DisplacedRun:
 
     def __init__(self, client, spec, family, transformer_config, config, layout, schedule, shape):
         self._client, self._spec, self._config, self._layout = client, spec, config, layout
-        self._num_channels, self._shape = family.num_channels(transformer_config), tuple(shape)
+        self._num_channels, self.shape = family.num_channels(transformer_config), tuple(shape)
         self._staleness = Staleness(schedule, config.warmup_steps)
         _check_size(family, transformer_config, layout, shape)
 
@@ -41,7 +41,7 @@ class DisplacedRun:
         names = {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
         # Nodes may call the model for a piece of the latent, or for another one.
         keep = (whole_because is None and self._config.displaced_mode != "full_sync" and self._staleness.ends
-                and all(tuple(request.latent.shape) == self._shape and not request.operations for request in requests))
+                and all(tuple(request.latent.shape) == self.shape and not request.operations for request in requests))
         stale = keep and not self._staleness.is_synchronous(names, sigma)
         ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests, keep=keep, run=self,
                                      stale=stale, displaced_mode=self._config.displaced_mode)

@@ -14,6 +14,7 @@ import folder_paths
 from comfy_execution.utils import get_executing_context
 
 from ...xdit_backend.config import ParallelConfig, fitting, resolve_devices, validate
+from ...xdit_backend.forecast.choice import speeds_of
 from ...xdit_backend.host import measurements
 from ...xdit_backend.host.client import Client
 from ...xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
@@ -94,6 +95,7 @@ class Groups:
         self._held = weakref.WeakKeyDictionary()               # what needs models or VAEs -> {(devices, name) of those}
         self._lock = threading.Lock()                          # of _holders
         self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
+        self._speeds = {}                                      # devices -> how fast each is, where they are not alike
         self.runs = Runs()
 
     def client(self, devices):
@@ -105,6 +107,7 @@ class Groups:
             client = Client(devices)
             client.on_phase = self._show_phase
             client.check = comfy.model_management.throw_exception_if_processing_interrupted
+            client.speeds = self._speeds.get(devices, ())
         self._clients[devices] = client
         return client
 
@@ -131,6 +134,7 @@ class Groups:
                 except (WorkerFailedError, WorkerDiedError) as error:          # the split is chosen without: the picture is the same
                     log.warning("the devices could not be measured: %s", error)
             self._machines[key] = machine
+            self._pace(devices, machine)
         return self._machines[key]
 
     def measure_again(self, dtype):
@@ -141,6 +145,7 @@ class Groups:
         machine = measurements.measure(self.client(devices), dtype)
         measurements.keep(_measured_folder(), devices, dtype, machine)
         self._machines[tuple(devices), dtype] = machine
+        self._pace(devices, machine)
         return devices
 
     def give_back(self):
@@ -155,6 +160,13 @@ class Groups:
         """End the workers of every group; the next use starts others."""
         for client in self.clients:
             client.close()
+
+    def _pace(self, devices, machine):
+        """From now on the workers share out tokens, heads, images and rows by how fast each device is."""
+        devices = tuple(devices)
+        self._speeds[devices] = () if machine is None else speeds_of(machine.devices)
+        if devices in self._clients:
+            self._clients[devices].speeds = self._speeds[devices]
 
     def client_for_decode(self, config):
         """The running group that was used last, or where none runs one for the config's devices."""

@@ -8,10 +8,22 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 
 from ...xdit_backend.checkpoints.net import job_of
 from ...xdit_backend.forecast.cost import Job
-from ...xdit_backend.forecast.memory import rank_memory, working_share
+from ...xdit_backend.forecast.memory import Memory, rank_memory, working_share
+from ...xdit_backend.forecast.room import check_room
 from ...xdit_backend.forecast.words import layout_words, plan_words, seconds_words
 from ...xdit_backend.host.client import Call
-from ...xdit_backend.planner import USUAL_JOB, choose_layout, degrees_of, describe_layout, is_long, plan_run, rank_bytes
+from ...xdit_backend.partition import holders
+from ...xdit_backend.planner import (
+    USUAL_JOB,
+    choose_layout,
+    degrees_of,
+    describe_layout,
+    is_long,
+    memory_settings,
+    plan_run,
+    rank_bytes,
+    stages_that_fit,
+)
 from ...xdit_backend.protocol.errors import ConfigError
 from .carried import refuse_call, refuse_changed_modules
 from .control import places_of
@@ -30,10 +42,12 @@ class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
     latent_format: ComfyUI's, of the model. config, devices: how and where it runs. modules, load_device: of the shell as it
-    was made, to compare with; see carried.py. weight_bytes: of all blocks, as a rank holds them.
+    was made, to compare with; see carried.py. weight_bytes: of all blocks, as a rank holds them. net: None of a U-Net. device_bytes: of
+    memory, of each rank's device. told_bytes: of a U-Net, net.told_bytes of its model.
     """
 
-    def __init__(self, spec, family, transformer_config, latent_format, config, devices, modules, load_device, weight_bytes, net=None):
+    def __init__(self, spec, family, transformer_config, latent_format, config, devices, modules, load_device, weight_bytes, net,
+                 device_bytes, told_bytes):
         self.modules, self.load_device, self._looked_at = modules, load_device, set()
         self.spec, self.family = spec, family
         self.num_heads, self._num_key_heads = family.num_heads(transformer_config), family.num_key_heads(transformer_config)
@@ -44,6 +58,7 @@ class RemoteModel:
         self._beside_bytes = 0                                 # that ComfyUI was told a rank needs for a run
         self.how = None                                        # how this run is split, in a person's words; None before it
         self._pipeline = self._schedule = None
+        self._device_bytes, self._told_bytes, self._roomy = device_bytes, told_bytes, set()
         self._net, self._plans, self.plan = net, {}, None      # what forecasts need; {Job: Plan or None}; the Plan of this run
         self.changes, self.changes_uuid = {}, None             # of the file's weights, see Client.load_model; whose patches those are
 
@@ -75,8 +90,9 @@ class RemoteModel:
         plan, stages = self._plan(job, may_measure=False), self.spec.stages
         degrees = degrees_of(self._layout(2) if plan is None else plan.layout, self.config, stages)
         activations = of_one_device(input_shape, cond_shapes=cond_shapes) * working_share(job, degrees, branches_apart=True)
-        kept = 0 if stages is None else rank_memory(self._net, job, degrees, steps_kept=1 + (self.config.forecast_keys_values > 0),
-                                                    offload=stages.offload).keys_values
+        kept = 0.0
+        if self._net is not None:
+            kept = rank_memory(self._net, job, degrees, **memory_settings(self.config, stages)).keys_values
         self._beside_bytes = activations + kept
         return self._beside_bytes * self.devices.count(str(self.load_device))
 
@@ -84,6 +100,46 @@ class RemoteModel:
         """Have ComfyUI's own models leave other devices than load_device, where it asks itself, as far as the workers need room there."""
         for name in set(self.devices) - {str(self.load_device)}:
             ask_for_room(name, self.bytes_on(name) - self.loaded_on(name) + self._beside_bytes * self.devices.count(name))
+
+    def check_weights(self):
+        """Refuse weights that a device has no room for, before they are read."""
+        check_room(f"{self.family.title} over {len(self.devices)} device{'s' if len(self.devices) > 1 else ''}", self.devices,
+                   self._device_bytes, self._added_bytes(), remedies=self._spread(Job(1, 0, 1)))
+
+    def _check_room(self, question, calls, layout):
+        """Refuse a run that cannot fit before its first call. Calls for a patch are for the whole latent."""
+        latent = calls[0].latent
+        shape = latent.shape if self._pipeline is None else self._pipeline.shape
+        key = (tuple(shape), tuple(latent.shape[:1]), len(calls), layout)
+        if key in self._roomy:
+            return
+        together = max(1, question.num_branches // len(calls))                 # branches that ComfyUI has put into one batch
+        branches, degrees = len(calls) * together, degrees_of(layout, self.config, self.spec.stages)
+
+        def job(images, sizes):
+            return job_of(self.family, self._net, (images, shape[1], *sizes), calls[0].conditioning, USUAL_JOB.steps, branches)
+
+        def needed(images, sizes):
+            if self._net is not None:
+                return rank_memory(self._net, job(images, sizes), degrees, **memory_settings(self.config, self.spec.stages))
+            own = -(-images // degrees.data) * -(-branches // degrees.cfg)
+            told = 0 if degrees.displaced == 1 else self._told_bytes(sizes, degrees.displaced, getattr(torch, self.spec.compute_dtype), own)
+            return Memory(0.0, degrees.displaced * told, 0.0)
+
+        images, sizes = max(1, latent.shape[0] // together), tuple(shape[2:])
+        check_room(f"This run ({describe_layout(layout)})", self.devices, self._device_bytes, self._added_bytes(), needed, images, sizes,
+                   self.family.pixels(self._transformer_config)[1:], self._spread(self._net and job(images, sizes)))
+        self._roomy.add(key)
+
+    def _added_bytes(self):
+        """What each rank adds to the weights on its device: on CPUs, those that hold the same weights map one file."""
+        first = {ranks[0] for ranks in holders(len(self.devices), self.spec)}
+        return [size if device != "cpu" or rank in first else 0 for rank, (device, size) in enumerate(zip(self.devices, self._rank_bytes))]
+
+    def _spread(self, job):
+        """What stages would fit, for a person: [text]."""
+        degree = self._net and stages_that_fit(self.config, self._net, job, min(self._device_bytes))
+        return [f"pipefusion_degree={degree} on as many devices like these"] if degree else []
 
     def free(self, device, num_bytes):
         client = GROUPS.client_if(self.devices)
@@ -111,6 +167,7 @@ class RemoteModel:
         self._end_pipeline()
         self.how = self.plan = None
         self._plans.clear()
+        self._roomy.clear()
         client = GROUPS.client_if(self.devices)
         if client is not None:
             client.end_run(self)
@@ -170,6 +227,7 @@ class RemoteModel:
             return self._predict_in_stages(question, calls)
         self.plan = self._plan(self._job(question, calls), may_measure=True)
         layout = self._layout(len(calls)) if self.plan is None else self.plan.layout
+        self._check_room(question, calls, layout)
         if layout.displaced_degree > 1:
             return self._predict_displaced(question, calls, layout)
         client = self._client()
@@ -179,6 +237,7 @@ class RemoteModel:
 
     def _predict_in_stages(self, question, calls):
         from . import patches
+        self._check_room(question, calls, self._layout(1))
         sigma = question.sigmas.max().item()
         predictions = patches.ask(self, calls, sigma)
         if predictions is not None:

@@ -15,7 +15,7 @@ import comfy.utils
 from comfy.patcher_extension import WrappersMP
 
 from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from ...xdit_backend.checkpoints.net import net_of
+from ...xdit_backend.checkpoints.net import net_of, told_bytes
 from ...xdit_backend.checkpoints.outline import outline
 from ...xdit_backend.checkpoints.shares import tensor_splits
 from ...xdit_backend.checkpoints.transformer import held_bytes
@@ -26,7 +26,7 @@ from ...xdit_backend.protocol.segments import dtype_name
 from . import wrappers
 from .carried import hold_elsewhere, remember_modules
 from .file_weights import read_values
-from .groups import check_packages, devices_of, load_device_of, memory_of
+from .groups import GROUPS, check_packages, devices_of, load_device_of, memory_of
 from .patcher import ShellPatcher
 from .pipeline import KEY
 from .remote import RemoteModel
@@ -78,14 +78,17 @@ def load_shell(path, weight_dtype, config):
     tensor_degree = config.tensor_degree if config.mode == "manual" else 1
     splits = tensor_splits(model, family.plan) if tensor_degree > 1 else {}
     net = None if family.by_rows else net_of(family, transformer_config, model_spec(header, family, *dtypes), model)
-    stages = None if family.by_rows else choose_stages(config, len(devices), net, min(map(memory_of, devices)))
+    device_bytes = list(map(memory_of, devices))
+    machine = GROUPS.machine(devices, dtypes[1], may_measure=False) if len(devices) > 1 else None
+    stages = None if family.by_rows else choose_stages(config, len(devices), net, device_bytes, machine)
     spec = model_spec(header, family, *dtypes, stages, tensor_degree)
     weight_bytes = held_bytes(model, family, spec, splits)
     module, itself = base_model.diffusion_model, weakref.proxy(base_model)     # no circle: it ends with its MODEL
     hold_elsewhere(module, lambda name: itself.current_patcher.patch_weight_to_device(f"diffusion_model.{name}"))
     modules = {}
     remote = RemoteModel(spec, family, transformer_config, base_model.latent_format, config, devices, modules, load_device, weight_bytes,
-                         net)
+                         net, device_bytes, functools.partial(told_bytes, model) if family.by_rows else None)
+    remote.check_weights()
     module.forward = torch.compiler.disable(remote.forward)    # nodes compile the model; there is nothing to trace in a call to workers
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
     modules |= remember_modules(module)

@@ -22,7 +22,9 @@ def user(comfyui, monkeypatch, tmp_path):
     """ComfyUI's user folder: an empty one, and nothing remembered."""
     monkeypatch.setattr(comfyui.folder_paths, "get_user_directory", lambda: str(tmp_path))
     monkeypatch.setattr(comfyui.groups, "_machines", {})
-    return tmp_path / "xdit"
+    yield tmp_path / "xdit"
+    comfyui.groups.client(TWO).speeds = ()
+    comfyui.groups._speeds.clear()
 
 
 @pytest.mark.parametrize("devices, links, cfg, expected", [

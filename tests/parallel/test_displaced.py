@@ -10,7 +10,7 @@ from tests.models.zoo import ALIKE, CONFIGS, UNETS, example
 from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
 from tests.ranks import run_ranks
 from tests.tolerances import within
-from xdit_backend.bench.displaced import told_bytes
+from xdit_backend.checkpoints.net import told_bytes
 from xdit_backend.config import DISPLACED_MODES
 from xdit_backend.parallel.collectives import Traffic, all_gather
 from xdit_backend.parallel.displaced import MODES, StaleSplit, estimated_moments

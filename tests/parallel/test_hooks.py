@@ -12,8 +12,9 @@ from tests.tolerances import within
 from xdit_backend.models import FAMILIES
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
-from xdit_backend.parallel.mesh import SINGLE, build_mesh
+from xdit_backend.parallel.mesh import SINGLE, build_mesh, paced
 from xdit_backend.parallel.tokens import Tokens
+from xdit_backend.partition import shard_start
 from xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from xdit_backend.protocol.messages import Layout
 from xdit_backend.worker.models import Loaded
@@ -36,12 +37,12 @@ def num_ranks(layout):
     return layout.ring_degree * layout.ulysses_degree
 
 
-def difference(rank, world_size, name, layout, shapes, mutant=None):
+def difference(rank, world_size, name, layout, shapes, mutant=None, speeds=()):
     """Largest difference between the parallel prediction and the model's own, for each shape, on one model."""
     torch.set_grad_enabled(False)
     if mutant is not None:
         MUTANTS[mutant]()
-    mesh = build_mesh(layout, world_size)
+    mesh = paced(build_mesh(layout, world_size), speeds)
     model, results = None, []
     for shape in shapes:
         one = example(name, **shape)
@@ -59,6 +60,20 @@ def difference(rank, world_size, name, layout, shapes, mutant=None):
 def test_prediction_equals_the_model(name, layout):
     """Shapes follow one another on the same hooks, so that nothing of one run may reach the next."""
     results = run_ranks(difference, num_ranks(LAYOUTS[layout]), name, LAYOUTS[layout], list(SHAPES.values()))
+
+    within(max(max(result) for result in results), EXACT)
+
+
+@pytest.mark.parametrize("name, layout, speeds", [
+    ("SD3", "ring2-ulysses2", (100, 26, 50, 50)), ("Qwen-Image", "ring3", (2, 1, 100)),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("Flux.1", "ulysses2", (71, 26)), ("Lumina 2", "ring2-ulysses2", (9, 1, 3, 3)), ("Wan", "ring2", (1, 6)),
+        ("Z-Image", "ulysses4", (4, 1, 2, 1))))], ids=str)
+def test_ranks_that_differ_in_speed_predict_the_same(name, layout, speeds):
+    """Ranks with no text at all among them; masked text where the family has a mask."""
+    shapes = [*SHAPES.values(), *([MASKED] if "attention_mask" in FAMILIES[name].conditioning else [])]
+
+    results = run_ranks(difference, len(speeds), name, LAYOUTS[layout], shapes, None, speeds)
 
     within(max(max(result) for result in results), EXACT)
 
@@ -151,10 +166,22 @@ def heads_back_in_reverse():
     usp.heads_together = lambda *arguments: together(*arguments).flip(1)
 
 
+def starts_of_like_ranks():
+    """Shards of uneven size are taken from where even ones begin."""
+    def take(self, tensor, dim, streams):
+        pieces = []
+        for stream, piece in zip(streams, tensor.split([self.counts[stream] for stream in streams], dim)):
+            size = self.shards(stream)[self.shard]
+            start = min(shard_start(self.counts[stream], self.num_shards, self.shard), self.counts[stream] - size)
+            pieces.append(piece.narrow(dim, start, size))
+        return torch.cat(pieces, dim)
+    Tokens.take = take
+
+
 MUTANTS = {function.__name__: function for function in (
     masks_are_forgotten, mask_of_the_rank_before, marks_of_the_first_shard, references_of_the_first_shard,
     keys_of_another_group, text_after_the_image, own_keys_only, merge_by_mean,
-    rotary_tables_of_the_first_shard, heads_back_in_reverse)}
+    rotary_tables_of_the_first_shard, heads_back_in_reverse, starts_of_like_ranks)}
 
 
 @pytest.mark.parametrize("mutant, name, layout", [
@@ -167,6 +194,12 @@ def test_exactness_notices_a_broken_method(mutant, name, layout):
     shape = MASKED if "mask" in mutant else REFERENCES[0] if "references" in mutant else SHAPES["even"] | {"apart": "marks" in mutant}
 
     results = run_ranks(difference, 2, name, LAYOUTS[layout], [shape], mutant)
+
+    assert max(max(result) for result in results) > 1e-6
+
+
+def test_exactness_of_unlike_ranks_notices_a_broken_method():
+    results = run_ranks(difference, 2, "SD3", LAYOUTS["ulysses2"], [SHAPES["even"]], "starts_of_like_ranks", (3, 1))
 
     assert max(max(result) for result in results) > 1e-6
 

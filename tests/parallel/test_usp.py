@@ -8,7 +8,7 @@ from tests.ranks import run_ranks
 from tests.tolerances import within
 from xdit_backend.parallel.attention import attention_with_lse, merge_attention
 from xdit_backend.parallel.collectives import RingExchange, Traffic, all_gather, all_to_all
-from xdit_backend.parallel.mesh import build_mesh
+from xdit_backend.parallel.mesh import build_mesh, paced
 from xdit_backend.parallel.usp import usp_attention
 from xdit_backend.partition import shard_sizes, shard_start
 from xdit_backend.protocol.messages import Layout
@@ -22,11 +22,12 @@ def tensors(num_tokens, scale=1.0, key_heads=HEADS):
     return make(HEADS) * scale, make(key_heads) * scale, make(key_heads)
 
 
-def difference(rank, world_size, layout, num_tokens, scale, key_heads):
+def difference(rank, world_size, layout, num_tokens, scale, key_heads, speeds=()):
     q, k, v = tensors(num_tokens, scale, key_heads)
     want = F.scaled_dot_product_attention(q, k, v, enable_gqa=key_heads != HEADS)
-    mesh, sizes = build_mesh(layout, world_size), shard_sizes(num_tokens, world_size)
-    mine = slice(shard_start(num_tokens, world_size, mesh.sequence_rank), None)
+    mesh = paced(build_mesh(layout, world_size), speeds)
+    sizes = shard_sizes(num_tokens, world_size, mesh.sequence_speeds)
+    mine = slice(shard_start(num_tokens, world_size, mesh.sequence_rank, mesh.sequence_speeds), None)
     mine = slice(mine.start, mine.start + sizes[mesh.sequence_rank])
     out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], sizes, mesh, F.scaled_dot_product_attention, None, Traffic())
     return (out - want[:, :, mine]).abs().max().item()
@@ -38,6 +39,16 @@ def test_usp_equals_attention(ring, ulysses, num_tokens):
     layout = Layout(ring_degree=ring, ulysses_degree=ulysses)
 
     within(max(run_ranks(difference, ring * ulysses, layout, num_tokens, 1.0, HEADS)), 1e-12)
+
+
+@pytest.mark.parametrize("ring, ulysses, key_heads, speeds", [
+    (1, 2, HEADS, (3, 1)), (1, 3, HEADS, (1, 100, 7)), (2, 2, HEADS, (9, 1, 4, 2)), (2, 1, 3, (1, 5)), (1, 2, 3, (5, 1)),
+    (1, 4, 3, (1, 2, 3, 4)), (1, 2, 6, (5, 1))])
+def test_usp_of_unlike_ranks_equals_attention(ring, ulysses, key_heads, speeds):
+    """Tokens and heads by speed; fewer key heads than query heads, than ranks too."""
+    layout = Layout(ring_degree=ring, ulysses_degree=ulysses)
+
+    within(max(run_ranks(difference, ring * ulysses, layout, 29, 1.0, key_heads, speeds)), 1e-12)
 
 
 def test_ring_equals_attention_for_very_large_logits():

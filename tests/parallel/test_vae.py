@@ -43,9 +43,9 @@ def decode(rank, world_size, kind, latent, mutant=None, block_size=None):
     return decode_rows(tiny_vae(kind, latent.dtype), latent, Ranks(dist.group.WORLD), block_size=block_size)
 
 
-def decode_sizes(rank, world_size, kind):
+def decode_sizes(rank, world_size, kind, speeds=()):
     ranks, vae = Ranks(dist.group.WORLD), tiny_vae(kind)
-    return [decode_rows(vae, latent(kind, *size), ranks) for size in sizes_of(kind)]
+    return [decode_rows(vae, latent(kind, *size), ranks, speeds=speeds) for size in sizes_of(kind)]
 
 
 @pytest.mark.parametrize("world_size", quick([3], WORLD_SIZES))
@@ -58,6 +58,17 @@ def test_decode_by_rows_equals_decode(kind, world_size):
         assert result.shape == whole.shape, size
         within((result - whole).abs().max(), KINDS[kind].tolerance, size)
         assert sum(share is not None for share in shares) == min(world_size, max(size[1:])), size
+
+
+@pytest.mark.parametrize("kind, speeds", [("sd", (100, 26)), pytest.param("sd", (1, 9, 3), marks=pytest.mark.slow)])
+def test_decode_by_rows_of_unlike_ranks_equals_decode(kind, speeds):
+    by_rank = run_ranks(decode_sizes, len(speeds), kind, speeds)
+
+    for size, shares in zip(sizes_of(kind), zip(*by_rank)):
+        result = put_together(shares)
+        within((result - decoded(kind, latent(kind, *size))).abs().max(), KINDS[kind].tolerance, size)
+        rows = [0 if share is None else share.tensor.shape[share.dim] for share in shares]
+        assert rows.index(max(rows)) == speeds.index(max(speeds)) or max(size[1:]) <= len(speeds), size
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -3,6 +3,7 @@
 import itertools
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def play(store, folder, layout, stages):
+def play(store, folder, layout, stages, speeds=()):
     """A warm-up step and two stale steps of two branches with three images, on all ranks: [(predictions, oracle's)], measurements."""
     header = read_header(folder)
     spec = model_spec(header, recognise(header), "float64", "float64", stages, layout.tensor_degree)
@@ -83,7 +84,7 @@ def play(store, folder, layout, stages):
             want = models[index].predict(latent, time, None if patch is None else (patch.start, patch.start + rows))
             wanted.append(want if patch is None else want.narrow(2, patch.start, rows))
             named.append(messages.Branch(store.share(piece.contiguous()), store.share(time), f"branch {index}", prediction))
-        commands.append(messages.Predict(next(request), spec.name, layout, named, patch, keep=True))
+        commands.append(messages.Predict(next(request), spec.name, layout, named, patch, keep=True, speeds=speeds))
 
     with torch.no_grad(), unrounded(layout.tensor_degree):
         start = [one.latent.clone() for one in branches]
@@ -97,6 +98,10 @@ def play(store, folder, layout, stages):
     world_size = math.prod(getattr(layout, f"{axis}_degree") for axis in (*AXES, "tensor"))
     numbers = run_ranks(carry_out, world_size, commands)
     return [(map_segment(segment), want) for segment, want in zip(made, wanted)], numbers
+
+
+UNLIKE = [(Layout(pipefusion_degree=2, ulysses_degree=2), (100, 30, 60, 40)), (Layout(data_degree=2, ring_degree=2), (100, 25, 20, 10)),
+          (Layout(data_degree=2, pipefusion_degree=2), (10, 100, 10, 10)), (Layout(cfg_degree=2, ulysses_degree=2), (9, 1, 1, 9))]
 
 
 def mixtures(world_size):
@@ -122,6 +127,14 @@ QUICK = [Layout(cfg_degree=2, pipefusion_degree=2), Layout(data_degree=2, pipefu
 
 TENSOR = [Layout(cfg_degree=2, tensor_degree=2), Layout(cfg_degree=2, pipefusion_degree=2, tensor_degree=2),
           Layout(pipefusion_degree=2, ring_degree=2, tensor_degree=2), Layout(cfg_degree=2, ulysses_degree=2, tensor_degree=2)]
+
+
+@pytest.mark.parametrize("layout, speeds", [UNLIKE[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in UNLIKE[1:])], ids=str)
+def test_mixtures_of_unlike_devices_equal_the_oracle(store, folder, layout, speeds):
+    """Images, tokens, heads and blocks by speed; data ranks with one image of three, with two, and with none."""
+    results, _ = play(store, folder, layout, replace(stages_of(layout), speeds=speeds), speeds)
+
+    within(max((got - want).abs().max() for got, want in results), 1e-12)
 
 
 @pytest.mark.parametrize("layout", [*QUICK[:3], *(pytest.param(layout, marks=pytest.mark.slow) for layout in QUICK[3:] + TENSOR)],

@@ -16,10 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.net import told_bytes
 from ..host.client import Call, Client
-from ..parallel.exchange import slot_bytes
-from ..parallel.row_hooks import level_of
-from ..partition import cut_bands, halved
 from ..protocol.errors import ConfigError
 from ..protocol.messages import Layout
 from .groups import count_cuda, start_clients
@@ -102,28 +100,6 @@ def print_size(model, spec, size, together, apart, options):
         if way in ("synchronous", "stale"):
             row += f" {int(sent[way]):>16} {told * (options.workers - 1):>12} {int(kept):>16} {told * options.workers:>12}"
         print(row, flush=True)
-
-
-def told_bytes(model, shape, num_ranks, dtype, batch=1):
-    """Bytes that a rank tells the others in a call (docs/algorithms.md section 9). model: a U-Net of diffusers, on any device.
-
-    shape: rows and columns of the latent.
-    """
-    num_levels, total = len(model.config.block_out_channels), 0
-    bands = cut_bands(shape[0], num_ranks, 2 ** (num_levels - 1))
-    for name, module in model.named_modules():
-        level = level_of(name, num_levels)
-        starts, columns = halved(bands, level), -(-shape[1] // 2 ** level)
-        sizes = [end - start for start, end in zip(starts, starts[1:])]
-        if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1) and name != "conv_in":
-            # A row to the rank above, which one that halves does not read, and a row to the rank below.
-            rows = [min(size, (rank > 0 and module.stride[0] == 1) + (rank < num_ranks - 1)) for rank, size in enumerate(sizes)]
-            total += slot_bytes([(batch, module.in_channels, count, columns) for count in rows], dtype)
-        elif isinstance(module, torch.nn.GroupNorm):
-            total += slot_bytes([(2, batch, module.num_groups)], torch.promote_types(dtype, torch.float32))
-        elif name.endswith(".attn1"):
-            total += slot_bytes([(2, batch, size * columns, module.to_k.out_features) for size in sizes], dtype)
-    return total
 
 
 def unet_config(width):

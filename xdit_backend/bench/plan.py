@@ -70,7 +70,7 @@ def print_plan(net, job, machine, what):
           f"{job.images} image{'s' if job.images > 1 else ''}; {net.blocks} blocks of width {net.width}, "
           f"{net.held_bytes / 1e9:.2f} GB of weights")
     print("on " + ", ".join(f"{number} x {name}" for name, number in names.items()))
-    stages = choose_stages(config, count, net, min(device.memory_bytes for device in machine.devices), machine)
+    stages = choose_stages(config, count, net, [device.memory_bytes for device in machine.devices], machine)
     started_s = time.perf_counter()
     plan = plan_run(config, machine, net, job, stages)
     elapsed_s = time.perf_counter() - started_s

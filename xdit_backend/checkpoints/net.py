@@ -6,6 +6,7 @@ import torch
 
 from ..forecast.cost import Job, Net
 from ..models.plan import Family
+from ..partition import cut_bands, halved, level_of, slot_bytes
 from .transformer import block_bytes, build, held_bytes
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
@@ -38,6 +39,30 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
     tokens = counts.pop("image")
     text = sum(counts.values()) if net.joint else conditioning["context"].shape[1]
     return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=shape[0])
+
+
+def told_bytes(model, shape, num_ranks, dtype, batch=1):
+    """Bytes that a rank tells the others in a call (docs/algorithms.md section 9). model: a U-Net of diffusers, on any device.
+
+    shape: rows and columns of the latent; 0 where it has too few rows for all ranks.
+    """
+    num_levels, total = len(model.config.block_out_channels), 0
+    bands = cut_bands(shape[0], num_ranks, 2 ** (num_levels - 1))
+    if bands is None:
+        return 0
+    for name, module in model.named_modules():
+        level = level_of(name, num_levels)
+        starts, columns = halved(bands, level), -(-shape[1] // 2 ** level)
+        sizes = [end - start for start, end in zip(starts, starts[1:])]
+        if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1) and name != "conv_in":
+            # A row to the rank above, which one that halves does not read, and a row to the rank below.
+            rows = [min(size, (rank > 0 and module.stride[0] == 1) + (rank < num_ranks - 1)) for rank, size in enumerate(sizes)]
+            total += slot_bytes([(batch, module.in_channels, count, columns) for count in rows], dtype)
+        elif isinstance(module, torch.nn.GroupNorm):
+            total += slot_bytes([(2, batch, module.num_groups)], torch.promote_types(dtype, torch.float32))
+        elif name.endswith(".attn1"):
+            total += slot_bytes([(2, batch, size * columns, module.to_k.out_features) for size in sizes], dtype)
+    return total
 
 
 def _held_as(net, model, family, spec):

@@ -1,8 +1,11 @@
 """Forecasts of every layout of a machine's devices, the best first, and which one to take. Pure arithmetic."""
 
+import functools
 import itertools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
+from ..partition import shard_sizes
 from .cost import Degrees, Device, Links, block_parts, run_seconds
 from .memory import Memory, rank_memory
 
@@ -23,6 +26,10 @@ class Machine:
     devices: tuple[Device, ...]
     links: Links
     alone: float = 1.0
+
+    @functools.cached_property
+    def is_uniform(self):
+        return all(device == self.devices[0] for device in self.devices)
 
 
 @dataclass(frozen=True)
@@ -55,23 +62,82 @@ class Forecast:
 def forecast(net, job, degrees, machine, **memory):
     """The Forecast of one layout of the machine's first devices, as many as it needs. memory: rank_memory's further arguments.
 
-    All wait for the slowest device that works, but for stages, whose blocks are shared out by speed. A rank that has no image of the
+    Tokens, blocks and images are shared out by speed; else all wait for the slowest device that works. A rank that has no image of the
     batch rests.
     """
-    used = machine.devices[:degrees.devices]
-    working = degrees.devices // degrees.data * min(degrees.data, job.images)
-    if working == 1:
-        device, worth = used[0].slower(1 / machine.alone), 0.0
-    else:
-        speeds = [1 / a_block_s(net, job, device) for device in used]
-        device, worth = used[speeds.index(min(speeds[:working]))], 0.0
-        if degrees.pipefusion > 1:
-            stages = [[speed for rank, speed in enumerate(speeds) if rank // degrees.sequence % degrees.pipefusion == stage]
-                      for stage in range(degrees.pipefusion)]
-            worth = sum(map(min, stages)) / min(speeds[:working])
+    group = busiest(net, job, degrees, machine)
+    device, worth = group.device, group.worth
+    if group.working == 1:
+        device, worth = device.slower(1 / machine.alone), 0.0
     needed = rank_memory(net, job, degrees, **memory)
-    fits = needed.total <= ROOM * min(one.memory_bytes for one in used[:working])
-    return Forecast(degrees, run_seconds(net, job, degrees, device, machine.links, worth), needed, fits, working)
+    seconds = run_seconds(net, replace(job, images=group.images * degrees.data), degrees, device, machine.links, worth)
+    return Forecast(degrees, seconds, needed, has_room(net, degrees, needed, group.memory_bytes), group.working)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that share images, as the forecast sees them: all wait for the busiest. device: as fast as each of its ranks is on average.
+
+    worth: of how many such devices its stages are; 0: of as many as there are. working: devices that have something to do, in all groups.
+    memory_bytes: of the smallest device of each stage.
+    """
+
+    device: Device
+    worth: float
+    images: int
+    working: int
+    memory_bytes: tuple[float, ...]
+
+
+def busiest(net, job, degrees, machine):
+    """The Group that takes longest, where the ranks' shares are as parallel.mesh.paced has them."""
+    of_replica, stages, tensor = degrees.devices // degrees.data, degrees.pipefusion, degrees.tensor
+    if machine.is_uniform:
+        device, images = machine.devices[0], math.ceil(job.images / degrees.data)
+        return Group(device, 0.0, images, of_replica * min(degrees.data, job.images), (device.memory_bytes,) * stages)
+    used, told = machine.devices[:degrees.devices], speeds_of(machine.devices[:degrees.devices]) or (1,) * degrees.devices
+    speeds = [1 / a_block_s(net, job, device) for device in used]
+    sequence = of_replica // degrees.cfg // stages // tensor
+
+    def of_ranks(values, first):
+        """[[of each sequence rank] of each stage] of the branch that begins at rank `first`: the least of its tensor ranks'."""
+        return [[min(values[start:start + tensor]) for start in range(first + stage * sequence * tensor,
+                                                                       first + (stage + 1) * sequence * tensor, tensor)]
+                for stage in range(stages)]
+
+    def branch(first):
+        """(speed of its slowest stage, of all stages, the told one) of one branch's ranks."""
+        shares = [min(each) for each in zip(*of_ranks(told, first))]
+        each = [min(speed * sum(shares) / sequence / share for speed, share in zip(stage, shares)) for stage in of_ranks(speeds, first)]
+        return min(each), sum(each), sum(map(sum, of_ranks(told, first)))
+
+    replicas = [min(branch(first) for first in range(start, start + of_replica, of_replica // degrees.cfg))
+                for start in range(0, degrees.devices, of_replica)]
+    images = shard_sizes(job.images, degrees.data, [told for _, _, told in replicas] if len(set(told)) > 1 else ())
+    last = max(range(degrees.data), key=lambda replica: images[replica] / replicas[replica][1])
+    slowest, together, _ = replicas[last]
+    ranks = range(last * of_replica, (last + 1) * of_replica)
+    near = min(ranks, key=lambda rank: abs(speeds[rank] - slowest))
+    device = used[near] if speeds[near] == slowest else used[near].slower(speeds[near] / slowest)
+    working = [rank for rank in range(degrees.devices) if images[rank // of_replica]]
+    of_stage = of_replica // degrees.cfg // stages
+    smallest = tuple(min(used[rank].memory_bytes for rank in working if rank // of_stage % stages == stage) for stage in range(stages))
+    return Group(device, together / slowest if stages > 1 else 0.0, images[last], len(working), smallest)
+
+
+def has_room(net, degrees, needed, memory_bytes):
+    """Does a run fit on stages with so much memory? Blocks, and their keys and values, go where there is room for them."""
+    beside = needed.activations + net.outside_bytes
+    if degrees.pipefusion == 1 or degrees.warmup_by_sequence:
+        return needed.total <= ROOM * min(memory_bytes)
+    rooms = [ROOM * size - beside for size in memory_bytes]
+    return min(rooms) > 0 and (needed.total - beside) * degrees.pipefusion <= sum(rooms)
+
+
+def speeds_of(devices):
+    """What the workers are told of how fast each device is, beside the fastest's 100: its rate of matrix multiplication. (): alike."""
+    rates = [device.matrix_flops_s for device in devices]
+    return () if max(rates) <= ALIKE * min(rates) else tuple(max(1, round(100 * rate / max(rates))) for rate in rates)
 
 
 def a_block_s(net, job, device):

@@ -21,12 +21,12 @@ class Memory:
         return self.weights + self.keys_values + self.activations
 
 
-def rank_memory(net, job, degrees, beside_bytes=0.0, steps_kept=1, offload=False, stage_blocks=None):
+def rank_memory(net, job, degrees, beside_bytes=0.0, steps_kept=1, offload=False, stage_blocks=None, images_apart=False, told_copies=1):
     """Memory of the fullest rank. beside_bytes: of what it holds beside the transformer.
 
     Stale keys and values are 2 B (S + S_t) h elements a block, of a stage's blocks and a rank's heads under PipeFusion; under
-    DistriFusion of all blocks, and twice, to send and to receive. steps_kept: 2 where they are forecast from two steps. offload: they
-    are in host memory. stage_blocks: of the fullest stage, where they are known. Activations are of whole maps: warm-up runs them.
+    DistriFusion of all blocks, and told_copies times. steps_kept: 2 where they are forecast from two steps. offload: they are in host
+    memory. stage_blocks: of the fullest stage, where they are known. images_apart: see working_share.
     """
     tokens = job.tokens + (job.text if net.joint else 0)
     a_block = 2 * net.key_share * degrees.batch(job) * tokens * net.width * net.element_bytes
@@ -34,8 +34,8 @@ def rank_memory(net, job, degrees, beside_bytes=0.0, steps_kept=1, offload=False
     if degrees.pipefusion > 1 and not offload:
         keys_values = steps_kept * a_block * (stage_blocks or math.ceil(net.blocks / degrees.pipefusion)) / degrees.ulysses / degrees.tensor
     if degrees.displaced > 1:
-        keys_values = 2 * a_block * net.blocks / degrees.sequence
-    rows = job.branches * job.images * tokens * working_share(job, degrees, net.branches_apart)
+        keys_values = told_copies * a_block * net.blocks / degrees.ulysses
+    rows = job.branches * job.images * tokens * working_share(job, degrees, net.branches_apart, images_apart)
     live = ACTIVATIONS + net.elements / 4
     return Memory(weights=weight_bytes(net, degrees) + beside_bytes, keys_values=keys_values,
                   activations=rows * net.width * net.element_bytes * live * (WHOLE + (1 - WHOLE) / degrees.tensor))
@@ -47,12 +47,25 @@ def weight_bytes(net, degrees):
     return net.outside_bytes + (net.held_bytes - net.outside_bytes) / stages / degrees.tensor
 
 
-def working_share(job, degrees, branches_apart=False):
+def working_share(job, degrees, branches_apart=False, images_apart=False):
     """The part of a run's activations (of all its images, branches and tokens) that a rank has at a time.
 
-    branches_apart: stages take one branch after the other. Whole steps decide, which PipeFusion warms up by.
+    branches_apart: stages take one branch after the other. Whole steps decide, which PipeFusion warms up by; images_apart: one image
+    after the other, so that patches of all images may be more.
     """
     branches = 1 if branches_apart and degrees.pipefusion > 1 else math.ceil(job.branches / degrees.cfg)
-    batch = branches * math.ceil(job.images / degrees.data)
+    images = math.ceil(job.images / degrees.data)
+    if images_apart and degrees.pipefusion > 1:
+        images = max(1.0, images / (degrees.num_patches or degrees.pipefusion))
+    batch = branches * images
     sequence = degrees.sequence * (degrees.pipefusion if degrees.warmup_by_sequence else 1)
     return batch / (job.branches * job.images) / sequence / degrees.displaced
+
+
+def most_that_fits(fits, most):
+    """The largest number from 1 to `most` for which fits(number) holds, which holds for all below it; 0 where there is none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -75,6 +75,7 @@ class Client:
         self.on_phase = lambda phase: None
         self.check = lambda: None
         self.step = ""                         # that is computed now, for a person: "step 7 of 20"
+        self.speeds = ()                       # of each device, relative, see mesh.paced; the same for all calls of a run. (): alike
         self.last_numbers = {}                 # rank -> measurements of the last decode or encode, by name
         self._group, self._models, self._autoencoders = None, {}, set()
         self._is_starting, self._starting = False, threading.RLock()           # by one thread at a time
@@ -274,7 +275,7 @@ class Client:
             branches.append(messages.Branch(latent, timestep, name, prediction, control, call.operations))
             predictions.append(view)
         request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast,
-                                                              **displaced),
+                                                              speeds=self.speeds, **displaced),
                              segments, last_stage_ranks(layout, len(self.devices)), self.step)
         return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1)
 
@@ -310,7 +311,7 @@ class Client:
         group does not hold the VAE `name`. measure_memory: last_numbers then has each rank's peak_bytes.
         """
         self.load_autoencoder(name, dtype, weights, settings)
-        return self._transform(messages.Decode, name, latent, picture_shape, measure_memory)
+        return self._transform(messages.Decode, name, latent, picture_shape, measure_memory=measure_memory)
 
     def encode(self, name, dtype, weights, picture, latent_shape, settings=None):
         """Encode pictures (B, 3, H, W) or videos (B, 3, F, H, W) in [-1, 1] to latents of this shape, float32."""
@@ -329,12 +330,13 @@ class Client:
             self._request(lambda request: messages.LoadAutoencoder(request, spec), segments.values())
             self._autoencoders.add(name)
 
-    def _transform(self, command, name, tensor, shape, *options):
+    def _transform(self, command, name, tensor, shape, **options):
         """Have the workers turn a tensor into one of this shape; the result is a view of the memory they wrote."""
         group = self.group
         given = group.segments.share(tensor)
         result, view = group.segments.create(shape, torch.float32)
-        done = self._request(lambda request: command(request, name, given, result, *options), [given, result])
+        done = self._request(lambda request: command(request, name, given, result, speeds=self.speeds, **options),
+                             [given, result])
         self.last_numbers = {rank: reply.numbers for rank, reply in done.items()}
         return view
 

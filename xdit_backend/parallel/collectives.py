@@ -61,19 +61,19 @@ class Traffic:
         return self._num_passed, self._num_begun > self._num_passed or (bool(self._on_device) and self._on_device[0][0].query())
 
 
-def all_to_all(pieces, receive_shapes, group, traffic):
+def all_to_all(pieces, receive_shapes, group, traffic, joined=None):
     """Send pieces[j] to rank j of the group; return what each rank sent here, shaped receive_shapes[j].
 
-    Pieces may differ in size: a sequence of tensors, or one contiguous tensor whose first dim is the rank. Everything
-    travels in one exchange.
+    Pieces may differ in size. joined: one contiguous tensor that they follow one another in, where there is one. Everything travels in one
+    exchange.
     """
-    return start_all_to_all(pieces, receive_shapes, group, traffic)()
+    return start_all_to_all(pieces, receive_shapes, group, traffic, joined)()
 
 
-def start_all_to_all(pieces, receive_shapes, group, traffic):
+def start_all_to_all(pieces, receive_shapes, group, traffic, joined=None):
     """all_to_all in the background: returns a function that waits for it and returns what arrived."""
     rank = dist.get_rank(group)
-    send = pieces.view(-1) if torch.is_tensor(pieces) else torch.cat([piece.reshape(-1) for piece in pieces])
+    send = torch.cat([piece.reshape(-1) for piece in pieces]) if joined is None else joined.view(-1)
     home, send = send.device, on_wire(send, group)
     receive_sizes = [torch.Size(shape).numel() for shape in receive_shapes]
     receive = send.new_empty(sum(receive_sizes))

@@ -105,7 +105,7 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, 
     own = parts[exchange.rank]
     region = own[mesh.ranks["ring"] * degree:][:degree]
     if degree > 1:
-        q_BNTH, k_BNTH, v_BNTH = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
+        (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
     fresh = torch.stack([k_BNTH, v_BNTH])
     if mesh.degrees["ring"] > 1:
         regions = [sum(own[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
@@ -113,7 +113,7 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, 
     known = exchange.share(key, fresh, [_with_size(fresh.shape, 3, sum(part)) for part in parts])
     known[exchange.rank] = fresh
     out = attention(q_BNTH, *repeat_heads(q_BNTH, *torch.cat(known, 3)), attn_mask=mask)
-    return heads_together(out, region, mesh, traffic) if degree > 1 else out
+    return heads_together(out, heads, region, mesh, traffic) if degree > 1 else out
 
 
 def _with_size(shape, dim, size):

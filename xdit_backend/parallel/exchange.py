@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..partition import slot_bytes
 from .collectives import Traffic, all_gather, on_wire
 
 BUCKET_BYTES = 2 ** 21         # that travel together: fewer, larger messages cost less, and the first should leave early
-ALIGNMENT = 16                 # bytes; a layer's place in a bucket fits any dtype
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,6 @@ class Exchange:
                 self._slots[key] = Slot(index, start, shapes, dtype)
                 start += rows.shape[1]
             self._buckets.append(torch.cat([told[key][0] for key in keys], 1).contiguous())
-
-
-def slot_bytes(shapes, dtype):
-    """Bytes that a layer takes of every rank's row: the largest rank's, aligned."""
-    most = max(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
-    return -(-most // ALIGNMENT) * ALIGNMENT
 
 
 def fill_buckets(sizes, bucket_bytes=BUCKET_BYTES):

@@ -4,6 +4,7 @@ Axis order, slowest first: data, cfg, pipefusion, displaced, ring, ulysses, tens
 tensor + tensor_degree * (ulysses + ulysses_degree * (ring + ring_degree * (displaced + ... ))), and so on.
 """
 
+import dataclasses
 import datetime
 import math
 import os
@@ -36,6 +37,9 @@ class Mesh:
     tensor_group: object = None
     before_group: object = None            # this rank and the one in the stage before
     after_group: object = None             # this rank and the one in the stage after
+    data_speeds: tuple[int, ...] = ()      # of the ranks of these axes, relative, see `paced`; (): alike
+    sequence_speeds: tuple[int, ...] = ()
+    ulysses_speeds: tuple[int, ...] = ()
 
     @property
     def sequence_degree(self):
@@ -45,6 +49,23 @@ class Mesh:
     def sequence_rank(self):
         ring = self.ranks["displaced"] * self.degrees["ring"] + self.ranks["ring"]
         return ring * self.degrees["ulysses"] + self.ranks["ulysses"]
+
+
+def paced(mesh, speeds):
+    """The mesh of ranks that differ in speed. speeds: of each rank of the world, relative whole numbers; (): alike.
+
+    Images are dealt out by the speed of the ranks that share one, tokens by that of each sequence rank, heads by that of each Ulysses
+    rank. Who holds the same tokens or keys in other stages, or in whole steps, has to have as many: so a sequence rank is as fast as the
+    slowest that has its place in a stage, and a Ulysses rank as all that have its place together. All ranks find the same.
+    """
+    if not speeds or len(set(speeds)) == 1:
+        return mesh
+    data, cfg, pipefusion, displaced, ring, ulysses, tensor = (mesh.degrees[axis] for axis in AXES)
+    every = torch.tensor(speeds, dtype=torch.int64).view(data, cfg, pipefusion, displaced * ring, ulysses, tensor).amin(-1)
+    of_images = every.sum((2, 3, 4)).amin(1)
+    own = every[mesh.ranks["data"], mesh.ranks["cfg"]]
+    return dataclasses.replace(mesh, data_speeds=tuple(of_images.tolist()), sequence_speeds=tuple(own.amin(0).flatten().tolist()),
+                               ulysses_speeds=tuple(own.sum((0, 1)).tolist()))
 
 
 SINGLE = Mesh(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0))

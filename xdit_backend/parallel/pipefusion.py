@@ -226,7 +226,7 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, context, key, streams, attention):
     degree = mesh.degrees["ulysses"]
     if degree > 1:
         region = sizes[mesh.ranks["ring"] * degree:][:degree]
-        q_BNTH, k_BNTH, v_BNTH = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
+        (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
     if mesh.degrees["ring"] > 1:
         regions = [sum(sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
         k_BNTH, v_BNTH = all_gather(torch.stack([k_BNTH, v_BNTH]), regions, 3, mesh.ring_group, traffic)
@@ -236,7 +236,7 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, context, key, streams, attention):
         pieces = pieces if context.patch is None else _kept_pieces(context, streams, k_BNTH.shape[2])
     mask = gathered_mask(context.masks, pieces, q_BNTH)
     out = attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask)
-    return heads_together(out, region, mesh, traffic) if degree > 1 else out
+    return heads_together(out, heads, region, mesh, traffic) if degree > 1 else out
 
 
 def _kept_pieces(context, streams, num_keys):

@@ -5,7 +5,6 @@ convolution, a norm or an attention does, torch's function for it works on rows 
 """
 
 import functools
-import re
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch.nn.functional import conv2d, pad
 
 from ..autoencoders.family import replaced
-from ..partition import halved
+from ..partition import halved, level_of
 from ..protocol.errors import UnsupportedError
 from ..protocol.transfers import on_device
 from .displaced import StaleSplit
@@ -165,14 +164,3 @@ class RowHooks:
         if not isinstance(module.processor, AttnProcessor2_0):
             raise UnsupportedError(f"{name} is run by {type(module.processor).__name__}, which does not use torch's attention and would "
                                    f"see this rank's rows only. Use cfg_degree or data_degree.")
-
-
-def level_of(name, num_levels):
-    """How often the image that a module reads was halved, by the module's name in diffusers' U-Nets."""
-    match = re.match(r"(down|mid|up)_block(?:s\.(\d+))?\.(\w+)", name)
-    if match is None:
-        return 0
-    side, number, kind = match[1], int(match[2] or 0), match[3]
-    if side == "down":
-        return number
-    return num_levels - 1 - number - (kind == "upsamplers")

@@ -4,30 +4,35 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..partition import shard_sizes, shard_start
+from ..partition import shard_sizes
 
 
 @dataclass(frozen=True)
 class Tokens:
     """The tokens of one forward, by stream, and this rank's shard of each.
 
-    Every stream is cut into one contiguous shard a sequence rank; shards differ by one token at most. "image" is the latent's
-    stream; others take part in self-attention beside it. left_out: tokens that the model's forward holds as well, which
-    the blocks do not get, since an earlier patch has brought them.
+    Every stream is cut into one contiguous shard a sequence rank, by the ranks' speeds; where they are alike, shards differ by one
+    token at most. "image" is the latent's stream, of which each rank has some; others take part in self-attention beside it. left_out:
+    tokens that the model's forward holds as well, which the blocks do not get, since an earlier patch has brought them.
     """
 
     counts: dict[str, int]                 # stream -> number of tokens in all
     num_shards: int = 1
     shard: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
+    speeds: tuple[int, ...] = ()           # of the sequence ranks, relative; (): alike
 
     def held(self, stream):
         """Tokens of a stream in tensors outside the blocks."""
         return self.counts[stream] + self.left_out.get(stream, 0)
 
+    def shards(self, stream):
+        """How many tokens of a stream each sequence rank has."""
+        return shard_sizes(self.counts[stream], self.num_shards, self.speeds, least=int(stream == "image"))
+
     def sizes(self, streams):
         """How many tokens of these streams each sequence rank has."""
-        per_stream = [shard_sizes(self.counts[stream], self.num_shards) for stream in streams]
+        per_stream = [self.shards(stream) for stream in streams]
         return [sum(sizes) for sizes in zip(*per_stream)]
 
     def own(self, streams):
@@ -36,9 +41,8 @@ class Tokens:
 
     def pieces(self, streams):
         """[(stream, first token, number of tokens)], in the order in which tokens gathered from all ranks stand."""
-        return [(stream, shard_start(self.counts[stream], self.num_shards, shard),
-                 shard_sizes(self.counts[stream], self.num_shards)[shard])
-                for shard in range(self.num_shards) for stream in streams]
+        sizes = {stream: self.shards(stream) for stream in streams}
+        return [(stream, sum(sizes[stream][:shard]), sizes[stream][shard]) for shard in range(self.num_shards) for stream in streams]
 
     def take(self, tensor, dim, streams):
         """Cut this rank's tokens out of a tensor that holds all tokens of the streams, one after the other, at `dim`."""
@@ -48,7 +52,6 @@ class Tokens:
             return tensor
         pieces = []
         for stream, piece in zip(streams, tensor.split(lengths, dim)):
-            count = self.counts[stream]
-            start = shard_start(count, self.num_shards, self.shard)
-            pieces.append(piece.narrow(dim, start, shard_sizes(count, self.num_shards)[self.shard]))
+            sizes = self.shards(stream)
+            pieces.append(piece.narrow(dim, sum(sizes[:self.shard]), sizes[self.shard]))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from ..partition import shard_sizes
 from .attention import attention_with_lse, merge_attention
 from .collectives import RingExchange, all_to_all
 
@@ -22,13 +23,13 @@ def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic
     degree = mesh.degrees["ulysses"]
     if degree > 1:
         region = sizes[mesh.ranks["ring"] * degree:][:degree]
-        q_BNTH, k_BNTH, v_BNTH = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
+        (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
     if mesh.degrees["ring"] > 1:
         region_sizes = [sum(sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
         out = ring_attention(q_BNTH, k_BNTH, v_BNTH, region_sizes, mesh, scale, traffic, mask)
     else:
         out = attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask, scale=scale)
-    return heads_together(out, region, mesh, traffic) if degree > 1 else out
+    return heads_together(out, heads, region, mesh, traffic) if degree > 1 else out
 
 
 def repeat_heads(q_BNTH, k_BNTH, v_BNTH):
@@ -63,28 +64,48 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic, mask=Non
     return out.to(q_BNTH.dtype)
 
 
+def head_shares(num_heads, num_key_heads, mesh):
+    """[(query heads, key heads)] of each Ulysses rank, and how often each key head has to be repeated for that.
+
+    Heads are shared out by the ranks' speeds. Where there are fewer key heads than query heads, each goes with its query heads; where
+    ranks would have to share one, or cannot have as many, it is repeated only as often as they need to have their own.
+    """
+    degree, speeds = mesh.degrees["ulysses"], mesh.ulysses_speeds
+    if not speeds:
+        repeats = math.lcm(degree, num_key_heads) // num_key_heads
+        return [(num_heads // degree, num_key_heads * repeats // degree)] * degree, repeats
+    repeats = 1 if num_key_heads >= degree else num_heads // num_key_heads
+    groups = shard_sizes(num_key_heads * repeats, degree, speeds, least=1)
+    return [(count * num_heads // num_key_heads // repeats, count) for count in groups], repeats
+
+
 def heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic):
     """Ulysses all-to-all (arXiv 2309.14509): from all heads of this rank's tokens to its heads of the group's tokens.
 
-    Where there are fewer key heads than query heads, each is repeated only as often as the ranks need to have equal parts.
+    Returns (q, k, v) and how many query heads each rank has, which heads_together asks for.
     """
-    degree = mesh.degrees["ulysses"]
-    batch, num_heads, num_tokens, head_size = q_BNTH.shape
-    repeats = math.lcm(degree, k_BNTH.shape[1]) // k_BNTH.shape[1]
+    shares, repeats = head_shares(q_BNTH.shape[1], k_BNTH.shape[1], mesh)
+    batch, _, num_tokens, head_size = q_BNTH.shape
     if repeats > 1:
         k_BNTH, v_BNTH = k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)
-    heads = [tensor.shape[1] // degree for tensor in (q_BNTH, k_BNTH, v_BNTH)]
-    send = q_BNTH.new_empty(degree, sum(heads), batch, num_tokens, head_size)
-    for place, count, tensor in zip(send.split(heads, 1), heads, (q_BNTH, k_BNTH, v_BNTH)):
-        place.copy_(tensor.unflatten(1, (degree, count)).permute(1, 2, 0, 3, 4))           # B D N T H -> D N B T H
-    shapes = [(sum(heads), batch, size, head_size) for size in sizes]
-    received = all_to_all(send, shapes, mesh.ulysses_group, traffic)
-    return [part.transpose(0, 1) for part in torch.cat(received, 2).split(heads)]
+    of_queries, of_keys = zip(*shares)
+    counts = [queries + 2 * keys for queries, keys in shares]
+    tensors = ((q_BNTH, of_queries), (k_BNTH, of_keys), (v_BNTH, of_keys))
+    if mesh.ulysses_speeds:
+        send = torch.cat([part for parts in zip(*(tensor.transpose(0, 1).split(heads) for tensor, heads in tensors)) for part in parts])
+    else:
+        send = q_BNTH.new_empty(sum(counts), batch, num_tokens, head_size)
+        places = send.unflatten(0, (len(counts), counts[0])).split([of_queries[0], of_keys[0], of_keys[0]], 1)
+        for place, (tensor, heads) in zip(places, tensors):
+            place.copy_(tensor.unflatten(1, (len(heads), heads[0])).permute(1, 2, 0, 3, 4))        # B D N T H -> D N B T H
+    own = mesh.ranks["ulysses"]
+    received = all_to_all(send.split(counts), [(counts[own], batch, size, head_size) for size in sizes], mesh.ulysses_group, traffic, send)
+    return [part.transpose(0, 1) for part in torch.cat(received, 2).split([of_queries[own], of_keys[own], of_keys[own]])], of_queries
 
 
-def heads_together(out_BNTH, sizes, mesh, traffic):
-    """The way back: from this rank's heads of the group's tokens to all heads of its own tokens."""
-    batch, heads, _, head_size = out_BNTH.shape
+def heads_together(out_BNTH, heads, sizes, mesh, traffic):
+    """The way back: from this rank's heads of the group's tokens to all heads of its own tokens. heads: of each rank."""
+    batch, _, _, head_size = out_BNTH.shape
     own = sizes[mesh.ranks["ulysses"]]
-    shapes = [(batch, heads, own, head_size)] * mesh.degrees["ulysses"]
+    shapes = [(batch, count, own, head_size) for count in heads]
     return torch.cat(all_to_all(out_BNTH.split(sizes, 2), shapes, mesh.ulysses_group, traffic), 1)

@@ -59,7 +59,8 @@ class Ranks:
 
 
 @torch.inference_mode()
-def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convolution=None, dim=None):
+def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convolution=None, dim=None,
+                speeds=()):
     """Decode this rank's rows of a picture. Every rank of `ranks` calls it, with the same whole latent.
 
     latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H', W'):
@@ -67,14 +68,15 @@ def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convo
     frames are split, see split_dim. Where there are more ranks than rows the last ones have nothing to do and get None.
     Without ranks, or alone, it decodes the whole picture. block_size: what of its output a convolution computes at once, see
     conv_rows; None for all. on_convolution() is called before each convolution of a picture that is split or computed in
-    blocks. dim: -3, -2 or -1 to split frames, rows or columns, where the choice is not to be made here.
+    blocks. dim: -3, -2 or -1 to split frames, rows or columns, where the choice is not to be made here. speeds: of the ranks, relative,
+    by which they have rows; (): alike.
     Raises UnsupportedError for a VAE that cannot be split exactly.
     """
-    return _in_parts(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, block_size, on_convolution, dim)
+    return _in_parts(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, block_size, on_convolution, dim, speeds)
 
 
 @torch.inference_mode()
-def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, on_convolution=None, dim=None):
+def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, on_convolution=None, dim=None, speeds=()):
     """Encode this rank's rows of a picture, like decode_rows: the other way round, from the same whole picture.
 
     picture: (B, C, H, W) or (B, C, F, H, W) on any device, of which a rank's rows alone are copied to its own; H and W are
@@ -85,7 +87,7 @@ def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, 
     def encode(rows):
         return _family(vae).encode(vae, rows.to(vae.device, vae.dtype))
 
-    return _in_parts(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution, dim)
+    return _in_parts(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution, dim, speeds)
 
 
 def split_dim(vae, shape, scale):
@@ -104,7 +106,7 @@ def num_parts(shape, scale, dim):
     return shape[-3] - 1 if dim == -3 else shape[dim] // scale
 
 
-def _in_parts(vae, run, whole, scale, ranks, traffic, block_size, on_convolution, dim):
+def _in_parts(vae, run, whole, scale, ranks, traffic, block_size, on_convolution, dim, speeds):
     """Run an autoencoder on this rank's part of `whole`, which has `scale` rows for each row of the latent."""
     num_ranks = ranks.count if ranks else 1
     dim = dim or split_dim(vae, whole.shape, scale)
@@ -116,7 +118,7 @@ def _in_parts(vae, run, whole, scale, ranks, traffic, block_size, on_convolution
     group = ranks and ranks.first(num_ranks)
     if ranks and group is None:
         return None
-    split = RowSplit.of_sizes(shard_sizes(count, num_ranks), group, traffic or Traffic(), dim)
+    split = RowSplit.of_sizes(shard_sizes(count, num_ranks, speeds[:num_ranks], least=1), group, traffic or Traffic(), dim)
     if dim == -3:
         return _by_frames(vae, run, whole, split, block_size, on_convolution)
     return _by_rows(vae, run, whole, scale, split, block_size, on_convolution)

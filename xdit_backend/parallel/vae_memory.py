@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..partition import shard_sizes
 from ..protocol.errors import ConfigError
 from .collectives import Traffic, all_gather
 from .vae import decode_rows, encode_rows, num_parts, split_dim
@@ -88,15 +89,15 @@ def outline_of(vae):
     return copy.deepcopy(vae, without_bytes)
 
 
-def need_of(outline, shape, scale, num_ranks, whole=False):
+def need_of(outline, shape, scale, num_ranks, whole=False, speeds=()):
     """The Need for decoding (scale 1) or encoding a tensor of this shape by this many ranks; runs it on the meta device.
 
     outline: see outline_of. scale: see encode_rows. whole: with convolutions all at once; else in about eight blocks, of
-    which peak_bytes has one.
+    which peak_bytes has one. speeds: as decode_rows has them.
     """
     shape = list(shape)
     dim = split_dim(outline, shape, scale)
-    own_parts = -(-num_parts(shape, scale, dim) // num_ranks)
+    own_parts = max(shard_sizes(num_parts(shape, scale, dim), num_ranks, speeds, least=1))
     shape[dim] = 1 + own_parts if dim == -3 else max(LEAST_ROWS, own_parts) * scale
     given = torch.empty(shape, dtype=outline.dtype, device="meta")
     num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
@@ -116,8 +117,9 @@ class RowPlanner:
     def __init__(self, vae):
         self._outline, self._device, self._needs = outline_of(vae), vae.device, {}
 
-    def plan(self, shape, scale, ranks, free_bytes):
-        """Choose the block_size of decode_rows (scale 1) or encode_rows; returns it and the number of convolutions to come.
+    def plan(self, shape, scale, ranks, free_bytes, speeds=()):
+        """Choose the block_size of decode_rows (scale 1) or encode_rows; returns it, the number of convolutions to come, and the speeds by
+        which rows are shared out: those given, or none where only equal parts fit.
 
         Every rank calls it with the bytes that it may use, and all get one answer: None where there is room enough to compute
         convolutions all at once, which is fastest, and else the largest blocks that fit. Raises ConfigError, on every rank,
@@ -125,16 +127,19 @@ class RowPlanner:
         """
         free_bytes = _least(free_bytes, ranks, self._device)
         num_ranks = self._num_working(shape, scale, ranks.count)
-        whole = self._need(shape, scale, num_ranks, whole=True)
+        speeds = speeds[:num_ranks]
+        whole = self._need(shape, scale, num_ranks, True, speeds)
         if whole.peak_bytes * ROOMY <= free_bytes:
-            return None, whole.num_convolutions if num_ranks > 1 else 0
-        need = self._need(shape, scale, num_ranks)
+            return None, whole.num_convolutions if num_ranks > 1 else 0, speeds
+        need = self._need(shape, scale, num_ranks, False, speeds)
+        if need.peak_bytes * MARGIN > free_bytes and speeds:
+            need, speeds = self._need(shape, scale, num_ranks), ()
         if need.peak_bytes * MARGIN > free_bytes:
             raise ConfigError(_does_not_fit(self._outline, shape, scale, ranks.count, need, free_bytes))
         counted_bytes = need.peak_bytes // 8                   # of a block, in the peak
         room_bytes = int(free_bytes / MARGIN) - need.peak_bytes
         block_bytes = min(max(MIN_BLOCK_BYTES, counted_bytes), counted_bytes + room_bytes)
-        return max(1, block_bytes // need.row_bytes), need.num_convolutions
+        return max(1, block_bytes // need.row_bytes), need.num_convolutions, speeds
 
     def least_bytes(self, shape, scale, num_ranks):
         """Bytes that the busiest of these ranks must have free to decode or encode a tensor of this shape: below, `plan` refuses."""
@@ -143,10 +148,10 @@ class RowPlanner:
     def _num_working(self, shape, scale, num_ranks):
         return min(num_ranks, num_parts(shape, scale, split_dim(self._outline, shape, scale)))
 
-    def _need(self, shape, scale, num_ranks, whole=False):
-        key = (tuple(shape), scale, num_ranks, whole)
+    def _need(self, shape, scale, num_ranks, whole=False, speeds=()):
+        key = (tuple(shape), scale, num_ranks, whole, speeds)
         if key not in self._needs:
-            self._needs[key] = need_of(self._outline, shape, scale, num_ranks, whole)
+            self._needs[key] = need_of(self._outline, shape, scale, num_ranks, whole, speeds)
         return self._needs[key]
 
 

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from .errors import XDiTError
 from .segments import Segment
-from .strict import STRICT, Degree, Natural, Printable, Rank, Share
+from .strict import STRICT, Degree, Natural, Printable, Rank, Share, Speed
 
 TRYING_LINKS = "trying the links between the devices"          # the Phase in which a worker joins the others
 
@@ -27,6 +27,7 @@ class Stages:
     num_blocks: tuple[Natural, ...] = ()       # blocks of each stage; (): balanced by cost
     every_block: bool = False      # hold all blocks on every rank, so that warm-up can run by sequence parallelism
     offload: bool = False          # keep stale keys and values in host memory
+    speeds: tuple[Speed, ...] = ()          # of each rank, relative, as measured; (): told by what the devices say of themselves
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -179,6 +180,7 @@ class Predict:
     forecast: Share = 0.0          # how far stale keys and values go on as they went before
     stale: bool = False            # with displaced_degree: use what the last call with the same conditioning left of other ranks
     displaced_mode: str = "corrected_async_gn"                 # one of parallel.displaced.MODES
+    speeds: tuple[Speed, ...] = ()                          # of each rank, relative, the same for all calls of a run; (): alike
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -207,6 +209,7 @@ class Decode:
     latent: Segment
     picture: Segment
     measure_memory: bool = False   # count what lives, which takes time
+    speeds: tuple[Speed, ...] = ()                          # of each rank, relative; (): alike
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -217,6 +220,7 @@ class Encode:
     autoencoder: str
     picture: Segment
     latent: Segment
+    speeds: tuple[Speed, ...] = ()
 
 
 @dataclass(frozen=True, config=STRICT)

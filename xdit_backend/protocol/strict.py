@@ -9,6 +9,7 @@ MAX_RANKS, MAX_TEXT = 2 ** 16, 2 ** 20
 Natural: TypeAlias = Annotated[int, Field(ge=0, lt=2 ** 63)]
 Rank: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 Degree: TypeAlias = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+Speed: TypeAlias = Annotated[int, Field(ge=1, le=2 ** 20)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -44,13 +44,13 @@ class Autoencoders:
     def decode(self, command, traffic):
         vae = self._loaded[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
-        block_size, num_steps = self._plan_rows(command.autoencoder, latent[:1].shape, 1)
+        block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1)
         live, started_s, started_cpu_s, start = LiveBytes(), time.perf_counter(), time.process_time(), self._clock.mark()
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps)
             with live if command.measure_memory else nullcontext():
                 share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), self._ranks, traffic,
-                                    block_size, progress)
+                                    block_size, progress, speeds=speeds)
             if share is not None:
                 # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
                 pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
@@ -63,11 +63,11 @@ class Autoencoders:
         vae = self._loaded[command.autoencoder]
         picture, latent = map_segment(command.picture), map_segment(command.latent)
         scale, start = picture.shape[-1] // latent.shape[-1], self._clock.mark()
-        block_size, num_steps = self._plan_rows(command.autoencoder, picture[:1].shape, scale)
+        block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale)
         for index in range(len(picture)):
             progress = self._progress("encoding", index, len(picture), num_steps)
             share = encode_rows(vae, picture[index:index + 1], scale, self._ranks, traffic,
-                                block_size=block_size, on_convolution=progress)
+                                block_size=block_size, on_convolution=progress, speeds=speeds)
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
 
@@ -78,8 +78,8 @@ class Autoencoders:
         for pair in traffic.waits if self._device.type == "cpu" else ():
             self._timeline.add("exchange", *pair)
 
-    def _plan_rows(self, name, shape, scale):
-        return self._planners[name].plan(shape, scale, self._ranks, free_bytes(self._device))
+    def _plan_rows(self, command, shape, scale):
+        return self._planners[command.autoencoder].plan(shape, scale, self._ranks, free_bytes(self._device), command.speeds)
 
     def _progress(self, text, index, count, num_steps):
         """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth."""

@@ -4,6 +4,7 @@ What a forward of one needs, and what it receives from the stage before, is said
 """
 
 import math
+import statistics
 from dataclasses import dataclass, field
 
 import torch
@@ -123,7 +124,7 @@ class Models:
         return self._ferry.bring(weight) if weight.is_contiguous() else weight.to(self._device)
 
     def _balanced(self, spec, model, family):
-        """Blocks of each stage, balanced by cost, by the speed of the stages' devices and by what they can hold.
+        """Blocks of each stage, balanced by cost, by the speed of the stages' devices (measured, or as they say) and by what they can hold.
 
         model: without weights. A collective: every rank calls it.
         """
@@ -131,12 +132,14 @@ class Models:
         if self._device.type == "cuda":
             speed = torch.cuda.get_device_properties(self._device).multi_processor_count
             free = torch.cuda.mem_get_info(self._device)[0] * FULL
+        if spec.stages.speeds:
+            speed = spec.stages.speeds[self._rank]
         mine = torch.tensor([[speed, free]], dtype=torch.float64, device=self._device)
         devices = all_gather(mine, [1] * self._world_size, 0, dist.group.WORLD, Traffic()).tolist()
         stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
                   for stage in range(spec.stages.pipefusion_degree)]
         return split_stages([size * share for size, share in block_sizes(model, family.plan)], len(stages),
-                            speeds=[min(speed for speed, _ in ranks) for ranks in stages],
+                            speeds=[statistics.mean(speed for speed, _ in ranks) for ranks in stages],
                             sizes=[size // spec.tensor_degree for size in block_bytes(model, family, spec)],
                             limits=[min(free for _, free in ranks) for ranks in stages])
 
@@ -164,7 +167,7 @@ class Loaded:
         if "key_values" in keeping:
             keeping |= {"kept_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
         if exchange is not None and family.by_rows:
-            keeping["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1))
+            keeping["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1), mesh.sequence_speeds)
         return ForwardContext(
             family.inputs(latent, on_device(timestep, latent.device), conditioning, self.config, patch), mesh, traffic,
             self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,

@@ -6,10 +6,10 @@ import torch
 
 from ..parallel.displaced import MODES
 from ..parallel.exchange import Exchange
-from ..parallel.mesh import build_mesh
+from ..parallel.mesh import build_mesh, paced
 from ..parallel.pipefusion import KeyValues, Link, Offload
 from ..parallel.vae_memory import free_bytes
-from ..partition import FULL, shard_sizes, shard_start
+from ..partition import FULL, shard_sizes
 from ..protocol.segments import map_segment
 from ..protocol.transfers import on_device
 from .clock import Clock
@@ -81,7 +81,7 @@ class Predictions:
 
     def predict(self, command, traffic):
         """Run this rank's branch, batch share, stage and token shard; the first rank of the last stage writes the prediction."""
-        loaded, mesh = self._models[command.model], self._mesh(command.layout)
+        loaded, mesh = self._models[command.model], self._mesh(command)
         clock, waits = self._clock, []
         start = clock.mark()
         handles = self._posted.pop(command.request, None) or self._post_receives(command)
@@ -137,8 +137,7 @@ class Predictions:
             if index % mesh.degrees["cfg"] != mesh.ranks["cfg"]:
                 continue
             batch = branch.latent.shape[0]
-            start = shard_start(batch, mesh.degrees["data"], mesh.ranks["data"])
-            size = shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]
+            start, size = _own_images(batch, mesh)
             if command.by_image:
                 parts += [(branch, image, image + 1) for image in range(start, start + size)]
             elif size:                                         # fewer images than data ranks: this one rests
@@ -162,9 +161,9 @@ class Predictions:
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         keeping = {} if exchange is None else {"first_image": first}
         if exchange is None and (command.keep or command.patch is not None):
+            start, size = _own_images(batch, mesh)
             keeping = {"key_values": self._kept(loaded, branch.conditioning), "forecast": command.forecast,
-                       "first_image": first - shard_start(batch, mesh.degrees["data"], mesh.ranks["data"]),
-                       "num_images": shard_sizes(batch, mesh.degrees["data"])[mesh.ranks["data"]]}
+                       "first_image": first - start, "num_images": size}
         added = {place: map_segment(segment) for place, segment in branch.control.items()}
         control = {place: tensor[rows] if tensor.shape[0] == batch else tensor for place, tensor in added.items()}
         return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, exchange,
@@ -179,7 +178,7 @@ class Predictions:
 
     def _post_receives(self, command):
         """Handles for the hidden states of each part of a command; [] on the first stage."""
-        loaded, mesh = self._models[command.model], self._mesh(command.layout)
+        loaded, mesh = self._models[command.model], self._mesh(command)
         if mesh.ranks["pipefusion"] == 0:
             return []
         link, handles = self._link(mesh, command.layout), []
@@ -200,11 +199,17 @@ class Predictions:
             self._links[layout] = Link(mesh, self._device)
         return self._links.get(layout)
 
-    def _mesh(self, layout):
-        """The process groups of a layout, made when it is first used. Commands come in one order, so ranks agree."""
-        if layout not in self._meshes:
-            self._meshes[layout] = build_mesh(layout, self._world_size)
-        return self._meshes[layout]
+    def _mesh(self, command):
+        """The process groups of a command's layout, made when it is first used. Commands come in one order, so ranks agree."""
+        if command.layout not in self._meshes:
+            self._meshes[command.layout] = build_mesh(command.layout, self._world_size)
+        return paced(self._meshes[command.layout], command.speeds)
+
+
+def _own_images(batch, mesh):
+    """(first, number) of the images of a batch that this rank's data group has."""
+    sizes = shard_sizes(batch, mesh.degrees["data"], mesh.data_speeds)
+    return sum(sizes[:mesh.ranks["data"]]), sizes[mesh.ranks["data"]]
 
 
 def _call(exchange, command, traffic):

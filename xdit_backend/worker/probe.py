@@ -129,7 +129,7 @@ def of_links(watch, rank, world_size, size, device, dtype, traffic, is_first):
         piece = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         pieces = piece[:len(piece) // size * size].view(size, -1)
         shapes = [pieces[0].shape] * size
-        works = {"all_to_all": lambda pieces=pieces, shapes=shapes: all_to_all(pieces, shapes, own, traffic),
+        works = {"all_to_all": lambda pieces=pieces, shapes=shapes: all_to_all(pieces, shapes, own, traffic, pieces),
                  "hop": lambda piece=piece: RingExchange(piece, piece.shape, own, traffic).wait(),
                  "all_reduce": lambda piece=piece: dist.all_reduce(piece, group=own),
                  "gather": lambda pieces=pieces: all_gather(pieces[0], [len(pieces[0])] * size, 0, own, traffic)}
@@ -137,7 +137,8 @@ def of_links(watch, rank, world_size, size, device, dtype, traffic, is_first):
             numbers[f"{collective} {size} {name}_s"] = watch.seconds(work, repeats=10 if name == "small" else 2)
     piece = torch.zeros(16, dtype=dtype, device=device)
     pieces = torch.zeros(size, 8, dtype=dtype, device=device)
-    numbers[f"launch {size} all_to_all_s"] = watch.seconds(lambda: all_to_all(pieces, [(8,)] * size, own, traffic), repeats=10, wait=False)
+    numbers[f"launch {size} all_to_all_s"] = watch.seconds(lambda: all_to_all(pieces, [(8,)] * size, own, traffic, pieces), repeats=10,
+                                                           wait=False)
     numbers[f"launch {size} hop_s"] = watch.seconds(lambda: RingExchange(piece, piece.shape, own, traffic).wait(), repeats=10, wait=False)
     if is_first:
         numbers |= of_both(watch, own, device, dtype, traffic)

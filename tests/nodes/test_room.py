@@ -1,0 +1,48 @@
+"""A run that a device has no room for is refused before it starts, with what would fit: that does run, and one more does not."""
+
+import re
+
+import pytest
+import torch
+
+
+def limited(comfyui, monkeypatch, num_bytes, kind, **degrees):
+    """Our MODEL on two CPU workers of a machine with so much memory."""
+    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: num_bytes)
+    return comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees))
+
+
+@pytest.mark.parametrize("kind, degrees", [("sd3", {"ulysses": 2}), ("sd3", {"pipefusion": 2}), ("sd3", {"displaced": 2}),
+                                           pytest.param("sdxl", {"displaced": 2}, marks=pytest.mark.slow)], ids=str)
+def test_what_cannot_fit_is_refused_with_what_would(comfyui, monkeypatch, kind, degrees):
+    weights = comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)).model.remote.bytes_on("cpu") / (1 if "pipefusion" in degrees else 2)
+    model = limited(comfyui, monkeypatch, weights + 12e6, kind, **degrees)
+    sent, client = [], comfyui.groups.client(("cpu", "cpu"))
+    submit = client.submit
+    monkeypatch.setattr(client, "submit", lambda *args, **kwargs: sent.append(1) or submit(*args, **kwargs))
+
+    def sample(batch, size):
+        return comfyui.sample(model, kind, steps=2, cfg=1.0, latent=comfyui.latent(kind, batch=batch, size=size))
+
+    def refusal(batch, size):
+        with pytest.raises(comfyui.errors.ConfigError, match=r"This run \(.* 2.*needs about .* GB on cpu") as refused:
+            sample(batch, size)
+        assert not sent
+        return str(refused.value)
+
+    most = int(re.search(r"at most (\d+) images? at once instead of 64", refusal(64, (16, 16)))[1])
+    width, height = map(int, re.search(r"at most (\d+) x (\d+) pixels instead of 4096 x 4096", refusal(1, (512, 512))).groups())
+    refusal(most + 1, (16, 16))
+    refusal(1, (height // 8 + 1, width // 8 + 1))
+    fitting = sample(most, (16, 16))
+    assert sent and fitting.shape[0] == most and torch.isfinite(fitting).all()
+    sample(1, (height // 8, width // 8))
+
+
+def test_weights_that_cannot_fit_are_refused_when_loading(comfyui, monkeypatch):
+    weights = comfyui.ours("sd3", comfyui.config()).model.remote.bytes_on("cpu")
+
+    with pytest.raises(comfyui.errors.ConfigError, match=r"over 2 devices needs about .* GB of weights\), and that has .*weight_dtype"):
+        limited(comfyui, monkeypatch, 1e5, "sd3", ulysses=2)
+    with pytest.raises(comfyui.errors.ConfigError, match="It would fit with pipefusion_degree=2 on as many devices"):
+        limited(comfyui, monkeypatch, weights * 0.95, "sd3", ulysses=2)
