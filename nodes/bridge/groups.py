@@ -95,6 +95,7 @@ class Groups:
         self._held = weakref.WeakKeyDictionary()               # what needs models or VAEs -> {(devices, name) of those}
         self._lock = threading.Lock()                          # of _holders
         self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
+        self._learnt = None                                    # what earlier runs taught, once it is read
         self._speeds = {}                                      # devices -> how fast each is, where they are not alike
         self.runs = Runs()
 
@@ -160,6 +161,16 @@ class Groups:
         """End the workers of every group; the next use starts others."""
         for client in self.clients:
             client.close()
+
+    def learnt(self):
+        """{(family, card): Learnt} of earlier runs of one device."""
+        if self._learnt is None:
+            self._learnt = measurements.learnt(_measured_folder())
+        return self._learnt
+
+    def learn(self, family, card, ratio):
+        """Keep that a run of this family on this card took `ratio` times what a probe's numbers alone say."""
+        self.learnt()[family, card] = measurements.learn(_measured_folder(), family, card, ratio)
 
     def _pace(self, devices, machine):
         """From now on the workers share out tokens, heads, images and rows by how fast each device is."""

@@ -8,9 +8,10 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 
 from ...xdit_backend.checkpoints.net import job_of
 from ...xdit_backend.forecast.cost import Job
+from ...xdit_backend.forecast.learning import KNOWN, NEW, Learnt, as_learnt
 from ...xdit_backend.forecast.memory import Memory, rank_memory, working_share
 from ...xdit_backend.forecast.room import check_room
-from ...xdit_backend.forecast.words import layout_words, plan_words, seconds_words
+from ...xdit_backend.forecast.words import layout_words, measured_words, plan_words, seconds_words
 from ...xdit_backend.host.client import Call
 from ...xdit_backend.partition import holders
 from ...xdit_backend.planner import (
@@ -31,6 +32,7 @@ from .displaced import DisplacedRun
 from .groups import GROUPS, ask_for_room, parking_room, show_text
 from .operations import operations_of
 from .pipeline import DRAINED, WHOLE, PipelineRun
+from .timed import Timed
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class RemoteModel:
         self._beside_bytes = 0                                 # that ComfyUI was told a rank needs for a run
         self.how = None                                        # how this run is split, in a person's words; None before it
         self._pipeline = self._schedule = None
+        self._timed, self._cards, self._measured = None, (), {}                # {(Job, Degrees): seconds of the last such run}
         self._device_bytes, self._told_bytes, self._roomy = device_bytes, told_bytes, set()
         self._net, self._plans, self.plan = net, {}, None      # what forecasts need; {Job: Plan or None}; the Plan of this run
         self.changes, self.changes_uuid = {}, None             # of the file's weights, see Client.load_model; whose patches those are
@@ -165,7 +168,7 @@ class RemoteModel:
     def end_run(self):
         self._looked_at.clear()
         self._end_pipeline()
-        self.how = self.plan = None
+        self.how = self.plan = self._timed = None
         self._plans.clear()
         self._roomy.clear()
         client = GROUPS.client_if(self.devices)
@@ -225,7 +228,10 @@ class RemoteModel:
         GROUPS.client(self.devices).step = _step_of(question)
         if self.spec.stages is not None:
             return self._predict_in_stages(question, calls)
-        self.plan = self._plan(self._job(question, calls), may_measure=True)
+        job = self._job(question, calls)
+        plan = self._plan(job, may_measure=True)
+        if plan is not self.plan:
+            self.plan, self._timed = plan, Timed(job)
         layout = self._layout(len(calls)) if self.plan is None else self.plan.layout
         self._check_room(question, calls, layout)
         if layout.displaced_degree > 1:
@@ -233,7 +239,7 @@ class RemoteModel:
         client = self._client()
         how = describe_layout(layout) if self.plan is None else layout_words(self.plan.chosen)
         self._show(how + self.config.idle, self.plan)
-        return client.predict(self.spec, layout, self.num_channels, calls, run=self)
+        return self._timed.call(client, lambda: client.predict(self.spec, layout, self.num_channels, calls, run=self))
 
     def _predict_in_stages(self, question, calls):
         from . import patches
@@ -280,7 +286,9 @@ class RemoteModel:
         if job not in self._plans:
             may_measure = may_measure and is_long(self._net, job, torch.device(self.devices[0]).type)
             machine = GROUPS.machine(self.devices, self.spec.compute_dtype, may_measure)
-            self._plans[job] = None if machine is None else plan_run(self.config, machine, self._net, job)
+            self._plans[job] = None if machine is None else plan_run(
+                self.config, as_learnt(machine, GROUPS.learnt(), self.family.name), self._net, job)
+            self._cards = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[job]
 
     def _job(self, question, calls):
@@ -289,14 +297,22 @@ class RemoteModel:
         return self._net and job_of(self.family, self._net, calls[0].latent.shape, calls[0].conditioning, steps, len(calls))
 
     def compare(self, elapsed_s):
-        """What a run took beside its forecast, in a person's words; "" where there was none. One that missed by far is logged."""
+        """What a run took beside its forecast, in a person's words; "" where there was none. One that missed by far is logged.
+
+        Runs in which no device waited for another teach the forecast.
+        """
         if self.plan is None:
             return ""
-        forecast_s = self.plan.chosen.seconds
-        if abs(elapsed_s / forecast_s - 1) > MISSED:
-            log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s", self.how, forecast_s, ", ".join(
-                f"{cause} {seconds:.1f} s" for cause, seconds in self.plan.chosen.causes.items()), elapsed_s)
-        return f" (forecast: {seconds_words(forecast_s)})"
+        chosen, one, timed = self.plan.chosen, self.plan.one, self._timed
+        forecast_s, measured_s = chosen.seconds, timed.seconds or elapsed_s
+        self._measured[timed.job, chosen.degrees] = measured_s
+        if abs(measured_s / forecast_s - 1) > MISSED:
+            log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s (%s)", self.how, forecast_s, ", ".join(
+                f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
+        if timed.seconds and chosen.is_apart and len(set(self._cards)) == 1:
+            known = GROUPS.learnt().get((self.family.name, self._cards[0]), Learnt())
+            GROUPS.learn(self.family.name, self._cards[0], known.factor * measured_s / forecast_s)
+        return f" (forecast: {seconds_words(forecast_s)}{'' if chosen.working == 1 else '; ' + measured_words(one, measured_s)})"
 
     def _end_pipeline(self):
         if self._pipeline is not None:
@@ -305,7 +321,9 @@ class RemoteModel:
 
     def _show(self, how, plan=None):
         if how != self.how:
-            words = "" if plan is None else ". " + plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered)
+            words = "" if plan is None else ". " + plan_words(
+                plan.chosen, plan.one if plan.one.fits else None, plan.ordered, self._measured.get((self._timed.job, plan.chosen.degrees)),
+                KNOWN if (self.family.name, self._cards[0]) in GROUPS.learnt() else NEW)
             show_text(f"running on {', '.join(self.devices)}: {how}{words}")
             self.how = how
 

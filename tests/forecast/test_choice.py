@@ -149,9 +149,9 @@ FAST, IDEAL = Device(1e14, 1e14, 1e30, half_rows=0, half_keys=0, block_launch_s=
 
 
 @pytest.mark.parametrize("slower, degrees, ratio", [
-    (2.75, Degrees(cfg=2), 2.75 / 2), (2.75, Degrees(ulysses=2), 2.75 / 2), (2.75, Degrees(data=2), 1.0),
+    (2.75, Degrees(cfg=2), 2.75 / 2), (2.75, Degrees(ulysses=2), 1 / (1 + 1 / 2.75)), (2.75, Degrees(data=2), 1.0),
     (1.5, Degrees(pipefusion=2, num_patches=2, warmup_steps=0), (20 * 2 + 1) / 40 / (1 + 1 / 1.5))])
-def test_unlike_devices_wait_for_the_slower_but_in_stages_that_are_split_by_speed(slower, degrees, ratio):
+def test_unlike_devices_share_out_tokens_and_blocks_by_speed_and_else_wait_for_the_slower(slower, degrees, ratio):
     """With two branches: the fast device alone takes both."""
     unlike = Machine((FAST, FAST.slower(slower)), IDEAL)
     net, job = replace(FLUX, blocks=56), Job(16384, 0, 20, branches=2)
@@ -165,10 +165,41 @@ def test_unlike_devices_wait_for_the_slower_but_in_stages_that_are_split_by_spee
 def test_a_slow_card_is_left_out_where_it_would_hold_the_other_up(slower, expected):
     """Branches are shared out only where the slower card has more than half of the faster one's speed."""
     unlike, job = Machine((A100, A100.slower(slower)), NVLINK), Job(4096, 512, 20, branches=2)
-    exact = [one for one in forecasts(FLUX, job, unlike) if one.is_exact]
+    exact = forecasts(FLUX, job, unlike, [Degrees(cfg=2), Degrees(data=2)])
 
     assert choose(exact, are_alike(FLUX, job, unlike.devices)).degrees == Degrees(**expected)
     assert are_alike(FLUX, job, unlike.devices) == (slower == 1.0)
+
+
+@pytest.mark.parametrize("fast_first", [True, False])
+@pytest.mark.parametrize("images, working", [(1, 1), (2, 1), (4, 2)])
+def test_images_go_where_they_are_done_soonest(images, working, fast_first):
+    """Of four images the slow card (a third as fast) takes one; of two none: then the fast one works alone."""
+    devices = (FAST, FAST.slower(3)) if fast_first else (FAST.slower(3), FAST)
+    made = forecast(FLUX, Job(16384, 0, 20, images=images), Degrees(data=2), Machine(devices, IDEAL))
+    one = forecast(FLUX, Job(16384, 0, 20), Degrees(data=2), Machine(devices, IDEAL))
+
+    assert made.working == working
+    within(abs(made.seconds / one.seconds / min(images, 3) - 1), 0.02)
+
+
+def test_tokens_by_speed_make_a_slow_card_worth_having():
+    """A card a third as fast: 1.3 times the fast one alone; one 30 times slower is left out."""
+    job = Job(16384, 512, 20)
+    for slower, working in ((3, 2), (30, 1)):
+        unlike = Machine((A100, A100.slower(slower)), NVLINK)
+        exact = [one for one in forecasts(FLUX, job, unlike) if one.is_exact]
+
+        assert choose(exact, are_alike(FLUX, job, unlike.devices)).working == working
+
+
+def test_a_large_model_fits_where_stages_have_room_together():
+    """24 and 12 GB hold 30 GB of blocks that neither half of which fits on the small card."""
+    cards = [replace(A100, memory_bytes=size * GB) for size in (24, 12)]
+    net, job = replace(FLUX, weight_bytes=28e9), Job(1024, 128, 20)
+
+    assert forecast(net, job, Degrees(pipefusion=2), Machine(tuple(cards), NVLINK)).fits
+    assert not forecast(net, job, Degrees(pipefusion=2), Machine((cards[1], cards[1]), NVLINK)).fits
 
 
 def test_small_gains_are_not_promised():

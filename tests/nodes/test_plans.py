@@ -22,6 +22,7 @@ def user(comfyui, monkeypatch, tmp_path):
     """ComfyUI's user folder: an empty one, and nothing remembered."""
     monkeypatch.setattr(comfyui.folder_paths, "get_user_directory", lambda: str(tmp_path))
     monkeypatch.setattr(comfyui.groups, "_machines", {})
+    monkeypatch.setattr(comfyui.groups, "_learnt", None)
     yield tmp_path / "xdit"
     comfyui.groups.client(TWO).speeds = ()
     comfyui.groups._speeds.clear()
@@ -29,8 +30,8 @@ def user(comfyui, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("devices, links, cfg, expected", [
     ((SLOW, SLOW), FAST_LINKS, 4.0, "CFG 2"), ((SLOW, SLOW), SLOW_LINKS, 1.0, "one device"),
-    ((SLOW, SLOW), FAST_LINKS, 1.0, "Ulysses 2|Ring 2"), ((SLOW, SLOW.slower(3)), FAST_LINKS, 4.0, "one device")],
-    ids=["cfg", "slow-links", "fast-links", "unlike"])
+    ((SLOW, SLOW), FAST_LINKS, 1.0, "Ulysses 2|Ring 2"), ((SLOW, SLOW.slower(3)), FAST_LINKS, 4.0, "Ulysses 2|Ring 2"),
+    ((SLOW, SLOW.slower(90)), FAST_LINKS, 4.0, "one device")], ids=["cfg", "slow-links", "fast-links", "unlike", "far-slower"])
 def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, devices, links, cfg, expected):
     measurements.keep(user, TWO, "float32", Machine(devices, links))
 
@@ -41,7 +42,21 @@ def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, 
     words = expected.split("|")
     assert any(said[0].startswith(f"running on cpu, cpu: {word}. Plan: {word}, about ") for word in words), said
     assert ("one device is as fast" in said[0]) == (expected == "one device") and " GB a card" in said[0]
-    assert "(forecast: " in said[-1] and "and the run took" in caplog.text
+    assert "(forecast: " in said[-1] and "and the run took" in caplog.text and "the workers were busy" in caplog.text
+    assert ("; measured " in said[-1]) == (expected != "one device")
+    taught = measurements.learnt(user)
+    assert set(taught) == ({("SD3", "a slow card")} if len(set(devices)) == 1 and expected in ("CFG 2", "one device") else set())
+
+
+def test_what_was_measured_is_said_of_the_next_such_run(comfyui, said, user):
+    measurements.keep(user, TWO, "float32", Machine((SLOW, SLOW), FAST_LINKS))
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", warmup="auto"))
+
+    for _ in range(2):
+        comfyui.sample(model, "sd3")
+
+    assert "Plan: CFG 2, about " in said[0] and "Plan: CFG 2, measured " in said[2]
+    assert measurements.learnt(user)["SD3", "a slow card"].count == 2
 
 
 def test_a_short_run_on_unmeasured_devices_is_not_held_up(comfyui, said, user):

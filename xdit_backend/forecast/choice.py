@@ -52,6 +52,11 @@ class Forecast:
         return self.degrees.pipefusion == 1 and self.degrees.displaced == 1
 
     @property
+    def is_apart(self):
+        """Does each device work as if it were alone, on branches and images of its own?"""
+        return self.degrees.devices == self.degrees.cfg * self.degrees.data
+
+    @property
     def limited_by(self):
         """"compute", "link", "launch" or "warm-up"."""
         waits = {cause: seconds for cause, seconds in self.causes.items() if cause != "compute"}

@@ -1,6 +1,7 @@
 """A plan in a person's words: what is chosen, how fast, why, and what came second. Pure text."""
 
 from .choice import is_worth_it
+from .learning import NEW
 
 METHODS = {"cfg": "CFG", "data": "data", "pipefusion": "PipeFusion", "displaced": "DistriFusion", "tensor": "Tensor", "ring": "Ring",
            "ulysses": "Ulysses"}
@@ -17,20 +18,32 @@ def layout_words(one):
     return f"{text}, {one.degrees.num_patches} patches" if one.degrees.num_patches else text
 
 
-def plan_words(chosen, one, ordered):
-    """What the node says of a run's Forecasts: the chosen one, that of one device (None: it does not fit there), and all."""
+def plan_words(chosen, one, ordered, measured_s=None, off=NEW):
+    """What the node says of a run's Forecasts: the chosen one, that of one device (None: it does not fit there), and all.
+
+    measured_s: of such a run before, where there was one. off: by how much forecasts of this family on these cards may be off.
+    """
     text = f"Plan: {layout_words(chosen)}, "
     if chosen.working == 1:
         text += f"about {seconds_words(chosen.seconds)}: one device is as fast"
     elif one is None:
         text += f"about {seconds_words(chosen.seconds)}: one device has too little memory"
+    elif measured_s is not None:
+        text += f"{measured_words(one, measured_s)} ({seconds_words(one.seconds)} to {seconds_words(measured_s)})"
     elif is_worth_it(chosen, one):
-        text += f"about {one.seconds / chosen.seconds:.1f}x ({seconds_words(one.seconds)} to {seconds_words(chosen.seconds)})"
+        faster = one.seconds / chosen.seconds
+        text += (f"about {faster:.1f}x ({faster * (1 - off):.1f}x to {faster * (1 + off):.1f}x, {seconds_words(one.seconds)} to "
+                 f"{seconds_words(chosen.seconds)})")
     else:
         text += f"about {seconds_words(chosen.seconds)}: one device is about as fast"
     text += f", {chosen.memory.total / 1e9:.2g} GB a card"
     second = next((other for other in ordered if layout_words(other) != layout_words(chosen)), None)
     return text + (f". Second: {layout_words(second)}, {seconds_words(second.seconds)}" if second else "")
+
+
+def measured_words(one, measured_s):
+    """one: the Forecast of one device."""
+    return f"measured {one.seconds / measured_s:.1f}x"
 
 
 def why(chosen):

@@ -1,4 +1,4 @@
-"""What a probe measured of the devices of a worker group, kept in a folder from then on. Used by the bridge and by `plan`.
+"""What a probe measured of the devices of a worker group, and what runs taught, kept in a folder. Used by the bridge and by `plan`.
 
 A measurement is of these cards in this order, this driver and torch, and which of them reach each other directly; where any of it
 changes there is none, and it is measured anew. Files are as forecast/files.py reads them; deleting one has it measured again.
@@ -15,8 +15,11 @@ import torch
 
 from ..forecast.choice import Machine
 from ..forecast.files import as_said, read_machine
+from ..forecast.learning import LEAST_FACTOR, Learnt, after
 from ..forecast.probed import machine_of_probe
 from ..protocol.errors import ConfigError
+
+RUNS = "runs.json"             # one factor a family and card
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +45,28 @@ def kept(folder, devices, dtype) -> Machine | None:
 
 def keep(folder, devices, dtype, machine):
     """Write a Machine where `kept` finds it. A folder that cannot be written to costs a measurement, and no more."""
-    path = _path(folder, devices, dtype)
+    _write(_path(folder, devices, dtype), as_said(machine, topology(devices, dtype)))
+
+
+def learnt(folder):
+    """{(family, card): Learnt}: how much longer runs of one device took than was forecast. {} where there is none to read."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(as_said(machine, topology(devices, dtype)), indent=1), encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        log.warning("what was measured of the devices cannot be kept in %s: %s", folder, error)
+        said = json.loads((Path(folder) / RUNS).read_text(encoding="utf-8"))
+        made = {tuple(key.split(" | ")): Learnt(float(factor), int(count)) for key, (factor, count) in said.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        log.warning("what was learnt of runs is ignored: %s: %s", Path(folder) / RUNS, error)
+        return {}
+    return {key: each for key, each in made.items() if len(key) == 2 and LEAST_FACTOR <= each.factor <= 1 / LEAST_FACTOR and each.count > 0}
+
+
+def learn(folder, family, card, ratio):
+    """Keep what a run of one device says: it took `ratio` times the forecast that knew nothing of runs. Returns the Learnt."""
+    known = learnt(folder)
+    known[family, card] = after(known.get((family, card)), ratio)
+    _write(Path(folder) / RUNS, {" | ".join(key): [each.factor, each.count] for key, each in known.items()})
+    return known[family, card]
 
 
 def topology(devices, dtype):
@@ -67,6 +84,16 @@ def card_of(device):
         return properties.name, float(properties.total_memory)
     import psutil
     return f"CPU {platform.machine()}, {os.cpu_count()} cores", float(psutil.virtual_memory().total)
+
+
+def _write(path, said):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(said, indent=1), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        log.warning("what was measured cannot be kept in %s: %s", path.parent, error)
 
 
 def _path(folder, devices, dtype):

@@ -1,0 +1,33 @@
+"""What real runs teach the forecast: one factor a family and card, from runs of one device; links are never learnt. Pure arithmetic."""
+
+import math
+from dataclasses import dataclass, replace
+
+LEAST_FACTOR = 0.2             # and 1 / it: what is farther off was no such run
+LEAST_WEIGHT = 0.25            # of the newest run, so that what changes (a driver, a cooler) is followed
+NEW = 0.15                     # by how much a forecast may be off before a run of its family has been measured on this card
+KNOWN = 0.07                   # and after
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """factor: times the forecast of what a probe measured that runs took, the mean of their logarithms. count: of runs."""
+
+    factor: float = 1.0
+    count: int = 0
+
+
+def after(learnt, ratio):
+    """The Learnt after a run that took `ratio` times the forecast."""
+    learnt = learnt or Learnt()
+    weight = max(LEAST_WEIGHT, 1 / (learnt.count + 1))
+    factor = math.exp((1 - weight) * math.log(learnt.factor) + weight * math.log(ratio))
+    return Learnt(min(max(factor, LEAST_FACTOR), 1 / LEAST_FACTOR), learnt.count + 1)
+
+
+def as_learnt(machine, known, family):
+    """The machine as runs of this family have shown its cards. known: {(family, card): Learnt}."""
+    factors = [known.get((family, device.name), Learnt()).factor for device in machine.devices]
+    if set(factors) == {1.0}:
+        return machine
+    return replace(machine, devices=tuple(device.slower(factor) for device, factor in zip(machine.devices, factors)))
