@@ -30,5 +30,5 @@ class Timed:
         after = self._client.totals()
         did = {name: [numbers.get(name, 0) - self._before.get(rank, {}).get(name, 0) for rank, numbers in sorted(after.items())]
                for name in ("busy_s", "sent_bytes")}
-        busy, sent = (", ".join(f"{number:.1f}" for number in numbers) for numbers in (did["busy_s"], (size / 1e6 for size in did["sent_bytes"])))
+        busy, sent = (", ".join(f"{number / unit:.1f}" for number in did[name]) for name, unit in (("busy_s", 1), ("sent_bytes", 1e6)))
         return f"in {len(self._calls_s)} calls the workers were busy {busy} s and sent {sent} MB"

@@ -1,7 +1,5 @@
 """What runs teach: one factor a family and card, which follows what runs take and never touches the links."""
 
-import json
-
 import pytest
 
 from tests.tolerances import within
@@ -44,7 +42,7 @@ def test_what_was_learnt_is_kept_beside_the_probe(tmp_path):
     within(abs(known["Flux.1", "a card"].factor - 1.2), 1e-12)
 
 
-@pytest.mark.parametrize("said", ["{", "[]", '{"Flux.1": [1, 1]}', '{"Flux.1 | a card": "fast"}', json.dumps({"Flux.1 | a card": [1e9, 1]})])
+@pytest.mark.parametrize("said", ["{", "[]", '{"Flux.1": [1, 1]}', '{"Flux.1 | a card": "fast"}', '{"Flux.1 | a card": [1e9, 1]}'])
 def test_what_cannot_be_read_teaches_nothing(tmp_path, said):
     (tmp_path / measurements.RUNS).write_text(said)
 

@@ -103,6 +103,7 @@ class Device:
     name: str = ""                         # of the card
     memory_bytes: float = math.inf
     busy_ring: float = 0.1                 # by how much attention is slower while a hop runs beside it
+    convolution_flops_s: float = 0.0       # of a decoder's convolutions; 0: as matrix multiplications
     narrow_share: float = 1.0              # of the attention's rate, with heads of 64 instead of 128
 
     def attention_rate(self, head_size):
@@ -112,7 +113,8 @@ class Device:
 
     def slower(self, factor):
         """A device that takes so many times as long for everything."""
-        rates = {name: getattr(self, name) / factor for name in ("matrix_flops_s", "attention_flops_s", "memory_bytes_s")}
+        rates = {name: getattr(self, name) / factor for name in
+                 ("matrix_flops_s", "attention_flops_s", "memory_bytes_s", "convolution_flops_s")}
         launches = {name: getattr(self, name) * factor for name in
                     ("block_launch_s", "collective_launch_s", "round_launch_s", "slot_launch_s")}
         return replace(self, **rates, **launches)

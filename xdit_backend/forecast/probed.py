@@ -41,7 +41,8 @@ def _device(numbers, name, memory_bytes):
     launches = {f"{kind}_launch_s": min(value for key, value in numbers.items() if key.startswith("launch ") and key.endswith(f" {of}_s"))
                 for kind, of in (("collective", "all_to_all"), ("round", "hop")) if any(key.startswith("launch ") for key in numbers)}
     return Device(matrix_flops_s=numbers["matrix_flops"] / matrix_s, attention_flops_s=numbers["attention_flops"] / wide_s,
-                  memory_bytes_s=numbers["move_bytes_s"], half_rows=half_rows, half_keys=half_keys,
+                  memory_bytes_s=numbers["move_bytes_s"], convolution_flops_s=numbers.get("convolution_flops_s", 0.0),
+                  half_rows=half_rows, half_keys=half_keys,
                   block_launch_s=numbers["block_launch_s"], narrow_share=min(1.5, wide_s / narrow_s / 2), busy_ring=0.0, name=name,
                   memory_bytes=memory_bytes, **launches)
 

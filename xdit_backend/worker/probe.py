@@ -101,6 +101,9 @@ def of_device(watch, device, dtype):
             numbers[f"attention_{head}_{name}_s"] = watch.seconds(
                 lambda query=query, key=key: F.scaled_dot_product_attention(query, key, key))
     numbers |= {"attention_flops": 4.0 * HEADS * long * long * 128, "keys": long, "short_keys": brief}
+    channels, side = (256, 128) if device.type == "cuda" else (64, 64)
+    image, kernel = (torch.randn(shape, device=device).to(dtype) for shape in ((1, channels, side, side), (channels, channels, 3, 3)))
+    numbers["convolution_flops_s"] = 18.0 * (channels * side) ** 2 / watch.seconds(lambda: F.conv2d(image, kernel, padding=1))
     one, other = (torch.randn(elements, device=device).to(dtype) for _ in range(2))
     numbers["move_bytes_s"] = 3 * one.nbytes / watch.seconds(lambda: torch.add(one, other))
     return numbers

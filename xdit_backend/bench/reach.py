@@ -1,0 +1,168 @@
+"""Time layouts on the devices here beside their forecasts: how far off they are, and whether the fastest was forecast as such.
+
+The devices are measured by their workers as before a first long run, then a random Flux-shaped transformer of several sizes runs whole
+runs under each layout, and a random autoencoder decodes. Each round runs every layout once; figures are medians over rounds.
+"""
+
+import dataclasses
+import os
+import statistics
+import sys
+import tempfile
+import time
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.net import net_of
+from ..forecast.choice import choose, forecast
+from ..forecast.cost import Degrees, Job
+from ..forecast.decoding import Decoder, decode_seconds
+from ..forecast.words import layout_words
+from ..host import measurements
+from ..parallel.vae import decode_rows
+from ..parallel.vae_memory import CONVOLUTIONS
+from ..partition import cut_patches
+from ..protocol.errors import ConfigError
+from ..protocol.messages import Layout, Stages
+from .groups import count_cuda, start_clients
+from .model import Setting, calls, write_model
+from .pipefusion import run
+from .planner import NEAR, percentile
+from .vae import outline, random_decoder
+
+LAYOUTS = [Degrees(data=2), Degrees(cfg=2), Degrees(ulysses=2), Degrees(ring=2),
+           *(Degrees(pipefusion=2, num_patches=patches) for patches in (2, 4, 8))]
+
+
+def add_arguments(parser):
+    parser.add_argument("--tokens", type=int, nargs="+", default=(576, 1024, 2304), help="image tokens of each size, square numbers")
+    parser.add_argument("--pixels", type=int, nargs="+", default=(128, 192, 256), help="a side of the decoded pictures, multiples of 16")
+    parser.add_argument("--width", type=int, default=768, help="hidden width, a multiple of 64")
+    parser.add_argument("--blocks", type=int, nargs=2, default=(2, 4), metavar=("DOUBLE", "SINGLE"),
+                        help="blocks of two streams and of one")
+    parser.add_argument("--text-tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=10, help="of a run; of PipeFusion one is warm-up")
+    parser.add_argument("--rounds", type=int, default=3, help="in each of which everything runs once")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
+
+
+def main(options):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    if any(size % 16 for size in options.pixels):
+        raise ConfigError(f"--pixels {' '.join(map(str, options.pixels))} must be multiples of 16.")
+    settings = [Setting(options.width, *options.blocks, tokens, options.text_tokens, "float32") for tokens in options.tokens]
+    for setting in settings:
+        assert setting.rows
+    clients = start_clients([1, 2], count_cuda(options.device))
+    with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
+        try:
+            write_model(settings[0], folder)
+            machine = measurements.measure(clients[2], "float32")
+            print(f"{clients[2].devices[0]} x 2, {os.cpu_count()} cores; width {options.width}, {sum(options.blocks)} blocks, float32; "
+                  f"runs of {options.steps} steps; medians of {options.rounds} rounds", flush=True)
+            errors = [error for setting in settings for error in print_size(setting, folder, machine, clients, options)]
+            errors += print_decodes(machine, clients, options)
+        finally:
+            for client in clients.values():
+                client.close()
+    print(f"all: median error {percentile(errors, 0.5)}, 90th percentile {percentile(errors, 0.9)}")
+
+
+def print_size(setting, folder, machine, clients, options):
+    """The errors of the forecasts of one size."""
+    header = read_header(folder)
+    family = recognise(header)
+    net = net_of(family, header.config, model_spec(header, family, "float32", "float32"))
+    both = calls(setting, 2)
+    patches = {degrees.num_patches: cut_patches(both[0].latent.shape, (2, 2), degrees.num_patches) for degrees in LAYOUTS if
+               degrees.pipefusion > 1}
+    seconds: dict[tuple, list] = {}
+
+    def timed(degrees, branches):
+        layout = Layout(**{f"{axis}_degree": getattr(degrees, axis) for axis in ("cfg", "ulysses", "ring", "pipefusion")})
+        started_s = time.perf_counter()
+        if degrees.pipefusion > 1:
+            spec = model_spec(header, family, "float32", "float32", Stages(2))
+            run(clients[2], spec, layout, both[0], options.steps, 1, patches[degrees.num_patches])
+            clients[2].end_run()
+        else:
+            client = clients[1 if degrees.data > 1 else 2]
+            spec = model_spec(header, family, "float32", "float32")
+            for step in range(options.steps):
+                client.predict(spec, layout, 16, [dataclasses.replace(call, timestep=torch.tensor([1 - step / options.steps]))
+                                                  for call in both[:branches]])
+        return time.perf_counter() - started_s
+
+    ways = [(degrees, branches) for degrees in LAYOUTS for branches in ((1, 2) if degrees.data > 1 else (degrees.cfg,))]
+    for round_ in range(options.rounds + 1):                   # the first one loads and warms up
+        for way in ways:
+            seconds.setdefault(way, []).append(timed(*way))
+        print(f"{setting.num_image_tokens} tokens: round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
+    errors = []
+    print(f"\n{setting.num_image_tokens} tokens{'':<18} {'measured':>9} {'forecast':>9} {'error':>7}  limited by")
+    for branches in (1, 2):
+        job = Job(setting.num_image_tokens, setting.num_text_tokens, options.steps, branches)
+        made = {degrees: forecast(net, job, degrees, machine) for degrees, of in ways if of == branches}
+        measured = {degrees: statistics.median(seconds[degrees, branches][1:]) for degrees in made}
+        for degrees, one in made.items():
+            errors.append(abs(one.seconds / measured[degrees] - 1))
+            name = layout_words(one) + (", two branches" if branches == 2 and degrees.cfg == 1 else "")
+            print(f"  {name:<28} {measured[degrees]:>7.2f} s {one.seconds:>7.2f} s {errors[-1]:>7.1%}  {one.limited_by}")
+        chosen, best = choose(sorted(made.values(), key=lambda one: one.seconds)), min(measured, key=lambda degrees: measured[degrees])
+        loss = measured[chosen.degrees] / measured[best]
+        print(f"  {branches} branch{'es' if branches > 1 else ''}: it would take {layout_words(chosen)}, "
+              + ("the fastest" if loss == 1 else f"{loss - 1:.1%} behind the fastest" + ("" if loss <= NEAR else ", more than 5 %")))
+    return errors
+
+
+def print_decodes(machine, clients, options):
+    tensors, errors = random_decoder(64), []
+    decoder = outline(tensors, "float32")
+    print(f"\n{'decode':<30} {'measured':>9} {'forecast':>9} {'error':>7}")
+    for size in options.pixels:
+        latent = torch.randn(1, 4, size // 8, size // 8, generator=torch.Generator().manual_seed(0))
+        work, times = decoder_of(decoder, latent.shape), {count: [] for count in clients}
+        for _ in range(options.rounds + 1):
+            for count, client in clients.items():
+                started_s = time.perf_counter()
+                client.decode("bench", "float32", lambda: tensors, latent, (1, size, size, 3))
+                times[count].append(time.perf_counter() - started_s)
+        for count, measured in times.items():
+            forecast_s, measured_s = decode_seconds(work, machine, count), statistics.median(measured[1:])
+            errors.append(abs(forecast_s / measured_s - 1))
+            print(f"  {f'{size} px, ' + ('one device' if count == 1 else f'VAE {count}'):<28} {measured_s:>7.2f} s {forecast_s:>7.2f} s "
+                  f"{errors[-1]:>7.1%}")
+    return errors
+
+
+class Moved(TorchDispatchMode):
+    """While active, counts what torch's operators read and write, and what convolutions of 3 x 3 would borrow."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved_bytes = self.halo_bytes = self.exchanges = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if torch.is_tensor(output):
+            if function.overloadpacket in CONVOLUTIONS:
+                self.exchanges += args[1].shape[-1] > 1
+                self.halo_bytes += (args[1].shape[-1] // 2) * args[0].nbytes // args[0].shape[-2]
+            elif not output._is_view():
+                self.exchanges += function.overloadpacket == torch.ops.aten.native_group_norm
+                self.moved_bytes += 2 * output.nbytes
+        return output
+
+
+def decoder_of(outline, shape):
+    """The Decoder of an autoencoder without bytes, for a latent of this shape."""
+    latent = torch.empty(shape, device="meta")
+    with FlopCounterMode(display=False) as flops:
+        decode_rows(outline, latent)
+    with Moved() as moved:
+        decode_rows(outline, latent)
+    return Decoder(flops.get_total_flops(), moved.moved_bytes, moved.exchanges, moved.halo_bytes)
