@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from xdit_backend.config import ParallelConfig
-from xdit_backend.forecast.cost import Job, Net
+from xdit_backend.config import DEGREES, ParallelConfig, validate, validate_layout, validate_stages
+from xdit_backend.forecast.choice import Machine, candidates, further_candidates
+from xdit_backend.forecast.cost import Device, Job, Links, Net
 from xdit_backend.forecast.memory import rank_memory, working_share
 from xdit_backend.planner import choose_layout, choose_num_patches, choose_stages, degrees_of, warmup_layout
 from xdit_backend.protocol.errors import ConfigError
@@ -29,6 +30,22 @@ def model_of(weight_bytes):
     (5, 1, 24, Layout(ring_degree=5))], ids=str)
 def test_auto_prefers_cfg_then_ulysses_then_ring(num_devices, num_branches, num_heads, expected):
     assert choose_layout(ParallelConfig(), num_devices, num_branches, num_heads, "this model") == expected
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 6, 8])
+def test_every_candidate_passes_validation(devices):
+    """As degrees of manual mode, which the nodes refuse where they cannot work."""
+    net = Net(28, 1536, 24, 12.0, 1e9, key_heads=8)
+    rates = {(name, 2): 1e10 for name in ("all_to_all", "hop", "all_reduce", "gather")}
+    machine = Machine((Device(1e14, 1e14, 1e12),) * devices, Links(rates))
+    job = Job(4096, 128, 20, branches=2, images=2)
+    for degrees in (*candidates(net, job, devices), *further_candidates(net, job, machine)):
+        chosen = {name: getattr(degrees, name.removesuffix("_degree")) for name in DEGREES}
+        config = ParallelConfig(mode="manual", num_patches=degrees.num_patches, **chosen)
+
+        validate(config, devices)
+        validate_layout(config.layout, net.heads, "this model", net.key_heads)
+        validate_stages(config, net.blocks, "this model")
 
 
 def test_manual_takes_the_degrees_given():

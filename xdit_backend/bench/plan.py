@@ -16,7 +16,7 @@ from ..checkpoints.header import model_spec, read_header, recognise
 from ..checkpoints.net import job_of, net_of
 from ..checkpoints.outline import outline
 from ..config import ParallelConfig, resolve_devices
-from ..forecast.choice import forecasts
+from ..forecast.choice import candidates, forecasts, further_candidates
 from ..forecast.files import read_machine
 from ..forecast.words import plan_words, table, why
 from ..host import measurements
@@ -74,7 +74,8 @@ def print_plan(net, job, machine, what):
     started_s = time.perf_counter()
     plan = plan_run(config, machine, net, job, stages)
     elapsed_s = time.perf_counter() - started_s
-    every = forecasts(net, job, machine, steps_kept=1 + (config.forecast_keys_values > 0))
+    some = [*candidates(net, job, count), *further_candidates(net, job, machine)]
+    every = forecasts(net, job, machine, some, steps_kept=1 + (config.forecast_keys_values > 0))
     chosen = next((one for one in every if one.degrees == plan.chosen.degrees), plan.chosen)
     if chosen not in every:
         every.append(chosen)

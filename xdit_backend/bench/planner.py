@@ -53,12 +53,14 @@ RELATIVES = {"flux.1-schnell": "flux.1-dev", "chroma": "flux.1-dev", "qwen-image
 # Of the data sheets: dense 16-bit operations and bytes of memory a second.
 CARDS = {"A100-80G": (312e12, 1.9e12), "A100": (312e12, 1.9e12), "L40": (181e12, 0.864e12), "L20": (119.5e12, 0.864e12),
          "H100": (989e12, 3.35e12), "H20": (148e12, 4.0e12), "T4": (65e12, 0.3e12), "V100": (125e12, 0.9e12),
-         "RTX 2000 Ada": (48e12, 0.224e12)}
+         "RTX 2000 Ada": (48e12, 0.224e12), "H200": (989e12, 4.8e12), "H800": (989e12, 3.35e12), "A800": (312e12, 2.0e12),
+         "L40S": (362e12, 0.864e12), "A10": (125e12, 0.6e12), "RTX 4090": (165e12, 1.008e12), "RTX 3090": (71e12, 0.936e12)}
 DEGREES = ("cfg", "ulysses", "ring", "pipefusion", "tensor", "distrifusion")           # as the tables call them
-MEMORY_COLUMNS = ("model", "tokens", "text_tokens", "cfg_branches", "number", "gb", *DEGREES)
-COLUMNS = ("id", "source", "model", "resolution", "frames", "tokens", "text_tokens", "steps", "cfg_branches", "gpu", "number", "link",
-           "machine", "layout", *(f"deg_{name}" for name in DEGREES), "patches", "warmup", "compiled", "seconds", "note",
-           "exclude")
+MEMORY_COLUMNS = ("model", "tokens", "number", "gb")               # without which a table says nothing
+COLUMNS = ("model", "tokens", "steps", "gpu", "number", "seconds")
+USUAL_CELLS = {"id": "", "source": "", "resolution": "", "frames": "1", "text_tokens": "0", "cfg_branches": "1", "link": "", "machine": "",
+               "layout": "", "patches": "0", "warmup": "1", "compiled": "0", "note": "", "exclude": "", "held_out": "0",
+               **{prefix + name: "1" for name in DEGREES for prefix in ("", "deg_")}}
 COLLECTIVES = {"ulysses": "all_to_all", "ring": "hop", "displaced": "gather", "tensor": "all_reduce"}
 GROUP_SIZES = (2, 4, 8, 16)
 HIDDEN = {"NVLink": 0.75, "PCIe": 0.5}     # of a hop beside attention: over PCIe it goes through the host's memory
@@ -89,10 +91,9 @@ class Row:
         return self.source, self.model, self.resolution, self.machine, self.number, self.job.compiled
 
 
-def read_rows(path):
-    """The runs of a table that the cost model can be asked about."""
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = [read_line(path, number, line, row_of) for number, line in enumerate(csv.DictReader(file), 2) if not line["exclude"]]
+def read_rows(path, left_out=None):
+    """The runs of a table that the cost model can be asked about. left_out: a list to which is added why others are not among them."""
+    rows = read_lines(path, row_of, [] if left_out is None else left_out)
     alone = {(row.model, row.job.compiled): row.seconds for row in rows if row.number == 1}
     for row in rows:
         if row.model in WITHOUT_SIZE:
@@ -100,30 +101,43 @@ def read_rows(path):
     return rows
 
 
-def read_line(path, number, line, read):
-    """read(line) of a table. Raises ConfigError for a model or card that is not known, and for what is no number."""
-    for column, known in (("model", NETS), ("gpu", CARDS)):
-        if line.get(column, next(iter(known))) not in known:
-            raise ConfigError(f"--csv {path}: line {number} has {column} {line[column]!r}, of which nothing is known. Known are "
-                              f"{', '.join(known)}. Correct it, or say in the column `exclude` why it is left out.")
-    try:
-        return read(line)
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError(f"--csv {path}: line {number} ({line.get('id') or line.get('model')}) cannot be read: {error}.") from error
+def read_lines(path, read, left_out):
+    """[read(line)] of a table, an empty or missing cell being as USUAL_CELLS has it. What cannot be read is left out, with the reason."""
+    rows = []
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        for number, cells in enumerate(csv.DictReader(file), 2):
+            line = USUAL_CELLS | {name: cell.strip() for name, cell in cells.items() if isinstance(cell, str) and cell.strip()}
+            if line["exclude"]:
+                continue
+            line["model"] = line.get("model", "").lower()
+            unknown = [f"{column} {line[column]!r}" for column, known in (("model", NETS), ("gpu", CARDS)) if line.get(column, "") not in
+                       (*known, *([""] if column == "gpu" and "gb" in cells else []))]
+            try:
+                if unknown:
+                    raise ValueError(f"nothing is known of {' and '.join(unknown)}")
+                rows.append(read(line))
+            except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+                what = f"there is no {error}" if isinstance(error, KeyError) else error
+                left_out.append(f"line {number} ({line['id'] or line['model']}) is left out: {what}")
+    if not rows:
+        raise ConfigError(f"--csv {path}: no line can be read. {'; '.join(left_out[:3]) or 'It has none'}. Known models are "
+                          f"{', '.join(NETS)}; known cards {', '.join(CARDS)}.")
+    return rows
 
 
 def row_of(line):
     degrees = None
     if not line["layout"].startswith("best"):
-        degrees = replace(degrees_of(line, "deg_"), num_patches=int(line["patches"] or 0), warmup_steps=warmup_of(line))
+        degrees = replace(degrees_of(line, "deg_"), num_patches=int(line["patches"]), warmup_steps=warmup_of(line))
     megapixels = 0.0
     if "end to end" in line["note"]:
         width, height = (int(size) for size in line["resolution"].split("x"))
         megapixels = width * height * int(line["frames"]) / 1e6
     job = Job(int(line["tokens"]), int(line["text_tokens"]), int(line["steps"]), int(line["cfg_branches"]), int(line["frames"]),
               line["compiled"] == "1", megapixels)
-    return Row(line["id"], line["source"], line["model"], line["resolution"], line["gpu"], int(line["number"]), line["link"],
-               line["machine"], line["layout"], degrees, job, positive(line["seconds"]), line.get("held_out", "0") == "1")
+    return Row(line["id"], line["source"], line["model"], line["resolution"] or line["tokens"], line["gpu"], int(line["number"]),
+               line["link"], line["machine"] or f"{line['gpu']}, {line['link']}", line["layout"] or str(degrees), degrees, job,
+               positive(line["seconds"]), line["held_out"] == "1")
 
 
 def degrees_of(line, prefix=""):
@@ -140,7 +154,7 @@ def warmup_of(line):
         return 2
     if line["model"] == "pixart-alpha" and not legacy:
         return 0
-    return int(line["warmup"] or 1)
+    return int(line["warmup"])
 
 
 # --- what a probe would measure ---
@@ -208,7 +222,7 @@ def usual_constants(rows, probed):
 
 
 def link_of(row):
-    return "NVLink" if "NVLink" in row.link else "PCIe"
+    return "NVLink" if any(name in row.link.lower() for name in ("nvlink", "nvswitch", "sxm", "hccs")) else "PCIe"
 
 
 def machine_of(row, values):
@@ -293,19 +307,14 @@ def score(rows, probed):
 
 # --- memory ---
 
-def read_memory_rows(path):
+def read_memory_rows(path, left_out=None):
     """[(model, is one device, gigabytes, memory's formula without what lies beside the transformer)]"""
-    rows = []
-    with open(path, newline="", encoding="utf-8") as file:
-        for number, line in enumerate(csv.DictReader(file), 2):
-            if not line.get("exclude"):
-                rows.append(read_line(path, number, line, memory_row_of))
-    return rows
+    return read_lines(path, memory_row_of, [] if left_out is None else left_out)
 
 
 def memory_row_of(line):
     job = Job(int(line["tokens"]), int(line["text_tokens"]), 1, int(line["cfg_branches"]))
-    return (line["model"], line["number"] == "1" and line.get("held_out", "0") != "1", positive(line["gb"]),
+    return (line["model"], line["number"] == "1" and line["held_out"] != "1", positive(line["gb"]),
             rank_memory(NETS[line["model"]], job, degrees_of(line), told_copies=2).total / 1e9)
 
 
@@ -336,6 +345,10 @@ def add_arguments(parser):
                         help="tables of published runs: one row a run, of seconds or (with a column `gb`) of memory a rank")
 
 
+    parser.add_argument("--hold-out", nargs="+", default=(), metavar="NAME", help="fit no row of these models, cards, machines or links "
+                        "(NVLink, PCIe), and tell how well they are predicted")
+
+
 def main(options):
     for path in options.csv:
         if not path.is_file():
@@ -346,11 +359,18 @@ def main(options):
         missing = [name for name in needed if name not in columns]
         if missing:
             raise ConfigError(f"--csv {path}: the table lacks the columns {', '.join(missing)}.")
-        (print_memory if "gb" in columns else print_seconds)(path)
+        if "gb" in columns:
+            print_memory(path)
+        else:
+            print_seconds(path, options.hold_out)
 
 
-def print_seconds(path):
-    rows = read_rows(path)
+def print_seconds(path, hold_out=()):
+    left_out: list[str] = []
+    rows = read_rows(path, left_out)
+    print("\n".join(left_out), end="\n" if left_out else "")
+    for row in rows:
+        row.held_out = row.held_out or bool({row.model, row.card, row.machine, link_of(row)} & set(hold_out))
     values, probed = fit(rows)
     for row in rows:
         row.predicted = predict(row, values)
@@ -359,6 +379,8 @@ def print_seconds(path):
           f"the others are predicted.")
     print(f"{'':<20} {'rows':>5} {'median':>7} {'90th':>7} {'sets':>5} {'best or within 5 %':>19} {'mean loss':>10}")
     print_line("all", errors, losses, lambda row: True)
+    if any(row.held_out for row in rows):
+        print_line("held out", errors, losses, lambda row: row.held_out)
     for of in (lambda row: row.model, lambda row: "link: " + link_of(row)):
         for name in sorted({of(row) for row in rows}):
             print_line(name, errors, losses, lambda row, of=of, name=name: of(row) == name)
@@ -384,7 +406,9 @@ def percentile(errors, share):
 
 
 def print_memory(path):
-    rows = read_memory_rows(path)
+    left_out: list[str] = []
+    rows = read_memory_rows(path, left_out)
+    print("\n".join(left_out), end="\n" if left_out else "")
     errors = memory_errors(rows)
     predicted = [error for some in errors.values() for error in some]
     print(f"{path.name}: {len(rows)} rows; one device's show what lies beside the transformer, {len(predicted)} others are predicted.")

@@ -180,6 +180,20 @@ def is_worth_it(chosen, one):
     return one.seconds >= WORTH * chosen.seconds and one.seconds - chosen.seconds >= WORTH_S
 
 
+def further_candidates(net, job, machine):
+    """Layouts by tensor parallelism and by DistriFusion, which auto takes none of, where their collectives were measured."""
+    devices = len(machine.devices)
+    for cfg in range(1, min(job.branches, devices) + 1):
+        each, rest = divmod(devices, cfg)
+        if rest or each == 1:
+            continue
+        known = {name for name, _ in machine.links.rates}
+        if "all_reduce" in known and net.heads % each == (net.key_heads or net.heads) % each == 0:
+            yield Degrees(cfg=cfg, tensor=each)
+        if "gather" in known and each <= job.tokens:
+            yield Degrees(cfg=cfg, displaced=each)
+
+
 def candidates(net, job, devices):
     """The layouts of so many devices by CFG, data, Ulysses, Ring and PipeFusion; with one image, data parallelism is one device alone."""
     divisors = [count for count in range(1, devices + 1) if devices % count == 0]
