@@ -80,7 +80,7 @@ def _holds(stages, net, device_bytes):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The Forecast of the layout that a run takes, that of one device, and those of all layouts that could be taken, the best first."""
+    """The Forecast of the layout that a run takes, that of the fastest device alone, and those of all layouts that could be taken, the best first."""
 
     chosen: Forecast
     one: Forecast
@@ -113,7 +113,8 @@ def plan_run(config, machine, net, job, stages=None):
                                   ring_degree=stages.sequence_degree // ulysses), config, stages)
                 for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0 and net.heads % ulysses == 0]
     ordered = forecasts(net, job, machine, some, **memory)
-    return Plan(choose(ordered, are_alike(net, job, machine.devices)), forecast(net, job, Degrees(), machine), ordered)
+    fastest = dataclasses.replace(machine, devices=(max(machine.devices, key=lambda device: device.matrix_flops_s),))
+    return Plan(choose(ordered, are_alike(net, job, machine.devices)), forecast(net, job, Degrees(), fastest), ordered)
 
 
 def memory_settings(config, stages=None):

@@ -230,7 +230,7 @@ class RemoteModel:
             return self._predict_in_stages(question, calls)
         job = self._job(question, calls)
         plan = self._plan(job, may_measure=True)
-        if plan is not self.plan:
+        if self._timed is None or plan is not self.plan:
             self.plan, self._timed = plan, Timed(job)
         layout = self._layout(len(calls)) if self.plan is None else self.plan.layout
         self._check_room(question, calls, layout)
