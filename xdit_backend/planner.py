@@ -80,7 +80,7 @@ def _holds(stages, net, device_bytes):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The Forecast of the layout that a run takes, that of the fastest device alone, and those of all layouts that could be taken, the best first."""
+    """Forecasts: of the layout that a run takes, of the fastest device alone, and of all layouts that could be taken, the best first."""
 
     chosen: Forecast
     one: Forecast
