@@ -305,14 +305,16 @@ class RemoteModel:
             return ""
         chosen, one, timed = self.plan.chosen, self.plan.one, self._timed
         forecast_s, measured_s = chosen.seconds, timed.seconds or elapsed_s
-        self._measured[timed.job, chosen.degrees] = measured_s
+        if timed.seconds:
+            self._measured[timed.job, chosen.degrees] = timed.seconds
         if abs(measured_s / forecast_s - 1) > MISSED:
             log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s (%s)", self.how, forecast_s, ", ".join(
                 f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
         if timed.seconds and chosen.is_apart and len(set(self._cards)) == 1:
             known = GROUPS.learnt().get((self.family.name, self._cards[0]), Learnt())
             GROUPS.learn(self.family.name, self._cards[0], known.factor * measured_s / forecast_s)
-        return f" (forecast: {seconds_words(forecast_s)}{'' if chosen.working == 1 else '; ' + measured_words(one, measured_s)})"
+        measured = f"; {measured_words(one, measured_s)}" if timed.seconds and chosen.working > 1 else ""
+        return f" (forecast: {seconds_words(forecast_s)}{measured})"
 
     def _end_pipeline(self):
         if self._pipeline is not None:
