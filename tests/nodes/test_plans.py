@@ -30,7 +30,7 @@ def user(comfyui, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("devices, links, cfg, expected", [
     ((SLOW, SLOW), FAST_LINKS, 4.0, "CFG 2"), ((SLOW, SLOW), SLOW_LINKS, 1.0, "one device"),
-    ((SLOW, SLOW), FAST_LINKS, 1.0, "Ulysses 2|Ring 2"), ((SLOW, SLOW.slower(3)), FAST_LINKS, 4.0, "Ulysses 2|Ring 2"),
+    ((SLOW, SLOW), FAST_LINKS, 1.0, "Ulysses 2|Ring 2"), ((SLOW, SLOW.slower(1.2)), FAST_LINKS, 1.0, "Ulysses 2|Ring 2"),
     ((SLOW, SLOW.slower(90)), FAST_LINKS, 4.0, "one device")], ids=["cfg", "slow-links", "fast-links", "unlike", "far-slower"])
 def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, devices, links, cfg, expected):
     measurements.keep(user, TWO, "float32", Machine(devices, links))
