@@ -45,7 +45,7 @@ class Defaults(argparse.HelpFormatter):
     """Help that says each option's default as it would be typed."""
 
     def _get_help_string(self, action):
-        if action.default in (None, False, argparse.SUPPRESS):
+        if action.default in (None, False, (), argparse.SUPPRESS):
             return action.help
         default = " ".join(map(str, action.default)) if isinstance(action.default, (list, tuple)) else action.default
         return f"{action.help} (default: {default})"

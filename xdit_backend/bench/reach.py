@@ -43,7 +43,7 @@ def add_arguments(parser):
     parser.add_argument("--width", type=int, default=768, help="hidden width, a multiple of 64")
     parser.add_argument("--blocks", type=int, nargs=2, default=(2, 4), metavar=("DOUBLE", "SINGLE"),
                         help="blocks of two streams and of one")
-    parser.add_argument("--text-tokens", type=int, default=64)
+    parser.add_argument("--text-tokens", type=int, default=64, help="text tokens of the model")
     parser.add_argument("--steps", type=int, default=10, help="of a run; of PipeFusion one is warm-up")
     parser.add_argument("--rounds", type=int, default=3, help="in each of which everything runs once")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
