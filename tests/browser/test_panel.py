@@ -14,7 +14,7 @@ from tests.browser.conftest import template
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
+STEPS = 40
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 CONTRAST = """(selector) => {
     const panel = document.querySelector(".xdit-panel");
@@ -110,9 +110,9 @@ def test_it_is_live_during_a_run_and_silent_when_closed(page, host):
     queue(page, 11)
 
     wait_for_run(page, "running")
+    busy = send(host, "/xdit/do", b'{"action": "stop"}')
     page.wait_for_function("() => document.querySelector('.xdit-panel progress')?.value > 1", timeout=60_000)
     during = bars(page)
-    busy = send(host, "/xdit/do", b'{"action": "stop"}')
     wait_for_run(page, "done")
     page.wait_for_function("steps => new Set([...document.querySelectorAll('.xdit-time rect[data-kind=whole]')]"
                            ".map(one => one.dataset.step)).size === steps", arg=STEPS, timeout=60_000)

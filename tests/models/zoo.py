@@ -98,6 +98,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     config = family.tiny.config
     torch.manual_seed(0)
     model = build(family, config).eval().to(dtype).requires_grad_(False)
+    _wake(model)
     generator = torch.Generator().manual_seed(1)
     columns += 60 if name.startswith("PixArt") else 0           # they have no positions for latents of less than 66 rows and columns
     shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)
@@ -117,6 +118,14 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         times = torch.rand(batch, APART[name](family, latent.shape), generator=generator).to(dtype)
     return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
+
+
+def _wake(model):
+    """Give matrices that diffusers starts at zero, and with which a block would change nothing, seeded weights."""
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and name.endswith(".weight") and not parameter.any():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
 
 
 def hold_share(model, plan, degree, rank):
