@@ -126,7 +126,8 @@ def kandinsky5(width, time, feed_forward, num_blocks, patch, head=64):
     norm = {f"{attention}.key_norm.weight": (head,) for attention in ("self_attention", "cross_attention")}
     return {"visual_embeddings.in_layer.weight": (width, patch), "visual_embeddings.in_layer.bias": (width,),
             "text_embeddings.in_layer.weight": (width, 3584), "pooled_text_embeddings.in_layer.weight": (time, 768),
-            "time_embeddings.in_layer.weight": (time, width), "out_layer.out_layer.weight": (64, width),
+            "time_embeddings.in_layer.weight": (time, width), "time_embeddings.in_layer.bias": (time,),
+            "out_layer.out_layer.weight": (64, width),
             **blocks("visual_transformer_blocks.", num_blocks, {"feed_forward.in_layer.weight": (feed_forward, width), **norm}),
             **blocks("text_transformer_blocks.", 4 if head == 128 else 2, {"feed_forward.in_layer.weight": (feed_forward, width)})}
 
