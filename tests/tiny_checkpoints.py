@@ -40,7 +40,7 @@ SAID = ("ltx-video-causal",)                # how these differ, the file says in
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
 AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox", "vae-ltx",
-                "vae-ltx095", "vae-taesd")
+                "vae-ltx095", "vae-taesd", "vae-hunyuanimage")
 
 AUTOENCODER = {
     "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 2, 4, 4],
@@ -138,6 +138,11 @@ THIN = {
         "dim": 16, "dec_dim": 16, "z_dim": 48, "temperal_downsample": [False, True, True]}),
     "vae-hunyuan": ("comfy.sd", "AutoencoderKL", {"embed_dim": 16, "ddconfig": {
         **AUTOENCODER, "ch_mult": [1, 1, 2, 2], "num_res_blocks": 1, "z_channels": 16, "conv3d": True, "time_compress": 4}}),
+    "vae-hunyuanimage": ("comfy.sd", "AutoencodingEngine", {
+        "regularizer_config": {"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"}, **{
+            f"{half.lower()}_config": {"target": f"comfy.ldm.hunyuan_video.vae.{half}", "params": {
+                "block_out_channels": [32, 32, 64, 64, 64, 128], "in_channels": 3, "out_channels": 3, "num_res_blocks": 1,
+                "ffactor_spatial": 32, "z_channels": 64}} for half in ("Encoder", "Decoder")}}),
     "vae-cogvideox": ("comfy.ldm.cogvideo.vae", "AutoencoderKLCogVideoX", {
         "block_out_channels": (32, 64, 64, 64), "layers_per_block": 1}),
 }

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import diffusers
 import torch
 from diffusers import (
     AutoencoderDC,
@@ -84,6 +85,11 @@ def cogvideox():
     return AutoencoderKLCogVideoX(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=4)
 
 
+def hunyuan_image():
+    return diffusers.AutoencoderKLHunyuanImage(in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(32, 32, 64),
+                                               layers_per_block=1, spatial_compression_ratio=4, sample_size=64)
+
+
 KL_MUTANTS = ("zeros for borrowed rows", "own moments", "mean of variances", "own tokens")
 KINDS = {
     "sd": Kind(lambda: kl(latent_channels=4), 4, scale=4, mutants=KL_MUTANTS),
@@ -100,6 +106,10 @@ KINDS = {
     "ltx": Kind(ltx, 8, scale=4, frames=3, pixel_frames=5, tolerance=1e-5, encode_mutants=(), least_rows=2),
     "ltx095": Kind(lambda: ltx(True), 8, scale=8, frames=2, pixel_frames=5, tolerance=1e-5, encode_mutants=(), least_rows=2),
 }
+
+
+if hasattr(diffusers, "AutoencoderKLHunyuanImage"):
+    KINDS["hunyuan image"] = Kind(hunyuan_image, 4, scale=4, mutants=KL_MUTANTS, encode_mutants=())
 
 
 def tiny_vae(kind, dtype=torch.float64):

@@ -9,7 +9,7 @@ import torch
 
 from tests.tolerances import close
 
-CHANNELS = {"vae-sd": 4, "vae-flux2": 128, "vae-wan22": 48, "vae-ltx": 128, "vae-ltx095": 128}
+CHANNELS = {"vae-sd": 4, "vae-flux2": 128, "vae-wan22": 48, "vae-ltx": 128, "vae-ltx095": 128, "vae-hunyuanimage": 64}
 
 
 def latents(kind, *shape):
@@ -20,7 +20,7 @@ IMAGES = [(1, 16, 16), (2, 13, 21), (1, 2, 5)]
 VIDEOS = [(1, 1, 6, 5), (2, 3, 5, 7), (1, 2, 1, 3)]
 LTX = [(1, 1, 4, 3), (1, 3, 3, 5), (1, 2, 2, 2), (1, 6, 2, 3)]  # its reflection needs two rows; the last is split by frames
 CASES = [(kind, shape) for kind in ("vae-sd", "vae-sd3") for shape in IMAGES] + [
-    ("vae-flux2", (2, 7, 6)), ("vae-taesd", (2, 13, 21))] + [("vae-wan", shape) for shape in VIDEOS] + [
+    ("vae-flux2", (2, 7, 6)), ("vae-hunyuanimage", (2, 3, 5)), ("vae-taesd", (2, 13, 21))] + [("vae-wan", shape) for shape in VIDEOS] + [
     ("vae-wan22", shape) for shape in VIDEOS] + [(kind, shape) for kind in ("vae-ltx", "vae-ltx095") for shape in LTX] + [
     ("vae-hunyuan", shape) for shape in [(1, 1, 6, 5), (2, 3, 5, 7), (1, 5, 1, 3)]] + [
     ("vae-cogvideox", shape) for shape in [(1, 1, 4, 5), (2, 3, 5, 3), (1, 4, 1, 3)]] + [

@@ -7,7 +7,8 @@ from tests.tolerances import close
 
 # kind, shape of the picture: sizes that are no multiple of the VAE's scale are cropped as VAE Encode crops them
 CASES = [("vae-sd", (1, 64, 64, 3)), ("vae-sd", (2, 77, 100, 3)), ("vae-sd3", (1, 16, 40, 4)), ("vae-flux2", (1, 80, 50, 3)),
-         ("vae-taesd", (2, 64, 50, 3)), ("vae-wan", (1, 48, 40, 3)), ("vae-wan", (9, 41, 56, 3)), ("vae-wan", (6, 24, 16, 4)),
+         ("vae-taesd", (2, 64, 50, 3)), ("vae-hunyuanimage", (2, 96, 64, 3)),
+         ("vae-wan", (1, 48, 40, 3)), ("vae-wan", (9, 41, 56, 3)), ("vae-wan", (6, 24, 16, 4)),
          ("vae-wan22", (1, 48, 40, 3)),
          ("vae-wan22", (5, 33, 64, 3)), ("vae-ltx", (1, 64, 96, 3)), ("vae-ltx", (12, 100, 64, 3)), ("vae-hunyuan", (1, 40, 24, 3)),
          ("vae-hunyuan", (14, 24, 40, 3)), ("vae-cogvideox", (1, 40, 24, 3)), ("vae-cogvideox", (9, 33, 40, 3)),

@@ -2,13 +2,15 @@
 
 from .cogvideox import COGVIDEOX
 from .dc import DC
+from .hunyuan_image import HUNYUAN_IMAGE
 from .hunyuan_video import HUNYUAN_VIDEO
 from .kl import KL
 from .ltx import LTX
 from .tiny import TINY
 from .wan import WAN
 
-FAMILIES = {"kl": KL, "wan": WAN, "ltx": LTX, "hunyuan_video": HUNYUAN_VIDEO, "cogvideox": COGVIDEOX, "tiny": TINY, "dc": DC}
+FAMILIES = {"kl": KL, "wan": WAN, "ltx": LTX, "hunyuan_video": HUNYUAN_VIDEO, "hunyuan_image": HUNYUAN_IMAGE, "cogvideox": COGVIDEOX,
+            "tiny": TINY, "dc": DC}
 
 
 def family_of(vae):
