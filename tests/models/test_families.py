@@ -44,7 +44,7 @@ def test_a_family_is_one_small_file(name):
     others = [keys.group() if keys else "", *(inspect.getsource(function) for function in functions)]
     num_lines = lambda text: len([line for line in text.splitlines() if line.strip()])  # noqa: E731
 
-    assert num_lines(source) - sum(num_lines(other) for other in others) <= 42
+    assert num_lines(source) - sum(num_lines(other) for other in others) <= 43
 
 
 @pytest.mark.parametrize("name", FAMILIES)

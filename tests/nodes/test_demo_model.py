@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.tolerances import close, within
-from xdit_backend.bench.groups import start_clients
-from xdit_backend.bench.quality import compare, decode, draw, frechet_distance, load_recogniser, moments, settings
+from xdit_backend.bench.quality import compare, draw_all, frechet_distance, load_recogniser, moments, settings
 
 NAMES = ("xdit_demo.safetensors", "xdit_demo_vae.safetensors")
 
@@ -94,13 +93,8 @@ def drawn(recogniser):
     """Pictures of 4 prompts under four settings, by the bench's own functions."""
     class Options:
         steps, sampler, guidance, batch, patches, warmup_steps = 20, "euler", 3.0, 8, (4,), (1,)
-        displaced, forecast = (2,), (0.0,)
-    clients = start_clients({1, 2}, 0)
-    try:
-        return {name: decode(draw(run, recogniser[2][:4], Options)) for name, (run, _) in settings(clients, Options).items()}
-    finally:
-        for client in clients.values():
-            client.close()
+        displaced, forecast, device = (2,), (0.0,), "cpu"
+    return draw_all(settings(Options), recogniser[2][:4], Options)
 
 
 @pytest.mark.slow

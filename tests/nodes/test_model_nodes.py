@@ -61,7 +61,7 @@ CHANGES = {
     "attention": (lambda model: model.model_options["transformer_options"].update(optimized_attention_override=print),
                   "an attention override"),
     "model-patch": (lambda model: model.set_model_double_block_patch(print), "model patches \\(double_block\\)"),
-    "replaced-block": (lambda model: model.set_model_patch_replace(print, "dit", "joint_block", 0), "model patches such as PAG"),
+    "replaced-block": (lambda model: model.set_model_patch_replace(print, "dit", "joint_block", 0), "model patches such as IP-Adapter"),
     "diffusion-model-wrapper": (add_wrapper("diffusion_model"), "nodes that wrap the diffusion model \\(a_pack\\)"),
     "wrapper": (add_wrapper("pack_wrapper"), "wrappers of pack_wrapper \\(a_pack\\)"),
     "callback": (lambda model: model.add_callback_with_key("pack_event", "a_pack", print), "callbacks of pack_event \\(a_pack\\)"),

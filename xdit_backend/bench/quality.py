@@ -53,17 +53,8 @@ def main(options):
     if not NUM_SHOWN <= options.prompts <= len(prompts):
         raise ConfigError(f"prompts={options.prompts} is not from {NUM_SHOWN} to {len(prompts)}.")
     prompts, labels = prompts[:options.prompts], labels[:options.prompts]
-    tried, drawn = settings(options), {}
-    for size in sorted({setting.num_workers for setting in tried.values()}):   # one group at a time: each worker takes memory
-        client = start_clients({size}, count_cuda(options.device))[size]
-        try:
-            for name, setting in tried.items():
-                if setting.num_workers == size:
-                    print(f"\r{name:<40}", end="", file=sys.stderr, flush=True)
-                    drawn[name] = decode(draw(client, setting.run, prompts, options))
-        finally:
-            client.close()
-    pictures = {name: drawn[name] for name in tried}
+    tried = settings(options)
+    pictures = draw_all(tried, prompts, options)
     rows = {name: compare(picture, pictures[ONE], tried[name].num_patches, recogniser, labels) for name, picture in pictures.items()}
     print_table(rows, recogniser, pictures, data, options)
     write_sheet(options.sheet, pictures, prompts[:NUM_SHOWN])
@@ -123,6 +114,21 @@ def settings(options):
         found[f"displaced, N={degree}, W={warmup_steps}"] = Setting(
             degree, run(one_spec, Layout(displaced_degree=degree), warmup_steps), degree)
     return found | {f"naive patches, M={num_patches}": Setting(1, naive(num_patches), num_patches) for num_patches in options.patches}
+
+
+def draw_all(tried, prompts, options):
+    """{name: pictures} under these Settings, by one worker group at a time, since each worker takes memory."""
+    drawn = {}
+    for size in sorted({setting.num_workers for setting in tried.values()}):
+        client = start_clients({size}, count_cuda(options.device))[size]
+        try:
+            for name, setting in tried.items():
+                if setting.num_workers == size:
+                    print(f"\r{name:<40}", end="", file=sys.stderr, flush=True)
+                    drawn[name] = decode(draw(client, setting.run, prompts, options))
+        finally:
+            client.close()
+    return {name: drawn[name] for name in tried}
 
 
 def draw(client, run, prompts, options):

@@ -70,11 +70,10 @@ SD3 = Family(
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": given("y")},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_share=0.5,
-                          control="output", patched="double"),),
-        streams={"hidden_states": "image", "encoder_hidden_states": "text"},
+        blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_share=0.5, control="output",
+                          patched="double"),),
+        streams={"hidden_states": "image", "encoder_hidden_states": "text"}, once={"norm1.linear": "step", "norm1_context.linear": "step"},
         attention={"attn": ("image", "text"), "attn2": ("image",)}, positions={"pos_embed": embedded},
-        once={"norm1.linear": "step", "norm1_context.linear": "step"},
         once_outside={"context_embedder": "run", "context_processor": "run"}),
     tiny=Tiny(
         {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 8,
