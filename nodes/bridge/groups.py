@@ -17,6 +17,7 @@ from ...xdit_backend.config import ParallelConfig, fitting, resolve_devices, val
 from ...xdit_backend.forecast.choice import speeds_of
 from ...xdit_backend.host import measurements
 from ...xdit_backend.host.client import Client
+from ...xdit_backend.host.preflight import num_cuda_devices
 from ...xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
 from .runs import Runs
 
@@ -38,18 +39,14 @@ def check_packages():
 
 def devices_of(config):
     """The devices a config means on this machine. Raises ConfigError when it cannot work here."""
-    devices = resolve_devices(config.devices, _num_cuda_devices(), config.mode)
+    devices = resolve_devices(config.devices, num_cuda_devices(), config.mode)
     validate(config, len(devices))
     return devices
 
 
 def fitting_here(config):
     """The ParallelConfig nearest to this one that can work on this machine."""
-    return fitting(config, _num_cuda_devices())
-
-
-def _num_cuda_devices():
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return fitting(config, num_cuda_devices())
 
 
 def memory_of(device):
@@ -123,19 +120,17 @@ class Groups:
 
     def machine(self, devices, dtype, may_measure):
         """The Machine of several devices: kept from before, or measured now, where that may be; else None. dtype: models compute in."""
-        folder, key = _measured_folder(), (tuple(devices), dtype)
+        key = tuple(devices), dtype
         if key not in self._machines:
-            machine = measurements.kept(folder, devices, dtype)
+            machine = measurements.kept(_measured_folder(), devices, dtype)
             if machine is None and not may_measure:
                 return None
             if machine is None:
                 try:
-                    machine = measurements.measure(self.client(devices), dtype)
-                    measurements.keep(folder, devices, dtype, machine)
+                    machine = self._measure(devices, dtype)
                 except (WorkerFailedError, WorkerDiedError) as error:          # the split is chosen without: the picture is the same
                     log.warning("the devices could not be measured: %s", error)
-            self._machines[key] = machine
-            self._pace(devices, machine)
+            self._know(devices, dtype, machine)
         return self._machines[key]
 
     def measure_again(self, dtype):
@@ -143,11 +138,13 @@ class Groups:
         devices = self.clients[-1].devices if self._clients else devices_of(ParallelConfig())
         if len(devices) < 2:
             raise ConfigError(f"There is nothing to measure: {devices[0]} works alone. Set devices in xDiT Parallel Config, and run once.")
+        self._know(devices, dtype, self._measure(devices, dtype))
+        return devices
+
+    def _measure(self, devices, dtype):
         machine = measurements.measure(self.client(devices), dtype)
         measurements.keep(_measured_folder(), devices, dtype, machine)
-        self._machines[tuple(devices), dtype] = machine
-        self._pace(devices, machine)
-        return devices
+        return machine
 
     def give_back(self):
         """Move all weights to host memory, and drop VAEs, on every device of every group. The next use brings them back."""
@@ -172,9 +169,10 @@ class Groups:
         """Keep that a run of this family on this card took `ratio` times what a probe's numbers alone say."""
         self.learnt()[family, card] = measurements.learn(_measured_folder(), family, card, ratio)
 
-    def _pace(self, devices, machine):
-        """From now on the workers share out tokens, heads, images and rows by how fast each device is."""
+    def _know(self, devices, dtype, machine):
+        """From now on the workers share out tokens, heads, images and rows by how fast each device is. machine: None: as if alike."""
         devices = tuple(devices)
+        self._machines[devices, dtype] = machine
         self._speeds[devices] = () if machine is None else speeds_of(machine.devices)
         if devices in self._clients:
             self._clients[devices].speeds = self._speeds[devices]

@@ -1,14 +1,13 @@
 """The worker groups that commands time."""
 
-import torch
-
 from ..config import resolve_devices
 from ..host.client import Client
+from ..host.preflight import num_cuda_devices
 
 
 def count_cuda(device):
     """CUDA devices to run on; 0 where --device says cpu or there are none."""
-    return torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
+    return num_cuda_devices() if device != "cpu" else 0
 
 
 def start_clients(sizes, num_cuda):

@@ -21,6 +21,7 @@ from ..forecast.files import read_machine
 from ..forecast.words import plan_words, table, why
 from ..host import measurements
 from ..host.client import Client
+from ..host.preflight import num_cuda_devices
 from ..planner import choose_stages, plan_run
 from ..protocol.errors import ConfigError
 
@@ -90,7 +91,7 @@ def print_plan(net, job, machine, what):
 
 def measured(options, dtype):
     """The Machine of the devices here: kept, or measured now."""
-    devices = resolve_devices(options.devices, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    devices = resolve_devices(options.devices, num_cuda_devices())
     machine = None if options.measure or options.measurements is None else measurements.kept(options.measurements, devices, dtype)
     if machine is not None:
         return machine

@@ -161,8 +161,6 @@ class Moved(TorchDispatchMode):
 def decoder_of(outline, shape):
     """The Decoder of an autoencoder without bytes, for a latent of this shape."""
     latent = torch.empty(shape, device="meta")
-    with FlopCounterMode(display=False) as flops:
-        decode_rows(outline, latent)
-    with Moved() as moved:
+    with FlopCounterMode(display=False) as flops, Moved() as moved:
         decode_rows(outline, latent)
     return Decoder(flops.get_total_flops(), moved.moved_bytes, moved.exchanges, moved.halo_bytes)

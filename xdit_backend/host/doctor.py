@@ -17,6 +17,7 @@ from ..config import resolve_devices
 from ..protocol.errors import XDiTError
 from ..protocol.messages import ReportMemory
 from .launcher import INHERITED, INHERITED_PREFIXES, WorkerGroup
+from .preflight import num_cuda_devices
 
 PACKAGES = ("torch", "diffusers", "accelerate", "safetensors", "transformers", "pydantic", "greenlet", "gguf", "comfyui-frontend-package")
 TELLING = ("CUDA", "NVIDIA", "HIP", "ROCR", "HSA", "NCCL", "OMP", "MKL", "XDIT")       # what such names begin with
@@ -31,7 +32,7 @@ def add_arguments(parser):
 def main(options):
     sections = {"Versions": versions(), "Machine": machine(), "Devices": devices(), "Links": links(), "Environment": environment()}
     if not options.no_workers:
-        names = resolve_devices(options.devices, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        names = resolve_devices(options.devices, num_cuda_devices())
         sections["Workers"] = workers(names)
     for title, lines in sections.items():
         print(f"{title}\n" + "\n".join(f"  {line}" for line in lines or ["none"]))
@@ -74,7 +75,7 @@ def devices():
 
 def links():
     """Which CUDA devices read each other's memory directly; the others go through host memory."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = num_cuda_devices()
     return [f"cuda:{one} to cuda:{other}: {'direct' if torch.cuda.can_device_access_peer(one, other) else 'through host memory'}"
             for one in range(count) for other in range(count) if one != other]
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..protocol.errors import WorkerStartError
+from .shortage import gigabytes
 
 LEAST_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
 WORKER_BYTES = 2 ** 28                     # of host memory that a worker takes before it holds a model: its libraries
@@ -63,7 +64,7 @@ def check_devices(devices):
     if torch.version.cuda is None and torch.version.hip is None:
         raise WorkerStartError(f"{names}: this PyTorch ({torch.__version__}) is built for CPUs. Install one for your GPUs, as "
                                f"pytorch.org says, or set devices to \"cpu\".")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = num_cuda_devices()
     missing = [device for device in dict.fromkeys(cuda) if int(device.partition(":")[2] or 0) >= count]
     if missing:
         there = ", ".join(f"cuda:{index}" for index in range(count)) or "none: is the driver there, and CUDA_VISIBLE_DEVICES right?"
@@ -71,13 +72,17 @@ def check_devices(devices):
                                f"Config to what is there, or to \"auto\".")
 
 
+def num_cuda_devices():
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def check_memory(num_workers):
     """Is there host memory for the workers' own libraries? In a container its limit counts."""
     room, limit = memory_room()
     needed = num_workers * WORKER_BYTES
     if room < needed:
-        raise WorkerStartError(f"{num_workers} workers need at least {_gigabytes(needed)} of host memory before they hold a model, and "
-                               f"{_gigabytes(room)} of {_gigabytes(limit)} are free. Close other programs, use \"Unload Models\" in "
+        raise WorkerStartError(f"{num_workers} workers need at least {gigabytes(needed)} of host memory before they hold a model, and "
+                               f"{gigabytes(room)} of {gigabytes(limit)} are free. Close other programs, use \"Unload Models\" in "
                                f"ComfyUI's menu, or give the container or WSL2 more memory.")
 
 
@@ -106,10 +111,10 @@ def check_room(memory_folder, disk_folder):
     free, disk_free = (shutil.disk_usage(folder).free for folder in (memory_folder, disk_folder))
     if max(free, disk_free) < SEGMENT_BYTES:
         raise WorkerStartError(f"Tensors travel between ComfyUI and the workers through {Path(memory_folder).parent}, which has "
-                               f"{_gigabytes(free)} free, or {Path(disk_folder).parent}, which has {_gigabytes(disk_free)}; at least "
-                               f"{_gigabytes(SEGMENT_BYTES)} are needed. Free some space. In Docker, --shm-size=2g gives /dev/shm more.")
+                               f"{gigabytes(free)} free, or {Path(disk_folder).parent}, which has {gigabytes(disk_free)}; at least "
+                               f"{gigabytes(SEGMENT_BYTES)} are needed. Free some space. In Docker, --shm-size=2g gives /dev/shm more.")
     if free < ROOMY_BYTES and str(memory_folder).startswith("/dev/shm"):
-        return [f"/dev/shm has {_gigabytes(free)} free: what does not fit goes through files on disk, which is slower. In Docker, "
+        return [f"/dev/shm has {gigabytes(free)} free: what does not fit goes through files on disk, which is slower. In Docker, "
                 f"--shm-size=2g gives it more."]
     return []
 
@@ -139,7 +144,3 @@ def advice(ways):
     if len(ways) == 1:
         return ""
     return f"It was tried with {' and with '.join(f'{off} off' for off, _ in ways if off)} too. {ADVICE} "
-
-
-def _gigabytes(num_bytes):
-    return f"{num_bytes / 2 ** 30:.1f} GB" if num_bytes >= 2 ** 30 else f"{num_bytes / 2 ** 20:.0f} MB"

@@ -14,9 +14,9 @@ def shortage_words(numbers, num_ranks):
     What fits is a bound from above: the run took at least what it held and had asked for, and might have asked for more.
     """
     asked, free = numbers.get("asked_bytes", 0), numbers.get("free_bytes", 0)
-    held = ", ".join(f"{name} {_gigabytes(numbers[key])}" for key, name in HOLDERS.items() if numbers.get(key, 0) >= LEAST_BYTES)
-    of = f" of {_gigabytes(numbers['total_bytes'])}" if "total_bytes" in numbers else ""
-    told = f"{f'{_gigabytes(asked)} more were asked for' if asked else 'it asked for more'}, and {_gigabytes(free)}{of} are free."
+    held = ", ".join(f"{name} {gigabytes(numbers[key])}" for key, name in HOLDERS.items() if numbers.get(key, 0) >= LEAST_BYTES)
+    of = f" of {gigabytes(numbers['total_bytes'])}" if "total_bytes" in numbers else ""
+    told = f"{f'{gigabytes(asked)} more were asked for' if asked else 'it asked for more'}, and {gigabytes(free)}{of} are free."
     if held:
         told += f" Held by: {held}."
     return f"{told} {_remedies(numbers, num_ranks)}"
@@ -35,12 +35,13 @@ def _remedies(numbers, num_ranks):
     else:
         remedies.append("Use a smaller latent, or more devices")
     if (weights := numbers.get("weight_bytes", 0)) >= LEAST_BYTES:
-        remedies.append(f"weight_dtype fp8_e4m3fn, which halves 16-bit weights ({_gigabytes(weights / 2)}), or pipefusion_degree or "
+        remedies.append(f"weight_dtype fp8_e4m3fn, which halves 16-bit weights ({gigabytes(weights / 2)}), or pipefusion_degree or "
                         f"tensor_degree, which spread them over the devices")
     if (others := numbers.get("other_bytes", 0)) >= 2 ** 30:
-        remedies.append(f"close what else is on the device ({_gigabytes(others)}; nvidia-smi shows it)")
+        remedies.append(f"close what else is on the device ({gigabytes(others)}; nvidia-smi shows it)")
     return "; ".join(remedies) + "."
 
 
-def _gigabytes(num_bytes):
+def gigabytes(num_bytes):
+    """Bytes as a person reads them."""
     return f"{num_bytes / 2 ** 30:.1f} GB" if num_bytes >= 2 ** 30 else f"{num_bytes / 2 ** 20:.0f} MB"
