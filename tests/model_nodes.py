@@ -42,7 +42,7 @@ Written by `python -m tests.model_nodes --write`; a test compares it with what h
 # the kind of model a node is for; sd3 for all others
 KINDS = {"ARVideoI2V": "wan", "EasyCache": "flux", "FluxKVCache": "flux", "LTXVContextWindows": "wan", "ModelMergeFlux1": "flux",
          "ModelMergeWAN2_1": "wan", "NAGuidance": "flux",
-         "PerturbedAttentionGuidance": "sd15", "ScaleROPE": "flux", "USOStyleReference": "flux",
+         "PerturbedAttentionGuidance": "sd15", "SelfAttentionGuidance": "sd15", "ScaleROPE": "flux", "USOStyleReference": "flux",
          "WanContextWindowsManual": "wan", "WanInfiniteTalkToVideo": "wan", "WanUni3CControlnetApply": "wan", "wanBlockSwap": "wan"}
 # widgets whose defaults are too large for a test
 VALUES = {"ARVideoI2V": {"width": 64, "height": 64, "length": 5}, "WanInfiniteTalkToVideo": {"width": 64, "height": 64, "length": 5}}

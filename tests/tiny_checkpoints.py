@@ -274,9 +274,10 @@ def save_gguf(path, source, type_="Q8_0"):
             writer.add_tensor(name, values)
             plain[name] = tensor.float()
             continue
-        if type_.endswith("_K"):
+        if type_.endswith("_K") or type_.startswith("IQ"):
             blocks = generator.integers(0, 256, (len(values), values.shape[1] // block, size), dtype=np.uint8)
-            places = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82]}.get(type_, [0, 2])           # of each block's factors, float16
+            known = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82]}
+            places = known.get(type_, [0] if type_.startswith("IQ") else [0, 2])                   # of each block's factors, float16
             for place in places:
                 factors = (generator.standard_normal(blocks.shape[:2]) * 1e-3).astype(np.float16)
                 blocks[..., place:place + 2] = factors[..., None].view(np.uint8)

@@ -163,6 +163,11 @@ def warmup_layout(layout, stages):
     return dataclasses.replace(layout, pipefusion_degree=1, ring_degree=layout.pipefusion_degree * layout.ring_degree)
 
 
+def branches_together(layout):
+    """The layout of a call whose images may not be apart, since something compares them in each layer: other ranks rest."""
+    return dataclasses.replace(layout, cfg_degree=layout.data_degree * layout.cfg_degree, data_degree=1)
+
+
 def describe_layout(layout):
     """A layout in a person's words, e.g. "CFG 2 x Ulysses 2"."""
     names = {"cfg_degree": "CFG", "data_degree": "data", "pipefusion_degree": "PipeFusion", "displaced_degree": "DistriFusion",

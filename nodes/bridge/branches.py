@@ -36,7 +36,8 @@ class Question:
         def half(part):
             cut = lambda tensor: tensor[part] if tensor.shape[0] == batch else tensor  # noqa: E731
             conditioning = {name: cut(tensor) for name, tensor in call.conditioning.items()}
-            return Call(call.latent[part], call.timestep[part], conditioning, control=call.cut_control(cut), operations=call.operations)
+            return Call(call.latent[part], call.timestep[part], conditioning, control=call.cut_control(cut), operations=call.operations,
+                        scores=None if call.scores is None else call.scores[:, part])
         return [half(part) for part in parts]
 
 
@@ -70,7 +71,8 @@ def ask(question):
 def answer(questions):
     """The predictions for questions to one model, at most MAX_BRANCHES of them."""
     first = questions[0]
-    if len(questions) == 1 and first.num_branches == MAX_BRANCHES and first.remote.runs_branches_apart():
+    together = first.num_branches != MAX_BRANCHES or first.call.guided
+    if len(questions) == 1 and not together and first.remote.runs_branches_apart():
         return [torch.cat(first.remote.predict(first, first.halves()))]
     return first.remote.predict(first, [question.call for question in questions])
 

@@ -204,6 +204,10 @@ def _transformer_options(options):
         if key == "patches_replace":
             found += [_named(REFUSED_OPTIONS[key], {kind: replaced}) for kind, replaced in value.items()
                       if any(operation_of(kind, function) is None for function in replaced.values())]
+        elif key == "patches":
+            unknown = {kind: functions for kind, functions in value.items()
+                       if not _is_empty(functions) and any(operation_of(kind, function) is None for function in functions)}
+            found += [_named(REFUSED_OPTIONS[key], unknown)] if unknown else []
         elif key in REFUSED_OPTIONS:
             found += [] if not value or _is_empty(value) else [_named(REFUSED_OPTIONS[key], value)]
         elif key not in TRANSFORMER_OPTIONS and not str(key).startswith(OURS) and not _is_empty(value):

@@ -6,7 +6,7 @@ A RemoteModel makes one for each run with displaced_degree above 1. Every call i
 import dataclasses
 
 from ...xdit_backend.partition import cut_bands, num_tokens
-from ...xdit_backend.planner import describe_layout
+from ...xdit_backend.planner import branches_together, describe_layout
 from ...xdit_backend.protocol.errors import ConfigError
 from .staleness import Staleness
 
@@ -41,9 +41,10 @@ class DisplacedRun:
         names = {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
         # Nodes may call the model for a piece of the latent, or for another one.
         keep = (whole_because is None and self._config.displaced_mode != "full_sync" and self._staleness.ends
-                and all(tuple(request.latent.shape) == self.shape and not request.operations for request in requests))
+                and all(tuple(request.latent.shape) == self.shape and not request.is_changed for request in requests))
         stale = keep and not self._staleness.is_synchronous(names, sigma)
-        ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests, keep=keep, run=self,
+        layout = branches_together(self._layout) if any(request.guided for request in requests) else self._layout
+        ticket = self._client.submit(self._spec, layout, self._num_channels, requests, keep=keep, run=self,
                                      stale=stale, displaced_mode=self._config.displaced_mode)
         if keep:
             self._staleness.hold(names)

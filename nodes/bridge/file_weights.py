@@ -24,8 +24,10 @@ def read_weights(path, base_model):
     """
     header = read_header(path)
     if header.is_packed:
-        raise UnsupportedError(f"{os.path.basename(path)} holds quantised weights or is a GGUF file, which xDiT does not merge or save. "
-                               f"Use the bf16, fp16 or plain fp8 file of the same model, or remove the node.")
+        raise UnsupportedError(f"{os.path.basename(path)} holds quantised weights or is a GGUF file. Nodes that write or mix a MODEL's own "
+                               f"weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model) need "
+                               f"plain ones: use the bf16, fp16 or plain fp8 file of the same model there. As the first model of a "
+                               f"ModelMerge node, and with LoRA, it works.")
     tensors = {name.removeprefix(header.prefix): tensor for file in header.files for name, tensor in load_file(file).items()
                if name.startswith(header.prefix)}
     if header.config is not None:                              # a diffusers folder

@@ -42,7 +42,11 @@ class ShellPatcher(RemotePatcher):
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
         state, patches = self.model_state_dict(prefix), effective_patches(self)
-        return {name.removeprefix(prefix): self._patched(name, tensor, patches) for name, tensor in state.items()}
+        lost = [name for name, tensor in state.items() if tensor.is_meta]
+        if lost:
+            raise UnsupportedError(f"{lost[0]} is not in the file of this MODEL, so that a node cannot save it. Use Load Diffusion Model.")
+        held = {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
+        return {name.removeprefix(prefix): self._patched(name, tensor, patches).to(held[name]) for name, tensor in state.items()}
 
     def get_key_patches(self, filter_prefix=None):
         dtypes = {name: tensor.dtype for name, tensor in self.model.state_dict().items()}

@@ -11,7 +11,8 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...xdit_backend.partition import cut_patches, num_tokens
-from ...xdit_backend.planner import choose_num_patches, describe_layout, warmup_layout
+from ...xdit_backend.planner import branches_together, choose_num_patches, describe_layout, warmup_layout
+from .operations import compares_branches
 from .staleness import Staleness
 
 # What is known to leave the calls of the model as the workers take them. All else makes every step whole.
@@ -43,6 +44,8 @@ def why_whole(conds, model_options):
     options = model_options.get("transformer_options", {})
     if options.get(WHOLE) is not None:
         return options[WHOLE]
+    if compares_branches(options):
+        return "Normalized Attention Guidance"
     for entry in (entry for cond in conds if cond for entry in cond):
         for key, text in PARTS.items():
             if entry.get(key) is not None:
@@ -83,6 +86,8 @@ def why_one_call(base_model, model_options):
     """What of others' runs around each call of the model, so that no other call may come in between; None if nothing does."""
     net, options = base_model.diffusion_model, model_options["transformer_options"]
     around = [options.get("wrappers", {}).get(kind, {}) for kind in (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)]
+    if compares_branches(options):
+        return "Normalized Attention Guidance"
     if model_options.get("model_function_wrapper") or any(functions for by_key in around for functions in by_key.values()):
         return "a node that wraps the model's calls"
     if any(functions for kind in options.get("callbacks", {}).values() for functions in kind.values()):
@@ -147,13 +152,17 @@ class PipelineRun:
         layout = warmup_layout(self._layout, self._spec.stages)
         if num_tokens(requests[0].latent.shape[2:], self._patch_size) < layout.ring_degree * layout.ulysses_degree:
             layout = self._layout                              # too few to share: one stage after the other
+        guided = any(request.guided for request in requests)
+        if guided:
+            layout = branches_together(layout)
         apart = self._config.warmup == "whole" and layout.cfg_degree == 1
         batches = [[request] for request in requests] if apart else [requests]
         predictions = []
         for batch in batches:
             ticket = self._client.submit(self._spec, layout, self._num_channels, batch, keep=keep, run=self,
                                          forecast=self._config.forecast_keys_values,
-                                         by_image=self._config.warmup in ("auto", "micro_batches") and layout == self._layout)
+                                         by_image=self._config.warmup in ("auto", "micro_batches") and layout == self._layout
+                                         and not guided)
             predictions += self._client.wait([ticket])[1]
         if keep:
             self._staleness.hold(self._keepers(requests))
@@ -193,7 +202,7 @@ class PipelineRun:
     def predict(self, requests, sigma, whole_because=None):
         """Evaluate requests for whole latents, whole or patch by patch; the stages run empty at the end."""
         requests = self.name(requests)
-        apart = whole_because is not None or any(request.operations for request in requests)       # of others' keys and values
+        apart = whole_because is not None or any(request.is_changed for request in requests)       # of others' keys and values
         if apart or not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
             return self.predict_whole(requests, patches_follow=not apart)
         first_rows = self.first_rows(requests)

@@ -1,5 +1,6 @@
 """What a shell's diffusion model does instead of computing: it asks the workers. Made by shell.py, one a MODEL."""
 
+import dataclasses
 import logging
 
 import torch
@@ -16,6 +17,7 @@ from ...xdit_backend.host.client import Call
 from ...xdit_backend.partition import holders
 from ...xdit_backend.planner import (
     USUAL_JOB,
+    branches_together,
     choose_layout,
     degrees_of,
     describe_layout,
@@ -30,7 +32,7 @@ from .carried import refuse_call, refuse_changed_modules
 from .control import places_of
 from .displaced import DisplacedRun
 from .groups import GROUPS, ask_for_room, parking_room, show_text
-from .operations import operations_of
+from .operations import guided_of, operations_of, scores_of
 from .pipeline import DRAINED, WHOLE, PipelineRun
 from .timed import Timed
 
@@ -197,13 +199,18 @@ class RemoteModel:
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas", timestep)
         self._refuse_changed_modules(schedule, sigmas)
         self.check_latent(x, self._taken_channels)
+        asked = self.family, self._transformer_config, transformer_options
+        scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
-                    control=places_of(self.family, self._transformer_config, control, x.shape),
-                    operations=operations_of(self.family, self._transformer_config, transformer_options))
+                    control=places_of(self.family, self._transformer_config, control, x.shape), operations=operations_of(*asked),
+                    scores=scores and scores.room, guided=guided_of(self.family, transformer_options))
         self.check_conditioning(call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
-        return branches.ask(branches.Question(self, call, schedule, sigmas, num_branches, transformer_options.get(WHOLE),
-                                              transformer_options.get(DRAINED))).to(x.device)
+        prediction = branches.ask(branches.Question(self, call, schedule, sigmas, num_branches, transformer_options.get(WHOLE),
+                                                    transformer_options.get(DRAINED))).to(x.device)
+        if scores is not None:
+            scores.tell(x.device)
+        return prediction
 
     def runs_branches_apart(self):
         """Are two branches two calls for the workers, and not one of twice the batch?"""
@@ -229,15 +236,21 @@ class RemoteModel:
         if self.spec.stages is not None:
             return self._predict_in_stages(question, calls)
         job = self._job(question, calls)
-        plan = self._plan(job, may_measure=True)
+        together = any(call.guided for call in calls)
+        plan = None if together else self._plan(job, may_measure=True)
         if self._timed is None or plan is not self.plan:
             self.plan, self._timed = plan, Timed(job)
         layout = self._layout(len(calls)) if self.plan is None else self.plan.layout
+        if together:
+            layout = branches_together(layout)
         self._check_room(question, calls, layout)
         if layout.displaced_degree > 1:
             return self._predict_displaced(question, calls, layout)
         client = self._client()
         how = describe_layout(layout) if self.plan is None else layout_words(self.plan.chosen)
+        if together:
+            how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which Normalized Attention "
+                   f"Guidance compares")
         self._show(how + self.config.idle, self.plan)
         return self._timed.call(client, lambda: client.predict(self.spec, layout, self.num_channels, calls, run=self))
 

@@ -76,7 +76,7 @@ def load_shell(path, weight_dtype, config):
     base_model = model_config.get_model(tensors, "", device="meta")
     dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)
     tensor_degree = config.tensor_degree if config.mode == "manual" else 1
-    splits = tensor_splits(model, family.plan) if tensor_degree > 1 else {}
+    splits = tensor_splits(model, family.plan, tensor_degree) if tensor_degree > 1 else {}
     net = None if family.by_rows else net_of(family, transformer_config, model_spec(header, family, *dtypes), model)
     device_bytes = list(map(memory_of, devices))
     machine = GROUPS.machine(devices, dtypes[1], may_measure=False) if len(devices) > 1 else None

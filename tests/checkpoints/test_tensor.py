@@ -6,6 +6,7 @@ import torch
 from tests.models.zoo import FOLDERS, example
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.transformer import change_weights, held_bytes, load_transformer
+from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.messages import Change, LowRank
 from xdit_backend.protocol.segments import SegmentStore
 
@@ -66,6 +67,21 @@ def test_a_rank_reads_its_share_of_a_scaled_file(file_of, tmp_path, per_row):
     save_scaled(tmp_path / "scaled.safetensors", file_of("sd3"), "comfy_quant", per_row)
 
     assert check(tmp_path / "scaled.safetensors", ("float32", "float32")) < 0.95
+
+
+@pytest.mark.parametrize("type_", ["Q4_K", "Q8_0"])
+def test_a_rank_reads_its_share_of_a_gguf_file(file_of, tmp_path, type_):
+    """Whole blocks of rows, or the degrees that have whole ones are said."""
+    from tests.tiny_checkpoints import save_gguf
+    save_gguf(tmp_path / "model.gguf", file_of("sd3"), type_)
+    header = read_header(tmp_path / "model.gguf")
+
+    if type_ == "Q8_0":
+        assert check(tmp_path / "model.gguf", ("float32", "float32")) < 0.95
+    with pytest.raises(UnsupportedError, match="tensor_degree=(2|16) cannot share out this quantised file: transformer_blocks.0.* has 256 "
+                       f"inputs, in blocks of {256 if type_ == 'Q4_K' else 32}, .*Use {'2 or 4 or 8, ' * (type_ == 'Q8_0')}tensor_degree"):
+        load_transformer(model_spec(header, recognise(header), "float32", "float32", tensor_degree=2 if type_ == "Q4_K" else 16),
+                         recognise(header), CPU)
 
 
 @pytest.fixture

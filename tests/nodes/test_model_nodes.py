@@ -206,6 +206,21 @@ def test_saved_models_have_the_files_own_weights(comfyui, matrix, model, tmp_pat
     assert torch.equal(sample(comfyui, loaded), comfyui.reference("sd3"))
 
 
+@pytest.mark.parametrize("kind, weight_dtype", [("sd3", "fp8_e4m3fn"), ("wan", "default")])
+def test_what_would_be_saved_is_what_a_native_model_saves(comfyui, kind, weight_dtype):
+    """Every bit, as the model holds it, with a patch and without."""
+    models = (comfyui.load_model.execute(comfyui.file(kind), weight_dtype, comfyui.config()).args[0],
+              comfyui.nodes.UNETLoader().load_unet(comfyui.file(kind), weight_dtype)[0].clone())
+    name, shape = next((name, tensor.shape) for name, tensor in models[1].model.state_dict().items() if tensor.ndim == 2)
+    for _ in range(2):
+        ours, native = ({key: tensor.to("cpu") for key, tensor in model.state_dict_for_saving().items()} for model in models)
+
+        assert ours.keys() == native.keys()
+        assert all(ours[key].dtype == native[key].dtype and torch.equal(ours[key].float(), native[key].float()) for key in native)
+        for model in models:
+            model.add_patches({name: ("diff", (torch.ones(shape),))}, 0.5)
+
+
 def test_merged_into_a_native_model_it_gives_its_weights(comfyui, matrix, model):
     merge = matrix.nodes["ModelMergeSimple"]
     native = comfyui.native("sd3")

@@ -10,6 +10,7 @@ from tests.tolerances import close, relative_error
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 EVERY_STEP = {"start_percent": 0.0, "end_percent": 1.0}
 SKIP = {"double_layers": "1, 7", "single_layers": "0", "scale": 2.0, "rescaling_scale": 0.3, **EVERY_STEP}
+GUIDED = {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}
 SKIPPED = [kind for kind, family in families().items()
            if kind not in VARIANTS and not family.by_rows and any(list_.patched for list_ in family.plan.blocks)]
 
@@ -32,13 +33,21 @@ def test_skipped_layers_equal_native_ksampler(comfyui, kind):
 
 @pytest.mark.parametrize("node, kind, devices, degrees", [
     ("PerturbedAttentionGuidance", "sd15", "cpu", {}), ("SkipLayerGuidanceDiTSimple", "sd3", "cpu,cpu", {"cfg": 2}),
+    ("SelfAttentionGuidance", "sd15", "cpu,cpu", {"cfg": 2}), ("NAGuidance", "sd15", "cpu,cpu", {"data": 2}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("SkipLayerGuidanceSD3", "sd3", "cpu,cpu", {"data": 2}), ("PerturbedAttentionGuidance", "sdxl", "cpu,cpu", {"cfg": 2}),
         ("PerturbedAttentionGuidance", "sdxl", "cpu,cpu", {"displaced": 2, "warmup_steps": 9}),
+        ("SelfAttentionGuidance", "sdxl", "cpu", {}), ("SelfAttentionGuidance", "sd2", "cpu,cpu", {"data": 2}),
+        ("SelfAttentionGuidance", "sdxl", "cpu,cpu", {"displaced": 2, "warmup_steps": 9}),
+        ("NAGuidance", "flux", "cpu,cpu", {"cfg": 2}), ("NAGuidance", "chroma", "cpu,cpu", {"ring": 2}),
+        ("NAGuidance", "flux", "cpu,cpu", {"tensor": 2}), ("NAGuidance", "flux2", "cpu,cpu", {"pipefusion": 2, "warmup_steps": 1}),
+        ("NAGuidance", "flux", "cpu,cpu", {"displaced": 2, "warmup_steps": 1}),
+        ("NAGuidance", "sdxl", "cpu,cpu", {"displaced": 2, "warmup_steps": 1}),
         ("SkipLayerGuidanceDiT", "sd3", "cpu,cpu", {"pipefusion": 2, "warmup_steps": 9}),
         ("SkipLayerGuidanceDiT", "sd3", "cpu,cpu", {"displaced": 2, "warmup_steps": 9})))], ids=str)
 def test_layouts_equal_native_ksampler(comfyui, node, kind, devices, degrees):
     arguments = {"PerturbedAttentionGuidance": {"scale": 3.0}, "SkipLayerGuidanceDiT": SKIP,
+                 "NAGuidance": GUIDED, "SelfAttentionGuidance": {"scale": 0.5, "blur_sigma": 2.0},
                  "SkipLayerGuidanceSD3": {"layers": "0, 2", "scale": 2.0, **EVERY_STEP},
                  "SkipLayerGuidanceDiTSimple": {"double_layers": "1", "single_layers": "", **EVERY_STEP}}[node]
 
@@ -92,5 +101,6 @@ def test_functions_that_are_not_known_are_refused_by_name(comfyui):
         model.set_model_patch_replace(function, "dit", key, 1)
         with pytest.raises(comfyui.errors.UnsupportedError, match=message):
             comfyui.sample(model, kind, steps=1)
-    with pytest.raises(comfyui.errors.UnsupportedError, match="SD3 does not heed what a node replaces in this workflow .attn1."):
-        comfyui.sample(run_node(pag, {"model": comfyui.ours("sd3", comfyui.config()), "scale": 3.0})[0], "sd3", steps=1)
+    for node, arguments, kind in ((pag, {"scale": 3.0}, "attn1"), (model_nodes(comfyui)["NAGuidance"], GUIDED, "attn1_output_patch")):
+        with pytest.raises(comfyui.errors.UnsupportedError, match=f"SD3 does not heed what a node replaces in this workflow .{kind}."):
+            comfyui.sample(run_node(node, {"model": comfyui.ours("sd3", comfyui.config()), **arguments})[0], "sd3", steps=1)

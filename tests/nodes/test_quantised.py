@@ -3,8 +3,10 @@
 import functools
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
+from tests.model_nodes import model_nodes, run_node
 from tests.tiny_checkpoints import metadata_of, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
 
@@ -59,7 +61,32 @@ def test_gguf_files_are_listed(comfyui, files_of):
     assert name in options and "below/wan.gguf" in options
 
 
-def test_what_is_not_honoured_of_a_quantised_file_is_refused_by_name(comfyui, files_of):
-    model = comfyui.load_model.execute(files_of("sd3", "scaled")[0], "default", comfyui.config()).args[0]
-    with pytest.raises(comfyui.errors.UnsupportedError, match="sd3-scaled.safetensors holds quantised weights"):
-        model.model_state_dict()
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_quantised_file_is_not_saved_and_says_so(comfyui, files_of, tmp_path, format_):
+    """With a LoRA or without; nothing is written. Nor is it what is mixed into another model."""
+    nodes = model_nodes(comfyui)
+    save = nodes["ModelSave"]()
+    save.output_dir = str(tmp_path)
+    model = comfyui.load_model.execute(files_of("sd3", format_)[0], "default", comfyui.config()).args[0]
+    changed = model.clone()
+    changed.add_patches({"diffusion_model.joint_blocks.0.x_block.attn.proj.weight": ("diff", (torch.ones(256, 256),))}, 0.5)
+
+    for each in (model, changed):
+        with pytest.raises(comfyui.errors.UnsupportedError, match="holds quantised weights.*ModelSave, CheckpointSave"):
+            save.save(each, "sub/ours")
+        with pytest.raises(comfyui.errors.UnsupportedError, match="holds quantised weights"):
+            run_node(nodes["ModelMergeSimple"], {"model1": comfyui.native("sd3"), "model2": each, "ratio": 0.5})
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_another_model_is_merged_into_one_of_a_quantised_file(comfyui, files_of):
+    quantised, plain = files_of("sd3", "Q4_K")
+    merge = model_nodes(comfyui)["ModelMergeSimple"]
+    models = (comfyui.load_model.execute(quantised, "default", comfyui.config("cpu")).args[0],
+              comfyui.nodes.UNETLoader().load_unet(plain, "default")[0])
+
+    merged = [run_node(merge, {"model1": model, "model2": comfyui.native("sd3"), "ratio": 0.3})[0] for model in models]
+    result, reference = (comfyui.sample(model, "sd3", steps=2) for model in merged)
+
+    close(result, reference, 1e-5)
+    assert relative_error(reference, comfyui.sample(models[1], "sd3", steps=2)) > 1e-3

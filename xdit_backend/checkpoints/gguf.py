@@ -14,7 +14,10 @@ from ..protocol.errors import CheckpointError
 MAGIC = b"GGUF"
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32,
          "I16": torch.int16, "I8": torch.int8}
-QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+STAYING = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+# Types that are unpacked when they are read: with numpy, which a layer at a time would hold every step up.
+UNPACKED = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
+QUANTISED = STAYING + UNPACKED
 ORIGINAL = "comfy.gguf.orig_shape."        # metadata: a tensor's shape, where the file has it in another
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}      # GGUF's types of metadata
 STRING, ARRAY = 8, 9
@@ -73,7 +76,10 @@ def dequantised(blocks, type_):
     """The numbers of rows of blocks (rows, bytes) uint8, as float32 (rows, columns)."""
     import gguf
     from diffusers.quantizers.gguf.utils import dequantize_functions
-    function = dequantize_functions[gguf.GGMLQuantizationType[type_]]
+    kind = gguf.GGMLQuantizationType[type_]
+    if type_ in UNPACKED:
+        return torch.from_numpy(gguf.quants.dequantize(blocks.cpu().numpy(), kind)).to(blocks.device)
+    function = dequantize_functions[kind]
     return function(blocks.reshape(-1, block_of(type_)[1]), *block_of(type_), dtype=torch.float32).reshape(len(blocks), -1)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .gguf import dequantised, row_bytes
+from .gguf import UNPACKED, block_of, dequantised, row_bytes
 
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}      # by safetensors' names
 
@@ -41,9 +41,9 @@ class Packed:
 def packed_weights(header, family, config, model):
     """{name in the model: Packed} of the weights that stay as they are stored. model: on the meta device.
 
-    They are those of the model's nn.Linear; other quantised weights are unpacked when they are read.
+    They are those of the model's nn.Linear; other quantised weights are unpacked when they are read, and so are those of gguf.UNPACKED.
     """
-    quantised = {name for name in header.quantised if len(header.shapes[name]) == 2
+    quantised = {name for name in header.quantised if len(header.shapes[name]) == 2 and header.dtypes[name] not in UNPACKED
                  and (name in header.scales or header.stored[name][1] == header.shapes[name])}
     if not quantised:
         return {}
@@ -67,11 +67,16 @@ def packed_weights(header, family, config, model):
 
 
 def hold_packed(model, packed):
-    """Give a model on the meta device the parameters that it has with these weights; scales are buffers beside them."""
+    """Give a model on the meta device the parameters that it has with these weights; scales are buffers beside them.
+
+    What stores columns in blocks says of how many numbers and bytes: `weight_block`.
+    """
     for name, how in packed.items():
         linear = model.get_submodule(name.removesuffix(".weight"))
         linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=FLOAT8.get(how.type, torch.uint8), device="meta"),
                                      requires_grad=False)
+        if how.type not in FLOAT8:
+            linear.weight_block = block_of(how.type)
         if how.num_scales:
             linear.register_buffer("weight_scale", torch.empty(how.num_scales, 1, device="meta"))
 

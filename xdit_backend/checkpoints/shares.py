@@ -25,6 +25,7 @@ LAYERS = (
     (r"^(norm\w*\.linear(_[12])?|\w+_mod\.1|\w+_modulation\.out_layer|adaLN_modulation\.\d+)$", "gathered"))
 AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}     # what has the one's outputs as inputs, or their halves multiplied
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t", "k_rms_norm_t")
+MOST_TRIED = 16                            # degrees that are looked at, for a message that says which would do
 PER_RANK = ("heads", "num_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")        # of attention modules, by what they reshape
 
 
@@ -33,19 +34,23 @@ class Split:
     """How one tensor is split: along `dim`, each of its parts by itself. parts: their sizes, which add up to the dim's.
 
     how: "columns", "rows" and "gathered" as above; "norm": of an RMS norm over all heads, whose squares are added up; "first": not
-    split, the first rank alone has it, so that what is added up has it once.
+    split, the first rank alone has it, so that what is added up has it once. block: so many numbers of a row are so many bytes, where a
+    file stores it quantised (uint8).
     """
 
     how: str
     dim: int = 0
     parts: tuple[int, ...] = ()
+    block: tuple[int, int] = (1, 1)
 
     def own(self, tensor, degree, rank):
         """A rank's share of the tensor, in one piece of memory. None: it has none. Of what is not read of a map, nothing is."""
         if self.how == "first":
             return tensor if rank == 0 else None
-        pieces = [piece.narrow(self.dim, shard_start(size, degree, rank), shard_sizes(size, degree)[rank])
-                  for piece, size in zip(tensor.split(self.parts, self.dim), self.parts)]
+        numbers, num_bytes = self.block if self.dim == 1 and tensor.dtype == torch.uint8 else (1, 1)
+        stored = lambda size: size // numbers * num_bytes  # noqa: E731
+        pieces = [piece.narrow(self.dim, stored(shard_start(size, degree, rank)), stored(shard_sizes(size, degree)[rank]))
+                  for piece, size in zip(tensor.split(list(map(stored, self.parts)), self.dim), self.parts)]
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def share(self, degree):
@@ -57,31 +62,43 @@ class Split:
         return [sum(sizes) for sizes in zip(*(shard_sizes(part, degree) for part in self.parts))]
 
 
-def tensor_splits(model, plan):
+def tensor_splits(model, plan, degree=1):
     """{name of a parameter or buffer: Split} of all that is split of a whole model, which may be on the meta device.
 
     What stands outside of the blocks, norms over hidden states and tables are not. Raises UnsupportedError for a block with a linear
-    that nothing is known of: it would be whole on each rank, without notice.
+    that nothing is known of: it would be whole on each rank, without notice; and for a degree that would cut through blocks of a file.
     """
     splits = {}
     for name in (*(list_.name for list_ in plan.blocks), *plan.beside):
         for index, block in enumerate(model.get_submodule(name)):
             splits |= {f"{name}.{index}.{path}": split for path, split in _block_splits(block, plan).items()}
+    _check_stored(splits, degree)
     return splits
+
+
+def _check_stored(splits, degree):
+    """Refuse a degree by which the inputs of a quantised layer do not come to whole blocks."""
+    cut = {name: split for name, split in splits.items() if split.dim == 1 and split.block[0] > 1}
+    fits = lambda degree: all(part % (degree * split.block[0]) == 0 for split in cut.values() for part in split.parts)  # noqa: E731
+    if fits(degree):
+        return
+    name, split = next((name, split) for name, split in cut.items() if any(part % (degree * split.block[0]) for part in split.parts))
+    usable = [other for other in range(2, MOST_TRIED + 1) if fits(other)]
+    words = f"{' or '.join(map(str, usable))}, " if usable else ""
+    raise UnsupportedError(f"tensor_degree={degree} cannot share out this quantised file: {name} has {' and '.join(map(str, split.parts))} "
+                           f"inputs, in blocks of {split.block[0]}, and each device needs whole blocks. Use {words}tensor_degree 1 with "
+                           f"pipefusion_degree, or a file in bf16, fp16, fp8 or Q8_0.")
 
 
 def _block_splits(block, plan):
     splits = {}
     for path, module in block.named_modules():
         if isinstance(module, torch.nn.Linear) and path not in plan.unsplit:
-            if module.weight.shape != (module.out_features, module.in_features):
-                raise UnsupportedError("tensor_degree cannot spread weights that are quantised in blocks of columns yet. Use a file in "
-                                       "bf16, fp16 or fp8, or tensor_degree 1 and pipefusion_degree.")
             how, parts = _how(block, path), _parts(block, path, module)
             scale = getattr(module, "weight_scale", None)
             if scale is not None and len(scale) > 1 and how != "rows":         # one of each row of a matrix, in float8
                 splits[f"{path}.weight_scale"] = Split(how, 0, parts)
-            splits[f"{path}.weight"] = Split(how, int(how == "rows"), parts)
+            splits[f"{path}.weight"] = Split(how, int(how == "rows"), parts, getattr(module, "weight_block", (1, 1)))
             if module.bias is not None:
                 splits[f"{path}.bias"] = Split("first") if how == "rows" else Split(how, 0, parts)
         elif is_attention(module):
@@ -146,4 +163,5 @@ def narrow(model, splits, degree, rank):
         if split.how == "first" and rank:
             module.register_parameter(leaf, None)
         elif leaf == "weight" and isinstance(module, torch.nn.Linear):
-            module.out_features, module.in_features = module.weight.shape
+            numbers, num_bytes = split.block
+            module.out_features, module.in_features = module.weight.shape[0], module.weight.shape[1] // num_bytes * numbers

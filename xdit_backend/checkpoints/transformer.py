@@ -45,7 +45,7 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     maps = list(tensors.values())                              # kept until the end, so that no other tensor gets their addresses
     splits = {} if splits is None else splits
     if spec.tensor_degree > 1:
-        splits |= tensor_splits(model, family.plan)
+        splits |= tensor_splits(model, family.plan, spec.tensor_degree)
     tensors = _converted(tensors, header, family, config, packed)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     if missing or unexpected:

@@ -30,6 +30,13 @@ class Call:
     control: dict[str, torch.Tensor] = field(default_factory=dict)         # what a ControlNet adds where: Family.control_shapes
 
     operations: dict[str, str] = field(default_factory=dict)               # what blocks do instead: messages.Branch
+    scores: torch.Tensor | None = None     # to be filled, as Branch.scores
+    guided: tuple[messages.Nag, ...] = ()  # what is done to attentions: messages.Branch
+
+    @property
+    def is_changed(self):
+        """Is the model in this call another than the file's? Then nothing is kept of it for other calls."""
+        return bool(self.operations or self.guided)
 
     def cut_control(self, cut):
         """`control` with every tensor cut, once where it is for many places."""
@@ -54,6 +61,7 @@ class Ticket:
     request: int
     predictions: tuple
     in_stages: bool
+    scores: tuple                          # [(what workers have written, Call.scores)]
 
 
 @dataclass(eq=False)
@@ -265,19 +273,24 @@ class Client:
         self.load_model(spec)
         group = self.group
         names = [call.name or self._name(call.conditioning, run) for call in calls]
-        branches, predictions, segments = [], [], []
+        branches, predictions, segments, scores = [], [], [], []
         for call, name in zip(calls, names):
             prediction, view = group.segments.create((call.latent.shape[0], num_channels, *call.latent.shape[2:]), torch.float32)
             latent, timestep = group.segments.share(call.latent), group.segments.share(call.timestep)
             added = {id(tensor): group.segments.share(tensor) for tensor in call.control.values()}         # some are for many places
             segments += [prediction, latent, timestep, *added.values()]
             control = {place: added[id(tensor)] for place, tensor in call.control.items()}
-            branches.append(messages.Branch(latent, timestep, name, prediction, control, call.operations))
+            told = None
+            if call.scores is not None:
+                told, written = group.segments.create(call.scores.shape, torch.float32)
+                segments.append(told)
+                scores.append((written, call.scores))
+            branches.append(messages.Branch(latent, timestep, name, prediction, control, call.operations, told, call.guided))
             predictions.append(view)
         request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast,
                                                               speeds=self.speeds, **displaced),
                              segments, last_stage_ranks(layout, len(self.devices)), self.step)
-        return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1)
+        return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(scores))
 
     def wait(self, tickets):
         """Wait for the first of these tickets, all of one run; returns (the ticket, its predictions). Raises as WorkerGroup.wait."""
@@ -288,6 +301,8 @@ class Client:
                 self.close()
             raise
         ticket = next(ticket for ticket in tickets if ticket.request == request)
+        for written, wanted in ticket.scores:
+            wanted.copy_(written)
         return ticket, list(ticket.predictions)
 
     def totals(self):

@@ -58,6 +58,7 @@ HUNYUAN_IMAGE = Family(
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
                "encoder_hidden_states_2": given("txt_byt5", where="text_embed_2_dim")},
     plan=ModelPlan(
+        heeds_output=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input", patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH, control="output",
                           patched="single")),

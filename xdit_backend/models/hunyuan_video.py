@@ -69,6 +69,7 @@ HUNYUAN_VIDEO = Family(
                "guidance": given("guidance", times=1000, where="guidance_embeds"), "given_time": given("guiding_frame_index"),
                "given_tokens": _given_tokens},
     plan=ModelPlan(
+        heeds_output=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input", patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH,
                           control="output", patched="single")),

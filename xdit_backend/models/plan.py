@@ -70,6 +70,7 @@ class ModelPlan:
     beside: lists of blocks that no stream passes by itself, which tensor parallelism spreads like the others; unsplit: linears of
     blocks, by their paths, that it leaves whole; of_heads: arguments of attentions whose last dim holds something for each head.
     needs_text: blocks cannot do without text tokens: where there are none, they get one that nothing attends to.
+    heeds_output: ComfyUI's model lets nodes change what its self-attention gives (attn1_output_patch), of the tokens that are no text.
     skips(num_blocks): in U-shaped models, blocks that take a `skip` -> the earlier block whose output it is.
     """
 
@@ -86,6 +87,7 @@ class ModelPlan:
     unsplit: tuple[str, ...] = ()
     of_heads: tuple[str, ...] = ()
     needs_text: bool = False
+    heeds_output: bool = False
     skips: Callable = lambda num_blocks: {}
 
     @property

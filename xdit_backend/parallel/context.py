@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..partition import opens_step
 from ..protocol.messages import Patch
@@ -48,13 +49,16 @@ class ForwardContext:
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
     masks: dict = field(default_factory=dict)          # stream -> (B, T), which tokens may be attended to; hooks fill it
     operations: dict = field(default_factory=dict)     # block, as ComfyUI's patches call it -> what it does instead, see messages.Branch
+    guided: tuple = ()                     # messages.Nag, one after the other, of what every self-attention gives
+    scores: Any = None                     # messages.Branch.scores of these images, to be filled
     control: dict = field(default_factory=dict)        # place (Family.control_shapes) -> what is added there, (B or 1, ...), host memory
 
     @property
     def is_plain(self):
         """Nothing to do: one rank runs the whole model on a whole latent."""
         return (self.mesh.sequence_degree == 1 and self.patch is None and self.key_values is None
-                and len(self.blocks) == self.num_blocks and not self.control and not self.operations)
+                and len(self.blocks) == self.num_blocks and not self.control and not self.operations
+                and not self.guided)
 
     @property
     def opens(self):

@@ -19,6 +19,7 @@ from ..protocol.errors import UnsupportedError
 from . import regions
 from .displaced import displaced_attention
 from .masks import gathered_mask, read_mask
+from .nag import guide
 from .pipefusion import patch_attention
 from .tensor import place_tensor_hooks
 from .usp import usp_attention
@@ -250,7 +251,7 @@ class Hooks:
         @functools.wraps(forward)
         def scoped(*args, **kwargs):
             now, num_calls = self._now, 0
-            if now is None or (now.mesh.sequence_degree == 1 and now.key_values is None):
+            if now is None or (now.mesh.sequence_degree == 1 and now.key_values is None and not now.masks and not now.guided):
                 return forward(*args, **kwargs)
 
             def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -271,6 +272,8 @@ class Hooks:
                     out = usp_attention(query, key, value, now.tokens.sizes(streams), now.mesh, plain, scale, now.traffic, mask)
                 else:
                     out = patch_attention(query, key, value, now, (place.index, name, num_calls), streams, local)
+                for nag in now.guided:
+                    guide(out, nag, (1, 3), now.tokens.image_slice(streams), True, now.mesh, now.traffic)
                 return out if pad is None else F.pad(out, pad)
 
             F.scaled_dot_product_attention = attention

@@ -5,19 +5,21 @@ convolution, a norm or an attention does, torch's function for it works on rows 
 """
 
 import functools
+import re
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 # The originals, bound before they are replaced.
-from torch.nn.functional import conv2d, pad
+from torch.nn.functional import conv2d, pad, scaled_dot_product_attention
 
 from ..autoencoders.family import replaced
 from ..partition import halved, level_of
 from ..protocol.errors import UnsupportedError
 from ..protocol.transfers import on_device
 from .displaced import StaleSplit
+from .nag import guide
 from .rows import Padding, attention_rows, conv_rows, group_norm_rows, input_rows
 
 
@@ -27,7 +29,7 @@ class RowHooks:
     num_blocks = 0
 
     def __init__(self, model, plan):
-        self.plan, self._model, self._now = plan, model, None
+        self.plan, self._model, self._now, self._attend = plan, model, None, scaled_dot_product_attention
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they would ask each other"
         model._has_hooks = True
         self.num_levels = plan.num_levels(model.config)
@@ -45,7 +47,9 @@ class RowHooks:
                 self._place(module, "self-attention", functools.partial(
                     self._hooked, "scaled_dot_product_attention", self._attention, name, level))
                 if name.startswith("mid_block."):
-                    module.forward = self._hook_values(plain, module.forward)
+                    number = re.search(r"transformer_blocks\.(\d+)\.", name)[1]
+                    module.forward = self._hook_middle(plain, module.forward, f"middle.0.{number}")
+                module.forward = self._hook_guided(module.forward)
             elif name.endswith(tuple(f".{path}" for path in plan.of_text)):
                 self._place(module, "of text", functools.partial(self._once, name))
         self._place_control(model, plan.skips(model.config))
@@ -88,14 +92,36 @@ class RowHooks:
             block.forward = self._hook_skips(block.forward, [(f"output.{number}", skips[number][1]) for number in range(start, end)])
             end = start
 
-    def _hook_values(self, plain, forward):
-        """The self-attention of the middle, which may have to give its values. plain: its forward without hooks."""
+    def _hook_middle(self, plain, forward, name):
+        """A self-attention of the middle, which may have to give its values, or to tell its scores. plain: its forward without hooks."""
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
-            if self._now is None or self._now.operations.get("middle.0") != "values":
-                return forward(*args, **kwargs)
-            with replaced(F, scaled_dot_product_attention=lambda query, key, value, **options: value):
-                return plain(*args, **kwargs)
+            now, operation = self._now, None
+            if now is not None:                                # that of one block counts before that of all
+                operation = now.operations.get(name) or now.operations.get("middle.0")
+            if operation == "values":
+                with replaced(F, scaled_dot_product_attention=lambda query, key, value, **options: value):
+                    return plain(*args, **kwargs)
+            if operation == "scores":
+                with replaced(self, _attend=self._scored), replaced(F, scaled_dot_product_attention=self._scored):
+                    return forward(*args, **kwargs)
+            return forward(*args, **kwargs)
+        return hooked
+
+    def _scored(self, query, key, value, **options):
+        """torch's attention, which also tells what share of it each key gets from this rank's queries."""
+        shares = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
+        rank = 0 if self._now.bands is None else self._now.exchange.rank
+        self._now.scores[rank].copy_(shares.mean(1).sum(1))
+        return scaled_dot_product_attention(query, key, value, **options)
+
+    def _hook_guided(self, forward):
+        @functools.wraps(forward)
+        def hooked(*args, **kwargs):
+            output = forward(*args, **kwargs)
+            for nag in () if self._now is None else self._now.guided:
+                guide(output, nag, -1)
+            return output
         return hooked
 
     def _hook_control(self, forward, place, level):
@@ -149,7 +175,7 @@ class RowHooks:
     def _attention(self, split, width, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         if attn_mask is not None or is_causal:
             raise UnsupportedError("This model masks its self-attention, which displaced_degree does not support. Use cfg_degree.")
-        return attention_rows(query, key, value, [size * width for size in split.sizes], split, **options)
+        return attention_rows(query, key, value, [size * width for size in split.sizes], split, self._attend, **options)
 
     def _once(self, name, forward, *args, **kwargs):
         """What reads the text alone is the same in all calls with one conditioning, for the same images."""

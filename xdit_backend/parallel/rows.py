@@ -326,14 +326,16 @@ def global_moments(mean_BG, variance_BG, split):
     return mean_BG, (shares * (variances + (means - mean_BG) ** 2)).sum(0)
 
 
-def attention_rows(query_BNTH, key_BNTH, value_BNTH, sizes, split, **options):
+def attention_rows(query_BNTH, key_BNTH, value_BNTH, sizes, split, attention=scaled_dot_product_attention, **options):
     """Attention of this rank's tokens to the tokens of all ranks, which hold `sizes` of them. Every rank calls it.
+
+    attention: torch's, or what is to be called in its place.
 
     Where columns are split the keys come in another order than the image's, which attention does not notice.
     """
     assert query_BNTH.shape[-2] == sizes[split.rank], f"{query_BNTH.shape[-2]} tokens, the split says {sizes}"
     key_BNTH, value_BNTH = all_tokens(torch.stack([key_BNTH, value_BNTH]), sizes, split)
-    return scaled_dot_product_attention(query_BNTH, key_BNTH, value_BNTH, **options)
+    return attention(query_BNTH, key_BNTH, value_BNTH, **options)
 
 
 def all_tokens(tensor, sizes, split):

@@ -39,6 +39,12 @@ class Tokens:
         """How many tokens of these streams this rank has."""
         return self.sizes(streams)[self.shard]
 
+    def image_slice(self, streams):
+        """Where, among this rank's tokens of these streams, those of the latent and of pictures beside it are."""
+        text = streams.index("text")
+        assert text in (0, len(streams) - 1), "text is the first or the last"
+        return slice(self.own(("text",)), None) if text == 0 else slice(0, self.own(streams[:text]))
+
     def pieces(self, streams):
         """[(stream, first token, number of tokens)], in the order in which tokens gathered from all ranks stand."""
         sizes = {stream: self.shards(stream) for stream in streams}

@@ -96,6 +96,18 @@ class Patch:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Nag:
+    """Normalized Attention Guidance between two of the parts of a batch, which has num_parts of the same size."""
+
+    scale: float
+    alpha: float
+    tau: float
+    positive: Natural
+    negative: Natural
+    num_parts: Natural
+
+
+@dataclass(frozen=True, config=STRICT)
 class Branch:
     """One call of the model: a latent, its timesteps and its conditioning, and where the prediction goes."""
 
@@ -104,8 +116,13 @@ class Branch:
     conditioning: str              # name given by Conditioning
     prediction: Segment            # like latent
     control: dict[str, Segment] = dataclasses.field(default_factory=dict)  # what a ControlNet adds, by models.plan.Family.control_shapes
-    # block, as ComfyUI's patches call it -> what instead: it is passed by; its self-attention gives its values, whatever the queries
-    operations: dict[str, Literal["skip", "values"]] = dataclasses.field(default_factory=dict)
+    # block, as ComfyUI's patches call it -> what instead: it is passed by; its self-attention gives its values, whatever the queries; or it
+    # also tells `scores`
+    operations: dict[str, Literal["skip", "values", "scores"]] = dataclasses.field(default_factory=dict)
+    # (ranks of the displaced axis, B, keys), where an operation asks for them: the share of attention that each pixel gets, of all heads on
+    # average, from each rank's queries together
+    scores: Segment | None = None
+    guided: tuple[Nag, ...] = ()   # done to what every self-attention gives, one after the other
 
 
 # --- commands ---

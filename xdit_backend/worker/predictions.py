@@ -166,8 +166,9 @@ class Predictions:
                        "first_image": first - start, "num_images": size}
         added = {place: map_segment(segment) for place, segment in branch.control.items()}
         control = {place: tensor[rows] if tensor.shape[0] == batch else tensor for place, tensor in added.items()}
+        scores = None if branch.scores is None else map_segment(branch.scores)[:, rows]
         return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, exchange,
-                              control=control, operations=branch.operations, **keeping)
+                              control=control, operations=branch.operations, scores=scores, guided=branch.guided, **keeping)
 
     def _kept(self, loaded, conditioning):
         """The keys and values of a conditioning, made when they are first kept."""
