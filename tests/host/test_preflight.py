@@ -1,7 +1,10 @@
 """What is looked at before workers start, and workers whose links fail: real processes, with torch's transfer replaced in them."""
 
 import collections
+import functools
 import importlib.metadata
+import itertools
+import multiprocessing.connection
 import re
 import shutil
 
@@ -12,8 +15,9 @@ import torch
 from tests.conftest import left_behind, still_there
 from xdit_backend.host import launcher, preflight
 from xdit_backend.host.launcher import WorkerGroup
-from xdit_backend.protocol.errors import WorkerStartError
-from xdit_backend.protocol.messages import ReportMemory
+from xdit_backend.protocol.channel import Channel
+from xdit_backend.protocol.errors import LinkError, WorkerStartError
+from xdit_backend.protocol.messages import TRYING_LINKS, Phase, ReportMemory, Unready
 
 GB = 2 ** 30
 
@@ -165,3 +169,66 @@ def test_workers_that_cannot_reach_each_other_in_any_way_are_refused(faulty):
         WorkerGroup(("cpu", "cpu"))
 
     assert not still_there(before, 5)
+
+
+class Torchrun:
+    """What the launcher asks of torchrun's process, and of the door that its workers come to."""
+
+    def __init__(self, folder, num_workers):
+        self.log, self.code = folder / "torchrun.log", None
+        pairs = [multiprocessing.connection.Pipe() for _ in range(num_workers)]
+        self.hosts, self.workers = [Channel(host) for host, _ in pairs], [Channel(worker) for _, worker in pairs]
+
+    def accept(self, timeout_s):
+        return self.hosts.pop(0) if self.hosts else None
+
+    def poll(self):
+        return self.code
+
+    def says(self, rank, told):
+        self.workers[rank].send(told)
+
+    def loses(self, rank, code):
+        """A worker ends; torchrun ends the others for it."""
+        self.workers[rank].close()
+        self.log.write_text(f"failed (exitcode: {code}) local_rank: {rank} (pid: 7) of binary: python\n")
+
+    def ends(self):
+        self.code = 1
+        for worker in self.workers:
+            worker.close()
+
+
+NO_DEVICE, NO_LINK = Unready(0, "cuda:0 cannot be used"), Unready(0, "cuda:1 sent cuda:0 (rank 0) other numbers", by_links=True)
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("told, code, error, words", [
+    (NO_DEVICE, -9, WorkerStartError, "cuda:0 cannot be used"), (NO_DEVICE, -6, WorkerStartError, "cuda:0 cannot be used"),
+    (NO_LINK, -6, LinkError, "cuda:1 sent cuda:0"), (NO_LINK, -9, None, "exit code -9, killed")])
+def test_why_workers_cannot_start_does_not_hang_on_who_is_seen_first(tmp_path, monkeypatch, told, code, error, words, ways):
+    """A rank says why, another ends, and torchrun ends: in every order, each as the host looks, or all before."""
+    (tmp_path / "torchrun.log").touch()
+    for order, at_once in itertools.product(itertools.permutations(range(3)), (False, True)):
+        if order.index(0) > order.index(2):                    # torchrun ends the worker that would say why
+            continue
+        torchrun = Torchrun(tmp_path, 2)
+        for rank in range(2):
+            torchrun.says(rank, Phase(rank, TRYING_LINKS))
+        whys = functools.partial(torchrun.says, 0, told), functools.partial(torchrun.loses, 1, code), torchrun.ends
+        events = [whys[number] for number in order]
+        torchrun.log.write_text("")
+        group = object.__new__(WorkerGroup)
+        group.devices, group._channels, group._ways = ("cuda:0", "cuda:1"), {}, preflight.DETOURS[:ways]
+        group._process = group._door = torchrun
+        group._log_folder = tmp_path
+
+        def look(events=events, at_once=at_once):
+            for event in events[:] if at_once else events[:1]:
+                events.remove(event)
+                event()
+        with pytest.raises((WorkerStartError, LinkError)) as raised:
+            group._greet(lambda phase: None, look)
+
+        assert type(raised.value) is (error or (LinkError if ways > 1 else WorkerStartError)), order
+        assert words in str(raised.value) or (error is None and ways > 1 and "a worker ended in a transfer" in str(raised.value)), order

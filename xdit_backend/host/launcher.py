@@ -53,6 +53,7 @@ INHERITED_PREFIXES = ("XDIT_", "NCCL_", "LC_")
 CUDA_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if sys.platform == "linux" else {}
 
 START_TIMEOUT_S = 300
+SETTLE_S = 8                                       # from the first worker that cannot start until all have said or shown why, at most
 LINK_TIMEOUT_S = 60                                # of joining all ranks and a short transfer, once all have begun
 HELP = "What to try stands in docs/troubleshooting.md, in the folder of the xDiT nodes."
 STRAGGLER_S = 10                                   # how long the others may take to answer after one rank has failed
@@ -221,7 +222,7 @@ class WorkerGroup:
             except ChannelClosedError:
                 pass
         if self._process is not None:
-            _end(self._process, self._workers.values(), patience_s=3 if self._channels else 0)
+            _end(self._process, self._workers.values(), patience_s=3 if len(self._channels) == len(self.devices) else 0)
             self._process.stdin.close()
         for channel in self._channels.values():
             channel.close()
@@ -268,32 +269,31 @@ class WorkerGroup:
         on_phase(Phase(0, "starting workers", 0, len(self.devices)))
         deadline_s = time.monotonic() + START_TIMEOUT_S
         greeted, trying, trying_s = [], set(), math.inf        # trying: ranks that have begun to try the links; since when all have
+        told, silent, failed_s = [], [], math.inf              # Unready of ranks; channels that nothing more comes from; since when one
         while len(self._channels) < len(self.devices):
             check()
-            if self._process.poll() is not None:
-                raise self._ended_while_starting(trying)
             if time.monotonic() > deadline_s:
                 raise WorkerStartError(f"Only {len(self._channels)} of {len(self.devices)} workers were ready after {START_TIMEOUT_S} s. "
                                        f"{HELP} Their last lines of output:\n{self._last_lines()}")
             if time.monotonic() - trying_s > LINK_TIMEOUT_S:
                 late = [f"rank {rank} ({device})" for rank, device in enumerate(self.devices) if rank not in self._channels]
                 raise LinkError(f"a transfer between them was not over after {LINK_TIMEOUT_S} s on {', '.join(late)}.")
+            has_ended = self._process.poll() is not None       # asked before what workers have said until then is read
             if len(greeted) < len(self.devices):
                 channel = self._door.accept(POLL_S)
                 if channel is not None:
                     greeted.append(channel)
-            for raw in connection.wait([channel.raw for channel in greeted], timeout=POLL_S) if greeted else []:
+            listening = [channel.raw for channel in greeted if channel not in silent]
+            for raw in connection.wait(listening, timeout=POLL_S) if listening else []:
                 channel = next(c for c in greeted if c.raw is raw)
                 try:
                     message = channel.receive()
                 except ChannelClosedError:
-                    time.sleep(1)                              # let torchrun notice, so that the output is complete
-                    raise self._ended_while_starting(trying) from None
+                    silent.append(channel)
+                    continue
                 if isinstance(message, Unready):
-                    time.sleep(1)                              # as above: it may be for want of another that has ended
-                    if message.by_links and self._first_ended():
-                        raise self._ended_while_starting(trying)
-                    raise (LinkError if message.by_links else WorkerStartError)(f"{message.message}.".replace("..", "."))
+                    silent.append(channel)
+                    told.append(message)
                 if isinstance(message, Phase) and message.text == TRYING_LINKS:
                     trying.add(message.rank)
                     on_phase(message)
@@ -303,15 +303,24 @@ class WorkerGroup:
                     with suppress(psutil.NoSuchProcess):
                         self._workers[message.rank] = psutil.Process(message.pid)
                     on_phase(Phase(message.rank, "starting workers", len(self._channels), len(self.devices)))
+            if silent or has_ended:
+                failed_s = min(failed_s, time.monotonic())
+                others = [channel for channel in greeted if channel not in silent and channel not in self._channels.values()]
+                is_known = has_ended or (len(greeted) == len(self.devices) and (len(silent) == len(told) or self._first_ended()))
+                if (is_known and not others) or any(not message.by_links for message in told) or time.monotonic() - failed_s > SETTLE_S:
+                    raise self._failed_start(told, trying)
 
-    def _ended_while_starting(self, trying):
-        """What to raise for a worker that has ended by itself: by the links, where all ranks were trying them and there are other ways."""
+    def _failed_start(self, told, trying):
+        """What to raise where workers have said that they cannot start (told), or have ended without a word."""
+        rank, code = self._first_ended() or (None, None)
+        cause = cause_of(told, code)
+        if cause is not None:
+            return (LinkError if cause.by_links else WorkerStartError)(f"{cause.message}.".replace("..", "."))
         lines = self._last_lines()
         if len(trying) == len(self.devices) and len(self._ways) > 1:
             return LinkError(f"a worker ended in a transfer between them, with these last lines of output:\n{lines}\n")
-        rank, code = self._first_ended() or (None, "")
         which = f"A worker for {', '.join(self.devices)}" if rank is None else f"Worker rank {rank} ({self.devices[rank]})"
-        return WorkerStartError(f"{which} ended while starting{code}. {HELP} Its last lines of output:\n{lines}")
+        return WorkerStartError(f"{which} ended while starting{_exit_words(code)}. {HELP} Its last lines of output:\n{lines}")
 
     # --- wait ---
 
@@ -418,8 +427,8 @@ class WorkerGroup:
         else:
             if worker is not None and worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
                 self._give_up(rank, f"takes or sends half a message{self._doing(rank) or ''}: it was stopped, or hung, and is ended")
-        rank, code = self._first_ended() or (rank, "")         # torchrun has ended the others then, whose connections may close before
-        self._give_up(rank, f"died{code}{self._doing(rank) or ''}")
+        rank, code = self._first_ended() or (rank, None)       # torchrun has ended the others then, whose connections may close before
+        self._give_up(rank, f"died{_exit_words(code)}{self._doing(rank) or ''}")
 
     def _give_up(self, rank, what):
         """End the group for what became of a rank."""
@@ -429,13 +438,9 @@ class WorkerGroup:
                               f"Its last lines of output:\n{lines or '(none)'}")
 
     def _first_ended(self):
-        """(rank, how it ended) of the first that did, as torchrun says it: (1, " (exit code -9, killed)"). None where it says nothing."""
+        """(rank, exit code) of the first that failed, as torchrun says it. None where it says nothing."""
         found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", _read(self._log_folder / "torchrun.log"))
-        if found is None or int(found[2]) >= len(self.devices):
-            return None
-        code = int(found[1])
-        names = {-number.value: number.name for number in signal.Signals} | {-signal.SIGKILL: "killed"}
-        return int(found[2]), f" (exit code {code}{f', {names[code]}' if code in names else ''})"
+        return None if found is None or int(found[2]) >= len(self.devices) else (int(found[2]), int(found[1]))
 
     def _last_lines(self, rank=None, num_lines=15):
         """The end of what the workers, or one of them, printed."""
@@ -444,6 +449,17 @@ class WorkerGroup:
         if not any(texts):
             texts = [_read(self._log_folder / "torchrun.log")]
         return "\n".join("\n".join(text.splitlines()[-num_lines:]) for text in texts if text.strip())
+
+
+def cause_of(told, exit_code):
+    """The one of these Unready that says why workers could not start; None: that one ended with this exit code does.
+
+    A rank that says so stays until it is ended, so nobody ends for its words. What it says of its links may come of another rank that has
+    ended; but gloo aborts a process whose exchange another has broken off. exit_code: of the first that ended; None: none has, or unknown.
+    """
+    own = [message for message in told if not message.by_links]
+    by_links = told if exit_code in (None, -signal.SIGABRT) else []
+    return min(own or by_links, key=lambda message: message.rank, default=None)
 
 
 def outlives(devices, failures):
@@ -459,6 +475,14 @@ def outlives(devices, failures):
     if "cpu" in devices or len(set(devices)) == 1:
         return True
     return len(failures) == len(devices) and not any(failure.exchanged for failure in failures)
+
+
+def _exit_words(code):
+    """" (exit code -9, killed)", or "" where it is not known."""
+    if code is None:
+        return ""
+    names = {-number.value: number.name for number in signal.Signals} | {-signal.SIGKILL: "killed"}
+    return f" (exit code {code}{f', {names[code]}' if code in names else ''})"
 
 
 def _silence_s():

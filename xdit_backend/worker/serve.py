@@ -41,7 +41,7 @@ def serve(folder, rank, devices, store_port):
     except (WorkerStartError, LinkError) as error:
         log.exception("cannot start")
         channel.send(Unready(rank, str(error), isinstance(error, LinkError)))
-        return
+        threading.Event().wait()                               # for the host to end all: without this rank, others would abort
     engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)))
     channel.send(Ready(rank, os.getpid(), str(device)))
     threading.Thread(target=_beat, args=(channel, engine, busy), daemon=True).start()
