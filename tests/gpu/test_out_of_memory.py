@@ -38,7 +38,7 @@ def predict_with_and_without_memory(rank, world_size, commands):
     num_exchanges = engine.traffic.num_exchanges
     ballast.clear()
     torch.cuda.set_per_process_memory_fraction(1.0)
-    engine.release_memory()
+    engine.memory.give_back()
     engine.carry_out(commands[-1])
     return failed, num_exchanges
 

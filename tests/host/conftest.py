@@ -1,5 +1,7 @@
 """Tiny models as diffusers saves them, and running worker groups to try them on."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from tests.models.zoo import example
 from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.vae import load_autoencoder
+from xdit_backend.host import launcher
 from xdit_backend.host.client import Call, Client
 from xdit_backend.protocol.messages import Layout
 
@@ -29,7 +32,11 @@ def spec_of(folders):
 
 @pytest.fixture(scope="package")
 def client():
-    client = Client(("cpu", "cpu"))
+    """Two workers, which can count what lives in them: tests/host/counting."""
+    client, counting = Client(("cpu", "cpu")), Path(__file__).parent / "counting"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "ROOT", f"{counting}:{launcher.ROOT}")
+        client.report_memory()
     yield client
     client.close()
 

@@ -12,7 +12,7 @@ from tests.comfyui_server import ROOT, comfyui_folder, run_async
 from tests.models.zoo import conditioning_of
 from tests.tiny_checkpoints import detect_thin, families, import_comfyui, save, thin_class
 from xdit_backend.checkpoints.header import read_header
-from xdit_backend.worker.residency import return_freed_memory
+from xdit_backend.worker.memory import return_freed_memory
 
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16), "pixart": (34, 36),
                 "pixart-alpha": (34, 36)}

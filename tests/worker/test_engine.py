@@ -1,7 +1,9 @@
 """The engine on every rank of every mixture of methods: predictions equal the oracle, and each rank does its part only."""
 
+import gc
 import itertools
 import math
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -158,6 +160,25 @@ def test_every_stage_receives_each_part_once_and_the_last_sends_nothing(store, f
     _, numbers = play(store, folder, Layout(pipefusion_degree=3), Stages(3))
 
     assert [(rank["received"], rank["sent"]) for rank in numbers] == [(0, 14), (14, 14), (14, 0)]
+
+
+def load_and_drop(rank, world_size, spec):
+    """How many of a model's weights are still there once it has been dropped, and how many there were."""
+    gc.disable()
+    engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
+    engine.carry_out(messages.LoadModel(1, spec))
+    weights = [weakref.ref(weight) for weight in engine._models[spec.name].model.parameters()]
+    engine.carry_out(messages.DropModel(2, spec.name))
+    return sum(weight() is not None for weight in weights), len(weights)
+
+
+def test_a_dropped_model_is_gone_at_once(folder):
+    """Its memory is another's from then on; Python's own collection may come much later."""
+    header = read_header(folder)
+    spec = model_spec(header, recognise(header), "float64", "float64")
+    (left, count), = run_ranks(load_and_drop, 1, spec)
+
+    assert count > 50 and left == 0
 
 
 def test_a_rank_holds_its_share_of_weights_and_keys(store, folder):

@@ -274,7 +274,7 @@ class Ready:
 
 @dataclass(frozen=True, config=STRICT)
 class Unready:
-    """The worker cannot take commands, and ends."""
+    """The worker cannot take commands, and waits to be ended."""
 
     rank: Rank
     message: Printable             # why

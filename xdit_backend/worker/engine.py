@@ -1,5 +1,6 @@
 """How a rank carries out each command: what it holds, and who of those does the work. Used by serve."""
 
+import gc
 import os
 import re
 
@@ -12,10 +13,9 @@ from ..protocol import messages
 from ..protocol.transfers import Ferry
 from . import probe
 from .autoencoders import Autoencoders
-from .memory import Memory
+from .memory import SPARE_BYTES, Memory
 from .models import Models
 from .predictions import Predictions
-from .residency import return_freed_memory
 from .timeline import Timeline
 
 HELD = ("weight_bytes", "cast_bytes", "key_value_bytes", "exchange_bytes", "conditioning_bytes")
@@ -46,8 +46,8 @@ class Engine:
             messages.DropConditioning: self._drop_conditioning,
             messages.Predict: self._predictions.predict,
             messages.LoadAutoencoder: lambda command, traffic: self._autoencoders.load(command.spec),
-            messages.Decode: self._autoencoders.decode,
-            messages.Encode: self._autoencoders.encode,
+            messages.Decode: lambda command, traffic: self._transform(self._autoencoders.decode, command, traffic),
+            messages.Encode: lambda command, traffic: self._transform(self._autoencoders.encode, command, traffic),
             messages.Probe: lambda command, traffic: self._probe(command, traffic, report_phase),
             messages.ReportMemory: self._report_memory,
         }
@@ -70,11 +70,6 @@ class Engine:
         """This rank's place in each pipeline that has run."""
         return self._predictions.links
 
-    def release_memory(self):
-        """Give memory that nothing uses back to the device, so that other processes can have it."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def spans_for(self, command):
         """What a command asks to be told of this rank's time."""
         asked = isinstance(command, messages.ReportMemory) and command.since_s >= 0
@@ -88,23 +83,28 @@ class Engine:
     def _drop(self, command, traffic):
         self._models.drop(command.name)
         self._autoencoders.drop(command.name)
-        self.release_memory()
+        gc.collect()                                           # its hooks and its modules refer to each other
+        self.memory.give_back()
 
     def _park(self, command, traffic):
         numbers = self._models.park(command)
-        self.release_memory()
-        return_freed_memory()
+        self.memory.give_back()
         return numbers
 
     def _drop_conditioning(self, command, traffic):
         self._predictions.drop_conditioning(command, traffic)
-        self.release_memory()                                  # a run has ended: ComfyUI and other groups can use the rest
+        self.memory.give_back(SPARE_BYTES)                     # a run has ended: ComfyUI and other groups can use the rest
+
+    def _transform(self, transform, command, traffic):
+        numbers = transform(command, traffic)
+        self.memory.give_back(SPARE_BYTES)
+        return numbers
 
     def _probe(self, command, traffic, report_phase):
         try:
             return probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic, report_phase)
         finally:
-            self.release_memory()
+            self.memory.give_back(SPARE_BYTES)
 
     def _report_memory(self, command, traffic):
         """Bytes of weights on the device and parked in host memory, of device memory in use and free; when all before is done."""

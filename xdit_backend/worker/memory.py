@@ -3,6 +3,8 @@
 Of a CPU worker it is the process's own memory: what it maps of files and of shared memory is counted where that belongs.
 """
 
+import ctypes
+import sys
 from pathlib import Path
 
 import psutil
@@ -10,11 +12,13 @@ import torch
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"                           # proc(5): the peak of the resident set starts anew
+SPARE_BYTES = 2 ** 26                      # that the C library may keep of what runs have freed: the next one has it without page faults
 
 
 class Memory:
     def __init__(self, device):
-        self._device, self._start, self._peak_bytes = device, {}, 0
+        self._device, self._start = device, {}
+        self._settled_bytes = _status()["RssAnon"]             # of this process's own, when memory was given back last
 
     def begin_run(self):
         """From now on the peak is that of another run."""
@@ -27,6 +31,14 @@ class Memory:
                 CLEAR.write_text(RESET_PEAK)
             except OSError:                                    # not allowed here: the peak is that of all runs
                 pass
+
+    def give_back(self, spare_bytes=0):
+        """Give memory that nothing uses back to the device, and to the system where this process has grown by more than that."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not spare_bytes or _status()["RssAnon"] > self._settled_bytes + spare_bytes:
+            return_freed_memory()
+            self._settled_bytes = _status()["RssAnon"]
 
     def report(self):
         """Bytes: total_bytes and unused_bytes of the device, reserved_bytes there by this process, host_bytes of its own elsewhere, and
@@ -43,6 +55,13 @@ class Memory:
             peak = now["VmHWM"] - self._start["VmRSS"] - mapped
         return {"total_bytes": memory.total, "unused_bytes": memory.available, "reserved_bytes": now["RssAnon"], "host_bytes": 0,
                 "activation_bytes": max(0, peak)}
+
+
+def return_freed_memory():
+    """Have the C library give the system back what was freed, which CPU workers are set up to keep for activations."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:                                       # glibc's
+        trim(0)
 
 
 def _status():

@@ -7,9 +7,7 @@ is made: to park a weight is to let go of the device's copy.
 """
 
 import bisect
-import ctypes
 import itertools
-import sys
 
 from ..protocol.segments import map_segment
 
@@ -81,13 +79,6 @@ class Residency:
             self._num_parked -= 1
             if self._num_parked % 32 == 0:
                 on_progress(total - self._num_parked, total)
-
-
-def return_freed_memory():
-    """Have the C library give the system back what was freed, which CPU workers are set up to keep for activations."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:                                       # glibc's
-        trim(0)
 
 
 def _aligned(num_bytes):

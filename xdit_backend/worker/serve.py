@@ -1,6 +1,7 @@
 """The loop of a worker: take the next command, carry it out, answer. Called by __main__ on each rank."""
 
 import collections
+import gc
 import itertools
 import logging
 import os
@@ -42,6 +43,7 @@ def serve(folder, rank, devices, store_port):
         log.exception("cannot start")
         channel.send(Unready(rank, str(error), isinstance(error, LinkError)))
         threading.Event().wait()                               # for the host to end all: without this rank, others would abort
+    gc.freeze()                                                # the libraries' objects stay: what is dropped is found sooner without them
     engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)))
     channel.send(Ready(rank, os.getpid(), str(device)))
     threading.Thread(target=_beat, args=(channel, engine, busy), daemon=True).start()
@@ -65,7 +67,7 @@ def serve(folder, rank, devices, store_port):
             reply = Failed(command.request, rank, str(device), "OutOfMemoryError" if numbers else type(error).__name__, str(error),
                            traceback.format_exc(), engine.traffic.num_exchanges > 0, numbers)
         if isinstance(reply, Failed):                          # by now nothing refers to what the command held
-            engine.release_memory()
+            engine.memory.give_back()
         busy.clear()
         channel.send(reply)
     dist.destroy_process_group()
