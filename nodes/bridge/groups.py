@@ -6,7 +6,6 @@ import os
 import threading
 import weakref
 
-import psutil
 import torch
 
 import comfy.model_management
@@ -17,7 +16,7 @@ from ...xdit_backend.config import ParallelConfig, fitting, resolve_devices, val
 from ...xdit_backend.forecast.choice import speeds_of
 from ...xdit_backend.host import measurements
 from ...xdit_backend.host.client import Client
-from ...xdit_backend.host.preflight import num_cuda_devices
+from ...xdit_backend.host.preflight import memory_room, num_cuda_devices
 from ...xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
 from .runs import Runs
 
@@ -54,12 +53,12 @@ def memory_of(device):
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return comfy.model_management.get_total_memory(device)
+    return memory_room()[1]
 
 
 def parking_room():
-    """Bytes of host memory that parked weights may take: what is there, but for what ComfyUI too keeps free."""
-    return psutil.virtual_memory().available - KEPT_FREE_BYTES
+    """Bytes of host memory that parked weights may take: what is there, or in its container, but for what ComfyUI too keeps free."""
+    return memory_room()[0] - KEPT_FREE_BYTES
 
 
 def ask_for_room(device, num_bytes):

@@ -246,4 +246,10 @@ def test_asking_for_a_devices_memory_makes_no_context_there(comfyui, monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"total_memory": 24 * GB}))
 
     assert memory_of("cuda:1") == 24 * GB
-    assert memory_of("cpu") > 0
+
+
+def test_the_limit_of_a_container_holds_for_what_is_parked_and_for_cpu_workers(comfyui, monkeypatch):
+    groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups")
+    monkeypatch.setattr(groups, "memory_room", lambda: (7 * GB, 12 * GB))
+
+    assert groups.memory_of("cpu") == 12 * GB and groups.parking_room() == 5 * GB

@@ -17,7 +17,7 @@ from ..config import resolve_devices
 from ..protocol.errors import XDiTError
 from ..protocol.messages import ReportMemory
 from .launcher import INHERITED, INHERITED_PREFIXES, WorkerGroup
-from .preflight import num_cuda_devices
+from .preflight import memory_room, num_cuda_devices
 
 PACKAGES = ("torch", "diffusers", "accelerate", "safetensors", "transformers", "pydantic", "greenlet", "gguf", "comfyui-frontend-package")
 TELLING = ("CUDA", "NVIDIA", "HIP", "ROCR", "HSA", "NCCL", "OMP", "MKL", "XDIT")       # what such names begin with
@@ -50,8 +50,10 @@ def versions():
 
 def machine():
     import psutil
-    memory = psutil.virtual_memory()
-    lines = [f"{os.cpu_count()} CPU cores", f"memory {gigabytes(memory.total)}, {gigabytes(memory.available)} available",
+    room, limit = memory_room()
+    total = psutil.virtual_memory().total
+    of = f" of the machine's {gigabytes(total)}" if limit < total else ""
+    lines = [f"{os.cpu_count()} CPU cores", f"memory {gigabytes(limit)}{of}, {gigabytes(room)} available",
              f"swap {gigabytes(psutil.swap_memory().total)}"]
     if os.path.isdir("/dev/shm"):
         total, _, free = shutil.disk_usage("/dev/shm")
