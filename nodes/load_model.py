@@ -22,13 +22,13 @@ class XDiTLoadModel(io.ComfyNode):
             node_id="XDiTLoadModel",
             display_name="Load xDiT Model",
             category="xDiT",
-            description="Loads a diffusion model on all devices. Takes the files that Load Diffusion Model takes, and the diffusion "
-                        "model of an all-in-one checkpoint.",
+            description="Loads a diffusion model on all devices: a file that Load Diffusion Model takes, of the families that the help page "
+                        "lists, or the diffusion model of an all-in-one checkpoint.",
             search_aliases=["load diffusion model", "unet loader", "multi gpu"],
             inputs=[
-                io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip="A .safetensors or .gguf file "
-                               f"of {supported(last='or')}, in models/diffusion_models or models/checkpoints; or a folder of "
-                               "models/diffusers."),
+                io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip="A .safetensors file "
+                               f"of {supported(last='or')}, in models/diffusion_models or models/checkpoints; a .gguf file in "
+                               "models/diffusion_models; or a folder of models/diffusers."),
                 io.Combo.Input("weight_dtype", options=list(WEIGHT_DTYPES), default="default", tooltip="How the weights are held. "
                                "default: as ComfyUI's own loader would; what is quantised in a file stays so. fp8_e4m3fn halves the "
                                "memory and changes the picture a little."),

@@ -105,6 +105,7 @@ def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words)
     (["transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight"], "a LoRA"),
     (["encoder.block.0.layer.0.SelfAttention.k.weight", "shared.weight"], "a text encoder"),
     (["text_model.encoder.layers.0.mlp.fc1.weight"], "a text encoder"),
+    (["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"], "a text encoder"),
     (["decoder.conv_in.weight", "encoder.down.0.block.0.conv1.weight"], "a VAE"), (["first_stage_model.decoder.conv_in.weight"], "a VAE"),
     (["model.diffusion_model.input_blocks.0.0.weight", "conditioner.embedders.0.transformer.text_model.a",
       "first_stage_model.decoder.conv_in.b"],

@@ -34,6 +34,13 @@ def test_the_help_page_names_every_family():
     assert [family.title for family in FAMILIES.values() if family.title not in text] == []
 
 
+def test_it_is_said_which_families_take_controlnets():
+    taking = {family.name for family in FAMILIES.values() if family.by_rows or any(list_.control for list_ in family.plan.blocks)}
+
+    for path, begin, end in (("README.md", "itself takes them for (", "), under"), ("web/docs/XDiTLoadModel.md", "takes them for: ", ". One")):
+        assert set((ROOT / path).read_text(encoding="utf-8").partition(begin)[2].partition(end)[0].split(", ")) == taking
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_one_small_file(name):
     """About 40 lines; a table of keys, and what a model computes of its own, come on top."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.checkpoints.test_header import PUBLISHED
+from xdit_backend.checkpoints.header import PREFIXES
 from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
 
@@ -33,15 +34,27 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
         **{key: value for key, value in unet.items() if key != "image_model" or "Flux" in family_name},
         dtype=torch.bfloat16, device="meta", operations=comfy.ops.disable_weight_init)
     tensors = native.state_dict()
-    if "Flux" in family_name or family_name == "Chroma":
-        tensors = {key.replace("_norm.weight", "_norm.scale") if "norm." in key else key: tensor for key, tensor in tensors.items()}
-    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    namings = [tensors]                                        # as ComfyUI saves it
+    if "Flux" in family_name or family_name == "Chroma":       # and as it is published
+        namings += [{key.replace("_norm.weight", "_norm.scale") if "norm." in key else key: tensor for key, tensor in tensors.items()}]
 
-    assert family.recognise(shapes) and family.refuse(shapes) is None
-    config = family.config(shapes)
-    assert expected.items() <= config.items()
-    with torch.device("meta"):
-        model = build(family, config)
-    converted = family.convert(tensors, config)
-    assert {key: tuple(tensor.shape) for key, tensor in converted.items()} == {
-        key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    for tensors in namings:
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        assert family.recognise(shapes) and family.refuse(shapes) is None
+        config = family.config(shapes)
+        assert expected.items() <= config.items()
+        with torch.device("meta"):
+            model = build(family, config)
+        converted = family.convert(tensors, config)
+        assert {key: tuple(tensor.shape) for key, tensor in converted.items()} == {
+            key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+
+
+def test_every_prefix_that_comfyui_saves_a_model_under_is_known(comfyui):
+    """HunyuanVideo's is another than most; ComfyUI also reads what has none that it knows under "model.", as AuraFlow was published."""
+    import comfy.supported_models
+    saved = {name.removesuffix("x") for model in comfy.supported_models.models
+             for name in model.process_unet_state_dict_for_saving(model, {"x": None})}
+
+    assert {"model.diffusion_model.", "model.model."} <= saved
+    assert saved | {"model."} <= set(PREFIXES)

@@ -27,7 +27,7 @@ OTHERS = (
     ((".blocks.block0.",), "a Cosmos 1 model; Cosmos-Predict2 models work"), ((".mlp_t5.",), "a HunyuanDiT model, which xDiT does not run"),
     (("down_blocks.0.attentions.", "down_blocks.1.attentions."), "a U-Net under diffusers' names, which xDiT does not read"),
     (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
-    (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", "model.embed_tokens.",
+    (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", ".embed_tokens.",
       "token_embedding."),
      "a text encoder: load it with Load CLIP"),
     (("blk.0.", "token_embd.", "enc.blk."), "a text encoder or a language model in GGUF"),
@@ -35,7 +35,7 @@ OTHERS = (
     (("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
      "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"))
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "")
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")     # ComfyUI saves some under model.model.
 MAX_HEADER_BYTES = 100 * 2 ** 20
 
 

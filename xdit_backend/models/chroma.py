@@ -11,8 +11,8 @@ from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 
 LATENT, BOTH, NUM_MODULATIONS = Packed((2, 2)), ("text", "image"), 344
 
-KEYS = table(                                                  # the rest is as Flux.1's
-    (r"_norm\.weight$", "_norm.scale"), (r"^(distilled_guidance_layer\.norms\.\d+)\.scale$", r"\1.weight"))
+# the rest is as Flux.1's
+KEYS = table((r"^(distilled_guidance_layer\.norms\.\d+)\.scale$", r"\1.weight"))
 
 
 def _amend(model, config):

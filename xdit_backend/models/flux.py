@@ -5,7 +5,7 @@ from .keys import SWAPPED, table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 
 LATENT, IMAGE, ALL = Packed((2, 2), "offset"), ("image", "reference"), ("text", "image", "reference")
-HEAD_SIZE = size("double_blocks.0.img_attn.norm.key_norm.scale", 0)
+NORM = "double_blocks.0.img_attn.norm.key_norm."
 
 KEYS = table(
     (r"^time_in\.", "time_text_embed.timestep_embedder."), (r"^guidance_in\.", "time_text_embed.guidance_embedder."),
@@ -15,13 +15,19 @@ KEYS = table(
     (r"\.img_attn\.qkv\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v."), (1, 1, 1)),
     (r"\.txt_attn\.qkv\.", (".attn.add_q_proj.", ".attn.add_k_proj.", ".attn.add_v_proj."), (1, 1, 1)),
     (r"\.linear1\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v.", ".proj_mlp."), (1, 1, 1, 4)),
-    (r"\.txt_attn\.norm\.(q|k)(?:uery|ey)_norm\.scale$", r".attn.norm_added_\1.weight"),
-    (r"(?:\.img_attn)?\.norm\.(q|k)(?:uery|ey)_norm\.scale$", r".attn.norm_\1.weight"),
+    (r"\.txt_attn\.norm\.(q|k)(?:uery|ey)_norm\.(?:scale|weight)$", r".attn.norm_added_\1.weight"),
+    (r"(?:\.img_attn)?\.norm\.(q|k)(?:uery|ey)_norm\.(?:scale|weight)$", r".attn.norm_\1.weight"),
     (r"\.img_attn\.proj\.", ".attn.to_out.0."), (r"\.txt_attn\.proj\.", ".attn.to_add_out."), (r"\.linear2\.", ".proj_out."),
     (r"\.img_mlp\.0\.", ".ff.net.0.proj."), (r"\.img_mlp\.2\.", ".ff.net.2."),
     (r"\.txt_mlp\.0\.", ".ff_context.net.0.proj."), (r"\.txt_mlp\.2\.", ".ff_context.net.2."),
     (r"^double_blocks\.", "transformer_blocks."), (r"^single_blocks\.", "single_transformer_blocks."),
     (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
+
+
+def _head_size(shapes):
+    """Files that ComfyUI saved call the scale of a norm its weight."""
+    return next(shapes[NORM + leaf][0] for leaf in ("scale", "weight") if NORM + leaf in shapes)
+
 
 def _amend(model, config):
     """A model that takes guidance does without where a workflow disables it, as ComfyUI's does."""
@@ -44,13 +50,13 @@ def _pooled(asked):
 FLUX = Family(
     name="Flux.1", title="Flux.1 dev, schnell, Krea, Kontext, Fill, Canny, Depth", transformer="FluxTransformer2DModel",
     cfg="at cfg above 1",
-    recognise=lambda shapes: has("double_blocks.0.img_attn.norm.key_norm.scale", "single_blocks.0.linear1.weight",
+    recognise=lambda shapes: has(NORM, "single_blocks.0.linear1.weight",
                                  "double_blocks.0.img_mod.lin.weight")(shapes) and len(shapes.get("img_in.weight", ())) == 2,
     refusals=(because("it has no pooled text input (a Flux variant such as Chroma)", lambda shapes: not has("vector_in.")(shapes)),),
     config=config_of(
         patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
-        num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=HEAD_SIZE,
-        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // HEAD_SIZE(shapes),
+        num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=_head_size,
+        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // _head_size(shapes),
         joint_attention_dim=size("txt_in.weight", 1), pooled_projection_dim=size("vector_in.in_layer.weight", 1),
         guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(16, 56, 56)),
     convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0,
