@@ -11,12 +11,13 @@ from .bridge.shell import WEIGHT_DTYPES, load_shell
 from .parallel_config import Parallel
 
 FOLDERS = ("diffusion_models", "checkpoints")
+SUFFIXES = (".safetensors", ".sft")        # the second is the same under another name
 
 
 class XDiTLoadModel(io.ComfyNode):
     @classmethod
     def define_schema(cls):
-        names = [name for folder in FOLDERS for name in folder_paths.get_filename_list(folder) if name.endswith(".safetensors")]
+        names = [name for folder in FOLDERS for name in folder_paths.get_filename_list(folder) if name.endswith(SUFFIXES)]
         names += gguf_files() + diffusers_folders()
         return io.Schema(
             node_id="XDiTLoadModel",

@@ -33,9 +33,9 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
             "wan-i2v": ("wan", {"model_type": "i2v", "in_dim": 36}), "wan22-i2v": ("wan", {"in_dim": 36}),
             "wan-flf": ("wan", {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 8}),
             "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}), "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48}),
-            "sd15-inpaint": ("sd15", {"in_channels": 9}), "sdxl-inpaint": ("sdxl", {"in_channels": 9}), "sdxl-refiner": ("sdxl", REFINER)}
+            "sd15-inpaint": ("sd15", {"in_channels": 9}), "sd15-ip2p": ("sd15", {"in_channels": 8}), "sdxl-inpaint": ("sdxl", {"in_channels": 9}), "sdxl-refiner": ("sdxl", REFINER)}
 # where another class of comfy.supported_models detects a variant
-DETECTED = {"sdxl-refiner": "SDXLRefiner", "cosmos-predict2-video": "CosmosI2VPredict2"}
+DETECTED = {"sdxl-refiner": "SDXLRefiner", "sd15-ip2p": "SD15_instructpix2pix", "cosmos-predict2-video": "CosmosI2VPredict2"}
 SAID = ("ltx-video-causal",)                # how these differ, the file says in its metadata
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
@@ -107,7 +107,8 @@ def detect_thin():
         arguments = family.tiny.arguments | VARIANTS.get(kind, (kind, {}))[1]
         if family.by_rows:                                     # a class of its own for what is compared
             thin = {key: arguments[key] for key in detected.unet_config if key in arguments}
-            models.append(type(f"Thin{detected.__name__}", (detected,), {"unet_config": detected.unet_config | thin}))
+            place = 0 if kind in DETECTED else len(models)     # what says more comes first, as in ComfyUI's own list
+            models.insert(place, type(f"Thin{detected.__name__}", (detected,), {"unet_config": detected.unet_config | thin}))
         elif detected is not None:
             detected.unet_extra_config = arguments if kind in DETECTED else family.tiny.arguments
             detected.unet_config = {key: arguments.get(key, value) for key, value in detected.unet_config.items()}

@@ -144,7 +144,7 @@ def refused_model(path):
 
 def refused_vae(path):
     """Why Distributed VAE Decode would refuse the VAE of this file, or None. ComfyUI's own VAE is made of the shapes alone."""
-    if not path.endswith(".safetensors"):
+    if not path.endswith((".safetensors", ".sft")):
         return None
     try:
         header = read_header(path)

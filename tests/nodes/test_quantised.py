@@ -47,8 +47,9 @@ def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, forma
     assert relative_error(result, comfyui.reference("sd3")) > 1e-3
 
 
-def test_gguf_files_are_listed(comfyui, files_of):
-    """Of models/diffusion_models, and of the folder that another pack registers."""
+def test_files_are_listed(comfyui, files_of):
+    """GGUF files of models/diffusion_models, and of the folder that another pack registers; safetensors files called .sft."""
+    (comfyui.base / "diffusion_models" / "flux1-dev.sft").touch()
     (comfyui.base / "elsewhere" / "below").mkdir(parents=True)
     (comfyui.base / "elsewhere" / "below" / "wan.gguf").touch()
     name, _ = files_of("sd3", "Q4_K")
@@ -57,8 +58,9 @@ def test_gguf_files_are_listed(comfyui, files_of):
         options = comfyui.load_model.define_schema().inputs[0].options
     finally:
         del comfyui.folder_paths.folder_names_and_paths["unet_gguf"]
+        (comfyui.base / "diffusion_models" / "flux1-dev.sft").unlink()
 
-    assert name in options and "below/wan.gguf" in options
+    assert {name, "below/wan.gguf", "flux1-dev.sft"} <= set(options)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
