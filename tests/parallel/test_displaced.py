@@ -73,6 +73,7 @@ def on_ranks(rank, world_size, name, cases, mutant=None):
         MUTANTS[mutant]()
     mesh = build_mesh(Layout(displaced_degree=world_size), world_size)
     one = example(name, **cases[0][0])
+    calls = calls_of(one.model, "attn2.to_k")
     hooks = RowHooks(one.model, one.family.plan)
     loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(0))
     results, seen = [], []
@@ -82,10 +83,19 @@ def on_ranks(rank, world_size, name, cases, mutant=None):
 
         predict = functools.partial(predicted, loaded, mesh, exchange, given.conditioning, mode, addresses)
         results.append(sample(predict, given.latent, warmup_steps, heun))
-        seen.append((exchange.num_under_way, len(addresses), len(exchange.addresses), len(exchange.once), exchange.num_bytes))
+        seen.append((exchange.num_under_way, len(addresses), len(exchange.addresses), len(exchange.once), exchange.num_bytes,
+                     len(calls)))
         exchange.drain()
         assert exchange.num_under_way == 0
     return results, seen, hooks.counts
+
+
+def calls_of(model, leaf):
+    """A list that grows with every call of the first layer of this name."""
+    layer, calls = next(module for name, module in model.named_modules() if name.endswith(leaf)), []
+    forward = layer.forward
+    layer.forward = lambda text: calls.append(text.shape) or forward(text)
+    return calls
 
 
 def predicted(loaded, mesh, exchange, conditioning, mode, addresses, x, timestep, is_stale):
@@ -146,6 +156,7 @@ def test_runs_of_other_sizes_do_not_meet():
 
     assert torch.equal(results[0], results[2])
     assert [addresses for _, addresses, *_ in seen] == [1, 1, 1]
+    assert [num_calls for *_, num_calls in seen] == [1, 2, 3], "the text's keys are computed once a run"
     assert [under_way == buckets > 0 for under_way, _, buckets, *_ in seen] == [True] * 3
     # One layer a level on the way down and two on the way up, of no, one and two blocks; two blocks in the middle.
     assert counts["self-attention"] == 3 * 1 + 3 * 2 + 2 and counts["of text"] == seen[0][3] == 2 * counts["self-attention"]

@@ -13,6 +13,7 @@ from xdit_backend.models import FAMILIES
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import SINGLE, build_mesh, paced
+from xdit_backend.parallel.row_hooks import RowHooks
 from xdit_backend.parallel.tokens import Tokens
 from xdit_backend.partition import shard_start
 from xdit_backend.protocol.errors import ConfigError, UnsupportedError
@@ -217,13 +218,14 @@ def test_one_rank_is_bitwise_the_model(name):
     assert list(one.model.state_dict()) == keys
 
 
-def test_hooks_are_placed_once():
+@pytest.mark.parametrize("name, hooks", [("SD3", Hooks), ("SD 1.5", RowHooks)], ids=["tokens", "rows"])
+def test_hooks_are_placed_once(name, hooks):
     """Twice, a rank would cut its shard of its shard."""
-    one = example("SD3")
-    Hooks(one.model, one.family.plan)
+    one = example(name)
+    hooks(one.model, one.family.plan)
 
     with pytest.raises(AssertionError, match="has its hooks"):
-        Hooks(one.model, one.family.plan)
+        hooks(one.model, one.family.plan)
 
 
 def attention_calls(rank, world_size, name):
