@@ -224,6 +224,14 @@ def test_another_way_to_give_hunyuanvideo_a_picture_is_refused_by_name(comfyui, 
         comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, **{**arguments, "positive": positive})
 
 
+def test_guides_without_their_noise_mask_are_refused(comfyui, asked):
+    kind, arguments = asked("ltx-guide", "wide")
+    arguments = {**arguments, "latent": {"samples": arguments["latent"]["samples"]}}
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="without guides where the latent has lost the noise mask"):
+        comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, **arguments)
+
+
 def test_several_control_videos_are_refused(comfyui, asked):
     kind, arguments = asked("wan-vace", "tall")
     positive = [[tensor, {**options, **{key: 2 * options[key] for key in ("vace_frames", "vace_mask", "vace_strength")}}]

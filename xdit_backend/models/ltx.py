@@ -40,6 +40,8 @@ def _more_than_guides(arguments):
     entries, mask = arguments.get("guide_attention_entries") or (), arguments.get("denoise_mask")
     if any(entry["strength"] != 1.0 or entry.get("pixel_mask") is not None for entry in entries):
         return "guides of a strength other than 1, or with a mask"
+    if arguments.get("keyframe_idxs") is not None and mask is None:
+        return "guides where the latent has lost the noise mask that came with them"
     if arguments.get("keyframe_idxs") is not None and (mask < 0).any():
         return "guides of a lower resolution than the video's"
     return None
