@@ -344,12 +344,14 @@ class RemoteModel:
 
     def check_latent(self, x, channels=None):
         """Refuse a latent of another model. channels: where it is not the latent alone. Raises ConfigError."""
-        channels, num_dims = channels or self._latent_format.latent_channels, self._latent_format.latent_dimensions
+        own, num_dims = self._latent_format.latent_channels, self._latent_format.latent_dimensions
+        channels = channels or own
         if not torch.is_tensor(x) or x.is_nested or x.ndim != num_dims + 2 or x.shape[1] != channels:
             given = f"the shape {tuple(x.shape)}" if torch.is_tensor(x) and not x.is_nested else "several parts"
             needs = f"{channels} channels, " + ("frames, rows and columns" if num_dims == 3 else "rows and columns")
             raise ConfigError(f"The latent has {given}, and {self.family.name} works on (batch, {needs}). It was made for another model: "
-                              f"use the VAE or the empty latent node that belongs to this one.")
+                              f"use the VAE or the empty latent node that belongs to this one"
+                              + (". Or remove what puts channels beside it, such as a noise mask." if channels > own else "."))
 
     def check_conditioning(self, conditioning, x):
         """Refuse text or reference latents of another model. conditioning: {name: tensor}. x: the latent. Raises ConfigError."""
