@@ -23,8 +23,8 @@ class XDiTLoadModel(io.ComfyNode):
             node_id="XDiTLoadModel",
             display_name="Load xDiT Model",
             category="xDiT",
-            description="Loads a diffusion model on all devices: a file that Load Diffusion Model takes, of the families that the help page "
-                        "lists, or the diffusion model of an all-in-one checkpoint.",
+            description="Loads a diffusion model on all devices: a file that Load Diffusion Model takes, of the families that the "
+                        "help page lists, or the diffusion model of an all-in-one checkpoint.",
             search_aliases=["load diffusion model", "unet loader", "multi gpu"],
             inputs=[
                 io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip="A .safetensors file "

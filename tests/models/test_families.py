@@ -37,7 +37,8 @@ def test_the_help_page_names_every_family():
 def test_it_is_said_which_families_take_controlnets():
     taking = {family.name for family in FAMILIES.values() if family.by_rows or any(list_.control for list_ in family.plan.blocks)}
 
-    for path, begin, end in (("README.md", "itself takes them for (", "), under"), ("web/docs/XDiTLoadModel.md", "takes them for: ", ". One")):
+    for path, begin, end in (("README.md", "itself takes them for (", "), under"),
+                             ("web/docs/XDiTLoadModel.md", "takes them for: ", ". One")):
         assert set((ROOT / path).read_text(encoding="utf-8").partition(begin)[2].partition(end)[0].split(", ")) == taking
 
 
