@@ -74,7 +74,8 @@ class Panel {
     if (!this.root.isConnected) return close();                // another tab took its place
     this.devices.replaceChildren(element("h3", {}, text("memory")), ...state.devices.map(deviceView));
     this.workers.replaceChildren(element("h3", {}, text("workers_title")), ...(state.groups.length ? state.groups.map(groupView)
-      : [element("p", {}, text("no_workers"))]), ...phaseView(state.phase));
+      : [element("p", {}, text("no_workers"))]), ...phaseView(state.phase),
+      element("p", { "data-residency": state.residency.how }, text(`residency_${state.residency.how}`, state.residency)));
     this.run.replaceChildren(element("h3", {}, text("run")), ...runView(state.run));
     if (!state.run || state.run.state === "running") return;
     const answer = await api.fetchApi("/xdit/timeline");

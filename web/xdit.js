@@ -80,6 +80,13 @@ app.registerExtension({
     { commandId: ALL, combo: { key: "g", alt: true, shift: true } },
     { commandId: ONE, combo: { key: "o", alt: true, shift: true } },
   ],
+  settings: [                              // nodes/bridge/idle.py reads them; locales/ has their Chinese
+    { id: "xdit.Residency", category: ["xDiT", "Workers", "Residency"], name: "Models of workers that have nothing to do", type: "combo",
+      options: ["keep", "park", "release"], defaultValue: "keep",
+      tooltip: "keep: they stay on the devices. park: weights go to host memory, and VAEs are dropped. release: the workers end, and all their memory is free." },
+    { id: "xdit.IdleMinutes", category: ["xDiT", "Workers", "IdleMinutes"], name: "After so many minutes without work", type: "number",
+      attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, tooltip: "With park and release." },
+  ],
   menuCommands: [{ path: ["Edit"], commands: [ALL, ONE] }],
   setup() {
     registerPanel();

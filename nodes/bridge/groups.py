@@ -18,6 +18,7 @@ from ...xdit_backend.host import measurements
 from ...xdit_backend.host.client import Client
 from ...xdit_backend.host.preflight import memory_room, num_cuda_devices
 from ...xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
+from .idle import watch
 from .runs import Runs
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class Groups:
         self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
         self._learnt = None                                    # what earlier runs taught, once it is read
         self._speeds = {}                                      # devices -> how fast each is, where they are not alike
+        self._is_watched = False                               # are groups that have nothing to do seen to?
         self.runs = Runs()
 
     def client(self, devices):
@@ -101,6 +103,9 @@ class Groups:
         client = self._clients.pop(devices, None)
         if client is None:
             self._end_others(devices)
+            if not self._is_watched:
+                self._is_watched = True
+                watch(self)
             client = Client(devices)
             client.on_phase = self._show_phase
             client.check = comfy.model_management.throw_exception_if_processing_interrupted
@@ -145,9 +150,9 @@ class Groups:
         measurements.keep(_measured_folder(), devices, dtype, machine)
         return machine
 
-    def give_back(self):
-        """Move all weights to host memory, and drop VAEs, on every device of every group. The next use brings them back."""
-        for client in self.clients:
+    def give_back(self, clients=None):
+        """Move all weights to host memory, and drop VAEs, on every device of these groups, or of all. The next use brings them back."""
+        for client in self.clients if clients is None else clients:
             for name in client.model_names:
                 client.park(name, parking_room())
             for name in client.autoencoder_names:

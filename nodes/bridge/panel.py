@@ -8,6 +8,7 @@ import torch
 from ...xdit_backend.config import ParallelConfig
 from ...xdit_backend.protocol.errors import ConfigError
 from .groups import GROUPS, devices_of, memory_of
+from .idle import Residency, chosen_residency
 
 OWNERS = ("weights", "keys_values", "activations", "vae", "workers", "parked", "comfyui", "other", "free")
 SHORT_S = 1e-3                             # an exchange that a picture of a run does not show
@@ -17,13 +18,14 @@ def state():
     """All that the panel shows, but for the picture of time.
 
     devices: [{"name", "title", "total", "owners": {one of OWNERS: bytes}}], whose owners add up to the total. groups, run, phase: below.
+    residency: {"how": one of idle.RESIDENCIES, "minutes"}, what becomes of memory when workers have nothing to do.
     """
     if not GROUPS.runs.is_running:                             # else heartbeats tell, and nothing comes between two steps
         for client in GROUPS.clients:
             if client.state == "idle":
                 GROUPS.runs.collect(client, client.peek)
     return {"devices": _devices(), "groups": [_group(client) for client in GROUPS.clients], "run": _run(GROUPS.runs.last),
-            "phase": GROUPS.runs.phase}
+            "phase": GROUPS.runs.phase, "residency": vars(_residency())}
 
 
 def timeline():
@@ -149,6 +151,13 @@ def _group(client):
     models = [{"name": name, "weights": residence.weight_bytes, "parked": residence.parked_bytes}
               for name in client.model_names if (residence := client.residence(name)) is not None]
     return {"devices": list(client.devices), "state": client.state, "models": models, "vaes": len(client.autoencoder_names)}
+
+
+def _residency():
+    try:
+        return chosen_residency()
+    except ConfigError:                                        # the log says why: weights stay
+        return Residency()
 
 
 def _run(run):

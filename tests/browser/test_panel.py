@@ -229,3 +229,18 @@ def test_the_bubble_is_the_time_without_work(page):
 
     assert shares["steps"] == 2 and (shares["busy"], shares["waits"]) == (8, 1) and abs(shares["idle"] - 0.3) < 1e-9
     assert drawn == [["patch", 10, 40], ["decode", 70, 10]]
+
+
+def test_the_settings_for_idle_workers_reach_the_host_and_the_panel(page, host):
+    toggle(page)
+    page.wait_for_selector("[data-residency=keep]")
+    choose = "async ([how, minutes]) => { const { setting } = app.extensionManager; await setting.set('xdit.IdleMinutes', minutes); " \
+             "await setting.set('xdit.Residency', how); }"
+
+    page.evaluate(choose, ["park", 7])
+    page.wait_for_selector("[data-residency=park]")
+    told, state = page.text_content("[data-residency]"), host.get("/xdit/state")["residency"]
+    page.evaluate(choose, ["keep", 10])
+    page.wait_for_selector("[data-residency=keep]")
+
+    assert "7 minutes" in told and state == {"how": "park", "minutes": 7.0}

@@ -116,6 +116,12 @@ class Client:
         return "working" if group.is_working else "idle"
 
     @property
+    def idle_s(self):
+        """Seconds since the running workers had anything to do; 0 where they have, or where none run."""
+        group = self._group
+        return group.idle_s if self.running and group is not None else 0.0
+
+    @property
     def running(self):
         return self._group is not None and self._group.alive
 

@@ -113,6 +113,7 @@ class WorkerGroup:
         self.totals = {}                                       # rank -> sums of the measurements in its answers, by name
         self.memory = {}                                       # rank -> what it last said of its memory, by name
         self._process = self._door = self._store = self._finalizer = None
+        self._used_s = time.monotonic()                        # when it was last given or did work, other than telling of itself
         self._ended_by = ""                                    # what ended the group, where it was not the host
         self._heard_s, self._listened_s = {}, 0.0              # when each rank last gave a sign of life; when anyone listened
         self._phases, self._beats = {}, {}                     # of each rank at a command: its last Phase; (how far it is, since when)
@@ -141,6 +142,11 @@ class WorkerGroup:
     def is_working(self):
         """Does a rank owe an answer?"""
         return any(waiting.unanswered for waiting in list(self._open.values()))
+
+    @property
+    def idle_s(self):
+        """Seconds since it had work to do; 0 while it has."""
+        return 0.0 if self.is_working else time.monotonic() - self._used_s
 
     @property
     def alive(self):
@@ -175,6 +181,7 @@ class WorkerGroup:
         command = make_command(request)
         doing = DOING.get(type(command).__name__, "") + (doing and f" ({doing})")
         self._open[request].doing = f" while {doing}" if doing else ""
+        self._used_s = time.monotonic() if doing else self._used_s
         for rank, channel in list(self._channels.items()):
             try:
                 channel.send(command)
@@ -357,6 +364,7 @@ class WorkerGroup:
         if answered is None:
             return
         answered.unanswered.discard(rank)
+        self._used_s = time.monotonic() if answered.doing else self._used_s
         if isinstance(message, Done):
             answered.done[rank] = message
             if "reserved_bytes" in message.numbers:

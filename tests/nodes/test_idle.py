@@ -1,0 +1,96 @@
+"""What ComfyUI's settings say of workers that have nothing to do, and that they are parked or ended so, and come back."""
+
+import importlib
+import json
+import math
+import time
+
+import pytest
+import torch
+
+from tests.comfyui_server import ROOT
+
+
+@pytest.fixture
+def idle(comfyui):
+    return importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.idle")
+
+
+@pytest.fixture
+def choose(idle, tmp_path, monkeypatch):
+    """Save settings as ComfyUI does."""
+    monkeypatch.setattr(idle.folder_paths, "get_user_directory", lambda: str(tmp_path))
+    (tmp_path / "default").mkdir()
+
+    def save(**settings):
+        (tmp_path / "default" / "comfy.settings.json").write_text(json.dumps({f"xdit.{name}": value for name, value in settings.items()}))
+    return save
+
+
+@pytest.mark.parametrize("settings, how, minutes", [
+    (None, "keep", 10), ({}, "keep", 10), ({"Residency": "park"}, "park", 10), ({"Residency": "release", "IdleMinutes": 3}, "release", 3)])
+def test_settings_are_read_as_comfyui_keeps_them(idle, choose, settings, how, minutes):
+    if settings is not None:
+        choose(**settings)
+
+    assert idle.chosen_residency() == idle.Residency(how, minutes)
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"Residency": "parked"}, "'parked' .* There are keep, park, release"), ({"IdleMinutes": 0}, "IdleMinutes is 0 .* above 0"),
+    ({"IdleMinutes": "5"}, "IdleMinutes is '5'"), ({"IdleMinutes": True}, "IdleMinutes is True")])
+def test_other_settings_are_refused_by_name(idle, choose, settings, words):
+    choose(**settings)
+
+    with pytest.raises(idle.ConfigError, match=words):
+        idle.chosen_residency()
+
+
+def test_the_page_has_these_settings_in_both_languages(idle):
+    page, chinese = (ROOT / "web/xdit.js").read_text(), json.loads((ROOT / "locales/zh/settings.json").read_text(encoding="utf-8"))
+
+    for name in (idle.HOW, idle.MINUTES):
+        assert f'id: "{name}"' in page and chinese[name.replace(".", "_")]["name"]
+    assert f"options: {json.dumps(idle.RESIDENCIES)}" in page and tuple(chinese["xdit_Residency"]["options"]) == idle.RESIDENCIES
+
+
+@pytest.mark.slow
+def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, idle):
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
+    groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups").GROUPS
+    want = comfyui.sample(model, "sd3", steps=2)
+    client = groups.client(("cpu", "cpu"))
+    parked = lambda: [sum(client.residence(name).parked_bytes) for name in client.model_names]  # noqa: E731
+
+    for residency, since_s in ((idle.Residency("keep", 1), -math.inf), (idle.Residency("park", 1), time.monotonic()),
+                               (idle.Residency("release", 1), time.monotonic())):
+        client.group._used_s = since_s
+        idle.tend(groups, residency)
+        assert client.running and sum(parked()) == 0, residency
+    client.group._used_s = -math.inf
+    idle.tend(groups, idle.Residency("park", 1))
+    assert client.running and all(parked()) and client.idle_s < 60
+    client.peek()                                              # a panel that looks gives no work
+    client.group._used_s = -math.inf
+    client.peek()
+    assert client.idle_s == math.inf
+    assert torch.equal(comfyui.sample(model, "sd3", steps=2), want) and sum(parked()) == 0 and client.idle_s < 60
+    client.group._used_s = -math.inf
+    idle.tend(groups, idle.Residency("release", 1))
+    assert client.state == "stopped"
+    assert torch.equal(comfyui.sample(model, "sd3", steps=2), want)
+
+
+@pytest.mark.slow
+def test_groups_are_watched_from_their_first_client_on(comfyui, idle, choose, monkeypatch):
+    groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups").Groups()
+    monkeypatch.setattr(idle, "TICK_S", 0.05)
+    choose(Residency="release", IdleMinutes=1e-3)
+    client = groups.client(("cpu",))
+    client.report_memory()
+
+    deadline_s = time.monotonic() + 120
+    while client.running and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+    assert client.state == "stopped"
