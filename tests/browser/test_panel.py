@@ -232,7 +232,8 @@ def test_the_bubble_is_the_time_without_work(page):
 
 
 def test_the_settings_for_idle_workers_reach_the_host_and_the_panel(page, host):
-    toggle(page)
+    if not page.locator(".xdit-panel").is_visible():
+        toggle(page)
     page.wait_for_selector("[data-residency=keep]")
     choose = "async ([how, minutes]) => { const { setting } = app.extensionManager; await setting.set('xdit.IdleMinutes', minutes); " \
              "await setting.set('xdit.Residency', how); }"
