@@ -58,14 +58,13 @@ HUNYUAN_IMAGE = Family(
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
                "encoder_hidden_states_2": given("txt_byt5", where="text_embed_2_dim")},
     plan=ModelPlan(
-        heeds_output=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input", patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH, control="output",
                           patched="single")),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
         tokens={"image_rotary_emb": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
-        once_outside={"context_embedder": "step", "context_embedder_2": "run"}),
+        once_outside={"context_embedder": "step", "context_embedder_2": "run"}, heeds_output=True),
     tiny=Tiny(
         {"patch_size": (1, 1), "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2, "num_attention_heads": 4,
          "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20, "rope_axes_dim": (8, 8)},
