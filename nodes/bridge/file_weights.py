@@ -9,12 +9,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import comfy.model_detection
-
 from ...xdit_backend.checkpoints.gguf import read_tensors
 from ...xdit_backend.checkpoints.header import read_header
 from ...xdit_backend.checkpoints.transformer import read_file, read_plain
 from ...xdit_backend.protocol.errors import UnsupportedError
+from .folders import under_comfyui_names
 
 
 def read_weights(path, base_model):
@@ -31,7 +30,7 @@ def read_weights(path, base_model):
     tensors = {name.removeprefix(header.prefix): tensor for file in header.files for name, tensor in load_file(file).items()
                if name.startswith(header.prefix)}
     if header.config is not None:                              # a diffusers folder
-        tensors = comfy.model_detection.convert_diffusers_mmdit(tensors, "") or tensors
+        tensors = under_comfyui_names(tensors, header)
     tensors = base_model.model_config.process_unet_state_dict(tensors)
     return {name: tensors[name] for name in base_model.diffusion_model.state_dict() if name in tensors}
 
@@ -67,7 +66,7 @@ def places(path, base_model):
         start += count
     converted = {name: rows.clone() for name, rows in numbers.items()}         # some conversions write into what they are given
     if header.config is not None:
-        converted = comfy.model_detection.convert_diffusers_mmdit(converted, "") or converted
+        converted = under_comfyui_names(converted, header)
     names, first = list(starts), torch.tensor(list(starts.values()))
     found = {}
     for name, rows in base_model.model_config.process_unet_state_dict(converted).items():

@@ -26,6 +26,7 @@ from ...xdit_backend.protocol.segments import dtype_name
 from . import wrappers
 from .carried import hold_elsewhere, remember_modules
 from .file_weights import read_values
+from .folders import refuse_unlike, under_comfyui_names
 from .groups import GROUPS, check_packages, devices_of, load_device_of, memory_of
 from .patcher import ShellPatcher
 from .pipeline import KEY
@@ -56,13 +57,12 @@ def load_shell(path, weight_dtype, config):
     tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES.get(header.dtypes[name], torch.bfloat16), device="meta")
                for name, shape in header.shapes.items()}
     if header.config is not None:                              # a diffusers folder: to the names that ComfyUI knows
-        tensors = comfy.model_detection.convert_diffusers_mmdit(tensors, "") or tensors
+        tensors = under_comfyui_names(tensors, header)
+        refuse_unlike(tensors, header, family, transformer_config)
     tensors |= read_values(header, family.values)
     model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=header.metadata)
     if model_config is None:
-        why = "" if header.config is None else (" It knows diffusers' names of few families, such as SD3, Flux.1 and PixArt-Sigma: use the "
-                                                "file of this model in ComfyUI's format.")
-        raise CheckpointError(f"ComfyUI does not recognise {os.path.basename(path)} as a {family.name} model.{why}")
+        raise CheckpointError(f"ComfyUI does not recognise {os.path.basename(path)} as a {family.name} model.")
     heeds = bool(family.settings) or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config
     if header.metadata and not heeds:
         raise CheckpointError(f"{os.path.basename(path)} says in its metadata that it differs from other {family.name} models, which xDiT "

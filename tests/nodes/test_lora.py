@@ -204,7 +204,7 @@ def test_a_lora_outlives_the_weights(comfyui, loras, event):
     assert torch.equal(comfyui.sample(model, "sd3", steps=2), before)
 
 
-@pytest.mark.parametrize("kind", ["sd3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("flux", "pixart"))])
+@pytest.mark.parametrize("kind", ["sd3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("flux", "pixart", "wan"))])
 def test_a_diffusers_folder_equals_native(comfyui, loras, kind):
     """Its matrices are parts of those that ComfyUI's names mean, some with halves in other places: they go where their rows are."""
     path = comfyui.base / "diffusion_models" / comfyui.file(kind)

@@ -196,6 +196,9 @@ def _family_of_folder(name, config):
     """The family of the class that config.json means; of several, the one whose fixed settings it has most of."""
     fixed = lambda family: [rule for rule in family.config.rules.items() if not callable(rule[1])]  # noqa: E731
     of_class = [family for family in FAMILIES.values() if _class_name(config) == family.transformer and not family.by_rows]
+    if not of_class and any(_class_name(config) == family.transformer for family in FAMILIES.values()):
+        raise CheckpointError(f"{name} is the folder of a U-Net, which xDiT takes from single files only: use the .safetensors checkpoint "
+                              f"of this model, in models/checkpoints.")
     if not of_class:
         raise CheckpointError(f"{name} is a {_class_name(config)}, which xDiT does not run. It runs {supported()}.")
     return max(of_class, key=lambda family: sum(config.get(key, value) == value for key, value in fixed(family)))

@@ -1,0 +1,94 @@
+"""Tensors of a diffusers folder under the names that ComfyUI's own model has for them. Used by shell.py and file_weights.py.
+
+A family's conversion is carried out backwards: which names it is to be given, ComfyUI's class tells, and running it on row numbers
+tells where each row comes from.
+"""
+
+import importlib
+import os
+
+import torch
+
+import comfy.model_detection
+import comfy.ops
+
+from ...xdit_backend.checkpoints.header import recognise
+from ...xdit_backend.checkpoints.transformer import model_config
+from ...xdit_backend.protocol.errors import CheckpointError
+
+INSTEAD = "Use the file of this model in ComfyUI's format."
+
+
+def under_comfyui_names(tensors, header):
+    """{ComfyUI's name: tensor} of all tensors of a folder, on any device. One may be put together from several, along dim 0.
+
+    Raises CheckpointError where not all have a name there.
+    """
+    family = recognise(header)
+    config, found, used = model_config(header, family), {}, set()
+    for name in _names(family, config):
+        parts = _converted(family, config, name, 0)
+        if not parts or not parts.keys() <= tensors.keys():
+            continue
+        rows = _converted(family, config, name, sum(len(tensors[part]) if tensors[part].ndim else 1 for part in parts))
+        found[name] = _together(rows, tensors)
+        used |= parts.keys()
+    if used != tensors.keys():
+        found = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or {}         # which takes some for other families
+        if sum(tensor.numel() for tensor in found.values()) != sum(tensor.numel() for tensor in tensors.values()):
+            raise CheckpointError(f"{os.path.basename(header.path)} is a diffusers folder of a {family.name} model, and ComfyUI's names "
+                                  f"are not known for all tensors of it. {INSTEAD}")
+    return found
+
+
+def refuse_unlike(tensors, header, family, config):
+    """Raise CheckpointError where ComfyUI could not tell from a folder's tensors, under its names, what the folder's config.json says."""
+    name = os.path.basename(header.path)
+    if family.settings:
+        raise CheckpointError(f"{name} is a diffusers folder of a {family.name} model, which does not say {' or '.join(family.settings)}, "
+                              f"as the metadata of single files does. {INSTEAD}")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    scales = {name.removesuffix("weight") + "scale": shape for name, shape in shapes.items() if name.endswith("_norm.weight")}
+    seen = family.config(shapes | scales)                      # files of Flux.1 say scale where ComfyUI's module says weight
+    for key, value in seen.items():
+        if key not in family.by_tensors and config.get(key) is not None and _plain(value) != _plain(config[key]):
+            raise CheckpointError(f"{name} is a {family.name} model with {key} = {config[key]!r}, which ComfyUI could not tell from its "
+                                  f"tensors: it would take it for {value!r}. {INSTEAD}")
+
+
+def _plain(value):
+    return list(value) if isinstance(value, (tuple, list)) else value
+
+
+def _together(rows, tensors):
+    part, where = next(iter(rows.items()))
+    if len(rows) == 1 and torch.equal(where, torch.arange(len(where))):
+        return tensors[part]
+    whole = tensors[part].new_empty(sum(map(len, rows.values())), *tensors[part].shape[1:])
+    for part, where in rows.items():
+        whole[where.to(whole.device)] = tensors[part]
+    return whole
+
+
+def _converted(family, config, name, num_rows):
+    """{diffusers' name: the rows that it has} of a tensor of so many rows; {} where its name is nothing to the conversion."""
+    try:
+        return family.convert({name: torch.arange(num_rows)}, config)
+    except (KeyError, RuntimeError, IndexError, ValueError):   # one that takes several tensors at a time
+        return {}
+
+
+def _names(family, config):
+    """ComfyUI's names of the tensors of such a model, and of some that it may lack."""
+    names = dict.fromkeys(_template(family.tiny))
+    for list_ in family.plan.blocks:
+        first = f"{list_.in_file}0."
+        inside = [name.removeprefix(first) for name in names if name.startswith(first)]
+        names |= dict.fromkeys(f"{list_.in_file}{number}.{name}" for number in range(config[list_.count]) for name in inside)
+    return list(names)
+
+
+def _template(tiny):
+    module, _, name = tiny.native.partition(":")
+    place = {"device": "meta", "dtype": torch.float32, "operations": comfy.ops.disable_weight_init}
+    return getattr(importlib.import_module(module), name)(**tiny.arguments, **place).state_dict()
