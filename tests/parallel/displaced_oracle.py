@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from greenlet import getcurrent, greenlet
 
-from xdit_backend.partition import shard_sizes, shard_start
-
 plain_attention = F.scaled_dot_product_attention
 
 
@@ -136,9 +134,10 @@ class StaleUNet:
 class StaleTransformer:
     """The same for a transformer of the zoo: each rank's tokens of every stream, and keys and values of the others' from before."""
 
-    def __init__(self, example, num_parts, num_shards):
-        """num_shards: that the tokens are cut into; a part is some that follow one another."""
-        self.example, self.num_parts, self.num_shards = example, num_parts, num_shards
+    def __init__(self, example, num_parts, num_shards, shards=None):
+        """num_shards: that the tokens are cut into; a part is some that follow one another. shards: {stream: tokens of each}, where
+        they are not as even as they can be."""
+        self.example, self.num_parts, self.num_shards, self.shards = example, num_parts, num_shards, shards or {}
         self.mixed = {streams for list_ in example.family.plan.lists for streams in list_.attention.values()}
         self.before = {}
 
@@ -156,7 +155,7 @@ class StaleTransformer:
                     return plain_attention(query, key, value, *args, **kwargs)     # cross-attention, or of text alone
                 name, both = next(calls), torch.stack([key, value])
                 if band is not None:
-                    own = torch.cat([self._own(counts[stream], band) for stream in lengths[key.shape[2]]])
+                    own = torch.cat([self._own(stream, counts[stream], band) for stream in lengths[key.shape[2]]])
                     now[name] = torch.where(own[:, None], both, now.get(name, both))
                     both = torch.where(own[:, None], both, self.before[name])
                 else:
@@ -175,17 +174,18 @@ class StaleTransformer:
         self.before = now
         return out
 
-    def _own(self, count, band):
-        """Which of so many tokens are the band's."""
-        own, each = torch.zeros(count, dtype=torch.bool), self.num_shards // self.num_parts
-        for shard in range(band * each, (band + 1) * each):
-            own[shard_start(count, self.num_shards, shard):][:shard_sizes(count, self.num_shards)[shard]] = True
-        return own
+    def _own(self, stream, count, band):
+        """Which of so many tokens of a stream are the band's."""
+        even = [count // self.num_shards + (shard < count % self.num_shards) for shard in range(self.num_shards)]
+        sizes, each = self.shards.get(stream, even), self.num_shards // self.num_parts
+        assert sum(sizes) == count
+        bands = torch.arange(self.num_shards) // each
+        return bands.repeat_interleave(torch.tensor(sizes)) == band
 
     def _pixels(self, band, x):
         """Which pixels of the latent are of the band's tokens."""
         latent = self.example.family.latent
-        mask = self._own(latent.num_tokens(x.shape), band).view(latent.counts(x.shape))
+        mask = self._own("image", latent.num_tokens(x.shape), band).view(latent.counts(x.shape))
         for dim, size in enumerate(latent.patch):
             mask = mask.repeat_interleave(size, dim)
         return mask[tuple(slice(size) for size in x.shape[2:])]

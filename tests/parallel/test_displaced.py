@@ -1,12 +1,13 @@
 """Displaced patches: the ranks together are the oracle, synchronous calls are the model; with a broken part they are not."""
 
+import dataclasses
 import functools
 
 import pytest
 import torch
 
 import xdit_backend.parallel.displaced as displaced
-from tests.models.zoo import ALIKE, CONFIGS, UNETS, example
+from tests.models.zoo import ALIKE, CONFIGS, example
 from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
 from tests.ranks import run_ranks
 from tests.tolerances import within
@@ -16,7 +17,7 @@ from xdit_backend.parallel.collectives import Traffic, all_gather
 from xdit_backend.parallel.displaced import MODES, StaleSplit, estimated_moments
 from xdit_backend.parallel.exchange import Exchange, fill_buckets
 from xdit_backend.parallel.hooks import Hooks
-from xdit_backend.parallel.mesh import build_mesh
+from xdit_backend.parallel.mesh import build_mesh, paced
 from xdit_backend.parallel.row_hooks import RowHooks
 from xdit_backend.partition import cut_bands, halved
 from xdit_backend.protocol.messages import Layout
@@ -48,15 +49,10 @@ def stepped(x, length, change):
     return torch.cat([x[:, :change.shape[1]] + length * change, x[:, change.shape[1]:]], 1)
 
 
-def bands_of(name, rows, num_ranks):
-    starts = cut_bands(rows, num_ranks, 2 ** (len(UNETS[name]["block_out_channels"]) - 1))
-    return list(zip(starts, starts[1:]))
-
-
-def simulated(name, num_ranks, shape, warmup_steps, heun, mode):
-    """(the oracle's latent, the one model's own)."""
+def simulated(name, starts, shape, warmup_steps, heun, mode):
+    """(the oracle's latent, the one model's own). starts: the first row of each rank, and their number."""
     one = example(name, **shape)
-    stale = StaleUNet(one.model, bands_of(name, shape["rows"], num_ranks), mode)
+    stale = StaleUNet(one.model, list(zip(starts, starts[1:])), mode)
 
     def oracle(x, timestep, is_stale):
         return stale.predict(is_stale and mode != "full_sync", **one.family.inputs(x, timestep, one.conditioning, one.config))
@@ -66,36 +62,42 @@ def simulated(name, num_ranks, shape, warmup_steps, heun, mode):
     return sample(oracle, one.latent, warmup_steps, heun), sample(model, one.latent, warmup_steps, heun)
 
 
-def on_ranks(rank, world_size, name, cases, mutant=None):
-    """The latents that the ranks together make, one for each case, on one model; and what the exchanges were like."""
+def on_ranks(rank, world_size, name, cases, mutant=None, speeds=()):
+    """The latents that the ranks together make, one for each case, on one model; what the exchanges were like; how many modules of each
+    kind have hooks; and how often the text was projected in each case."""
     torch.set_grad_enabled(False)
     if mutant is not None:
         MUTANTS[mutant]()
-    mesh = build_mesh(Layout(displaced_degree=world_size), world_size)
+    mesh = paced(build_mesh(Layout(displaced_degree=world_size), world_size), speeds)
     one = example(name, **cases[0][0])
-    calls = calls_of(one.model, "attn2.to_k")
+    projected = count_projections(one)
     hooks = RowHooks(one.model, one.family.plan)
     loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(0))
-    results, seen = [], []
+    results, seen, projections = [], [], []
     for shape, warmup_steps, heun, mode_name, bucket_bytes in cases:
+        projected.clear()
         given, mode = example(name, **shape), MODES[mode_name]
         exchange, addresses = Exchange(mesh.displaced_group, world_size, rank, bucket_bytes), set()
 
         predict = functools.partial(predicted, loaded, mesh, exchange, given.conditioning, mode, addresses)
         results.append(sample(predict, given.latent, warmup_steps, heun))
-        seen.append((exchange.num_under_way, len(addresses), len(exchange.addresses), len(exchange.once), exchange.num_bytes,
-                     len(calls)))
+        seen.append((exchange.num_under_way, len(addresses), len(exchange.addresses), len(exchange.once), exchange.num_bytes))
         exchange.drain()
         assert exchange.num_under_way == 0
-    return results, seen, hooks.counts
+        projections.append(len(projected))
+    return results, seen, hooks.counts, projections
 
 
-def calls_of(model, leaf):
-    """A list that grows with every call of the first layer of this name."""
-    layer, calls = next(module for name, module in model.named_modules() if name.endswith(leaf)), []
-    forward = layer.forward
-    layer.forward = lambda text: calls.append(text.shape) or forward(text)
-    return calls
+def count_projections(one):
+    """A list that grows by the name of a module whenever it projects the text; placed before the hooks."""
+    projected = []
+
+    def counted(forward, name):
+        return lambda *args, **kwargs: (projected.append(name), forward(*args, **kwargs))[1]
+    for name, module in one.model.named_modules():
+        if name.endswith(one.family.plan.of_text):
+            module.forward = counted(module.forward, name)
+    return projected
 
 
 def predicted(loaded, mesh, exchange, conditioning, mode, addresses, x, timestep, is_stale):
@@ -109,16 +111,16 @@ def predicted(loaded, mesh, exchange, conditioning, mode, addresses, x, timestep
     return all_gather(rows, sizes, 2, mesh.displaced_group, Traffic())
 
 
-def check(name, num_ranks, cases, mutant=None):
-    """Largest errors against the oracle and against the one model, for each case."""
-    on_all = run_ranks(on_ranks, num_ranks, name, cases, mutant, timeout_s=300)
+def check(name, starts, cases, mutant=None, speeds=()):
+    """[(error against the oracle, against the one model)] of each case. starts: the bands, which the ranks have to find by themselves."""
+    on_all = run_ranks(on_ranks, len(starts) - 1, name, cases, mutant, speeds, timeout_s=300)
     errors = []
     for index, (shape, warmup_steps, heun, mode, _) in enumerate(cases):
         result = on_all[0][0][index]
         assert all(torch.equal(result, other[0][index]) for other in on_all)
-        oracle, single = simulated(name, num_ranks, shape, warmup_steps, heun, mode)
+        oracle, single = simulated(name, starts, shape, warmup_steps, heun, mode)
         errors.append(((result - oracle).abs().max().item(), (result - single).abs().max().item()))
-    return errors, on_all[0][1], on_all[0][2]
+    return errors
 
 
 SMALL, ODD = {"rows": 16, "columns": 12}, {"rows": 23, "columns": 13, "batch": 2}
@@ -127,24 +129,28 @@ SMALL, ODD = {"rows": 16, "columns": 12}, {"rows": 23, "columns": 13, "batch": 2
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_equals_the_oracle(mode):
     """Two ranks; what is not synchronous differs from the one model."""
-    (of_oracle, of_model), = check("SDXL", 2, [(SMALL, 1, False, mode, 4096)])[0]
+    (of_oracle, of_model), = check("SDXL", (0, 8, 16), [(SMALL, 1, False, mode, 4096)])
 
     within(of_oracle, EXACT)
     assert of_model < EXACT if mode == "full_sync" else of_model > 1e-6
 
 
-@pytest.mark.parametrize("name, num_ranks, shape", [
-    ("SDXL", 3, ODD), ("SD 1.5", 2, {"rows": 24, "columns": 9}),
-    pytest.param("SD 2", 3, {"rows": 37, "columns": 19}, marks=pytest.mark.slow)])
-def test_uneven_and_odd_bands_equal_the_oracle(name, num_ranks, shape):
-    """Euler and Heun, one warm-up step and two, and all: that is the one model. Runs follow one another on the same hooks."""
+@pytest.mark.parametrize("name, shape, speeds, starts", [
+    ("SDXL", ODD, (), (0, 8, 16, 23)), ("SD 1.5", {"rows": 24, "columns": 9}, (1, 2), (0, 8, 24)),
+    ("SDXL", ODD, (5, 1, 2), (0, 16, 20, 23)),
+    pytest.param("SD 1.5", {"rows": 17, "columns": 9}, (), (0, 8, 16, 17), marks=pytest.mark.slow),        # one row at the last level
+    pytest.param("SD 2", {"rows": 37, "columns": 19}, (), (0, 16, 32, 37), marks=pytest.mark.slow)], ids=str)
+def test_uneven_and_odd_bands_equal_the_oracle(name, shape, speeds, starts):
+    """Of ranks that are alike or not. Euler and Heun, one warm-up step and two, and all: that is the one model. Runs follow one another
+    on the same hooks."""
     cases = [(shape, 1, False, "corrected_async_gn", 1 << 21), (shape, 2, True, "corrected_async_gn", 1),
              (shape, ALL, False, "corrected_async_gn", 1 << 14)]
 
-    errors, _, _ = check(name, num_ranks, cases)
+    errors = check(name, starts, cases, speeds=speeds)
 
     within(max(of_oracle for of_oracle, _ in errors), EXACT)
     within(errors[-1][1], EXACT)
+    assert min(of_model for _, of_model in errors[:-1]) > 1e-6
 
 
 def test_runs_of_other_sizes_do_not_meet():
@@ -152,14 +158,22 @@ def test_runs_of_other_sizes_do_not_meet():
     cases = [(SMALL, 1, False, "corrected_async_gn", 1 << 14), ({"rows": 8, "columns": 6}, 1, False, "stale_gn", 1 << 21),
              (SMALL, 1, False, "corrected_async_gn", 1)]
 
-    results, seen, counts = run_ranks(on_ranks, 2, "SDXL", cases, timeout_s=300)[0]
+    results, seen, counts, projections = run_ranks(on_ranks, 2, "SDXL", cases, timeout_s=300)[0]
 
     assert torch.equal(results[0], results[2])
     assert [addresses for _, addresses, *_ in seen] == [1, 1, 1]
-    assert [num_calls for *_, num_calls in seen] == [1, 2, 3], "the text's keys are computed once a run"
     assert [under_way == buckets > 0 for under_way, _, buckets, *_ in seen] == [True] * 3
     # One layer a level on the way down and two on the way up, of no, one and two blocks; two blocks in the middle.
     assert counts["self-attention"] == 3 * 1 + 3 * 2 + 2 and counts["of text"] == seen[0][3] == 2 * counts["self-attention"]
+    assert projections == [counts["of text"]] * 3              # once a run, however many calls
+
+
+def test_text_that_is_projected_in_every_call_is_noticed():
+    cases = [(SMALL, 1, False, "corrected_async_gn", 4096)]
+
+    _, _, counts, projections = run_ranks(on_ranks, 2, "SDXL", cases, "text_of_every_call", timeout_s=300)[0]
+
+    assert projections == [counts["of text"] * (len(SIGMAS) - 1)]
 
 
 @pytest.mark.parametrize("name, num_ranks, shape", [("SDXL", 3, ODD), ("SD 1.5", 2, {"rows": 17, "columns": 9})])
@@ -168,15 +182,15 @@ def test_what_is_kept_is_the_formula_to_the_byte(name, num_ranks, shape):
     on_all = run_ranks(on_ranks, num_ranks, name, [(shape, 1, False, "corrected_async_gn", 4096)], timeout_s=300)
     told = told_bytes(example(name).model, (shape["rows"], shape["columns"]), num_ranks, torch.float64, shape.get("batch", 1))
 
-    assert [seen[0][4] for _, seen, _ in on_all] == [num_ranks * told] * num_ranks
+    assert [seen[0][4] for _, seen, *_ in on_all] == [num_ranks * told] * num_ranks
 
 
-def transformer_on_ranks(rank, world_size, name, layout, shape, mutant):
+def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds):
     """The latents of two runs, with one warm-up step (Heun's method) and with all, that the ranks of a transformer make."""
     torch.set_grad_enabled(False)
     if mutant is not None:
         MUTANTS[mutant]()
-    mesh, one, results = build_mesh(layout, world_size), example(name, **shape), []
+    mesh, one, results = paced(build_mesh(layout, world_size), speeds), example(name, **shape), []
     hooks = Hooks(one.model, one.family.plan)
     loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
     for warmup_steps in (1, ALL):
@@ -193,10 +207,11 @@ def predicted_whole(loaded, mesh, exchange, conditioning, x, timestep, is_stale)
         return loaded.family.prediction(loaded.hooks.run(context)[0], x)[:, :x.shape[1]]
 
 
-def check_transformer(name, layout, shape, mutant=None):
+def check_transformer(name, layout, shape, mutant=None, speeds=(), shards=None):
+    """Errors of a displaced run against the oracle, of a synchronous one and of it against the model. shards: as the oracle's."""
     num_ranks = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
-    (displaced_, synchronous), *others = run_ranks(transformer_on_ranks, num_ranks, name, layout, shape, mutant, timeout_s=300)
-    one, stale = example(name, **shape), StaleTransformer(example(name, **shape), layout.displaced_degree, num_ranks)
+    (displaced_, synchronous), *others = run_ranks(transformer_on_ranks, num_ranks, name, layout, shape, mutant, speeds, timeout_s=300)
+    one, stale = example(name, **shape), StaleTransformer(example(name, **shape), layout.displaced_degree, num_ranks, shards)
 
     def model(x, timestep, is_stale):
         one.latent, one.timestep = x, timestep
@@ -220,6 +235,23 @@ TRANSFORMER = {"rows": 12, "columns": 6, "num_text_tokens": 7}
 def test_transformers_equal_the_oracle(name, layout):
     """Image and text tokens of other ranks are as they were a call before; Ulysses and Ring share out a rank's part."""
     of_oracle, of_model, displaced_of_model = check_transformer(name, layout, TRANSFORMER)
+
+    within(of_oracle, EXACT)
+    within(of_model, EXACT)
+    assert displaced_of_model > 1e-6
+
+
+@pytest.mark.parametrize("name, layout, num_text_tokens, speeds, shards", [
+    ("SD3", Layout(displaced_degree=3), 2, (5, 1, 2), {"image": (12, 2, 4), "text": (2, 0, 0)}),
+    ("SD3", Layout(displaced_degree=3), 2, (), {"image": (6, 6, 6), "text": (1, 1, 0)}),
+    ("Flux.1", Layout(displaced_degree=2), 7, (1, 3), {"image": (4, 14), "text": (2, 5)}),
+    pytest.param("SD3", Layout(displaced_degree=2, ulysses_degree=2), 7, (3, 1, 3, 1), {"image": (7, 2, 7, 2), "text": (3, 1, 3, 0)},
+                 marks=pytest.mark.slow)], ids=str)
+def test_uneven_shards_equal_the_oracle(name, layout, num_text_tokens, speeds, shards):
+    """Ranks that are not alike, and more of them than tokens of the text."""
+    shape = {**TRANSFORMER, "num_text_tokens": num_text_tokens}
+
+    of_oracle, of_model, displaced_of_model = check_transformer(name, layout, shape, speeds=speeds, shards=shards)
 
     within(of_oracle, EXACT)
     within(of_model, EXACT)
@@ -269,19 +301,36 @@ def even_shares():
     StaleSplit.shares = lambda self, like: like.new_full((len(self.sizes),), 1 / len(self.sizes))
 
 
-def text_of_the_first_call():
+def text_of_the_first_run():
     RowHooks._once = lambda self, name, forward, *args, **kwargs: self.__dict__.setdefault("known", {}).setdefault(name, forward(*args))
 
 
+def text_of_every_call():
+    RowHooks._once = lambda self, name, forward, *args, **kwargs: forward(*args, **kwargs)
+
+
+def bands_of_like_ranks():
+    Loaded.context = functools.partialmethod(_unpaced, Loaded.context)
+
+
+def _unpaced(loaded, right, mesh, *args, **kwargs):
+    return right(loaded, dataclasses.replace(mesh, sequence_speeds=()), *args, **kwargs)
+
+
 MUTANTS = {function.__name__: function for function in (
-    nothing_fresh, zeros_for_halos, own_keys_stale, no_correction, bessel_factor, even_shares, text_of_the_first_call)}
+    nothing_fresh, zeros_for_halos, own_keys_stale, no_correction, bessel_factor, even_shares, text_of_the_first_run, text_of_every_call,
+    bands_of_like_ranks)}
 
 
-@pytest.mark.parametrize("mutant", ["zeros_for_halos", "own_keys_stale", "no_correction", "bessel_factor", "even_shares"])
+@pytest.mark.parametrize("mutant", ["zeros_for_halos", "own_keys_stale", "no_correction", "bessel_factor", "even_shares",
+                                    "text_of_the_first_run", "bands_of_like_ranks"])
 def test_exactness_notices_a_broken_part(mutant):
-    shape = {"rows": 20, "columns": 6}                         # bands of 12 and 8 rows
+    """A second run, where there are two, has another text."""
+    columns = (8, 6) if mutant == "text_of_the_first_run" else (6,)
+    cases = [({"rows": 20, "columns": each}, 1, False, "corrected_async_gn", 4096) for each in columns]
+    speeds, starts = ((1, 2), (0, 8, 20)) if mutant == "bands_of_like_ranks" else ((), (0, 12, 20))
 
-    (of_oracle, _), = check("SDXL", 2, [(shape, 1, False, "corrected_async_gn", 4096)], mutant)[0]
+    *_, (of_oracle, _) = check("SDXL", starts, cases, mutant, speeds)
 
     assert of_oracle > 1e-6
 

@@ -49,13 +49,20 @@ class StaleSplit(RowSplit):
         held, own = list(zip(self.starts, self.starts[1:])), self.rank
         lent = [sorted({row for other, want in enumerate(wanted) if other != rank for row in range(*overlap(*want, *held[rank]))})
                 for rank in range(len(held))]
-        told = x.index_select(self.dim, torch.tensor([row - self.start for row in lent[own]], dtype=torch.long, device=x.device))
+        told = _rows_of(x, [row - self.start for row in lent[own]], self.dim)
         known = self.exchange.share(self.key, told, [_with_size(x.shape, self.dim, len(rows)) for rows in lent])
 
         def piece(rank):
             first, end = (0, 0) if rank == own else overlap(*wanted[own], *held[rank])
             return known[rank].narrow(self.dim, lent[rank].index(first) if end > first else 0, end - first)
         return lambda: [piece(rank) for rank in range(len(held))]
+
+    def shares(self, like):
+        """As RowSplit's, kept for the run: a split is made anew for each layer and call, and CUDA waits for such a copy."""
+        key = self.starts, like.dtype, like.device
+        if key not in self.exchange.shares:
+            self.exchange.shares[key] = super().shares(like)
+        return self.exchange.shares[key]
 
     def moments(self, mean_BG, variance_BG):
         exchange, fresh = self.exchange, torch.stack([mean_BG, variance_BG])
@@ -114,6 +121,17 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, 
     known[exchange.rank] = fresh
     out = attention(q_BNTH, *repeat_heads(q_BNTH, *torch.cat(known, 3)), attn_mask=mask)
     return heads_together(out, heads, region, mesh, traffic) if degree > 1 else out
+
+
+def _rows_of(x, rows, dim):
+    """A copy of some rows, which are in order. Where they are is said in numbers, not in a tensor, which CUDA would wait for."""
+    runs: list[list[int]] = []
+    for row in rows:
+        if runs and runs[-1][1] == row:
+            runs[-1][1] = row + 1
+        else:
+            runs.append([row, row + 1])
+    return torch.cat([x.narrow(dim, first, end - first) for first, end in runs or [[0, 0]]], dim)
 
 
 def _with_size(shape, dim, size):

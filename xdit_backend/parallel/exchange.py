@@ -37,6 +37,7 @@ class Exchange:
     def __init__(self, group, num_ranks, rank, bucket_bytes=BUCKET_BYTES):
         self.group, self.num_ranks, self.rank = group, num_ranks, rank
         self.once = {}                         # layer -> (which images, output), of layers that read the text alone
+        self.shares = {}                       # of displaced.StaleSplit
         self.is_stale, self.norms = False, "corrected"         # of the call at hand
         self._bucket_bytes = bucket_bytes
         self._slots, self._buckets, self._works = {}, [], {}

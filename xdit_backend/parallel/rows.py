@@ -268,11 +268,10 @@ def group_norm_rows(x, num_groups, weight, bias, eps, split):
     x: (B, C, ...), this rank's rows in any order. Statistics are float32, or float64 if x is. On CPUs a few groups at a time, so
     that the wider copies are of these groups and not of the image. The ranks exchange them once.
     """
-    channels = x.shape[1] // num_groups                        # of a group
-    mean_BG, variance_BG = split.moments(*own_moments(x, num_groups))
-    batch = x.shape[0]
+    batch, channels = x.shape[0], x.shape[1] // num_groups     # of a group
+    moments_BG = split.moments(*own_moments(x, num_groups))
     # torch's batch norm with known moments does the rest in one pass, if every channel of every image is a channel of its own.
-    mean, variance = (moment.repeat_interleave(channels, 1).flatten() for moment in (mean_BG, variance_BG))
+    mean, variance = (moment[..., None].expand(-1, -1, channels).flatten() for moment in moments_BG)
     weight, bias = (None if each is None else each.to(mean.dtype).repeat(batch) for each in (weight, bias))
     flat = x.contiguous().view(1, len(mean), *x.shape[2:])
     return batch_norm(flat, mean, variance, weight, bias, eps=eps).view(x.shape)
