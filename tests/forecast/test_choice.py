@@ -8,7 +8,7 @@ import pytest
 
 from tests.tolerances import within
 from xdit_backend.forecast.choice import Machine, are_alike, candidates, choose, forecast, forecasts, is_worth_it
-from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
+from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net, run_seconds
 
 FLUX = Net(57, 3072, 24, 12.0, 11.9e9, text_once=True)
 PIXART = Net(28, 1152, 16, 14.0, 0.61e9, joint=False, text_once=True)
@@ -140,6 +140,16 @@ def test_a_schedule_is_that_of_its_slots():
         slots = (16 - warmup - 1) * max(patches, stages) + patches + stages - 1
         made = forecast(net, job, layout, machine(8, ideal, free)).seconds
         within(abs(made / (one / 16 * (warmup + slots / (stages * patches))) - 1), 1e-6)
+
+
+def test_displaced_steps_are_synchronous_in_the_warm_up_and_at_the_first():
+    """Without a warm-up as with one step of it; never more than there are."""
+    rates = links((1e11,) * 3, (1e11,) * 3)
+    seconds = [run_seconds(FLUX, Job(4096, 512, 20), Degrees(displaced=2, warmup_steps=steps), A100, rates)["warm-up"]
+               for steps in (0, 1, 3, 20, 50)]
+
+    assert seconds[0] > 0
+    assert [each / seconds[0] for each in seconds] == pytest.approx([1, 1, 3, 20, 20])
 
 
 # --- devices that are not alike: seconds are shares of the fast one's, as arithmetic on the rates says ---

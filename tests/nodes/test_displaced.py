@@ -1,5 +1,8 @@
 """Displaced patches through ComfyUI: synchronous they are KSampler's latents, stale ones the oracle's; the rule of which is which."""
 
+import sys
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header
 from xdit_backend.checkpoints.transformer import load_transformer
+from xdit_backend.forecast.cost import synchronous_steps
 from xdit_backend.partition import cut_bands
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
@@ -74,8 +78,9 @@ def test_synchronous_steps_equal_native_ksampler(comfyui, kind):
         close(comfyui.sample(model, kind, **arguments), comfyui.sample(comfyui.native(kind), kind, **arguments), TOLERANCE, sampler)
 
 
-def stale_calls(comfyui, **arguments):
-    """Which calls of a run were stale, for both branches of guidance."""
+@contextmanager
+def noting_calls(comfyui):
+    """A list of what each call is, of both branches of guidance at once: "once" (nothing is kept), "keep" or "stale"."""
     client, seen = comfyui.groups.client(("cpu", "cpu")), []
     submit = type(client).submit
 
@@ -84,10 +89,57 @@ def stale_calls(comfyui, **arguments):
         return submit(client, *args, **options)
     client.submit = noted.__get__(client)
     try:
-        comfyui.sample(comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, **arguments.pop("settings", {}))), "sdxl", **arguments)
+        yield seen
     finally:
         del client.submit
+
+
+def stale_calls(comfyui, **arguments):
+    with noting_calls(comfyui) as seen:
+        comfyui.sample(comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, **arguments.pop("settings", {}))), "sdxl", **arguments)
     return seen
+
+
+@contextmanager
+def noting_noise(native):
+    """A list of the noise level of each call of ComfyUI's own MODEL (of both branches at once), and of the run's schedule."""
+    seen, schedule, forward = [], [], native.model.diffusion_model.forward
+
+    def noted(x, *args, transformer_options={}, **options):
+        schedule[:] = transformer_options["sample_sigmas"].tolist()
+        seen.extend([transformer_options["sigmas"].max().item()] * len(x))
+        return forward(x, *args, transformer_options=transformer_options, **options)
+    native.model.diffusion_model.forward = noted
+    try:
+        yield seen, schedule
+    finally:
+        native.model.diffusion_model.forward = forward
+    assert seen[::2] == seen[1::2]                             # ComfyUI may ask for the branches at once or one after the other
+    seen[:] = seen[::2]
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
+def test_every_sampler_runs_displaced(comfyui, part):
+    """Synchronous calls give KSampler's latents. Else all but the first are stale from the second step's noise level on, as many as
+    KSampler makes; dpm_adaptive, whose calls depend on an error over the latent, has none."""
+    native = comfyui.native("sdxl").clone()
+    synchronous, stale = (comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, warmup_steps=steps)) for steps in (100, 1))
+    for sampler in comfyui.samplers.SAMPLER_NAMES[part::8]:
+        arguments = {"sampler": sampler, "scheduler": "normal", "steps": 2, "latent": comfyui.latent("sdxl", size=(8, 6))}
+        with noting_noise(native) as (sigmas, schedule):
+            reference = comfyui.sample(native, "sdxl", **arguments)
+        expected = ["keep"] + ["stale" if sigma <= schedule[1] else "keep" for sigma in sigmas[1:]]
+
+        with noting_calls(comfyui) as calls:
+            result = comfyui.sample(stale, "sdxl", **arguments)
+
+        if sampler == "dpm_adaptive":
+            assert calls == ["once"] * len(sigmas)
+            close(result, reference, 1e-4, sampler)
+            continue
+        assert calls == expected and "stale" in calls, sampler
+        assert result.isfinite().all() and relative_error(result, reference) > 1e-5, sampler
+        close(comfyui.sample(synchronous, "sdxl", **arguments), reference, 1e-4, sampler)
 
 
 @pytest.mark.parametrize("arguments, expected", [
@@ -99,6 +151,20 @@ def stale_calls(comfyui, **arguments):
     ({"sampler": "euler", "steps": 2, "settings": {"displaced_mode": "full_sync"}}, ["once", "once"])], ids=str)
 def test_staleness_is_counted_in_calls_and_warm_up_in_noise(comfyui, arguments, expected):
     assert stale_calls(comfyui, **arguments) == expected
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_the_forecast_counts_synchronous_steps_as_they_run(comfyui, num_steps):
+    """With one call of the model a step."""
+    staleness = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.staleness"].Staleness
+    sigmas = torch.linspace(1, 0, num_steps + 1)
+    for warmup_steps in range(num_steps + 3):
+        run, count = staleness(sigmas, warmup_steps), 0
+        for sigma in sigmas[:-1].tolist():
+            count += run.is_synchronous({"one"}, sigma)
+            run.hold({"one"})
+
+        assert count == synchronous_steps(num_steps, warmup_steps)
 
 
 def test_pieces_of_a_latent_are_synchronous(comfyui):

@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from ..forecast.cost import synchronous_steps
 from ..planner import warmup_layout
 
 
@@ -43,15 +44,16 @@ SAMPLERS = {function.__name__: function for function in (euler, dpmpp_2m, euler_
 
 
 def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channels, time_scale=1.0, by_image=False,
-           guidance=None, forecast=0.0, step_by=euler):
+           guidance=None, forecast=0.0, step_by=euler, displaced_mode="corrected_async_gn"):
     """Sample from the call's latent down the sigmas; returns the latent.
 
     patches: of partition.cut_patches; None: every step is whole and nothing is kept. time_scale: timestep at sigma 1.
     guidance: the scale of classifier-free guidance; the call's conditioning is then of twice as many rows as its latent,
     the unconditional ones last. forecast: of stale keys and values, docs/algorithms.md section 2.9. step_by: one of SAMPLERS.
-    With displaced patches in the layout, steps after the warm-up are stale, and never the first.
+    With displaced patches in the layout, steps after the warm-up are stale, and never the first; displaced_mode is how.
     """
     num_steps, displaced = len(sigmas) - 1, layout.displaced_degree > 1
+    num_synchronous = synchronous_steps(num_steps, warmup_steps)
     num_whole = num_steps if patches is None else min(warmup_steps, num_steps)
 
     def at(latent, step):
@@ -75,7 +77,8 @@ def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channe
     whole_layout = warmup_layout(layout, spec.stages) if spec.stages else layout
     for step in range(num_whole):
         ticket = client.submit(spec, whole_layout, num_channels, [at(x, step)], keep=displaced or patches is not None,
-                               by_image=by_image, forecast=forecast, stale=displaced and step >= max(1, warmup_steps))
+                               by_image=by_image, forecast=forecast, stale=displaced and step >= num_synchronous,
+                               displaced_mode=displaced_mode)
         x, before = stepped(x, step, client.wait([ticket])[1][0], before)
     if not patches or num_whole == num_steps:
         return x

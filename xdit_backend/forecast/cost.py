@@ -239,7 +239,7 @@ def run_seconds(net, job, degrees, device, links, worth=0.0):
     if displaced > 1:
         block = block_parts(net, job, replace(degrees, displaced=1), device, links, batch, job.tokens / displaced, keys, text)
         gather = 2 * batch * job.tokens / displaced * net.width * net.element_bytes * (displaced - 1) / links.rate("gather", displaced)
-        synchronous = min(job.steps, degrees.warmup_steps + 1)
+        synchronous = synchronous_steps(job.steps, degrees.warmup_steps)
         hidden = max(0.0, gather - block.seconds)
         return causes(job, block.times(net.blocks * job.steps), net.blocks * (job.steps - synchronous) * hidden,
                       net.blocks * synchronous * gather)
@@ -274,6 +274,11 @@ def run_seconds(net, job, degrees, device, links, worth=0.0):
             "link": busy * (part.link + skips + max(0.0, patch_hop - part.seconds - skips)),
             "launch": busy * (device.slot_launch_s + max(0.0, part.launch - part.compute - part.link)),
             "warm-up": max(0.0, warm - even) + (slots - busy) * slot}
+
+
+def synchronous_steps(num_steps, warmup_steps):
+    """Steps of a run of DistriFusion in which everything is fresh: the warm-up, and the first in any case, which finds nothing stale."""
+    return min(num_steps, max(1, warmup_steps))
 
 
 def causes(job, parts, link=0.0, warmup=0.0):
