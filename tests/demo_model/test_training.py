@@ -6,7 +6,9 @@ import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 
-from xdit_backend.demo_model import autoencoder, export, loop, pictures, transformer
+from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.transformer import load_transformer
+from xdit_backend.demo_model import autoencoder, export, loop, pictures, small, transformer
 
 
 @pytest.fixture
@@ -125,3 +127,25 @@ def test_captions_name_the_thing_or_what_it_is_like(entry):
 def test_missing_packages_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="fonts-noto-color-emoji"):
         pictures.read_entries(tmp_path)
+
+
+def test_a_small_unet_is_read_back_as_it_was_trained(tmp_path, monkeypatch):
+    """Two steps of training; the file is a U-Net of SD 1.5's kind, and its model the one that was written."""
+    monkeypatch.setattr(transformer, "BATCH", 4)
+    torch.manual_seed(0)
+    entries = [pictures.Entry("\U0001F408", name, ("animal",), 1.0) for name in ("cat", "dog")]
+    rows, shown = torch.tensor([[0, 1] * 6, [2, 3] * 6]), []
+    model = small.new_unet()
+
+    state = small.train(loop.Setting(tmp_path), model, torch.randn(4, 16, 16, 16), rows, entries, 2, 1e-3,
+                        lambda step, weights: shown.append(step))
+    export.write(tmp_path / "unet.safetensors", export.unet_tensors(state, small.NUM_LAYERS, torch.float32))
+    header = read_header(str(tmp_path / "unet.safetensors"))
+    read, _ = load_transformer(model_spec(header, recognise(header), "float32", "float32"), recognise(header), torch.device("cpu"))
+
+    assert shown == [2] and recognise(header).name == "SD 1.5"
+    assert all(torch.equal(tensor, state[name]) for name, tensor in read.state_dict().items())
+    latent, sigma, context = torch.randn(2, 16, 16, 16), torch.tensor([1.0, 0.3]), torch.randn(2, 24, 128)
+    model.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(small.predicted(read, latent, sigma, context, None), small.predicted(model, latent, sigma, context, None))

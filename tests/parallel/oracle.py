@@ -14,10 +14,13 @@ plain = F.scaled_dot_product_attention
 
 
 class StaleModel:
-    """A model of the zoo that remembers keys and values from call to call. forecast: how far they go on as they went before."""
+    """A model of the zoo that remembers keys and values from call to call.
 
-    def __init__(self, example, forecast=0.0):
-        self.example, self.forecast = example, forecast
+    forecast: how far they go on as they went before. order: 1, along a line through the last two calls; 2, a parabola through three.
+    """
+
+    def __init__(self, example, forecast=0.0, order=1):
+        self.example, self.forecast, self.order = example, forecast, order
         self.store, self.times, self.past = {}, {}, {}         # past: of each attention, [(time, keys, values)] of whole calls
         self.streams = None                                    # of the self-attention that runs
         for list_ in example.family.plan.lists:
@@ -40,7 +43,15 @@ class StaleModel:
         if len(past) > 1:
             (older, *before), (old, *last) = past[-2:]
             stride = min(max((time - old) / (old - older), -1.0), 2.0)
-            self.store[name] = *(now + self.forecast * stride * (now - then) for now, then in zip(last, before)), seen
+            bent = (0.0, 0.0)
+            if self.order == 2 and len(past) > 2:
+                oldest, *first = past[-3]
+                step = stride * (old - older)
+                bent = [((now - then) / (old - older) - (then - start) / (older - oldest)) / (old - oldest) * step * (step + old - older)
+                        for now, then, start in zip(last, before, first)]
+            self.store[name] = *(now + self.forecast * stride * (now - then) + self.forecast * more
+                                 for now, then, more in zip(last, before, bent)), seen
+            del past[:-2]
 
     def predict(self, latent, timestep, rows=None):
         """The model's prediction for a whole latent. rows: the patch, (first, last + 1) along its dim; None: all is fresh."""

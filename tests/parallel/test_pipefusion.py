@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.models.zoo import APART, CONFIGS, example, hold_share, matrix
-from tests.parallel.oracle import simulate, stepped
+from tests.parallel.oracle import StaleModel, simulate, stepped
 from tests.ranks import run_ranks
 from tests.tolerances import InDouble, within
 from xdit_backend.models import FAMILIES
@@ -234,6 +234,20 @@ def test_forecast_keys_and_values_equal_the_oracle(name, layout, offload, batch)
 @pytest.mark.parametrize("mutant", ["forecast_in_steps_not_in_time", "forecast_of_a_forecast"])
 def test_a_wrong_forecast_is_noticed(mutant):
     assert run_ranks(forecast_errors, 1, "SD3", Layout(), [(3, 1)], False, 1, mutant)[0][0][0] > 1e-6
+
+
+@pytest.mark.parametrize("order, drift", [(1, lambda time: 3 - 2 * time), (2, lambda time: 3 - 2 * time + 5 * time ** 2)])
+def test_the_oracles_forecast_goes_on_as_its_order_says(order, drift):
+    def made(time):
+        return torch.full((1, 2, 3, 4), drift(time), dtype=torch.float64)
+    model = StaleModel(example("SD3"), 1.0, order)
+    for time, following in ((1.0, 0.8), (0.8, 0.5), (0.5, 0.1)):
+        model.store["one"], model.times["one"] = (made(time), -made(time), torch.ones(3, dtype=torch.bool)), time
+        model.go_on("one", following)
+
+    keys, values, _ = model.store["one"]
+    within((keys - made(0.1)).abs().max(), 1e-12)
+    within((values + made(0.1)).abs().max(), 1e-12)
 
 
 def offloaded(rank, world_size, name):

@@ -1,11 +1,10 @@
 """Time displaced patches (DistriFusion) of a U-Net on several workers, and count what they send and keep.
 
-A random U-Net of SD 1.5's structure is written as a file and run by real worker groups, in rounds that run every way once: one worker,
-synchronous calls, stale calls, and workers that share nothing, which is more than can be had on this machine.
+A random U-Net of SD 1.5's structure is written as a file and run by real worker groups, in rounds that run every way in turn: one worker,
+workers that share nothing, which is more than can be had on this machine, synchronous calls, and stale calls.
 """
 
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 
 from ..checkpoints.header import model_spec, read_header, recognise
 from ..checkpoints.net import told_bytes
+from ..demo_model.export import unet_tensors
 from ..host.client import Call, Client
 from ..protocol.errors import ConfigError
 from ..protocol.messages import Layout
@@ -32,7 +32,8 @@ def add_arguments(parser):
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and results")
-    parser.add_argument("--rounds", type=int, default=5, help="in each of which everything runs once")
+    parser.add_argument("--rounds", type=int, default=5, help="in each of which every way has its turn")
+    parser.add_argument("--calls", type=int, default=3, help="of a turn, one after the other as the steps of a run")
 
 
 def main(options):
@@ -44,7 +45,7 @@ def main(options):
     config = unet_config(options.width)
     print(f"U-Net of SD 1.5's structure, width {options.width}, {options.dtype}; "
           + (f"{num_cuda} CUDA devices" if num_cuda else f"CPU workers of {options.threads} thread(s), {os.cpu_count()} cores")
-          + f"; torch {torch.__version__}; medians of {options.rounds} rounds", flush=True)
+          + f"; torch {torch.__version__}; {options.rounds} rounds of {options.calls} calls each", flush=True)
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
         model = write_model(config, f"{folder}/unet.safetensors", getattr(torch, options.dtype))
         header = read_header(f"{folder}/unet.safetensors")
@@ -52,14 +53,15 @@ def main(options):
         clients = start_clients({1, options.workers}, num_cuda)
         apart = [clients[1], *(Client(clients[1].devices) for _ in range(options.workers - 1))]
         try:
-            print(f"{'latent':>9} {'way':<18} {'s/call':>8} {'ratio':>6} {'sent bytes/rank':>16} {'formula':>12} {'kept bytes/rank':>16} "
-                  f"{'formula':>12}")
+            print(f"{'latent':>9} {'way':<12} {'s/call: min':>12} {'median':>7} {'max':>7} {'ratio':>6} {'of apart':>8} "
+                  f"{'processor s/call':>16} {'sent bytes/rank':>16} {'formula':>12} {'kept bytes/rank':>16} {'formula':>12}")
             for size in options.sizes:
                 print_size(model, spec, size, clients[options.workers], apart, options)
         finally:
             for client in {*clients.values(), *apart}:
                 client.close()
-    print("ratio: to one worker. apart: as many workers, each with a call of its own.")
+    print("ratio: times as fast as one worker, by medians. apart: as many workers, each with its own calls: the most this machine can\n"
+          "give. of apart: the part of that which was reached. processor: seconds of all workers together, median.")
 
 
 def print_size(model, spec, size, together, apart, options):
@@ -68,37 +70,46 @@ def print_size(model, spec, size, together, apart, options):
                 {"context": torch.randn(1, 77, TEXT_WIDTH, generator=generator)})
     layout = Layout(displaced_degree=options.workers)
 
-    def timed(function):
-        started_s = time.perf_counter()
-        function()
-        return time.perf_counter() - started_s
-
     def displaced(stale):
-        together.wait([together.submit(spec, layout, 4, [call], keep=True, run="bench", stale=stale)])
+        for _ in range(options.calls):
+            together.wait([together.submit(spec, layout, 4, [call], keep=True, run="bench", stale=stale)])
+
+    def alone(client):
+        for _ in range(options.calls):
+            client.predict(spec, Layout(), 4, [call])
 
     def all_apart():
         with ThreadPoolExecutor(len(apart)) as pool:
-            for future in [pool.submit(client.predict, spec, Layout(), 4, [call]) for client in apart]:
+            for future in [pool.submit(alone, client) for client in apart]:
                 future.result()
 
-    ways = {"one": lambda: apart[0].predict(spec, Layout(), 4, [call]), "apart": all_apart, "synchronous": lambda: displaced(False),
-            "stale": lambda: displaced(True)}
-    seconds, sent = {way: [] for way in ways}, {}
+    def totals(clients):
+        """(processor seconds of these clients' workers, bytes that each rank of the first has sent)."""
+        seconds = sum(numbers["cpu_s"] for client in clients for numbers in client.report_memory().values())
+        return seconds, clients[0].totals()[0].get("sent_bytes", 0)
+
+    ways = {"one": (apart[:1], lambda: alone(apart[0])), "apart": (apart, all_apart),
+            "synchronous": ([together], lambda: displaced(False)), "stale": ([together], lambda: displaced(True))}
+    seconds, processor, sent = ({way: [] for way in ways} for _ in range(3))
     for round_ in range(options.rounds + 1):                   # the first one warms up
-        for way, run in ways.items():
-            before = together.totals()[0].get("sent_bytes", 0)
-            seconds[way].append(timed(run))
-            sent[way] = together.totals()[0].get("sent_bytes", 0) - before
+        for way, (clients, run) in ways.items():
+            cpu_s, sent_bytes = totals(clients)
+            started_s = time.perf_counter()
+            run()
+            seconds[way].append((time.perf_counter() - started_s) / options.calls)
+            for values, after, before in zip((processor, sent), totals(clients), (cpu_s, sent_bytes)):
+                values[way].append((after - before) / options.calls)
         print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
     kept = together.report_memory()[0]["exchange_bytes"]
     together.end_run("bench")
     told = told_bytes(model, (size, size), options.workers, getattr(torch, options.dtype))
     median = {way: statistics.median(values[1:]) for way, values in seconds.items()}
+    ratio = {way: (options.workers if way == "apart" else 1) * median["one"] / median[way] for way in ways}
     for way in ways:
-        work = options.workers if way == "apart" else 1
-        row = f"{size:>4} x{size:>3} {way:<18} {median[way]:>8.3f} {work * median['one'] / median[way]:>5.2f}x"
+        row = (f"{size:>4} x{size:>3} {way:<12} {min(seconds[way][1:]):>12.3f} {median[way]:>7.3f} {max(seconds[way][1:]):>7.3f} "
+               f"{ratio[way]:>5.2f}x {ratio[way] / ratio['apart']:>8.1%} {statistics.median(processor[way][1:]):>16.3f}")
         if way in ("synchronous", "stale"):
-            row += f" {int(sent[way]):>16} {told * (options.workers - 1):>12} {int(kept):>16} {told * options.workers:>12}"
+            row += f" {int(sent[way][-1]):>16} {told * (options.workers - 1):>12} {int(kept):>16} {told * options.workers:>12}"
         print(row, flush=True)
 
 
@@ -112,29 +123,5 @@ def write_model(config, path, dtype):
     from diffusers import UNet2DConditionModel
     torch.manual_seed(0)
     model = UNet2DConditionModel(**config).eval().requires_grad_(False)
-    tensors = {_in_file(name, config["layers_per_block"]): tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    save_file(tensors, path)
+    save_file(unet_tensors(model.state_dict(), config["layers_per_block"], dtype), path)
     return model
-
-
-PARTS = (("norm1.", "in_layers.0."), ("conv1.", "in_layers.2."), ("time_emb_proj.", "emb_layers.1."), ("norm2.", "out_layers.0."),
-         ("conv2.", "out_layers.3."), ("conv_shortcut.", "skip_connection."))
-OUTSIDE = (("conv_in.", "input_blocks.0.0."), ("conv_norm_out.", "out.0."), ("conv_out.", "out.2."),
-           ("time_embedding.linear_1.", "time_embed.0."), ("time_embedding.linear_2.", "time_embed.2."),
-           ("mid_block.resnets.0.", "middle_block.0."), ("mid_block.attentions.0.", "middle_block.1."),
-           ("mid_block.resnets.1.", "middle_block.2."))
-
-
-def _in_file(name, num_layers):
-    """diffusers' name -> the publisher's, of a U-Net of SD 1.5's structure."""
-    place, rest = next(((new, name.removeprefix(old)) for old, new in OUTSIDE if name.startswith(old)), ("", name))
-    match = re.match(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.*)", rest)
-    if match is not None:
-        side, level, kind, layer, rest = match[1], int(match[2]), match[3], int(match[4]), match[5]
-        first = level * (num_layers + 1) + (side == "down")
-        place = f"{'in' if side == 'down' else 'out'}put_blocks.{first + (num_layers if kind.endswith('samplers') else layer)}."
-        place += {"resnets": "0.", "attentions": "1.", "downsamplers": "0.", "upsamplers": "1." if level == 0 else "2."}[kind]
-        rest = rest.replace("conv.", "op.", 1) if kind == "downsamplers" else rest
-    if "resnets" in name:
-        rest = next((rest.replace(old, new, 1) for old, new in PARTS if rest.startswith(old)), rest)
-    return place + rest

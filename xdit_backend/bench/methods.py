@@ -41,7 +41,8 @@ def add_arguments(parser):
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and results")
     parser.add_argument("--rounds", type=int, default=5, help="in each of which everything runs once")
     parser.add_argument("--patches", type=int, nargs="+", default=(2, 4, 8), help="num_patches to try with pipefusion")
-    parser.add_argument("--forecast", type=float, default=ParallelConfig.forecast_keys_values, help="forecast_keys_values of pipefusion")
+    parser.add_argument("--forecast", type=float, nargs="+", default=(ParallelConfig.forecast_keys_values,),
+                        help="forecast_keys_values to try with pipefusion, in turns")
     parser.add_argument("--steps", type=int, default=20, help="steps of a pipefusion run")
     parser.add_argument("--warmup-steps", type=int, default=1, help="of them, the first whole ones")
     parser.add_argument("--warmup", choices=("whole", "sequence"), default="whole", help="how pipefusion's warm-up steps run")

@@ -73,7 +73,9 @@ def measure(setting, folder, layouts, clients, call, options):
         for asked in options.patches:
             num_patches = choose_num_patches(asked, degrees["pipefusion"], call.latent.shape, (2, 2), stages.sequence_degree)
             patches = cut_patches(call.latent.shape, (2, 2), num_patches)
-            jobs[f"{name} M={num_patches}"] = (degrees, clients[size], spec, config.layout, patches)
+            for forecast in options.forecast:                  # in turns, so that their ratio is not the machine's mood
+                key = f"{name} M={num_patches}" + (f",f={forecast:g}" if len(options.forecast) > 1 else "")
+                jobs[key] = (degrees, clients[size], spec, config.layout, patches, forecast)
     times, facts = {key: [] for key in jobs}, {}
 
     def whole_steps(client):
@@ -90,7 +92,7 @@ def measure(setting, folder, layouts, clients, call, options):
         run(client, one_spec, one_layout, call, 1, 0, None)    # loads the model
     for round_ in range(options.rounds + 1):                   # the first one warms up
         steps = options.steps if round_ else options.warmup_steps + 1
-        for key, (degrees, client, spec, layout, patches) in jobs.items():
+        for key, (degrees, client, spec, layout, patches, forecast) in jobs.items():
             run(client, spec, layout, call, 1, 1, [])          # loads the model
             before = _sent(client)
             run(client, spec, layout, call, options.warmup_steps, options.warmup_steps, [])
@@ -98,7 +100,7 @@ def measure(setting, folder, layouts, clients, call, options):
             before = _sent(client)
             one_before_s = whole_steps(clients[1])
             started_s = time.perf_counter()
-            run(client, spec, layout, call, steps, options.warmup_steps, patches, options.forecast)
+            run(client, spec, layout, call, steps, options.warmup_steps, patches, forecast)
             elapsed_s = time.perf_counter() - started_s
             one_s = (one_before_s + whole_steps(clients[1])) / 2
             times[key].append((elapsed_s / steps, one_s * steps / elapsed_s, 2 * one_s / both_at_once(), one_s))
@@ -110,12 +112,12 @@ def measure(setting, folder, layouts, clients, call, options):
                           [memory[rank]["key_value_bytes"] for rank in sorted(memory)])
             print(f"\r{key}: round {round_} of {options.rounds}", end="", file=sys.stderr, flush=True)
     rows = {}
-    for key, (degrees, client, spec, layout, patches) in jobs.items():
+    for key, (degrees, client, spec, layout, patches, forecast) in jobs.items():
         sent, weights, kept = facts[key]
         seconds, ratio, apart, _ = (statistics.median(column) for column in zip(*times[key][1:]))
         bubble = bubble_ratio(options.steps, options.warmup_steps, degrees["pipefusion"], len(patches), spec.stages.every_block)
         weight_formula, key_value_formula = memory_formulas(header, family, spec, len(weights), setting, degrees)
-        key_value_formula = [kept * (2 if options.forecast else 1) for kept in key_value_formula]
+        key_value_formula = [kept * (2 if forecast else 1) for kept in key_value_formula]
         rows[key] = Row(key, seconds, ratio, bubble * degrees["ring"] * degrees["ulysses"], apart, sent,
                         sent_formula(degrees, setting), weights, weight_formula, kept, key_value_formula)
     return statistics.median(row[3] for rows_ in times.values() for row in rows_[1:]), rows

@@ -1,7 +1,7 @@
 """Tell what stale keys and values do to pictures: PipeFusion and displaced patches against one device, on the trained demo model.
 
 The same prompts and seeds are drawn by one worker, by a pipeline of two and by displaced patches under each setting, and by naive
-patches, which never see each other. Prints a table in Markdown and writes a contact sheet.
+patches, which never see each other. Prints a table in Markdown and writes a contact sheet. A U-Net (--model) has no pipeline.
 """
 
 import itertools
@@ -17,22 +17,26 @@ from safetensors.torch import load_file
 
 from ..checkpoints.header import model_spec, read_header, recognise
 from ..checkpoints.vae import load_autoencoder
+from ..config import DISPLACED_MODES
 from ..demo_model.autoencoder import CHANNELS, SIDE
 from ..demo_model.features import Recogniser
-from ..demo_model.text import WEIGHTS, load_text_encoder
+from ..demo_model.text import WEIGHTS, as_unets_context, load_text_encoder
 from ..demo_model.transformer import shifted_sigmas
 from ..host.client import Call
-from ..partition import cut_patches
+from ..partition import cut_bands, cut_patches
 from ..protocol.errors import ConfigError
 from ..protocol.messages import Layout, Stages
 from .groups import count_cuda, start_clients
 from .sampler import SAMPLERS, sample
 
+DEMO = WEIGHTS / "diffusion_models" / "xdit_demo.safetensors"
 ONE = "one device"
 NUM_SHOWN = 8                              # prompts on the contact sheet
 
 
 def add_arguments(parser):
+    parser.add_argument("--model", type=Path, default=DEMO, metavar="FILE",
+                        help="the demo model, or one trained by python -m xdit_backend.demo_model.small")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
     parser.add_argument("--prompts", type=int, default=256, help="how many of the 256 prompts")
@@ -42,6 +46,8 @@ def add_arguments(parser):
     parser.add_argument("--guidance", type=float, default=3.0, help="scale of classifier-free guidance")
     parser.add_argument("--patches", type=int, nargs="+", default=(2, 4, 8), help="num_patches to try")
     parser.add_argument("--displaced", type=int, nargs="*", default=(2, 4, 8), help="displaced_degree to try, each as many workers")
+    parser.add_argument("--displaced-modes", choices=DISPLACED_MODES, nargs="+", default=DISPLACED_MODES[:1], metavar="NAME",
+                        help="displaced_mode to try: " + ", ".join(DISPLACED_MODES))
     parser.add_argument("--warmup-steps", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="warmup_steps to try")
     parser.add_argument("--forecast", type=float, nargs="+", default=(0.0,), help="forecast of stale keys and values to try")
     parser.add_argument("--sheet", type=Path, default=Path("quality.png"), help="where the contact sheet goes")
@@ -54,7 +60,7 @@ def main(options):
         raise ConfigError(f"prompts={options.prompts} is not from {NUM_SHOWN} to {len(prompts)}.")
     prompts, labels = prompts[:options.prompts], labels[:options.prompts]
     tried = settings(options)
-    pictures = draw_all(tried, prompts, options)
+    pictures = draw_all(tried, prompts, recognise(read_header(str(options.model))), options)
     rows = {name: compare(picture, pictures[ONE], tried[name].num_patches, recogniser, labels) for name, picture in pictures.items()}
     print_table(rows, recogniser, pictures, data, options)
     write_sheet(options.sheet, pictures, prompts[:NUM_SHOWN])
@@ -85,16 +91,17 @@ class Setting:
 
 def settings(options):
     """{name: Setting} of everything that is compared, one device first."""
-    header = read_header(str(WEIGHTS / "diffusion_models" / "xdit_demo.safetensors"))
+    header = read_header(str(options.model))
     family = recognise(header)
     dtypes = ("float32", "float32")
-    one_spec, staged = model_spec(header, family, *dtypes), model_spec(header, family, *dtypes, Stages(2, 1))
+    one_spec = model_spec(header, family, *dtypes)
+    staged = None if family.by_rows else model_spec(header, family, *dtypes, Stages(2, 1))
     shape = (1, CHANNELS, SIDE, SIDE)
 
-    def run(spec, layout, warmup_steps=0, patches=None, forecast=0.0):
+    def run(spec, layout, warmup_steps=0, patches=None, forecast=0.0, mode=DISPLACED_MODES[0]):
         def run(client, call, sigmas):
             latent = sample(client, spec, layout, call, sigmas, warmup_steps, patches, CHANNELS, 1000.0, guidance=options.guidance,
-                            forecast=forecast, step_by=SAMPLERS[options.sampler])
+                            forecast=forecast, step_by=SAMPLERS[options.sampler], displaced_mode=mode)
             client.end_run()
             return latent
         return run
@@ -106,17 +113,19 @@ def settings(options):
                                                        for strip in call.latent.chunk(num_patches, dim=2)], dim=2)
 
     found = {ONE: Setting(1, whole)}
-    for num_patches, warmup_steps, forecast in itertools.product(options.patches, options.warmup_steps, options.forecast):
+    for num_patches, warmup_steps, forecast in itertools.product(options.patches if staged else (), options.warmup_steps, options.forecast):
         name = f"M={num_patches}, W={warmup_steps}" + (f", forecast {forecast:g}" if forecast else "")
         patches = cut_patches(shape, (2, 2), num_patches)
         found[name] = Setting(2, run(staged, Layout(pipefusion_degree=2), warmup_steps, patches, forecast), num_patches)
-    for degree, warmup_steps in itertools.product(options.displaced, options.warmup_steps):
-        found[f"displaced, N={degree}, W={warmup_steps}"] = Setting(
-            degree, run(one_spec, Layout(displaced_degree=degree), warmup_steps), degree)
+    for degree, warmup_steps, mode in itertools.product(options.displaced, options.warmup_steps, options.displaced_modes):
+        if family.by_rows and cut_bands(SIDE, degree, 2 ** (family.plan.num_levels(family.config(header.shapes)) - 1)) is None:
+            raise ConfigError(f"--displaced {degree} is too much for the {SIDE} rows of a latent of {options.model.name}.")
+        name = f"displaced, N={degree}, W={warmup_steps}" + (f", {mode}" if len(options.displaced_modes) > 1 else "")
+        found[name] = Setting(degree, run(one_spec, Layout(displaced_degree=degree), warmup_steps, mode=mode), degree)
     return found | {f"naive patches, M={num_patches}": Setting(1, naive(num_patches), num_patches) for num_patches in options.patches}
 
 
-def draw_all(tried, prompts, options):
+def draw_all(tried, prompts, family, options):
     """{name: pictures} under these Settings, by one worker group at a time, since each worker takes memory."""
     drawn = {}
     for size in sorted({setting.num_workers for setting in tried.values()}):
@@ -125,22 +134,31 @@ def draw_all(tried, prompts, options):
             for name, setting in tried.items():
                 if setting.num_workers == size:
                     print(f"\r{name:<40}", end="", file=sys.stderr, flush=True)
-                    drawn[name] = decode(draw(client, setting.run, prompts, options))
+                    drawn[name] = decode(draw(client, setting.run, prompts, family, options))
         finally:
             client.close()
     return {name: drawn[name] for name in tried}
 
 
-def draw(client, run, prompts, options):
+def draw(client, run, prompts, family, options):
     """Latents [B, 16, 16, 16] of the prompts, each from its own seed."""
-    encoder, sigmas, latents = load_text_encoder(), shifted_sigmas(options.steps).tolist(), []
+    sigmas, latents = shifted_sigmas(options.steps).tolist(), []
     for first in range(0, len(prompts), options.batch):
         some = prompts[first:first + options.batch]
-        noise = [torch.randn(CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(first + index))
-                 for index in range(len(some))]
-        context, pooled = encoder.encode([*some, *[""] * len(some)])
-        latents.append(run(client, Call(torch.stack(noise), torch.zeros(1), {"context": context, "y": pooled}), sigmas))
+        noise = noise_of(range(first, first + len(some)))
+        latents.append(run(client, Call(noise, torch.zeros(1), conditioning_of(family, some)), sigmas))
     return torch.cat(latents)
+
+
+def noise_of(numbers):
+    """The noise [B, 16, 16, 16] that prompts of these numbers begin with."""
+    return torch.stack([torch.randn(CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(number)) for number in numbers])
+
+
+def conditioning_of(family, prompts):
+    """What a model of the family is told of the prompts, and then as often of none, for classifier-free guidance."""
+    context, pooled = load_text_encoder().encode([*prompts, *[""] * len(prompts)])
+    return {"context": as_unets_context(context)} if family.by_rows else {"context": context, "y": pooled}
 
 
 @torch.no_grad()

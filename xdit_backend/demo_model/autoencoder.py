@@ -2,10 +2,12 @@
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torchvision.utils import save_image
 
 from . import loop
 from .pictures import compose
+from .text import WEIGHTS
 
 CHANNELS, SIDE = 16, 16                    # of a latent: 128 x 128 pixels
 BATCH = 16
@@ -30,6 +32,19 @@ def new():
     """The untrained autoencoder: diffusers' AutoencoderTiny with SD3's number of channels, 2.4 million parameters."""
     from diffusers import AutoencoderTiny
     return AutoencoderTiny(latent_channels=CHANNELS).to(memory_format=torch.channels_last)
+
+
+def load():
+    """The trained autoencoder, in float32."""
+    state = {}
+    for name, tensor in load_file(WEIGHTS / "vae" / "xdit_demo_vae.safetensors").items():
+        side, _, rest = name.removeprefix("taesd_").partition(".")
+        if side in ("encoder", "decoder"):                     # export.autoencoder_tensors, the other way
+            index, _, rest = rest.partition(".")
+            state[f"{side}.layers.{int(index) - (side == 'decoder')}.{rest}"] = tensor.float()
+    autoencoder = new()
+    autoencoder.load_state_dict(state)
+    return autoencoder
 
 
 def edges(picture):

@@ -26,6 +26,13 @@ IN_BLOCKS = {
 JOINED = {"x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
           "context_block.attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")}
 
+OF_UNET = (("norm1.", "in_layers.0."), ("conv1.", "in_layers.2."), ("time_emb_proj.", "emb_layers.1."), ("norm2.", "out_layers.0."),
+           ("conv2.", "out_layers.3."), ("conv_shortcut.", "skip_connection."))
+OUTSIDE_UNET = (("conv_in.", "input_blocks.0.0."), ("conv_norm_out.", "out.0."), ("conv_out.", "out.2."),
+           ("time_embedding.linear_1.", "time_embed.0."), ("time_embedding.linear_2.", "time_embed.2."),
+           ("mid_block.resnets.0.", "middle_block.0."), ("mid_block.attentions.0.", "middle_block.1."),
+           ("mid_block.resnets.1.", "middle_block.2."))
+
 
 def transformer_tensors(state):
     """The state dict of diffusers' SD3Transformer2DModel under SD3's own names, the block's matrices in 8 bits."""
@@ -50,6 +57,26 @@ def transformer_tensors(state):
                 tensors[f"joint_blocks.{block}.{file_name}.{kind}"] = torch.cat(
                     [state[f"transformer_blocks.{block}.{part}.{kind}"] for part in parts])
     return tensors
+
+
+def unet_tensors(state, num_layers, dtype):
+    """The state dict of diffusers' UNet2DConditionModel, of SD 1.5's structure and as many layers a level, under the publisher's names."""
+    return {_in_unets_file(name, num_layers): tensor.to(dtype) for name, tensor in state.items()}
+
+
+def _in_unets_file(name, num_layers):
+    """diffusers' name -> the publisher's, of a U-Net of SD 1.5's structure."""
+    place, rest = next(((new, name.removeprefix(old)) for old, new in OUTSIDE_UNET if name.startswith(old)), ("", name))
+    match = re.match(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.*)", rest)
+    if match is not None:
+        side, level, kind, layer, rest = match[1], int(match[2]), match[3], int(match[4]), match[5]
+        first = level * (num_layers + 1) + (side == "down")
+        place = f"{'in' if side == 'down' else 'out'}put_blocks.{first + (num_layers if kind.endswith('samplers') else layer)}."
+        place += {"resnets": "0.", "attentions": "1.", "downsamplers": "0.", "upsamplers": "1." if level == 0 else "2."}[kind]
+        rest = rest.replace("conv.", "op.", 1) if kind == "downsamplers" else rest
+    if "resnets" in name:
+        rest = next((rest.replace(old, new, 1) for old, new in OF_UNET if rest.startswith(old)), rest)
+    return place + rest
 
 
 def autoencoder_tensors(state):

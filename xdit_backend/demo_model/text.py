@@ -17,6 +17,7 @@ from ..protocol.errors import ConfigError
 WEIGHTS = Path(__file__).parent / "weights"
 MAX_WORDS = 24
 WIDTH = 128
+UNET_WIDTH = 768       # that SD 1.5's U-Nets read, see as_unets_context
 NUM_BUCKETS = 8192
 MIN_PIECE, MAX_PIECE = 3, 5
 
@@ -71,6 +72,11 @@ def arrange(lists):
             places.append(row * MAX_WORDS + column)
             buckets += pieces_of(word)
     return torch.tensor(buckets, dtype=torch.long), torch.tensor(offsets, dtype=torch.long), torch.tensor(places, dtype=torch.long)
+
+
+def as_unets_context(context):
+    """The context as a U-Net of SD 1.5's kind reads it, [B, 24, 768]: followed by zeros."""
+    return nn.functional.pad(context, (0, UNET_WIDTH - context.shape[-1]))
 
 
 def load_text_encoder():

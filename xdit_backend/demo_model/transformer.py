@@ -60,6 +60,23 @@ def captions_of(entries, chosen, backgrounds, randomness):
     return [[] if randomness.random() < WITHOUT_TEXT else words_of(text)[:MAX_WORDS] for text in texts]
 
 
+def batch_of(generator, latents, rows, entries, often):
+    """What a step learns from, (noisy latents, noise levels, velocities, captions as lists of words); the others as train's.
+
+    All is drawn on the CPU, alike on every device.
+    """
+    randomness = random.Random(generator.initial_seed())
+    chosen = torch.multinomial(often, BATCH, replacement=True, generator=generator)
+    shown = torch.randint(-len(BACKGROUNDS), len(BACKGROUNDS), (BATCH,), generator=generator)
+    shown = shown.clamp(min=0)                                           # every second one is upon white, the first
+    shown = torch.where(rows[chosen, shown] >= 0, shown, 0)
+    clean = latents[rows[chosen, shown]].float()
+    noise = torch.randn(clean.shape, generator=generator)
+    sigma = shifted(torch.rand(BATCH, generator=generator))
+    captions = captions_of(entries, chosen.tolist(), shown.tolist(), randomness)
+    return torch.lerp(clean, noise, sigma[:, None, None, None]), sigma, noise - clean, captions
+
+
 def train(setting, latents, rows, entries, often, steps, peak, show):
     """Train, or go on training; returns the state dicts of both.
 
@@ -69,22 +86,13 @@ def train(setting, latents, rows, entries, often, steps, peak, show):
     transformer, text = (module.to(setting.device) for module in new())
 
     def loss_of(step, generator):
-        randomness = random.Random(generator.initial_seed())
-        chosen = torch.multinomial(often, BATCH, replacement=True, generator=generator)
-        shown = torch.randint(-len(BACKGROUNDS), len(BACKGROUNDS), (BATCH,), generator=generator)
-        shown = shown.clamp(min=0)                                       # every second one is upon white, the first
-        shown = torch.where(rows[chosen, shown] >= 0, shown, 0)
-        clean = latents[rows[chosen, shown]].float()                     # all is drawn on the CPU, alike on every device
-        noise = torch.randn(clean.shape, generator=generator)
-        sigma = shifted(torch.rand(BATCH, generator=generator))
-        clean, noise, sigma = (tensor.to(setting.device) for tensor in (clean, noise, sigma))
-        noisy = torch.lerp(clean, noise, sigma[:, None, None, None])
-        words = arrange(captions_of(entries, chosen.tolist(), shown.tolist(), randomness))
-        context, pooled = text(*(tensor.to(setting.device) for tensor in words), BATCH)
+        noisy, sigma, wanted, captions = batch_of(generator, latents, rows, entries, often)
+        noisy, sigma, wanted = (tensor.to(setting.device) for tensor in (noisy, sigma, wanted))
+        context, pooled = text(*(tensor.to(setting.device) for tensor in arrange(captions)), BATCH)
         weights = rounded(transformer) if step >= ROUNDED_FROM * steps else {}
         with torch.autocast(setting.device.type, torch.bfloat16):
             velocity = functional_call(transformer, weights, (noisy, context, pooled, sigma * 1000)).sample
-        return (velocity.float() - (noise - clean)).square().mean()
+        return (velocity.float() - wanted).square().mean()
 
     def on_save(step, state):
         model, encoder = new()

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import time
 
 import torch
 import torch.distributed as dist
@@ -107,11 +108,12 @@ class Engine:
             self.memory.give_back(SPARE_BYTES)
 
     def _report_memory(self, command, traffic):
-        """Bytes of weights on the device and parked in host memory, of device memory in use and free; when all before is done."""
+        """Bytes of weights on the device and parked in host memory, of device memory in use and free, and seconds that the device has
+        worked and that processors have on this process; when all before is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return {"pid": os.getpid(), "parked_bytes": self._models.parked_bytes, "busy_s": self._predictions.take_busy_s(),
-                **self._memory()}
+                "cpu_s": time.process_time(), **self._memory()}
 
     def shortage(self, error):
         """Bytes by name for an error that says that memory ran out; {} for any other. Waits for nothing: an exchange may be under way."""

@@ -1,0 +1,114 @@
+"""Trains a small model to compare methods on, a U-Net or another transformer: python -m xdit_backend.demo_model.small unet --out FOLDER
+
+Its autoencoder and text encoder are the demo model's own, its pictures those that `bench quality` asks for. Goes on where it was
+stopped. Not for pictures: a quarter of an hour on one core, where the demo model took nine.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torchvision.utils import save_image
+
+from . import autoencoder, export, loop, transformer
+from .autoencoder import CHANNELS, SIDE
+from .pictures import BACKGROUNDS, PACKAGES, draw, on_background, read_entries
+from .text import UNET_WIDTH, WEIGHTS, WIDTH, arrange, as_unets_context, load_text_encoder
+from .train import encode_all
+
+UNET_WIDTHS, NUM_LAYERS = (32, 64, 64), 1
+SHOWN = 16                     # prompts on the sheet of samples
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("unet", "transformer"))
+    parser.add_argument("--out", type=Path, required=True, help="folder for what is saved on the way, a sample sheet and the weights")
+    parser.add_argument("--share", default="/usr/share", help=f"usr/share of the Debian packages {PACKAGES}")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--rate", type=float, default=2e-3, help="the learning rate's peak (default 2e-3)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    prompts, entries = prompted(read_entries(options.share))
+    encoder = autoencoder.load()
+    latents, rows = encode_all(encoder, draw(entries, options.share), entries, options.out / "latents.pt")
+    torch.manual_seed(options.seed)
+    model = new_unet() if options.kind == "unet" else new_transformer()
+    setting = loop.Setting(options.out, seed=options.seed)
+
+    def show(step, weights):
+        shown = new_unet() if options.kind == "unet" else new_transformer()
+        shown.load_state_dict(weights["model"])
+        with torch.no_grad():
+            latent = sample(shown, prompts[:SHOWN])
+            save_image(encoder.decode(latent).sample.clamp(-1, 1) / 2 + 0.5, options.out / f"{options.kind}.png", nrow=4)
+    state = train(setting, model, latents, rows, entries, options.steps, options.rate, show)
+    write = export.unet_tensors(state, NUM_LAYERS, torch.float16) if options.kind == "unet" else export.transformer_tensors(state)
+    export.write(options.out / f"{options.kind}.safetensors", write)
+    print(f"The weights are in {options.out / options.kind}.safetensors.")
+
+
+def prompted(entries):
+    """(the prompts of `bench quality`, the entries that they name)."""
+    with safe_open(WEIGHTS / "xdit_demo_recogniser.safetensors", "pt") as opened:
+        prompts = json.loads(opened.metadata()["prompts"])
+    return prompts, [entry for entry in entries
+                     if entry.weight == 1 and any(on_background(entry.name, name) in prompts for name in BACKGROUNDS)]
+
+
+def new_unet():
+    """An untrained U-Net of SD 1.5's kind with three levels, 2.0 million parameters."""
+    from diffusers import UNet2DConditionModel
+    levels = len(UNET_WIDTHS)
+    return UNet2DConditionModel(
+        sample_size=SIDE, in_channels=CHANNELS, out_channels=CHANNELS, block_out_channels=UNET_WIDTHS, layers_per_block=NUM_LAYERS,
+        down_block_types=("CrossAttnDownBlock2D",) * (levels - 1) + ("DownBlock2D",),
+        up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * (levels - 1), attention_head_dim=8, cross_attention_dim=UNET_WIDTH)
+
+
+def new_transformer():
+    """An untrained transformer of the demo model's kind and half its width, 2.3 million parameters."""
+    from diffusers import SD3Transformer2DModel
+    return SD3Transformer2DModel(
+        sample_size=SIDE, patch_size=2, in_channels=CHANNELS, num_layers=4, attention_head_dim=transformer.HEAD_SIZE, num_attention_heads=2,
+        joint_attention_dim=WIDTH, caption_projection_dim=2 * transformer.HEAD_SIZE, pooled_projection_dim=WIDTH, out_channels=CHANNELS,
+        pos_embed_max_size=transformer.MAX_SIDE, qk_norm="rms_norm")
+
+
+def predicted(model, latent, sigma, context, pooled):
+    """The model's velocities at noise levels [B]."""
+    if hasattr(model, "down_blocks"):
+        return model(latent, sigma * 1000, as_unets_context(context)).sample
+    return model(latent, context, pooled, sigma * 1000).sample
+
+
+def train(setting, model, latents, rows, entries, steps, peak, show):
+    """Train, or go on training; returns the state dict. The others: as transformer.train's, show(step, weights) as loop.run's on_save."""
+    text, often = load_text_encoder().requires_grad_(False), torch.ones(len(entries))
+
+    def loss_of(step, generator):
+        noisy, sigma, wanted, captions = transformer.batch_of(generator, latents, rows, entries, often)
+        context, pooled = text(*arrange(captions), transformer.BATCH)
+        return (predicted(model, noisy, sigma, context, pooled) - wanted).square().mean()
+    return loop.run("small", setting, {"model": model}, loss_of, steps, peak, show, average=0.99)["model"]
+
+
+@torch.no_grad()
+def sample(model, prompts, guidance=3.0, steps=20):
+    """Latents of prompts by Euler's method."""
+    latent = torch.randn(len(prompts), CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    context, pooled = load_text_encoder().encode([*prompts, *[""] * len(prompts)])
+    sigmas = transformer.shifted_sigmas(steps)
+    for sigma, following in zip(sigmas, sigmas[1:]):
+        positive, negative = predicted(model, torch.cat([latent, latent]), sigma.repeat(2 * len(prompts)), context, pooled).chunk(2)
+        latent = latent + (following - sigma) * (negative + guidance * (positive - negative))
+    return latent
+
+
+if __name__ == "__main__":
+    main()
