@@ -121,7 +121,7 @@ def noting_noise(native):
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
 def test_every_sampler_runs_displaced(comfyui, part):
     """Synchronous calls give KSampler's latents. Else all but the first are stale from the second step's noise level on, as many as
-    KSampler makes; dpm_adaptive, whose calls depend on an error over the latent, has none."""
+    KSampler makes; dpm_adaptive, whose calls depend on an error over the latent, has none, nor dpm_fast in two steps."""
     native = comfyui.native("sdxl").clone()
     synchronous, stale = (comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, warmup_steps=steps)) for steps in (100, 1))
     for sampler in comfyui.samplers.SAMPLER_NAMES[part::8]:
@@ -137,8 +137,8 @@ def test_every_sampler_runs_displaced(comfyui, part):
             assert calls == ["once"] * len(sigmas)
             close(result, reference, 1e-4, sampler)
             continue
-        assert calls == expected and "stale" in calls, sampler
-        assert result.isfinite().all() and relative_error(result, reference) > 1e-5, sampler
+        assert calls == expected and result.isfinite().all(), sampler
+        assert relative_error(result, reference) > 1e-5 if "stale" in calls else sampler == "dpm_fast", sampler
         close(comfyui.sample(synchronous, "sdxl", **arguments), reference, 1e-4, sampler)
 
 
