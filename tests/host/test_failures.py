@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+from unittest import mock
 
 import pytest
 
@@ -9,7 +10,7 @@ from xdit_backend.host import launcher
 from xdit_backend.host.launcher import WorkerGroup, outlives
 from xdit_backend.protocol.channel import Channel
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError
-from xdit_backend.protocol.messages import Beat, Decode, Done, Failed, Phase, Probe, ReportMemory
+from xdit_backend.protocol.messages import Abandon, Beat, Decode, Done, Failed, LoadModel, ModelSpec, Phase, Probe, ReportMemory
 from xdit_backend.protocol.segments import Segment
 
 TWO_GPUS = ("cuda:0", "cuda:1")
@@ -35,6 +36,11 @@ class PretendedGroup(WorkerGroup):
     @property
     def goes_on(self):
         return len(self._channels) == len(self.devices)
+
+
+def all_that_came(worker):
+    while worker.raw.poll():
+        yield worker.receive()
 
 
 def failure(rank, exchanged, request=1, kind="OutOfMemoryError", message="no room"):
@@ -117,6 +123,20 @@ def test_a_failure_in_a_cancelled_step_is_not_passed_over(group):
     else:
         assert group.wait([request])[0] == request
     assert group.goes_on is (group.devices != TWO_GPUS)
+
+
+@with_devices(("cpu", "cpu"))
+def test_ranks_are_told_of_a_load_that_was_given_up_and_of_nothing_that_they_do_together(group):
+    spec = ModelSpec("name", "SD3", "file.safetensors", "float32", "float32")
+    for command, told in ((lambda request: LoadModel(request, spec), [Abandon(1)]), (ReportMemory, [])):
+        request = group.post(command)
+        group.answer(request, done=[0])
+        with pytest.raises(KeyboardInterrupt):
+            group.wait([request], check=mock.Mock(side_effect=[None, None, KeyboardInterrupt]))
+        heard = {rank: list(all_that_came(worker)) for rank, worker in group.workers.items()}
+
+        assert not any(isinstance(message, Abandon) for message in heard[0])       # it has answered
+        assert heard[1][1:] == told, command
 
 
 @with_devices(("cpu", "cpu"))

@@ -181,6 +181,36 @@ def test_a_dropped_model_is_gone_at_once(folder):
     assert count > 50 and left == 0
 
 
+class AskedOf(set):
+    """Requests that nobody waits for, from the third time on that one is asked about."""
+
+    num_asked = 0
+
+    def __contains__(self, request):
+        self.num_asked += 1
+        return self.num_asked > 2 and super().__contains__(request)
+
+
+def give_up_loading(rank, world_size, spec):
+    """Rank 0 gives a load up, rank 1 finishes it; then both drop the model and load it again."""
+    abandoned = AskedOf({1} if rank == 0 else ())
+    engine = Engine(rank, torch.device("cpu"), lambda *phase: None, abandoned)
+    numbers = engine.carry_out(messages.LoadModel(1, spec))
+    asked, is_there = abandoned.num_asked, spec.name in engine._models
+    engine.carry_out(messages.DropModel(2, spec.name))
+    return asked, is_there, numbers, engine.carry_out(messages.LoadModel(3, spec))
+
+
+def test_a_load_that_is_given_up_ends_with_the_tensor_at_hand(folder):
+    """Also in stages, whose ranks have agreed on their blocks first."""
+    header = read_header(folder)
+    spec = model_spec(header, recognise(header), "float64", "float64", Stages(2))
+    (asked, is_there, numbers, again), (others, is_elsewhere, told, _) = run_ranks(give_up_loading, 2, spec)
+
+    assert (asked, is_there, numbers) == (3, False, None) and again["weight_bytes"] > 0
+    assert others > 20 and is_elsewhere and told["weight_bytes"] > 0
+
+
 def test_a_rank_holds_its_share_of_weights_and_keys(store, folder):
     """Within 5 % of: its blocks and what is outside the blocks; 2 B (S + S_t) h for each of its blocks and branch."""
     from xdit_backend.checkpoints.transformer import block_sizes

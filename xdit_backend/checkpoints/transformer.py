@@ -30,7 +30,8 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     casts: the Casts of weights that are held in another type than spec's compute dtype; None: kept by nobody.
     splits: a dict to fill with the Split of each weight of which this rank, the tensor_rank-th of spec.tensor_degree, holds a share.
     Weights that are held in the dtype of the file stay maps of it on CPU devices. on_progress(done, total) counts bytes
-    of the file. Raises CheckpointError when the tensors of the file and of the model do not match.
+    of the file, after each tensor, and may raise to give up. Raises CheckpointError when the tensors of the file and of the model do not
+    match.
     """
     from accelerate import init_empty_weights
 
@@ -251,7 +252,7 @@ def _move(model, device, family, spec, on_progress, addresses, splits, tensor_ra
     tensors = [held for held in _held(model, family, spec) if not held[1].is_meta]            # not of another stage
     ferry, homes = Ferry(device), {}
     done_bytes, total_bytes = 0, sum(weight.nbytes for _, weight, _ in tensors)
-    for done, (name, weight, dtype) in enumerate(tensors):
+    for name, weight, dtype in tensors:
         done_bytes += weight.nbytes
         own = _share(name, weight.data, spec, splits, tensor_rank, addresses)
         if own is None:
@@ -260,8 +261,7 @@ def _move(model, device, family, spec, on_progress, addresses, splits, tensor_ra
         weight.data = _moved(own, device, dtype, ferry)
         if own.dtype == dtype and own.untyped_storage().data_ptr() in addresses:
             homes[id(weight)] = own
-        if done % 32 == 0:
-            on_progress(done_bytes, total_bytes)
+        on_progress(done_bytes, total_bytes)
     on_progress(total_bytes, total_bytes)
     return homes
 

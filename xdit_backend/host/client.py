@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -147,7 +148,11 @@ class Client:
         residence = self.residence(spec.name)
         if residence is None:
             self._changed.pop(spec.name, None)
-            done = self._request(lambda request: messages.LoadModel(request, spec))
+            try:
+                done = self._request(lambda request: messages.LoadModel(request, spec))
+            except BaseException:                              # some ranks may hold it, and others not
+                self._post_drop(spec.name)
+                raise
             self._models[spec.name] = Residence.told(spec, done)
         elif any(residence.parked_bytes):
             residence.parked(self._request(lambda request: messages.RestoreModel(request, spec.name)))
@@ -252,10 +257,12 @@ class Client:
         if self.holds(name):
             self._models.pop(name, None)
             self._autoencoders.discard(name)
-            try:
+            self._post_drop(name)
+
+    def _post_drop(self, name):
+        with suppress(WorkerDiedError):                        # who needs the workers next will be told, or start new ones
+            if self.running:
                 self._group.post(lambda request: messages.DropModel(request, name), answering=())
-            except WorkerDiedError:                            # who needs the workers next will be told, or start new ones
-                pass
 
     def predict(self, spec, layout, num_channels, calls, run=None):
         """Evaluate the model on one or two calls at once; returns a list of predictions, float32 on the CPU.

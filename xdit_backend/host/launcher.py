@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ..protocol import errors
 from ..protocol.channel import Door
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerFailedError, WorkerStartError
-from ..protocol.messages import TRYING_LINKS, Beat, Done, Phase, Ready, Stop, Unready
+from ..protocol.messages import TRYING_LINKS, Abandon, Beat, Done, LoadModel, Phase, Ready, Stop, Unready
 from ..protocol.segments import SegmentStore
 from . import preflight
 from .shortage import shortage_words
@@ -75,6 +75,7 @@ class _Open:
     answering: set
     segments: list
     claimed: bool
+    can_stop: bool = False                         # may ranks leave it at any moment, each for itself?
     doing: str = ""                                # with a space before it, for a sentence
     done: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
@@ -180,6 +181,7 @@ class WorkerGroup:
         self._open[request] = _Open(set(self._channels), answering, list(segments), claimed=not answering)
         command = make_command(request)
         doing = DOING.get(type(command).__name__, "") + (doing and f" ({doing})")
+        self._open[request].can_stop = isinstance(command, LoadModel)
         self._open[request].doing = f" while {doing}" if doing else ""
         self._used_s = time.monotonic() if doing else self._used_s
         for rank, channel in list(self._channels.items()):
@@ -195,7 +197,7 @@ class WorkerGroup:
 
         Raises what a worker raised (an error of this project keeps its class; others become WorkerFailedError), or
         WorkerDiedError, also when the group has ended. When check() raises, the answers are abandoned: workers finish the
-        commands and take the next.
+        commands, but for loading a model, and take the next.
         """
         try:
             while True:
@@ -212,12 +214,22 @@ class WorkerGroup:
                     if not waiting.failed and waiting.answering <= waiting.done.keys():
                         requests = [request]
                         return request, waiting.done
-                check()
+                try:
+                    check()
+                except BaseException:
+                    self._abandon(requests)
+                    raise
                 self._receive(on_phase)
         finally:
             for request in requests:                           # the complete one; all, when nobody will come back for them
                 self._open[request].claimed = True
             self._settle()
+
+    def _abandon(self, requests):
+        for request in requests:
+            for rank in self._open[request].unanswered if self._open[request].can_stop else ():
+                with suppress(ChannelClosedError):             # it is noticed by who needs the workers next
+                    self._channels[rank].send(Abandon(request))
 
     @_alone
     def close(self):

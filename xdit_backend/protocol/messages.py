@@ -257,6 +257,13 @@ class ReportMemory:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Abandon:
+    """Nobody waits for this LoadModel any more; a DropModel follows. It overtakes the commands before it."""
+
+    request: Natural
+
+
+@dataclass(frozen=True, config=STRICT)
 class Stop:
     request: Natural = 0
 
@@ -336,7 +343,7 @@ class Failed:
 
 MESSAGES = {cls.__name__: cls for cls in (
     LoadModel, DropModel, ChangeWeights, ParkModel, RestoreModel, Conditioning, DropConditioning, Predict, LoadAutoencoder, Estimate,
-    Decode, Encode, Probe, ReportMemory, Stop, Ready, Unready, Phase, Beat, Done, Failed)}
+    Decode, Encode, Probe, ReportMemory, Abandon, Stop, Ready, Unready, Phase, Beat, Done, Failed)}
 
 
 ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}

@@ -24,11 +24,16 @@ ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNOREC
 UNITS = {"bytes": 1, "KiB": 2 ** 10, "MiB": 2 ** 20, "GiB": 2 ** 30}
 
 
+class Abandoned(Exception):
+    """Nobody waits for the command at hand any more."""
+
+
 class Engine:
     """All state of one rank. Nothing outlives a command but what a command asked to keep."""
 
-    def __init__(self, rank, device, report_phase):
+    def __init__(self, rank, device, report_phase, abandoned=frozenset()):
         self.rank, self.device = rank, device
+        self._abandoned = abandoned                            # requests that nobody waits for, which another thread may add to
         world_size = dist.get_world_size()
         ferry = Ferry(device)
         self._models = Models(rank, world_size, device, ferry, report_phase)
@@ -37,7 +42,7 @@ class Engine:
         self._autoencoders = Autoencoders(device, ferry, report_phase, self._timeline)
         self.request, self.traffic = 0, Traffic()              # of the command at hand, or of the last one
         self._handlers = {
-            messages.LoadModel: lambda command, traffic: self._models.load(command.spec),
+            messages.LoadModel: self._load,
             messages.DropModel: self._drop,
             messages.ChangeWeights: lambda command, traffic: self._models.change(command),
             messages.ParkModel: self._park,
@@ -56,8 +61,11 @@ class Engine:
     def carry_out(self, command):
         """Carry out one command; returns measurements by name, or None."""
         self.request, self.traffic = command.request, Traffic()
-        with torch.inference_mode():
-            return self._handlers[type(command)](command, self.traffic)
+        try:
+            with torch.inference_mode():
+                return self._handlers[type(command)](command, self.traffic)
+        except Abandoned:
+            return None
 
     def prefetch(self, command):
         """Post the receives of a command that is yet to be carried out, so that its transfers overlap what runs before it.
@@ -75,6 +83,12 @@ class Engine:
         """What a command asks to be told of this rank's time."""
         asked = isinstance(command, messages.ReportMemory) and command.since_s >= 0
         return self._timeline.since(command.since_s) if asked else []
+
+    def _load(self, command, traffic):
+        def check():
+            if command.request in self._abandoned:
+                raise Abandoned
+        return self._models.load(command.spec, check)
 
     def _keep_conditioning(self, command, traffic):
         if not self._predictions.num_conditionings:            # a run begins

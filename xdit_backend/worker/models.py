@@ -3,6 +3,7 @@
 What a forward of one needs, and what it receives from the stage before, is said here as well.
 """
 
+import itertools
 import math
 import statistics
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from ..protocol.messages import ModelSpec
 from ..protocol.transfers import on_device
 from .residency import Residency
 
+REPORTED = 32                              # tensors that are loaded from one report to the next
+
 
 class Models:
     """The models that this rank holds, by the names of their specs."""
@@ -42,13 +45,21 @@ class Models:
             raise XDiTError(f"The model {name} is not loaded on rank {self._rank}. Queue the prompt again.")
         return self._loaded[name]
 
-    def load(self, spec):
-        """Load a model, unless it is here. A collective: every rank calls it. Returns the numbers of its residency."""
+    def load(self, spec, check=lambda: None):
+        """Load a model, unless it is here. A collective: every rank calls it. Returns the numbers of its residency.
+
+        check() is called after each tensor, when nothing is exchanged any more, and may raise to give up.
+        """
         if spec.name in self._loaded:
             return self._loaded[spec.name].residency.numbers
         family = FAMILIES[spec.family]
-        report = lambda done, total: self._report_phase("loading weights", done, total, True)  # noqa: E731
+        count = itertools.count()
         blocks = held = range(0)
+
+        def report(done, total):
+            check()
+            if next(count) % REPORTED == 0 or done == total:
+                self._report_phase("loading weights", done, total, True)
 
         def held_blocks(model):
             nonlocal blocks, held

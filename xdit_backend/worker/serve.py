@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..parallel.mesh import backend_for, group_timeout
 from ..protocol.channel import connect
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
-from ..protocol.messages import TRYING_LINKS, Beat, Done, Failed, Phase, Ready, Stop, Unready
+from ..protocol.messages import TRYING_LINKS, Abandon, Beat, Done, Failed, Phase, Ready, Stop, Unready
 from ..protocol.segments import discard, folders_of
 from .engine import Engine
 from .preflight import prepare_device, try_links
@@ -32,8 +32,8 @@ def serve(folder, rank, devices, store_port):
     """Join the process group at the host's store, greet the host, and serve until it says stop or is gone."""
     channel = connect(folder)
     channel.send(Phase(rank, "starting workers"))
-    commands, busy = queue.SimpleQueue(), threading.Event()
-    threading.Thread(target=_read, args=(channel, commands, folder), daemon=True).start()
+    commands, busy, abandoned = queue.SimpleQueue(), threading.Event(), set()
+    threading.Thread(target=_read, args=(channel, commands, abandoned, folder), daemon=True).start()
     device = torch.device(devices[rank])
     torch.set_grad_enabled(False)
     try:
@@ -44,7 +44,7 @@ def serve(folder, rank, devices, store_port):
         channel.send(Unready(rank, str(error), isinstance(error, LinkError)))
         threading.Event().wait()                               # for the host to end all: without this rank, others would abort
     gc.freeze()                                                # the libraries' objects stay: what is dropped is found sooner without them
-    engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)))
+    engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), abandoned)
     channel.send(Ready(rank, os.getpid(), str(device)))
     threading.Thread(target=_beat, args=(channel, engine, busy), daemon=True).start()
     waiting = collections.deque()
@@ -107,11 +107,14 @@ def _beat(channel, engine, busy):
         pass                                                   # _read ends the process
 
 
-def _read(channel, commands, folder):
+def _read(channel, commands, abandoned, folder):
     """Pass commands on; when the host is gone, end this process whatever it is doing, and leave no file behind."""
     try:
         while True:
             command = channel.receive()
+            if isinstance(command, Abandon):
+                abandoned.add(command.request)
+                continue
             commands.put(command)
             if isinstance(command, Stop):
                 return
