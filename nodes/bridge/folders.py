@@ -80,7 +80,7 @@ def _converted(family, config, name, num_rows):
 
 def _names(family, config):
     """ComfyUI's names of the tensors of such a model, and of some that it may lack."""
-    names = dict.fromkeys(_template(family.tiny))
+    names = dict.fromkeys([*_template(family.tiny), *_template(family.tiny, family.tiny.more)])
     for list_ in family.plan.blocks:
         first = f"{list_.in_file}0."
         inside = [name.removeprefix(first) for name in names if name.startswith(first)]
@@ -88,7 +88,7 @@ def _names(family, config):
     return list(names)
 
 
-def _template(tiny):
+def _template(tiny, more={}):
     module, _, name = tiny.native.partition(":")
     place = {"device": "meta", "dtype": torch.float32, "operations": comfy.ops.disable_weight_init}
-    return getattr(importlib.import_module(module), name)(**tiny.arguments, **place).state_dict()
+    return getattr(importlib.import_module(module), name)(**tiny.arguments | more, **place).state_dict()

@@ -14,7 +14,7 @@ from xdit_backend.checkpoints.transformer import load_transformer, read_file
 REFUSED = {"anima": "has tensors that a Cosmos-Predict2 model does not", "ltx-video": "does not say causal_temporal_positioning",
            "ltx-video-causal": "does not say causal_temporal_positioning",
            "qwen-image-2511": "with zero_cond_t = True, which ComfyUI could not tell",
-           **dict.fromkeys(("sd35-text", "wan-i2v", "wan-flf", "wan-fun-control", "cogvideox-1.5-i2v"), "names are not known for all")}
+           "sd35-text": "names are not known for all"}
 DROPPED, OF_DROPPED = ("y_embedder.y_embedding",), "model_max_length"          # which no conversion keeps: it is for training
 KINDS = [kind for kind, family in families().items() if not family.by_rows]
 

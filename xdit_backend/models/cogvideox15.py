@@ -13,4 +13,4 @@ COGVIDEOX15 = dataclasses.replace(
     config=config_of(**COGVIDEOX.config.rules | PAIRS | {      # type: ignore[attr-defined]
         "in_channels": size("patch_embed.proj.weight", 1, 8), "out_channels": size("proj_out.weight", 0, 8)}),
     arguments=COGVIDEOX.arguments | {"hidden_states": LATENT, "image_rotary_emb": rotary(LATENT.patch, 1.0)},
-    tiny=Tiny(COGVIDEOX.tiny.config | PAIRS, COGVIDEOX.tiny.native, COGVIDEOX.tiny.arguments | PAIRS))
+    tiny=Tiny(COGVIDEOX.tiny.config | PAIRS, COGVIDEOX.tiny.native, COGVIDEOX.tiny.arguments | PAIRS, more={"ofs_embed_dim": 64}))

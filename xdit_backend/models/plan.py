@@ -130,8 +130,9 @@ class RowPlan:
 class Tiny:
     """The family at a size for tests: arguments of the diffusers class; ComfyUI's class ("module:Class") and its arguments.
 
-    What the tensors of a diffusers folder are called in ComfyUI, that class tells (nodes/bridge/folders.py). frames: of a latent that has
-    a dim for them. detected: name in comfy.supported_models whose detection from a file would take published widths for granted.
+    What the tensors of a diffusers folder are called in ComfyUI, that class tells (nodes/bridge/folders.py); `more` are
+    arguments with which it has tensors that it lacks without. frames: of a latent that has a dim for them. detected: name in
+    comfy.supported_models whose detection from a file would take published widths for granted.
     """
 
     config: dict
@@ -139,6 +140,7 @@ class Tiny:
     arguments: dict
     frames: int = 3
     detected: str | None = None
+    more: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -117,5 +117,5 @@ WAN = Family(
          "pos_embed_seq_len": 6},
         "comfy.ldm.wan.model:WanModel",
         {"model_type": "t2v", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096, "out_dim": 16, "num_heads": 2,
-         "num_layers": 3, "text_len": 512}),
+         "num_layers": 3, "text_len": 512}, more={"model_type": "i2v", "flf_pos_embed_token_number": 8}),
 )
