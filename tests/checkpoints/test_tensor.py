@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.models.zoo import FOLDERS, example
+from xdit_backend.checkpoints.gguf import dequantised
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.transformer import change_weights, held_bytes, load_transformer
 from xdit_backend.protocol.errors import UnsupportedError
@@ -69,6 +70,22 @@ def test_a_rank_reads_its_share_of_a_scaled_file(file_of, tmp_path, per_row):
     assert check(tmp_path / "scaled.safetensors", ("float32", "float32")) < 0.95
 
 
+def check_numbers(path, type_):
+    """The numbers that a rank's blocks come to are its share of the inputs."""
+    header = read_header(path)
+    family, dtypes = recognise(header), ("float32", "float32")
+    whole = dict(load_transformer(model_spec(header, family, *dtypes), family, CPU)[0].named_parameters())
+    for rank in range(2):
+        splits = {}
+        model, _ = load_transformer(model_spec(header, family, *dtypes, tensor_degree=2), family, CPU, splits=splits, tensor_rank=rank)
+        cut = {name: weight for name, weight in model.named_parameters()
+               if name in splits and splits[name].dim == 1 and weight.dtype == torch.uint8}
+        assert len(cut) > 5
+        for name, weight in cut.items():
+            parts = dequantised(whole[name], type_).split(splits[name].parts, 1)
+            assert torch.equal(dequantised(weight, type_), torch.cat([part.chunk(2, 1)[rank] for part in parts], 1)), name
+
+
 @pytest.mark.parametrize("type_", ["Q4_K", "Q8_0"])
 def test_a_rank_reads_its_share_of_a_gguf_file(file_of, tmp_path, type_):
     """Whole blocks of rows, or the degrees that have whole ones are said."""
@@ -78,6 +95,7 @@ def test_a_rank_reads_its_share_of_a_gguf_file(file_of, tmp_path, type_):
 
     if type_ == "Q8_0":
         assert check(tmp_path / "model.gguf", ("float32", "float32")) < 0.95
+        check_numbers(tmp_path / "model.gguf", type_)
     with pytest.raises(UnsupportedError, match="tensor_degree=(2|16) cannot share out this quantised file: transformer_blocks.0.* has 256 "
                        f"inputs, in blocks of {256 if type_ == 'Q4_K' else 32}, .*Use {'2 or 4 or 8, ' * (type_ == 'Q8_0')}tensor_degree"):
         load_transformer(model_spec(header, recognise(header), "float32", "float32", tensor_degree=2 if type_ == "Q4_K" else 16),
