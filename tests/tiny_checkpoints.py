@@ -41,7 +41,7 @@ SAID = ("ltx-video-causal",)                # how these differ, the file says in
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
 AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox", "vae-ltx",
-                "vae-ltx095", "vae-taesd", "vae-hunyuanimage")
+                "vae-ltx095", "vae-taesd", "vae-hunyuanimage", "vae-hunyuan15", "vae-mochi", "vae-ltx2")
 
 AUTOENCODER = {
     "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 2, 4, 4],
@@ -134,6 +134,9 @@ VAE_CONFIGS = {
 }
 
 
+VAE_CONFIGS["vae-ltx2"] = {**VAE_CONFIGS["vae-ltx095"], "timestep_conditioning": False, "causal_decoder": False}
+
+
 # The widths of some are in ComfyUI's loader, and not found from the file: its module, the class, and a thin one's arguments.
 THIN = {
     "vae-wan22": ("comfy.ldm.wan.vae2_2", "WanVAE", {
@@ -145,9 +148,31 @@ THIN = {
             f"{half.lower()}_config": {"target": f"comfy.ldm.hunyuan_video.vae.{half}", "params": {
                 "block_out_channels": [32, 32, 64, 64, 64, 128], "in_channels": 3, "out_channels": 3, "num_res_blocks": 1,
                 "ffactor_spatial": 32, "z_channels": 64}} for half in ("Encoder", "Decoder")}}),
+    "vae-hunyuan15": ("comfy.sd", "AutoencodingEngine", {
+        "regularizer_config": {"target": "comfy.ldm.models.autoencoder.EmptyRegularizer"}, **{
+            f"{half.lower()}_config": {"target": f"comfy.ldm.hunyuan_video.vae_refiner.{half}", "params": {
+                "block_out_channels": [8, 16, 32, 64, 64], "in_channels": 3, "out_channels": 3, "num_res_blocks": 1,
+                "ffactor_spatial": 16, "ffactor_temporal": 4, "z_channels": 32}} for half in ("Encoder", "Decoder")}}),
+    "vae-mochi": ("comfy.ldm.genmo.vae.model", "VideoVAE", {}),
     "vae-cogvideox": ("comfy.ldm.cogvideo.vae", "AutoencoderKLCogVideoX", {
         "block_out_channels": (32, 64, 64, 64), "layers_per_block": 1}),
 }
+
+
+def thin(kind, made):
+    """A VAE of ComfyUI's class `made`, as THIN says. Mochi's has no arguments."""
+    import comfy.ldm.genmo.vae.model as mochi
+    if kind != "vae-mochi":
+        return made(**THIN[kind][2])
+    vae = made.__new__(made)
+    torch.nn.Module.__init__(vae)
+    same = {"base_channels": 32, "channel_multipliers": [1, 2, 1, 2], "num_res_blocks": [1, 1, 2, 1, 1], "latent_dim": 12,
+            "padding_mode": "replicate"}
+    vae.encoder = mochi.Encoder(in_channels=15, temporal_reductions=[1, 2, 3], spatial_reductions=[2, 2, 2], input_is_conv_1x1=True,
+                                prune_bottlenecks=[False] * 5, has_attentions=[False, True, True, True, True], **same)
+    vae.decoder = mochi.Decoder(temporal_expansions=[1, 2, 3], spatial_expansions=[2, 2, 2], has_attention=[False] * 5, output_norm=False,
+                                **same)
+    return vae
 
 
 @contextmanager
@@ -156,10 +181,10 @@ def thin_class(kind):
     if kind not in THIN:
         yield
         return
-    module_name, class_name, arguments = THIN[kind]
+    module_name, class_name, _ = THIN[kind]
     module = importlib.import_module(module_name)
     made = getattr(module, class_name)
-    setattr(module, class_name, lambda *_, **__: made(**arguments))
+    setattr(module, class_name, lambda *_, **__: thin(kind, made))
     try:
         yield
     finally:
@@ -175,8 +200,8 @@ def autoencoder(kind, encoder=False):
     if kind == "vae-wan":
         return comfy.ldm.wan.vae.WanVAE(dim=16, z_dim=16, temperal_downsample=[False, True, True])
     if kind in THIN:
-        module_name, class_name, arguments = THIN[kind]
-        return getattr(importlib.import_module(module_name), class_name)(**arguments)
+        module_name, class_name, _ = THIN[kind]
+        return thin(kind, getattr(importlib.import_module(module_name), class_name))
     if kind in VAE_CONFIGS:
         return comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(config=VAE_CONFIGS[kind])
     if kind == "vae-taesd":

@@ -90,6 +90,17 @@ def hunyuan_image():
                                                layers_per_block=1, spatial_compression_ratio=4, sample_size=64)
 
 
+def hunyuan15():
+    return diffusers.AutoencoderKLHunyuanVideo15(block_out_channels=(8, 16, 16), layers_per_block=1, latent_channels=4,
+                                                 spatial_compression_ratio=4, temporal_compression_ratio=2)
+
+
+def mochi():
+    return diffusers.AutoencoderKLMochi(
+        latent_channels=4, encoder_block_out_channels=(32, 64, 32), decoder_block_out_channels=(32, 64, 32), layers_per_block=(1,) * 4,
+        temporal_expansions=(1, 3), spatial_expansions=(2, 2), add_attention_block=(False, True, True, True))
+
+
 KL_MUTANTS = ("zeros for borrowed rows", "own moments", "mean of variances", "own tokens")
 KINDS = {
     "sd": Kind(lambda: kl(latent_channels=4), 4, scale=4, mutants=KL_MUTANTS),
@@ -103,6 +114,8 @@ KINDS = {
     "hunyuan": Kind(hunyuan, 4, frames=3, pixel_frames=5, mutants=("zeros for borrowed rows", "own moments", "own tokens"),
                     encode_mutants=()),
     "cogvideox": Kind(cogvideox, 4, frames=2, pixel_frames=9, mutants=KL_MUTANTS[:-1]),
+    # Its encoder's first features are float32.
+    "mochi": Kind(mochi, 4, scale=4, frames=2, pixel_frames=5, mutants=KL_MUTANTS[:-1], encode_mutants=(), tolerance=1e-9),
     "ltx": Kind(ltx, 8, scale=4, frames=3, pixel_frames=5, tolerance=1e-5, encode_mutants=(), least_rows=2),
     "ltx095": Kind(lambda: ltx(True), 8, scale=8, frames=2, pixel_frames=5, tolerance=1e-5, encode_mutants=(), least_rows=2),
 }
@@ -110,6 +123,9 @@ KINDS = {
 
 if hasattr(diffusers, "AutoencoderKLHunyuanImage"):
     KINDS["hunyuan image"] = Kind(hunyuan_image, 4, scale=4, mutants=KL_MUTANTS, encode_mutants=())
+if hasattr(diffusers, "AutoencoderKLHunyuanVideo15"):          # in pieces of two frames and one, and of one and four
+    KINDS["hunyuan 1.5"] = Kind(hunyuan15, 4, scale=4, frames=3, pixel_frames=5, mutants=("zeros for borrowed rows", "own tokens"),
+                                encode_mutants=())
 
 
 def tiny_vae(kind, dtype=torch.float64):

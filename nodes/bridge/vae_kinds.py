@@ -10,7 +10,9 @@ import torch
 from einops import rearrange
 
 import comfy.ldm.cogvideo.vae
+import comfy.ldm.genmo.vae.model
 import comfy.ldm.hunyuan_video.vae
+import comfy.ldm.hunyuan_video.vae_refiner
 import comfy.ldm.lightricks.vae.causal_video_autoencoder as ltx
 import comfy.ldm.models.autoencoder as autoencoder
 import comfy.ldm.wan.vae
@@ -96,8 +98,11 @@ KINDS = (
          # Eight frames are one of the latent's, after the first; what is left over is cut off.
          lambda model, pixels: pixels[:, :, :1 + (pixels.shape[2] - 1) // 8 * 8], settings=_ltx_settings),
     Kind(FAMILIES["hunyuan_video"], _is_hunyuan),
+    Kind(FAMILIES["hunyuan_video15"], lambda model: isinstance(model, autoencoder.AutoencodingEngine)
+         and type(model.decoder) is comfy.ldm.hunyuan_video.vae_refiner.Decoder and model.decoder.refiner_vae),
     Kind(FAMILIES["hunyuan_image"], lambda model: isinstance(model, autoencoder.AutoencodingEngine)
          and type(model.decoder) is comfy.ldm.hunyuan_video.vae.Decoder),
+    Kind(FAMILIES["mochi"], lambda model: isinstance(model, comfy.ldm.genmo.vae.model.VideoVAE)),
     Kind(FAMILIES["cogvideox"], lambda model: isinstance(model, comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX),
          # The first frame is not repeated where their number is odd.
          decoded_frames=lambda vae, frames: 4 * frames - 3 * (frames % 2)),

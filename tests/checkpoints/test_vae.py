@@ -61,10 +61,16 @@ tiny = {
     "wan 2.2": (comfy.ldm.wan.vae2_2.WanVAE(dim=8, dec_dim=16, z_dim=48, **wan), (1, 48, 3, 2, 3), (1, 3, 9, 32, 48)),
     "ltx": (ltx("vae-ltx"), (2, 128, 3, 2, 3), (2, 3, 17, 64, 96)),
     "ltx 0.9.5": (ltx("vae-ltx095"), (1, 128, 3, 2, 3), (1, 3, 17, 64, 96)),
+    "ltx 2": (ltx("vae-ltx2"), (1, 128, 3, 2, 3), (1, 3, 17, 64, 96)),
     # In pieces of 1 + 8 frames (encoder) and of 2 latent frames (decoder), the last of which are not full
     "hunyuan": (hunyuan(), (1, 16, 5, 2, 3), (1, 3, 15, 16, 24)),
     "hunyuan, one frame": (hunyuan(), (2, 16, 1, 2, 3), (2, 3, 3, 16, 24)),
     "hunyuan image": (tiny_checkpoints.autoencoder("vae-hunyuanimage"), (2, 64, 3, 5), (2, 3, 64, 96)),
+    # In pieces of 1 + 8 frames and of 2 latent frames too, the last of which are not full
+    "hunyuan 1.5": (tiny_checkpoints.autoencoder("vae-hunyuan15"), (1, 32, 5, 2, 3), (1, 3, 15, 32, 48)),
+    "hunyuan 1.5, one frame": (tiny_checkpoints.autoencoder("vae-hunyuan15"), (2, 32, 1, 3, 2), (2, 3, 4, 48, 32)),
+    "mochi": (tiny_checkpoints.autoencoder("vae-mochi"), (1, 12, 3, 2, 3), (1, 3, 15, 16, 24)),
+    "mochi, one frame": (tiny_checkpoints.autoencoder("vae-mochi"), (2, 12, 1, 3, 2), (2, 3, 1, 24, 16)),
     "cogvideox": (cogvideox(), (2, 16, 3, 2, 3), (1, 3, 13, 16, 24)),
     "cogvideox, even": (cogvideox(), (1, 16, 4, 2, 3), (1, 3, 8, 16, 24)),
     "cogvideox, one frame more": (cogvideox(), (1, 16, 2, 3, 2), (1, 3, 17, 16, 24)),
@@ -85,9 +91,9 @@ for kind, (vae, latent_shape, picture_shape) in tiny.items():
 
 others = {
     "Flux.2": lambda: AutoencoderKL(ddconfig={**config, "z_channels": 32, "batch_norm_latent": True}, embed_dim=32),
-    "HunyuanVideo 1.5": lambda: torch.nn.ModuleDict({"decoder": comfy.ldm.hunyuan_video.vae_refiner.Decoder(
-        z_channels=32, out_channels=3, block_out_channels=[1024, 1024, 512, 256, 128], num_res_blocks=2, ffactor_spatial=16,
-        ffactor_temporal=4)}),
+    "HunyuanImage's refiner": lambda: torch.nn.ModuleDict({"decoder": comfy.ldm.hunyuan_video.vae_refiner.Decoder(
+        z_channels=32, out_channels=3, block_out_channels=[128, 256, 512, 1024, 1024], num_res_blocks=2, ffactor_spatial=16,
+        ffactor_temporal=4, refiner_vae=False)}),
     "Stable Video Diffusion": lambda: comfy.ldm.models.autoencoder.AutoencodingEngine(
         regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
         encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
@@ -121,8 +127,9 @@ def tensors(made_by_comfyui):
 
 DECODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.decoder})
 ENCODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.encoder})
-KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "ltx", "ltx 0.9.5", "taesd", "hunyuan", "hunyuan, one frame",
-         "hunyuan image", "cogvideox", "cogvideox, even", "cogvideox, one frame more", "cogvideox, one frame"]
+KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "ltx", "ltx 0.9.5", "ltx 2", "taesd", "hunyuan",
+         "hunyuan, one frame", "hunyuan image", "hunyuan 1.5", "hunyuan 1.5, one frame", "mochi",
+         "mochi, one frame", "cogvideox", "cogvideox, even", "cogvideox, one frame more", "cogvideox, one frame"]
 TOLERANCE = 1e-4
 
 
@@ -186,6 +193,8 @@ def everything_kept(module, args, kwargs, output):
     ("hunyuan", "decode", "hunyuan_video.replaced", masked),
     ("hunyuan", "encode", "hunyuan_video.FRAMES", 4),
     ("hunyuan", "encode", "hunyuan_video.replaced", masked),
+    ("hunyuan 1.5", "decode", "hunyuan_video.CarriedFrames.next_piece", CarriedFrames.forget),
+    ("hunyuan 1.5", "decode", "hunyuan_video15.replaced", masked),
     ("cogvideox", "decode", "cogvideox.LATE_FRAMES", 8),
     ("cogvideox, one frame more", "encode", "cogvideox.FRAMES", 16),
     ("cogvideox, one frame more", "encode", "cogvideox._nothing_kept_of_one_frame", everything_kept),
@@ -227,7 +236,7 @@ def test_config_of_stable_diffusions_vae(made_by_comfyui):
 
 
 @pytest.mark.parametrize("kind, named", [
-    ("Flux.2", "Flux.2"), ("HunyuanVideo 1.5", "tensors do not fit"), ("Stable Video Diffusion", "Stable Video Diffusion"),
+    ("Flux.2", "Flux.2"), ("HunyuanImage's refiner", "has 4 dims"), ("Stable Video Diffusion", "Stable Video Diffusion"),
     ("LTX 0.9.1", "adds random noise"), ("TAESD of Flux.2", "tiny autoencoder of Flux.2"),
 ])
 def test_rejects_the_other_vaes_of_comfyui(made_by_comfyui, kind, named):
@@ -249,7 +258,7 @@ def test_rejects_sanas_deep_compression_autoencoder(name):
     ({"decoder.up.1.block.0.norm1.bias": None}, "up_blocks.1.resnets.0.norm1.bias: shape none is given"),
     ({"decoder.norm_out.weight": torch.ones(7)}, r"conv_norm_out.weight: shape \(7,\) is given"),
     ({"decoder.up.0.attn.0.q.weight": torch.ones(7)}, "decoder.up.0.attn.0.q.weight: .* none is needed"),
-    ({"decoder.gate.weight": torch.ones(7)}, "Of its 157 tensors, 1 are unknown"),
+    ({"decoder.gate.weight": torch.ones(7)}, "elements of its tensors, 7 are of unknown ones"),
 ], ids=["missing", "wrong shape", "more attention", "unknown"])
 def test_rejects_tensors_that_do_not_fit(tensors, change, message):
     changed = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}

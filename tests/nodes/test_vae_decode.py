@@ -9,7 +9,8 @@ import torch
 
 from tests.tolerances import close
 
-CHANNELS = {"vae-sd": 4, "vae-flux2": 128, "vae-wan22": 48, "vae-ltx": 128, "vae-ltx095": 128, "vae-hunyuanimage": 64}
+CHANNELS = {"vae-sd": 4, "vae-flux2": 128, "vae-wan22": 48, "vae-ltx": 128, "vae-ltx095": 128,
+            "vae-hunyuanimage": 64, "vae-hunyuan15": 32, "vae-ltx2": 128, "vae-mochi": 12}
 
 
 def latents(kind, *shape):
@@ -23,6 +24,8 @@ CASES = [(kind, shape) for kind in ("vae-sd", "vae-sd3") for shape in IMAGES] + 
     ("vae-flux2", (2, 7, 6)), ("vae-hunyuanimage", (2, 3, 5)), ("vae-taesd", (2, 13, 21))] + [("vae-wan", shape) for shape in VIDEOS] + [
     ("vae-wan22", shape) for shape in VIDEOS] + [(kind, shape) for kind in ("vae-ltx", "vae-ltx095") for shape in LTX] + [
     ("vae-hunyuan", shape) for shape in [(1, 1, 6, 5), (2, 3, 5, 7), (1, 5, 1, 3)]] + [
+    ("vae-hunyuan15", shape) for shape in [(1, 3, 2, 3), (2, 1, 3, 2)]] + [
+    ("vae-ltx2", (1, 3, 3, 5))] + [("vae-mochi", shape) for shape in [(1, 3, 2, 3), (2, 1, 3, 1)]] + [
     ("vae-cogvideox", shape) for shape in [(1, 1, 4, 5), (2, 3, 5, 3), (1, 4, 1, 3)]] + [
     ("vae-ltx", (2, 2, 3, 3))]                                 # of 0.9.5, ComfyUI decodes no batches
 

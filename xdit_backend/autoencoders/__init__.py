@@ -4,13 +4,16 @@ from .cogvideox import COGVIDEOX
 from .dc import DC
 from .hunyuan_image import HUNYUAN_IMAGE
 from .hunyuan_video import HUNYUAN_VIDEO
+from .hunyuan_video15 import HUNYUAN_VIDEO15
 from .kl import KL
 from .ltx import LTX
+from .mochi import MOCHI
 from .tiny import TINY
 from .wan import WAN
 
-FAMILIES = {"kl": KL, "wan": WAN, "ltx": LTX, "hunyuan_video": HUNYUAN_VIDEO, "hunyuan_image": HUNYUAN_IMAGE, "cogvideox": COGVIDEOX,
-            "tiny": TINY, "dc": DC}
+# HunyuanVideo 1.5's tensors have the names of HunyuanVideo's too, and is asked for first.
+FAMILIES = {"kl": KL, "wan": WAN, "ltx": LTX, "hunyuan_video15": HUNYUAN_VIDEO15, "hunyuan_video": HUNYUAN_VIDEO,
+            "hunyuan_image": HUNYUAN_IMAGE, "mochi": MOCHI, "cogvideox": COGVIDEOX, "tiny": TINY, "dc": DC}
 
 
 def family_of(vae):

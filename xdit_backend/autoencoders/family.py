@@ -29,13 +29,15 @@ class VaeFamily:
 
     models: whose VAEs they are, in a person's words; () where ComfyUI has no VAE object of it.
     autoencoder: its class in diffusers, which is no other family's.
-    marks: a tensor's name with one of these is found in no other family. The one without takes what has no mark of another.
+    marks: a tensor's name with one of these is found in no family after it. The one without takes what has no mark of another.
     decoder, encoder: what the names of each half's tensors begin with. Either half may be missing.
+    unused: what the names of tensors hold that ComfyUI's modules have and never read.
     config(shapes, settings): the arguments of the class, of shapes by tensors' names; a missing half is described like the other.
         Raises CheckpointError with the reason where the VAE is of a kind that cannot be run. settings: see AutoencoderSpec.
     convert(tensors, arguments): the tensors under diffusers' names.
     finish(vae, settings): gives the model without weights what its class has no argument for.
     decode(vae, latent), encode(vae, picture): as ComfyUI does it, given diffusers' autoencoder; encode gives the mean.
+    over_frames(module): does its attention go over the frames of one place, which every rank has?
     by_frames: can its decoder be split by frames too? Most video autoencoders go through their frames in order, a few at a
         time, so that a rank would wait for the one before to end.
     """
@@ -45,11 +47,13 @@ class VaeFamily:
     marks: tuple[str, ...] = ()
     decoder: tuple[str, ...] = ("decoder.",)
     encoder: tuple[str, ...] = ("encoder.",)
+    unused: tuple[str, ...] = ()
     config: Callable | None = None
     convert: Callable = lambda tensors, arguments: tensors
     finish: Callable = lambda vae, settings: None
     decode: Callable = decode_whole
     encode: Callable = encode_whole
+    over_frames: Callable = lambda module: False
     by_frames: bool = False
 
 

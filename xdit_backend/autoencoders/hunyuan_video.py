@@ -94,10 +94,14 @@ class CarriedFrames:
     def next_piece(self):
         self._kept, self._read, self._first = self._read, [], False
 
+    @property
+    def is_first(self):
+        """Is this the first piece?"""
+        return self._first
+
     @contextmanager
-    def used_by(self, half):
-        """While active, HunyuanVideo's encoder or decoder works on pieces, whose frames all see each other."""
-        from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as hunyuan
+    def padded(self):
+        """While active, what torch's pad puts before a piece's frames is those of the piece before."""
         plain_pad = F.pad
 
         def pad(input, pad, mode="constant", value=None):
@@ -109,6 +113,14 @@ class CarriedFrames:
             self._read.append(frames[:, :, -pad[4]:].clone())
             return plain_pad(frames, (*pad[:4], 0, 0), mode)
 
+        with replaced(F, pad=pad):
+            yield
+
+    @contextmanager
+    def used_by(self, half):
+        """While active, HunyuanVideo's encoder or decoder works on pieces, whose frames all see each other."""
+        from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as hunyuan
+
         def with_extra_frame(module, args):
             """The upsampler does not double the first frame it gets: in later pieces that is one too many, dropped by pad."""
             if self._first:
@@ -117,7 +129,7 @@ class CarriedFrames:
             return torch.cat([args[0][:, :, :1], args[0]], 2)
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(F, pad=pad))
+            stack.enter_context(self.padded())
             # ComfyUI's attention has no mask. As a matrix it would not fit either: it has the square of all pixels.
             stack.enter_context(replaced(hunyuan, prepare_causal_attention_mask=lambda *_, **__: None))
             for module in half.modules():

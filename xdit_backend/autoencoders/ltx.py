@@ -1,4 +1,4 @@
-"""LTX-Video's autoencoder, from 0.9 on. Its norms are of single pixels, so that frames can be computed apart."""
+"""LTX-Video's autoencoder, from 0.9 on, and LTX-2's. Its norms are of single pixels, so that frames can be computed apart."""
 
 import itertools
 import re
@@ -140,7 +140,7 @@ def _decode(vae, latent):
 
 
 LTX = VaeFamily(
-    models=("LTX-Video",),
+    models=("LTX-Video", "LTX-2"),
     autoencoder="AutoencoderKLLTXVideo",
     marks=("coder.up_blocks.0.res_blocks.", "coder.down_blocks.0.res_blocks."),
     config=_config,

@@ -28,6 +28,7 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device, setting
     tensors do not fit.
     """
     family = _family_of(tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in family.unused)}
     try:
         config = family.config({name: tuple(tensor.shape) for name, tensor in tensors.items()}, settings)
     except CheckpointError as error:
@@ -35,7 +36,7 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device, setting
     with torch.device("meta"):
         vae = getattr(diffusers, family.autoencoder)(**config)
     family.finish(vae, settings)
-    weights = family.convert(dict(tensors), config)
+    weights = family.convert(tensors, config)
     for half, quant in (("encoder", "quant_conv"), ("decoder", "post_quant_conv")):
         if not any(name.startswith(f"{half}.") for name in weights):
             delattr(vae, half)
@@ -72,5 +73,6 @@ def _check_fit(tensors, weights, vae):
         name = wrong[0]
         raise _refusal(f"{len(wrong)} tensors do not fit, the first is {name}: shape {given.get(name, 'none')} is "
                       f"given, {needed.get(name, 'none')} is needed.")
-    if len(weights) != len(tensors):                           # converters pass over what they do not know
-        raise _refusal(f"Of its {len(tensors)} tensors, {len(tensors) - len(weights)} are unknown.")
+    num_elements, num_converted = (sum(tensor.numel() for tensor in each.values()) for each in (tensors, weights))
+    if num_converted != num_elements:                          # converters pass over what they do not know
+        raise _refusal(f"Of the {num_elements} elements of its tensors, {num_elements - num_converted} are of unknown ones.")

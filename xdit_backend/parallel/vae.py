@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0, SanaMultiscaleLinearAttention
 
 # The originals, bound before they are replaced.
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, scaled_dot_product_attention
 from torch.nn.functional import pad as pad_whole
 
 from ..autoencoders import FAMILIES, family_of
@@ -133,6 +133,8 @@ def _by_rows(vae, run, whole, scale, split, block_size, on_convolution):
         for module in vae.modules():
             if isinstance(module, SanaMultiscaleLinearAttention):
                 stack.enter_context(replaced(module, **_linear_attention(split, module.eps)))
+            elif _family(vae).over_frames(module):
+                stack.enter_context(replaced(module, forward=partial(_with_own_keys, module.forward)))
         result = run(whole.narrow(split.dim, own.start, own.size))
     if waiting:
         raise UnsupportedError(NOT_FOLLOWED)
@@ -239,6 +241,12 @@ def _same_images(tensor, other):
     # Bytes, since what is not a number is not equal to itself.
     first, other_first = (each[(0,) * (each.dim() - 2)].contiguous().view(torch.uint8) for each in (tensor, other))
     return tensor.numel() == other.numel() and torch.equal(first, other_first)
+
+
+def _with_own_keys(forward, *args, **kwargs):
+    """A module's forward, whose attention needs no tokens of other ranks."""
+    with replaced(F, scaled_dot_product_attention=scaled_dot_product_attention):
+        return forward(*args, **kwargs)
 
 
 def _linear_attention(split, eps):

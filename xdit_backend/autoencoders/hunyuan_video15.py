@@ -1,0 +1,132 @@
+"""HunyuanVideo 1.5's autoencoder of videos: norms of single pixels, and sizes that change by moving pixels into channels and back.
+
+ComfyUI runs it in pieces of frames where pictures are large. No norm sees more than a pixel, so that pieces only save memory.
+"""
+
+# Tensors are (B, C, F, H, W): F frames
+
+import importlib.metadata
+import re
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from packaging.version import Version
+
+from ..protocol.errors import CheckpointError
+from .family import VaeFamily, count_layers, replaced, size_of
+from .hunyuan_video import CarriedFrames
+
+LATENT_FRAMES = 2              # of a piece of the decoder
+FRAMES = 8                     # of a piece of the encoder, but the first, which is one frame
+NAMES = (
+    (".mid.block_1.", ".mid_block.resnets.0."), (".mid.block_2.", ".mid_block.resnets.1."), (".mid.attn_1.", ".mid_block.attentions.0."),
+    (".attentions.0.q.", ".attentions.0.to_q."), (".attentions.0.k.", ".attentions.0.to_k."), (".attentions.0.v.", ".attentions.0.to_v."),
+    (".nin_shortcut.conv.", ".conv_shortcut."), (".upsample.", ".upsamplers.0."), (".downsample.", ".downsamplers.0."))
+
+
+def _config(shapes, settings):
+    """Levels in the encoder's order, from the picture's size down."""
+    installed = importlib.metadata.version("diffusers")
+    if Version(installed) < Version("0.36"):
+        raise CheckpointError(f"It is HunyuanVideo 1.5's, which needs diffusers 0.36 or newer, and this is {installed}.")
+    decodes, given = any(name.startswith("decoder.") for name in shapes), size_of(shapes)
+    level, resize = ("decoder.up", "upsample") if decodes else ("encoder.down", "downsample")
+    widths = [given(f"{level}.{index}.block.0.conv2.conv.weight", 0)
+              for index in range(count_layers(shapes, level + ".{}.block.0.conv2.conv.weight"))]
+    latent = given("decoder.conv_in.conv.weight", 1) or (given("encoder.conv_out.conv.weight", 0) or 0) // 2
+    if not widths or not latent:
+        raise CheckpointError(f"It lacks tensors that a VAE of HunyuanVideo 1.5 has; its {len(shapes)} tensors begin with "
+                              f"{', '.join(list(shapes)[:3])}.")
+    resized = [f"{level}.{index}.{resize}.conv.conv.weight"
+               for index in range(count_layers(shapes, f"{level}.{{}}.{resize}.conv.conv.weight"))]
+    # Where frames change too, a resize moves 8 positions into channels and back, else 4.
+    factors = [given(name, 0) / (widths + widths[-1:])[index + 1] if decodes else (widths + widths[-1:])[index + 1] / given(name, 0)
+               for index, name in enumerate(resized)]
+    return {"in_channels": given("encoder.conv_in.conv.weight", 1) or 3, "out_channels": given("decoder.conv_out.conv.weight", 0) or 3,
+            "latent_channels": latent, "block_out_channels": tuple(widths[::-1] if decodes else widths),
+            "layers_per_block": count_layers(shapes, level + ".0.block.{}.conv1.conv.weight") - decodes,  # a decoder has one more
+            "spatial_compression_ratio": 2 ** len(resized), "temporal_compression_ratio": 2 ** factors.count(8), "scaling_factor": 1.0}
+
+
+def _convert(tensors, config):
+    def renamed(name):
+        for old, new in NAMES:
+            name = name.replace(old, new)
+        return re.sub(r"\.(up|down)\.(\d+)\.(?:block\.(\d+)\.)?",
+                      lambda match: f".{match[1]}_blocks.{match[2]}." + (f"resnets.{match[3]}." if match[3] else ""), name)
+    return {renamed(name): tensor for name, tensor in tensors.items()}
+
+
+def _decode(vae, latent):
+    decoder, carried, pieces = vae.decoder, CarriedFrames(), []
+    with _in_pieces(carried, decoder):
+        hidden = decoder.conv_in(latent) + latent.repeat_interleave(decoder.repeat, 1)
+        hidden = decoder.mid_block(hidden)
+        carried.forget()
+        for piece in hidden.split(LATENT_FRAMES, 2):
+            for block in decoder.up_blocks:
+                piece = block(piece)
+            pieces.append(decoder.conv_out(decoder.conv_act(decoder.norm_out(piece))))
+            carried.next_piece()
+    return torch.cat(pieces, 2)
+
+
+def _encode(vae, picture):
+    """Frames beyond 1 + a multiple of the compression are left out."""
+    encoder, carried, pieces = vae.encoder, CarriedFrames(), []
+    num_further = (picture.shape[2] - 1) // vae.temporal_compression_ratio * vae.temporal_compression_ratio
+    with _in_pieces(carried, encoder):
+        for piece in (picture[:, :, :1], *(picture[:, :, 1:1 + num_further].split(FRAMES, 2) if num_further else ())):
+            piece = encoder.conv_in(piece)
+            for block in encoder.down_blocks:
+                piece = block(piece)
+            pieces.append(piece)
+            carried.next_piece()
+        carried.forget()
+        hidden = encoder.mid_block(torch.cat(pieces, 2))
+        out = encoder.conv_out(encoder.conv_act(encoder.norm_out(hidden)))
+    return (out + hidden.unflatten(1, (out.shape[1], -1)).mean(2)).chunk(2, 1)[0]
+
+
+@contextmanager
+def _in_pieces(carried, half):
+    """While active, a half works on pieces of frames, and its attention has no mask: in ComfyUI all frames see each other."""
+    from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as hunyuan
+
+    def resized(first, later):
+        """Diffusers' forward treats the first frame unlike the others, which only the first piece has."""
+        return lambda hidden: first(hidden) if carried.is_first else later(hidden)
+
+    with ExitStack() as stack:
+        stack.enter_context(carried.padded())
+        stack.enter_context(replaced(hunyuan.HunyuanVideo15AttnBlock, prepare_causal_attention_mask=staticmethod(lambda *_, **__: None)))
+        for module in half.modules():
+            for changes_frames, later in (("add_temporal_upsample", _upsampled), ("add_temporal_downsample", _downsampled)):
+                if getattr(module, changes_frames, False):
+                    stack.enter_context(replaced(module, forward=resized(module.forward, partial(later, module))))
+        yield
+
+
+def _upsampled(module, hidden):
+    """Every frame becomes two."""
+    shortcut = hidden.repeat_interleave(module.repeats, 1)
+    return module._dcae_upsample_rearrange(module.conv(hidden), 2) + module._dcae_upsample_rearrange(shortcut, 2)
+
+
+def _downsampled(module, hidden):
+    """Two frames become one."""
+    out = module._dcae_downsample_rearrange(module.conv(hidden), 2)
+    return out + module._dcae_downsample_rearrange(hidden, 2).unflatten(1, (out.shape[1], -1)).mean(2)
+
+
+HUNYUAN_VIDEO15 = VaeFamily(
+    models=("HunyuanVideo 1.5",),
+    autoencoder="AutoencoderKLHunyuanVideo15",
+    marks=("coder.mid.block_1.norm1.gamma",),
+    unused=(".temb_proj.",),
+    config=_config,
+    convert=_convert,
+    decode=_decode,
+    encode=_encode,
+)
