@@ -91,10 +91,13 @@ def transformer(kind, size="test"):
 def thin_parts():
     """Have ComfyUI's classes make the parts thin whose widths they fix."""
     import comfy.ldm.anima.model as anima
+    import comfy.ldm.genmo.joint_model.asymm_models_joint as mochi
     import comfy.ldm.modules.diffusionmodules.mmdit as mmdit
-    adapter, processor = anima.LLMAdapter, mmdit.ContextProcessor
+    adapter, processor, feed_forward = anima.LLMAdapter, mmdit.ContextProcessor, mochi.FeedForward
     if isinstance(adapter, type):                              # not done yet
         anima.LLMAdapter = functools.partial(adapter, **ADAPTER)
+        # Of Mochi's blocks the width is asserted.
+        mochi.FeedForward = lambda in_features, hidden_size, **place: feed_forward(in_features, 4 * in_features, **place)
         mmdit.ContextProcessor = lambda width, *arguments, **place: processor(TEXT_WIDTH, *arguments, **place)
 
 

@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import re
 import struct
+from pathlib import Path
 
 import pytest
 
-from xdit_backend.checkpoints.header import PREFIXES, model_spec, read_header, recognise
+from xdit_backend.checkpoints.header import NOT_IN_DIFFUSERS, NOT_RUN, PREFIXES, model_spec, read_header, recognise
+from xdit_backend.checkpoints.nearest import _Asked
 from xdit_backend.checkpoints.transformer import model_config
+from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError
 
 
@@ -143,6 +147,9 @@ def ltx(width, num_blocks):
             **blocks("transformer_blocks.", num_blocks, {"attn2.to_k.weight": (width, width)})}
 
 
+MOCHI = {"x_embedder.proj.weight": (3072, 12, 2, 2), "t5_yproj.weight": (1536, 4096), "pos_frequencies": (3, 24, 64),
+         "t_embedder.mlp.0.weight": (3072, 256), "t5_y_embedder.to_kv.weight": (8192, 4096), "final_layer.linear.weight": (48, 3072),
+         **blocks("blocks.", 48, {"mod_x.weight": (12288, 3072), "attn.qkv_y.weight": (9216, 1536)})}
 LTX_2B, LTX_13B = ltx(2048, 28), ltx(4096, 48)
 
 
@@ -215,6 +222,9 @@ PUBLISHED = {
     "hidream-i1": ("HiDream-I1", HIDREAM, {
         "num_layers": 16, "num_single_layers": 32, "num_attention_heads": 20, "caption_channels": [4096, 4096], "text_emb_dim": 2048,
         "num_routed_experts": 4, "llama_layers": [*range(32), *[31] * 16], "in_channels": 16, "out_channels": 16}),
+    "mochi-1-preview": ("Mochi", MOCHI, {
+        "num_layers": 48, "num_attention_heads": 24, "attention_head_dim": 128, "pooled_projection_dim": 1536, "text_embed_dim": 4096,
+        "in_channels": 12, "time_embed_dim": 256}),
     "cogvideox-2b": ("CogVideoX", cogvideox(1920, 30, (16, 2, 2)), {
         "num_layers": 30, "num_attention_heads": 30, "in_channels": 16, "out_channels": 16, "time_embed_dim": 512, "text_embed_dim": 4096,
         "patch_size_t": None, "ofs_embed_dim": None}),
@@ -297,6 +307,57 @@ def test_published_models_are_recognised_with_any_prefix(tmp_path, name, prefix)
 
     assert (family.name, header.prefix, header.shapes) == (family_name, prefix, shapes)
     assert expected.items() <= family.config(header.shapes).items()
+
+
+def needed_of(family, shapes):
+    """Names that the family's recognition asks a file for, and that are there."""
+    asked = _Asked(shapes)
+    assert FAMILIES[family].recognise(asked)
+    return sorted({*asked.found})
+
+
+# what tells one family from the next, without which a file is as near to the other
+TELLING = {"CogVideoX": "patch_embed.proj.weight", "Kandinsky 5": "visual_embeddings.in_layer.weight"}
+
+
+@pytest.mark.parametrize("name", [name for name, (family, _, _) in PUBLISHED.items() if not FAMILIES[family].by_rows])
+def test_a_file_that_lacks_one_tensor_is_said_to_be_nearly_of_its_family(tmp_path, name):
+    family, shapes, _ = PUBLISHED[name]
+    for needed in needed_of(family, shapes):
+        write_header(tmp_path / "model.safetensors", {key: shape for key, shape in shapes.items() if key != needed})
+        header = read_header(tmp_path / "model.safetensors")
+        if needed == TELLING.get(family) or any(other.recognise(header.shapes) for other in FAMILIES.values()):
+            continue
+
+        with pytest.raises(CheckpointError, match=re.escape(f"is nearly a {family} model, but it lacks {needed}. ")) as caught:
+            recognise(header)
+
+        assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize("base, name, shape, words", [
+    (FLUX_DEV, "img_in.weight", (2, 3, 4), "nearly a Flux.1 model, but its img_in.weight has the shape [2, 3, 4], where 2 dims are needed"),
+    (kandinsky5(1792, 512, 7168, 32, 132), "visual_embeddings.in_layer.weight", (1,), "has the shape [1], where 2 dims are needed"),
+    (cogvideox(1920, 30, (16, 2, 2)), "patch_embed.proj.weight", (1,) * 5, "nearly a CogVideoX model, but its patch_embed.proj.weight")])
+def test_a_file_of_which_one_shape_is_off_is_said_to_be_nearly_of_its_family(tmp_path, base, name, shape, words):
+    write_header(tmp_path / "model.safetensors", {**base, name: shape})
+
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        recognise(read_header(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("names", [["a.weight", "b.weight"], ["blocks.0.norm.weight", "patch_embedding.weight"], []], ids=str)
+def test_a_file_that_is_near_to_no_family_is_not_compared_with_one(tmp_path, names):
+    write_header(tmp_path / "model.safetensors", dict.fromkeys(names, (4, 4)))
+
+    with pytest.raises(CheckpointError, match="is not a diffusion model that xDiT runs"):
+        recognise(read_header(tmp_path / "model.safetensors"))
+
+
+def test_the_readme_names_the_models_that_are_not_run():
+    text = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
+
+    assert [name for name in (NOT_RUN | NOT_IN_DIFFUSERS).values() if name not in text] == []
 
 
 def test_text_encoders_in_the_same_file_are_left_out(tmp_path):

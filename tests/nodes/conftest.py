@@ -91,7 +91,7 @@ class ComfyUI:
             options |= {"t5xxl_ids": made["t5xxl_ids"][0, :7 + seed % 2], "t5xxl_weights": made["t5xxl_weights"][0, :7 + seed % 2, 0]}
         if "y" in families()[kind].ignored:                    # which ComfyUI asks for, and its model leaves out
             options["pooled_output"] = torch.zeros(1, 8)
-        if families()[kind].name == "LTX-Video":               # its text encoder says which tokens are real
+        if families()[kind].name in ("LTX-Video", "Mochi"):    # their text encoders say which tokens are real
             options["attention_mask"] = (torch.arange(tokens) < 13 - 3 * seed % 7)[None].long()
         return [[made["context"], options]]
 

@@ -25,7 +25,7 @@ SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3,
          "hunyuanvideo": (4, 8, 12, 16, 20), "ltx": (1, 3, 5, 8, 11)}
 # ComfyUI's modules take no odd sides
 EVEN = ("pixart", "pixart-alpha", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace",
-        "kandinsky-5", "kandinsky-5-image")
+        "kandinsky-5", "kandinsky-5-image", "mochi")
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 
 
@@ -68,8 +68,10 @@ def inputs(comfyui, kind, size, batch):
     x = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(5))
     given = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator().manual_seed(6), {"context": 20}, batch, size)
     given = as_comfyui(given) | ({"attention_mask": None} if family.name == "LTX-Video" else {})
-    if "num_tokens" in family.ignored:
+    if "num_tokens" in (*family.ignored, *family.conditioning):
         given["num_tokens"] = 20
+    if family.name == "Mochi":                                 # whose module asks for it
+        given["attention_mask"] = torch.ones(batch, 20, dtype=torch.long)
     return x, torch.tensor([0.9, 0.3])[:batch] * family.time_scale, given
 
 

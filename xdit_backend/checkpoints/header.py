@@ -13,27 +13,32 @@ from ..models.plan import Family
 from ..protocol.errors import CheckpointError
 from ..protocol.messages import ModelSpec
 from . import gguf
+from .nearest import NOT_THERE, nearest
 from .scaled import scales_of
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
               "BOOL": 1}                   # of safetensors' types
 # parts of tensors' names -> what such files are; looked through in this order, for files that are no model of a family
+# models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
+NOT_RUN = {".blocks.block0.": "Cosmos-Predict1", ".mlp_t5.": "HunyuanDiT", ".audio_patch_proj.": "MiniMax H3", ".txtfusion.": "Krea 2",
+           ".genre_embedder.": "ACE-Step", ".embed_image_indicator.": "Ideogram 4", ".clf.1.": "Stable Cascade",
+           ".rotary_pos_emb.inv_freq": "Stable Audio", ".mlp.linear_fc2.": "ERNIE-Image"}
+NOT_IN_DIFFUSERS = {".ref_image_refiner.": "OmniGen 2", ".t_embedder1.": "HiDream-O1", ".latent_in.": "Hunyuan3D",
+                    ".double_stream_layers.": "Boogu-Image", ".mlp.all.proj_in_gate.": "SeedVR2", ".core.pixel_embedder.": "PixelDiT"}
 OTHERS = (
     ((".lora_", ".lora.", "_lora."), "a LoRA: load it with a LoRA node"),
     (("control_model.", "controlnet_", "zero_convs."), "a ControlNet"),
-    ((".t5_yproj.",), "a Mochi model, whose tokens of text are narrower than those of its video, and which xDiT does not run"),
-    ((".ref_image_refiner.",), "an OmniGen 2 model, for which diffusers has no transformer"),
-    ((".t_embedder1.",), "a HiDream-O1 model, for which diffusers has no transformer"),
-    ((".blocks.block0.",), "a Cosmos 1 model; Cosmos-Predict2 models work"), ((".mlp_t5.",), "a HunyuanDiT model, which xDiT does not run"),
+    *(((mark,), f"a {name} model, which xDiT does not run") for mark, name in NOT_RUN.items()),
+    *(((mark,), f"a model of {name}, for which diffusers has no transformer") for mark, name in NOT_IN_DIFFUSERS.items()),
     (("down_blocks.0.attentions.", "down_blocks.1.attentions."), "a U-Net under diffusers' names, which xDiT does not read"),
     (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
     (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", ".embed_tokens.",
       "token_embedding."),
      "a text encoder: load it with Load CLIP"),
     (("blk.0.", "token_embd.", "enc.blk."), "a text encoder or a language model in GGUF"),
-    (("decoder.conv_in.", "decoder.up.", "encoder.down.", "decoder.conv1.", "quant_conv."), "a VAE: load it with Load VAE"),
-    (("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
-     "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"))
+    (("decoder.conv_in.", "decoder.up.", "encoder.down.", "decoder.conv1.", "quant_conv."), "a VAE: load it with Load VAE"))
+OF_DIFFUSERS = ((("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
+                 "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"),)
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")     # ComfyUI saves some under model.model.
 MAX_HEADER_BYTES = 100 * 2 ** 20
@@ -177,19 +182,34 @@ def recognise(header) -> Family:
     if header.config is not None:
         return _family_of_folder(name, header.config)
     for family in FAMILIES.values():
-        if family.recognise(header.shapes):
-            try:
-                reason = family.refuse(header.shapes, header.beside)
-            except (KeyError, IndexError, ValueError, TypeError):          # what it would look at is not there: outline() names it
-                reason = None
+        if _asked(family.recognise, header.shapes):
+            # Where what it would look at is not there, outline() names it.
+            reason = _asked(family.refuse, header.shapes, header.beside)
             if reason:
                 raise CheckpointError(f"{name} is a {family.name} model, but {reason}.")
             return family
-    for marks, what in OTHERS:
-        if any(mark in f".{key}" for key in header.shapes for mark in marks):
-            raise CheckpointError(f"{name} is {what}. xDiT runs {supported()}.")
+    _refuse_others(name, header.shapes, OTHERS)
+    near = nearest(header.shapes)
+    if near:
+        raise CheckpointError(f"{name} is nearly a {near[0].name} model, but {near[1]}. Download it again, or choose another file. "
+                              f"xDiT runs {supported()}.")
+    _refuse_others(name, header.shapes, OF_DIFFUSERS)
     raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. It runs {supported()}, from "
                           f".safetensors and .gguf files in ComfyUI's or the publisher's format.")
+
+
+def _asked(rule, *arguments):
+    """What a family's rule says of a file; None where the file lacks what the rule looks at."""
+    try:
+        return rule(*arguments)
+    except NOT_THERE:
+        return None
+
+
+def _refuse_others(name, shapes, others):
+    for marks, what in others:
+        if any(mark in f".{key}" for key in shapes for mark in marks):
+            raise CheckpointError(f"{name} is {what}. xDiT runs {supported()}.")
 
 
 def _family_of_folder(name, config):

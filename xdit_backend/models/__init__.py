@@ -16,6 +16,7 @@ from .kandinsky5 import KANDINSKY5
 from .kandinsky5_image import KANDINSKY5_IMAGE
 from .ltx import LTX
 from .lumina2 import LUMINA2
+from .mochi import MOCHI
 from .pixart import PIXART
 from .pixart_alpha import PIXART_ALPHA
 from .qwen_image import QWEN_IMAGE
@@ -29,7 +30,7 @@ from .z_image import Z_IMAGE
 
 FAMILIES = {family.name: family for family in (
     SD3, FLUX, FLUX2, CHROMA, WAN, WAN_VACE, PIXART, PIXART_ALPHA, QWEN_IMAGE, Z_IMAGE, LUMINA2, HIDREAM, HUNYUAN_IMAGE, AURAFLOW,
-    HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, COSMOS, ANIMA, KANDINSKY5, KANDINSKY5_IMAGE,
+    HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, COSMOS, ANIMA, KANDINSKY5, KANDINSKY5_IMAGE, MOCHI,
     COGVIDEOX, COGVIDEOX15, SD15, SD2, SDXL)}
 
 

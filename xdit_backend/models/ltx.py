@@ -50,7 +50,8 @@ def _more_than_guides(arguments):
 LTX = Family(
     name="LTX-Video", title="LTX-Video 0.9", transformer="LTXVideoTransformer3DModel",
     recognise=has("patchify_proj.weight", "adaln_single.emb.timestep_embedder.linear_1.bias", "transformer_blocks.0.attn2.to_k.weight"),
-    refusals=(because("it makes sound as well (LTX-2)", has("audio_adaln_single.linear.weight")),
+    refusals=(because("it makes sound as well (LTX-2), by attentions between video and sound that xDiT does not split",
+                      has("audio_adaln_single.linear.weight")),
               because("it shifts its text by time (LTX-2)", has("prompt_adaln_single.linear.weight"))),
     config=config_of(
         in_channels=size("patchify_proj.weight", 1), out_channels=size("proj_out.weight", 0), num_attention_heads=NUM_HEADS,

@@ -1,0 +1,92 @@
+"""For a file that is nearly a model of some family: which, and what differs. Used by header.recognise for what no family takes."""
+
+from ..models import FAMILIES
+
+MOST_LACKED, LEAST_FOUND = 2, 3            # of a family's tensors: what a near file may lack, and what it has to have
+A_SHAPE = (64, 64)                         # of a tensor that is not there, so that what else a family asks for can be seen
+NOT_THERE = KeyError, IndexError, ValueError, TypeError, ArithmeticError       # of rules that are asked about a file of another kind
+
+
+class _Name(str):
+    """A tensor's name that remembers what it was compared with."""
+
+    prefixes: set
+
+    def startswith(self, prefix, *place):
+        self.prefixes.add(prefix)
+        return super().startswith(prefix, *place)
+
+
+class _Asked(dict):
+    """Shapes that remember, in order, which tensors were asked for: those that were there, those that were not, and prefixes."""
+
+    def __init__(self, shapes):
+        super().__init__(shapes)
+        self.found, self.lacked, self.prefixes = [], [], set()
+
+    def __contains__(self, name):
+        there = super().__contains__(name)
+        (self.found if there else self.lacked).append(name)
+        return there
+
+    def get(self, name, default=None):
+        return self[name] if name in self else default
+
+    def __getitem__(self, name):
+        if name not in self:
+            raise KeyError(name)
+        return super().__getitem__(name)
+
+    def __iter__(self):
+        for name in super().__iter__():
+            name = _Name(name)
+            name.prefixes = self.prefixes
+            yield name
+
+    def items(self):
+        return [(name, self[name]) for name in self]
+
+
+def nearest(shapes):
+    """(the Family that a file with such tensors is nearest to, what differs, in words), or None where it is near to none."""
+    near = [found for family in FAMILIES.values() if not family.by_rows for found in [_compared(family, shapes)] if found]
+    return min(near, key=lambda each: each[0])[1:] if near else None
+
+
+def _compared(family, shapes):
+    """(how far, the family, what differs), or None: with the tensors added that its rules ask for, a near file is of the family."""
+    prefixes = {list_.in_file for list_ in family.plan.blocks}
+    lacked = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in shapes)]
+    while len(lacked) <= MOST_LACKED:
+        asked, known = _Asked(shapes | dict.fromkeys(lacked, A_SHAPE)), False
+        try:
+            known = family.recognise(asked)
+            if known:
+                family.config(asked)
+        except NOT_THERE as error:
+            if isinstance(error, KeyError):
+                lacked.append(error.args[0])
+                continue
+        missed = next((name for name in asked.lacked if not any(other.startswith(name) for other in shapes)), None)
+        if known or missed is None:
+            break
+        lacked.append(missed)
+    difference = f"it lacks {' and '.join(lacked)}" if lacked else _shape_that_differs(family, shapes, asked.found)
+    found = {*asked.found, *prefixes} - {*lacked}
+    if len(lacked) > MOST_LACKED or len(found) < LEAST_FOUND or difference is None or lacked and not known:
+        return None
+    parts = {name.split(".")[0] for name in (*found, *asked.prefixes)}
+    strange = {name.split(".")[0] for name in shapes} - parts
+    return (max(1, len(lacked)), not lacked, len(strange), -len(found)), family, difference
+
+
+def _shape_that_differs(family, shapes, found):
+    """In words, the tensor with which a file would be of the family if it had another number of dims; None where there is none."""
+    for name in dict.fromkeys(reversed(found)):
+        for num_dims in range(1, 6):
+            try:
+                if family.recognise({**shapes, name: A_SHAPE[:1] * num_dims}):
+                    return f"its {name} has the shape {list(shapes[name][:8])}, where {num_dims} dims are needed"
+            except NOT_THERE:
+                continue
+    return None
