@@ -24,6 +24,7 @@ MADE_BY_COMFYUI = """
 import sys, torch, tiny_checkpoints
 tiny_checkpoints.import_comfyui(sys.argv[1])
 import comfy.ldm.hunyuan_video.vae, comfy.ldm.hunyuan_video.vae_refiner, comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae
+import comfy.ldm.genmo.vae.model
 import comfy.ldm.wan.vae, comfy.ldm.cogvideo.vae, comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.ldm.wan.vae2_2, comfy.taesd.taesd
 
 AutoencoderKL = comfy.ldm.models.autoencoder.AutoencoderKL
@@ -102,11 +103,25 @@ others = {
     "LTX 0.9.1": lambda: comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(version=1),
     "TAESD of Flux.2": lambda: comfy.taesd.taesd.TAESD(latent_channels=128),
 }
+refiner = {"block_out_channels": [128, 256, 512, 1024, 1024], "in_channels": 3, "out_channels": 3, "num_res_blocks": 2,
+           "ffactor_spatial": 16, "ffactor_temporal": 4, "z_channels": 32}
+published = {
+    "HunyuanVideo 1.5": lambda: torch.nn.ModuleDict({half.__name__.lower(): half(**refiner) for half in (
+        comfy.ldm.hunyuan_video.vae_refiner.Encoder, comfy.ldm.hunyuan_video.vae_refiner.Decoder)}),
+    "Mochi": lambda: comfy.ldm.genmo.vae.model.VideoVAE(),
+    "LTX-2": lambda: comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(config={
+        **tiny_checkpoints.LTX, "encoder_base_channels": 128, "decoder_base_channels": 128,
+        "encoder_blocks": [["res_x", {"num_layers": 4}], ["compress_space_res", {"multiplier": 2}], ["res_x", {"num_layers": 6}],
+                           ["compress_time_res", {"multiplier": 2}], ["res_x", {"num_layers": 6}], ["compress_all_res", {"multiplier": 2}],
+                           ["res_x", {"num_layers": 2}], ["compress_all_res", {"multiplier": 2}], ["res_x", {"num_layers": 2}]],
+        "decoder_blocks": [["res_x", {"num_layers": 5}], *[["compress_all", {"residual": True, "multiplier": 2}],
+                                                           ["res_x", {"num_layers": 5}]] * 3]}),
+}
 shapes_of = lambda vae: {name: tuple(tensor.shape) for name, tensor in vae.state_dict().items()}
 with torch.device("meta"):
     full_size = shapes_of(AutoencoderKL(ddconfig=config, embed_dim=4))
-    others = {name: shapes_of(make()) for name, make in others.items()}
-torch.save((tiny, full_size, others), sys.argv[2])
+    others, published = ({name: shapes_of(make()) for name, make in each.items()} for each in (others, published))
+torch.save((tiny, full_size, others, published), sys.argv[2])
 """
 
 
@@ -233,6 +248,28 @@ def test_config_of_stable_diffusions_vae(made_by_comfyui):
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in AutoencoderKL(**config).parameters())
     assert num_parameters == 83_653_863  # as published
+
+
+PUBLISHED = {
+    "HunyuanVideo 1.5": {"block_out_channels": (128, 256, 512, 1024, 1024), "layers_per_block": 2, "latent_channels": 32,
+                         "spatial_compression_ratio": 16, "temporal_compression_ratio": 4},
+    "Mochi": {"encoder_block_out_channels": (64, 128, 256, 384), "decoder_block_out_channels": (128, 256, 512, 768), "in_channels": 15,
+              "latent_channels": 12, "layers_per_block": (3, 3, 4, 6, 3), "temporal_expansions": (1, 2, 3),
+              "add_attention_block": (False, True, True, True, True)},
+    "LTX-2": {"block_out_channels": (128, 256, 512, 1024, 2048), "layers_per_block": (4, 6, 6, 2, 2),
+              "decoder_layers_per_block": (5, 5, 5, 5), "upsample_factor": (2, 2, 2), "decoder_block_out_channels": (256, 512, 1024),
+              "timestep_conditioning": False}}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+@pytest.mark.parametrize("prefixes", [DECODED_WITH + ENCODED_WITH, DECODED_WITH, ENCODED_WITH], ids=["whole", "decoder", "encoder"])
+def test_vaes_of_the_published_sizes_fit(made_by_comfyui, kind, prefixes):
+    """Without bytes; what is said of a half alone is as of the whole."""
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in half(made_by_comfyui[3][kind], prefixes).items()}
+
+    vae = load_autoencoder(tensors, torch.float32, "meta")
+
+    assert prefixes != DECODED_WITH + ENCODED_WITH or {key: vae.config[key] for key in PUBLISHED[kind]} == PUBLISHED[kind]
 
 
 @pytest.mark.parametrize("kind, named", [
