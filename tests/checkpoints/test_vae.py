@@ -273,7 +273,7 @@ def test_vaes_of_the_published_sizes_fit(made_by_comfyui, kind, prefixes):
 
 
 @pytest.mark.parametrize("kind, named", [
-    ("Flux.2", "Flux.2"), ("HunyuanImage's refiner", "has 4 dims"), ("Stable Video Diffusion", "Stable Video Diffusion"),
+    ("Flux.2", "Flux.2"), ("HunyuanImage's refiner", "HunyuanImage's refiner"), ("Stable Video Diffusion", "Stable Video Diffusion"),
     ("LTX 0.9.1", "adds random noise"), ("TAESD of Flux.2", "tiny autoencoder of Flux.2"),
 ])
 def test_rejects_the_other_vaes_of_comfyui(made_by_comfyui, kind, named):

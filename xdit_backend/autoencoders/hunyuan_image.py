@@ -19,6 +19,8 @@ def _config(shapes, settings):
     installed = importlib.metadata.version("diffusers")
     if Version(installed) < Version("0.36"):
         raise CheckpointError(f"It is HunyuanImage's, which needs diffusers 0.36 or newer, and this is {installed}.")
+    if any(len(shapes.get(f"{half}.conv_in.weight", ())) == 5 for half in ("encoder", "decoder")):
+        raise CheckpointError("It is that of HunyuanImage's refiner, which works on several frames.")
     decodes, given = any(name.startswith("decoder.") for name in shapes), size_of(shapes)
     level, resize = ("decoder.up", "upsample") if decodes else ("encoder.down", "downsample")
     widths = [given(f"{level}.{index}.block.0.conv2.weight", 0)
