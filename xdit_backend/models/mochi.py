@@ -96,6 +96,7 @@ MOCHI = Family(
         time_embed_dim=size("t_embedder.mlp.0.weight", 1)),
     convert=_convert, latent=LATENT, amend=_amend, sign=-1.0, time_scale=1.0, pixels=lambda config: (6, 8, 8),
     conditioning={"context": "text_embed_dim", "attention_mask": None, "num_tokens": None}, lengths={"text": _num_text_tokens},
+    stream_widths={"text": "pooled_projection_dim"},
     arguments={"hidden_states": even_sides("Mochi", LATENT), "encoder_hidden_states": _text,
                "timestep": lambda asked: 1000 * (1 - asked.timestep), "encoder_attention_mask": _pooled_text},
     plan=ModelPlan(

@@ -157,6 +157,7 @@ class Family:
     how wide it is (None: it has a shape of its own); ignored: what ComfyUI's model itself ignores too.
     choices: conditioning that is a word -> the words that are understood, and the word each comes to.
     lengths: streams beside the image -> a function of the conditioning that says how many tokens. "text": those of its context.
+    stream_widths: streams whose tokens are not as wide as the image's -> the argument of the diffusers class that says how wide.
     multiple: image tokens are padded to a multiple of this, by a stream "pad" after them.
     amend(model, config): make the model compute as ComfyUI's does, where diffusers' does not; before it has weights.
     by_tensors: arguments of the diffusers class that ComfyUI tells by the tensors alone; a folder's config.json is not asked.
@@ -186,6 +187,7 @@ class Family:
     refusals: tuple[Callable, ...] = ()
     refused_beside: dict[str, str] = field(default_factory=dict)
     lengths: dict[str, Callable] = field(default_factory=dict)
+    stream_widths: dict[str, str] = field(default_factory=dict)
     multiple: int = 1
     sign: float = 1.0
     time_scale: float = 1000.0
@@ -254,6 +256,11 @@ class Family:
             "pad": lambda conditioning: -self.latent.num_tokens(whole) % self.multiple} | self.lengths
         return {"image": self.latent.num_tokens(shape)} | {
             stream: length(conditioning) for stream, length in lengths.items() if stream in streams}
+
+    def stream_width(self, config, streams):
+        """Of a token of these streams, which are one tensor."""
+        name = next((self.stream_widths[stream] for stream in streams if stream in self.stream_widths), None)
+        return self.width(config) if name is None else config[name]
 
     def control_shapes(self, config, shape):
         """{place: (T, C), or (C, rows, columns) of a U-Net}: what a ControlNet may add where, to each image of a latent of this shape.

@@ -141,8 +141,9 @@ class Hooks:
         if place.index + 1 < now.blocks.start:
             return held
         image = next(tensor for streams, tensor in held.items() if "image" in streams)
-        shards = regions.unpack(now.arrive(), self.message_units(now.blocks.start), image.shape[0], image.shape[2], now.tokens,
-                                self.plan.needs_text)
+        units = self.message_units(now.blocks.start)
+        widths = [held.get(streams, image).shape[2] for streams in units]
+        shards = regions.unpack(now.arrive(), units, image.shape[0], widths, now.tokens, self.plan.needs_text)
         arrived = dict(zip(place.list_.returns, shards))
         now.skips.update(zip(self._skips_over(now.blocks.start), shards[len(arrived):]))
         return self._joined(now, place, arrived) if place.ends else arrived

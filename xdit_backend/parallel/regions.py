@@ -51,17 +51,17 @@ def pack(shards, units, tokens):
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def unpack(message, units, batch, width, tokens, needs_text):
-    """The shards of a message from the stage before."""
+def unpack(message, units, batch, widths, tokens, needs_text):
+    """The shards of a message from the stage before. widths: C of each unit."""
     sizes = [tokens.own(streams) for streams in units]
-    pieces = message.split([batch * size * width for size in sizes])
+    pieces = message.split([batch * size * width for size, width in zip(sizes, widths)])
     return [_stand_in(piece.view(batch, size, width), streams, tokens, needs_text)
-            for piece, size, streams in zip(pieces, sizes, units)]
+            for piece, size, width, streams in zip(pieces, sizes, widths, units)]
 
 
-def message_size(units, batch, width, tokens):
+def message_size(units, batch, widths, tokens):
     """Elements of a message."""
-    return batch * width * sum(tokens.own(streams) for streams in units)
+    return batch * sum(width * tokens.own(streams) for streams, width in zip(units, widths))
 
 
 def stands_in(streams, tokens, needs_text):

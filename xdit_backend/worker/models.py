@@ -188,4 +188,5 @@ class Loaded:
     def received_size(self, mesh, shape, conditioning, patch=None):
         """Elements of the message that the stage before sends for a latent (or patch) of this shape."""
         tokens = tokens_of(self.family, mesh, shape, conditioning, patch)
-        return message_size(self.hooks.message_units(self.blocks.start), shape[0], self.family.width(self.config), tokens)
+        units = self.hooks.message_units(self.blocks.start)
+        return message_size(units, shape[0], [self.family.stream_width(self.config, streams) for streams in units], tokens)
