@@ -1,5 +1,7 @@
 """Mochi: two streams of unlike widths, image first, joint attention; the text's first tokens; learned frequencies of positions."""
 
+from types import MethodType
+
 import torch
 import torch.nn.functional as F
 
@@ -57,7 +59,8 @@ def _whole_counts(rows, args, kwargs):
 
 
 def _amend(model, config):
-    """ComfyUI turns heads in the type it computes in; diffusers attends to each image's text by itself."""
+    """ComfyUI turns heads and norms tokens in the type it computes in; diffusers attends to each image's text by itself."""
+    norms = {"MochiRMSNorm": _norm, "MochiModulatedRMSNorm": _scaled_norm, "MochiRMSNormZero": _first_norm}
     dtype = type_of_arithmetic(model)
 
     def turns(frequencies, positions):
@@ -67,6 +70,23 @@ def _amend(model, config):
     model.rope._create_rope = turns
     for block in model.transformer_blocks:
         block.attn1.processor = _attend
+    for module in model.modules():
+        if type(module).__name__ in norms:
+            module.forward = MethodType(norms[type(module).__name__], module)
+
+
+def _norm(self, hidden):
+    return F.rms_norm(hidden, hidden.shape[-1:], self.weight.to(hidden.dtype), self.eps)
+
+
+def _scaled_norm(self, hidden, scale=None):
+    normed = F.rms_norm(hidden, hidden.shape[-1:], eps=self.eps)
+    return normed if scale is None else normed * scale.to(hidden.dtype)
+
+
+def _first_norm(self, hidden, emb):
+    scale, *others = self.linear(self.silu(emb)).chunk(4, 1)
+    return F.rms_norm(hidden, hidden.shape[-1:], eps=self.norm.eps) * (1 + scale[:, None]), *others
 
 
 def _attend(attn, image, encoder_hidden_states, attention_mask, image_rotary_emb):
