@@ -58,9 +58,9 @@ def native(path, family, storage, compute="float32"):
         model = comfy.sd.load_diffusion_model(str(path), model_options=options).model
     assert (model.manual_cast_dtype or model.get_dtype()) == dtype
     latent, timestep, conditioning = asked(family, family.config(read_header(path).shapes))
-    lengths = {"num_tokens": 12} if "num_tokens" in family.ignored else {}
-    if family.name == "LTX-Video":                             # whose model cannot do without
-        lengths["attention_mask"] = None
+    lengths = {"num_tokens": 12} if "num_tokens" in (*family.ignored, *family.conditioning) else {}
+    if family.name in ("LTX-Video", "Mochi"):                  # whose models cannot do without
+        lengths["attention_mask"] = None if family.name == "LTX-Video" else torch.ones(1, 12, dtype=torch.long)
     return model.diffusion_model(latent.to(dtype), timestep, **as_comfyui(rounded(conditioning, dtype)), **lengths).float()
 
 
