@@ -73,8 +73,8 @@ FOLDERS = [name for name in CONFIGS if name != "Anima"]
 # Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these with no more.
 BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
-# Families whose plans are those of others again.
-ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict2", "Anima", "CogVideoX 1.5")
+# Families whose plans are those of others again, or nearly.
+ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.by_rows}
 VISION_TOKENS = 5
 # families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a given frame
