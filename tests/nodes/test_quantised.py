@@ -10,9 +10,10 @@ from tests.model_nodes import model_nodes, run_node
 from tests.tiny_checkpoints import metadata_of, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
 
-LAYOUTS = {"one": {}, "cfg2": {"cfg": 2}, "ulysses2": {"ulysses": 2},
+LAYOUTS = {"one": {}, "cfg2": {"cfg": 2}, "tensor2": {"tensor": 2}, "ulysses2": {"ulysses": 2},
            "stale-patches": {"pipefusion": 2, "num_patches": 2, "warmup_steps": 1}}
-FORMATS = {"scaled": lambda path, source: save_scaled(path, source, per_row=True), "Q4_K": functools.partial(save_gguf, type_="Q4_K")}
+FORMATS = {"scaled": lambda path, source: save_scaled(path, source, per_row=True),
+           **{type_: functools.partial(save_gguf, type_=type_) for type_ in ("Q4_K", "Q8_0", "IQ2_XS")}}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,8 @@ def files_of(comfyui):
 
 
 CASES = [("scaled", "one"), ("Q4_K", "one"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-    ("scaled", "stale-patches"), ("Q4_K", "cfg2"), ("Q4_K", "ulysses2"), ("Q4_K", "stale-patches")))]
+    ("scaled", "stale-patches"), ("Q8_0", "tensor2"), ("IQ2_XS", "one"),
+    ("Q4_K", "cfg2"), ("Q4_K", "ulysses2"), ("Q4_K", "stale-patches")))]
 
 
 @pytest.mark.parametrize("format_, layout", CASES)
@@ -63,7 +65,7 @@ def test_files_are_listed(comfyui, files_of):
     assert {name, "below/wan.gguf", "flux1-dev.sft"} <= set(options)
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("format_", ["scaled", "Q4_K"])
 def test_a_quantised_file_is_not_saved_and_says_so(comfyui, files_of, tmp_path, format_):
     """With a LoRA or without; nothing is written. Nor is it what is mixed into another model."""
     nodes = model_nodes(comfyui)
