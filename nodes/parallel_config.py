@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..xdit_backend.config import DISPLACED_MODES, WARMUPS, ParallelConfig
+from ..xdit_backend.config import APPROXIMATE, DISPLACED_MODES, WARMUPS, ParallelConfig
 from .bridge.groups import devices_of, show_text
 
 Parallel = io.Custom("XDIT_PARALLEL")
@@ -17,7 +17,7 @@ DEGREES = {
     "ulysses_degree": "Ulysses sequence parallelism: must divide the model's attention heads.",
     "tensor_degree": "Every layer spread over devices: each holds its part of the weights and computes its part of each layer, and the "
                      "picture is exactly one device's. For models too large for one device; sends much, so devices should have fast "
-                     "links. Must divide the model's attention heads. Never chosen by auto.",
+                     "links. Must divide the model's attention heads.",
 }
 
 
@@ -61,6 +61,10 @@ class XDiTParallelConfig(io.ComfyNode):
                 io.Combo.Input("displaced_mode", options=list(DISPLACED_MODES), default=DISPLACED_MODES[0], optional=True, tooltip="What "
                                "DistriFusion has fresh after the warm-up steps. corrected_async_gn: its own rows, and norms corrected by "
                                "them. full_sync: everything, the exact picture, and the slowest. The others are for comparison."),
+                io.Combo.Input("approximate", options=list(APPROXIMATE), default=APPROXIMATE[0], optional=True, tooltip="May the picture "
+                               "differ a little from one device's? allowed: in auto mode, a model that is too large for one device runs by "
+                               "PipeFusion, or by tensor parallelism where that is about as fast. not allowed: by tensor parallelism, and "
+                               "degrees of manual mode that change the picture are refused."),
             ],
             outputs=[Parallel.Output(display_name="parallel")],
         )

@@ -37,12 +37,21 @@ def test_accepts_what_works(config, num_devices):
     (manual(displaced=2, tensor=2), 4, ["displaced_degree=2 and tensor_degree=2", "one of them to 1"]),
     (manual(displaced=2, pipefusion=2), 4, ["displaced_degree=2 and pipefusion_degree=2", "one of them to 1"]),
     (ParallelConfig(displaced_mode="stale"), 1, ['displaced_mode="stale"', "corrected_async_gn"]),
+    (ParallelConfig(approximate="a bit"), 1, ['approximate="a bit"', "not allowed"]),
+    (replace(manual(pipefusion=2), approximate="not allowed"), 2, ['approximate="not allowed"', "pipefusion_degree=2", "tensor_degree"]),
+    (replace(manual(displaced=2), approximate="not allowed"), 2, ['approximate="not allowed"', "displaced_degree=2", "full_sync"]),
     (ParallelConfig(num_patches=-1), 1, ["num_patches=-1"])], ids=str)
 def test_refuses_what_cannot_work(config, num_devices, words):
     with pytest.raises(ConfigError) as error:
         validate(config, num_devices)
 
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("config", [replace(manual(pipefusion=2), num_patches=1), replace(manual(displaced=2), displaced_mode="full_sync"),
+                                    manual(tensor=2), replace(manual(pipefusion=2), mode="auto")], ids=str)
+def test_what_is_exact_goes_where_nothing_else_is_allowed(config):
+    validate(replace(config, approximate="not allowed"), 2)
 
 
 @pytest.mark.parametrize("devices, num_cuda, expected", [

@@ -8,7 +8,7 @@ from xdit_backend.config import DEGREES, ParallelConfig, validate, validate_layo
 from xdit_backend.forecast.choice import Machine, candidates, further_candidates
 from xdit_backend.forecast.cost import Device, Job, Links, Net
 from xdit_backend.forecast.memory import rank_memory, working_share
-from xdit_backend.planner import choose_layout, choose_num_patches, choose_stages, degrees_of, warmup_layout
+from xdit_backend.planner import choose_layout, choose_num_patches, choose_spread, degrees_of, plan_run, warmup_layout
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.messages import Layout, Stages
 
@@ -96,22 +96,57 @@ def test_bytes_of_stale_keys_and_values():
 def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
     gigabyte = 2 ** 30
     small, large = model_of(12 * gigabyte), model_of(24 * gigabyte)
-    assert choose_stages(ParallelConfig(), 2, small, [24 * gigabyte] * 2) is None
-    assert choose_stages(ParallelConfig(), 1, large, [12 * gigabyte] * 1) is None
-    assert choose_stages(ParallelConfig(), 2, large, [16 * gigabyte] * 2) == Stages(2)
-    assert choose_stages(ParallelConfig(), 4, large, [16 * gigabyte] * 4) == Stages(2, sequence_degree=2)
-    assert choose_stages(ParallelConfig(), 4, large, [8 * gigabyte] * 4) == Stages(4)
-    assert choose_stages(ParallelConfig(), 4, large, [gigabyte] * 4) == Stages(4)
-    assert choose_stages(ParallelConfig(), 2, replace(large, outside_bytes=23 * gigabyte), [16 * gigabyte] * 2) == Stages(2)
-    assert choose_stages(ParallelConfig(), 4, replace(large, outside_bytes=4 * gigabyte), [16 * gigabyte] * 4) == Stages(4)
+    for devices, net, size, expected in (
+            (2, small, 24, None), (1, large, 12, None), (2, large, 16, Stages(2)), (4, large, 16, Stages(2, sequence_degree=2)),
+            (4, large, 8, Stages(4)), (4, large, 1, Stages(4)), (2, replace(large, outside_bytes=23 * gigabyte), 16, Stages(2)),
+            (4, replace(large, outside_bytes=4 * gigabyte), 16, Stages(4))):
+        assert choose_spread(ParallelConfig(), devices, net, [size * gigabyte] * devices) == (expected, 1)
     layout = choose_layout(ParallelConfig(), 4, 2, 24, "this model", Stages(2, sequence_degree=2))
     assert layout == Layout(pipefusion_degree=2, ulysses_degree=2)
+
+
+EXACTLY = ParallelConfig(approximate="not allowed")
+
+
+@pytest.mark.parametrize("devices, gigabytes, changes, splittable, expected", [
+    (2, 24, {}, True, (None, 2)), (4, 24, {}, True, (None, 2)), (4, 16, {}, True, (None, 4)), (2, 48, {}, True, (None, 1)),
+    (5, 24, {}, True, (Stages(5), 1)), (2, 24, {}, False, (Stages(2), 1)), (2, 24, {"key_heads": 3}, True, (Stages(2), 1)),
+    (4, 16, {"outside_bytes": 10e9}, True, (Stages(4), 1)), (4, 1, {}, True, (None, 4))], ids=str)
+def test_where_nothing_approximate_is_allowed_auto_spreads_layers(devices, gigabytes, changes, splittable, expected):
+    """Of 24 heads; what cannot be split so, or does not fit so, has stages with one patch. Of what fits in no way, what could be split."""
+    net = replace(model_of(30e9), **changes)
+    assert choose_spread(EXACTLY, devices, net, [gigabytes * 1e9] * devices, None, splittable) == expected
+    assert EXACTLY.patches_asked == 1 and degrees_of(Layout(pipefusion_degree=2), EXACTLY).num_patches == 1
+
+
+@pytest.mark.parametrize("all_reduce, expected", [(None, (Stages(2, 1), 1)), (1e8, (Stages(2, 1), 1)), (1e12, (None, 2))])
+def test_auto_takes_an_exact_spread_that_is_forecast_to_be_as_fast(all_reduce, expected):
+    rates = {("all_to_all", 2): 1e10, ("hop", 2): 1e10} | ({("all_reduce", 2): all_reduce} if all_reduce else {})
+    machine = Machine((Device(1e14, 1e14, 1e12, memory_bytes=24e9),) * 2, Links(rates))
+    for config in (ParallelConfig(), EXACTLY):
+        spread = choose_spread(config, 2, model_of(30e9), [24e9] * 2, machine)
+        plan = plan_run(config, machine, model_of(30e9), Job(4096, 512, 20), *spread)
+
+        assert spread == ((None, 2) if all_reduce and config is EXACTLY else expected)
+        assert plan.chosen.is_exact == (spread[0] is None) and plan.layout.tensor_degree == spread[1]
+
+
+@pytest.mark.parametrize("branches, expected", [(2, Layout(cfg_degree=2, ulysses_degree=3, tensor_degree=2)),
+                                                (1, Layout(ulysses_degree=3, ring_degree=2, tensor_degree=2))], ids=str)
+def test_branches_and_tokens_share_what_spread_layers_leave(branches, expected):
+    """Of 18 heads a rank has 9."""
+    assert choose_layout(EXACTLY, 12, branches, 18, "this model", tensor_degree=2) == expected
+    rates = {(name, 2): 1e11 for name in ("all_to_all", "hop", "all_reduce")}
+    machine = Machine((Device(1e14, 1e14, 1e12),) * 12, Links(rates))
+    net = Net(57, 3072, 18, 12.0, 11.9e9)
+    layout = plan_run(EXACTLY, machine, net, Job(16384, 512, 20, branches), None, 2).layout
+    assert layout.tensor_degree == 2 and layout.cfg_degree == branches and layout.ulysses_degree in (1, 3)
 
 
 def test_manual_stages_and_their_warm_up():
     config = ParallelConfig(mode="manual", pipefusion_degree=2, ring_degree=2, stage_blocks="1,3")
 
-    roomy, tight = (choose_stages(config, 4, model_of(weights), [100] * 4) for weights in (30, 60))
+    (roomy, _), (tight, _) = (choose_spread(config, 4, model_of(weights), [100] * 4) for weights in (30, 60))
 
     assert roomy == Stages(2, 2, (1, 3), every_block=True) and tight == Stages(2, 2, (1, 3))
     assert warmup_layout(config.layout, roomy) == Layout(ring_degree=4)

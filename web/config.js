@@ -4,6 +4,7 @@ const DEGREES = ["cfg_degree", "data_degree", "pipefusion_degree", "ring_degree"
 const PIPEFUSION = ["num_patches", "stage_blocks", "warmup", "offload_keys_values", "forecast_keys_values"];
 const DISPLACED = ["displaced_mode"];
 const BOTH = ["warmup_steps"];
+const CHANGE = ["approximate"];
 
 /**
  * Names of the widgets that count for nothing with these values. defaults: {name: value}. In auto mode a setting of PipeFusion counts
@@ -14,5 +15,5 @@ export function idleWidgets(values, defaults) {
     return [...DEGREES, ...DISPLACED, ...[...PIPEFUSION, ...BOTH].filter((name) => values[name] === defaults[name])];
   const pipefusion = values.pipefusion_degree > 1;
   const displaced = values.displaced_degree > 1;
-  return [...(pipefusion ? [] : PIPEFUSION), ...(displaced ? [] : DISPLACED), ...(pipefusion || displaced ? [] : BOTH)];
+  return [...(pipefusion ? [] : PIPEFUSION), ...(displaced ? [] : DISPLACED), ...(pipefusion || displaced ? [] : [...BOTH, ...CHANGE])];
 }

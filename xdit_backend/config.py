@@ -14,6 +14,7 @@ from .protocol.messages import Layout
 
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = ("cfg_degree", "data_degree", "pipefusion_degree", "displaced_degree", "ring_degree", "ulysses_degree", "tensor_degree")
+APPROXIMATE = ("allowed", "not allowed")
 DISPLACED_MODES = ("corrected_async_gn", "stale_gn", "sync_gn", "separate_gn", "no_sync", "full_sync")
 
 PIPEFUSION = ("num_patches", "stage_blocks", "warmup", "offload_keys_values", "forecast_keys_values")     # what only PipeFusion reads
@@ -43,6 +44,7 @@ class ParallelConfig:
     forecast_keys_values: float = 0.6          # how far stale keys and values go on as they went in the step before: 0 not at all
     displaced_degree: int = 1
     displaced_mode: str = DISPLACED_MODES[0]   # how displaced patches synchronise, one of DISPLACED_MODES
+    approximate: str = APPROXIMATE[0]          # may the picture differ a little from one device's? One of APPROXIMATE
 
     @property
     def num_stage_blocks(self):
@@ -68,6 +70,11 @@ class ParallelConfig:
                      if field.name in names and getattr(self, field.name) != field.default]
             text += f" ({', '.join(given)} unused: {degree} is 1)" if given else ""
         return text
+
+    @property
+    def patches_asked(self):
+        """num_patches; one patch, with which nothing is stale, in auto mode where nothing approximate is allowed."""
+        return 1 if self.mode == "auto" and self.approximate == "not allowed" else self.num_patches
 
     @property
     def layout(self):
@@ -149,6 +156,8 @@ def validate(config, num_devices):
         raise ConfigError(f'warmup="{config.warmup}" is not one of {", ".join(WARMUPS)}.')
     if config.displaced_mode not in DISPLACED_MODES:
         raise ConfigError(f'displaced_mode="{config.displaced_mode}" is not one of {", ".join(DISPLACED_MODES)}.')
+    if config.approximate not in APPROXIMATE:
+        raise ConfigError(f'approximate="{config.approximate}" is not one of {", ".join(APPROXIMATE)}.')
     num_stages = len(config.num_stage_blocks)
     if config.mode == "auto":
         return
@@ -161,6 +170,7 @@ def validate(config, num_devices):
     if config.displaced_degree > 1 and config.pipefusion_degree > 1:
         raise ConfigError(f"displaced_degree={config.displaced_degree} and pipefusion_degree={config.pipefusion_degree} both use what is "
                           f"left of the step before: a stage would be behind twice. Set one of them to 1.")
+    _refuse_approximate(config)
     if config.cfg_degree > 2:
         raise ConfigError(f"cfg_degree={config.cfg_degree}: guidance has two branches, so 1 or 2 can work.")
     product, text = 1, []
@@ -173,6 +183,20 @@ def validate(config, num_devices):
         raise ConfigError(
             f"The degrees ({', '.join(text) or 'all 1'}) multiply to {product}, and there are {num_devices} devices. "
             f"Their product must be {num_devices}: for example {_example(num_devices)}, or set mode to auto.")
+
+
+def _refuse_approximate(config):
+    """Refuse degrees of manual mode that give another picture than one device's, where that is not allowed."""
+    if config.approximate == "allowed":
+        return
+    if config.pipefusion_degree > 1 and config.num_patches != 1:
+        raise ConfigError(f'approximate="{config.approximate}" and pipefusion_degree={config.pipefusion_degree}: its patches use keys and '
+                          f'values of the step before. Use tensor_degree, num_patches 1, with which stages wait for each other, or set '
+                          f'approximate to allowed.')
+    if config.displaced_degree > 1 and config.displaced_mode != "full_sync":
+        raise ConfigError(f'approximate="{config.approximate}" and displaced_degree={config.displaced_degree}: in the mode '
+                          f'{config.displaced_mode} devices use rows of the step before. Set displaced_mode to full_sync, or approximate '
+                          f'to allowed.')
 
 
 def validate_stages(config, num_blocks, family):

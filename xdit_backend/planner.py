@@ -8,7 +8,7 @@ import dataclasses
 from .config import validate_layout
 from .forecast.choice import Forecast, Machine, are_alike, candidates, choose, forecast, forecasts, speeds_of
 from .forecast.cost import Degrees, Device, Job, Links
-from .forecast.memory import rank_memory
+from .forecast.memory import rank_memory, weight_bytes
 from .partition import FULL, num_tokens, patch_dim, stage_of
 from .protocol.messages import Layout, Stages
 
@@ -17,56 +17,70 @@ LONG_S = 20.0                              # of a run, on one usual device: from
 USUAL_JOB = Job(4096, 512, 20)             # a picture of a megapixel: what stages are chosen for, before a run is known
 
 
-def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None, num_key_heads=None):
+def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None, num_key_heads=None, tensor_degree=1):
     """Return the Layout for one prediction where no probe has measured the devices; plan_run knows better where one has.
 
     num_heads: None of a U-Net, which shares out branches and images alone. Manual mode: the person's degrees. Auto mode: CFG
     parallel when there are two branches and an even number of devices, then Ulysses as far as the heads allow, then Ring. CFG
     parallel comes first because it sends only the prediction; Ulysses sends less than Ring (xDiT, arXiv 2411.01738, table 1).
-    stages: how the model is spread, where it is.
+    stages, tensor_degree: how the model is spread, of choose_spread.
     Raises ConfigError when the layout cannot work for this model.
     """
     if config.mode == "manual":
         layout = config.layout
         validate_layout(layout, num_heads, family, num_key_heads)
         return layout
+    num_devices //= tensor_degree
     cfg_degree = 2 if num_branches == 2 and num_devices % 2 == 0 and stages is None else 1
     if num_heads is None:
         return Layout(cfg_degree=cfg_degree, data_degree=num_devices // cfg_degree)
     rest = num_devices // cfg_degree if stages is None else stages.sequence_degree
-    ulysses_degree = max(d for d in range(1, rest + 1) if rest % d == 0 and num_heads % d == 0)
+    ulysses_degree = max(d for d in range(1, rest + 1) if rest % d == 0 and num_heads // tensor_degree % d == 0)
     return Layout(cfg_degree=cfg_degree, ring_degree=rest // ulysses_degree, ulysses_degree=ulysses_degree,
-                  pipefusion_degree=1 if stages is None else stages.pipefusion_degree)
+                  pipefusion_degree=1 if stages is None else stages.pipefusion_degree, tensor_degree=tensor_degree)
 
 
 WARMUP_FULL = 0.4              # where all weights take less, every rank holds them, so that warm-up runs by sequence parallelism
 
 
-def choose_stages(config, num_devices, net, device_bytes, machine=None):
-    """How the model is spread over stages when it is loaded: Stages, or None where every rank runs every block.
+def choose_spread(config, num_devices, net, device_bytes, machine=None, is_splittable=True):
+    """How the weights are spread when a model is loaded: (Stages, or None where every rank runs every block; tensor_degree).
 
-    Manual mode: the person's pipefusion_degree. Auto mode: PipeFusion where the weights do not fit on one device; it is the one
-    method that spreads weights. Of the numbers of stages that fit, the fastest as far as a probe can tell (machine), else the
-    least. device_bytes: memory of each device.
+    Manual mode: the person's degrees. Auto mode: where the weights do not fit on one device, by PipeFusion; by tensor parallelism where
+    that is forecast to be about as fast (machine: of a probe), or where nothing approximate is allowed. What cannot be split then has
+    stages that wait for each other. Of degrees that fit, the fastest as far as a probe can tell, else the least.
+    device_bytes: memory of each device. is_splittable: may the layers be split at all?
     """
     speeds, smallest = () if machine is None else speeds_of(machine.devices), min(device_bytes)
     if config.mode == "manual":
         if config.pipefusion_degree == 1:
-            return None
+            return None, config.tensor_degree
         rank_share = net.held_bytes / config.tensor_degree
         every_block = config.warmup == "sequence" or (config.warmup == "auto" and rank_share <= WARMUP_FULL * smallest)
         return Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * config.tensor_degree,
-                      config.num_stage_blocks, every_block, config.offload_keys_values, speeds)
+                      config.num_stage_blocks, every_block, config.offload_keys_values, speeds), config.tensor_degree
     if num_devices == 1 or net.held_bytes <= FULL * smallest:
-        return None
-    every = [Stages(degree, num_devices // degree, offload=config.offload_keys_values, speeds=speeds)
-             for degree in range(2, num_devices + 1) if num_devices % degree == 0 and degree <= net.blocks]
-    fitting = [stages for stages in every if _holds(stages, net, device_bytes)]
-    if not fitting:
-        return every[-1] if every else None
-    if machine is None:
-        return fitting[0]
-    return min(fitting, key=lambda stages: plan_run(config, machine, net, USUAL_JOB, stages).chosen.seconds)
+        return None, 1
+    divisors = [degree for degree in range(2, num_devices + 1) if num_devices % degree == 0]
+    staged = [(Stages(degree, num_devices // degree, offload=config.offload_keys_values, speeds=speeds), 1)
+              for degree in divisors if degree <= net.blocks]
+    can_forecast = machine is None or any(name == "all_reduce" for name, _ in machine.links.rates)
+    split = [(None, degree) for degree in divisors if is_splittable and can_forecast and degree in tensor_degrees(net)]
+    fit_staged = [(stages, 1) for stages, _ in staged if _holds(stages, net, device_bytes)]
+    fit_split = [(None, degree) for _, degree in split if weight_bytes(net, Degrees(tensor=degree)) <= FULL * smallest]
+    if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
+        return (staged or split or [(None, 1)])[-1] if config.approximate == "allowed" else (split or staged or [(None, 1)])[-1]
+    some = fit_staged + fit_split if config.approximate == "allowed" else fit_split or fit_staged
+    if machine is None or len(some) == 1:
+        return some[0]
+    usual = [(plan_run(config, machine, net, USUAL_JOB, *spread).chosen, spread) for spread in some]
+    chosen = choose(sorted((made for made, _ in usual), key=lambda made: (not made.fits, made.seconds)), alike=False)
+    return next(spread for made, spread in usual if made is chosen)
+
+
+def tensor_degrees(net):
+    """That divide the heads, above 1."""
+    return [degree for degree in range(2, net.heads + 1) if net.heads % degree == (net.key_heads or net.heads) % degree == 0]
 
 
 def _holds(stages, net, device_bytes):
@@ -98,16 +112,19 @@ def is_long(net, job, kind):
     return forecast(net, job, Degrees(), usual).seconds >= LONG_S
 
 
-def plan_run(config, machine, net, job, stages=None):
+def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
     """The Plan of a run on devices that a probe has measured. Manual mode: the person's degrees.
 
     Auto mode: where every rank has all blocks, only layouts whose picture is one device's; with stages, how their ranks share tokens.
+    stages, tensor_degree: how the model is spread, of choose_spread.
     """
     memory = memory_settings(config, stages)
     if config.mode == "manual":
         some = [degrees_of(config.layout, config, stages)]
     elif stages is None:
-        some = [degrees for degrees in candidates(net, job, len(machine.devices)) if degrees.pipefusion == 1]
+        of_rank = dataclasses.replace(net, heads=net.heads // tensor_degree)
+        some = [dataclasses.replace(degrees, tensor=tensor_degree)
+                for degrees in candidates(of_rank, job, len(machine.devices) // tensor_degree) if degrees.pipefusion == 1]
     else:
         some = [degrees_of(Layout(pipefusion_degree=stages.pipefusion_degree, ulysses_degree=ulysses,
                                   ring_degree=stages.sequence_degree // ulysses), config, stages)
@@ -130,10 +147,15 @@ def stages_that_fit(config, net, job, device_bytes):
         net, job, Degrees(pipefusion=degree, num_patches=2 * degree), **memory_settings(config, stages)).total <= device_bytes), None)
 
 
+def tensor_degree_that_fits(net, job, device_bytes):
+    """The least tensor_degree with which this would fit, as stages_that_fit."""
+    return next((degree for degree in tensor_degrees(net) if rank_memory(net, job, Degrees(tensor=degree)).total <= device_bytes), None)
+
+
 def degrees_of(layout, config, stages=None):
     """A Layout as the forecast takes it."""
     given = {field.name.removesuffix("_degree"): getattr(layout, field.name) for field in dataclasses.fields(layout)}
-    num_patches = (config.num_patches or 2 * layout.pipefusion_degree) if layout.pipefusion_degree > 1 else 0
+    num_patches = (config.patches_asked or 2 * layout.pipefusion_degree) if layout.pipefusion_degree > 1 else 0
     return Degrees(**given, num_patches=num_patches, warmup_steps=config.warmup_steps,
                    warmup_by_sequence=stages is not None and stages.every_block)
 

@@ -109,7 +109,7 @@ class PipelineRun:
         self._num_channels = family.num_channels(transformer_config)
         self._patch_size = family.patch_size(transformer_config)
         sequence_degree = layout.ring_degree * layout.ulysses_degree
-        num_patches = choose_num_patches(config.num_patches, layout.pipefusion_degree, shape, self._patch_size, sequence_degree)
+        num_patches = choose_num_patches(config.patches_asked, layout.pipefusion_degree, shape, self._patch_size, sequence_degree)
         self.shape = tuple(shape)
         self.patches = cut_patches(shape, self._patch_size, num_patches)
         self.dim = self.patches[0][0].dim
@@ -127,8 +127,8 @@ class PipelineRun:
         if whole_because is not None:
             return f"{text}, every step whole, because this workflow uses {whole_because}"
         text += f", {num_patches} patch{'es' if num_patches > 1 else ''}"
-        if num_patches < self._config.num_patches:
-            text += f" (the latent has too few rows for {self._config.num_patches})"
+        if num_patches < self._config.patches_asked:
+            text += f" (the latent has too few rows for {self._config.patches_asked})"
         if drained_because is not None and num_patches > 1:
             text += f", one step after the other, because this workflow uses {drained_because}"
         return text

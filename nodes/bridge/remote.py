@@ -26,6 +26,7 @@ from ...xdit_backend.planner import (
     plan_run,
     rank_bytes,
     stages_that_fit,
+    tensor_degree_that_fits,
 )
 from ...xdit_backend.protocol.errors import ConfigError
 from .carried import refuse_call, refuse_changed_modules
@@ -142,9 +143,14 @@ class RemoteModel:
         return [size if device != "cpu" or rank in first else 0 for rank, (device, size) in enumerate(zip(self.devices, self._rank_bytes))]
 
     def _spread(self, job):
-        """What stages would fit, for a person: [text]."""
-        degree = self._net and stages_that_fit(self.config, self._net, job, min(self._device_bytes))
-        return [f"pipefusion_degree={degree} on as many devices like these"] if degree else []
+        """Over how many devices the model would fit, for a person: [text]. Exactly, where nothing else is allowed."""
+        if self._net is None:
+            return []
+        if self.config.approximate == "allowed":
+            name, degree = "pipefusion_degree", stages_that_fit(self.config, self._net, job, min(self._device_bytes))
+        else:
+            name, degree = "tensor_degree", tensor_degree_that_fits(self._net, job, min(self._device_bytes))
+        return [f"{name}={degree} on as many devices like these"] if degree else []
 
     def free(self, device, num_bytes):
         client = GROUPS.client_if(self.devices)
@@ -289,7 +295,7 @@ class RemoteModel:
 
     def _layout(self, num_branches):
         return choose_layout(self.config, len(self.devices), num_branches, self.num_heads, self.family.name, self.spec.stages,
-                             self._num_key_heads)
+                             self._num_key_heads, self.spec.tensor_degree)
 
     def _plan(self, job, may_measure):
         """The Plan of a run; None where nothing is forecast: one device, degrees by hand, stages, U-Nets, or devices that are not measured
@@ -300,7 +306,7 @@ class RemoteModel:
             may_measure = may_measure and is_long(self._net, job, torch.device(self.devices[0]).type)
             machine = GROUPS.machine(self.devices, self.spec.compute_dtype, may_measure)
             self._plans[job] = None if machine is None else plan_run(
-                self.config, as_learnt(machine, GROUPS.learnt(), self.family.name), self._net, job)
+                self.config, as_learnt(machine, GROUPS.learnt(), self.family.name), self._net, job, None, self.spec.tensor_degree)
             self._cards = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[job]
 

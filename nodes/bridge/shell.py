@@ -17,10 +17,10 @@ from comfy.patcher_extension import WrappersMP
 from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from ...xdit_backend.checkpoints.net import net_of, told_bytes
 from ...xdit_backend.checkpoints.outline import outline
-from ...xdit_backend.checkpoints.shares import tensor_splits
+from ...xdit_backend.checkpoints.shares import is_splittable, tensor_splits
 from ...xdit_backend.checkpoints.transformer import held_bytes
 from ...xdit_backend.config import validate_layout, validate_stages
-from ...xdit_backend.planner import choose_stages
+from ...xdit_backend.planner import choose_spread
 from ...xdit_backend.protocol.errors import CheckpointError, UnsupportedError
 from ...xdit_backend.protocol.segments import dtype_name
 from . import wrappers
@@ -75,12 +75,12 @@ def load_shell(path, weight_dtype, config):
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
     dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)
-    tensor_degree = config.tensor_degree if config.mode == "manual" else 1
-    splits = tensor_splits(model, family.plan, tensor_degree) if tensor_degree > 1 else {}
     net = None if family.by_rows else net_of(family, transformer_config, model_spec(header, family, *dtypes), model)
     device_bytes = list(map(memory_of, devices))
     machine = GROUPS.machine(devices, dtypes[1], may_measure=False) if len(devices) > 1 else None
-    stages = None if family.by_rows else choose_stages(config, len(devices), net, device_bytes, machine)
+    stages, tensor_degree = (None, 1) if family.by_rows else choose_spread(
+        config, len(devices), net, device_bytes, machine, config.mode == "manual" or is_splittable(model, family.plan))
+    splits = tensor_splits(model, family.plan, tensor_degree) if tensor_degree > 1 else {}
     spec = model_spec(header, family, *dtypes, stages, tensor_degree)
     weight_bytes = held_bytes(model, family, spec, splits)
     module, itself = base_model.diffusion_model, weakref.proxy(base_model)     # no circle: it ends with its MODEL

@@ -12,7 +12,7 @@ from xdit_backend.bench import plan
 from xdit_backend.protocol.errors import CheckpointError, ConfigError
 
 CARD = {"name": "a card", "memory_bytes": 24e9, "matrix_flops_s": 60e12, "attention_flops_s": 50e12, "memory_bytes_s": 936e9}
-LINKS = {"all_to_all": {"2": {"bytes_s": 9e9}}, "hop": {"2": {"bytes_s": 12e9, "latency_s": 2e-5}}}
+LINKS = {"all_to_all": {"2": {"bytes_s": 9e9}}, "hop": {"2": {"bytes_s": 12e9, "latency_s": 2e-5}}, "all_reduce": {"2": {"bytes_s": 2e9}}}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,13 @@ def test_a_plan_spreads_what_does_not_fit(flux, tmp_path, capsys):
 
     assert "Plan: PipeFusion 2, 4 patches" in text and "one device has too little memory" in text
     assert re.search(r"^  Ulysses 2 .* does not fit$", text, re.MULTILINE)
+
+
+def test_an_exact_plan_spreads_the_layers(flux, tmp_path, capsys):
+    text = planned(flux, tmp_path, capsys, "--branches", "1", "--exact")
+
+    assert re.search(r"^\* Tensor 2 .* compute|^\* Tensor 2 .* link", text, re.MULTILINE) and "Plan: Tensor 2, about " in text
+    assert "its layers are spread, and the picture is one device's" in text
 
 
 def test_smaller_weights_and_larger_pictures(flux, tmp_path, capsys):

@@ -23,12 +23,12 @@ def test_it_shows_what_counts(page):
     page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
     for name, value in (("mode", "auto"), ("warmup_steps", 1), ("num_patches", 0)):
         low = page.evaluate(SET, [name, value])
-    steps = [("mode", "auto", {"devices", "mode"}),
-             ("num_patches", 8, {"devices", "mode", "num_patches"}),
+    steps = [("mode", "auto", {"devices", "mode", "approximate"}),
+             ("num_patches", 8, {"devices", "mode", "approximate", "num_patches"}),
              ("mode", "manual", {"devices", "mode"} | DEGREES),
-             ("pipefusion_degree", 2, {"devices", "mode"} | DEGREES | PIPEFUSION),
+             ("pipefusion_degree", 2, {"devices", "mode", "approximate"} | DEGREES | PIPEFUSION),
              ("pipefusion_degree", 1, {"devices", "mode"} | DEGREES),
-             ("displaced_degree", 2, {"devices", "mode", "warmup_steps", "displaced_mode"} | DEGREES)]
+             ("displaced_degree", 2, {"devices", "mode", "warmup_steps", "displaced_mode", "approximate"} | DEGREES)]
     for name, value, expected in steps:
         high = page.evaluate(SET, [name, value])
         assert set(page.evaluate(SHOWN)) == expected, (name, value)

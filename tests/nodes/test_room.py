@@ -5,6 +5,9 @@ import re
 import pytest
 import torch
 
+from tests.nodes.test_pipefusion import EXACT
+from tests.tolerances import close
+
 
 def limited(comfyui, monkeypatch, num_bytes, kind, **degrees):
     """Our MODEL on two CPU workers of a machine with so much memory."""
@@ -46,3 +49,17 @@ def test_weights_that_cannot_fit_are_refused_when_loading(comfyui, monkeypatch):
         limited(comfyui, monkeypatch, 1e5, "sd3", ulysses=2)
     with pytest.raises(comfyui.errors.ConfigError, match="It would fit with pipefusion_degree=2 on as many devices"):
         limited(comfyui, monkeypatch, weights * 0.95, "sd3", ulysses=2)
+
+
+@pytest.mark.parametrize("devices, expected", [
+    ("cpu,cpu", "tensor 2"), pytest.param("cpu,cpu,cpu", "PipeFusion 3, 1 patch", marks=pytest.mark.slow)])
+def test_what_is_too_large_for_one_device_is_drawn_exactly_where_nothing_else_is_allowed(comfyui, said, monkeypatch, devices, expected):
+    """In auto mode. Three do not divide its heads: then its blocks are spread."""
+    weights = comfyui.ours("sd3", comfyui.config()).model.remote.bytes_on("cpu")
+    monkeypatch.setattr(comfyui.shell, "memory_of", lambda device: weights * 1.24)
+    model = comfyui.ours("sd3", comfyui.config(devices, approximate="not allowed", mode="auto"))
+
+    result = comfyui.sample(model, "sd3", steps=3)
+
+    assert said[0].startswith(f"running on {devices.replace(',', ', ')}: {expected}"), said
+    close(result, comfyui.reference("sd3", steps=3), EXACT)

@@ -15,6 +15,7 @@ import torch
 from ..checkpoints.header import model_spec, read_header, recognise
 from ..checkpoints.net import job_of, net_of
 from ..checkpoints.outline import outline
+from ..checkpoints.shares import is_splittable
 from ..config import ParallelConfig, resolve_devices
 from ..forecast.choice import candidates, forecasts, further_candidates
 from ..forecast.files import read_machine
@@ -22,7 +23,7 @@ from ..forecast.words import plan_words, table, why
 from ..host import measurements
 from ..host.client import Client
 from ..host.preflight import num_cuda_devices
-from ..planner import choose_stages, plan_run
+from ..planner import choose_spread, plan_run
 from ..protocol.errors import ConfigError
 
 WEIGHT_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3fn": "float8_e4m3fn"}
@@ -43,6 +44,8 @@ def add_arguments(parser):
     parser.add_argument("--devices", default="auto", help='to measure, as in xDiT Parallel Config: "auto", or "cuda:0,cuda:1", "cpu,cpu"')
     parser.add_argument("--measurements", type=Path, metavar="FOLDER", help="where ComfyUI keeps what it measured (user/xdit): taken from "
                         "there, and kept there")
+    parser.add_argument("--exact", action="store_true", help='nothing that changes the picture, as approximate = "not allowed" of xDiT '
+                        'Parallel Config: of a model that is too large for one device, the layers are spread')
     parser.add_argument("--measure", action="store_true", help="measure again, whatever is kept")
 
 
@@ -60,20 +63,22 @@ def main(options):
     job = job_of(family, net, _latent_shape(family, config, *job_shape, options),
                  {"context": torch.empty(1, options.text, 1, device="meta")}, options.steps, options.branches)
     machine = read_machine(options.machine) if options.machine else measured(options, compute)
-    print_plan(net, job, machine, f"{family.name}, {options.size}" + (f", {options.frames} frames" if options.frames > 1 else ""))
+    settings = ParallelConfig(approximate="not allowed" if options.exact else "allowed")
+    what = f"{family.name}, {options.size}" + (f", {options.frames} frames" if options.frames > 1 else "")
+    print_plan(net, job, machine, what, settings, is_splittable(model, family.plan))
 
 
-def print_plan(net, job, machine, what):
-    """The table of all layouts, the choice of auto, and why."""
-    config, count = ParallelConfig(), len(machine.devices)
+def print_plan(net, job, machine, what, config, splittable):
+    """The table of all layouts, the choice of auto under this ParallelConfig, and why. splittable: of choose_spread."""
+    count = len(machine.devices)
     names = collections.Counter(device.name or "a device" for device in machine.devices)
     print(f"{what}: {job.tokens} tokens, {job.text} of text, {job.steps} steps, {job.branches} branch{'es' if job.branches > 1 else ''}, "
           f"{job.images} image{'s' if job.images > 1 else ''}; {net.blocks} blocks of width {net.width}, "
           f"{net.held_bytes / 1e9:.2f} GB of weights")
     print("on " + ", ".join(f"{number} x {name}" for name, number in names.items()))
-    stages = choose_stages(config, count, net, [device.memory_bytes for device in machine.devices], machine)
+    spread = choose_spread(config, count, net, [device.memory_bytes for device in machine.devices], machine, splittable)
     started_s = time.perf_counter()
-    plan = plan_run(config, machine, net, job, stages)
+    plan = plan_run(config, machine, net, job, *spread)
     elapsed_s = time.perf_counter() - started_s
     some = [*candidates(net, job, count), *further_candidates(net, job, machine)]
     every = forecasts(net, job, machine, some, steps_kept=1 + (config.forecast_keys_values > 0))
@@ -83,7 +88,8 @@ def print_plan(net, job, machine, what):
     print("\n".join(table(every, chosen, plan.one)))
     print(plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered) + f". Chosen in {1000 * elapsed_s:.0f} ms.")
     print(f"Why: {why(plan.chosen)}. " + (
-        "The weights do not fit on one device, so that its blocks are spread over stages." if stages is not None else
+        "The weights do not fit on one device, so that its blocks are spread over stages." if spread[0] is not None else
+        "The weights do not fit on one device, so that its layers are spread, and the picture is one device's." if spread[1] > 1 else
         "By itself, auto takes only layouts whose picture is one device's, where the weights fit on each device."))
     if not plan.chosen.fits:
         print("No layout fits into the memory there is: take weights of a smaller type, a smaller picture, or more devices.")

@@ -90,6 +90,14 @@ def _check_stored(splits, degree):
                            f"pipefusion_degree, or a file in bf16, fp16, fp8 or Q8_0.")
 
 
+def is_splittable(model, plan):
+    """Can layers of this model be split? As tensor_splits, which says why not."""
+    try:
+        return bool(tensor_splits(model, plan))
+    except UnsupportedError:
+        return False
+
+
 def _block_splits(block, plan):
     splits = {}
     for path, module in block.named_modules():
