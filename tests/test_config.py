@@ -34,7 +34,6 @@ def test_accepts_what_works(config, num_devices):
     (replace(manual(pipefusion=2), stage_blocks="3,0"), 2, ['stage_blocks="3,0"', "at least 1"]),
     (replace(manual(pipefusion=2), stage_blocks="3"), 2, ["names 1 stages", "pipefusion_degree=2"]),
     (ParallelConfig(warmup="cold"), 1, ['warmup="cold"', "micro_batches"]),
-    (manual(displaced=2, tensor=2), 4, ["displaced_degree=2 and tensor_degree=2", "one of them to 1"]),
     (manual(displaced=2, pipefusion=2), 4, ["displaced_degree=2 and pipefusion_degree=2", "one of them to 1"]),
     (ParallelConfig(displaced_mode="stale"), 1, ['displaced_mode="stale"', "corrected_async_gn"]),
     (ParallelConfig(approximate="a bit"), 1, ['approximate="a bit"', "not allowed"]),
@@ -131,6 +130,7 @@ def test_stages_must_fit_the_models_blocks():
     ({"devices": "cpu, cpu, cpu", "cfg_degree": 2}, 0, {"devices": "cpu, cpu, cpu", "cfg_degree": 1}),
     ({"devices": "gpu0", "ulysses_degree": 8}, 8, {"ulysses_degree": 8}),
     ({"devices": "cuda:0,cuda:1", "cfg_degree": 2}, 0, {"devices": "cpu", "cfg_degree": 1}),
+    ({"devices": ",".join(f"cuda:{index}" for index in range(64)), "ring_degree": 3}, 64, {"ring_degree": 64}),
     ({"devices": "cpu,cpu", "displaced_degree": 2, "tensor_degree": 2}, 0, {"devices": "cpu,cpu"}),
 ], ids=str)
 def test_what_fits_is_near_and_can_work(given, num_cuda, expected):

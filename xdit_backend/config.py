@@ -120,7 +120,6 @@ def fitting(config, num_cuda_devices):
     count = len(devices)
     text = config.devices if ",".join(devices) == config.devices.replace(" ", "").lower() else ",".join(devices)
     config = dataclasses.replace(config, devices=text)
-    divisors = [number for number in range(1, count + 1) if count % number == 0]
 
     def distance(degrees):
         """From the given ones; of equally near ones those come first whose methods send less."""
@@ -128,8 +127,8 @@ def fitting(config, num_cuda_devices):
         return (sum(abs(math.log2(new / old)) + (10 if new > 1 and old == 1 else 0) for new, old in zip(degrees, given)),
                 [-degree for degree in degrees])
 
-    every = [degrees for degrees in itertools.product(divisors, repeat=len(DEGREES)) if math.prod(degrees) == count]
-    for degrees, stage_blocks in itertools.product(sorted(every, key=distance), dict.fromkeys((config.stage_blocks, ""))):
+    every = sorted(_factored(count, len(DEGREES)), key=distance)
+    for degrees, stage_blocks in itertools.product(every, dict.fromkeys((config.stage_blocks, ""))):
         found = dataclasses.replace(config, **dict(zip(DEGREES, degrees)), stage_blocks=stage_blocks)
         try:
             validate(found, count)
@@ -137,6 +136,16 @@ def fitting(config, num_cuda_devices):
             continue
         return found
     raise ConfigError("No degrees make these settings work here. Set mode to auto.")
+
+
+def _factored(product, places):
+    """Every way to write a number as a product of so many, in every order."""
+    if places == 1:
+        yield (product,)
+        return
+    for first in range(1, product + 1):
+        if product % first == 0:
+            yield from ((first, *rest) for rest in _factored(product // first, places - 1))
 
 
 def validate(config, num_devices):
@@ -164,9 +173,6 @@ def validate(config, num_devices):
     if num_stages not in (0, config.pipefusion_degree):
         raise ConfigError(f'stage_blocks="{config.stage_blocks}" names {num_stages} stages, and pipefusion_degree='
                           f'{config.pipefusion_degree}. Give one number a stage, or leave it empty.')
-    if config.displaced_degree > 1 and config.tensor_degree > 1:
-        raise ConfigError(f"displaced_degree={config.displaced_degree} and tensor_degree={config.tensor_degree} cannot be combined yet. "
-                          f"Set one of them to 1; ulysses_degree, ring_degree and cfg_degree go with both.")
     if config.displaced_degree > 1 and config.pipefusion_degree > 1:
         raise ConfigError(f"displaced_degree={config.displaced_degree} and pipefusion_degree={config.pipefusion_degree} both use what is "
                           f"left of the step before: a stage would be behind twice. Set one of them to 1.")

@@ -147,6 +147,19 @@ def level_of(name, num_levels):
     return num_levels - 1 - number - (kind == "upsamplers")
 
 
+def summed_modules(splits):
+    """Paths of the modules whose outputs tensor ranks add up: attentions and feed-forwards, or the matrix that both end in.
+
+    splits: {name of a weight: checkpoints.shares.Split}.
+    """
+    summed = set()
+    for name, split in splits.items():
+        if split.how == "rows" and name.endswith(".weight"):
+            names = name.split(".")[:-1]                       # list, index, (one module that is the block,) attention or feed-forward
+            summed.add(".".join(names[:4 if names[2] == "block" else 3]))
+    return sorted(summed)
+
+
 def slot_bytes(shapes, dtype):
     """Bytes that a layer takes of every rank's row of an exchange: the largest rank's, aligned."""
     most = max(map(math.prod, shapes)) * dtype.itemsize

@@ -17,13 +17,15 @@ def usual_config(family):
     return {name: argument.default for name, argument in arguments.items() if argument.default is not inspect.Parameter.empty}
 
 
-@pytest.mark.parametrize("name, published", [
-    ("Flux.1", "flux.1-dev"), ("PixArt-Sigma", "pixart-alpha"), ("HunyuanVideo", "hunyuanvideo"), ("Qwen-Image", "qwen-image"),
-    ("Wan", "wan2.1-14b")])
-def test_published_sizes(name, published):
+@pytest.mark.parametrize("name, published, sums", [
+    ("Flux.1", "flux.1-dev", (2 * 19 + 38) / 57), ("PixArt-Sigma", "pixart-alpha", 3), ("HunyuanVideo", "hunyuanvideo", (2 * 20 + 40) / 60),
+    ("Qwen-Image", "qwen-image", 2), ("Wan", "wan2.1-14b", 3)])
+def test_published_sizes(name, published, sums):
+    """sums: of section 10 of docs/algorithms.md."""
     net, known = net_of(FAMILIES[name], usual_config(FAMILIES[name])), NETS[published]
 
     assert (net.blocks, net.width, net.heads, net.joint) == (known.blocks, known.width, known.heads, known.joint)
+    within(abs(net.sums - sums), 1e-12)
     within(abs(net.elements / known.elements - 1), 0.01)
     within(abs(net.parameters / known.parameters - 1), 0.01)
 

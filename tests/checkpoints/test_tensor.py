@@ -18,12 +18,14 @@ def check(path, dtypes, degree=2):
     """Load the whole, and each rank's share; compare them and their sizes. Returns the share of the whole that rank 0 holds."""
     header = read_header(path)
     family = recognise(header)
-    whole, _ = load_transformer(model_spec(header, family, *dtypes), family, CPU)
+    read = []                                                  # (bytes so far, in all) that a loader says
+    whole, _ = load_transformer(model_spec(header, family, *dtypes), family, CPU, lambda *said: read.append(said))
     spec, parts = model_spec(header, family, *dtypes, tensor_degree=degree), dict(whole.named_parameters())
+    of_whole, in_all = read[-1][1], sum(parameter.nbytes for parameter in parts.values())
     buffers = dict(whole.named_buffers())
     for rank in range(degree):
         splits = {}
-        model, _ = load_transformer(spec, family, CPU, splits=splits, tensor_rank=rank)
+        model, _ = load_transformer(spec, family, CPU, lambda *said: read.append(said), splits=splits, tensor_rank=rank)
         for name, parameter in model.named_parameters():
             wanted = splits[name].own(parts[name].data, degree, rank) if name in splits else parts[name]
             assert torch.equal(parameter.float(), wanted.float()), name
@@ -36,8 +38,9 @@ def check(path, dtypes, degree=2):
         formula = sum(parameter.nbytes / (degree if name.rpartition(".")[0] in linears else 1) for name, parameter in parts.items())
         held = sum(parameter.nbytes for parameter in model.parameters())
         assert abs(held / formula - 1) < 0.05
+        assert read[-1][0] == read[-1][1] and abs(read[-1][1] / of_whole / formula * in_all - 1) < 0.05
         assert rank or held + sum(buffer.nbytes for buffer in model.buffers()) == held_bytes(whole, family, spec, splits)
-    return held / sum(parameter.nbytes for parameter in parts.values())
+    return held / in_all
 
 
 @pytest.mark.parametrize("name", FOLDERS)

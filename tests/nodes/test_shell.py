@@ -71,13 +71,13 @@ def test_latents_equal_native_ksampler_on_four_workers(comfyui, degrees):
 
 @pytest.mark.parametrize("kind, layout", [
     ("sd3", {"tensor": 2}), *(pytest.param(kind, layout, marks=pytest.mark.slow) for kind, layout in (
-        ("flux", {"tensor": 2}), ("wan", {"tensor": 2}), ("sd35", {"cfg": 2, "tensor": 2}), ("sd35", {"pipefusion": 2, "tensor": 2})))],
-    ids=str)
+        ("flux", {"tensor": 2}), ("wan", {"tensor": 2}), ("sd35", {"cfg": 2, "tensor": 2}), ("sd35", {"pipefusion": 2, "tensor": 2}),
+        ("sd35", {"displaced": 2, "tensor": 2})))], ids=str)
 def test_latents_with_tensor_parallelism_equal_native_ksampler(comfyui, kind, layout):
-    """With stages, in one piece."""
+    """With stages, in one piece; with displaced patches, synchronous."""
     devices = ",".join(["cpu"] * math.prod(layout.values()))
 
-    result = comfyui.sample(comfyui.ours(kind, comfyui.config(devices, num_patches=1, **layout)), kind)
+    result = comfyui.sample(comfyui.ours(kind, comfyui.config(devices, num_patches=1, displaced_mode="full_sync", **layout)), kind)
 
     close(result, comfyui.reference(kind), TOLERANCE)
 

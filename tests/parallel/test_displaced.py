@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import xdit_backend.parallel.displaced as displaced
-from tests.models.zoo import ALIKE, CONFIGS, example
+from tests.models.zoo import ALIKE, CONFIGS, example, hold_share
 from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
 from tests.ranks import run_ranks
-from tests.tolerances import within
+from tests.tolerances import InDouble, within
 from xdit_backend.checkpoints.net import told_bytes
 from xdit_backend.config import DISPLACED_MODES
 from xdit_backend.parallel.collectives import Traffic, all_gather
@@ -191,14 +192,19 @@ def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds):
     if mutant is not None:
         MUTANTS[mutant]()
     mesh, one, results = paced(build_mesh(layout, world_size), speeds), example(name, **shape), []
-    hooks = Hooks(one.model, one.family.plan)
+    hooks = Hooks(one.model, one.family.plan, hold_share(one.model, one.family.plan, layout.tensor_degree, mesh.ranks["tensor"]))
     loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
     for warmup_steps in (1, ALL):
         exchange = Exchange(mesh.displaced_group, layout.displaced_degree, mesh.ranks["displaced"], 4096)
         predict = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning)
-        results.append(sample(predict, one.latent, warmup_steps, heun=warmup_steps == 1, scale=one.family.time_scale))
+        with unrounded(layout):
+            results.append(sample(predict, one.latent, warmup_steps, heun=warmup_steps == 1, scale=one.family.time_scale))
         exchange.drain()
     return results
+
+
+def unrounded(layout):
+    return InDouble() if layout.tensor_degree > 1 else nullcontext()
 
 
 def predicted_whole(loaded, mesh, exchange, conditioning, x, timestep, is_stale):
@@ -209,16 +215,18 @@ def predicted_whole(loaded, mesh, exchange, conditioning, x, timestep, is_stale)
 
 def check_transformer(name, layout, shape, mutant=None, speeds=(), shards=None):
     """Errors of a displaced run against the oracle, of a synchronous one and of it against the model. shards: as the oracle's."""
-    num_ranks = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
-    (displaced_, synchronous), *others = run_ranks(transformer_on_ranks, num_ranks, name, layout, shape, mutant, speeds, timeout_s=300)
-    one, stale = example(name, **shape), StaleTransformer(example(name, **shape), layout.displaced_degree, num_ranks, shards)
+    num_shards = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
+    (displaced_, synchronous), *others = run_ranks(transformer_on_ranks, num_shards * layout.tensor_degree, name, layout, shape, mutant,
+                                                   speeds, timeout_s=300)
+    one, stale = example(name, **shape), StaleTransformer(example(name, **shape), layout.displaced_degree, num_shards, shards)
 
     def model(x, timestep, is_stale):
         one.latent, one.timestep = x, timestep
         return one.run()[:, :x.shape[1]]
-    oracle = sample(lambda x, timestep, is_stale: stale.predict(x, timestep, is_stale)[:, :x.shape[1]], stale.example.latent, 1, True,
-                    one.family.time_scale)
-    single = [sample(model, example(name, **shape).latent, ALL, heun, one.family.time_scale) for heun in (False, True)]
+    with unrounded(layout):
+        oracle = sample(lambda x, timestep, is_stale: stale.predict(x, timestep, is_stale)[:, :x.shape[1]], stale.example.latent, 1, True,
+                        one.family.time_scale)
+        single = [sample(model, example(name, **shape).latent, ALL, heun, one.family.time_scale) for heun in (False, True)]
     assert all(torch.equal(displaced_, other[0]) for other in others)
     return [(a - b).abs().max().item() for a, b in ((displaced_, oracle), (synchronous, single[0]), (displaced_, single[1]))]
 
@@ -231,9 +239,11 @@ TRANSFORMER = {"rows": 12, "columns": 6, "num_text_tokens": 7}
     *(pytest.param(name, Layout(displaced_degree=2), marks=pytest.mark.slow) for name in CONFIGS
       if name not in ("SD3", "Flux.1", "PixArt-Sigma", *ALIKE)),
     pytest.param("SD3", Layout(displaced_degree=2, ulysses_degree=2), marks=pytest.mark.slow),
-    pytest.param("Flux.1", Layout(displaced_degree=2, ring_degree=2), marks=pytest.mark.slow)], ids=str)
+    pytest.param("Flux.1", Layout(displaced_degree=2, ring_degree=2), marks=pytest.mark.slow),
+    pytest.param("Flux.1", Layout(displaced_degree=2, tensor_degree=2), marks=pytest.mark.slow, id="Flux.1-x-tensor")], ids=str)
 def test_transformers_equal_the_oracle(name, layout):
-    """Image and text tokens of other ranks are as they were a call before; Ulysses and Ring share out a rank's part."""
+    """Image and text tokens of other ranks are as they were a call before; Ulysses and Ring share out a rank's part, tensor ranks have
+    their heads' keys and values."""
     of_oracle, of_model, displaced_of_model = check_transformer(name, layout, TRANSFORMER)
 
     within(of_oracle, EXACT)

@@ -8,7 +8,7 @@ import xdit_backend.parallel.tensor as tensor
 from tests.conftest import ROOT
 from tests.models.zoo import CONFIGS, example, hold_share
 from tests.ranks import run_ranks
-from tests.tolerances import InDouble, within
+from tests.tolerances import InDouble, relative_error, within
 from xdit_backend.checkpoints.shares import Split, tensor_splits
 from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
@@ -102,6 +102,39 @@ def test_bytes_sent_are_those_of_the_formula(degree):
     assert num_exchanges == double * (1 + 2 + 2) + single * (1 + 1)
 
 
+@pytest.mark.parametrize("name, a_token", [("PixArt-Sigma", lambda width: 3 * width), ("Wan", lambda width: 3 * width + 3)])
+def test_bytes_of_blocks_with_cross_attention(name, a_token):
+    """Three sums of image tokens a block, and of Wan the squares of queries and keys, those of the text's too."""
+    one = example(name, **SHAPES[0])
+    tokens, text = one.family.token_counts(one.latent.shape, one.conditioning)["image"], one.conditioning["context"].shape[1]
+    blocks, width = one.family.num_blocks(one.config), one.family.width(one.config)
+
+    (_, num_exchanges, sent_bytes), = run_ranks(forward, 2, name, Layout(tensor_degree=2), SHAPES[:1])[0]
+
+    assert sent_bytes == 8 * blocks * (tokens * a_token(width) + (text if name == "Wan" else 0))
+    assert num_exchanges == blocks * (7 if name == "Wan" else 3)
+
+
+def in_bfloat16(rank, world_size, name, layout):
+    """(relative error of the model, that of the ranks together), in bfloat16 beside float32."""
+    with torch.no_grad():
+        want, one = example(name, torch.float32, **SHAPES[1]).run(), example(name, torch.bfloat16, **SHAPES[1])
+        whole, mesh = one.run(), build_mesh(layout, world_size)
+        hooks = Hooks(one.model, one.family.plan, hold_share(one.model, one.family.plan, layout.tensor_degree, mesh.ranks["tensor"]))
+        loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
+        with hooks.serving(loaded.context(mesh, Traffic(), one.latent, one.timestep, one.conditioning)):
+            return relative_error(whole.float(), want), relative_error(one.run().float(), want)
+
+
+@pytest.mark.parametrize("name, degree", [("Wan", 4), pytest.param("Flux.1", 4, marks=pytest.mark.slow)])
+def test_in_bfloat16_it_rounds_about_as_one_rank_does(name, degree):
+    """Each rank rounds its part before they are added."""
+    (one, spread), *others = run_ranks(in_bfloat16, degree, name, Layout(tensor_degree=degree))
+
+    assert one > 1e-4 and all(other == (one, spread) for other in others)
+    within(spread / one, 2.0)
+
+
 def test_parts_may_be_of_unlike_sizes():
     """Of 32 channels of a feed-forward one of three ranks has ten. Heads are not shared: one rank of three would have none."""
     split, whole = Split("columns", 0, (32, 32)), torch.arange(64.0)[:, None].expand(64, 2)
@@ -159,7 +192,7 @@ def test_exactness_notices_a_broken_method(mutant, name):
 def test_readme_says_which_families_it_is_for(name):
     row = next(line for line in README.splitlines() if line.startswith(f"| {FAMILIES[name].title} |"))
 
-    assert row.endswith("| yes |" if is_spread(name) else "| no |")
+    assert row.endswith("| yes |") and is_spread(name)
 
 
 def test_weights_quantised_in_blocks_are_refused():

@@ -1,12 +1,14 @@
 """What the cost model needs to know of a family's model, derived from its config and its modules' shapes."""
 
+import collections
 from dataclasses import replace
 
 import torch
 
 from ..forecast.cost import Job, Net
 from ..models.plan import Family
-from ..partition import cut_bands, halved, level_of, slot_bytes
+from ..partition import cut_bands, halved, level_of, slot_bytes, summed_modules
+from .shares import is_splittable, tensor_splits
 from .transformer import block_bytes, build, held_bytes
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
@@ -29,7 +31,7 @@ def net_of(family: Family, config, spec=None, model=None):
     net = Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
               key_heads=model.config.get("num_kv_heads") or heads, skips=bool(family.plan.skips(num_blocks)), text_once=True,
-              branches_apart=True)
+              branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks))
     return net if spec is None else _held_as(net, model, family, spec)
 
 
@@ -63,6 +65,15 @@ def told_bytes(model, shape, num_ranks, dtype, batch=1):
         elif name.endswith(".attn1"):
             total += slot_bytes([(2, batch, size * columns, module.to_k.out_features) for size in sizes], dtype)
     return total
+
+
+def _sums(model, plan, joint, num_blocks):
+    """What tensor ranks add up in a block. Where text runs beside the image, one feed-forward is the image's and the other the text's."""
+    if not is_splittable(model, plan):
+        return Net.sums
+    of_blocks = collections.Counter(name.rpartition(".")[0] for name in summed_modules(tensor_splits(model, plan))
+                                    if name.partition(".")[0] in {list_.name for list_ in plan.blocks})
+    return sum(min(2, count) if joint else count for count in of_blocks.values()) / num_blocks
 
 
 def _held_as(net, model, family, spec):

@@ -53,9 +53,9 @@ class Split:
                   for piece, size in zip(tensor.split(list(map(stored, self.parts)), self.dim), self.parts)]
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
-    def share(self, degree):
-        """The part of the tensor that the first rank has."""
-        return self.sizes(degree)[0] / sum(self.parts) if self.parts else 1
+    def share(self, degree, rank=0):
+        """The part of the tensor that a rank has; the first has most."""
+        return self.sizes(degree)[rank] / sum(self.parts) if self.parts else float(rank == 0)
 
     def sizes(self, degree):
         """Every rank's size along dim."""

@@ -251,9 +251,11 @@ def _move(model, device, family, spec, on_progress, addresses, splits, tensor_ra
     """
     tensors = [held for held in _held(model, family, spec) if not held[1].is_meta]            # not of another stage
     ferry, homes = Ferry(device), {}
-    done_bytes, total_bytes = 0, sum(weight.nbytes for _, weight, _ in tensors)
-    for name, weight, dtype in tensors:
-        done_bytes += weight.nbytes
+    read_bytes = [weight.nbytes * (splits[name].share(spec.tensor_degree, tensor_rank) if name in splits else 1)
+                  for name, weight, _ in tensors]
+    done_bytes, total_bytes = 0.0, round(sum(read_bytes))
+    for (name, weight, dtype), own_bytes in zip(tensors, read_bytes):
+        done_bytes += own_bytes
         own = _share(name, weight.data, spec, splits, tensor_rank, addresses)
         if own is None:
             weight.data = weight.data[:0]
@@ -261,7 +263,7 @@ def _move(model, device, family, spec, on_progress, addresses, splits, tensor_ra
         weight.data = _moved(own, device, dtype, ferry)
         if own.dtype == dtype and own.untyped_storage().data_ptr() in addresses:
             homes[id(weight)] = own
-        on_progress(done_bytes, total_bytes)
+        on_progress(round(done_bytes), total_bytes)
     on_progress(total_bytes, total_bytes)
     return homes
 

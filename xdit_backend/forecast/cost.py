@@ -32,6 +32,7 @@ class Net:
     element_bytes: int = 2                 # of hidden states
     weight_bytes: float = 0.0              # of all parameters, as they are held; 0: as hidden states
     outside_bytes: float = 0.0             # of them, what every stage holds: those outside the blocks
+    sums: float = 2.0                      # of all its tokens that tensor ranks add up in a block, on average
 
     @property
     def held_bytes(self):
@@ -209,10 +210,10 @@ def block_parts(net, job, degrees, device, links, batch, rows, keys, text_rows):
         attend = net.shared * ring * turn + (1 - net.shared) * attend
         link += net.shared * waits
         launch += ring * device.round_launch_s
-    if tensor > 1:                                             # two all-reduces, not hidden
-        size = 2 * 2 * own * width * net.element_bytes * (tensor - 1) / tensor
-        link += size / links.rate("all_reduce", tensor) + 2 * links.latency("all_reduce", tensor)
-        launch += 2 * device.collective_launch_s
+    if tensor > 1:                                             # all-reduces, not hidden
+        size = 2 * net.sums * own * width * net.element_bytes * (tensor - 1) / tensor
+        link += size / links.rate("all_reduce", tensor) + net.sums * links.latency("all_reduce", tensor)
+        launch += net.sums * device.collective_launch_s
     return Parts(compute + attend, link, launch)
 
 

@@ -34,7 +34,7 @@ def rank_memory(net, job, degrees, beside_bytes=0.0, steps_kept=1, offload=False
     if degrees.pipefusion > 1 and not offload:
         keys_values = steps_kept * a_block * (stage_blocks or math.ceil(net.blocks / degrees.pipefusion)) / degrees.ulysses / degrees.tensor
     if degrees.displaced > 1:
-        keys_values = told_copies * a_block * net.blocks / degrees.ulysses
+        keys_values = told_copies * a_block * net.blocks / degrees.ulysses / degrees.tensor
     rows = job.branches * job.images * tokens * working_share(job, degrees, net.branches_apart, images_apart)
     live = ACTIVATIONS + net.elements / 4
     return Memory(weights=weight_bytes(net, degrees) + beside_bytes, keys_values=keys_values,

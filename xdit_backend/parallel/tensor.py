@@ -7,6 +7,7 @@ import functools
 
 import torch
 
+from ..partition import summed_modules
 from .collectives import all_gather, all_reduce
 
 
@@ -15,20 +16,16 @@ def place_tensor_hooks(model, plan, splits, current):
 
     splits: of checkpoints.shares.tensor_splits. current(): the ForwardContext of the forward that runs, whose mesh has the group.
     """
-    summed = set()                                             # modules whose outputs are sums over ranks
     for name, split in splits.items():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         if leaf != "weight":
             continue
-        if split.how == "rows":
-            names = path.split(".")                            # list, index, (one module that is the block,) attention or feed-forward
-            summed.add(".".join(names[:4 if names[2] == "block" else 3]))
-        elif split.how == "gathered":
+        if split.how == "gathered":
             module.forward = _gathered(module.forward, split, current)
         elif split.how == "norm":
             module.forward = _norm(module, split, current)
-    for path in sorted(summed):
+    for path in summed_modules(splits):
         module = model.get_submodule(path)
         only_first = getattr(module, "add_q_proj", None) is not None and getattr(module, "to_add_out", None) is None
         forward = _of_own_heads(module.forward, plan.of_heads, current) if plan.of_heads else module.forward
