@@ -63,8 +63,8 @@ class XDiTParallelConfig(io.ComfyNode):
                                "them. full_sync: everything, the exact picture, and the slowest. The others are for comparison."),
                 io.Combo.Input("approximate", options=list(APPROXIMATE), default=APPROXIMATE[0], optional=True, tooltip="May the picture "
                                "differ a little from one device's? allowed: in auto mode, a model that is too large for one device runs by "
-                               "PipeFusion, or by tensor parallelism where that is about as fast. not allowed: by tensor parallelism, and "
-                               "degrees of manual mode that change the picture are refused."),
+                               "PipeFusion, or by tensor parallelism where that is about as fast. not allowed: by tensor parallelism, or "
+                               "by stages that wait for each other, and degrees of manual mode that change the picture are refused."),
             ],
             outputs=[Parallel.Output(display_name="parallel")],
         )

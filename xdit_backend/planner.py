@@ -46,10 +46,10 @@ WARMUP_FULL = 0.4              # where all weights take less, every rank holds t
 def choose_spread(config, num_devices, net, device_bytes, machine=None, is_splittable=True):
     """How the weights are spread when a model is loaded: (Stages, or None where every rank runs every block; tensor_degree).
 
-    Manual mode: the person's degrees. Auto mode: where the weights do not fit on one device, by PipeFusion; by tensor parallelism where
-    that is forecast to be about as fast (machine: of a probe), or where nothing approximate is allowed. What cannot be split then has
-    stages that wait for each other. Of degrees that fit, the fastest as far as a probe can tell, else the least.
-    device_bytes: memory of each device. is_splittable: may the layers be split at all?
+    Manual mode: the person's degrees. Auto mode: where the weights do not fit on one device, of PipeFusion and tensor parallelism and of
+    degrees that fit, the fastest by forecast (machine: of a probe), the exact one if that is about as fast. Where nothing approximate is
+    allowed, PipeFusion has one patch, and stages wait for each other. Without a probe PipeFusion, or tensor parallelism where nothing
+    approximate is allowed, and the least degree. device_bytes: memory of each device. is_splittable: may the layers be split at all?
     """
     speeds, smallest = () if machine is None else speeds_of(machine.devices), min(device_bytes)
     if config.mode == "manual":
@@ -70,7 +70,7 @@ def choose_spread(config, num_devices, net, device_bytes, machine=None, is_split
     fit_split = [(None, degree) for _, degree in split if weight_bytes(net, Degrees(tensor=degree)) <= FULL * smallest]
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
         return (staged or split or [(None, 1)])[-1] if config.approximate == "allowed" else (split or staged or [(None, 1)])[-1]
-    some = fit_staged + fit_split if config.approximate == "allowed" else fit_split or fit_staged
+    some = fit_staged + fit_split if config.approximate == "allowed" else fit_split + fit_staged
     if machine is None or len(some) == 1:
         return some[0]
     usual = [(plan_run(config, machine, net, USUAL_JOB, *spread).chosen, spread) for spread in some]

@@ -48,8 +48,8 @@ class Forecast:
 
     @property
     def is_exact(self):
-        """Is its picture one device's? That of stale keys and values differs a little."""
-        return self.degrees.pipefusion == 1 and self.degrees.displaced == 1
+        """Is its picture one device's? That of stale keys and values differs a little; one patch has none."""
+        return (self.degrees.pipefusion == 1 or self.degrees.num_patches == 1) and self.degrees.displaced == 1
 
     @property
     def is_apart(self):
