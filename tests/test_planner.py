@@ -105,17 +105,17 @@ def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
     assert layout == Layout(pipefusion_degree=2, ulysses_degree=2)
 
 
-EXACTLY = ParallelConfig(approximate="not allowed")
+EXACTLY, EVERY = ParallelConfig(approximate="not allowed"), range(64)
 
 
 @pytest.mark.parametrize("devices, gigabytes, changes, splittable, expected", [
-    (2, 24, {}, True, (None, 2)), (4, 24, {}, True, (None, 2)), (4, 16, {}, True, (None, 4)), (2, 48, {}, True, (None, 1)),
-    (5, 24, {}, True, (Stages(5), 1)), (2, 24, {}, False, (Stages(2), 1)), (2, 24, {"key_heads": 3}, True, (Stages(2), 1)),
-    (4, 1, {}, True, (None, 4))], ids=str)
+    (2, 24, {}, EVERY, (None, 2)), (4, 24, {}, EVERY, (None, 2)), (4, 16, {}, EVERY, (None, 4)), (2, 48, {}, EVERY, (None, 1)),
+    (5, 24, {}, EVERY, (Stages(5), 1)), (2, 24, {}, (), (Stages(2), 1)), (2, 24, {"key_heads": 3}, EVERY, (Stages(2), 1)),
+    (4, 24, {}, (4,), (None, 4)), (4, 1, {}, EVERY, (None, 4))], ids=str)
 def test_where_nothing_approximate_is_allowed_auto_spreads_layers(devices, gigabytes, changes, splittable, expected):
-    """Of 24 heads; what cannot be split so, or does not fit so, has stages with one patch. Of what fits in no way, what could be split."""
+    """Of 24 heads; what cannot be split by a degree has stages with one patch. splittable: degrees by which the file can be."""
     net = replace(model_of(30e9), **changes)
-    assert choose_spread(EXACTLY, devices, net, [gigabytes * 1e9] * devices, None, splittable) == expected
+    assert choose_spread(EXACTLY, devices, net, [gigabytes * 1e9] * devices, None, splittable.__contains__) == expected
     assert EXACTLY.patches_asked == 1 and degrees_of(Layout(pipefusion_degree=2), EXACTLY).num_patches == 1
 
 

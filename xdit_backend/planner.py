@@ -43,13 +43,13 @@ def choose_layout(config, num_devices, num_branches, num_heads, family, stages=N
 WARMUP_FULL = 0.4              # where all weights take less, every rank holds them, so that warm-up runs by sequence parallelism
 
 
-def choose_spread(config, num_devices, net, device_bytes, machine=None, is_splittable=True):
+def choose_spread(config, num_devices, net, device_bytes, machine=None, is_splittable=lambda degree: True):
     """How the weights are spread when a model is loaded: (Stages, or None where every rank runs every block; tensor_degree).
 
     Manual mode: the person's degrees. Auto mode: where the weights do not fit on one device, of PipeFusion and tensor parallelism and of
     degrees that fit, the fastest by forecast (machine: of a probe), the exact one if that is about as fast. Where nothing approximate is
     allowed, PipeFusion has one patch, and stages wait for each other. Without a probe PipeFusion, or tensor parallelism where nothing
-    approximate is allowed, and the least degree. device_bytes: memory of each device. is_splittable: may the layers be split at all?
+    approximate is allowed, and the least degree. device_bytes: memory of each device. is_splittable(tensor_degree): can the file be?
     """
     speeds, smallest = () if machine is None else speeds_of(machine.devices), min(device_bytes)
     if config.mode == "manual":
@@ -65,7 +65,7 @@ def choose_spread(config, num_devices, net, device_bytes, machine=None, is_split
     staged = [(Stages(degree, num_devices // degree, offload=config.offload_keys_values, speeds=speeds), 1)
               for degree in divisors if degree <= net.blocks]
     can_forecast = machine is None or any(name == "all_reduce" for name, _ in machine.links.rates)
-    split = [(None, degree) for degree in divisors if is_splittable and can_forecast and degree in tensor_degrees(net)]
+    split = [(None, degree) for degree in divisors if can_forecast and degree in tensor_degrees(net) and is_splittable(degree)]
     fit_staged = [(stages, 1) for stages, _ in staged if _holds(stages, net, device_bytes)]
     fit_split = [(None, degree) for _, degree in split if weight_bytes(net, Degrees(tensor=degree)) <= FULL * smallest]
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit

@@ -79,7 +79,7 @@ def load_shell(path, weight_dtype, config):
     device_bytes = list(map(memory_of, devices))
     machine = GROUPS.machine(devices, dtypes[1], may_measure=False) if len(devices) > 1 else None
     stages, tensor_degree = (None, 1) if family.by_rows else choose_spread(
-        config, len(devices), net, device_bytes, machine, config.mode == "manual" or is_splittable(model, family.plan))
+        config, len(devices), net, device_bytes, machine, functools.partial(is_splittable, model, family.plan))
     splits = tensor_splits(model, family.plan, tensor_degree) if tensor_degree > 1 else {}
     spec = model_spec(header, family, *dtypes, stages, tensor_degree)
     weight_bytes = held_bytes(model, family, spec, splits)

@@ -5,6 +5,7 @@ here are measured, which takes a few seconds. No GPU is needed for a machine in 
 """
 
 import collections
+import functools
 import re
 import sys
 import time
@@ -65,18 +66,18 @@ def main(options):
     machine = read_machine(options.machine) if options.machine else measured(options, compute)
     settings = ParallelConfig(approximate="not allowed" if options.exact else "allowed")
     what = f"{family.name}, {options.size}" + (f", {options.frames} frames" if options.frames > 1 else "")
-    print_plan(net, job, machine, what, settings, is_splittable(model, family.plan))
+    print_plan(net, job, machine, what, settings, functools.partial(is_splittable, model, family.plan))
 
 
-def print_plan(net, job, machine, what, config, splittable):
-    """The table of all layouts, the choice of auto under this ParallelConfig, and why. splittable: of choose_spread."""
+def print_plan(net, job, machine, what, config, can_split):
+    """The table of all layouts, the choice of auto under this ParallelConfig, and why. can_split: choose_spread's is_splittable."""
     count = len(machine.devices)
     names = collections.Counter(device.name or "a device" for device in machine.devices)
     print(f"{what}: {job.tokens} tokens, {job.text} of text, {job.steps} steps, {job.branches} branch{'es' if job.branches > 1 else ''}, "
           f"{job.images} image{'s' if job.images > 1 else ''}; {net.blocks} blocks of width {net.width}, "
           f"{net.held_bytes / 1e9:.2f} GB of weights")
     print("on " + ", ".join(f"{number} x {name}" for name, number in names.items()))
-    spread = choose_spread(config, count, net, [device.memory_bytes for device in machine.devices], machine, splittable)
+    spread = choose_spread(config, count, net, [device.memory_bytes for device in machine.devices], machine, can_split)
     started_s = time.perf_counter()
     plan = plan_run(config, machine, net, job, *spread)
     elapsed_s = time.perf_counter() - started_s

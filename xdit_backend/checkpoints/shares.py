@@ -90,10 +90,10 @@ def _check_stored(splits, degree):
                            f"pipefusion_degree, or a file in bf16, fp16, fp8 or Q8_0.")
 
 
-def is_splittable(model, plan):
-    """Can layers of this model be split? As tensor_splits, which says why not."""
+def is_splittable(model, plan, degree=1):
+    """Can layers of this model be split by this degree? As tensor_splits, which says why not."""
     try:
-        return bool(tensor_splits(model, plan))
+        return bool(tensor_splits(model, plan, degree))
     except UnsupportedError:
         return False
 
