@@ -12,7 +12,7 @@ from xdit_backend.bench import plan
 from xdit_backend.protocol.errors import CheckpointError, ConfigError
 
 CARD = {"name": "a card", "memory_bytes": 24e9, "matrix_flops_s": 60e12, "attention_flops_s": 50e12, "memory_bytes_s": 936e9}
-LINKS = {"all_to_all": {"2": {"bytes_s": 9e9}}, "hop": {"2": {"bytes_s": 12e9, "latency_s": 2e-5}}, "all_reduce": {"2": {"bytes_s": 2e9}}}
+LINKS = {"all_to_all": {"2": {"bytes_s": 9e9}}, "hop": {"2": {"bytes_s": 12e9, "latency_s": 2e-5}}, "all_reduce": {"2": {"bytes_s": 9e9}}}
 
 
 @pytest.fixture(scope="module")
