@@ -19,6 +19,11 @@ SEED = 1234
 SHORT = {"Flux.1": "flux", "Flux.2": "flux2", "PixArt-Sigma": "pixart", "SD 1.5": "sd15", "SD 2": "sd2"}
 REFINER = {"num_res_blocks": [1, 1, 1, 1], "channel_mult": [1, 2, 2, 2], "transformer_depth": [0, 2, 2, 0], "transformer_depth_middle": 2,
            "transformer_depth_output": [0, 0, 2, 2, 2, 2, 0, 0], "context_dim": 1280, "adm_in_channels": 2560}
+# What ComfyUI's loader makes Cosmos Predict 1's VAE with, but for the channels. It is not run.
+COSMOS_VAE = {"z_channels": 16, "latent_channels": 16, "z_factor": 1, "resolution": 1024, "in_channels": 3, "out_channels": 3,
+              "channels": 32, "channels_mult": [1, 1, 1], "num_res_blocks": 2, "attn_resolutions": [32], "dropout": 0.0, "patch_size": 4,
+              "num_groups": 1, "temporal_compression": 8, "spacial_compression": 8}
+
 VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}),
             "sd35-large": ("sd3", {"qk_norm": "rms", "adm_in_channels": 2048}), "sd35-text": ("sd3", {"context_processor_layers": 2}),
             "flux-schnell": ("flux", {"guidance_embed": False}),

@@ -21,7 +21,7 @@ from xdit_backend.protocol.messages import ReportMemory
 from xdit_backend.protocol.segments import SegmentStore
 
 
-def gone(before, within_s=5):
+def gone(before, within_s=20):
     return not still_there(before, within_s)
 
 

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from tests.tiny_checkpoints import COSMOS_VAE
 from tests.tolerances import close
 
 CHANNELS = {"vae-sd": 4, "vae-flux2": 128, "vae-wan22": 48, "vae-ltx": 128, "vae-ltx095": 128,
@@ -84,15 +85,15 @@ def test_the_group_that_samples_decodes_too(comfyui, vae_of):
     assert {numbers["pid"] for numbers in client.report_memory().values()} == pids
 
 
-@pytest.mark.parametrize("name", ["comfy.ldm.genmo.vae.model.VideoVAE", "comfy.taesd.taehv.TAEHV"])
-def test_other_vaes_are_refused_by_name(comfyui, vae_of, name):
+@pytest.mark.parametrize("name, arguments", [
+    ("comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer", COSMOS_VAE),
+    ("comfy.taesd.taehv.TAEHV", {"latent_channels": 16})])
+def test_other_vaes_are_refused_by_name(comfyui, vae_of, name, arguments):
     import copy
     import importlib
     module, _, class_name = name.rpartition(".")
     vae = copy.copy(vae_of("vae-sd3"))
-    arguments = {"latent_channels": 16} if class_name == "TAEHV" else {}
-    with torch.device("meta"):
-        vae.first_stage_model = getattr(importlib.import_module(module), class_name)(**arguments)
+    vae.first_stage_model = getattr(importlib.import_module(module), class_name)(**arguments)
 
     with pytest.raises(comfyui.errors.UnsupportedError, match=f"does not support this VAE .{class_name}.*VAEs of SD, SDXL, SD3, Flux"):
         comfyui.vae_decode.execute({"samples": latents("vae-sd3", 1, 8, 8)}, vae, comfyui.config("cpu,cpu"))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.tiny_checkpoints import COSMOS_VAE
 from tests.tolerances import close
 
 # kind, shape of the picture: sizes that are no multiple of the VAE's scale are cropped as VAE Encode crops them
@@ -58,10 +59,9 @@ def test_a_picture_smaller_than_a_latents_row_is_refused(comfyui, vae_of):
 def test_other_vaes_are_refused_by_name(comfyui, vae_of):
     import copy
 
-    import comfy.ldm.genmo.vae.model
+    import comfy.ldm.cosmos.vae
     vae = copy.copy(vae_of("vae-sd3"))
-    with torch.device("meta"):
-        vae.first_stage_model = comfy.ldm.genmo.vae.model.VideoVAE()
+    vae.first_stage_model = comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer(**COSMOS_VAE)
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="Encode does not support this VAE .VideoVAE"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="Encode does not support this VAE .CausalContinuousVideoTokenizer"):
         comfyui.vae_encode.execute(picture((1, 32, 32, 3)), vae, comfyui.config("cpu,cpu"))

@@ -91,6 +91,17 @@ def test_a_full_memory_falls_back_to_disk(store, monkeypatch):
     assert segment.path.startswith(str(store.overflow_folder)) and torch.equal(map_segment(segment), torch.ones(3))
 
 
+@pytest.mark.parametrize("share", [
+    lambda store, tensor: store.share(tensor), lambda store, tensor: store.share_all({"good": torch.ones(2), "bad": tensor})])
+def test_what_cannot_be_shared_leaves_nothing(store, share):
+    kept = store.share(torch.ones(3))
+
+    with pytest.raises(NotImplementedError):
+        share(store, torch.ones(2, device="meta"))
+
+    assert store.names() == [Path(kept.path).name]
+
+
 def test_close_removes_everything(store):
     store.share(torch.ones(3))
 

@@ -185,18 +185,12 @@ class Client:
         self._changed[spec.name] = wanted
 
     def _send_changes(self, spec, batch):
-        segments = []
-
         def share(tensor):
             segments.append(self.group.segments.share(tensor))
             return segments[-1]
 
-        try:
+        with self.group.segments.removed_on_failure() as segments:
             changes = {name: change.make(share) for name, change in batch.items()}
-        except BaseException:
-            for segment in segments:
-                self.group.segments.remove(segment)
-            raise
         done = self._request(lambda request: messages.ChangeWeights(request, spec.name, changes), segments)
         self._models[spec.name] = Residence.told(spec, done)
 
@@ -234,13 +228,12 @@ class Client:
         """Segments of these sizes in memory; None where there is no room for them."""
         if sum(sizes) > room_bytes:
             return None
-        store, segments = self.group.segments, []
+        store = self.group.segments
         try:
-            for size in sizes:
-                segments.append(store.create((size,), torch.uint8, in_memory=True)[0])
+            with store.removed_on_failure() as segments:
+                for size in sizes:
+                    segments.append(store.create((size,), torch.uint8, in_memory=True)[0])
         except XDiTError:
-            for segment in segments:
-                store.remove(segment)
             return None
         return segments
 
@@ -286,20 +279,29 @@ class Client:
         self.load_model(spec)
         group = self.group
         names = [call.name or self._name(call.conditioning, run) for call in calls]
-        branches, predictions, segments, scores = [], [], [], []
-        for call, name in zip(calls, names):
-            prediction, view = group.segments.create((call.latent.shape[0], num_channels, *call.latent.shape[2:]), torch.float32)
-            latent, timestep = group.segments.share(call.latent), group.segments.share(call.timestep)
-            added = {id(tensor): group.segments.share(tensor) for tensor in call.control.values()}         # some are for many places
-            segments += [prediction, latent, timestep, *added.values()]
-            control = {place: added[id(tensor)] for place, tensor in call.control.items()}
-            told = None
-            if call.scores is not None:
-                told, written = group.segments.create(call.scores.shape, torch.float32)
-                segments.append(told)
-                scores.append((written, call.scores))
-            branches.append(messages.Branch(latent, timestep, name, prediction, control, call.operations, told, call.guided))
-            predictions.append(view)
+        branches, predictions, scores = [], [], []
+        with group.segments.removed_on_failure() as segments:
+            def create(shape):
+                segment, view = group.segments.create(shape, torch.float32)
+                segments.append(segment)
+                return segment, view
+
+            def share(tensor):
+                segments.append(group.segments.share(tensor))
+                return segments[-1]
+
+            for call, name in zip(calls, names):
+                prediction, view = create((call.latent.shape[0], num_channels, *call.latent.shape[2:]))
+                latent, timestep = share(call.latent), share(call.timestep)
+                added = {id(tensor): tensor for tensor in call.control.values()}       # some are for many places
+                added = {key: share(tensor) for key, tensor in added.items()}
+                control = {place: added[id(tensor)] for place, tensor in call.control.items()}
+                told = None
+                if call.scores is not None:
+                    told, written = create(call.scores.shape)
+                    scores.append((written, call.scores))
+                branches.append(messages.Branch(latent, timestep, name, prediction, control, call.operations, told, call.guided))
+                predictions.append(view)
         request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast,
                                                               speeds=self.speeds, **displaced),
                              segments, last_stage_ranks(layout, len(self.devices)), self.step)
@@ -353,7 +355,7 @@ class Client:
         """
         group = self.group
         if name not in self._autoencoders:
-            segments = {key: group.segments.share(tensor) for key, tensor in weights().items()}
+            segments = group.segments.share_all(weights())
             spec = messages.AutoencoderSpec(name, dtype, segments, settings or {})
             self._request(lambda request: messages.LoadAutoencoder(request, spec), segments.values())
             self._autoencoders.add(name)
@@ -361,8 +363,10 @@ class Client:
     def _transform(self, command, name, tensor, shape, **options):
         """Have the workers turn a tensor into one of this shape; the result is a view of the memory they wrote."""
         group = self.group
-        given = group.segments.share(tensor)
-        result, view = group.segments.create(shape, torch.float32)
+        with group.segments.removed_on_failure() as segments:
+            given = group.segments.share(tensor)
+            segments.append(given)
+            result, view = group.segments.create(shape, torch.float32)
         done = self._request(lambda request: command(request, name, given, result, speeds=self.speeds, **options),
                              [given, result])
         self.last_numbers = {rank: reply.numbers for rank, reply in done.items()}
@@ -442,8 +446,8 @@ class Client:
                 return name
         self._num_conditionings += 1
         name = f"conditioning-{self._num_conditionings}"
+        segments = group.segments.share_all(tensors)
         held.conditionings[name] = {key: tensor.clone() for key, tensor in tensors.items()}
-        segments = {key: group.segments.share(tensor) for key, tensor in tensors.items()}
         self._request(lambda request: messages.Conditioning(request, name, segments), segments.values())
         self._forget(held, list(held.conditionings)[:-MAX_CONDITIONINGS])
         return name

@@ -176,10 +176,12 @@ class WorkerGroup:
         """
         self._last_request += 1
         request = self._last_request
+        with self.segments.removed_on_failure() as unsent:
+            unsent += segments
+            command = make_command(request)
         self._heard_s |= {rank: time.monotonic() for rank in self._channels if self._doing(rank) is None}      # idle until now
         answering = set(self._channels if answering is None else answering)
         self._open[request] = _Open(set(self._channels), answering, list(segments), claimed=not answering)
-        command = make_command(request)
         doing = DOING.get(type(command).__name__, "") + (doing and f" ({doing})")
         self._open[request].can_stop = isinstance(command, LoadModel)
         self._open[request].doing = f" while {doing}" if doing else ""

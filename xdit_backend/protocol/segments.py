@@ -10,7 +10,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -165,9 +165,29 @@ class SegmentStore:
 
     def share(self, tensor):
         """Copy a tensor of any device into a new segment and return the segment."""
-        segment, view = self.create(tensor.shape, tensor.dtype)
-        view.copy_(tensor)
+        with self.removed_on_failure() as made:
+            segment, view = self.create(tensor.shape, tensor.dtype)
+            made.append(segment)
+            view.copy_(tensor)
         return segment
+
+    def share_all(self, tensors):
+        """Copy tensors into new segments; {key: tensor} gives {key: segment}. Where one fails, none is left."""
+        with self.removed_on_failure() as made:
+            for tensor in tensors.values():
+                made.append(self.share(tensor))
+        return dict(zip(tensors, made))
+
+    @contextmanager
+    def removed_on_failure(self):
+        """A list, whose segments are removed where the block below raises."""
+        made = []
+        try:
+            yield made
+        except BaseException:
+            for segment in made:
+                self.remove(segment)
+            raise
 
     def remove(self, segment):
         """Remove a segment's file. Maps of it stay valid. Removing it twice is no error."""
