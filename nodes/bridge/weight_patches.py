@@ -40,39 +40,40 @@ def changes_of(patcher, hooked={}):
     every, quantised = functools.cache(lambda: read_weights(path, patcher.model)), header.quantised
     weight_of = functools.partial(read_weight, header, found, patcher.model) if header.is_packed else lambda name: every()[name]
     changes = {}
-    for key, patches in effective_patches(patcher, hooked).items():
+    lasting = effective_patches(patcher)
+    for key in lasting | hooked:                               # hooks reach buffers too, and parameters beside submodules
+        patches, more = lasting.get(key, ()), hooked.get(key, ())
         if not found.get(key.removeprefix(PREFIX)) or not key.startswith(PREFIX):
             raise UnsupportedError(f"A LoRA or another node changes {key}, which the file of this MODEL does not have. Remove it, or use "
                                    f"Load Diffusion Model.")
         held = comfy.utils.get_attr(patcher.model, key)
         if any(name in quantised for name, _ in found[key.removeprefix(PREFIX)]):            # what is changed of it, or it then, is plain
             held = torch.empty(held.shape, dtype=getattr(torch, patcher.remote.spec.compute_dtype), device="meta")
-        of = tuple((strength, id(what), strength_model, offset, id(function))
-                   for strength, what, strength_model, offset, function in patches)
-        whole = functools.partial(_whole, key, patches, held, device, weight_of)
+        of = tuple(tuple((strength, id(what), strength_model, offset, id(function))
+                         for strength, what, strength_model, offset, function in some) for some in (patches, more))
+        whole = functools.partial(_whole, key, patches, more, held, device, weight_of)
         for name, rows in found[key.removeprefix(PREFIX)]:
-            if rows is None and held.dtype in ROUNDED and all(_is_plain(patch) for patch in patches):
-                make = functools.partial(_factors, key, patches, held, device)
+            if rows is None and held.dtype in ROUNDED and all(_is_plain(patch) for patch in (*patches, *more)):
+                make = functools.partial(_factors, key, patches, more, held, device)
             else:
                 make = functools.partial(_sent, whole, rows)
             changes[name] = Change(of, held.numel() * held.dtype.itemsize, make)
     return changes
 
 
-def effective_patches(patcher, hooked={}):
-    """{name of a weight: patches} that ComfyUI's ModelPatcher carries out: of no buffer, and of no parameter beside submodules.
-
-    hooked: as changes_of's, which it carries out for buffers and such parameters too.
-    """
+def effective_patches(patcher):
+    """{name of a weight: patches} that ComfyUI's ModelPatcher carries out: of no buffer, and of no parameter beside submodules."""
     reached = {f"{module}.{name}" for *_, module, _, parameters in patcher._load_list() for name in parameters}
-    patches = {key: patches for key, patches in patcher.patches.items() if key in reached}
-    return patches | {key: [*patches.get(key, ()), *more] for key, more in hooked.items()}
+    return {key: patches for key, patches in patcher.patches.items() if key in reached}
 
 
-def patched(key, patches, weight, dtype, device):
-    """The weight as ComfyUI's ModelPatcher changes it, in the type that it holds it in. weight: of the file, not written to."""
+def patched(key, patches, weight, dtype, device, sum_dtype=None):
+    """The weight as ComfyUI's ModelPatcher changes it, in the type that it holds it in. weight: not written to.
+
+    sum_dtype: in which it is changed; None: as lasting patches are.
+    """
     weight = weight.to(dtype)
-    copy = comfy.model_management.cast_to_device(weight, device, comfy.model_management.lora_compute_dtype(device), copy=True)
+    copy = comfy.model_management.cast_to_device(weight, device, sum_dtype or comfy.model_management.lora_compute_dtype(device), copy=True)
     with _complaints() as complaints:
         try:
             result = comfy.lora.calculate_weight(patches, copy, key)
@@ -92,7 +93,13 @@ def _is_plain(patch):
     return middle is None and dora_scale is None and reshape is None
 
 
-def _factors(key, patches, held, device, share):
+def _factors(key, patches, hooked, held, device, share):
+    terms, more = (_terms(key, some, held, share) for some in (patches, hooked))
+    sum_dtype = comfy.model_management.lora_compute_dtype(device)
+    return messages.Change(None, terms, dtype_name(held.dtype), dtype_name(sum_dtype), more)
+
+
+def _terms(key, patches, held, share):
     terms = []
     for strength, what, _, offset, _ in patches:
         up, down, alpha, *_ = what.weights
@@ -105,12 +112,14 @@ def _factors(key, patches, held, device, share):
             raise _misfit(key, f"it is for a weight of {given[0]} x {given[1]}, and this one is {' x '.join(map(str, shape))}")
         scale = strength * (1.0 if alpha is None else alpha / down.shape[0])
         terms.append(messages.LowRank(share(up), share(down), float(scale), None if offset is None else tuple(offset)))
-    sum_dtype = comfy.model_management.lora_compute_dtype(device)
-    return messages.Change(None, tuple(terms), dtype_name(held.dtype), dtype_name(sum_dtype))
+    return tuple(terms)
 
 
-def _whole(key, patches, held, device, weight_of):
-    return patched(key, patches, weight_of(key.removeprefix(PREFIX)), held.dtype, device)
+def _whole(key, patches, hooked, held, device, weight_of):
+    weight = weight_of(key.removeprefix(PREFIX))
+    if patches:
+        weight = patched(key, patches, weight, held.dtype, device)
+    return patched(key, hooked, weight, held.dtype, device, torch.float32) if hooked else weight
 
 
 def _sent(whole, rows, share):

@@ -302,6 +302,24 @@ def test_lora_hooks_equal_native_and_leave_nothing(comfyui, loras, degrees):
     close(comfyui.sample(plain, "sd3", steps=2), comfyui.reference("sd3", steps=2), TOLERANCE)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_dtype, dtype", [("bf16", torch.bfloat16), ("fp8_e4m3fn", torch.float8_e4m3fn)])
+@pytest.mark.parametrize("adapter", ["lora", None])
+def test_hooks_on_weights_of_small_types_equal_native(comfyui, loras, weight_dtype, dtype, adapter):
+    """The MODEL's own LoRA is rounded before the hook's is added to it, and that again: in bits the two are not one sum."""
+    import comfy.sd
+    lasting, passing = loras.file("sd3", "publisher", adapter), loras.file("sd3", "diffusers", adapter, seed=40)
+    path = comfyui.base / "diffusion_models" / comfyui.file("sd3")
+    ours, native = (loras.load(model, lasting, 0.5) for model in (
+        comfyui.ours("sd3", comfyui.config(), weight_dtype), comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype})))
+    arguments = {"positive": hooked(comfyui, loras, comfyui.conditioning("sd3", 1), passing), "steps": 2}
+
+    result, reference = (comfyui.sample(model, "sd3", **arguments) for model in (ours, native))
+
+    close(result, reference, TOLERANCE)
+    assert relative_error(reference, comfyui.sample(native, "sd3", steps=2)) > 1e-3
+
+
 def test_hooks_that_do_not_fit_are_refused_by_name(comfyui, loras):
     import comfy.hooks
     model, prompt = comfyui.ours("sd3", comfyui.config()), comfyui.conditioning("sd3", 1)

@@ -16,14 +16,21 @@ def changed(tensor, change, ferry):
     """
     if change.whole is not None:
         return map_segment(change.whole)
-    if not change.terms:
+    if not change.terms and not change.hooked:
         return tensor
-    weight = ferry.bring(tensor).to(DTYPES[change.dtype]).to(DTYPES[change.sum_dtype])
-    for term in change.terms:
+    weight = ferry.bring(tensor).to(DTYPES[change.dtype])
+    if change.terms:
+        weight = _added(weight.to(DTYPES[change.sum_dtype]), change.terms, ferry).to(DTYPES[change.dtype])
+    return _added(weight.to(torch.float32), change.hooked, ferry).to(DTYPES[change.dtype]) if change.hooked else weight
+
+
+def _added(weight, terms, ferry):
+    """The weight, which is written to."""
+    for term in terms:
         part = weight if term.offset is None else weight.narrow(*term.offset)
         up, down = (ferry.bring(map_segment(factor)).flatten(1).to(torch.float32) for factor in (term.up, term.down))
         part += (term.scale * (up @ down).reshape(part.shape)).to(part.dtype)
-    return weight.to(DTYPES[change.dtype])
+    return weight
 
 
 def factors(terms, packed, shape, ferry):

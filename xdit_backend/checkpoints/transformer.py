@@ -83,7 +83,7 @@ def change_weights(model, config, family, spec, device, changes, blocks=None, fi
     converted = plain if header.config is not None else family.convert(plain, config)
     held = {name: (weight, dtype) for name, weight, dtype in _held(model, family, spec)}
     for name, how in packed.items():
-        terms = here[how.source].terms
+        terms = here[how.source].terms + here[how.source].hooked
         if here[how.source].whole is None:
             converted[name] = how.take(tensors[how.source])
         held[name] = held[name][0], getattr(torch, spec.compute_dtype) if converted[name].dtype.itemsize > 1 else converted[name].dtype

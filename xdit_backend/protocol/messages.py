@@ -61,6 +61,7 @@ class Change:
     terms: tuple[LowRank, ...]
     dtype: str = ""                # which the tensor is cast to before anything is added to it, and after
     sum_dtype: str = ""            # in which it is added
+    hooked: tuple[LowRank, ...] = ()                           # added to that in float32, and rounded again: ComfyUI's hooks
 
 
 @dataclass(frozen=True, config=STRICT)
