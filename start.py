@@ -95,6 +95,8 @@ def run_tests(python, environment, quick, pytest_args):
     wait(subprocess.Popen([python, "-m", "tests.browser.chromium"], cwd=ROOT))
     # Their own scripts: `python -m pytest` would put this folder on sys.path, where our nodes/ hides ComfyUI's nodes.py.
     pytest = ["pytest", *(["-m", "not slow"] if quick else []), *(pytest_args or IN_TWO_PROCESSES)]
+    if not pytest_args:
+        environment = {"OMP_NUM_THREADS": "1"} | environment   # threads of two processes that wait for each other take minutes
     exit_codes = []
     for name, *arguments in (["ruff", "check", "--output-format", "concise", "."], ["mypy"], pytest):
         say(f"Running {name}")
