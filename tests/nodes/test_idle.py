@@ -90,7 +90,7 @@ def test_groups_are_watched_from_their_first_client_on(comfyui, idle, choose, mo
     client.report_memory()
 
     deadline_s = time.monotonic() + 120
-    while client.running and time.monotonic() < deadline_s:
+    while client.state != "stopped" and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
     assert client.state == "stopped"
