@@ -22,8 +22,8 @@ const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name" }
 // Nodes whose change of a MODEL the workers refuse (docs/nodes.md, and FreeU for U-Nets); what these inputs bring is refused too.
 export const REFUSED = [
   "AnimaLLLiteApply", "FluxKVCache", "FreeU", "FreeU_V2", "HiDreamO1PatchSeamSmoothing", "HyperTile", "HypernetworkLoader",
-  "LoraLoaderBypass", "LoraLoaderBypassModelOnly", "MiniMaxH3SigmaShift", "NAGuidance", "PatchModelAddDownscale",
-  "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "SelfAttentionGuidance", "TomePatchModel", "TrainLoraNode",
+  "LoraLoaderBypass", "LoraLoaderBypassModelOnly", "MiniMaxH3SigmaShift", "PatchModelAddDownscale",
+  "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "TomePatchModel", "TrainLoraNode",
   "USOStyleReference",
 ];
 const REFUSED_INPUTS = ["GLIGEN", "MODEL_PATCH", "IPADAPTER"];

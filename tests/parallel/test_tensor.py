@@ -196,15 +196,6 @@ def test_readme_says_which_families_it_is_for(name):
     assert row.endswith("| yes |") and is_spread(name)
 
 
-def test_weights_quantised_in_blocks_are_refused():
-    """A row of GGUF's cannot be cut anywhere."""
-    one = example("SD3")
-    one.model.transformer_blocks[1].ff.net[2].weight = torch.nn.Parameter(torch.zeros(32, 136, dtype=torch.uint8), requires_grad=False)
-
-    with pytest.raises(UnsupportedError, match="cannot spread weights that are quantised in blocks"):
-        tensor_splits(one.model, one.family.plan)
-
-
 def test_a_layer_that_nothing_is_known_of_is_refused():
     one = example("SD3")
     one.model.transformer_blocks[1].attn.to_more = torch.nn.Linear(4, 4)
