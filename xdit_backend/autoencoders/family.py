@@ -4,12 +4,16 @@ Names of tensors are those of ComfyUI's first_stage_model.state_dict(). The host
 diffusers only where they use it.
 """
 
+import importlib.metadata
 import itertools
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from packaging.version import Version
+
+from ..protocol.errors import CheckpointError
 
 
 def decode_whole(vae, latent):
@@ -55,6 +59,13 @@ class VaeFamily:
     encode: Callable = encode_whole
     over_frames: Callable = lambda module: False
     by_frames: bool = False
+
+
+def need_diffusers(whose, version):
+    """Raise CheckpointError where the installed diffusers has no class yet for such a VAE."""
+    installed = importlib.metadata.version("diffusers")
+    if Version(installed) < Version(version):
+        raise CheckpointError(f"It is {whose}'s, which needs diffusers {version} or newer, and this is {installed}.")
 
 
 def count_layers(shapes, pattern):

@@ -1,12 +1,9 @@
 """HunyuanImage 2.1's autoencoder of pictures: LDM's blocks, whose sizes change by moving pixels into channels and back."""
 
-import importlib.metadata
 import re
 
-from packaging.version import Version
-
 from ..protocol.errors import CheckpointError
-from .family import VaeFamily, count_layers, size_of
+from .family import VaeFamily, count_layers, need_diffusers, size_of
 
 NAMES = (
     (".mid.block_1.", ".mid_block.resnets.0."), (".mid.block_2.", ".mid_block.resnets.1."), (".mid.attn_1.", ".mid_block.attentions.0."),
@@ -16,9 +13,7 @@ NAMES = (
 
 def _config(shapes, settings):
     """Levels in the encoder's order, from the picture's size down."""
-    installed = importlib.metadata.version("diffusers")
-    if Version(installed) < Version("0.36"):
-        raise CheckpointError(f"It is HunyuanImage's, which needs diffusers 0.36 or newer, and this is {installed}.")
+    need_diffusers("HunyuanImage", "0.36")
     if any(len(shapes.get(f"{half}.conv_in.weight", ())) == 5 for half in ("encoder", "decoder")):
         raise CheckpointError("It is that of HunyuanImage's refiner, which works on several frames.")
     decodes, given = any(name.startswith("decoder.") for name in shapes), size_of(shapes)

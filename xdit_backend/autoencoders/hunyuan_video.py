@@ -48,34 +48,28 @@ def _without_conv(name):
 
 
 def _decode(vae, latent):
-    decoder, carried, pieces = vae.decoder, CarriedFrames(), []
+    decoder, carried = vae.decoder, CarriedFrames()
     with carried.used_by(decoder):
         hidden = decoder.mid_block(decoder.conv_in(vae.post_quant_conv(latent)))
         carried.forget()
-        for piece in hidden.split(LATENT_FRAMES, 2):
-            for block in decoder.up_blocks:
-                piece = block(piece)
-            pieces.append(decoder.conv_out(decoder.conv_act(decoder.conv_norm_out(piece))))
-            carried.next_piece()
-    return torch.cat(pieces, 2)
+        return carried.through([*decoder.up_blocks, decoder.conv_norm_out, decoder.conv_act, decoder.conv_out],
+                               hidden.split(LATENT_FRAMES, 2))
 
 
 def _encode(vae, picture):
     """Frames beyond 1 + a multiple of the compression are left out."""
-    encoder, carried, pieces = vae.encoder, CarriedFrames(), []
-    compression = vae.temporal_compression_ratio
-    num_further = (picture.shape[2] - 1) // compression * compression
+    encoder, carried = vae.encoder, CarriedFrames()
     with carried.used_by(encoder):
-        first, further = picture[:, :, :1], picture[:, :, 1:1 + num_further]
-        for piece in [first, *(further.split(FRAMES, 2) if num_further else [])]:
-            piece = encoder.conv_in(piece)
-            for block in encoder.down_blocks:
-                piece = block(piece)
-            pieces.append(piece)
-            carried.next_piece()
+        hidden = carried.through([encoder.conv_in, *encoder.down_blocks], pieces_of(picture, vae.temporal_compression_ratio))
         carried.forget()
-        hidden = encoder.conv_act(encoder.conv_norm_out(encoder.mid_block(torch.cat(pieces, 2))))
+        hidden = encoder.conv_act(encoder.conv_norm_out(encoder.mid_block(hidden)))
         return vae.quant_conv(encoder.conv_out(hidden)).chunk(2, 1)[0]
+
+
+def pieces_of(picture, compression):
+    """The pieces of frames that ComfyUI encodes: the first frame, and then FRAMES at a time."""
+    num_further = (picture.shape[2] - 1) // compression * compression
+    return [picture[:, :, :1], *(picture[:, :, 1:1 + num_further].split(FRAMES, 2) if num_further else ())]
 
 
 class CarriedFrames:
@@ -93,6 +87,16 @@ class CarriedFrames:
 
     def next_piece(self):
         self._kept, self._read, self._first = self._read, [], False
+
+    def through(self, layers, pieces):
+        """Pieces of frames, each through all layers, put together again."""
+        done = []
+        for piece in pieces:
+            for layer in layers:
+                piece = layer(piece)
+            done.append(piece)
+            self.next_piece()
+        return torch.cat(done, 2)
 
     @property
     def is_first(self):

@@ -5,20 +5,14 @@ ComfyUI runs it in pieces of frames where pictures are large. No norm sees more 
 
 # Tensors are (B, C, F, H, W): F frames
 
-import importlib.metadata
 import re
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-import torch
-from packaging.version import Version
-
 from ..protocol.errors import CheckpointError
-from .family import VaeFamily, count_layers, replaced, size_of
-from .hunyuan_video import CarriedFrames
+from .family import VaeFamily, count_layers, need_diffusers, replaced, size_of
+from .hunyuan_video import LATENT_FRAMES, CarriedFrames, pieces_of
 
-LATENT_FRAMES = 2              # of a piece of the decoder
-FRAMES = 8                     # of a piece of the encoder, but the first, which is one frame
 NAMES = (
     (".mid.block_1.", ".mid_block.resnets.0."), (".mid.block_2.", ".mid_block.resnets.1."), (".mid.attn_1.", ".mid_block.attentions.0."),
     (".attentions.0.q.", ".attentions.0.to_q."), (".attentions.0.k.", ".attentions.0.to_k."), (".attentions.0.v.", ".attentions.0.to_v."),
@@ -27,9 +21,7 @@ NAMES = (
 
 def _config(shapes, settings):
     """Levels in the encoder's order, from the picture's size down."""
-    installed = importlib.metadata.version("diffusers")
-    if Version(installed) < Version("0.36"):
-        raise CheckpointError(f"It is HunyuanVideo 1.5's, which needs diffusers 0.36 or newer, and this is {installed}.")
+    need_diffusers("HunyuanVideo 1.5", "0.36")
     decodes, given = any(name.startswith("decoder.") for name in shapes), size_of(shapes)
     level, resize = ("decoder.up", "upsample") if decodes else ("encoder.down", "downsample")
     widths = [given(f"{level}.{index}.block.0.conv2.conv.weight", 0)
@@ -59,32 +51,21 @@ def _convert(tensors, config):
 
 
 def _decode(vae, latent):
-    decoder, carried, pieces = vae.decoder, CarriedFrames(), []
+    decoder, carried = vae.decoder, CarriedFrames()
     with _in_pieces(carried, decoder):
         hidden = decoder.conv_in(latent) + latent.repeat_interleave(decoder.repeat, 1)
         hidden = decoder.mid_block(hidden)
         carried.forget()
-        for piece in hidden.split(LATENT_FRAMES, 2):
-            for block in decoder.up_blocks:
-                piece = block(piece)
-            pieces.append(decoder.conv_out(decoder.conv_act(decoder.norm_out(piece))))
-            carried.next_piece()
-    return torch.cat(pieces, 2)
+        return carried.through([*decoder.up_blocks, decoder.norm_out, decoder.conv_act, decoder.conv_out], hidden.split(LATENT_FRAMES, 2))
 
 
 def _encode(vae, picture):
     """Frames beyond 1 + a multiple of the compression are left out."""
-    encoder, carried, pieces = vae.encoder, CarriedFrames(), []
-    num_further = (picture.shape[2] - 1) // vae.temporal_compression_ratio * vae.temporal_compression_ratio
+    encoder, carried = vae.encoder, CarriedFrames()
     with _in_pieces(carried, encoder):
-        for piece in (picture[:, :, :1], *(picture[:, :, 1:1 + num_further].split(FRAMES, 2) if num_further else ())):
-            piece = encoder.conv_in(piece)
-            for block in encoder.down_blocks:
-                piece = block(piece)
-            pieces.append(piece)
-            carried.next_piece()
+        hidden = carried.through([encoder.conv_in, *encoder.down_blocks], pieces_of(picture, vae.temporal_compression_ratio))
         carried.forget()
-        hidden = encoder.mid_block(torch.cat(pieces, 2))
+        hidden = encoder.mid_block(hidden)
         out = encoder.conv_out(encoder.conv_act(encoder.norm_out(hidden)))
     return (out + hidden.unflatten(1, (out.shape[1], -1)).mean(2)).chunk(2, 1)[0]
 
