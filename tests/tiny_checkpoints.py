@@ -288,6 +288,10 @@ def save_scaled(path, source, marks="comfy_quant", per_row=False):
     return plain
 
 
+# Where a block of a GGUF type has its factors, float16: {place: its share}. One that is taken away has the share that makes their mean 0.
+FACTORS = {"Q6_K": {208: 1.0}, "Q5_K": {0: 1.0, 2: 15.5}, "Q4_K": {0: 1.0, 2: 7.5}, "Q3_K": {108: 1.0}, "Q2_K": {80: 1.0, 82: 1.5}}
+
+
 def save_gguf(path, source, type_="Q8_0"):
     """Write the checkpoint `source` as a GGUF file, as ComfyUI-GGUF's converter names and shapes it; returns {name: tensor} of what its
     weights come to by the package gguf. Types that this does not write are of random blocks.
@@ -297,7 +301,7 @@ def save_gguf(path, source, type_="Q8_0"):
     from safetensors.torch import load_file
     writer, plain, names, generator = gguf.GGUFWriter(str(path), "flux"), {}, matrices(source), np.random.default_rng(SEED)
     kind = gguf.GGMLQuantizationType[type_]
-    block, size = gguf.GGML_QUANT_SIZES[kind]
+    block = gguf.GGML_QUANT_SIZES[kind][0]
     if "config" in metadata_of(source):
         writer.add_string("config", metadata_of(source)["config"])
     for name, tensor in load_file(source).items():
@@ -310,13 +314,7 @@ def save_gguf(path, source, type_="Q8_0"):
             plain[name] = tensor.float()
             continue
         if type_.endswith("_K") or type_.startswith("IQ"):
-            blocks = generator.integers(0, 256, (len(values), values.shape[1] // block, size), dtype=np.uint8)
-            known = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82]}
-            places = known.get(type_, [0] if type_.startswith("IQ") else [0, 2])                   # of each block's factors, float16
-            for place in places:
-                factors = (generator.standard_normal(blocks.shape[:2]) * 1e-3).astype(np.float16)
-                blocks[..., place:place + 2] = factors[..., None].view(np.uint8)
-            raw = blocks.reshape(len(values), -1)
+            raw = random_blocks(kind, *values.shape, generator)
         else:
             raw = gguf.quants.quantize(values, kind)
         writer.add_tensor(name, raw, raw_dtype=kind)
@@ -324,6 +322,23 @@ def save_gguf(path, source, type_="Q8_0"):
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         write()
     return plain
+
+
+def random_blocks(kind, rows, columns, generator):
+    """The bytes of a matrix of a GGUF type, at random; its numbers are as large as those of a model's linear layer."""
+    import gguf
+    import numpy as np
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = generator.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    factors = 1e-3 * generator.standard_normal(blocks.shape[:2])
+
+    def with_factors(factors):
+        for place, share in FACTORS.get(kind.name, {0: 1.0}).items():
+            blocks[..., place:place + 2] = (share * factors).astype(np.float16)[..., None].view(np.uint8)
+        return blocks.reshape(rows, -1)
+
+    numbers = gguf.quants.dequantize(with_factors(factors), kind)
+    return with_factors(factors * columns ** -0.5 / np.sqrt(np.mean(numbers ** 2)))
 
 
 def matrices(source):

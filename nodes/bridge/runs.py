@@ -113,6 +113,8 @@ class Runs:
                 return
             run.asked_s[client.devices] = now
             for rank, reply in done.items():
+                if not reply.spans:                            # of a group that took no part in this run
+                    continue
                 spans = run.spans.setdefault((client.devices, rank), [])
                 spans += reply.spans[:NUM_SPANS - len(spans)]
 

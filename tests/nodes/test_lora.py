@@ -53,7 +53,7 @@ class Loras:
         import comfy.lora
         model = self.comfyui.native(kind).model
         state, shapes, seen = model.state_dict(), {}, set()
-        for name, key in comfy.lora.model_lora_keys_unet(model, {}).items():
+        for name, key in sorted(comfy.lora.model_lora_keys_unet(model, {}).items()):      # which has some from sets
             key, offset = (key, None) if isinstance(key, str) else (key[0], key[1])
             if key not in state or (key, offset) in seen or not name.startswith(prefix) or part not in name:
                 continue

@@ -42,6 +42,15 @@ def test_the_timeline_is_of_the_ranks_and_steps_that_ran(comfyui, panel, kinds, 
     assert len(events) == sum(len(rank["spans"]) for rank in time["ranks"]) and json.loads(json.dumps(events)) == events
 
 
+def test_a_group_that_took_no_part_has_no_row_in_the_timeline(comfyui, panel):
+    comfyui.sample(comfyui.ours("sd3", comfyui.config()), "sd3", steps=2)
+    comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2)), "sd3", steps=2)
+
+    panel.state()                                              # asks all groups that are idle
+
+    assert [rank["name"] for rank in panel.timeline()["ranks"]] == ["0: cpu", "1: cpu"]
+
+
 def test_memory_adds_up_and_is_given_back(comfyui, panel):
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
     comfyui.sample(model, "sd3", steps=2)
