@@ -114,13 +114,17 @@ class Client:
             return "starting" if self._is_starting else "stopped"
         if not group.alive:
             return "ended"
+        group.hear()
         return "working" if group.is_working else "idle"
 
     @property
     def idle_s(self):
         """Seconds since the running workers had anything to do; 0 where they have, or where none run."""
         group = self._group
-        return group.idle_s if self.running and group is not None else 0.0
+        if not self.running or group is None:
+            return 0.0
+        group.hear()
+        return group.idle_s
 
     @property
     def running(self):

@@ -144,6 +144,19 @@ class WorkerGroup:
         """Does a rank owe an answer?"""
         return any(waiting.unanswered for waiting in list(self._open.values()))
 
+    def hear(self):
+        """Take in what the ranks have said where nobody will wait for it, as of a model that was dropped. Keeps nobody waiting."""
+        if not all(waiting.claimed for waiting in list(self._open.values())) or not self._lock.acquire(blocking=False):
+            return
+        try:
+            for rank, channel in self._channels.items():
+                with suppress(ChannelClosedError):             # it is noticed by who needs the workers next
+                    while channel.raw.poll():
+                        self._take(rank, channel.receive(), lambda phase: None)
+            self._settle()
+        finally:
+            self._lock.release()
+
     @property
     def idle_s(self):
         """Seconds since it had work to do; 0 while it has."""
@@ -158,6 +171,7 @@ class WorkerGroup:
         if not self._lock.acquire(blocking=False):
             return None
         try:
+            self.hear()
             return None if self.is_working or not self.alive else self.request(make_command)
         finally:
             self._lock.release()
