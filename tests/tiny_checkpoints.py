@@ -109,7 +109,10 @@ def thin_parts():
 def detect_thin():
     """ComfyUI's detection takes widths of the published models for granted; make it take those of the tiny ones."""
     import comfy.supported_models
+    import comfy.utils
     thin_parts()
+    names, thin = comfy.utils.pixart_to_diffusers, {"hidden_size": families()["pixart"].tiny.arguments["hidden_size"]}
+    comfy.utils.pixart_to_diffusers = lambda config, *more, **named: names(thin | config, *more, **named)
     models = comfy.supported_models.models
     for kind, family in families().items():
         detected = getattr(comfy.supported_models, DETECTED.get(kind, family.tiny.detected) or "", None)

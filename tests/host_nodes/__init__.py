@@ -2,7 +2,7 @@
 
 import torch
 
-TEXT_CHANNELS = {"sd3": 96, "flux": 64, "wan": 4096, "pixart": 4096}
+TEXT_CHANNELS = {"sd3": 96, "flux": 64, "wan": 4096, "pixart": 96}
 POOLED_CHANNELS = {"sd3": 64, "flux": 32}
 
 

@@ -15,7 +15,7 @@ from xdit_backend.checkpoints.header import read_header
 from xdit_backend.worker.memory import return_freed_memory
 
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16), "pixart": (34, 36),
-                "pixart-alpha": (34, 36)}
+                "pixart-alpha": (34, 36), "flux2": (8, 10), "ltx-video": (8, 9), "ltx-video-causal": (8, 9)}
 DEGREES = ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses", "tensor")
 
 

@@ -31,7 +31,7 @@ SAMPLERS = (("euler", "simple"), ("euler_ancestral", "normal"), ("dpmpp_2m", "ka
 def test_latents_equal_native_ksampler(comfyui, kind, layout):
     devices, degrees = LAYOUTS[layout]
     model = comfyui.ours(kind, comfyui.config(devices, **degrees))
-    for sampler, scheduler in SAMPLERS if layout == "one" else SAMPLERS[-2:]:
+    for sampler, scheduler in SAMPLERS[:3] if layout == "one" else SAMPLERS[-2:]:
         arguments = {"sampler": sampler, "scheduler": scheduler, "steps": 2 if kind.startswith("flux") else 3}
 
         result = comfyui.sample(model, kind, **arguments)

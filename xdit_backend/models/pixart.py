@@ -96,5 +96,6 @@ PIXART = Family(
          "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single", "norm_elementwise_affine": False, "norm_eps": 1e-6,
          "use_additional_conditions": False},
         "comfy.ldm.pixart.pixartms:PixArtMS",
-        {"hidden_size": 1152, "num_heads": 16, "depth": 2, "caption_channels": 4096, "model_max_length": 300, "micro_condition": False}),
+        {"hidden_size": 192, "num_heads": 16, "depth": 2, "caption_channels": 96, "model_max_length": 300, "micro_condition": False},
+        detected="PixArtSigma"),
 )

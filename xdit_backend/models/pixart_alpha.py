@@ -28,4 +28,4 @@ PIXART_ALPHA = dataclasses.replace(
     conditioning=PIXART.conditioning | {"c_size": None, "c_ar": None}, ignored=(),
     arguments=PIXART.arguments | {"added_cond_kwargs": _sizes},
     tiny=Tiny(PIXART.tiny.config | TOLD | {"attention_head_dim": 12, "cross_attention_dim": 48}, PIXART.tiny.native,
-              PIXART.tiny.arguments | {"micro_condition": True}))
+              PIXART.tiny.arguments | {"micro_condition": True}, detected="PixArtAlpha"))
