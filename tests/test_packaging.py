@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -59,3 +60,18 @@ def test_metadata_is_what_the_registry_reads():
     assert re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) and re.fullmatch(r"\d+\.\d+\.\d+", version)
     assert (publisher, display) == ("xdit", "xDiT") and "LICENSE" in license
     assert "Linux" in system and "CUDA" in accelerator and comfyui_version == ">=0.30.0"
+
+
+def test_the_changelog_begins_with_the_version():
+    version = re.search(r'(?m)^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
+    sections = re.findall(r"(?m)^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+
+    assert sections[0] == version
+
+
+@pytest.mark.parametrize("name, width, height", [("icon", 400, 400), ("banner", 1260, 540)])
+def test_icon_and_banner_have_the_registrys_shapes(archive, name, width, height):
+    """An icon is square, at most 400 x 400; a banner is 21:9."""
+    root = ElementTree.parse(ROOT / "web" / f"{name}.svg").getroot()
+
+    assert f"web/{name}.svg" in archive and (root.get("width"), root.get("height")) == (str(width), str(height))

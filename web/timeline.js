@@ -7,14 +7,14 @@ const MIN_WIDTH = 0.4;                                         // of a span, bel
 const WORK = ["whole", "patch", "decode", "encode"];
 const WAITS = ["wait", "exchange"];
 
-/** Of a rank's spans: seconds of work without waits, of waits, and the share of the time between its first and last work that it has none. */
-export function shares(spans, end) {
+/** Of a rank's spans: seconds of work without waits, of waits, and the share of the steps' time, from begin to end, in which it has no work. */
+export function shares(spans, begin, end) {
   const total = (kinds) => spans.filter(([kind]) => kinds.includes(kind)).reduce((all, [, start, end]) => all + end - start, 0);
   const steps = spans.filter(([kind]) => kind === "whole" || kind === "patch");
   const waits = total(WAITS);
   const during = spans.filter(([kind, , , step]) => WAITS.includes(kind) && step).reduce((all, [, from, to]) => all + to - from, 0);
   const busy = steps.reduce((all, [, from, to]) => all + to - from, 0) - during;
-  return { steps: new Set(steps.map((span) => span[3])).size, busy: total(WORK) - waits, waits, idle: end > 0 ? Math.max(0, 1 - busy / end) : 0 };
+  return { steps: new Set(steps.map((span) => span[3])).size, busy: total(WORK) - waits, waits, idle: end > begin ? Math.max(0, 1 - busy / (end - begin)) : 0 };
 }
 
 /** Rectangles of spans between two moments: [{x, width, span}], without those that would be drawn over by their like. */
@@ -68,9 +68,10 @@ export class TimePicture {
     this.time = time;
     this.all();
     const head = ["rank", "steps", "busy", "waits", "idle"].map((key) => element("th", { scope: "col" }, this.text(`time_${key}`)));
-    const end = Math.max(0, ...time.ranks.flatMap(({ spans }) => spans.filter((span) => span[3]).map((span) => span[2])));
+    const steps = time.ranks.flatMap(({ spans }) => spans.filter((span) => span[3]));
+    const begin = Math.min(...steps.map((span) => span[1])), end = Math.max(...steps.map((span) => span[2]));
     const rows = time.ranks.map(({ name, spans }) => {
-      const { steps, busy, waits, idle } = shares(spans, end);
+      const { steps, busy, waits, idle } = shares(spans, begin, end);
       return element("tr", {}, element("th", { scope: "row" }, name), ...[steps, `${busy.toFixed(2)} s`, `${waits.toFixed(2)} s`,
         `${Math.round(100 * idle)} %`].map((value) => element("td", {}, String(value))));
     });

@@ -222,12 +222,13 @@ def test_after_a_crash_it_says_so_and_the_next_run_works(page, host):
 def test_the_bubble_is_the_time_without_work(page):
     """Two steps of 4 s in 10 s, of which 1 s is a wait; a decode after them counts as work, and not as the bubble."""
     spans = [["whole", 0, 4, 1, 0], ["wait", 1, 2, 1, 0], ["patch", 6, 10, 2, 0], ["decode", 12, 13, 0, 0]]
-    shares, drawn = page.evaluate("""async spans => {
+    whole, later, drawn = page.evaluate("""async spans => {
         const { shares, rectangles } = await import("/extensions/xdit-comfyui/timeline.js");
-        return [shares(spans, 10), rectangles(spans, 5, 15, 100).map(({ x, width, span }) => [span[0], x, width])];
+        return [shares(spans, 0, 10), shares(spans, 2, 10), rectangles(spans, 5, 15, 100).map(({ x, width, span }) => [span[0], x, width])];
     }""", spans)
 
-    assert shares["steps"] == 2 and (shares["busy"], shares["waits"]) == (8, 1) and abs(shares["idle"] - 0.3) < 1e-9
+    assert whole["steps"] == 2 and (whole["busy"], whole["waits"]) == (8, 1)
+    assert abs(whole["idle"] - 0.3) < 1e-9 and abs(later["idle"] - 0.125) < 1e-9       # what came before the steps is no bubble
     assert drawn == [["patch", 10, 40], ["decode", 70, 10]]
 
 
