@@ -103,6 +103,10 @@ def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words)
     (["lora_unet_double_blocks_0_img_attn_proj.lora_down.weight"], "a LoRA"),
     (["diffusion_model.double_blocks.0.img_attn.proj.lora_A.weight"], "a LoRA"),
     (["transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight"], "a LoRA"),
+    (["lycoris_double_blocks_0_img_attn_proj.lokr_w1"], "a LoRA"), (["diffusion_model.blocks.0.self_attn.q.diff_b"], "a LoRA"),
+    (["controlnet_blocks.0.weight", "controlnet_x_embedder.weight", "txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"],
+     "a ControlNet"),                                          # its blocks are named as Qwen-Image's own
+    (["vision_model.encoder.layers.0.mlp.fc1.weight"], "a CLIP vision model"), (["per_channel_statistics.mean-of-means"], "a VAE"),
     (["encoder.block.0.layer.0.SelfAttention.k.weight", "shared.weight"], "a text encoder"),
     (["text_model.encoder.layers.0.mlp.fc1.weight"], "a text encoder"),
     (["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"], "a text encoder"),

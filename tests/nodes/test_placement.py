@@ -94,7 +94,8 @@ def test_weights_move_as_far_as_comfyui_asks_and_come_back_the_same(pretended):
     """One story on one group, since groups take long to start: load, room short, room for others, unload, no room to park."""
     client = pretended.client("cuda:0", "cuda:1")
     model = pretended.model("cuda:0", "cuda:1", options=FP16, ulysses=2)
-    management, patcher_of = pretended.management, lambda: [loaded.model for loaded in management.current_loaded_models]
+    management, patcher_of, loads = pretended.management, lambda: [loaded.model for loaded in management.current_loaded_models], []
+    model.add_callback("on_load_after", lambda *arguments: loads.append(arguments[1]))    # a node's: what is there is not loaded again
 
     management.load_models_gpu([model])
     assert pretended.sent == ["soft_empty_cache", "LoadModel"]
@@ -106,7 +107,7 @@ def test_weights_move_as_far_as_comfyui_asks_and_come_back_the_same(pretended):
     # A step with hardly any memory free: the model is in use, nothing of it goes.
     pretended.free_bytes, pretended.sent[:] = 2 ** 20, []
     management.load_models_gpu([model], memory_required=8 * GB, minimum_memory_required=6 * GB)
-    assert pretended.sent == ["soft_empty_cache"] and held(client) == [own, other]
+    assert pretended.sent == ["soft_empty_cache"] and held(client) == [own, other] and loads == [CUDA]
     assert pretended.pins == []                                # it needs no page-locked memory of ComfyUI's
 
     # Another model needs room on cuda:0, a third of ours: cuda:1 keeps everything.

@@ -24,10 +24,11 @@ NOT_RUN = {".blocks.block0.": "Cosmos-Predict1", ".mlp_t5.": "HunyuanDiT", ".aud
            ".rotary_pos_emb.inv_freq": "Stable Audio", ".mlp.linear_fc2.": "ERNIE-Image"}
 NOT_IN_DIFFUSERS = {".ref_image_refiner.": "OmniGen 2", ".t_embedder1.": "HiDream-O1", ".latent_in.": "Hunyuan3D",
                     ".double_stream_layers.": "Boogu-Image", ".mlp.all.proj_in_gate.": "SeedVR2", ".core.pixel_embedder.": "PixelDiT"}
-# parts of tensors' names -> what such files are; looked through in this order, for files that are no model of a family
+# parts of tensors' names -> what such files are. Some have their model's own names beside these
+BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."), "a ControlNet: load it with Load ControlNet Model"),)
+# looked through in this order, for files that are no model of a family
 OTHERS = (
-    ((".lora_", ".lora.", "_lora."), "a LoRA: load it with a LoRA node"),
-    (("control_model.", "controlnet_", "zero_convs."), "a ControlNet"),
+    ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
     *(((mark,), f"a {name} model, which xDiT does not run") for mark, name in NOT_RUN.items()),
     *(((mark,), f"a model of {name}, for which diffusers has no transformer") for mark, name in NOT_IN_DIFFUSERS.items()),
     (("down_blocks.0.attentions.", "down_blocks.1.attentions."), "a U-Net under diffusers' names, which xDiT does not read"),
@@ -35,8 +36,10 @@ OTHERS = (
     (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", ".embed_tokens.",
       "token_embedding."),
      "a text encoder: load it with Load CLIP"),
+    (("vision_model.encoder.",), "a CLIP vision model: load it with Load CLIP Vision"),
     (("blk.0.", "token_embd.", "enc.blk."), "a text encoder or a language model in GGUF"),
-    (("decoder.conv_in.", "decoder.up.", "encoder.down.", "decoder.conv1.", "quant_conv."), "a VAE: load it with Load VAE"))
+    (("decoder.conv_in.", "decoder.up.", "encoder.down.", "decoder.conv1.", "quant_conv.", "per_channel_statistics."),
+     "a VAE: load it with Load VAE"))
 OF_DIFFUSERS = ((("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
                  "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"),)
 
@@ -181,6 +184,7 @@ def recognise(header) -> Family:
     name = os.path.basename(header.path)
     if header.config is not None:
         return _family_of_folder(name, header.config)
+    _refuse_others(name, header.shapes, BESIDE_A_MODEL)
     for family in FAMILIES.values():
         if _asked(family.recognise, header.shapes):
             # Where what it would look at is not there, outline() names it.
