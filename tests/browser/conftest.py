@@ -1,22 +1,13 @@
 """Fixtures of the browser tests: a real ComfyUI with this pack and the templates' files, and its page in Chromium."""
 
 import json
+import re
 
 import pytest
 from PIL import Image
 
 from tests.browser.chromium import ARGUMENTS, find_chromium
 from tests.comfyui_server import ROOT, Host, comfyui_folder, make_base
-
-# Empty files: the page only lists names, and marks those that a template names and that are not there.
-TEMPLATE_FILES = {
-    "diffusion_models": ["sd3.5_medium.safetensors", "flux1-dev.safetensors", "flux1-kontext-dev.safetensors",
-                         "qwen_image_bf16.safetensors", "z_image_turbo_bf16.safetensors"],
-    "text_encoders": ["clip_l.safetensors", "clip_g.safetensors", "t5xxl_fp16.safetensors", "qwen_2.5_vl_7b.safetensors",
-                      "qwen_3_4b.safetensors"],
-    "checkpoints": ["v1-5-pruned-emaonly.safetensors", "sd_xl_base_1.0.safetensors"],
-    "vae": ["sd3.5_vae.safetensors", "ae.safetensors", "qwen_image_vae.safetensors"],
-}
 
 
 @pytest.fixture(scope="package")
@@ -28,9 +19,9 @@ def host(tmp_path_factory):
         pytest.skip("the pack has no __init__.py")
     base = tmp_path_factory.mktemp("comfyui")
     make_base(base)
-    for folder, names in TEMPLATE_FILES.items():
-        (base / "models" / folder).mkdir(parents=True)
-        for name in names:
+    for folder, names in template_files():
+        (base / "models" / folder).mkdir(parents=True, exist_ok=True)
+        for name in names:                                     # empty: the page lists names, and marks those that are not there
             (base / "models" / folder / name).touch()
     (base / "input").mkdir(exist_ok=True)
     Image.new("RGB", (64, 64)).save(base / "input" / "example.png")         # ComfyUI brings one of this name
@@ -65,6 +56,14 @@ def page(chromium, host):
 
 def template_paths():
     return sorted((ROOT / "workflows").glob("*.json"))
+
+
+def template_files():
+    """[(folder of models, names)]: the files that the templates' own notes tell people to get."""
+    nodes = [node for path in template_paths() for node in template(path.stem)["nodes"]]
+    notes = "\n".join(node["widgets_values"][0] for node in nodes if node["type"] == "MarkdownNote")
+    rows = re.findall(r"(?m)^\| (`.+?`) \| `models/(\w+)`", notes)
+    return [(folder, re.findall("`(.+?)`", names)) for names, folder in rows]
 
 
 def template(name):
