@@ -2,6 +2,8 @@
 
 import json
 import re
+import urllib.error
+import urllib.request
 
 import pytest
 from PIL import Image
@@ -68,3 +70,21 @@ def template_files():
 
 def template(name):
     return json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def post(host, path, body):
+    """(status, answer) of a POST to ComfyUI."""
+    request = urllib.request.Request(host.url + path, data=body, headers={"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read() or "null")
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def validated(host, prompt):
+    """(status, answer) of the server that is given a graph to run, which is taken back."""
+    status, answer = post(host, "/prompt", json.dumps({"prompt": prompt}).encode())
+    post(host, "/queue", b'{"clear": true}')
+    post(host, "/interrupt", b"{}")
+    return status, answer

@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
+
+from tests.browser.conftest import post, validated
 
 pytestmark = pytest.mark.slow
 
@@ -38,16 +38,6 @@ def types_of(workflow):
 
 def graphs_of(workflow):
     return [workflow, *(workflow.get("definitions") or {}).get("subgraphs", [])]
-
-
-def post(host, path, body):
-    """(status, answer) of a POST to ComfyUI."""
-    request = urllib.request.Request(host.url + path, data=body, headers={"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read() or "null")
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -82,9 +72,7 @@ def test_a_template_there_and_back(page, host, tmp_path, name):
         path.parent.mkdir(exist_ok=True)
         path.touch()
     try:
-        status, answer = post(host, "/prompt", json.dumps({"prompt": prompt}).encode())
-        post(host, "/queue", b'{"clear": true}')
-        post(host, "/interrupt", b"{}")
+        status, answer = validated(host, prompt)
     finally:
         for path in made:
             path.unlink()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.conftest import template, template_paths
+from tests.browser.conftest import template, template_paths, validated
 from tests.comfyui_server import PACK
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ READ_COMPLAINTS = """() => [...document.querySelectorAll(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_template_opens_with_nothing_missing(page, name):
+def test_template_opens_with_nothing_missing_and_the_server_takes_it(page, host, name):
     given = template(name)
 
     page.evaluate("graph => app.loadGraphData(graph)", given)
@@ -48,6 +48,9 @@ def test_template_opens_with_nothing_missing(page, name):
         # The same names as in the file: a slot that a node no longer has would be kept by the page, and lead nowhere.
         assert shown[node["id"]]["inputs"] == [[slot["name"], slot["type"]] for slot in node["inputs"]], node["type"]
     assert sorted(link["id"] for link in graph["links"]) == sorted(link[0] for link in given["links"])
+    status, answer = validated(host, page.evaluate("async () => (await app.graphToPrompt()).output"))
+    refused = {error["class_type"] for error in answer["node_errors"].values()}
+    assert (status, refused) == (200, set()) or (name, refused) == ("flux1_pipefusion", {"XDiTParallelConfig"})        # for two GPUs
     for link in graph["links"]:
         assert link["from"] == link["to"] == link["type"] and link["held"] == link["id"], link
 
