@@ -327,6 +327,27 @@ def save_gguf(path, source, type_="Q8_0"):
     return plain
 
 
+def save_dequantised(path, source, quantisation):
+    """Write the checkpoint `source` anew, with what its matrices come to as torchao's int8, or as bitsandbytes' nf4 in blocks of 64."""
+    from safetensors.torch import load_file, save_file
+    names = matrices(source)
+    save_file({name: of_library(tensor, quantisation) if name in names and (quantisation == "int8" or tensor.shape[1] % 64 == 0) else tensor
+               for name, tensor in load_file(source).items()}, str(path), metadata=metadata_of(source))
+
+
+def of_library(weight, quantisation):
+    """A matrix as a library's own layer computes with it."""
+    import pytest
+    if quantisation == "nf4":
+        functional = pytest.importorskip("bitsandbytes.functional")
+        return functional.dequantize_nf4(*functional.quantize_nf4(weight, blocksize=64))
+    library = pytest.importorskip("torchao.quantization")
+    layers = torch.nn.Sequential(torch.nn.Linear(*reversed(weight.shape), bias=False))
+    layers[0].weight.data = weight.clone()
+    library.quantize_(layers, library.Int8WeightOnlyConfig())
+    return layers[0].weight.dequantize()
+
+
 def random_blocks(kind, rows, columns, generator):
     """The bytes of a matrix of a GGUF type, at random; its numbers are as large as those of a model's linear layer."""
     import gguf

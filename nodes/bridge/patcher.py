@@ -36,6 +36,11 @@ class ShellPatcher(RemotePatcher):
 
     def model_state_dict(self, filter_prefix=None):
         """As ComfyUI's, with the file's own tensors."""
+        if self.remote.spec.quantisation:
+            raise UnsupportedError(f"This MODEL was quantised as it was loaded (weight_dtype {self.remote.spec.quantisation}). Nodes that "
+                                   f"write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take "
+                                   f"it as their second model) need plain ones: set weight_dtype to default there. As the first model of "
+                                   f"a ModelMerge node, and with LoRA, it works.")
         weights = read_weights(self.remote.spec.path, self.model)
         state = self.model.state_dict() | {f"diffusion_model.{name}": tensor for name, tensor in weights.items()}
         return {name: tensor for name, tensor in state.items() if filter_prefix is None or name.startswith(filter_prefix)}

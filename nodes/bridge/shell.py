@@ -17,11 +17,12 @@ from comfy.patcher_extension import WrappersMP
 from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from ...xdit_backend.checkpoints.net import net_of, told_bytes
 from ...xdit_backend.checkpoints.outline import outline
+from ...xdit_backend.checkpoints.quantise import TYPES, check_package
 from ...xdit_backend.checkpoints.shares import is_splittable, tensor_splits
 from ...xdit_backend.checkpoints.transformer import held_bytes
 from ...xdit_backend.config import validate_layout, validate_stages
 from ...xdit_backend.planner import choose_spread
-from ...xdit_backend.protocol.errors import CheckpointError, UnsupportedError
+from ...xdit_backend.protocol.errors import CheckpointError, ConfigError, UnsupportedError
 from ...xdit_backend.protocol.segments import dtype_name
 from . import wrappers
 from .carried import hold_elsewhere, remember_modules
@@ -36,19 +37,28 @@ SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.
                       "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
                       "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 WEIGHT_DTYPES = {"default": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-                 "fp8_e4m3fn": torch.float8_e4m3fn}
+                 "fp8_e4m3fn": torch.float8_e4m3fn, **dict.fromkeys(TYPES)}
 
 
 def load_shell(path, weight_dtype, config):
     """Return a ModelPatcher for a file or diffusers folder, run by the devices of `config`. Reads headers only.
 
-    Raises CheckpointError for files that are no supported model, ConfigError for degrees that cannot work.
+    Raises CheckpointError for files that are no supported model, ConfigError for degrees that cannot work, and for a weight_dtype whose
+    package is missing, or that would quantise what is quantised.
     """
     check_packages()
     devices = devices_of(config)
     header = read_header(path)
     family = recognise(header)
-    transformer_config, model = outline(header, family)
+    quantisation = weight_dtype if weight_dtype in TYPES else ""
+    if quantisation and header.quantised:
+        types = sorted({header.dtypes[name] for name in header.quantised})
+        raise ConfigError(f"weight_dtype {weight_dtype} would quantise {os.path.basename(path)} a second time: its weights are "
+                          f"{' and '.join(types)} already. Set weight_dtype to default, which leaves them so, or use the bf16 or fp16 file "
+                          f"of the same model.")
+    if quantisation:
+        check_package(TYPES[quantisation])
+    transformer_config, model = outline(header, family, quantisation)
     if config.mode == "manual":
         validate_layout(config.layout, family.num_heads(transformer_config), family.name, family.num_key_heads(transformer_config))
         if not family.by_rows:
@@ -68,20 +78,21 @@ def load_shell(path, weight_dtype, config):
         raise CheckpointError(f"{os.path.basename(path)} says in its metadata that it differs from other {family.name} models, which xDiT "
                               f"would not heed. Use Load Diffusion Model.")
     load_device = load_device_of(devices)
-    storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device, bool(header.quantised))
+    storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device, bool(header.quantised or quantisation))
     if (computed := dtype_name(compute_dtype or storage_dtype)) in family.too_small:
         raise UnsupportedError(f"{family.name} has numbers that {computed} cannot hold, and {load_device} would compute in it. "
                                f"Set weight_dtype to fp32, or to bf16 where the device has it.")
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
     dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)
-    net = None if family.by_rows else net_of(family, transformer_config, model_spec(header, family, *dtypes), model)
+    spec_of = functools.partial(model_spec, header, family, *dtypes, quantisation=quantisation)
+    net = None if family.by_rows else net_of(family, transformer_config, spec_of(), model)
     device_bytes = list(map(memory_of, devices))
     machine = GROUPS.machine(devices, dtypes[1], may_measure=False) if len(devices) > 1 else None
     stages, tensor_degree = (None, 1) if family.by_rows else choose_spread(
         config, len(devices), net, device_bytes, machine, functools.partial(is_splittable, model, family.plan))
     splits = tensor_splits(model, family.plan, tensor_degree) if tensor_degree > 1 else {}
-    spec = model_spec(header, family, *dtypes, stages, tensor_degree)
+    spec = spec_of(stages, tensor_degree)
     weight_bytes = held_bytes(model, family, spec, splits)
     module, itself = base_model.diffusion_model, weakref.proxy(base_model)     # no circle: it ends with its MODEL
     hold_elsewhere(module, lambda name: itself.current_patcher.patch_weight_to_device(f"diffusion_model.{name}"))
@@ -115,7 +126,7 @@ def _with_ids(extra_conds, **arguments):
 def _dtypes(weight_dtype, tensors, model_config, device, is_quantised):
     """(storage, compute) as ComfyUI's own loader chooses them; compute is None where it equals storage.
 
-    Of quantised files they are those of what is not quantised, which the file's types do not tell.
+    Where weights are quantised, they are those of the rest, which the file's types do not tell.
     """
     supported = model_config.supported_inference_dtypes
     storage = WEIGHT_DTYPES[weight_dtype]

@@ -18,6 +18,9 @@ import comfy.utils
 from comfy.weight_adapter import LoRAAdapter
 
 from ...xdit_backend.checkpoints.header import read_header
+from ...xdit_backend.checkpoints.outline import outline
+from ...xdit_backend.checkpoints.packed import packed_weights, unpacked
+from ...xdit_backend.checkpoints.quantise import TYPES, quantised
 from ...xdit_backend.host.client import Change
 from ...xdit_backend.protocol import messages
 from ...xdit_backend.protocol.errors import UnsupportedError
@@ -37,8 +40,10 @@ def changes_of(patcher, hooked={}):
         return {}
     path, device = patcher.remote.spec.path, patcher.load_device
     header, found = read_header(path), places(path, patcher.model)
-    every, quantised = functools.cache(lambda: read_weights(path, patcher.model)), header.quantised
+    every = functools.cache(lambda: read_weights(path, patcher.model))
     weight_of = functools.partial(read_weight, header, found, patcher.model) if header.is_packed else lambda name: every()[name]
+    if patcher.remote.spec.quantisation:
+        weight_of = _as_held(weight_of, header, found, patcher.remote, device)
     changes = {}
     lasting = effective_patches(patcher)
     for key in lasting | hooked:                               # hooks reach buffers too, and parameters beside submodules
@@ -47,7 +52,7 @@ def changes_of(patcher, hooked={}):
             raise UnsupportedError(f"A LoRA or another node changes {key}, which the file of this MODEL does not have. Remove it, or use "
                                    f"Load Diffusion Model.")
         held = comfy.utils.get_attr(patcher.model, key)
-        if any(name in quantised for name, _ in found[key.removeprefix(PREFIX)]):            # what is changed of it, or it then, is plain
+        if any(name in header.quantised for name, _ in found[key.removeprefix(PREFIX)]):     # what is changed of it, or it then, is plain
             held = torch.empty(held.shape, dtype=getattr(torch, patcher.remote.spec.compute_dtype), device="meta")
         of = tuple(tuple((strength, id(what), strength_model, offset, id(function))
                          for strength, what, strength_model, offset, function in some) for some in (patches, more))
@@ -59,6 +64,22 @@ def changes_of(patcher, hooked={}):
                 make = functools.partial(_sent, whole, rows)
             changes[name] = Change(of, held.numel() * held.dtype.itemsize, make)
     return changes
+
+
+def _as_held(weight_of, header, found, remote, device):
+    """weight_of, but what the workers quantised as numbers of what they hold. Rows stand alone, so ComfyUI's layout does not matter."""
+    @functools.cache
+    def sources():
+        config, model = outline(header, remote.family)
+        return {how.source for how in packed_weights(header, remote.family, config, model, remote.spec.quantisation).values()}
+
+    def held(name):
+        if not {source for source, _ in found[name]} <= sources():
+            return weight_of(name)
+        type_ = TYPES[remote.spec.quantisation]
+        numbers, scale = quantised(weight_of(name).to(device, torch.float32), type_)
+        return unpacked(numbers, type_, scale, torch.float32)
+    return held
 
 
 def effective_patches(patcher):

@@ -35,9 +35,9 @@ def rounded(conditioning, dtype):
     return tree_map(lambda value: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value, conditioning)
 
 
-def ours(path, family, storage, compute="float32"):
+def ours(path, family, storage, compute="float32", quantisation=""):
     """One prediction of our model, as a worker computes it; its weights must take the bytes that are planned."""
-    spec, dtype = model_spec(read_header(path), family, storage, compute), getattr(torch, compute)
+    spec, dtype = model_spec(read_header(path), family, storage, compute, quantisation=quantisation), getattr(torch, compute)
     model, config = load_transformer(spec, family, CPU)
     assert sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) == held_bytes(model, family, spec)
     loaded = Loaded(model, config, family, (RowHooks if family.by_rows else Hooks)(model, family.plan), dtype, range(0))

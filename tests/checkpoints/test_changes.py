@@ -1,16 +1,15 @@
 """Weights that change after a model was loaded: only what is changed is read, where it is held; what is taken back is as before."""
 
-import functools
-
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.models.zoo import example
-from tests.tiny_checkpoints import families, save_gguf, save_scaled
+from tests.tiny_checkpoints import families, save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints import transformer
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.quantise import TYPES
 from xdit_backend.checkpoints.transformer import change_weights, load_transformer
 from xdit_backend.protocol.messages import Change, LowRank
 from xdit_backend.protocol.segments import Segment, SegmentStore
@@ -63,13 +62,18 @@ def test_changes_are_made_and_taken_back_bit_for_bit(store, spec, monkeypatch):
 QKV, PROJ = "joint_blocks.0.x_block.attn.qkv.weight", "joint_blocks.1.x_block.attn.proj.weight"
 
 
-@pytest.mark.parametrize("write, end", [(functools.partial(save_scaled, per_row=True), "safetensors"),
-                                        (functools.partial(save_gguf, type_="Q8_0"), "gguf")], ids=["scaled", "gguf"])
-def test_a_quantised_weight_stays_so_beside_factors_and_is_plain_where_it_is_replaced(file_of, store, tmp_path, write, end):
+@pytest.mark.parametrize("how", ["scaled", "Q8_0", "int8", "nf4"])
+def test_a_quantised_weight_stays_so_beside_factors_and_is_plain_where_it_is_replaced(file_of, store, tmp_path, how):
     """Compared with the same changes of the dequantised weights; factors of some rows of a fused matrix, and of some columns."""
-    family, path = families()["sd3"], tmp_path / f"model.{end}"
-    save_file(write(path, file_of("sd3")), tmp_path / "plain.safetensors")
-    specs = [model_spec(read_header(file), family, "float32", "float32") for file in (path, tmp_path / "plain.safetensors")]
+    family, plain_path, quantisation = families()["sd3"], tmp_path / "plain.safetensors", how if how in TYPES else ""
+    if quantisation:
+        path = file_of("sd3")
+        save_dequantised(plain_path, path, how)
+    else:
+        path = tmp_path / f"model.{'safetensors' if how == 'scaled' else 'gguf'}"
+        save_file(save_scaled(path, file_of("sd3"), per_row=True) if how == "scaled" else save_gguf(path, file_of("sd3"), how), plain_path)
+    specs = [model_spec(read_header(file), family, "float32", "float32", quantisation=quantisation)
+             for file, quantisation in ((path, quantisation), (plain_path, ""))]
     (model, config), (plain, _) = (load_transformer(spec, family, CPU) for spec in specs)
     before, data = outputs(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     rows, columns = (messages_of(store, *shapes) for shapes in (((256, 2), (2, 256), (0, 256, 256)), ((256, 2), (2, 64), (1, 128, 64))))

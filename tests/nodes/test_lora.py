@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.lora_zoo import adapters, makers
-from tests.tiny_checkpoints import VARIANTS, families, save_gguf, save_scaled
+from tests.tiny_checkpoints import VARIANTS, families, save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.quantise import TYPES
 from xdit_backend.checkpoints.transformer import load_transformer
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
@@ -121,16 +122,24 @@ def test_weights_of_small_types_equal_native(comfyui, loras, weight_dtype, dtype
             weight_dtype=weight_dtype, native=native)
 
 
-@pytest.mark.parametrize("degrees", [{}, pytest.param({"pipefusion": 2, "warmup_steps": 9}, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("format_", ["scaled", "Q4_K"])
+STAGES, TENSOR = {"pipefusion": 2, "warmup_steps": 9}, {"tensor": 2}
+
+
+@pytest.mark.parametrize("format_, degrees", [("scaled", {}), ("Q4_K", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    ("scaled", STAGES), ("Q4_K", STAGES), ("int8", {}), ("nf4", TENSOR), ("Q8_0", TENSOR)))], ids=str)
 def test_quantised_weights_are_not_rounded_again(comfyui, loras, format_, degrees):
     """As on the dequantised weights: plain LoRAs, slices of fused matrices, and every other kind; without them, bit for bit as before."""
     folder, source = comfyui.base / "diffusion_models", comfyui.base / "diffusion_models" / comfyui.file("sd3")
-    name, plain = f"lora-{format_}{'.gguf' if format_ == 'Q4_K' else '.safetensors'}", f"lora-{format_}-plain.safetensors"
-    made = save_gguf(folder / name, source, "Q4_K") if format_ == "Q4_K" else save_scaled(folder / name, source, per_row=True)
-    save_file(made, folder / plain)
+    name, plain = f"lora-{format_}{'.safetensors' if format_ == 'scaled' else '.gguf'}", f"lora-{format_}-plain.safetensors"
+    if format_ in TYPES:                                       # when it is loaded
+        save_dequantised(folder / plain, source, format_)
+        name = source.name
+    else:
+        made = save_scaled(folder / name, source, per_row=True) if format_ == "scaled" else save_gguf(folder / name, source, format_)
+        save_file(made, folder / plain)
     native = comfyui.nodes.UNETLoader().load_unet(plain, "default")[0]
-    ours = comfyui.load_model.execute(name, "default", comfyui.config("cpu,cpu" if degrees else "cpu", **degrees)).args[0]
+    config = comfyui.config("cpu,cpu" if degrees else "cpu", **degrees)
+    ours = comfyui.load_model.execute(name, format_ if format_ in TYPES else "default", config).args[0]
     before = comfyui.sample(ours, "sd3", steps=2)
 
     for files in ([("publisher", "lora", 0.7), ("diffusers", "lora", -0.4)], [("publisher", None, 0.7)]):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.model_nodes import model_nodes, run_node
-from tests.tiny_checkpoints import metadata_of, save_gguf, save_scaled
+from tests.tiny_checkpoints import metadata_of, save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
 
 LAYOUTS = {"one": {}, "cfg2": {"cfg": 2}, "tensor2": {"tensor": 2}, "ulysses2": {"ulysses": 2},
@@ -15,12 +15,23 @@ LAYOUTS = {"one": {}, "cfg2": {"cfg": 2}, "tensor2": {"tensor": 2}, "ulysses2": 
 FORMATS = {"scaled": lambda path, source: save_scaled(path, source, per_row=True),
            **{type_: functools.partial(save_gguf, type_=type_) for type_ in ("Q4_K", "Q8_0", "IQ2_XS")}}
 
+WHEN_LOADED = ("int8", "nf4")                                  # of weight_dtype
+
+
+def ours(comfyui, files, format_, config):
+    return comfyui.load_model.execute(files[0], format_ if format_ in WHEN_LOADED else "default", config).args[0]
+
 
 @pytest.fixture(scope="module")
 def files_of(comfyui):
-    """files_of(kind, format): names of the quantised file, and of one with the same weights as plain numbers."""
+    """files_of(kind, format): names of the quantised file, or of that to quantise, and of one with the same weights as plain numbers."""
     def files(kind, format_):
         folder, source = comfyui.base / "diffusion_models", comfyui.base / "diffusion_models" / comfyui.file(kind)
+        if format_ in WHEN_LOADED:
+            plain = f"{kind}-{format_}-plain.safetensors"
+            if not (folder / plain).exists():
+                save_dequantised(folder / plain, source, format_)
+            return comfyui.file(kind), plain
         end = "safetensors" if format_ == "scaled" else "gguf"
         quantised, plain = f"{kind}-{format_}.{end}", f"{kind}-{format_}-plain.safetensors"
         if not (folder / plain).exists():
@@ -30,7 +41,7 @@ def files_of(comfyui):
 
 
 CASES = [("scaled", "one"), ("Q4_K", "one"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-    ("scaled", "stale-patches"), ("Q8_0", "tensor2"), ("IQ2_XS", "one"),
+    ("scaled", "stale-patches"), ("Q8_0", "tensor2"), ("IQ2_XS", "one"), ("nf4", "stale-patches"),
     ("Q4_K", "cfg2"), ("Q4_K", "ulysses2"), ("Q4_K", "stale-patches")))]
 
 
@@ -39,7 +50,7 @@ def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, forma
     """Stale patches are compared with our own of those, the rest with ComfyUI's."""
     quantised, plain = files_of("sd3", format_)
     config = comfyui.config("cpu,cpu" if LAYOUTS[layout] else "cpu", **LAYOUTS[layout])
-    result = comfyui.sample(comfyui.load_model.execute(quantised, "default", config).args[0], "sd3")
+    result = comfyui.sample(ours(comfyui, (quantised, plain), format_, config), "sd3")
 
     if "pipefusion" in LAYOUTS[layout]:
         reference = comfyui.sample(comfyui.load_model.execute(plain, "default", config).args[0], "sd3")
@@ -65,28 +76,35 @@ def test_files_are_listed(comfyui, files_of):
     assert {name, "below/wan.gguf", "flux1-dev.sft"} <= set(options)
 
 
-@pytest.mark.parametrize("format_", ["scaled", "Q4_K"])
+@pytest.mark.parametrize("format_", ["scaled", "Q4_K", "int8"])
 def test_a_quantised_file_is_not_saved_and_says_so(comfyui, files_of, tmp_path, format_):
     """With a LoRA or without; nothing is written. Nor is it what is mixed into another model."""
     nodes = model_nodes(comfyui)
     save = nodes["ModelSave"]()
     save.output_dir = str(tmp_path)
-    model = comfyui.load_model.execute(files_of("sd3", format_)[0], "default", comfyui.config()).args[0]
+    model = ours(comfyui, files_of("sd3", format_), format_, comfyui.config())
     changed = model.clone()
     changed.add_patches({"diffusion_model.joint_blocks.0.x_block.attn.proj.weight": ("diff", (torch.ones(256, 256),))}, 0.5)
 
     for each in (model, changed):
-        with pytest.raises(comfyui.errors.UnsupportedError, match="holds quantised weights.*ModelSave, CheckpointSave"):
+        with pytest.raises(comfyui.errors.UnsupportedError, match="(holds|was) quantised .*ModelSave, CheckpointSave"):
             save.save(each, "sub/ours")
-        with pytest.raises(comfyui.errors.UnsupportedError, match="holds quantised weights"):
+        with pytest.raises(comfyui.errors.UnsupportedError, match="(holds|was) quantised "):
             run_node(nodes["ModelMergeSimple"], {"model1": comfyui.native("sd3"), "model2": each, "ratio": 0.5})
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_another_model_is_merged_into_one_of_a_quantised_file(comfyui, files_of):
-    quantised, plain = files_of("sd3", "Q4_K")
+def test_a_quantised_file_is_not_quantised_again(comfyui, files_of):
+    for format_, type_ in (("scaled", "F8_E4M3"), ("Q4_K", "Q4_K")):
+        with pytest.raises(comfyui.errors.ConfigError, match=f"weight_dtype nf4 would quantise .* its weights are {type_} already"):
+            comfyui.load_model.execute(files_of("sd3", format_)[0], "nf4", comfyui.config())
+
+
+@pytest.mark.parametrize("format_", ["Q4_K", "int8"])
+def test_another_model_is_merged_into_one_of_a_quantised_file(comfyui, files_of, format_):
+    _, plain = files_of("sd3", format_)
     merge = model_nodes(comfyui)["ModelMergeSimple"]
-    models = (comfyui.load_model.execute(quantised, "default", comfyui.config("cpu")).args[0],
+    models = (ours(comfyui, files_of("sd3", format_), format_, comfyui.config("cpu")),
               comfyui.nodes.UNETLoader().load_unet(plain, "default")[0])
 
     merged = [run_node(merge, {"model1": model, "model2": comfyui.native("sd3"), "ratio": 0.3})[0] for model in models]

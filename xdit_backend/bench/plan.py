@@ -16,6 +16,7 @@ import torch
 from ..checkpoints.header import model_spec, read_header, recognise
 from ..checkpoints.net import job_of, net_of
 from ..checkpoints.outline import outline
+from ..checkpoints.quantise import TYPES
 from ..checkpoints.shares import is_splittable
 from ..config import ParallelConfig, resolve_devices
 from ..forecast.choice import candidates, forecasts, further_candidates
@@ -40,7 +41,7 @@ def add_arguments(parser):
     parser.add_argument("--branches", type=int, default=2, help="2 with classifier-free guidance (cfg above 1), else 1")
     parser.add_argument("--batch", type=int, default=1, help="pictures at once")
     parser.add_argument("--text", type=int, default=256, help="text tokens")
-    parser.add_argument("--weight-dtype", choices=list(WEIGHT_TYPES), help="how the weights are held (default: as in the file)")
+    parser.add_argument("--weight-dtype", choices=[*WEIGHT_TYPES, *TYPES], help="how the weights are held (default: as in the file)")
     parser.add_argument("--machine", type=Path, metavar="FILE", help="JSON that describes devices and links, see docs/measuring.md")
     parser.add_argument("--devices", default="auto", help='to measure, as in xDiT Parallel Config: "auto", or "cuda:0,cuda:1", "cpu,cpu"')
     parser.add_argument("--measurements", type=Path, metavar="FOLDER", help="where ComfyUI keeps what it measured (user/xdit): taken from "
@@ -57,10 +58,11 @@ def main(options):
     if family.by_rows:
         raise ConfigError(f"{family.title} are U-Nets: auto shares out the branches of guidance and the images of a batch alone, and "
                           f"nothing is forecast for them.")
-    config, model = outline(header, family)
-    storage = WEIGHT_TYPES.get(options.weight_dtype) or _most_common(header)
+    quantisation = options.weight_dtype if options.weight_dtype in TYPES else ""
+    config, model = outline(header, family, quantisation)
+    storage = "bfloat16" if quantisation else WEIGHT_TYPES.get(options.weight_dtype) or _most_common(header)
     compute = "bfloat16" if storage.startswith("float8") else storage
-    net = net_of(family, config, model_spec(header, family, storage, compute), model)
+    net = net_of(family, config, model_spec(header, family, storage, compute, quantisation=quantisation), model)
     job = job_of(family, net, _latent_shape(family, config, *job_shape, options),
                  {"context": torch.empty(1, options.text, 1, device="meta")}, options.steps, options.branches)
     machine = read_machine(options.machine) if options.machine else measured(options, compute)

@@ -98,12 +98,12 @@ def read_header(path):
                   scales={key: (scale, math.prod(shapes[scale])) for key, scale in scales.items()})
 
 
-def model_spec(header, family, storage_dtype, compute_dtype, stages=None, tensor_degree=1):
+def model_spec(header, family, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation=""):
     """The spec of a model on disk. The same files, dtypes and degrees have the same name, changed ones another."""
     state = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in header.files]
-    digest = hashlib.sha256(repr((state, storage_dtype, compute_dtype, stages, tensor_degree)).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(repr((state, storage_dtype, compute_dtype, stages, tensor_degree, quantisation)).encode()).hexdigest()[:12]
     return ModelSpec(f"{os.path.basename(header.path)}-{digest}", family.name, header.path, storage_dtype, compute_dtype, stages,
-                     tensor_degree)
+                     tensor_degree, quantisation)
 
 
 def _prefix(tensors):

@@ -16,10 +16,11 @@ from .transformer import build, model_config
 NUM_NAMED = 3                              # how many tensors a message names
 
 
-def outline(header, family):
+def outline(header, family, quantisation=""):
     """(config, the diffusers model on the meta device, with weights as they are held) of a file or folder.
 
-    Raises CheckpointError that names what is missing, unknown, of another shape, or set as the family is not run.
+    quantisation: as of packed_weights. Raises CheckpointError that names what is missing, unknown, of another shape, or set as the
+    family is not run.
     """
     name = os.path.basename(header.path)
     if header.config is not None:
@@ -38,7 +39,7 @@ def outline(header, family):
         raise CheckpointError(f"{name} looks like a {family.name} model, but its tensors have shapes that none has ({error}). "
                               f"Download it again, or choose another file.") from error
     _compare(model.state_dict(), tensors, family, name)
-    hold_packed(model, packed_weights(header, family, config, model))
+    hold_packed(model, packed_weights(header, family, config, model, quantisation))
     return config, model
 
 

@@ -1,7 +1,8 @@
-"""Weights that a file holds quantised, and that stay so where they are held: which they are in a model, and how numbers are had of them.
+"""Weights that are held quantised, as in the file or as they were loaded: which they are in a model, and how numbers are had of them.
 
-A row of such a matrix stands alone: float8 numbers with a scale, or GGUF's blocks. So where a family's conversion puts the rows of a
-matrix, it puts its bytes and its scales; running it on row numbers tells where that is. Used by the loader, and by the host to count.
+A row of such a matrix stands alone: float8 or int8 numbers with a scale, or blocks of GGUF or NF4. So where a family's conversion puts the
+rows of a matrix, it puts its bytes and its scales; running it on row numbers tells where that is. Used by the loader, and by the host to
+count.
 """
 
 from dataclasses import dataclass
@@ -9,17 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .gguf import UNPACKED, block_of, dequantised, row_bytes
+from . import gguf, quantise
 
-FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}      # by safetensors' names
+SCALED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "INT8": torch.int8}      # others are blocks, in uint8
+NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")                # that can be quantised when they are loaded
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One matrix of a model, as a file holds it.
+    """One matrix of a model, as a file holds it, or as it is held when it was quantised.
 
-    source: name of the file's tensor. runs: the rows of it that these are, (first, last + 1) in order. type: the header's. num_scales: 0
-    for none, 1 of the matrix, or as many as rows. num_columns: in what is stored.
+    source: name of the file's tensor. runs: the rows of it that these are, (first, last + 1) in order. type: the header's, or one of
+    quantise.PACKAGES. num_scales: 0 for none, 1 of the matrix, or as many as rows. num_columns: in what is held.
     """
 
     source: str
@@ -32,19 +34,32 @@ class Packed:
     def num_rows(self):
         return sum(stop - start for start, stop in self.runs)
 
+    @property
+    def is_in_file(self):
+        """Does the file have it so?"""
+        return self.type not in quantise.PACKAGES
+
     def take(self, tensor):
         """These rows of a tensor of the file, a view where they follow one another."""
         pieces = [tensor[start:stop] for start, stop in self.runs]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def packed_weights(header, family, config, model):
-    """{name in the model: Packed} of the weights that stay as they are stored. model: on the meta device.
+def packed_weights(header, family, config, model, quantisation=""):
+    """{name in the model: Packed} of the weights that are held quantised. model: on the meta device.
 
     They are those of the model's nn.Linear; other quantised weights are unpacked when they are read, and so are those of gguf.UNPACKED.
+    quantisation: of quantise.TYPES, for a file that is not quantised; "": held as the file has them. What the family or diffusers keep
+    in more bits is not quantised, nor is a row that is no whole number of blocks.
     """
-    quantised = {name for name in header.quantised if len(header.shapes[name]) == 2 and header.dtypes[name] not in UNPACKED
-                 and (name in header.scales or header.stored[name][1] == header.shapes[name])}
+    if quantisation:
+        type_, exact = quantise.TYPES[quantisation], {*family.unrounded, *(getattr(model, "_keep_in_fp32_modules", None) or ())}
+        quantised = {name for name, shape in header.shapes.items() if len(shape) == 2 and header.dtypes[name] in NUMBERS
+                     and (type_ in SCALED or shape[1] % block_of(type_)[0] == 0)}
+    else:
+        type_, exact = None, set()
+        quantised = {name for name in header.quantised if len(header.shapes[name]) == 2 and header.dtypes[name] not in gguf.UNPACKED
+                     and (name in header.scales or header.stored[name][1] == header.shapes[name])}
     if not quantised:
         return {}
     numbers, starts, first = {}, {}, 0
@@ -53,16 +68,16 @@ def packed_weights(header, family, config, model):
         first += shape[0] if shape else 1
         numbers[name] = torch.arange(starts[name], first).view(-1, *[1] * (len(shape) - 1)) if shape else torch.tensor(starts[name])
     names, firsts = list(starts), torch.tensor(list(starts.values()))
-    linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear}
+    linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear and not exact & set(name.split("."))}
     found, elsewhere = {}, set()
-    for name, rows in family.convert(numbers, config).items():
+    for name, rows in (numbers if header.config is not None else family.convert(numbers, config)).items():
         rows = rows.flatten()
         sources = [names[index] for index in (torch.searchsorted(firsts, rows, right=True) - 1).unique().tolist()]
         if name in linears and len(sources) == 1 and sources[0] in quantised:
             found[name] = sources[0], _runs(rows - starts[sources[0]])
         else:
             elsewhere |= set(sources)
-    return {name: Packed(source, runs, header.dtypes[source], *_sizes(header, source, runs))
+    return {name: Packed(source, runs, type_ or header.dtypes[source], *_sizes(header, source, runs, type_))
             for name, (source, runs) in found.items() if source not in elsewhere}
 
 
@@ -73,27 +88,38 @@ def hold_packed(model, packed):
     """
     for name, how in packed.items():
         linear = model.get_submodule(name.removesuffix(".weight"))
-        linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=FLOAT8.get(how.type, torch.uint8), device="meta"),
+        linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=SCALED.get(how.type, torch.uint8), device="meta"),
                                      requires_grad=False)
-        if how.type not in FLOAT8:
+        if how.type not in SCALED:
             linear.weight_block = block_of(how.type)
         if how.num_scales:
             linear.register_buffer("weight_scale", torch.empty(how.num_scales, 1, device="meta"))
 
 
+def block_of(type_):
+    """(numbers, bytes) of a block of a type."""
+    return quantise.BLOCK if type_ == "NF4" else gguf.block_of(type_)
+
+
 def unpacked(tensor, type_, scale, dtype):
-    """The numbers of a quantised tensor of a file, in `dtype`, rounded once."""
-    if type_ not in FLOAT8:
-        return dequantised(tensor, type_).to(dtype)
+    """The numbers of a quantised tensor, in `dtype`, rounded once."""
+    if type_ == "NF4":
+        return quantise.dequantised(tensor, dtype)
+    if type_ not in SCALED:
+        return gguf.dequantised(tensor, type_).to(dtype)
     numbers = tensor.to(dtype)
     return numbers if scale is None else torch.mul(numbers, scale, out=torch.empty_like(numbers))
 
 
-def _sizes(header, source, runs):
-    if source not in header.scales:
-        return 0, row_bytes(header.dtypes[source], header.shapes[source][1])
-    num_scales = 1 if header.scales[source][1] == 1 else sum(stop - start for start, stop in runs)
-    return num_scales, header.shapes[source][1]
+def _sizes(header, source, runs, type_):
+    """(scales, columns) of rows of a tensor of the file. type_: to which it is quantised; None: it is as it is."""
+    columns, rows = header.shapes[source][1], sum(stop - start for start, stop in runs)
+    if type_ in SCALED:
+        return rows, columns
+    if type_ is None and source in header.scales:
+        return (1 if header.scales[source][1] == 1 else rows), columns
+    numbers, num_bytes = block_of(type_ or header.dtypes[source])
+    return 0, columns // numbers * num_bytes
 
 
 def _runs(rows):

@@ -85,9 +85,9 @@ def _check_stored(splits, degree):
     name, split = next((name, split) for name, split in cut.items() if any(part % (degree * split.block[0]) for part in split.parts))
     usable = [other for other in range(2, MOST_TRIED + 1) if fits(other)]
     words = f"{' or '.join(map(str, usable))}, " if usable else ""
-    raise UnsupportedError(f"tensor_degree={degree} cannot share out this quantised file: {name} has {' and '.join(map(str, split.parts))} "
-                           f"inputs, in blocks of {split.block[0]}, and each device needs whole blocks. Use {words}tensor_degree 1 with "
-                           f"pipefusion_degree, or a file in bf16, fp16, fp8 or Q8_0.")
+    raise UnsupportedError(f"tensor_degree={degree} cannot share out these quantised weights: {name} has "
+                           f"{' and '.join(map(str, split.parts))} inputs, in blocks of {split.block[0]}, and each device needs whole "
+                           f"blocks. Use {words}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8, int8 or Q8_0.")
 
 
 def is_splittable(model, plan, degree=1):

@@ -16,6 +16,7 @@ from .changes import changed, factors
 from .gguf import read_tensors
 from .header import read_header
 from .packed import hold_packed, packed_weights, unpacked
+from .quantise import quantised
 from .shares import narrow, tensor_splits
 
 
@@ -39,7 +40,7 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     config = model_config(header, family)
     with init_empty_weights():
         model = build(family, config)
-    packed = packed_weights(header, family, config, model)
+    packed = packed_weights(header, family, config, model, spec.quantisation)
     hold_packed(model, packed)
     blocks = choose_blocks(model) if choose_blocks else None
     tensors = read_file(header, lambda name: _is_here(name, blocks, model, family, header))
@@ -48,12 +49,14 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     if spec.tensor_degree > 1:
         splits |= tensor_splits(model, family.plan, spec.tensor_degree)
     tensors = _converted(tensors, header, family, config, packed)
+    to_quantise = {name: (tensors.pop(name), how.type) for name, how in packed.items() if not how.is_in_file}
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
+    missing = [name for name in missing if name not in to_quantise and name.removesuffix("_scale") not in to_quantise]
     if missing or unexpected:
         raise CheckpointError(f"{spec.path} does not fit {family.transformer}: {len(missing)} tensors are missing "
                               f"({', '.join(missing[:3])} ...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...).")
     model.eval().requires_grad_(False)
-    homes = _move(model, device, family, spec, on_progress, _addresses(maps), splits, tensor_rank)
+    homes = _move(model, device, family, spec, on_progress, _addresses(maps), splits, tensor_rank, to_quantise)
     if files is not None:
         files |= homes
     narrow(model, splits, spec.tensor_degree, tensor_rank)
@@ -72,7 +75,7 @@ def change_weights(model, config, family, spec, device, changes, blocks=None, fi
     """
     header, ferry = read_header(spec.path), Ferry(device)
     here = {name: change for name, change in changes.items() if _is_here(name, blocks, model, family, header)}
-    packed = {name: how for name, how in packed_weights(header, family, config, model).items() if how.source in here}
+    packed = {name: how for name, how in packed_weights(header, family, config, model, spec.quantisation).items() if how.source in here}
     tensors = read_file(header, lambda name: name in here and here[name].whole is None)
     addresses = _addresses(tensors.values())
     maps = list(tensors.values())
@@ -84,9 +87,13 @@ def change_weights(model, config, family, spec, device, changes, blocks=None, fi
     held = {name: (weight, dtype) for name, weight, dtype in _held(model, family, spec)}
     for name, how in packed.items():
         terms = here[how.source].terms + here[how.source].hooked
-        if here[how.source].whole is None:
-            converted[name] = how.take(tensors[how.source])
-        held[name] = held[name][0], getattr(torch, spec.compute_dtype) if converted[name].dtype.itemsize > 1 else converted[name].dtype
+        if here[how.source].whole is None and held[name][0].dtype.itemsize == 1:
+            del converted[name]                                # it is as it was loaded
+        elif here[how.source].whole is None:
+            rows = how.take(tensors[how.source])
+            converted[name] = rows if how.is_in_file else quantised(_moved(rows, device, torch.float32, ferry), how.type)[0]
+        if name in converted:
+            held[name] = held[name][0], getattr(torch, spec.compute_dtype) if converted[name].dtype.itemsize > 1 else converted[name].dtype
         product = factors(terms, how, header.shapes[how.source], ferry) if terms else (None, None)
         if terms and name in splits:                           # of the matrix a rank has some rows, or some columns
             dim = splits[name].dim
@@ -183,9 +190,9 @@ def _read_scales(header, tensors):
 
 
 def read_plain(header, tensors, without=()):
-    """These tensors of a file as plain numbers, but for quantised ones of the names `without`, which are on the meta device."""
+    """These tensors of a file as plain numbers, but for those of the names `without`, which are on the meta device."""
     scales, plain = _read_scales(header, tensors) if header.scales else {}, dict(tensors)
-    for name in header.quantised:
+    for name in header.quantised | set(without):
         shape, tensor = header.shapes[name], tensors[name]
         plain[name] = torch.empty(shape, device="meta") if name in without or tensor.is_meta else \
             unpacked(tensor, header.dtypes[name], scales.get(name), torch.float32).view(shape)
@@ -193,9 +200,10 @@ def read_plain(header, tensors, without=()):
 
 
 def _converted(tensors, header, family, config, packed):
-    """{name in the model: tensor}. tensors: of the file. What is packed stays so, beside its scale; the rest is plain numbers."""
+    """{name in the model: tensor}. tensors: of the file. What is packed there stays so, beside its scale; the rest is plain numbers."""
     if header.config is not None:
         return tensors
+    packed = {name: how for name, how in packed.items() if how.is_in_file}
     converted = family.convert(read_plain(header, tensors, {how.source for how in packed.values()}), config)
     scales = _read_scales(header, tensors) if header.scales else {}
     for name, how in packed.items():
@@ -245,24 +253,34 @@ def _addresses(maps):
     return {tensor.untyped_storage().data_ptr() for tensor in maps if not tensor.is_meta}
 
 
-def _move(model, device, family, spec, on_progress, addresses, splits, tensor_rank):
+def _move(model, device, family, spec, on_progress, addresses, splits, tensor_rank, to_quantise):
     """Take this rank's share of one tensor after the other, move and cast it, so that never two copies of the model exist; cast on
     the device. Returns {id of a weight: its values} of those that are as they are in the map of the file. addresses: of its tensors.
+
+    to_quantise: {name: (tensor, type)} of weights that the model lacks, which are quantised on the device; emptied. Rows stand alone, so
+    a rank quantises its own; of columns it has a share when the rows were quantised whole.
     """
-    tensors = [held for held in _held(model, family, spec) if not held[1].is_meta]            # not of another stage
+    tensors = [(name, weight, to_quantise[name][0] if name in to_quantise else weight, dtype) for name, weight, dtype in
+               _held(model, family, spec)]
+    tensors = [each for each in tensors if not each[2].is_meta]                               # not of another stage
     ferry, homes = Ferry(device), {}
-    read_bytes = [weight.nbytes * (splits[name].share(spec.tensor_degree, tensor_rank) if name in splits else 1)
-                  for name, weight, _ in tensors]
+    read_bytes = [source.nbytes * (splits[name].share(spec.tensor_degree, tensor_rank) if name in splits and not (
+        name in to_quantise and splits[name].dim) else 1) for name, _, source, _ in tensors]
     done_bytes, total_bytes = 0.0, round(sum(read_bytes))
-    for (name, weight, dtype), own_bytes in zip(tensors, read_bytes):
+    for (name, weight, source, dtype), own_bytes in zip(tensors, read_bytes):
         done_bytes += own_bytes
-        own = _share(name, weight.data, spec, splits, tensor_rank, addresses)
-        if own is None:
+        if name in to_quantise:
+            linear, by_rows = model.get_submodule(name.removesuffix(".weight")), name in splits and splits[name].dim == 0
+            own = _share(name, source, spec, splits, tensor_rank, addresses) if by_rows else source
+            numbers, linear.weight_scale = quantised(_moved(own, device, torch.float32, ferry), to_quantise.pop(name)[1])
+            linear.weight = torch.nn.Parameter(numbers if by_rows else _share(name, numbers, spec, splits, tensor_rank, addresses),
+                                               requires_grad=False)
+        elif (own := _share(name, weight.data, spec, splits, tensor_rank, addresses)) is None:
             weight.data = weight.data[:0]
-            continue
-        weight.data = _moved(own, device, dtype, ferry)
-        if own.dtype == dtype and own.untyped_storage().data_ptr() in addresses:
-            homes[id(weight)] = own
+        else:
+            weight.data = _moved(own, device, dtype, ferry)
+            if own.dtype == dtype and own.untyped_storage().data_ptr() in addresses:
+                homes[id(weight)] = own
         on_progress(round(done_bytes), total_bytes)
     on_progress(total_bytes, total_bytes)
     return homes

@@ -41,6 +41,7 @@ class ModelSpec:
     compute_dtype: str
     stages: Stages | None = None   # None: every rank runs every block
     tensor_degree: Degree = 1      # ranks that share each layer; neighbours
+    quantisation: Literal["", "int8", "nf4"] = ""              # of linear layers, when they are loaded; storage_dtype is of the rest
 
 
 @dataclass(frozen=True, config=STRICT)
