@@ -8,6 +8,7 @@ Used for the runs of Parallel Sampler, where nothing looks at the whole latent.
 import collections
 import dataclasses
 import functools
+import time
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +20,8 @@ import comfy.samplers
 
 from ...xdit_backend.protocol.errors import UnsupportedError
 from .branches import Task, end_tasks
+
+SHOWN_S = 1.0                              # from one picture of a run to the next: a preview costs the stages time
 
 
 class PatchTask(Task):
@@ -79,6 +82,7 @@ class PatchwiseSampler:
         self._extra_args, self._callback = extra_args, callback
         self._noise = SharedNoise(x, run.dim, [(patch.start, rows) for patch, rows in run.patches])
         self._shown = {}                       # step -> {patch: what its sampler told the callback}
+        self._newest, self._done, self._told_s = {}, None, 0.0     # of each patch what it told last; of all, the last step; when that was
         self._waiting, self._flying, self._outputs = {}, {}, {}
         self._first_rows = collections.deque()                 # of the calls that the first patch has sent and the last has not
 
@@ -153,13 +157,19 @@ class PatchwiseSampler:
         return arguments
 
     def _show(self, index, state):
-        """Gather what the patches' samplers tell of a step; ComfyUI's callback gets the whole latent, once a step."""
+        """Tell ComfyUI's callback of a step that all patches have done, with the whole latent; of a long one, also as patches arrive."""
         shown = self._shown.setdefault(state["i"], {})
-        shown[index] = state
+        shown[index] = self._newest[index] = state
         if len(shown) == len(self._tasks):
-            del self._shown[state["i"]]
-            whole = {key: torch.cat([shown[patch][key] for patch in range(len(self._tasks))], self._run.dim) for key in ("x", "denoised")}
-            self._callback({**state, **whole})
+            self._done = self._shown.pop(state["i"])[index]
+            self._tell(shown)
+        elif self._done is not None and time.monotonic() - self._told_s > SHOWN_S:
+            self._tell(self._newest)
+
+    def _tell(self, shown):
+        whole = {key: torch.cat([shown[patch][key] for patch in range(len(self._tasks))], self._run.dim) for key in ("x", "denoised")}
+        self._callback({**self._done, **whole})
+        self._told_s = time.monotonic()
 
 
 class SharedNoise:

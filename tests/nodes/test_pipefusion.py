@@ -265,14 +265,24 @@ def test_runs_of_different_shape_do_not_see_each_other(comfyui):
     assert torch.equal(comfyui.sample(model, "sd3"), alone)
 
 
-def test_progress_is_told_once_a_step_with_the_whole_latent(comfyui):
-    model, told = staged(comfyui, "sd3"), []
-    noise = torch.randn(1, 16, 16, 18, generator=torch.Generator().manual_seed(1))
+def test_progress_is_told_once_a_step_and_as_patches_of_long_ones_arrive(comfyui, monkeypatch):
+    """Always with the whole latent. What arrives within a step changes the rows of one patch, and nothing of the result."""
+    model, noise = staged(comfyui, "sd3"), torch.randn(1, 16, 16, 18, generator=torch.Generator().manual_seed(1))
     sampler = sys.modules[comfyui.parallel_sampler.__module__]
     prompts = comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 2)
-    import comfy.sample
-    with torch.inference_mode():
-        comfy.sample.sample(sampler.patchwise(model), noise, 5, 4.0, "euler", "simple", *prompts, noise * 0,
-                            callback=lambda step, denoised, x, total: told.append((step, tuple(denoised.shape), total)), seed=1)
 
-    assert told == [(step, (1, 16, 16, 18), 5) for step in range(5)]
+    def sample(shown_s):
+        import comfy.sample
+        told = []
+        monkeypatch.setattr(f"{comfyui.pack.__name__}.nodes.bridge.patches.SHOWN_S", shown_s)
+        with torch.inference_mode():
+            return comfy.sample.sample(sampler.patchwise(model), noise, 5, 4.0, "euler", "simple", *prompts, noise * 0, seed=1,
+                                       callback=lambda step, denoised, x, total: told.append((step, denoised.clone(), total))), told
+    (result, told), (again, partly) = sample(1e9), sample(-1.0)
+
+    assert torch.equal(result, again) and torch.equal(told[-1][1], partly[-1][1])
+    assert [(step, tuple(denoised.shape), total) for step, denoised, total in told] == [(step, (1, 16, 16, 18), 5) for step in range(5)]
+    steps = [step for step, *_ in partly]
+    assert steps == sorted(steps) and set(steps) == set(range(5)) and len(steps) > 10
+    for (_, before, _), (_, after, _) in zip(partly, partly[1:]):
+        assert 0 < (before != after).any(dim=3)[0].any(dim=0).sum() <= 8
