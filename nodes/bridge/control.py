@@ -41,6 +41,10 @@ def places_of(family, config, control, shape):
                                    f"{' and '.join(sorted(known))} only: it was made for another model. Use one for {family.name}.")
         if name in known:
             found |= _numbered(family, name, tensors, sum(place.startswith(f"{name}.") for place in shapes))
+    given = sum(tensor is not None for name in known for tensor in control.get(name, ()))
+    if not family.by_rows and family.plan.skips(family.num_blocks(config)) and given != len(shapes):
+        raise ConfigError(f"The ControlNet gives {given} tensors for the {len(shapes)} skips of this {family.name} model, and ComfyUI's "
+                          f"takes one for each. Use a ControlNet that was made for this model.")
     for place, tensor in found.items():
         if not torch.is_tensor(tensor) or tensor.shape[0] not in (1, shape[0]) or tuple(tensor.shape[1:]) != shapes[place]:
             given = tuple(tensor.shape[1:]) if torch.is_tensor(tensor) else type(tensor).__name__

@@ -82,8 +82,7 @@ def _names(family, config):
     """ComfyUI's names of the tensors of such a model, and of some that it may lack."""
     names = dict.fromkeys([*_template(family.tiny), *_template(family.tiny, family.tiny.more)])
     for list_ in family.plan.blocks:
-        first = f"{list_.in_file}0."
-        inside = [name.removeprefix(first) for name in names if name.startswith(first)]
+        inside = {name.removeprefix(list_.in_file).partition(".")[2]: None for name in names if name.startswith(list_.in_file)}
         names |= dict.fromkeys(f"{list_.in_file}{number}.{name}" for number in range(config[list_.count]) for name in inside)
     return list(names)
 

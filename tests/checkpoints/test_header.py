@@ -151,6 +151,10 @@ MOCHI = {"x_embedder.proj.weight": (3072, 12, 2, 2), "t5_yproj.weight": (1536, 4
          "t_embedder.mlp.0.weight": (3072, 256), "t5_y_embedder.to_kv.weight": (8192, 4096), "final_layer.linear.weight": (48, 3072),
          **blocks("blocks.", 48, {"mod_x.weight": (12288, 3072), "attn.qkv_y.weight": (9216, 1536)})}
 LTX_2B, LTX_13B = ltx(2048, 28), ltx(4096, 48)
+HUNYUAN_DIT = {"x_embedder.proj.weight": (1408, 4, 2, 2), "mlp_t5.0.weight": (8192, 2048), "mlp_t5.2.weight": (1024, 8192),
+               "text_embedding_padding": (333, 1024), "pooler.positional_embedding": (257, 2048), "pooler.c_proj.weight": (1024, 2048),
+               "extra_embedder.0.weight": (5632, 1024), "final_layer.linear.weight": (32, 1408),
+               **blocks("blocks.", 40, {"attn1.q_norm.weight": (88,), "attn1.Wqkv.weight": (4224, 1408), "mlp.fc1.weight": (6144, 1408)})}
 
 
 def unet(widths, depths, middle, context, vector=None, num_layers=2, linear=True, channels=4):
@@ -222,6 +226,12 @@ PUBLISHED = {
     "hidream-i1": ("HiDream-I1", HIDREAM, {
         "num_layers": 16, "num_single_layers": 32, "num_attention_heads": 20, "caption_channels": [4096, 4096], "text_emb_dim": 2048,
         "num_routed_experts": 4, "llama_layers": [*range(32), *[31] * 16], "in_channels": 16, "out_channels": 16}),
+    "hunyuan-dit-1.2": ("HunyuanDiT", HUNYUAN_DIT, {
+        "num_layers": 40, "num_attention_heads": 16, "attention_head_dim": 88, "hidden_size": 1408, "mlp_ratio": 4.3637,
+        "cross_attention_dim": 1024, "cross_attention_dim_t5": 2048, "pooled_projection_dim": 1024, "text_len": 77, "text_len_t5": 256,
+        "in_channels": 4, "use_style_cond_and_image_meta_size": False}),
+    "hunyuan-dit-1.1": ("HunyuanDiT", {**HUNYUAN_DIT, "style_embedder.weight": (1, 1408), "extra_embedder.0.weight": (5632, 3968)}, {
+        "use_style_cond_and_image_meta_size": True, "num_layers": 40}),
     "mochi-1-preview": ("Mochi", MOCHI, {
         "num_layers": 48, "num_attention_heads": 24, "attention_head_dim": 128, "pooled_projection_dim": 1536, "text_embed_dim": 4096,
         "in_channels": 12, "time_embed_dim": 256}),

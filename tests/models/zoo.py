@@ -7,8 +7,6 @@ import torch
 from xdit_backend.checkpoints.shares import narrow, tensor_splits
 from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
-from xdit_backend.models.describe import Whole, given, timestep
-from xdit_backend.models.plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 
 
 @dataclass
@@ -33,38 +31,6 @@ class Example:
         return self.family.prediction(self.model(**inputs, return_dict=False)[0], self.latent)
 
 
-# A U-shaped model that is no family of the product: its skips cross stages.
-HUNYUAN = {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "patch_size": 2, "sample_size": 16, "hidden_size": 32,
-           "num_layers": 8, "cross_attention_dim": 24, "cross_attention_dim_t5": 16, "pooled_projection_dim": 16, "text_len": 5,
-           "text_len_t5": 6, "use_style_cond_and_image_meta_size": False, "learn_sigma": True}
-
-
-def _rotary_tables(asked):
-    from diffusers.models.embeddings import get_2d_rotary_pos_embed
-    latent, patch = asked.latent, asked.patch
-    rows, columns = (patch.whole if patch else latent.shape[2]) // 2, latent.shape[3] // 2
-    tables = get_2d_rotary_pos_embed(8, ((0, 0), (rows, columns)), (rows, columns), output_type="pt")
-    first = patch.start // 2 * columns if patch else 0
-    return tuple(table.to(latent.dtype)[first:first + latent.shape[2] // 2 * columns] for table in tables)
-
-
-def _ones(name):
-    return lambda asked: torch.ones(asked.conditioning[name].shape[:2], dtype=torch.long)
-
-
-HUNYUAN_DIT = Family(
-    name="HunyuanDiT", title="HunyuanDiT", transformer="HunyuanDiT2DModel", recognise=lambda shapes: False, config=lambda shapes: None,
-    convert=lambda tensors, config: tensors, latent=Whole((2, 2)), num_channels=lambda config: config["in_channels"],
-    conditioning={"context": "cross_attention_dim", "t5": "cross_attention_dim_t5"},
-    arguments={"hidden_states": Whole((2, 2)), "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "encoder_hidden_states_t5": given("t5"), "text_embedding_mask": _ones("context"), "text_embedding_mask_t5": _ones("t5"),
-               "image_rotary_emb": _rotary_tables},
-    plan=ModelPlan(
-        blocks=(BlockList("blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
-        tokens={"image_rotary_emb": TokenArgument(0, ("image",))}, once={"norm1.linear": "step"},
-        skips=lambda num_blocks: {block: num_blocks - 1 - block for block in range(num_blocks // 2 + 1, num_blocks)}),
-    tiny=Tiny(HUNYUAN, "", {}))
-
 # All, but for those that need a newer diffusers than is installed.
 CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
            if not family.by_rows and not any(refusal.__name__ == "older_diffusers" and refusal({}) for refusal in family.refusals)}
@@ -74,13 +40,13 @@ FOLDERS = [name for name in CONFIGS if name != "Anima"]
 BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
 # Families whose plans are those of others again, or nearly.
-ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi")
+ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi",
+         "HunyuanDiT")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.by_rows}
 VISION_TOKENS = 5
 # families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a given frame
 APART = {"Wan": lambda family, shape: shape[2], "Cosmos-Predict2": lambda family, shape: shape[2],
          "LTX-Video": lambda family, shape: family.latent.num_tokens(shape), "HunyuanVideo": None}
-TEXT_LENGTHS = {"HunyuanDiT": {"context": 5, "t5": 6}}
 
 
 def matrix(names, layouts, one, family=lambda name: name):
@@ -94,7 +60,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how they are
     placed.
     """
-    family = FAMILIES.get(name, HUNYUAN_DIT)
+    family = FAMILIES[name]
     config = family.tiny.config
     torch.manual_seed(0)
     model = build(family, config).eval().to(dtype).requires_grad_(False)
@@ -103,7 +69,7 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     columns += 60 if name.startswith("PixArt") else 0           # they have no positions for latents of less than 66 rows and columns
     shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)
     latent = torch.randn(batch, family.taken_channels(config), *shape, generator=generator).to(dtype)
-    conditioning = conditioning_of(family, config, generator, TEXT_LENGTHS.get(name, {"context": num_text_tokens}), batch, shape)
+    conditioning = conditioning_of(family, config, generator, {"context": num_text_tokens}, batch, shape)
     for number, size in enumerate(references):
         conditioning[f"ref_latents.{number}"] = torch.randn(*latent.shape[:2], *latent.shape[2:-2], *size, generator=generator)
     if method is not None:
@@ -149,6 +115,11 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
         elif name == "encoder_hidden_states_llama3":           # of each of its layers
             layers = max(config["llama_layers"]) + 1
             made[name] = torch.randn(batch, layers, VISION_TOKENS, config[width], generator=generator)
+        elif name == "encoder_hidden_states_t5":               # more than its model asks for, of which some are not real
+            made[name] = torch.randn(batch, config["text_len_t5"] + 2, config[width], generator=generator)
+        elif name.startswith("text_embedding_mask"):
+            length = config["text_len_t5"] + 2 if name.endswith("t5") else lengths["context"]
+            made[name] = torch.randint(0, 2, (batch, length), generator=generator)
         elif name == "t5xxl_ids":                              # fewer than its model pads the text to
             made[name] = torch.randint(0, config["_conditioner"]["target_vocab_size"], (batch, 9), generator=generator)
         elif name == "t5xxl_weights":

@@ -89,6 +89,9 @@ class ComfyUI:
             options["conditioning_llama3"] = made["encoder_hidden_states_llama3"]
         if "t5xxl_ids" in made:                                # the text encoder says them of one text
             options |= {"t5xxl_ids": made["t5xxl_ids"][0, :7 + seed % 2], "t5xxl_weights": made["t5xxl_weights"][0, :7 + seed % 2, 0]}
+        if "text_embedding_mask" in made:
+            options |= {"attention_mask": made["text_embedding_mask"], "conditioning_mt5xl": made["encoder_hidden_states_t5"],
+                        "attention_mask_mt5xl": made["text_embedding_mask_t5"]}
         if "y" in families()[kind].ignored:                    # which ComfyUI asks for, and its model leaves out
             options["pooled_output"] = torch.zeros(1, 8)
         if families()[kind].name in ("LTX-Video", "Mochi"):    # their text encoders say which tokens are real

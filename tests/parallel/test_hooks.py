@@ -245,9 +245,9 @@ def attention_calls(rank, world_size, name):
     return len(calls)
 
 
-@pytest.mark.parametrize("name, expected", [(name, {"SD3": 5, "Wan VACE": 6}.get(name, 4)) for name in CONFIGS])
+@pytest.mark.parametrize("name, expected", [(name, {"SD3": 5, "Wan VACE": 6, "HunyuanDiT": 8}.get(name, 4)) for name in CONFIGS])
 def test_only_self_attention_is_replaced(name, expected):
-    """One a block, of four; SD3's dual one, Wan VACE's two more blocks. Attention over text alone and cross-attention stay as they are."""
+    """One a block; SD3's dual one, Wan VACE's two more blocks. Attention over text alone and cross-attention stay as they are."""
     assert run_ranks(attention_calls, 2, name) == [expected, expected]
 
 

@@ -115,7 +115,7 @@ ALL = [(num_patches, (num_patches + more) % len(SIGMAS)) for num_patches in rang
 
 
 @pytest.mark.parametrize("name, num_stages", [
-    *((name, 3) for name in (*CONFIGS, "HunyuanDiT")),
+    *((name, 3) for name in CONFIGS),
     *(pytest.param(name, stages, marks=pytest.mark.slow) for name in KINDS for stages in (1, 2, 4))])
 def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(name, num_stages):
     """num_patches below, equal to and above the stages; warm-up from none (a cold start) to all steps."""

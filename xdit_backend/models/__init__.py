@@ -9,6 +9,7 @@ from .cosmos import COSMOS
 from .flux import FLUX
 from .flux2 import FLUX2
 from .hidream import HIDREAM
+from .hunyuan_dit import HUNYUAN_DIT
 from .hunyuan_image import HUNYUAN_IMAGE
 from .hunyuan_video import HUNYUAN_VIDEO
 from .hunyuan_video15 import HUNYUAN_VIDEO15
@@ -30,7 +31,7 @@ from .z_image import Z_IMAGE
 
 FAMILIES = {family.name: family for family in (
     SD3, FLUX, FLUX2, CHROMA, WAN, WAN_VACE, PIXART, PIXART_ALPHA, QWEN_IMAGE, Z_IMAGE, LUMINA2, HIDREAM, HUNYUAN_IMAGE, AURAFLOW,
-    HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, COSMOS, ANIMA, KANDINSKY5, KANDINSKY5_IMAGE, MOCHI,
+    HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, COSMOS, ANIMA, KANDINSKY5, KANDINSKY5_IMAGE, MOCHI,
     COGVIDEOX, COGVIDEOX15, SD15, SD2, SDXL)}
 
 

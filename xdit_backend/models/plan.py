@@ -30,7 +30,8 @@ class BlockList:
     in_file: what its blocks' tensors are prefixed with in ComfyUI's and the publisher's files. count: the argument of the
     diffusers class that says how many blocks there are. returns: what a block returns, in order; each a stream, or a tuple
     of streams that are one tensor. image_share: the part of a block's parameters that an image token passes through.
-    control: which list of what a ControlNet gives ComfyUI's model adds to the image after each block, "input" or "output".
+    control: which list of what a ControlNet gives ComfyUI's model adds to the image after each block, "input" or "output"; where there
+    are skips, to those.
     patched: what ComfyUI's block patches call its blocks, where ComfyUI's model heeds them, "double" or "single".
     streams, attention, tokens, masks: as in ModelPlan, where this list's differ from the plan's. Where `streams` differ, the
     model's forward has merged or parted tensors in between.
@@ -272,7 +273,9 @@ class Family:
             skips = [(channels, *(-(-length // 2 ** level) for length in shape[2:])) for channels, level in self.plan.skips(config)]
             return {f"{name}.{number}": skip for name in ("input", "output") for number, skip in enumerate(skips)} | {"middle.0": skips[-1]}
         tokens = self.latent.num_tokens(shape), self.width(config)
-        return {f"{list_.control}.{number}": tokens for list_ in self.plan.blocks if list_.control for number in range(config[list_.count])}
+        skips = self.plan.skips(self.num_blocks(config))
+        return {f"{list_.control}.{number}": tokens for list_ in self.plan.blocks if list_.control
+                for number in (sorted(skips.values()) if skips else range(config[list_.count]))}
 
     def patch_size(self, config):
         """Latent pixels of a token along each dim."""

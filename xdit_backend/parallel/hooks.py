@@ -169,13 +169,16 @@ class Hooks:
             output = tuple(outputs[streams] for streams in list_.returns)
         else:
             output = forward(**arguments)
-        if place.index in self._skips.values():
-            now.skips[place.index] = output
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
+        if place.index in self._skips.values():
+            now.skips[place.index] = outputs[("image",)]
         added = now.control.get(f"{list_.control}.{place.number}")
         if added is not None:
             streams = next(streams for streams in outputs if "image" in streams)
-            regions.add_to_image(outputs[streams], streams, added, now.tokens)
+            image = outputs[streams]
+            if self._skips:                                    # to what a later block takes, not to what the next one does
+                image = now.skips[place.index] = image.clone()
+            regions.add_to_image(image, streams, added, now.tokens)
         return outputs
 
     def _joined(self, now, place, shards):
