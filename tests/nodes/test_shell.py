@@ -97,9 +97,10 @@ def test_every_sampler_and_scheduler_equals_native_ksampler(comfyui, scheduler_o
         close(result, comfyui.reference("sd3", **arguments), TOLERANCE, arguments)
 
 
-def test_prompts_of_different_length_run_as_two_branches(comfyui):
+@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"tensor": 2}], ids=str)       # side by side, and by turns
+def test_prompts_of_different_length_run_as_two_branches(comfyui, degrees):
     positive, negative = comfyui.conditioning("sd3", 1, tokens=31), comfyui.conditioning("sd3", 2, tokens=20)
-    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees))
 
     result = comfyui.sample(model, "sd3", positive=positive, negative=negative)
 

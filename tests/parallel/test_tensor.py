@@ -22,6 +22,7 @@ from xdit_backend.worker.models import Loaded
 EXACT = 1e-12
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHAPES = [{"rows": 6, "columns": 10, "num_text_tokens": 7}, {"rows": 4, "columns": 6, "batch": 3}]
+TENSOR = Layout(tensor_degree=2)
 ULYSSES, RING = Layout(tensor_degree=2, ulysses_degree=2), Layout(tensor_degree=2, ring_degree=2)
 
 
@@ -134,6 +135,42 @@ def test_in_bfloat16_it_rounds_about_as_one_rank_does(name, degree):
 
     assert one > 1e-4 and all(other == (one, spread) for other in others)
     within(spread / one, 2.0)
+
+
+def in_turn(rank, world_size, name, layout, mutant=False):
+    """(largest difference of two forwards that take turns from the model's own, their exchanges, those of one after the other)."""
+    with torch.no_grad(), InDouble():
+        mesh, counts, examples = build_mesh(layout, world_size), [], [example(name, **shape) for shape in SHAPES]
+        wanted, one = [each.run() for each in examples], examples[0]
+        hooks = Hooks(one.model, one.family.plan, hold_share(one.model, one.family.plan, 2, mesh.ranks["tensor"]))
+        loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
+
+        def contexts():
+            counts.append(Traffic())
+            return [loaded.context(mesh, counts[-1], each.latent, each.timestep, each.conditioning) for each in examples]
+        apart = [hooks.run(context) for context in contexts()]
+        if mutant:                                             # the second goes on with what is known of the first
+            first, hooks.serving = hooks.serving, lambda context: first(one_of_them)
+        one_of_them, *_ = together = contexts()
+        results = hooks.run_in_turn(together)
+        predicted = [each.family.prediction(output, each.latent) for each, (output, _) in zip(examples, results)]
+        assert len(apart) == len(predicted)
+        return max((mine - want).abs().max().item() for mine, want in zip(predicted, wanted)), *(count.num_exchanges for count in counts)
+
+
+@pytest.mark.parametrize("name, layout", [*((name, TENSOR) for name in ("SD3", "Flux.1", "Wan", "Lumina 2", "PixArt-Sigma")),
+                                          ("Flux.1", ULYSSES), ("SD3", RING)], ids=str)
+def test_forwards_that_take_turns_are_each_their_own(name, layout):
+    """Of unlike shapes and batches. Each exchange has its turn, in the same order on all ranks."""
+    for error, one_by_one, exchanges in run_ranks(in_turn, 2 * layout.ulysses_degree * layout.ring_degree, name, layout):
+        within(error, EXACT)
+        assert exchanges == one_by_one > 0
+
+
+def test_turns_notice_what_is_known_of_another_forward():
+    """Tokens shared out as the other's: with sequence parallelism they do not go together."""
+    with pytest.raises(Exception, match="tokens, the tensor has"):
+        run_ranks(in_turn, 4, "Flux.1", ULYSSES, True)
 
 
 def test_parts_may_be_of_unlike_sizes():

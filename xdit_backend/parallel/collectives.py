@@ -110,15 +110,24 @@ def all_reduce(tensors, group, traffic):
 
     A ring sends each of a rank's P parts 2 (P - 1) times (Patarasuk and Yuan 2009), which is what is counted.
     """
+    return start_all_reduce(tensors, group, traffic)()
+
+
+def start_all_reduce(tensors, group, traffic):
+    """all_reduce in the background: returns a function that waits for it and returns the sums."""
     joined = tensors[0].contiguous() if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
     if not joined.numel():                                     # text, after the first patch
-        return tensors
+        return lambda: tensors
     home, joined, ranks = joined.device, on_wire(joined, group), dist.get_world_size(group)
     traffic.count(2 * (ranks - 1) * joined.numel() // ranks, joined)
-    with traffic.waiting(joined):
-        dist.all_reduce(joined, group=group)
-    pieces = joined.to(home).view(-1).split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
+    work = dist.all_reduce(joined, group=group, async_op=True)
+
+    def wait():
+        with traffic.waiting(joined):
+            work.wait()
+        pieces = joined.to(home).view(-1).split([tensor.numel() for tensor in tensors])
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
+    return wait
 
 
 class RingExchange:

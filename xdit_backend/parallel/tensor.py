@@ -8,7 +8,7 @@ import functools
 import torch
 
 from ..partition import summed_modules
-from .collectives import all_gather, all_reduce
+from .collectives import all_gather, start_all_reduce
 
 
 def place_tensor_hooks(model, plan, splits, current):
@@ -38,10 +38,17 @@ def _summed(forward, only_first, current):
     def summed(*args, **kwargs):
         outputs, now = forward(*args, **kwargs), current()
         if torch.is_tensor(outputs):
-            return all_reduce([outputs], now.mesh.tensor_group, now.traffic)[0]
+            return _sums([outputs], now)[0]
         parts = outputs[:1] if only_first else outputs
-        return (*all_reduce(list(parts), now.mesh.tensor_group, now.traffic), *outputs[len(parts):])
+        return (*_sums(list(parts), now), *outputs[len(parts):])
     return summed
+
+
+def _sums(tensors, now):
+    """Of the ranks' tensors. While they travel, another forward computes, where there is one that takes turns with this one."""
+    wait = start_all_reduce(tensors, now.mesh.tensor_group, now.traffic)
+    now.meanwhile()
+    return wait()
 
 
 def _of_own_heads(forward, names, current):
@@ -75,6 +82,6 @@ def _norm(norm, split, current):
     @functools.wraps(norm.forward)
     def normed(tensor):
         now, wide = current(), tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        squares, = all_reduce([wide.square().sum(-1, keepdim=True)], now.mesh.tensor_group, now.traffic)
+        squares, = _sums([wide.square().sum(-1, keepdim=True)], now)
         return (wide * torch.rsqrt(squares / size + norm.eps) * norm.weight.to(wide.dtype)).to(tensor.dtype)
     return normed

@@ -88,13 +88,11 @@ class Predictions:
         traffic.num_exchanges += len(handles)             # what others send cannot be called off
         link = self._link(mesh, command.layout)
         self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
-        for branch, first, last in self._parts(command, mesh):
-            is_first_stage = mesh.ranks["pipefusion"] == 0
-            shape = (last - first, *branch.latent.shape[1:])
-            latent = on_device(map_segment(branch.latent)[first:last], self._device).to(loaded.dtype) if is_first_stage \
-                else torch.zeros(shape, dtype=loaded.dtype, device=self._device)        # only its shape is used
-            exchange = self._exchange(command, mesh, branch.conditioning)
-            context = self._context(loaded, mesh, command, branch, latent, first, traffic, exchange)
+        for parts in self._together(command, mesh):
+            latents = [self._latent(loaded, mesh, *part) for part in parts]
+            exchange = self._exchange(command, mesh, parts[0][0].conditioning)
+            contexts = [self._context(loaded, mesh, command, branch, latent, first, traffic, exchange)
+                        for (branch, first, _), latent in zip(parts, latents)]
             if handles:
                 handle = handles.pop(0)
 
@@ -103,17 +101,18 @@ class Predictions:
                     message = link.receive(handle, traffic)
                     waits.append((asked, clock.mark()))
                     return message
-                context.arrive = arrive
+                contexts[0].arrive = arrive
             with nullcontext() if exchange is None else _call(exchange, command, traffic):
-                output, message = loaded.hooks.run(context)
-            if message is not None:
-                link.send(message, traffic)
-            elif context.bands is not None:                    # each rank's own rows
-                band, next_band = context.bands[exchange.rank:][:2]
-                self._ferry.fetch(loaded.family.prediction(output, latent),
-                                  map_segment(branch.prediction)[first:last].narrow(2, band, next_band - band))
-            elif mesh.sequence_rank == mesh.ranks["tensor"] == 0:
-                self._ferry.fetch(loaded.family.prediction(output, latent), map_segment(branch.prediction)[first:last])
+                results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
+            for (branch, first, last), latent, context, (output, message) in zip(parts, latents, contexts, results):
+                if message is not None:
+                    link.send(message, traffic)
+                elif context.bands is not None:                # each rank's own rows
+                    band, next_band = context.bands[exchange.rank:][:2]
+                    self._ferry.fetch(loaded.family.prediction(output, latent),
+                                      map_segment(branch.prediction)[first:last].narrow(2, band, next_band - band))
+                elif mesh.sequence_rank == mesh.ranks["tensor"] == 0:
+                    self._ferry.fetch(loaded.family.prediction(output, latent), map_segment(branch.prediction)[first:last])
         if command.patch is not None and not loaded.casts.are_kept:        # by now activations have taken what they need
             loaded.casts.keep(FULL * self._unused_bytes())
         end = clock.mark()
@@ -129,6 +128,18 @@ class Predictions:
         for kind, pairs in (("wait", waits), ("exchange", traffic.waits if self._device.type == "cpu" else ())):
             for pair in pairs:
                 self._timeline.add(kind, *pair, **step)
+
+    def _together(self, command, mesh):
+        """The parts of a command, one by one; where layers are spread over ranks, branches by two, which take turns while sums travel."""
+        parts, others = self._parts(command, mesh), (mesh.degrees["pipefusion"], mesh.degrees["displaced"])
+        takes_turns = mesh.degrees["tensor"] > 1 and others == (1, 1) and not command.by_image
+        return [parts[index:index + 2] for index in range(0, len(parts), 2)] if takes_turns else [[part] for part in parts]
+
+    def _latent(self, loaded, mesh, branch, first, last):
+        """These images' latents on the device. Of stages after the first, which use only the shape, zeros."""
+        if mesh.ranks["pipefusion"] == 0:
+            return on_device(map_segment(branch.latent)[first:last], self._device).to(loaded.dtype)
+        return torch.zeros((last - first, *branch.latent.shape[1:]), dtype=loaded.dtype, device=self._device)
 
     def _parts(self, command, mesh):
         """[(branch, first image, last image + 1)]: what this rank runs of a command, in the order in which it travels."""
