@@ -16,7 +16,8 @@ from ...xdit_backend.config import ParallelConfig, fitting, resolve_devices, val
 from ...xdit_backend.forecast.choice import speeds_of
 from ...xdit_backend.host import measurements
 from ...xdit_backend.host.client import Client
-from ...xdit_backend.host.preflight import memory_room, num_cuda_devices
+from ...xdit_backend.host.preflight import num_cuda_devices
+from ...xdit_backend.host_memory import memory_room
 from ...xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
 from .idle import watch
 from .runs import Runs

@@ -6,6 +6,7 @@ import psutil
 import torch
 
 from ...xdit_backend.config import ParallelConfig
+from ...xdit_backend.host_memory import memory_room
 from ...xdit_backend.protocol.errors import ConfigError
 from .groups import GROUPS, devices_of, memory_of
 from .idle import Residency, chosen_residency
@@ -116,7 +117,7 @@ def _cuda_device(name):
 
 def _host():
     """This machine's memory: what CPU workers hold, and what others have parked in it. Pages of files that are mapped count once."""
-    memory, ranks = psutil.virtual_memory(), _ranks("cpu")
+    (room, limit), ranks = memory_room(), _ranks("cpu")
     mapped = homeless = parked = 0
     for client in GROUPS.clients:
         for residence in filter(None, map(client.residence, client.model_names)):
@@ -134,11 +135,10 @@ def _host():
                                                      for name in set(client.devices) - {"cpu"})
     own = psutil.Process().memory_info()
     comfyui = own.rss - getattr(own, "shared", 0)
-    other = memory.total - memory.available - processes - comfyui
+    other = limit - room - processes - comfyui
     known = {"weights": mapped + homeless, "keys_values": kept, "activations": activations, "vae": vae, "parked": parked,
              "workers": max(0, processes - homeless - kept - activations - vae), "comfyui": comfyui, "other": other}
-    return {"name": "cpu", "title": f"{os.cpu_count()} cores", "total": memory.total, "known": True,
-            "owners": add_up(memory.total, known)}
+    return {"name": "cpu", "title": f"{os.cpu_count()} cores", "total": limit, "known": True, "owners": add_up(limit, known)}
 
 
 def _sum(ranks, name):

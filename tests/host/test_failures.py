@@ -1,5 +1,6 @@
 """What becomes of a worker group when a rank fails: with CUDA, an exchange that one rank never joined outlives the command."""
 
+import functools
 import multiprocessing
 import time
 from unittest import mock
@@ -126,9 +127,10 @@ def test_a_failure_in_a_cancelled_step_is_not_passed_over(group):
 
 
 @with_devices(("cpu", "cpu"))
-def test_ranks_are_told_of_a_load_that_was_given_up_and_of_nothing_that_they_do_together(group):
+def test_ranks_are_told_of_a_load_or_a_decode_that_was_given_up_and_of_nothing_that_they_do_not_leave(group):
     spec = ModelSpec("name", "SD3", "file.safetensors", "float32", "float32")
-    for command, told in ((lambda request: LoadModel(request, spec), [Abandon(1)]), (ReportMemory, [])):
+    decode = functools.partial(Decode, autoencoder="vae", latent=Segment("/a", "float32", (1,)), picture=Segment("/b", "float32", (1,)))
+    for command, told in ((lambda request: LoadModel(request, spec), [Abandon(1)]), (decode, [Abandon(2)]), (ReportMemory, [])):
         request = group.post(command)
         group.answer(request, done=[0])
         with pytest.raises(KeyboardInterrupt):

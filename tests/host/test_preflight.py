@@ -57,28 +57,6 @@ def test_devices_that_are_not_there_are_named(monkeypatch, built, count, devices
         preflight.check_devices(devices)
 
 
-def cgroup(folder, version, limit, used, cache):
-    names = {2: ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-             1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file")}[version]
-    (folder / "memory").mkdir()
-    for name, text in zip(names, (str(limit), str(used), f"anon 5\n{names[3]} {cache}\nslab 7\n")):
-        (folder / name).write_text(text)
-    return folder
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_limit_of_a_container_counts_and_files_it_has_read_do_not(tmp_path, monkeypatch, version):
-    memory = collections.namedtuple("memory", "available total")(9 * GB, 16 * GB)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-
-    assert preflight.memory_room(cgroup(tmp_path, version, 3 * GB, 2 * GB, GB // 2)) == (3 * GB // 2, 3 * GB)
-
-
-def test_a_limit_beyond_the_machine_is_none(tmp_path):
-    assert preflight.memory_room(cgroup(tmp_path, 1, 2 ** 63 - 4096, 0, 0))[1] == psutil.virtual_memory().total
-    assert preflight.memory_room(cgroup(tmp_path / "memory", 2, "max", 0, 0))[1] == psutil.virtual_memory().total
-
-
 def test_too_little_host_memory_is_refused_in_numbers(monkeypatch):
     monkeypatch.setattr(preflight, "memory_room", lambda: (0.75 * GB, 4 * GB))
 

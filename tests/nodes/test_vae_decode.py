@@ -125,7 +125,7 @@ class Cancelled(Exception):
 
 
 def test_reports_progress_and_can_be_cancelled(comfyui, vae_of):
-    """A cancelled decode is abandoned; the workers finish it and take the next."""
+    """The workers leave a cancelled decode, and take the next."""
     samples, config = {"samples": latents("vae-sd3", 1, 24, 24)}, comfyui.config("cpu,cpu")
     first = comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0].clone()
     client = comfyui.groups.client(("cpu", "cpu"))

@@ -1,5 +1,6 @@
 """Decode and encode by rows are the decode and encode of the whole picture, for every VAE that can be split."""
 
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -15,6 +16,7 @@ from tests.tiers import quick
 from tests.tolerances import within
 from tests.vae_zoo import KINDS, decoded, encoded, latent, picture, tiny_vae
 from xdit_backend.parallel.collectives import Traffic
+from xdit_backend.parallel.rows import all_sums
 from xdit_backend.parallel.vae import Ranks, decode_rows, encode_rows, split_dim
 from xdit_backend.protocol.errors import UnsupportedError
 
@@ -33,6 +35,44 @@ def put_together(shares):
     (dim,) = {share.dim for share in shares}
     assert [share.start for share in shares] == list(accumulate((share.tensor.shape[dim] for share in shares[:-1]), initial=0))
     return torch.cat([share.tensor for share in shares], dim)
+
+
+class GivenUp(Exception):
+    pass
+
+
+def give_up(rank, world_size):
+    """{kind: [(convolutions before it was given up, the next result)] of decode and encode}. Rank 0 alone wants it, at the sixth."""
+    asked, ranks = [], Ranks(dist.group.WORLD)
+
+    def step(split):
+        asked.append(split)
+        if all_sums(torch.tensor(float(rank == 0 and len(asked) == 6)), split):
+            raise GivenUp
+
+    def twice(way):
+        asked.clear()
+        with pytest.raises(GivenUp):
+            way(on_convolution=step)
+        return len(asked), way()
+
+    told = {}
+    for kind, one in KINDS.items():
+        vae = tiny_vae(kind)
+        told[kind] = [twice(partial(decode_rows, vae, latent(kind, 1, 5, 4), ranks)),
+                      twice(partial(encode_rows, vae, picture(kind, 1, 5, 4), one.scale, ranks))]
+    return told
+
+
+@pytest.mark.parametrize("world_size", quick([2], [1, 2]))
+def test_all_ranks_leave_a_picture_at_one_convolution_and_the_next_is_right(world_size):
+    by_rank = run_ranks(give_up, world_size)
+
+    for kind, one in KINDS.items():
+        for wanted, shares in zip((decoded(kind, latent(kind, 1, 5, 4)), encoded(kind, picture(kind, 1, 5, 4))),
+                                  zip(*(told[kind] for told in by_rank))):
+            assert [count for count, _ in shares] == [6] * world_size, kind
+            within((put_together([share for _, share in shares]) - wanted).abs().max(), one.tolerance, kind)
 
 
 # Decode

@@ -8,6 +8,7 @@ from diffusers import AutoencoderKL
 from tests.ranks import run_ranks
 from tests.tolerances import within
 from tests.vae_zoo import KINDS, latent, picture, tiny_vae
+from xdit_backend.parallel import vae_memory
 from xdit_backend.parallel.vae import Ranks, decode_rows, encode_rows
 from xdit_backend.parallel.vae_memory import LiveBytes, RowPlanner, free_bytes, need_of, outline_of
 from xdit_backend.protocol.errors import ConfigError
@@ -90,7 +91,7 @@ def test_convolutions_are_computed_all_at_once_where_there_is_room_and_else_in_b
     need = need_of(outline, shape, 1, 1)
     enough, tight = 2 ** 25 // need.row_bytes, int(1.2 * need.peak_bytes)
 
-    assert run_ranks(plan, 1, "sd", shape, 1, [2 ** 62]) == [(None, 0)]
+    assert run_ranks(plan, 1, "sd", shape, 1, [2 ** 62]) == [(None, need.num_convolutions)]
     (block_size, num_convolutions), = run_ranks(plan, 1, "sd", shape, 1, [tight])
     assert 0 < block_size * need.row_bytes <= 0.25 * need.peak_bytes < enough * need.row_bytes
     assert num_convolutions == need.num_convolutions
@@ -117,8 +118,10 @@ def test_refuses_what_fits_on_no_number_of_devices():
     assert "Encoding 16 x 16 pixels and 9 frames needs" in message and "Use a smaller picture, or VAE Encode (Tiled)" in message
 
 
-def test_tells_the_free_memory_of_this_machine():
+def test_tells_the_free_memory_of_this_machine_or_of_its_container(monkeypatch):
     assert 2 ** 20 < free_bytes(torch.device("cpu"))
+    monkeypatch.setattr(vae_memory, "memory_room", lambda: (12345, 2 ** 30))
+    assert free_bytes(torch.device("cpu")) == 12345
 
 
 def test_views_and_inputs_are_counted_once():

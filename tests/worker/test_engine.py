@@ -14,7 +14,9 @@ from tests.models.zoo import example
 from tests.parallel.oracle import StaleModel
 from tests.ranks import run_ranks
 from tests.tolerances import InDouble, within
+from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.vae import load_autoencoder
 from xdit_backend.partition import cut_patches
 from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol import messages
@@ -209,6 +211,29 @@ def test_a_load_that_is_given_up_ends_with_the_tensor_at_hand(folder):
 
     assert (asked, is_there, numbers) == (3, False, None) and again["weight_bytes"] > 0
     assert others > 20 and is_elsewhere and told["weight_bytes"] > 0
+
+
+def give_up_decoding(rank, world_size, weights, latent, pictures):
+    """One rank is told that nobody waits for a decode; then all decode again."""
+    abandoned, said = AskedOf({2} if rank == min(1, world_size - 1) else ()), []
+    engine = Engine(rank, torch.device("cpu"), lambda *phase: said.append(phase), abandoned)
+    engine.carry_out(messages.LoadAutoencoder(1, messages.AutoencoderSpec("vae", "float64", weights)))
+    given_up = engine.carry_out(messages.Decode(2, "vae", latent, pictures[0]))
+    asked, (_, done, total) = abandoned.num_asked, said[-1]
+    return asked, done < total / 2, given_up, engine.carry_out(messages.Decode(3, "vae", latent, pictures[1]))["busy_s"] > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_decode_that_is_given_up_ends_on_all_ranks_at_once(store, world_size):
+    """Also on one that was not told, or has no rows, as the third here; the next decode is right."""
+    weights, latent = random_decoder(32), torch.randn(1, 4, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pictures = [store.create((1, 16, 16, 3), torch.float32)[0] for _ in range(2)]
+    told = run_ranks(give_up_decoding, world_size, store.share_all(weights), store.share(latent), pictures)
+
+    assert told[:2] == [(3, True, None, True)] * min(2, world_size)
+    with torch.no_grad():
+        wanted = load_autoencoder(weights, torch.float64, torch.device("cpu"), {}).decode(latent).sample
+    within((map_segment(pictures[1]) - wanted.add(1).div(2).clamp(0, 1).movedim(1, -1)).abs().max(), 1e-6)
 
 
 def test_a_rank_holds_its_share_of_weights_and_keys(store, folder):

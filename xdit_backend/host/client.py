@@ -361,8 +361,12 @@ class Client:
         if name not in self._autoencoders:
             segments = group.segments.share_all(weights())
             spec = messages.AutoencoderSpec(name, dtype, segments, settings or {})
-            self._request(lambda request: messages.LoadAutoencoder(request, spec), segments.values())
             self._autoencoders.add(name)
+            try:
+                self._request(lambda request: messages.LoadAutoencoder(request, spec), segments.values())
+            except BaseException:                              # some ranks may hold it
+                self.forget(name)
+                raise
 
     def _transform(self, command, name, tensor, shape, **options):
         """Have the workers turn a tensor into one of this shape; the result is a view of the memory they wrote."""

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ..config import resolve_devices
+from ..host_memory import memory_room
 from ..protocol.errors import XDiTError
 from ..protocol.messages import ReportMemory
 from .launcher import INHERITED, INHERITED_PREFIXES, WorkerGroup
-from .preflight import memory_room, num_cuda_devices
+from .preflight import num_cuda_devices
 
 PACKAGES = ("torch", "diffusers", "accelerate", "safetensors", "transformers", "pydantic", "greenlet", "gguf", "comfyui-frontend-package")
 TELLING = ("CUDA", "NVIDIA", "HIP", "ROCR", "HSA", "NCCL", "OMP", "MKL", "XDIT")       # what such names begin with

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ..protocol import errors
 from ..protocol.channel import Door
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerFailedError, WorkerStartError
-from ..protocol.messages import TRYING_LINKS, Abandon, Beat, Done, LoadModel, Phase, Ready, Stop, Unready
+from ..protocol.messages import TRYING_LINKS, Abandon, Beat, Decode, Done, Encode, LoadModel, Phase, Ready, Stop, Unready
 from ..protocol.segments import SegmentStore
 from . import preflight
 from .shortage import shortage_words
@@ -75,7 +75,7 @@ class _Open:
     answering: set
     segments: list
     claimed: bool
-    can_stop: bool = False                         # may ranks leave it at any moment, each for itself?
+    can_stop: bool = False                         # do ranks leave it when nobody waits for it any more?
     doing: str = ""                                # with a space before it, for a sentence
     done: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
@@ -197,7 +197,7 @@ class WorkerGroup:
         answering = set(self._channels if answering is None else answering)
         self._open[request] = _Open(set(self._channels), answering, list(segments), claimed=not answering)
         doing = DOING.get(type(command).__name__, "") + (doing and f" ({doing})")
-        self._open[request].can_stop = isinstance(command, LoadModel)
+        self._open[request].can_stop = isinstance(command, (LoadModel, Decode, Encode))
         self._open[request].doing = f" while {doing}" if doing else ""
         self._used_s = time.monotonic() if doing else self._used_s
         for rank, channel in list(self._channels.items()):
@@ -213,7 +213,7 @@ class WorkerGroup:
 
         Raises what a worker raised (an error of this project keeps its class; others become WorkerFailedError), or
         WorkerDiedError, also when the group has ended. When check() raises, the answers are abandoned: workers finish the
-        commands, but for loading a model, and take the next.
+        commands, but leave loading, decoding and encoding soon, and take the next.
         """
         try:
             while True:

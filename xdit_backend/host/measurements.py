@@ -17,6 +17,7 @@ from ..forecast.choice import Machine
 from ..forecast.files import as_said, read_machine
 from ..forecast.learning import LEAST_FACTOR, Learnt, after
 from ..forecast.probed import machine_of_probe
+from ..host_memory import memory_room
 from ..protocol.errors import ConfigError
 
 RUNS = "runs.json"             # one factor a family and card
@@ -78,12 +79,11 @@ def topology(devices, dtype):
 
 
 def card_of(device):
-    """(name, bytes of memory). Of a CPU worker, the machine's."""
+    """(name, bytes of memory). Of a CPU worker, the machine's, or its container's."""
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(torch.device(device))
         return properties.name, float(properties.total_memory)
-    import psutil
-    return f"CPU {platform.machine()}, {os.cpu_count()} cores", float(psutil.virtual_memory().total)
+    return f"CPU {platform.machine()}, {os.cpu_count()} cores", float(memory_room()[1])
 
 
 def _write(path, said):

@@ -9,10 +9,10 @@ import re
 import shutil
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
+from ..host_memory import memory_room
 from ..protocol.errors import WorkerStartError
 from .shortage import gigabytes
 
@@ -20,7 +20,6 @@ LEAST_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
 WORKER_BYTES = 2 ** 28                     # of host memory that a worker takes before it holds a model: its libraries
 SEGMENT_BYTES = 2 ** 26                    # without room for so many bytes of tensors between host and workers, nothing can run
 ROOMY_BYTES = 2 ** 28                      # below this in shared memory, tensors will go through files on disk
-CGROUPS = Path("/sys/fs/cgroup")
 
 # What is switched off for the next attempt where a transfer between ranks fails, and the variables by which.
 # NCCL's documentation, "Troubleshooting": PCI access control services and IOMMUs redirect peer-to-peer traffic, which may then hang or
@@ -84,27 +83,6 @@ def check_memory(num_workers):
         raise WorkerStartError(f"{num_workers} workers need at least {gigabytes(needed)} of host memory before they hold a model, and "
                                f"{gigabytes(room)} of {gigabytes(limit)} are free. Close other programs, use \"Unload Models\" in "
                                f"ComfyUI's menu, or give the container or WSL2 more memory.")
-
-
-def memory_room(cgroups=CGROUPS):
-    """(bytes of host memory that may still be taken, bytes in all). A container's limit, where it is less than the machine's.
-
-    What a container has of files it has read can be given up, and counts as free.
-    """
-    memory = psutil.virtual_memory()
-    room, limit = memory.available, memory.total
-    for most, used, statistics, field in (("memory.max", "memory.current", "memory.stat", "inactive_file"),
-                                          ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
-                                           "total_inactive_file")):
-        try:
-            own_limit = int((cgroups / most).read_text())      # "max": ValueError
-            fields = dict(line.split() for line in (cgroups / statistics).read_text().splitlines())
-            own_room = own_limit - int((cgroups / used).read_text()) + int(fields.get(field, 0))
-        except (OSError, ValueError):
-            continue
-        if own_limit < limit:
-            room, limit = min(room, max(0, own_room)), own_limit
-    return room, limit
 
 
 def check_room(memory_folder, disk_folder):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0, SanaMultiscaleLinearAttention
 
 # The originals, bound before they are replaced.
-from torch.nn.functional import interpolate, scaled_dot_product_attention
+from torch.nn.functional import conv2d, conv3d, interpolate, scaled_dot_product_attention
 from torch.nn.functional import pad as pad_whole
 
 from ..autoencoders import FAMILIES, family_of
@@ -67,9 +67,9 @@ def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convo
     put together by rank, the shares are vae.decode(latent), as ComfyUI does it (autoencoders/). Rows, columns or
     frames are split, see split_dim. Where there are more ranks than rows the last ones have nothing to do and get None.
     Without ranks, or alone, it decodes the whole picture. block_size: what of its output a convolution computes at once, see
-    conv_rows; None for all. on_convolution() is called before each convolution of a picture that is split or computed in
-    blocks. dim: -3, -2 or -1 to split frames, rows or columns, where the choice is not to be made here. speeds: of the ranks, relative,
-    by which they have rows; (): alike.
+    conv_rows; None for all. on_convolution(split) is called before each convolution, on all ranks that have rows, with their RowSplit,
+    and may raise on all of them to give up. dim: -3, -2 or -1 to split frames, rows or columns, where the choice is not to be made here.
+    speeds: of the ranks, relative, by which they have rows; (): alike.
     Raises UnsupportedError for a VAE that cannot be split exactly.
     """
     return _in_parts(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, block_size, on_convolution, dim, speeds)
@@ -110,10 +110,11 @@ def _in_parts(vae, run, whole, scale, ranks, traffic, block_size, on_convolution
     """Run an autoencoder on this rank's part of `whole`, which has `scale` rows for each row of the latent."""
     num_ranks = ranks.count if ranks else 1
     dim = dim or split_dim(vae, whole.shape, scale)
-    if num_ranks == 1 and block_size is None:
-        return Share(run(whole))
-    _check(vae)
     count = num_parts(whole.shape, scale, dim)
+    if num_ranks == 1 and block_size is None:
+        with replaced(F, **_told(on_convolution, RowSplit.of_sizes([count], None, traffic or Traffic(), dim))):
+            return Share(run(whole))
+    _check(vae)
     num_ranks = min(num_ranks, count)
     group = ranks and ranks.first(num_ranks)
     if ranks and group is None:
@@ -122,6 +123,16 @@ def _in_parts(vae, run, whole, scale, ranks, traffic, block_size, on_convolution
     if dim == -3:
         return _by_frames(vae, run, whole, split, block_size, on_convolution)
     return _by_rows(vae, run, whole, scale, split, block_size, on_convolution)
+
+
+def _told(on_convolution, split):
+    """torch's convolutions, before which on_convolution is called."""
+    def after(convolution):
+        def told(*args, **kwargs):
+            on_convolution(split)
+            return convolution(*args, **kwargs)
+        return told
+    return {} if on_convolution is None else {"conv2d": after(conv2d), "conv3d": after(conv3d)}
 
 
 def _by_rows(vae, run, whole, scale, split, block_size, on_convolution):
@@ -165,7 +176,7 @@ def _frame_convolution(split, causal, block_size, on_convolution):
         own_split = RowSplit((0, *(1 + start for start in further.starts[1:])), split.group, split.traffic, -3)
         own = input.narrow(-3, before + lead, num_frames - lead)
         if on_convolution is not None:
-            on_convolution()
+            on_convolution(split)
         stride, padding, dilation = (_of_dims(value, 3) for value in (stride, padding, dilation))
         out = conv_rows(own, weight, bias, stride, padding, dilation, groups, own_split,
                         Padding(before, num_repeated - before, "replicate"), block_size)
@@ -191,7 +202,7 @@ def _row_functions(split, latent_across, block_size, waiting, on_convolution):
                 if not _same_images(input, padded) or padding[split.dim]:
                     raise UnsupportedError(NOT_FOLLOWED)
             if on_convolution is not None:
-                on_convolution()
+                on_convolution(split)
             return conv_rows(input, weight, bias, stride, padding, dilation, groups, own_split, edges, block_size)
         return row_conv
 

@@ -6,12 +6,12 @@ The engine asks RowPlanner. bench/vae.py measures with LiveBytes what it has est
 import copy
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..host_memory import memory_room
 from ..partition import shard_sizes
 from ..protocol.errors import ConfigError
 from .collectives import Traffic, all_gather
@@ -102,7 +102,7 @@ def need_of(outline, shape, scale, num_ranks, whole=False, speeds=()):
     given = torch.empty(shape, dtype=outline.dtype, device="meta")
     num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
     convolutions = []
-    options = {} if whole else {"block_size": num_rows, "on_convolution": lambda: convolutions.append(1), "dim": dim}
+    options = {} if whole else {"block_size": num_rows, "on_convolution": convolutions.append, "dim": dim}
     with LiveBytes(dim) as live:
         if scale == 1:
             decode_rows(outline, given, **options)
@@ -130,7 +130,7 @@ class RowPlanner:
         speeds = speeds[:num_ranks]
         whole = self._need(shape, scale, num_ranks, True, speeds)
         if whole.peak_bytes * ROOMY <= free_bytes:
-            return None, whole.num_convolutions if num_ranks > 1 else 0, speeds
+            return None, whole.num_convolutions, speeds
         need = self._need(shape, scale, num_ranks, False, speeds)
         if need.peak_bytes * MARGIN > free_bytes and speeds:
             need, speeds = self._need(shape, scale, num_ranks), ()
@@ -182,12 +182,8 @@ def _least(free_bytes, ranks, device):
 
 
 def free_bytes(device):
-    """Bytes that this process may still use on a device; 2 ** 62 where that cannot be told."""
+    """Bytes that this process may still use on a device. Of host memory what there is, or is left of a container's limit."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    return 2 ** 62
+    return memory_room()[0]

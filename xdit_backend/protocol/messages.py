@@ -260,7 +260,7 @@ class ReportMemory:
 
 @dataclass(frozen=True, config=STRICT)
 class Abandon:
-    """Nobody waits for this LoadModel any more; a DropModel follows. It overtakes the commands before it."""
+    """Nobody waits for this LoadModel (a DropModel follows), Decode or Encode any more. It overtakes the commands before it."""
 
     request: Natural
 

@@ -1,18 +1,21 @@
 """The VAEs on this rank, and decoding and encoding with them. Used by the engine."""
 
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import count as count_from
 
 import torch
 import torch.distributed as dist
 
 from ..checkpoints.vae import load_autoencoder
+from ..parallel.rows import all_sums
 from ..parallel.vae import Ranks, decode_rows, encode_rows
 from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
 from ..protocol.segments import map_segment
 from ..protocol.transfers import on_device
 from .clock import Clock
+
+CHECKED = 4                                # convolutions from one moment to give up to the next: a block of a VAE has about so many
 
 
 class Autoencoders:
@@ -41,14 +44,15 @@ class Autoencoders:
     def weight_bytes(self):
         return sum(tensor.nbytes for vae in self._loaded.values() for tensor in (*vae.parameters(), *vae.buffers()))
 
-    def decode(self, command, traffic):
+    def decode(self, command, traffic, check):
+        """check: see _progress."""
         vae = self._loaded[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
         block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1)
         live, started_s, started_cpu_s, start = LiveBytes(), time.perf_counter(), time.process_time(), self._clock.mark()
         for index in range(len(latent)):
-            progress = self._progress("decoding", index, len(latent), num_steps)
-            with live if command.measure_memory else nullcontext():
+            progress = self._progress("decoding", index, len(latent), num_steps, check)
+            with live if command.measure_memory else nullcontext(), _cleared_on_failure(vae):
                 share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), self._ranks, traffic,
                                     block_size, progress, speeds=speeds)
             if share is not None:
@@ -59,15 +63,16 @@ class Autoencoders:
         return {"sent_bytes": traffic.sent_bytes, "num_exchanges": traffic.num_exchanges,
                 "busy_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s, "peak_bytes": live.peak_bytes}
 
-    def encode(self, command, traffic):
+    def encode(self, command, traffic, check):
         vae = self._loaded[command.autoencoder]
         picture, latent = map_segment(command.picture), map_segment(command.latent)
         scale, start = picture.shape[-1] // latent.shape[-1], self._clock.mark()
         block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale)
         for index in range(len(picture)):
-            progress = self._progress("encoding", index, len(picture), num_steps)
-            share = encode_rows(vae, picture[index:index + 1], scale, self._ranks, traffic,
-                                block_size=block_size, on_convolution=progress, speeds=speeds)
+            progress = self._progress("encoding", index, len(picture), num_steps, check)
+            with _cleared_on_failure(vae):
+                share = encode_rows(vae, picture[index:index + 1], scale, self._ranks, traffic,
+                                    block_size=block_size, on_convolution=progress, speeds=speeds)
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
 
@@ -81,14 +86,33 @@ class Autoencoders:
     def _plan_rows(self, command, shape, scale):
         return self._planners[command.autoencoder].plan(shape, scale, self._ranks, free_bytes(self._device), command.speeds)
 
-    def _progress(self, text, index, count, num_steps):
-        """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth."""
+    def _progress(self, text, index, count, num_steps, check):
+        """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth.
+
+        On every few it calls check(agreed), which may raise, alike on all ranks of its RowSplit: none leaves another alone. A device is
+        waited for then, so that what is given up ends soon.
+        """
         steps = count_from(index * num_steps)
         total = count * max(1, num_steps)
 
-        def step():
+        def step(split):
+            def agreed(asked):
+                return bool(all_sums(torch.tensor([float(asked)], device=self._device), split))
             done = next(steps)
+            if done % CHECKED == 0:
+                check(agreed)
             if done * 20 // total != (done - 1) * 20 // total:
                 self._report_phase(text, done, total)
         self._report_phase(text, index * max(1, num_steps), total)
         return step
+
+
+@contextmanager
+def _cleared_on_failure(vae):
+    """Where the block below raises, video autoencoders forget the frames that they keep for the next."""
+    try:
+        yield
+    except BaseException:
+        if hasattr(vae, "clear_cache"):
+            vae.clear_cache()
+        raise

@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -85,10 +86,12 @@ class Engine:
         return self._timeline.since(command.since_s) if asked else []
 
     def _load(self, command, traffic):
-        def check():
-            if command.request in self._abandoned:
-                raise Abandoned
-        return self._models.load(command.spec, check)
+        return self._models.load(command.spec, partial(self._check, command))
+
+    def _check(self, command, agreed=lambda asked: asked):
+        """Raise Abandoned where nobody waits for a command any more. agreed(asked): does any of the ranks that leave it together ask to?"""
+        if agreed(command.request in self._abandoned):
+            raise Abandoned
 
     def _keep_conditioning(self, command, traffic):
         if not self._predictions.num_conditionings:            # a run begins
@@ -111,9 +114,10 @@ class Engine:
         self.memory.give_back(SPARE_BYTES)                     # a run has ended: ComfyUI and other groups can use the rest
 
     def _transform(self, transform, command, traffic):
-        numbers = transform(command, traffic)
-        self.memory.give_back(SPARE_BYTES)
-        return numbers
+        try:
+            return transform(command, traffic, partial(self._check, command))
+        finally:
+            self.memory.give_back(SPARE_BYTES)
 
     def _probe(self, command, traffic, report_phase):
         try:

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from ..host_memory import memory_room
+
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"                           # proc(5): the peak of the resident set starts anew
 SPARE_BYTES = 2 ** 26                      # that the C library may keep of what runs have freed: the next one has it without page faults
@@ -48,12 +50,12 @@ class Memory:
             unused, total = torch.cuda.mem_get_info(self._device)
             return {"total_bytes": total, "unused_bytes": unused, "reserved_bytes": torch.cuda.memory_reserved(self._device),
                     "host_bytes": _status()["RssAnon"], "activation_bytes": max(0, peak)}
-        now, memory = _status(), psutil.virtual_memory()
+        now, (room, limit) = _status(), memory_room()
         peak = 0
         if self._start and "VmHWM" in now:                     # but for pages of files and of shared memory that came meanwhile
             mapped = sum(max(0, now[name] - self._start[name]) for name in ("RssFile", "RssShmem"))
             peak = now["VmHWM"] - self._start["VmRSS"] - mapped
-        return {"total_bytes": memory.total, "unused_bytes": memory.available, "reserved_bytes": now["RssAnon"], "host_bytes": 0,
+        return {"total_bytes": limit, "unused_bytes": room, "reserved_bytes": now["RssAnon"], "host_bytes": 0,
                 "activation_bytes": max(0, peak)}
 
 
