@@ -57,8 +57,9 @@ def _counts(host_pid):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind():
-    """No test leaves a process or a file in shared memory."""
+def nothing_left_behind(tmp_path_factory):
+    """No test leaves a process or a file in shared memory. What workers print is kept with what tests write."""
+    os.environ["XDIT_LOG_FOLDER"] = str(tmp_path_factory.mktemp("logs"))
     before = set(left_behind())
     yield
     assert not (left := still_there(before)), f"left behind: {sorted(left)}"

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import sys
 import time
 
@@ -13,7 +14,7 @@ from tests.conftest import left_behind, still_there
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from tests.tolerances import within
-from xdit_backend.host import preflight
+from xdit_backend.host import logs, preflight
 from xdit_backend.host.client import Client
 from xdit_backend.host.launcher import WorkerGroup, _environment
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerStartError
@@ -92,14 +93,16 @@ def test_a_group_starts_serves_and_ends():
     assert not group.alive and gone(before, within_s=1)
 
 
-def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(spec_of):
+def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(spec_of, tmp_path, monkeypatch):
+    """What the workers printed stays, in the private folder that the error names; the doctor tells of the error, but not of folders."""
+    monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
     before = set(left_behind())
     client, call = Client(("cpu", "cpu")), call_of(example("SD3"))
     try:
         want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
         os.kill(int(client.report_memory()[1]["pid"]), signal.SIGKILL)
         started_s = time.monotonic()
-        with pytest.raises(WorkerDiedError, match=r"Worker rank . \(cpu\) died"):
+        with pytest.raises(WorkerDiedError, match=r"Worker rank . \(cpu\) died") as died:
             client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
         took_s = time.monotonic() - started_s
         result, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
@@ -109,6 +112,12 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(sp
     assert took_s < 10
     assert torch.equal(result, want)
     assert gone(before)
+    folder, _ = sorted((tmp_path / "logs").iterdir())
+    assert f"All output of the workers is in {folder}." in str(died.value)
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())} == {
+        folder.name: 0o700, "torchrun.log": 0o600, "rank-0.log": 0o600, "rank-1.log": 0o600, "errors.log": 0o600}
+    told = "\n".join(logs.last_errors())
+    assert "WorkerDiedError: Worker rank" in told and f".../{folder.name}" in told and str(tmp_path) not in told
 
 
 def test_a_stopped_rank_is_noticed_and_replaced(spec_of, monkeypatch):

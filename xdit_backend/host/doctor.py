@@ -1,4 +1,4 @@
-"""Print what a maintainer would ask for: versions, devices, links, memory, and whether workers start here.
+"""Print what a maintainer would ask for: versions, devices, links, memory, last errors, and whether workers start here.
 
 Nothing private is printed: no user or host names, no paths, and of the environment only the names of the variables that workers take
 over and that bear on devices and links.
@@ -17,6 +17,7 @@ from ..config import resolve_devices
 from ..host_memory import memory_room
 from ..protocol.errors import XDiTError
 from ..protocol.messages import ReportMemory
+from . import logs
 from .launcher import INHERITED, INHERITED_PREFIXES, WorkerGroup
 from .preflight import num_cuda_devices
 
@@ -31,7 +32,8 @@ def add_arguments(parser):
 
 
 def main(options):
-    sections = {"Versions": versions(), "Machine": machine(), "Devices": devices(), "Links": links(), "Environment": environment()}
+    sections = {"Versions": versions(), "Machine": machine(), "Devices": devices(), "Links": links(), "Environment": environment(),
+                "Last errors": logs.last_errors()}
     if not options.no_workers:
         names = resolve_devices(options.devices, num_cuda_devices())
         sections["Workers"] = workers(names)
@@ -98,7 +100,7 @@ def workers(names):
         finally:
             group.close()
     except XDiTError as error:
-        return [f"do not start on {', '.join(names)}:", *str(error).splitlines()]
+        return [f"do not start on {', '.join(names)}:", *logs.without_private(str(error)).splitlines()]
     return [f"start on {', '.join(names)} in {time.monotonic() - started_s:.1f} s, and answer",
             *group.remarks,
             *(f"rank {rank} ({names[rank]}): {gigabytes(done.numbers['free_bytes'])} free" for rank, done in sorted(memory.items()))]

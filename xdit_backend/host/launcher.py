@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from ..protocol import errors
 from ..protocol.channel import Door
-from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerFailedError, WorkerStartError
+from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerFailedError, WorkerStartError, XDiTError
 from ..protocol.messages import TRYING_LINKS, Abandon, Beat, Decode, Done, Encode, LoadModel, Phase, Ready, Stop, Unready
 from ..protocol.segments import SegmentStore
-from . import preflight
+from . import logs, preflight
 from .shortage import shortage_words
 
 log = logging.getLogger(__name__)
@@ -127,9 +127,12 @@ class WorkerGroup:
                 self._start(*ways[self.num_detours], failed, on_phase, check)
                 break
             except LinkError as error:
+                logs.note(self._log_folder, error)
                 self.close()
                 failed.append(str(error))
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, XDiTError):
+                    logs.note(self._log_folder, error)
                 self.close()
                 raise
         else:
@@ -222,7 +225,9 @@ class WorkerGroup:
                 for request in requests:
                     waiting = self._open[request]
                     if waiting.failed and (not waiting.unanswered or not self._channels):
-                        raise _raised(waiting.first_failure, waiting.doing, len(self.devices))
+                        error = _raised(waiting.first_failure, waiting.doing, len(self.devices), self._where())
+                        logs.note(self._log_folder, error)
+                        raise error
                 if not self._channels:                         # also where answers are there: they may come of a broken exchange
                     raise WorkerDiedError(f"The workers have ended{self._ended_by}. Queue the prompt again to start a new group.")
                 for request in requests:
@@ -273,7 +278,7 @@ class WorkerGroup:
     def _start(self, off, variables, failed, on_phase, check):
         """Try to start, with something switched off by environment variables. failed: how the ways before went."""
         self.segments = SegmentStore()
-        self._log_folder = self.segments.overflow_folder / "logs"
+        self._log_folder = logs.make(self.segments.folder.name, self.segments.overflow_folder / "logs")
         self._finalizer = weakref.finalize(self, self.segments.close)
         atexit.register(self._close_at_exit)
         self.remarks = [preflight.remark(self.devices, off, variables, failed)] if off else []
@@ -292,10 +297,9 @@ class WorkerGroup:
         command = [
             sys.executable, "-m", "xdit_backend.host.torchrun", "--nnodes=1", f"--nproc-per-node={len(self.devices)}",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=is_host=0", "--max-restarts=0",
-            "--local-addr=127.0.0.1", f"--log-dir={self._log_folder}", "--redirects=3", "-m", "xdit_backend.worker",
-            str(self.segments.folder), ",".join(self.devices), str(port)]
-        self._log_folder.mkdir(parents=True)
-        with open(self._log_folder / "torchrun.log", "wb") as output:
+            "--local-addr=127.0.0.1", f"--log-dir={self.segments.overflow_folder}", "-m", "xdit_backend.worker",
+            str(self.segments.folder), ",".join(self.devices), str(port), str(self._log_folder)]
+        with logs.start(self._log_folder) as output:
             self._process = subprocess.Popen(
                 command, cwd=self.segments.overflow_folder, env=_environment(self.devices) | variables, stdin=subprocess.PIPE,
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -309,7 +313,7 @@ class WorkerGroup:
             check()
             if time.monotonic() > deadline_s:
                 raise WorkerStartError(f"Only {len(self._channels)} of {len(self.devices)} workers were ready after {START_TIMEOUT_S} s. "
-                                       f"{HELP} Their last lines of output:\n{self._last_lines()}")
+                                       f"{HELP} {self._where()}Their last lines:\n{self._last_lines()}")
             if time.monotonic() - trying_s > LINK_TIMEOUT_S:
                 late = [f"rank {rank} ({device})" for rank, device in enumerate(self.devices) if rank not in self._channels]
                 raise LinkError(f"a transfer between them was not over after {LINK_TIMEOUT_S} s on {', '.join(late)}.")
@@ -355,7 +359,7 @@ class WorkerGroup:
         if len(trying) == len(self.devices) and len(self._ways) > 1:
             return LinkError(f"a worker ended in a transfer between them, with these last lines of output:\n{lines}\n")
         which = f"A worker for {', '.join(self.devices)}" if rank is None else f"Worker rank {rank} ({self.devices[rank]})"
-        return WorkerStartError(f"{which} ended while starting{_exit_words(code)}. {HELP} Its last lines of output:\n{lines}")
+        return WorkerStartError(f"{which} ended while starting{_exit_words(code)}. {HELP} {self._where()}Its last lines:\n{lines}")
 
     # --- wait ---
 
@@ -470,20 +474,26 @@ class WorkerGroup:
         """End the group for what became of a rank."""
         lines = self._last_lines(rank)
         self.close()
-        raise WorkerDiedError(f"Worker rank {rank} ({self.devices[rank]}) {what}. Queue the prompt again to start a new group. {HELP} "
-                              f"Its last lines of output:\n{lines or '(none)'}")
+        error = WorkerDiedError(f"Worker rank {rank} ({self.devices[rank]}) {what}. Queue the prompt again to start a new group. {HELP} "
+                                f"{self._where()}Its last lines:\n{lines or '(none)'}")
+        logs.note(self._log_folder, error)
+        raise error
 
     def _first_ended(self):
         """(rank, exit code) of the first that failed, as torchrun says it. None where it says nothing."""
-        found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", _read(self._log_folder / "torchrun.log"))
+        found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", _read(self._log_folder / logs.TORCHRUN))
         return None if found is None or int(found[2]) >= len(self.devices) else (int(found[2]), int(found[1]))
+
+    def _where(self):
+        """Where all output is, for a person; "" where it is not kept."""
+        return f"All output of the workers is in {self._log_folder}. " if self._log_folder.parent == logs.place() else ""
 
     def _last_lines(self, rank=None, num_lines=15):
         """The end of what the workers, or one of them, printed."""
-        pattern = "**/std*.log" if rank is None else f"**/{rank}/std*.log"
-        texts = [_read(path) for path in sorted(self._log_folder.glob(pattern))]
+        ranks = range(len(self.devices)) if rank is None else [rank]
+        texts = [_read(self._log_folder / f"rank-{rank}.log") for rank in ranks]
         if not any(texts):
-            texts = [_read(self._log_folder / "torchrun.log")]
+            texts = [_read(self._log_folder / logs.TORCHRUN)]
         return "\n".join("\n".join(text.splitlines()[-num_lines:]) for text in texts if text.strip())
 
 
@@ -570,16 +580,15 @@ def _closer(reference):
     return close_group
 
 
-def _raised(failure, doing, num_ranks):
-    """The exception that stands for a worker's failure on the host."""
+def _raised(failure, doing, num_ranks, where):
+    """The exception that stands for a worker's failure on the host. where: all output is, a sentence; the traceback is there."""
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, errors.XDiTError):
         return kind(failure.message)
-    log.error("worker rank %d failed:\n%s", failure.rank, failure.traceback)
-    words = failure.message
+    words = f"{failure.message.rstrip('. ')}."
     if failure.numbers:                                        # torch's own words, which say less, are in the log
         words = f"memory ran out: {shortage_words(failure.numbers, num_ranks)} {HELP}"
-    return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with {failure.kind}{doing}: {words}")
+    return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with {failure.kind}{doing}: {words} {where}".rstrip())
 
 
 def _read(path):

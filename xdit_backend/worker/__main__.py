@@ -1,13 +1,18 @@
-"""Entry point torchrun starts on each rank: python -m xdit_backend.worker FOLDER DEVICE,DEVICE,... STORE_PORT"""
+"""Entry point torchrun starts on each rank: python -m xdit_backend.worker FOLDER DEVICE,DEVICE,... STORE_PORT LOG_FOLDER"""
 
 import logging
 import os
 import sys
 
-from .serve import serve
+from .output import take_over
 
 if __name__ == "__main__":
-    folder, devices = sys.argv[1], sys.argv[2].split(",")
+    folder, devices, port, log_folder = sys.argv[1:]
     rank = int(os.environ["RANK"])
-    logging.basicConfig(level=os.environ.get("XDIT_LOG", "WARNING").upper(), format=f"[rank {rank}] %(name)s: %(message)s")
-    serve(folder, rank, devices, int(sys.argv[3]))
+    log_file = os.path.join(log_folder, f"rank-{rank}.log")
+    take_over(log_file)
+    # Takes seconds, and may fail.
+    from .serve import serve
+    logging.basicConfig(level=os.environ.get("XDIT_LOG", "WARNING").upper(),
+                        format=f"%(asctime)s [rank {rank}] %(name)s: %(message)s")
+    serve(folder, rank, devices.split(","), int(port), log_file)

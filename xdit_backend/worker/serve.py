@@ -20,6 +20,7 @@ from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
 from ..protocol.messages import TRYING_LINKS, Abandon, Beat, Done, Failed, Phase, Ready, Stop, Unready
 from ..protocol.segments import discard, folders_of
 from .engine import Engine
+from .output import keep_small
 from .preflight import prepare_device, try_links
 
 log = logging.getLogger(__name__)
@@ -28,8 +29,8 @@ BEAT_S = 2.0                                 # from beat to beat of a worker tha
 PREFETCHED = 3                               # commands whose receives are posted: the one at hand and two ahead
 
 
-def serve(folder, rank, devices, store_port):
-    """Join the process group at the host's store, greet the host, and serve until it says stop or is gone."""
+def serve(folder, rank, devices, store_port, log_file):
+    """Join the process group at the host's store, greet the host, and serve until it says stop or is gone. log_file: what is printed."""
     channel = connect(folder)
     channel.send(Phase(rank, "starting workers"))
     commands, busy, abandoned = queue.SimpleQueue(), threading.Event(), set()
@@ -46,7 +47,7 @@ def serve(folder, rank, devices, store_port):
     gc.freeze()                                                # the libraries' objects stay: what is dropped is found sooner without them
     engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), abandoned)
     channel.send(Ready(rank, os.getpid(), str(device)))
-    threading.Thread(target=_beat, args=(channel, engine, busy), daemon=True).start()
+    threading.Thread(target=_beat, args=(channel, engine, busy, log_file), daemon=True).start()
     waiting = collections.deque()
     while True:
         while not waiting or not commands.empty():
@@ -95,12 +96,16 @@ def _prefetch(engine, command):
         return False
 
 
-def _beat(channel, engine, busy):
-    """Tell the host now and then that this process runs, whether it gets on, and what memory it takes, while it is at a command."""
+def _beat(channel, engine, busy, log_file):
+    """Tell the host now and then that this process runs, whether it gets on, and what memory it takes, while it is at a command.
+
+    And see that the file does not grow without bound.
+    """
     try:
         while True:
             busy.wait()
             time.sleep(BEAT_S)
+            keep_small(log_file)
             if busy.is_set():
                 channel.send(Beat(engine.rank, engine.request, *engine.traffic.progress(), engine.memory.report()))
     except ChannelClosedError:

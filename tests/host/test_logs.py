@@ -1,0 +1,91 @@
+"""What is kept of workers' output: the last few folders, none that another user could read or change, no file without bound."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from xdit_backend.host import logs
+from xdit_backend.protocol.errors import WorkerDiedError
+from xdit_backend.worker import output
+
+PRINTS = """
+import os, sys
+from xdit_backend.worker import output
+output.take_over(sys.argv[1])
+output.MOST_BYTES = 100
+for number in range(50):
+    print("line", number, flush=True)
+    os.write(2, b"x" * 10)
+    output.keep_small(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
+    return tmp_path / "logs"
+
+
+def test_the_last_groups_and_those_that_run_are_kept(place):
+    """And nothing that is not a group's."""
+    (place / "mine").mkdir(parents=True, mode=0o700)
+    place.chmod(0o700)
+    first = logs.make("xdit-1-00aa", None)
+    with logs.start(first):
+        ended = [logs.make(f"xdit-2-{number:04x}", None) for number in range(2 * logs.KEPT)]
+        left = set(place.iterdir())
+
+    assert left == {place / "mine", first, *ended[-logs.KEPT:]}
+    logs.make("xdit-3-00aa", None)
+    assert first not in set(place.iterdir())
+
+
+@pytest.mark.parametrize("spoil", ["link", "open to others", "file"])
+def test_a_place_that_is_not_ours_alone_is_not_used(place, tmp_path, caplog, spoil):
+    if spoil == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        place.symlink_to(tmp_path / "elsewhere")
+    elif spoil == "file":
+        place.touch()
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+
+    assert logs.make("xdit-1-00aa", tmp_path / "own" / "logs") == tmp_path / "own" / "logs"
+    assert (tmp_path / "own" / "logs").stat().st_mode & 0o777 == 0o700 and "not kept" in caplog.text
+
+
+def test_a_file_of_output_begins_anew_when_it_is_large(tmp_path):
+    path = tmp_path / "rank-0.log"
+    subprocess.run([sys.executable, "-c", PRINTS, path], cwd=ROOT, check=True)
+    before = tmp_path / "rank-0.log.before"
+
+    assert path.stat().st_size <= 100 and before.stat().st_size <= 100 + 20
+    assert (before.read_text() + path.read_text()).endswith("".join(f"xxxxxxxxxxline {number}\n" for number in range(45, 50)) + "x" * 10)
+    assert sorted(tmp_path.iterdir()) == [path, before] and output.MOST_BYTES > 2 ** 20
+
+
+def test_the_last_errors_are_told_without_what_is_private(place, monkeypatch):
+    monkeypatch.setattr(logs.getpass, "getuser", lambda: "ada")
+    monkeypatch.setattr(logs.socket, "gethostname", lambda: "engine")
+    for number in range(2):
+        folder = logs.make(f"xdit-{number}-00aa", None)
+        for count in range(4):
+            logs.note(folder, WorkerDiedError(f"no {number} {count}\n\nin /home/ada/models/sd3.safetensors of engine, ~/x/serve.py: ada"))
+
+    told = logs.last_errors()
+
+    assert [line.split(": ")[1] for line in told if "Error" in line] == ["no 1 3", "no 1 2", "no 1 1", "no 1 0", "no 0 3"]
+    assert told[1] == "  in .../sd3.safetensors of ..., .../serve.py: ..."
+    assert not any(private in line for line in told for private in ("ada", "engine", "home"))
+
+
+def test_errors_do_not_grow_without_bound(place, monkeypatch):
+    monkeypatch.setattr(logs, "MOST_BYTES", 1000)
+    folder = logs.make("xdit-1-00aa", None)
+    for number in range(100):
+        logs.note(folder, ValueError(f"{number} " + "x" * 50))
+
+    assert (folder / logs.ERRORS).stat().st_size < 1200 and "99 x" in logs.last_errors()[0]

@@ -1,0 +1,110 @@
+"""What workers print, and how their groups failed: a private folder for each group, of which the last few stay. Used by the launcher.
+
+In a folder are torchrun.log, rank-N.log and errors.log. A file is bounded in size (worker/output.py), and so is the number of folders.
+"""
+
+import getpass
+import logging
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:                                            # Windows, where no worker group is started
+    fcntl = None
+
+log = logging.getLogger(__name__)
+
+KEPT = 8                                   # folders of groups, those that run included
+MOST_BYTES = 2 ** 20                       # of errors.log
+TORCHRUN, ERRORS = "torchrun.log", "errors.log"
+NAME = re.compile(r"\d{8}-\d{6}-xdit-\d+-[0-9a-f]+")
+NUM_TOLD, MOST_LINES = 5, 20               # errors that the doctor tells, and lines of each
+PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@=-]+)+/([\w.+@=-]*)")
+
+
+def place():
+    """Where the folders are: one that a person has chosen, or this user's among temporary files."""
+    own = f"xdit-logs-{os.getuid() if hasattr(os, 'getuid') else getpass.getuser()}"
+    return Path(os.environ.get("XDIT_LOG_FOLDER") or Path(tempfile.gettempdir()) / own)
+
+
+def make(name, otherwise):
+    """Make the folder for the group of this name; `otherwise`, which ends with the group, where the place for it is not ours alone."""
+    try:
+        place().mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = place().lstat()
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+            raise PermissionError(f"{place()} is a link, another user's, or others can write there")
+        folder = place() / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}"
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        log.warning("the workers' output is not kept: %s", error)
+        otherwise.mkdir(mode=0o700, parents=True)
+        return otherwise
+    _forget_old()
+    return folder
+
+
+def start(folder):
+    """The open file for what torchrun prints, which tells that the group runs for as long as torchrun holds it."""
+    file = open(folder / TORCHRUN, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def note(folder, error):
+    """Write down how a group failed."""
+    with suppress(OSError), open(folder / ERRORS, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        if file.tell() > MOST_BYTES:
+            file.truncate(0)
+        text = re.sub(r"\n\n+", "\n", str(error))
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {type(error).__name__}: {text}\n\n")
+
+
+def last_errors():
+    """Lines that tell of the last errors of the groups whose folders are there, the newest first, with nothing private."""
+    told = []
+    for folder in reversed(_folders()):
+        with suppress(OSError):
+            told += reversed((folder / ERRORS).read_text(encoding="utf-8", errors="replace").strip().split("\n\n"))
+    lines = []
+    for error in told[:NUM_TOLD]:
+        first, *others = without_private(error).splitlines() or [""]
+        lines += [first, *(f"  {line}" for line in others[-MOST_LINES:])]
+    return lines
+
+
+def without_private(text):
+    """The text without folders, and without this user's and this machine's names."""
+    names = {socket.gethostname()}
+    with suppress(KeyError, OSError):                          # a container's user may have no name
+        names.add(getpass.getuser())
+    text = PATH.sub(r".../\1", text)
+    return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", "...", text)
+
+
+def _folders():
+    """From the oldest on."""
+    with suppress(OSError):
+        return sorted(path for path in place().iterdir() if NAME.fullmatch(path.name))
+    return []
+
+
+def _forget_old():
+    for folder in _folders()[:-KEPT]:
+        try:
+            with open(folder / TORCHRUN, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:                              # nothing was started
+            pass
+        except OSError:                                        # it runs
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
