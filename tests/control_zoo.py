@@ -28,7 +28,12 @@ CONTROLNETS = {
     "flux-xlabs": ("flux", "comfy.ldm.flux.controlnet:ControlNetFlux", lambda model: model | {"depth": 2, "depth_single_blocks": 0}),
     "qwen-instantx": ("qwen-image", "diffusers:QwenImageControlNetModel", {
         "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 3, "attention_head_dim": 32, "num_attention_heads": 4,
-        "joint_attention_dim": 64, "axes_dims_rope": (4, 14, 14)})}
+        "joint_attention_dim": 64, "axes_dims_rope": (4, 14, 14)}),
+    "qwen-inpaint": ("qwen-image", "diffusers:QwenImageControlNetModel", {
+        "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 3, "attention_head_dim": 32, "num_attention_heads": 4,
+        "joint_attention_dim": 64, "axes_dims_rope": (4, 14, 14), "extra_condition_channels": 4}),
+    "qwen-fun": ("qwen-image", "comfy.ldm.qwen_image.controlnet:QwenImageFunControlNetModel", {
+        "inner_dim": 128, "num_attention_heads": 4, "attention_head_dim": 32})}
 
 
 def save_controlnet(name, path):

@@ -11,7 +11,8 @@ from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
-VAES = {"sd3-instantx": "vae-taesd", "flux-instantx": "vae-taesd", "qwen-instantx": "vae-wan", "sd35-stability": "vae-taesd"}
+VAES = {"sd3-instantx": "vae-taesd", "flux-instantx": "vae-taesd", "qwen-instantx": "vae-wan",
+        "qwen-inpaint": "vae-wan", "qwen-fun": "vae-wan", "sd35-stability": "vae-taesd"}
 LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2}), "ulysses2": ("cpu,cpu", {"ulysses": 2}),
            "ring2": ("cpu,cpu", {"ring": 2}), "tensor2": ("cpu,cpu", {"tensor": 2}),
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2, "warmup_steps": 9}),
@@ -40,6 +41,11 @@ class Controls:
         """(positive, negative) after ComfyUI's Apply ControlNet."""
         image = torch.rand(1, 72, 64, 3, generator=torch.Generator().manual_seed(seed))
         vae = self.vae_of(VAES[name], encoder=VAES[name] != "vae-wan") if name in VAES else None
+        if name == "qwen-inpaint":
+            from comfy_extras.nodes_controlnet import ControlNetInpaintingAliMamaApply
+            mask = torch.zeros(1, 72, 64)
+            mask[:, 20:60] = 1
+            return ControlNetInpaintingAliMamaApply.execute(*prompts, self.load(name), vae, image, mask, strength, start, end).args
         return self.comfyui.nodes.ControlNetApplyAdvanced().apply_controlnet(
             *prompts, net or self.load(name), image, strength, start, end, vae)
 
@@ -66,7 +72,8 @@ def compare(comfyui, kind, config, prompts, **arguments):
 
 FILES = [("sd3-instantx", "cfg2"), ("sd15", "displaced2"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (
     ("sdxl", "data2"), ("sd35-stability", "ulysses2"), ("sdxl", "cfg2-displaced2"), ("sd3-instantx", "ring2"),
-    ("sd3-instantx", "pipefusion2-ulysses2"), ("flux-instantx", "ulysses2"), ("flux-xlabs", "pipefusion2"), ("qwen-instantx", "ring2")))]
+    ("sd3-instantx", "pipefusion2-ulysses2"), ("flux-instantx", "ulysses2"), ("flux-xlabs", "pipefusion2"), ("qwen-instantx", "ring2"),
+    ("qwen-inpaint", "ring2")))]
 
 
 @pytest.mark.parametrize("name, layout", FILES)
@@ -144,6 +151,9 @@ def test_controlnets_that_compute_with_the_models_own_layers_are_refused_by_name
     with pytest.raises(comfyui.errors.UnsupportedError, match="a Control-LoRA computes with layers of the model itself"):
         positive, negative = controls.apply(controls.prompts("sdxl"), None, ControlLora(weights))
         comfyui.sample(comfyui.ours("sdxl", comfyui.config()), "sdxl", positive=positive, negative=negative)
+    positive, negative = controls.apply(controls.prompts("qwen-image"), "qwen-fun")
+    with pytest.raises(comfyui.errors.UnsupportedError, match="Qwen-Image's Fun ControlNet computes with layers of the model itself"):
+        comfyui.sample(comfyui.ours("qwen-image", comfyui.config()), "qwen-image", positive=positive, negative=negative)
 
 
 def test_a_controlnet_of_another_model_is_refused_by_name_and_the_group_survives(comfyui, controls):

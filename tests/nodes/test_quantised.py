@@ -60,20 +60,33 @@ def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, forma
     assert relative_error(result, comfyui.reference("sd3")) > 1e-3
 
 
-def test_files_are_listed(comfyui, files_of):
-    """GGUF files of models/diffusion_models, and of the folder that another pack registers; safetensors files called .sft."""
-    (comfyui.base / "diffusion_models" / "flux1-dev.sft").touch()
-    (comfyui.base / "elsewhere" / "below").mkdir(parents=True)
-    (comfyui.base / "elsewhere" / "below" / "wan.gguf").touch()
-    name, _ = files_of("sd3", "Q4_K")
-    comfyui.folder_paths.folder_names_and_paths["unet_gguf"] = ([str(comfyui.base / "elsewhere")], {".gguf"})
-    try:
-        options = comfyui.load_model.define_schema().inputs[0].options
-    finally:
-        del comfyui.folder_paths.folder_names_and_paths["unet_gguf"]
-        (comfyui.base / "diffusion_models" / "flux1-dev.sft").unlink()
+def test_files_of_every_folder_are_listed_and_load(comfyui, files_of, tmp_path, monkeypatch):
+    """GGUF files of models/diffusion_models and of the folder that another pack registers, safetensors files called .sft, and what
+    extra_model_paths.yaml names, by the older name of a folder too."""
+    from utils.extra_config import load_extra_path_config
+    name, plain = files_of("sd3", "Q4_K")
+    here, folders = comfyui.base / "diffusion_models", comfyui.folder_paths.folder_names_and_paths
+    places = {"below/other.gguf": tmp_path / "unet_gguf" / "below" / "other.gguf", "flux1-dev.sft": tmp_path / "shared" / "flux1-dev.sft",
+              "sub/sd3.safetensors": tmp_path / "older" / "sub" / "sd3.safetensors",
+              "whole.safetensors": tmp_path / "all" / "whole.safetensors", "shared.gguf": tmp_path / "shared" / "shared.gguf"}
+    for path in places.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(here / (name if path.suffix == ".gguf" else plain))
+    (tmp_path / "extra_model_paths.yaml").write_text(
+        f"other:\n    base_path: {tmp_path}\n    diffusion_models: shared\n    unet: older\n    checkpoints: all\n")
+    for folder in ("diffusion_models", "checkpoints"):         # which the file of paths adds to
+        monkeypatch.setitem(folders, folder, ([*folders[folder][0]], folders[folder][1]))
+    monkeypatch.setattr(comfyui.folder_paths, "filename_list_cache", {})
+    monkeypatch.setitem(folders, "unet_gguf", ([str(tmp_path / "unet_gguf")], {".gguf"}))
+    load_extra_path_config(str(tmp_path / "extra_model_paths.yaml"))
 
-    assert {name, "below/wan.gguf", "flux1-dev.sft"} <= set(options)
+    options = comfyui.load_model.define_schema().inputs[0].options
+    models = {listed: comfyui.load_model.execute(listed, "default", comfyui.config("cpu")).args[0] for listed in places}
+
+    assert {name, *places} <= set(options)
+    assert {listed: model.remote.spec.path for listed, model in models.items()} == {listed: str(path) for listed, path in places.items()}
+    own = ours(comfyui, (name, plain), "Q4_K", comfyui.config("cpu"))
+    assert torch.equal(*(comfyui.sample(model, "sd3", steps=1) for model in (models["below/other.gguf"], own)))
 
 
 @pytest.mark.parametrize("format_", ["scaled", "Q4_K", "int8"])
