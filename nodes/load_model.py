@@ -7,7 +7,7 @@ from comfy_api.latest import io
 
 from ..xdit_backend.config import ParallelConfig
 from ..xdit_backend.models import supported
-from .bridge.shell import WEIGHT_DTYPES, load_shell
+from .bridge.shell import WEIGHT_DTYPES, fingerprint, load_shell
 from .parallel_config import Parallel
 
 FOLDERS = ("diffusion_models", "checkpoints")
@@ -42,15 +42,24 @@ class XDiTLoadModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model_name, weight_dtype, parallel=None) -> io.NodeOutput:
-        for folder in (*FOLDERS, *gguf_folders()):
-            path = folder_paths.get_full_path(folder, model_name)
-            if path is not None:
-                return io.NodeOutput(load_shell(path, weight_dtype, parallel or ParallelConfig()))
-        for root in folder_paths.get_folder_paths("diffusers"):
-            if os.path.isdir(os.path.join(root, model_name)):
-                return io.NodeOutput(load_shell(os.path.join(root, model_name), weight_dtype, parallel or ParallelConfig()))
-        raise FileNotFoundError(f"model_name: {model_name} is in none of the folders models/{', models/'.join(FOLDERS)} and "
-                                f"models/diffusers. Press R to refresh the list.")
+        return io.NodeOutput(load_shell(_path_of(model_name), weight_dtype, parallel or ParallelConfig()))
+
+    @classmethod
+    def fingerprint_inputs(cls, model_name, **others):
+        """ComfyUI runs the node again where this changes: when other files have taken the place of the model's."""
+        return fingerprint(_path_of(model_name))
+
+
+def _path_of(model_name):
+    for folder in (*FOLDERS, *gguf_folders()):
+        path = folder_paths.get_full_path(folder, model_name)
+        if path is not None:
+            return path
+    for root in folder_paths.get_folder_paths("diffusers"):
+        if os.path.isdir(os.path.join(root, model_name)):
+            return os.path.join(root, model_name)
+    raise FileNotFoundError(f"model_name: {model_name} is in none of the folders models/{', models/'.join(FOLDERS)} and models/diffusers. "
+                            f"Press R to refresh the list.")
 
 
 def gguf_folders():

@@ -6,7 +6,7 @@ from ...xdit_backend.protocol.errors import UnsupportedError
 from .carried import refuse_patcher
 from .file_weights import read_weights
 from .placement import RemotePatcher
-from .weight_patches import changes_of, effective_patches, patched
+from .weight_patches import PREFIX, changes_of, effective_patches, patched
 
 
 class ShellPatcher(RemotePatcher):
@@ -85,7 +85,9 @@ class ShellPatcher(RemotePatcher):
 
     def patch_hooks(self, hooks):
         if hooks != self.current_hooks:
-            self.remote.changes = changes_of(self, self.get_combined_hook_patches(hooks))
+            early = tuple(PREFIX + name for name in self.remote.family.prepares)
+            self.remote.changes = changes_of(self, {key: patches for key, patches in self.get_combined_hook_patches(hooks).items()
+                                                    if not key.startswith(early)})
             self.current_hooks = hooks
 
     def unpatch_hooks(self, whitelist_keys_set=None):

@@ -14,7 +14,7 @@ import comfy.model_management
 import comfy.utils
 from comfy.patcher_extension import WrappersMP
 
-from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise, state_of
 from ...xdit_backend.checkpoints.net import net_of, told_bytes
 from ...xdit_backend.checkpoints.outline import outline
 from ...xdit_backend.checkpoints.quantise import TYPES, check_package
@@ -114,6 +114,11 @@ def load_shell(path, weight_dtype, config):
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch), (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
         patcher.add_wrapper_with_key(kind, KEY, wrapper)
     return patcher
+
+
+def fingerprint(path):
+    """What changes where other files take the place of a file's, or of a diffusers folder's."""
+    return state_of(read_header(path).files)
 
 
 def _with_ids(extra_conds, **arguments):

@@ -1,8 +1,10 @@
 """Weights that change after a model was loaded: only what is changed is read, where it is held; what is taken back is as before."""
 
+import os
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.models.zoo import example
 from tests.tiny_checkpoints import families, save_dequantised, save_gguf, save_scaled
@@ -11,6 +13,7 @@ from xdit_backend.checkpoints import transformer
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.quantise import TYPES
 from xdit_backend.checkpoints.transformer import change_weights, load_transformer
+from xdit_backend.protocol.errors import CheckpointError
 from xdit_backend.protocol.messages import Change, LowRank
 from xdit_backend.protocol.segments import Segment, SegmentStore
 
@@ -57,6 +60,24 @@ def test_changes_are_made_and_taken_back_bit_for_bit(store, spec, monkeypatch):
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert files.keys() == homes.keys()
+
+
+def test_a_file_that_was_replaced_is_not_mixed_with_what_was_loaded(store, spec):
+    family, other = recognise(read_header(spec.path)), torch.randn(32, 32).double()
+    model, config = load_transformer(spec, family, CPU)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    change = {NAME.format(0): Change(None, (LowRank(store.share(other), store.share(other), 0.5, None),), "float64", "float64")}
+    file, = read_header(spec.path).files
+    save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, f"{file}.new")
+    os.replace(f"{file}.new", file)
+
+    with pytest.raises(CheckpointError, match="has changed on disk since Load xDiT Model read it"):
+        change_weights(model, config, family, spec, CPU, change)
+    with pytest.raises(CheckpointError, match="has changed on disk since Load xDiT Model read it"):
+        load_transformer(spec, family, CPU)
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    load_transformer(model_spec(read_header(spec.path), family, "float64", "float64"), family, CPU)
 
 
 QKV, PROJ = "joint_blocks.0.x_block.attn.qkv.weight", "joint_blocks.1.x_block.attn.proj.weight"

@@ -261,6 +261,27 @@ def test_a_saved_model_has_its_loras(comfyui, loras, tmp_path):
 
 # --- bad input ---
 
+@pytest.mark.slow
+def test_a_file_that_was_replaced_is_loaded_anew(comfyui, loras):
+    """ComfyUI keeps a MODEL whose widgets are the same. A LoRA on it would be added to the other file's weights."""
+    load, name, lora = comfyui.load_model, "replaced.safetensors", loras.file("sd3", adapter="lora")
+    path, tensors = comfyui.base / "diffusion_models" / name, load_file(comfyui.base / "diffusion_models" / comfyui.file("sd3"))
+    save_file(tensors, path)
+    made = [load.fingerprint_inputs(model_name=name, weight_dtype="fp32", parallel=None) for _ in range(2)]
+    model = load.execute(name, "fp32", comfyui.config("cpu")).args[0]
+    close(comfyui.sample(model, "sd3"), comfyui.reference("sd3"), TOLERANCE)
+
+    save_file({key: tensor.clone() for key, tensor in tensors.items()}, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+    assert made[0] == made[1] != load.fingerprint_inputs(model_name=name, weight_dtype="fp32")
+    close(comfyui.sample(model, "sd3"), comfyui.reference("sd3"), TOLERANCE)                    # nothing is read for it
+    with pytest.raises(comfyui.errors.XDiTError, match="replaced.safetensors has changed on disk since Load xDiT Model read it"):
+        comfyui.sample(loras.load(model, lora), "sd3")
+    model = loras.load(load.execute(name, "fp32", comfyui.config("cpu")).args[0], lora)
+    close(comfyui.sample(model, "sd3"), comfyui.sample(loras.load(comfyui.native("sd3"), lora), "sd3"), TOLERANCE)
+
+
 def test_a_lora_for_another_family_is_refused(comfyui, loras):
     with pytest.raises(comfyui.errors.UnsupportedError, match="Nothing of this LoRA is for SD3"):
         loras.load(comfyui.ours("sd3", comfyui.config()), loras.file("wan", "publisher", "lora"))
@@ -309,6 +330,17 @@ def test_lora_hooks_equal_native_and_leave_nothing(comfyui, loras, degrees):
     synchronous = {"warmup_steps": 9} if {"pipefusion", "displaced"} & {*degrees} else {}
     plain = comfyui.ours("sd3", comfyui.config("cpu,cpu" if degrees else "cpu", **degrees, **synchronous))
     close(comfyui.sample(plain, "sd3", steps=2), comfyui.reference("sd3", steps=2), TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_hook_leaves_alone_what_the_text_is_prepared_with(comfyui, loras):
+    """ComfyUI's Anima prepares the text once, when no hook is in effect yet. The MODEL's own LoRA is."""
+    name, own = loras.file("anima", adapter="lora"), loras.file("anima", adapter="lora", seed=40)
+    assert any("llm_adapter" in layer for layer in loras.shapes("anima", "diffusion_model."))
+    positive = hooked(comfyui, loras, comfyui.conditioning("anima", 1), name)
+    ours, native = (loras.load(model, own, 0.5) for model in (comfyui.ours("anima", comfyui.config()), comfyui.native("anima").clone()))
+
+    close(*(comfyui.sample(model, "anima", positive=positive, steps=2) for model in (ours, native)), TOLERANCE)
 
 
 @pytest.mark.slow

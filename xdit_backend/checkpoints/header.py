@@ -100,10 +100,27 @@ def read_header(path):
 
 def model_spec(header, family, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation=""):
     """The spec of a model on disk. The same files, dtypes and degrees have the same name, changed ones another."""
-    state = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in header.files]
-    digest = hashlib.sha256(repr((state, storage_dtype, compute_dtype, stages, tensor_degree, quantisation)).encode()).hexdigest()[:12]
+    digest = state_of(header.files) + _digest((storage_dtype, compute_dtype, stages, tensor_degree, quantisation))
     return ModelSpec(f"{os.path.basename(header.path)}-{digest}", family.name, header.path, storage_dtype, compute_dtype, stages,
                      tensor_degree, quantisation)
+
+
+def state_of(files):
+    """What changes with these files on disk, as 8 digits."""
+    return _digest([(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files])
+
+
+def header_of(spec):
+    """The header of a spec's model. Raises CheckpointError where the files are others than those that the spec was made for."""
+    header = read_header(spec.path)
+    if not spec.name.rpartition("-")[2].startswith(state_of(header.files)):
+        raise CheckpointError(f"{os.path.basename(spec.path)} has changed on disk since Load xDiT Model read it, and its weights are "
+                              f"needed again. Queue the prompt again: it loads the file anew.")
+    return header
+
+
+def _digest(values):
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:8]
 
 
 def _prefix(tensors):

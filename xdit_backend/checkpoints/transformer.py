@@ -14,7 +14,7 @@ from ..protocol.transfers import Ferry
 from .casting import Casts, add_at_use, cast_at_use, unpack_at_use
 from .changes import changed, factors
 from .gguf import read_tensors
-from .header import read_header
+from .header import header_of
 from .packed import hold_packed, packed_weights, unpacked
 from .quantise import quantised
 from .shares import narrow, tensor_splits
@@ -32,11 +32,11 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     splits: a dict to fill with the Split of each weight of which this rank, the tensor_rank-th of spec.tensor_degree, holds a share.
     Weights that are held in the dtype of the file stay maps of it on CPU devices. on_progress(done, total) counts bytes
     of the file, after each tensor, and may raise to give up. Raises CheckpointError when the tensors of the file and of the model do not
-    match.
+    match, or the file is another by now.
     """
     from accelerate import init_empty_weights
 
-    header = read_header(spec.path)
+    header = header_of(spec)
     config = model_config(header, family)
     with init_empty_weights():
         model = build(family, config)
@@ -73,7 +73,7 @@ def change_weights(model, config, family, spec, device, changes, blocks=None, fi
     load_transformer, brought up to date. splits, tensor_rank: as load_transformer left them. Of what is changed to how the file has it,
     every bit is as when it was loaded.
     """
-    header, ferry = read_header(spec.path), Ferry(device)
+    header, ferry = header_of(spec), Ferry(device)
     here = {name: change for name, change in changes.items() if _is_here(name, blocks, model, family, header)}
     packed = {name: how for name, how in packed_weights(header, family, config, model, spec.quantisation).items() if how.source in here}
     tensors = read_file(header, lambda name: name in here and here[name].whole is None)

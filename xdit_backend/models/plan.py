@@ -165,6 +165,7 @@ class Family:
     values: tensors whose values tell ComfyUI how a model is sampled; they may stand beside the diffusion model in a file.
     unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in. too_small: types that its numbers
     do not fit in, so that it is not computed in them.
+    prepares: what names of tensors begin with that ComfyUI prepares the text with, once, before LoRA hooks are in effect.
     settings: what ComfyUI's model heeds of a file's metadata -> the values that are run, first what holds where it says none; the config
     has them under "_" and the name. beyond(arguments): what ComfyUI's arguments ask of its model that ours does not do; or None.
     num_heads, num_key_heads, width, num_channels, in_channels: of the attention (None: a U-Net, whose tokens nothing shares out; as many:
@@ -198,6 +199,7 @@ class Family:
     unrounded: tuple[str, ...] = ()
     too_small: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+    prepares: tuple[str, ...] = ()
     settings: dict[str, tuple] = field(default_factory=dict)
     beyond: Callable = lambda arguments: None
     num_heads: Callable = lambda config: config["num_attention_heads"]
