@@ -3,12 +3,12 @@
 import argparse
 import sys
 
-from .bench import displaced, drift, methods, plan, planner, quality, reach, scale, unlike, vae
+from .bench import displaced, drift, loading, methods, plan, planner, quality, reach, scale, unlike, vae
 from .host import doctor
 from .protocol.errors import XDiTError
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": planner,
-           "reach": reach, "scale": scale, "unlike": unlike, "drift": drift}
+           "reach": reach, "scale": scale, "unlike": unlike, "drift": drift, "loading": loading}
 
 
 def main():
