@@ -42,6 +42,13 @@ def test_the_last_groups_and_those_that_run_are_kept(place):
     assert first not in set(place.iterdir())
 
 
+def test_a_place_is_told_to_workers_whole(tmp_path, monkeypatch):
+    """They run in another folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDIT_LOG_FOLDER", "logs")
+    assert logs.place() == tmp_path / "logs"
+
+
 @pytest.mark.parametrize("spoil", ["link", "open to others", "file"])
 def test_a_place_that_is_not_ours_alone_is_not_used(place, tmp_path, caplog, spoil):
     if spoil == "link":

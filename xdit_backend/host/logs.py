@@ -33,7 +33,7 @@ PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@=-]+)+/([\w.+@=-]*)")
 def place():
     """Where the folders are: one that a person has chosen, or this user's among temporary files."""
     own = f"xdit-logs-{os.getuid() if hasattr(os, 'getuid') else getpass.getuser()}"
-    return Path(os.environ.get("XDIT_LOG_FOLDER") or Path(tempfile.gettempdir()) / own)
+    return Path(os.environ.get("XDIT_LOG_FOLDER") or Path(tempfile.gettempdir()) / own).expanduser().absolute()
 
 
 def make(name, otherwise):

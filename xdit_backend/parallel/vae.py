@@ -108,7 +108,7 @@ def num_parts(shape, scale, dim):
 
 def _in_parts(vae, run, whole, scale, ranks, traffic, block_size, on_convolution, dim, speeds):
     """Run an autoencoder on this rank's part of `whole`, which has `scale` rows for each row of the latent."""
-    num_ranks = ranks.count if ranks else 1
+    run, num_ranks = partial(_run, vae, run), ranks.count if ranks else 1
     dim = dim or split_dim(vae, whole.shape, scale)
     count = num_parts(whole.shape, scale, dim)
     if num_ranks == 1 and block_size is None:
@@ -123,6 +123,16 @@ def _in_parts(vae, run, whole, scale, ranks, traffic, block_size, on_convolution
     if dim == -3:
         return _by_frames(vae, run, whole, split, block_size, on_convolution)
     return _by_rows(vae, run, whole, scale, split, block_size, on_convolution)
+
+
+def _run(vae, run, part):
+    """What `run` gives. Where it raises, a video autoencoder forgets the frames that it keeps for the next."""
+    try:
+        return run(part)
+    except BaseException:
+        if hasattr(vae, "clear_cache"):
+            vae.clear_cache()
+        raise
 
 
 def _told(on_convolution, split):

@@ -1,7 +1,7 @@
 """The VAEs on this rank, and decoding and encoding with them. Used by the engine."""
 
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import count as count_from
 
 import torch
@@ -52,7 +52,7 @@ class Autoencoders:
         live, started_s, started_cpu_s, start = LiveBytes(), time.perf_counter(), time.process_time(), self._clock.mark()
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps, check)
-            with live if command.measure_memory else nullcontext(), _cleared_on_failure(vae):
+            with live if command.measure_memory else nullcontext():
                 share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), self._ranks, traffic,
                                     block_size, progress, speeds=speeds)
             if share is not None:
@@ -70,9 +70,8 @@ class Autoencoders:
         block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale)
         for index in range(len(picture)):
             progress = self._progress("encoding", index, len(picture), num_steps, check)
-            with _cleared_on_failure(vae):
-                share = encode_rows(vae, picture[index:index + 1], scale, self._ranks, traffic,
-                                    block_size=block_size, on_convolution=progress, speeds=speeds)
+            share = encode_rows(vae, picture[index:index + 1], scale, self._ranks, traffic,
+                                block_size=block_size, on_convolution=progress, speeds=speeds)
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
 
@@ -105,14 +104,3 @@ class Autoencoders:
                 self._report_phase(text, done, total)
         self._report_phase(text, index * max(1, num_steps), total)
         return step
-
-
-@contextmanager
-def _cleared_on_failure(vae):
-    """Where the block below raises, video autoencoders forget the frames that they keep for the next."""
-    try:
-        yield
-    except BaseException:
-        if hasattr(vae, "clear_cache"):
-            vae.clear_cache()
-        raise
