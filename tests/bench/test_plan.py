@@ -68,10 +68,13 @@ def test_an_exact_plan_spreads_the_layers(flux, tmp_path, capsys):
     assert "its layers are spread, and the picture is one device's" in text
 
 
-def test_smaller_weights_and_larger_pictures(flux, tmp_path, capsys):
-    text = planned(flux, tmp_path, capsys, "--weight-dtype", "fp8_e4m3fn", "--size", "2048x1024", "--batch", "2")
+@pytest.mark.parametrize("weight_dtype, gigabytes", [("fp8_e4m3fn", "11.90"), ("int8", "11.92"), ("nf4", "6.70")])
+def test_smaller_weights_and_larger_pictures(flux, tmp_path, capsys, weight_dtype, gigabytes):
+    """A byte a number, and four a row of int8; 36 bytes for 64 numbers of nf4. Biases and norms in 16 bits."""
+    text = planned(flux, tmp_path, capsys, "--weight-dtype", weight_dtype, "--size", "2048x1024", "--batch", "2")
 
-    assert "8192 tokens" in text and "11.90 GB of weights" in text and "2 images" in text and re.search(r"^  data 2 ", text, re.MULTILINE)
+    assert "8192 tokens" in text and f"{gigabytes} GB of weights" in text and "2 images" in text
+    assert re.search(r"^  data 2 ", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("arguments, message", [
