@@ -2,13 +2,14 @@
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.comfyui_server import PACK_FILES, ROOT, comfyui_folder
+from tests.comfyui_server import PACK, PACK_FILES, ROOT, Host, comfyui_folder
 
 MAX_BYTES = 100 * 10 ** 6                   # the demo model's weights are most of it
 
@@ -60,6 +61,24 @@ def test_metadata_is_what_the_registry_reads():
     assert re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) and re.fullmatch(r"\d+\.\d+\.\d+", version)
     assert (publisher, display) == ("xdit", "xDiT") and "LICENSE" in license
     assert "Linux" in system and "CUDA" in accelerator and comfyui_version == ">=0.30.0"
+
+
+@pytest.mark.slow
+def test_what_the_archive_holds_runs_in_an_empty_comfyui(archive, tmp_path):
+    """Unpacked where the registry's client unpacks it: all nodes are there, their help, and the templates."""
+    if comfyui_folder() is None:
+        pytest.skip("no ComfyUI: run `python3 start.py test`")
+    folder = tmp_path / "custom_nodes" / PACK
+    for name in archive:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+
+    with Host(comfyui_folder(), tmp_path) as host:
+        nodes, templates = host.get("/object_info"), host.get("/api/workflow_templates")
+        pages = [host.get(f"/extensions/{PACK}/docs/{name}.md") for name in nodes if name.startswith("XDiT")]
+
+    assert {"XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode", "XDiTLoadClipVae"} <= set(nodes)
+    assert all(page.startswith(b"# ") for page in pages) and "demo" in templates[PACK]
 
 
 def test_the_changelog_begins_with_the_version():
