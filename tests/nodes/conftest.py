@@ -103,6 +103,12 @@ class ComfyUI:
         frames = (family.tiny.frames,) if len(family.latent.patch) == 3 else ()
         return {"samples": torch.zeros(batch, family.num_channels(self.transformer_config(kind)), *frames, *size)}
 
+    def unload_all(self):
+        """Have ComfyUI unload its models. It forgets those that are gone first: its own loop over them fails at one that it still lists."""
+        gc.collect()
+        self.management.cleanup_models()
+        self.management.unload_all_models()
+
     def sample_dual(self, model, other, seeds=(1, 2)):
         """Euler steps with ComfyUI's DualModelGuider: `model` for the positive prompt, `other` for the negative one."""
         from comfy_extras.nodes_custom_sampler import DualModelGuider

@@ -22,7 +22,7 @@ NAMINGS = {"publisher": "diffusion_model.", "kohya": "lora_unet_", "diffusers": 
 def native_models_are_as_they_were(comfyui):
     """ComfyUI changes the weights of its own models in place; other tests call these without its loading them anew."""
     yield
-    comfyui.management.unload_all_models()
+    comfyui.unload_all()
 
 
 class Loras:

@@ -14,7 +14,7 @@ KINDS = ("sd3", "sd35", "flux", "flux-schnell", "wan", "qwen-image", "hunyuanvid
 @pytest.fixture(scope="module")
 def runner(comfyui):
     yield Runner(comfyui)
-    comfyui.management.unload_all_models()                     # the weights of native models are as they were, without LoRA
+    comfyui.unload_all()                                       # the weights of native models are as they were, without LoRA
 
 
 @pytest.mark.slow

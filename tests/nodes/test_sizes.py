@@ -13,7 +13,7 @@ TOLERANCE = 2e-5                           # relative, float32; seen: up to 2e-6
 @pytest.fixture(scope="module", autouse=True)
 def native_models_are_new(comfyui):
     """Other tests' nodes change the weights of ComfyUI's models in place, and these tests call them without its sampling."""
-    comfyui.management.unload_all_models()
+    comfyui.unload_all()
     comfyui._native.clear()
 
 # kind of checkpoint -> rows of the tables of positions that files are made with; None: as the class makes it
