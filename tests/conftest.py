@@ -83,3 +83,7 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if lacking := [name for name in ("torchao", "bitsandbytes") if importlib.util.find_spec(name) is None]:
+        for item in items:
+            if "quantisers" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(lacking)}: start.py test runs it with .host/quantisers"))

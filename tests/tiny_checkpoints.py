@@ -336,12 +336,11 @@ def save_dequantised(path, source, quantisation):
 
 
 def of_library(weight, quantisation):
-    """A matrix as a library's own layer computes with it."""
-    import pytest
+    """A matrix as a library's own layer computes with it. Called by tests marked `quantisers`."""
     if quantisation == "nf4":
-        functional = pytest.importorskip("bitsandbytes.functional")
+        from bitsandbytes import functional
         return functional.dequantize_nf4(*functional.quantize_nf4(weight, blocksize=64))
-    library = pytest.importorskip("torchao.quantization")
+    from torchao import quantization as library
     layers = torch.nn.Sequential(torch.nn.Linear(*reversed(weight.shape), bias=False))
     layers[0].weight.data = weight.clone()
     library.quantize_(layers, library.Int8WeightOnlyConfig())

@@ -83,7 +83,7 @@ def test_a_file_that_was_replaced_is_not_mixed_with_what_was_loaded(store, spec)
 QKV, PROJ = "joint_blocks.0.x_block.attn.qkv.weight", "joint_blocks.1.x_block.attn.proj.weight"
 
 
-@pytest.mark.parametrize("how", ["scaled", "Q8_0", "int8", "nf4"])
+@pytest.mark.parametrize("how", ["scaled", "Q8_0", *(pytest.param(how, marks=pytest.mark.quantisers) for how in ("int8", "nf4"))])
 def test_a_quantised_weight_stays_so_beside_factors_and_is_plain_where_it_is_replaced(file_of, store, tmp_path, how):
     """Compared with the same changes of the dequantised weights; factors of some rows of a fused matrix, and of some columns."""
     family, plain_path, quantisation = families()["sd3"], tmp_path / "plain.safetensors", how if how in TYPES else ""

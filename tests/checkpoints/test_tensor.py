@@ -1,5 +1,6 @@
 """A rank of tensor parallelism holds its share of a file's layers, and no more memory than that."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -77,11 +78,15 @@ def test_a_rank_reads_its_share_of_a_scaled_file(file_of, tmp_path, per_row):
     assert check(tmp_path / "scaled.safetensors", ("float32", "float32")) < 0.95
 
 
+@pytest.mark.quantisers
 @pytest.mark.parametrize("quantisation", ["int8", "nf4"])
 def test_a_rank_has_its_share_of_what_is_quantised_whole(file_of, quantisation):
-    pytest.importorskip({"int8": "torchao", "nf4": "bitsandbytes"}[quantisation])
-
     assert check(file_of("sd3"), ("float32", "float32"), quantisation=quantisation) < 0.95
+    header = read_header(file_of("sd3"))
+    spec = model_spec(header, recognise(header), "float32", "float32", tensor_degree=16, quantisation=quantisation)
+    with pytest.raises(UnsupportedError, match="has 256 inputs, in blocks of 64, .*Use 2 or 4, tensor_degree") if quantisation == "nf4" \
+            else contextlib.nullcontext():
+        load_transformer(spec, recognise(header), CPU)
 
 
 def check_numbers(path, type_):

@@ -126,7 +126,8 @@ STAGES, TENSOR = {"pipefusion": 2, "warmup_steps": 9}, {"tensor": 2}
 
 
 @pytest.mark.parametrize("format_, degrees", [("scaled", {}), ("Q4_K", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-    ("scaled", STAGES), ("Q4_K", STAGES), ("int8", {}), ("nf4", TENSOR), ("Q8_0", TENSOR)))], ids=str)
+    ("scaled", STAGES), ("Q4_K", STAGES), ("Q8_0", TENSOR))),
+    pytest.param("nf4", TENSOR, marks=pytest.mark.quantisers)], ids=str)
 def test_quantised_weights_are_not_rounded_again(comfyui, loras, format_, degrees):
     """As on the dequantised weights: plain LoRAs, slices of fused matrices, and every other kind; without them, bit for bit as before."""
     folder, source = comfyui.base / "diffusion_models", comfyui.base / "diffusion_models" / comfyui.file("sd3")

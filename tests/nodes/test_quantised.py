@@ -1,6 +1,7 @@
 """Our MODEL of a quantised file draws what ComfyUI draws with the dequantised weights, under every kind of layout."""
 
 import functools
+import importlib.util
 
 import pytest
 import torch
@@ -41,16 +42,20 @@ def files_of(comfyui):
 
 
 CASES = [("scaled", "one"), ("Q4_K", "one"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-    ("scaled", "stale-patches"), ("Q8_0", "tensor2"), ("IQ2_XS", "one"), ("nf4", "stale-patches"),
-    ("Q4_K", "cfg2"), ("Q4_K", "ulysses2"), ("Q4_K", "stale-patches")))]
+    ("scaled", "stale-patches"), ("Q8_0", "tensor2"), ("IQ2_XS", "one"),
+    ("Q4_K", "cfg2"), ("Q4_K", "ulysses2"), ("Q4_K", "stale-patches"))),
+         *(pytest.param(*case, marks=pytest.mark.quantisers) for case in (("int8", "cfg2"), ("nf4", "stale-patches")))]
 
 
 @pytest.mark.parametrize("format_, layout", CASES)
 def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, format_, layout):
-    """Stale patches are compared with our own of those, the rest with ComfyUI's."""
+    """Stale patches are compared with our own of those, the rest with ComfyUI's. Weights that were parked are the same."""
     quantised, plain = files_of("sd3", format_)
     config = comfyui.config("cpu,cpu" if LAYOUTS[layout] else "cpu", **LAYOUTS[layout])
-    result = comfyui.sample(ours(comfyui, (quantised, plain), format_, config), "sd3")
+    model = ours(comfyui, (quantised, plain), format_, config)
+    result = comfyui.sample(model, "sd3")
+    comfyui.unload_all()
+    assert torch.equal(comfyui.sample(model, "sd3"), result)
 
     if "pipefusion" in LAYOUTS[layout]:
         reference = comfyui.sample(comfyui.load_model.execute(plain, "default", config).args[0], "sd3")
@@ -58,6 +63,14 @@ def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, forma
         reference = comfyui.sample(comfyui.nodes.UNETLoader().load_unet(plain, "default")[0], "sd3")
     close(result, reference, 1e-5)
     assert relative_error(result, comfyui.reference("sd3")) > 1e-3
+
+
+def test_a_package_that_is_missing_is_named_on_the_node(comfyui, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
+
+    with pytest.raises(comfyui.errors.ConfigError, match="nf4 needs the package bitsandbytes.*pip install -U bitsandbytes"):
+        comfyui.ours("sd3", comfyui.config(), "nf4")
 
 
 def test_files_of_every_folder_are_listed_and_load(comfyui, files_of, tmp_path, monkeypatch):
@@ -89,7 +102,7 @@ def test_files_of_every_folder_are_listed_and_load(comfyui, files_of, tmp_path, 
     assert torch.equal(*(comfyui.sample(model, "sd3", steps=1) for model in (models["below/other.gguf"], own)))
 
 
-@pytest.mark.parametrize("format_", ["scaled", "Q4_K", "int8"])
+@pytest.mark.parametrize("format_", ["scaled", "Q4_K", pytest.param("int8", marks=pytest.mark.quantisers)])
 def test_a_quantised_file_is_not_saved_and_says_so(comfyui, files_of, tmp_path, format_):
     """With a LoRA or without; nothing is written. Nor is it what is mixed into another model."""
     nodes = model_nodes(comfyui)
@@ -113,7 +126,7 @@ def test_a_quantised_file_is_not_quantised_again(comfyui, files_of):
             comfyui.load_model.execute(files_of("sd3", format_)[0], "nf4", comfyui.config())
 
 
-@pytest.mark.parametrize("format_", ["Q4_K", "int8"])
+@pytest.mark.parametrize("format_", ["Q4_K", pytest.param("int8", marks=pytest.mark.quantisers)])
 def test_another_model_is_merged_into_one_of_a_quantised_file(comfyui, files_of, format_):
     _, plain = files_of("sd3", format_)
     merge = model_nodes(comfyui)["ModelMergeSimple"]
