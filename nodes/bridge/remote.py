@@ -175,13 +175,11 @@ class RemoteModel:
 
     def end_run(self):
         self._looked_at.clear()
-        self._end_pipeline()
         self.how = self.plan = self._timed = None
         self._plans.clear()
         self._roomy.clear()
-        client = GROUPS.client_if(self.devices)
+        client = self._forget_told()
         if client is not None:
-            client.end_run(self)
             # ComfyUI is to see the memory that the workers give back now
             GROUPS.runs.collect(client, lambda since_s: client.catch_up(PATIENCE_S, since_s))
 
@@ -239,6 +237,13 @@ class RemoteModel:
     def predict(self, question, calls):
         """The predictions for one or two calls of this model, all of the step that the branches.Question is of."""
         GROUPS.client(self.devices).step = _step_of(question)
+        try:
+            return self._predict(question, calls)
+        finally:
+            if question.schedule is None:                      # called outside of a sampler: no run will end
+                self._forget_told()
+
+    def _predict(self, question, calls):
         if self.spec.stages is not None:
             return self._predict_in_stages(question, calls)
         job = self._job(question, calls)
@@ -334,6 +339,14 @@ class RemoteModel:
             GROUPS.learn(self.family.name, self._cards[0], known.factor * measured_s / forecast_s)
         measured = f"; {measured_words(one, measured_s)}" if timed.seconds and chosen.working > 1 else ""
         return f" (forecast: {seconds_words(forecast_s)}{measured})"
+
+    def _forget_told(self):
+        """Have the workers forget the conditioning they were told, and what they keep with it. Returns the Client, if there is one."""
+        self._end_pipeline()
+        client = GROUPS.client_if(self.devices)
+        if client is not None:
+            client.end_run(self)
+        return client
 
     def _end_pipeline(self):
         if self._pipeline is not None:

@@ -151,6 +151,14 @@ def comfyui(tmp_path_factory):
     return_freed_memory()
 
 
+@pytest.fixture(autouse=True)
+def runs_end(request):
+    """No test leaves conditioning with the workers that other tests share."""
+    yield
+    if "comfyui" in request.fixturenames:
+        assert not any(client.num_runs for client in request.getfixturevalue("comfyui").groups.clients), "a run has not ended"
+
+
 @pytest.fixture(scope="package")
 def vae_of(comfyui):
     """vae_of(kind, encoder=False): ComfyUI's VAE object of a tiny checkpoint."""

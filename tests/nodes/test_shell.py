@@ -305,9 +305,16 @@ def test_unloading_gives_the_workers_memory_back(comfyui):
     assert torch.equal(comfyui.sample(model, "sd3"), before)
 
 
-def test_a_run_leaves_no_conditioning_and_no_segment(comfyui):
-    model = comfyui.ours("sd3", comfyui.config("cpu,cpu"))
-    comfyui.sample(model, "sd3")
+@pytest.mark.parametrize("degrees", [{}, {"pipefusion": 2}, {"displaced": 2}], ids=str)
+@pytest.mark.parametrize("is_run", [True, False])
+def test_a_run_and_a_call_outside_of_one_leave_no_conditioning_and_no_segment(comfyui, degrees, is_run):
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees))
+    if is_run:
+        comfyui.sample(model, "sd3")
+    else:
+        comfyui.management.load_models_gpu([model])
+        (context, options), = comfyui.conditioning("sd3", 1)
+        model.model.apply_model(comfyui.latent("sd3")["samples"], torch.tensor([0.5]), c_crossattn=context, y=options["pooled_output"])
     client = comfyui.groups.client(("cpu", "cpu"))
 
     assert [numbers["num_conditionings"] for numbers in client.report_memory().values()] == [0, 0]

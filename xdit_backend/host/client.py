@@ -130,6 +130,11 @@ class Client:
     def running(self):
         return self._group is not None and self._group.alive
 
+    @property
+    def num_runs(self):
+        """Runs that have not ended, whose conditioning the workers keep."""
+        return len(self._runs)
+
     def holds(self, name):
         """Does the running group hold this model or VAE?"""
         return self.running and (name in self._models or name in self._autoencoders)
