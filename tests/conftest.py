@@ -79,6 +79,11 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def pytest_collection_modifyitems(items):
     import torch
+
+    from tests.tiers import is_of_another_family
+    for item in items:
+        if is_of_another_family(item):
+            item.add_marker(pytest.mark.slow)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

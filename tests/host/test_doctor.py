@@ -4,6 +4,8 @@ import argparse
 import getpass
 import socket
 
+import pytest
+
 from xdit_backend.host import doctor
 from xdit_backend.protocol.errors import WorkerStartError
 
@@ -15,6 +17,7 @@ def report(capsys, *arguments):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_starts_workers_and_says_what_they_have(capsys):
     told = report(capsys, "--devices", "cpu")
 

@@ -93,6 +93,7 @@ def test_a_group_starts_serves_and_ends():
     assert not group.alive and gone(before, within_s=1)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(spec_of, tmp_path, monkeypatch):
     """What the workers printed stays, in the private folder that the error names; the doctor tells of the error, but not of folders."""
     monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
@@ -120,6 +121,7 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(sp
     assert "WorkerDiedError: Worker rank" in told and f".../{folder.name}" in told and str(tmp_path) not in told
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_noticed_and_replaced(spec_of, monkeypatch):
     """One that takes part in no exchange, as under CFG parallelism, would never be missed otherwise."""
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "6")
@@ -156,6 +158,7 @@ def test_a_killed_torchrun_is_replaced_by_a_new_group(spec_of):
     assert gone(before)
 
 
+@pytest.mark.slow
 def test_a_dying_host_takes_its_group_along(tmp_path):
     """kill -9 on the host: its workers, also one that is stopped, and files are gone within 5 seconds."""
     import subprocess

@@ -76,6 +76,7 @@ FILES = [("sd3-instantx", "cfg2"), ("sd15", "displaced2"), *(pytest.param(*pair,
     ("qwen-inpaint", "ring2")))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, layout", FILES)
 def test_controlnets_equal_native_ksampler(comfyui, controls, name, layout):
     """A latent of odd sides, and a batch, which a hint is repeated for."""

@@ -40,6 +40,7 @@ def recogniser():
     return load_recogniser()
 
 
+@pytest.mark.slow
 def test_a_picture_is_the_native_nodes_picture(demo):
     model = demo.comfyui.nodes.UNETLoader().load_unet(NAMES[0], "default")[0]
     text = "red apple on a yellow background"

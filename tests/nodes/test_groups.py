@@ -28,6 +28,7 @@ def sample_dual(comfyui, model, negative_model, steps=3):
         return guider.sample(noise, torch.zeros_like(noise), sampler, sigmas, seed=7)
 
 
+@pytest.mark.slow
 def test_two_models_on_different_devices_run_in_one_guider_on_the_same_workers(comfyui):
     """Equal to the native guider; no group is ended or started in between, once both are there."""
     one, two = comfyui.ours("sd3", comfyui.config("cpu")), comfyui.ours("sd35", comfyui.config("cpu,cpu", ulysses=2))

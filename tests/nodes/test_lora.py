@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.lora_zoo import adapters, makers
+from tests.tiers import quick
 from tests.tiny_checkpoints import VARIANTS, families, save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header
@@ -103,14 +104,15 @@ def test_every_kind_of_adapter_equals_native(comfyui, loras, kind, naming):
     compare(comfyui, loras, kind, comfyui.config(), [(loras.file(kind, naming), 0.7), (loras.file(kind, naming, "lora", seed=40), -0.4)])
 
 
-@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"tensor": 2}, pytest.param({"pipefusion": 2, "warmup_steps": 9}, marks=pytest.mark.slow),
-                                     pytest.param({"pipefusion": 2, "ulysses": 2, "warmup_steps": 9}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("degrees", quick([{"cfg": 2}], [{"cfg": 2}, {"tensor": 2}, {"pipefusion": 2, "warmup_steps": 9},
+                                                       {"pipefusion": 2, "ulysses": 2, "warmup_steps": 9}]), ids=str)
 def test_layouts_equal_native(comfyui, loras, degrees):
     devices = "cpu,cpu,cpu,cpu" if "ulysses" in degrees and "pipefusion" in degrees else "cpu,cpu"
 
     compare(comfyui, loras, "sd35", comfyui.config(devices, **degrees), [(loras.file("sd35", "diffusers"), 0.7)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight_dtype, dtype", [("bf16", torch.bfloat16), ("fp8_e4m3fn", torch.float8_e4m3fn)])
 def test_weights_of_small_types_equal_native(comfyui, loras, weight_dtype, dtype):
     """Rounded as ComfyUI rounds them: float8 at random, from the seed that the weight's name gives."""
@@ -200,6 +202,7 @@ def test_two_models_of_one_file_in_one_guider_have_their_own_weights(comfyui, lo
         assert number == 0 or relative_error(result, results[0]) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["unload", "workers end"])
 def test_a_lora_outlives_the_weights(comfyui, loras, event):
     """Weights that went to host memory, or with their workers, come back with the LoRA."""

@@ -232,6 +232,7 @@ def test_a_latent_of_one_token_equals_native(comfyui):
     close(result, comfyui.sample(comfyui.native("sd3"), "sd3", latent=latent), EXACT)
 
 
+@pytest.mark.slow
 def test_dpm_adaptive_runs_whole_and_the_node_says_so(comfyui, said):
     arguments = {"sampler": "dpm_adaptive", "steps": 2}
 

@@ -90,6 +90,7 @@ def held(client):
     return [int(numbers["weight_bytes"]) for _, numbers in sorted(client.report_memory().items())]
 
 
+@pytest.mark.slow
 def test_weights_move_as_far_as_comfyui_asks_and_come_back_the_same(pretended):
     """One story on one group, since groups take long to start: load, room short, room for others, unload, no room to park."""
     client = pretended.client("cuda:0", "cuda:1")
@@ -143,6 +144,7 @@ def test_weights_move_as_far_as_comfyui_asks_and_come_back_the_same(pretended):
     assert torch.equal(pretended.predict(fresh), before)
 
 
+@pytest.mark.slow
 def test_comfyui_is_told_of_the_stage_on_its_own_device(pretended):
     """PipeFusion: half of the model is there, and another device is no concern of ComfyUI's when it has no worker."""
     model = pretended.model("cuda:0", "cuda:1", pipefusion=2)
@@ -197,6 +199,7 @@ def test_comfyui_is_told_what_a_run_takes_on_its_device_and_asks_for_room_on_the
     assert abs(needed - own - whole / 2 - management.minimum_inference_memory()) < 0.01 * own
 
 
+@pytest.mark.slow
 def test_a_group_parks_what_another_has_on_its_device(pretended):
     """As much as it lacks; ComfyUI itself knows one device of a model only."""
     first, second = pretended.client("cuda:0", "cuda:1"), pretended.client("cuda:1")
@@ -220,6 +223,7 @@ def vae(vae_of):
     return vae_of("vae-sd3")                                   # loaded where ComfyUI really is
 
 
+@pytest.mark.slow
 def test_a_decode_asks_for_what_it_needs(vae, pretended):
     """ComfyUI's estimate is several times as much, for which it would unload the diffusion model."""
     client = pretended.client("cuda:0", "cuda:1")

@@ -28,6 +28,7 @@ def user(comfyui, monkeypatch, tmp_path):
     comfyui.groups._speeds.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices, links, cfg, expected", [
     ((SLOW, SLOW), FAST_LINKS, 4.0, "CFG 2"), ((SLOW, SLOW), SLOW_LINKS, 1.0, "one device"),
     ((SLOW, SLOW), FAST_LINKS, 1.0, "Ulysses 2|Ring 2"), ((SLOW, SLOW.slower(1.2)), FAST_LINKS, 1.0, "Ulysses 2|Ring 2"),

@@ -175,6 +175,7 @@ def test_missing_packages_are_named_with_the_remedy(comfyui, monkeypatch):
         comfyui.ours("sd3", comfyui.config("cpu"))
 
 
+@pytest.mark.slow
 def test_text_that_is_longer_than_its_mask_is_refused(comfyui):
     """As Conditioning (Concat) makes it, which joins the text and keeps the mask of the first."""
     (text, options), = comfyui.conditioning("ltx-video", 1)

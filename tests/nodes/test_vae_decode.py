@@ -104,6 +104,7 @@ def test_latent_of_another_model_is_refused(comfyui, vae_of):
         comfyui.vae_decode.execute({"samples": latents("vae-sd", 1, 8, 8)}, vae_of("vae-sd3"), comfyui.config("cpu,cpu"))
 
 
+@pytest.mark.slow
 def test_the_memory_manager_takes_the_weights_back_and_they_are_sent_again(comfyui, vae_of):
     samples = {"samples": latents("vae-sd3", 1, 8, 8)}
     config = comfyui.config("cpu,cpu")

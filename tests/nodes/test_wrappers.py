@@ -52,6 +52,7 @@ def test_nodes_that_wrap_each_step_equal_native(comfyui, said, name, options):
     assert any("every step whole" in text and name.lower() in text.lower() for text in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, degrees", [
     ("flux", {"cfg": 2}), ("wan", {"ulysses": 2}), ("qwen-image", STAGED), ("sdxl", {"displaced": 2}), ("sd3", {"cfg": 2})], ids=str)
 def test_easycache_takes_the_steps_it_takes_with_comfyuis_own_model(comfyui, kind, degrees, monkeypatch):

@@ -224,8 +224,8 @@ def forecast_errors(rank, world_size, name, layout, settings, offload=False, bat
 @pytest.mark.parametrize("name, layout, offload, batch", [
     ("SD3", Layout(), False, 2), ("SD3", Layout(), True, 2), ("Flux.1", Layout(), False, 1), ("Wan", Layout(), True, 1),
     ("SD3", Layout(pipefusion_degree=2), False, 1), ("Lumina 2", Layout(ulysses_degree=2), False, 1),
-    ("Flux.1", Layout(pipefusion_degree=2, ring_degree=2), True, 1),
-    ("SD3", Layout(pipefusion_degree=2, tensor_degree=2), True, 2)], ids=str)
+    pytest.param("Flux.1", Layout(pipefusion_degree=2, ring_degree=2), True, 1, marks=pytest.mark.slow),
+    pytest.param("SD3", Layout(pipefusion_degree=2, tensor_degree=2), True, 2, marks=pytest.mark.slow)], ids=str)
 def test_forecast_keys_and_values_equal_the_oracle(name, layout, offload, batch):
     for result in run_ranks(forecast_errors, num_ranks(layout), name, layout, [(3, 1), (4, 0), (2, 3)], offload, batch):
         within(max(error for error, _ in result), EXACT)

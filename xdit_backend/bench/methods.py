@@ -59,16 +59,20 @@ def main(options):
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
         write_model(setting, folder)
         print(describe(setting, options, num_cuda), flush=True)
-        print_table(*measure(setting, folder, layouts, num_cuda, options), setting)
-        if staged:
-            clients = start_clients({1, *(math.prod(degrees.values()) for degrees in staged.values())}, num_cuda)
-            clients["second"] = second_client(clients[1], num_cuda)
-            try:
+        sizes = {1, *(math.prod(degrees.values()) for degrees in (*layouts.values(), *staged.values()))}
+        clients = start_clients(sizes, num_cuda)
+        clients["second"] = second_client(clients[1], num_cuda)
+        try:
+            print_table(*measure(setting, folder, layouts, clients, num_cuda, options), setting)
+            if staged:
+                for client in clients.values():                # what stages hold is counted
+                    for name in client.model_names:
+                        client.drop(name)
                 pipefusion.print_table(
                     *pipefusion.measure(setting, folder, staged, clients, calls(setting, 1)[0], options), options)
-            finally:
-                for client in clients.values():
-                    client.close()
+        finally:
+            for client in clients.values():
+                client.close()
     print("ratio: to one worker doing the same work. cfg2 and two workers apart run two branches, the others one. Two workers\n"
           "apart share nothing, not even a process group: more than that is not to be had on this machine.")
 
@@ -91,7 +95,7 @@ def describe(setting, options, num_cuda):
             f"torch {torch.__version__}, diffusers {importlib.metadata.version('diffusers')}; medians of {options.rounds} rounds")
 
 
-def measure(setting, folder, layouts, num_cuda, options):
+def measure(setting, folder, layouts, clients, num_cuda, options):
     """[(name, degrees, seconds a step, ratio to one worker, bytes sent by rank 0 a step, bytes of weights it holds)], and bytes of all
     weights"""
     header = read_header(folder)
@@ -99,11 +103,8 @@ def measure(setting, folder, layouts, num_cuda, options):
              for degree in {1, *(degrees["tensor"] for degrees in layouts.values())}}
     num_heads = setting.width // HEAD_SIZE
     sizes = {name: math.prod(degrees.values()) for name, degrees in layouts.items()}
-    clients, peers = {}, {}
+    peers, configs = {}, {}
     try:
-        clients |= start_clients({1, *sizes.values()}, num_cuda)
-        clients["second"] = second_client(clients[1], num_cuda)
-        configs = {}
         for name, degrees in layouts.items():
             manual = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})
             validate(manual, sizes[name])
@@ -143,8 +144,6 @@ def measure(setting, folder, layouts, num_cuda, options):
             print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
         whole_bytes = clients[1].residence(specs[1].name).weight_bytes[0]
     finally:
-        for client in clients.values():
-            client.close()
         for peer in peers.values():
             peer.close()
     median = {key: statistics.median(values[1:]) for key, values in seconds.items()}
