@@ -63,6 +63,41 @@ def test_metadata_is_what_the_registry_reads():
     assert "Linux" in system and "CUDA" in accelerator and comfyui_version == ">=0.30.0"
 
 
+@pytest.mark.parametrize("remote", ["https://github.com/owner-1/some.pack.git", "git@github.com:owner-1/some.pack"])
+def test_a_release_has_the_registrys_addresses_of_where_it_is_published(archive, tmp_path, remote):
+    """Twice the same: it replaces what it wrote."""
+    comfyui = comfyui_folder()
+    if comfyui is None:
+        pytest.skip("no ComfyUI: run `python3 start.py test`")
+    shutil.copy2(ROOT / "pyproject.toml", tmp_path)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "remote", "add", "origin", "https://github.com/earlier/place"], cwd=tmp_path, check=True)
+    release = [sys.executable, "-m", "tests.release", "--folder", str(tmp_path)]
+    subprocess.run(release, cwd=ROOT, check=True)
+    subprocess.run(["git", "remote", "set-url", "origin", remote], cwd=tmp_path, check=True)
+    subprocess.run(release, cwd=ROOT, check=True)
+
+    read = f"import sys; sys.path.insert(0, {str(comfyui)!r}); from comfy_config import config_parser; " \
+           f"one = config_parser.extract_node_configuration({str(tmp_path)!r}); " \
+           f"print(one.project.urls.repository, one.tool_comfy.icon, one.project.version, one.tool_comfy.publisher_id)"
+    shown = subprocess.run([sys.executable, "-c", read], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+
+    raw = "https://raw.githubusercontent.com/owner-1/some.pack/main/web"
+    version = re.search(r'(?m)^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
+    assert shown == ["https://github.com/owner-1/some.pack", f"{raw}/icon.svg", version, "xdit"]
+    written = (tmp_path / "pyproject.toml").read_text(encoding="utf-8")
+    assert written.count("Icon = ") == 1 and re.findall(r'(?m)^Banner = "(.+)"$', written) == [f"{raw}/banner.svg"]
+
+
+def test_a_release_without_an_address_says_what_to_give(tmp_path):
+    shutil.copy2(ROOT / "pyproject.toml", tmp_path)
+    ended = subprocess.run([sys.executable, "-m", "tests.release", "--folder", str(tmp_path), "--repository", "somewhere"], cwd=ROOT,
+                           capture_output=True, text=True)
+
+    assert ended.returncode == 1 and "--repository" in ended.stderr and "somewhere" in ended.stderr
+    assert (tmp_path / "pyproject.toml").read_text(encoding="utf-8") == (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_what_the_archive_holds_runs_in_an_empty_comfyui(archive, tmp_path):
     """Unpacked where the registry's client unpacks it: all nodes are there, their help, and the templates."""
