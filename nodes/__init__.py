@@ -1,5 +1,6 @@
 """What a person sees: one file a node."""
 
+from .class_label import XDiTClassLabel
 from .demo_prompt import XDiTDemoPrompt
 from .load_clip_vae import XDiTLoadClipVae
 from .load_model import XDiTLoadModel
@@ -8,4 +9,5 @@ from .parallel_sampler import XDiTParallelSampler
 from .vae_decode import XDiTVAEDecode
 from .vae_encode import XDiTVAEEncode
 
-NODES = [XDiTLoadModel, XDiTParallelConfig, XDiTParallelSampler, XDiTVAEDecode, XDiTVAEEncode, XDiTLoadClipVae, XDiTDemoPrompt]
+NODES = [XDiTLoadModel, XDiTParallelConfig, XDiTParallelSampler, XDiTVAEDecode, XDiTVAEEncode, XDiTLoadClipVae, XDiTClassLabel,
+         XDiTDemoPrompt]

@@ -77,7 +77,7 @@ def fill(module, generator):
 def families():
     """{kind of checkpoint: family}, one kind for each family and those that are said to differ from it."""
     from xdit_backend.models import FAMILIES
-    kinds = {SHORT.get(name, name.lower().replace(" ", "-")): family for name, family in FAMILIES.items()}
+    kinds = {SHORT.get(name, name.lower().replace(" ", "-")): family for name, family in FAMILIES.items() if not family.sampled}
     return kinds | {kind: kinds[base] for kind, (base, _) in VARIANTS.items()}
 
 

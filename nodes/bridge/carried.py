@@ -98,14 +98,14 @@ def refuse_model_options(model_options):
 def refuse_call(family, transformer_options, extra):
     """Raise UnsupportedError where a call of the model asks for what the workers would not honour.
 
-    extra: its arguments besides the latent, the timestep, the text, ControlNet (control.py) and transformer_options.
+    extra: its arguments besides the latent, the timestep, ControlNet (control.py) and transformer_options.
     """
     _refuse(_transformer_options(transformer_options))
     beyond = family.beyond(extra)
     if beyond is not None:
         raise UnsupportedError(f"xDiT runs {family.name} without {beyond}, which this workflow has. Change the node that adds it, or use "
                                f"Load Diffusion Model.")
-    known = {*family.conditioning, *family.ignored}
+    known = {"context", *family.conditioning, *family.ignored}
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
     if unknown:
         raise UnsupportedError(f"xDiT runs {family.name} without {', '.join(unknown)}, which this workflow's conditioning has. It "

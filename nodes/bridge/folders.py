@@ -25,6 +25,8 @@ def under_comfyui_names(tensors, header):
     Raises CheckpointError where not all have a name there.
     """
     family = recognise(header)
+    if family.sampled:                                         # ComfyUI has no model of it; ours has diffusers' names
+        return tensors
     config, found, used = model_config(header, family), {}, set()
     for name in _names(family, config):
         parts = _converted(family, config, name, 0)

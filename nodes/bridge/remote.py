@@ -68,6 +68,12 @@ class RemoteModel:
         self._net, self._plans, self.plan = net, {}, None      # what forecasts need; {Job: Plan or None}; the Plan of this run
         self.changes, self.changes_uuid = {}, None             # of the file's weights, see Client.load_model; whose patches those are
 
+    @property
+    def num_classes(self):
+        """How many classes a prompt may name; None where it is a text."""
+        sampled = self.family.sampled
+        return self._transformer_config[sampled.labels] if sampled and sampled.labels else None
+
     # --- what placement.py asks ---
 
     def load(self, base_model):
@@ -191,9 +197,9 @@ class RemoteModel:
         if not torch.is_tensor(timestep) or not torch.is_tensor(context):
             raise ConfigError(f"A node calls this MODEL in a way of its own, and {self.family.name} takes a latent, a timestep and "
                               f"conditioning. Use a sampler node, or the kind of model that the node is for.")
-        refuse_call(self.family, transformer_options, extra)
+        refuse_call(self.family, transformer_options, {"context": context, **extra})
         net = self.modules[""][0]
-        calls_wrappers = WrapperExecutor.__name__ in type(net).forward.__code__.co_names
+        calls_wrappers = self.family.sampled or WrapperExecutor.__name__ in type(net).forward.__code__.co_names
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options) if calls_wrappers else []
         return WrapperExecutor.new_class_executor(self._answer, net, wrappers).execute(
             x, timestep, context=context, control=control, transformer_options=transformer_options, **extra)
@@ -379,6 +385,7 @@ class RemoteModel:
                 raise ConfigError(f"The conditioning has a reference latent of {reference.shape[1]} channels and {reference.ndim} dims, "
                                   f"and this {self.family.name} model takes {x.shape[1]} and {x.ndim}. Encode the picture with the "
                                   f"VAE that belongs to it; models that take pictures otherwise (Fill, Canny, Depth) take none.")
+        maker = "xDiT Class Label" if self.num_classes else "the CLIP that belongs to this model"
         for name, argument in self.family.conditioning.items():
             if argument is None or name not in conditioning:
                 continue
@@ -388,7 +395,7 @@ class RemoteModel:
             if given < needed or (given > needed and name != "y"):             # of a wider pooled text the first numbers count
                 what = {"y": "pooled text", "clip_fea": "a picture's CLIP vision tokens"}.get(name, "text")
                 raise ConfigError(f"The conditioning has {what} of {given} numbers a token, and this {self.family.name} model takes "
-                                  f"{needed}. It was made by another text encoder: use the CLIP that belongs to this model.")
+                                  f"{needed}. It was made by another text encoder: use {maker}.")
 
 
 def _step_of(question):

@@ -29,6 +29,7 @@ from .carried import hold_elsewhere, remember_modules
 from .file_weights import read_values
 from .folders import refuse_unlike, under_comfyui_names
 from .groups import GROUPS, check_packages, devices_of, load_device_of, memory_of
+from .own_model import OwnConfig
 from .patcher import ShellPatcher
 from .pipeline import KEY
 from .remote import RemoteModel
@@ -66,17 +67,10 @@ def load_shell(path, weight_dtype, config):
 
     tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES.get(header.dtypes[name], torch.bfloat16), device="meta")
                for name, shape in header.shapes.items()}
-    if header.config is not None:                              # a diffusers folder: to the names that ComfyUI knows
-        tensors = under_comfyui_names(tensors, header)
-        refuse_unlike(tensors, header, family, transformer_config)
-    tensors |= read_values(header, family.values)
-    model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=header.metadata)
-    if model_config is None:
-        raise CheckpointError(f"ComfyUI does not recognise {os.path.basename(path)} as a {family.name} model.")
-    heeds = bool(family.settings) or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config
-    if header.metadata and not heeds:
-        raise CheckpointError(f"{os.path.basename(path)} says in its metadata that it differs from other {family.name} models, which xDiT "
-                              f"would not heed. Use Load Diffusion Model.")
+    if family.sampled:
+        model_config = OwnConfig(family, transformer_config)
+    else:
+        model_config, tensors = _detected(tensors, header, family, transformer_config)
     load_device = load_device_of(devices)
     storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device, bool(header.quantised or quantisation))
     if (computed := dtype_name(compute_dtype or storage_dtype)) in family.too_small:
@@ -114,6 +108,23 @@ def load_shell(path, weight_dtype, config):
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch), (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
         patcher.add_wrapper_with_key(kind, KEY, wrapper)
     return patcher
+
+
+def _detected(tensors, header, family, transformer_config):
+    """What ComfyUI takes a model for, and the tensors under its names. tensors: {name: tensor} of the file."""
+    name = os.path.basename(header.path)
+    if header.config is not None:                              # a diffusers folder: to the names that ComfyUI knows
+        tensors = under_comfyui_names(tensors, header)
+        refuse_unlike(tensors, header, family, transformer_config)
+    tensors = tensors | read_values(header, family.values)
+    model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=header.metadata)
+    if model_config is None:
+        raise CheckpointError(f"ComfyUI does not recognise {name} as a {family.name} model.")
+    heeds = bool(family.settings) or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config
+    if header.metadata and not heeds:
+        raise CheckpointError(f"{name} says in its metadata that it differs from other {family.name} models, which xDiT would not heed. "
+                              f"Use Load Diffusion Model.")
+    return model_config, tensors
 
 
 def fingerprint(path):

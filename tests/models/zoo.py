@@ -126,6 +126,9 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
             made[name] = 1 + 0.2 * torch.randn(batch, 9, 1, generator=generator)
         elif name == "ofs" and config.get("ofs_embed_dim"):
             made[name] = torch.tensor([2.0])
+        elif width == "num_embeds_ada_norm":                   # a class, or none
+            marks = torch.eye(config[width] + 1, config[width])
+            made[name] = marks[(torch.randint(0, len(marks), (batch, 1), generator=generator) + lengths["context"]) % len(marks)]
         elif name == "guidance":
             made[name] = torch.full((batch,), 3.5)
         elif width is not None and config.get(width) is not None:

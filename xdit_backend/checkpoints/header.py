@@ -44,6 +44,7 @@ OF_DIFFUSERS = ((("single_transformer_blocks.0.attn.", "transformer_blocks.0.att
                  "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"),)
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")     # ComfyUI saves some under model.model.
+CLASSES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}     # by their norm_type
 MAX_HEADER_BYTES = 100 * 2 ** 20
 
 
@@ -246,6 +247,6 @@ def _family_of_folder(name, config):
 
 
 def _class_name(config):
-    """The class of diffusers that a folder's config.json means; older ones name what PixArt's was split from."""
+    """The class of diffusers that a folder's config.json means; older ones name what DiT's and PixArt's were split from."""
     name = config.get("_class_name")
-    return "PixArtTransformer2DModel" if name == "Transformer2DModel" and config.get("norm_type") == "ada_norm_single" else name
+    return CLASSES.get(config.get("norm_type"), name) if name == "Transformer2DModel" else name

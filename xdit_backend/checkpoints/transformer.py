@@ -223,6 +223,8 @@ def _is_here(name, blocks, model, family, header):
 def _block_of(name, model, family, header):
     """Index of the block that a tensor of the file belongs to, over all lists; None for what is outside the blocks."""
     first = 0
+    if name.startswith(family.plan.outside):
+        return None
     for list_ in family.plan.blocks:
         prefix = f"{list_.name}." if header.config is not None else list_.in_file
         if name.startswith(prefix):

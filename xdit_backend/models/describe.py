@@ -61,6 +61,15 @@ def only_parts(known):
     return more_parts
 
 
+def said(shapes):
+    """The rule for what config.json of a diffusers folder alone says."""
+
+
+def folder_alone(shapes):
+    """A refusal for Family.refusals: of every single file."""
+    return "a single file does not say all that config.json does: put it with that into a folder of models/diffusers, under transformer"
+
+
 def needs_diffusers(version):
     """A refusal for Family.refusals: of a diffusers that is older, whose transformer's forward takes other arguments."""
     def older_diffusers(shapes):

@@ -73,6 +73,7 @@ class ModelPlan:
     needs_text: blocks cannot do without text tokens: where there are none, they get one that nothing attends to.
     heeds_output: ComfyUI's model lets nodes change what its self-attention gives (attn1_output_patch), of the tokens that are no text.
     skips(num_blocks): in U-shaped models, blocks that take a `skip` -> the earlier block whose output it is.
+    outside: what names of tensors of blocks begin with that the forward uses outside of these too, so that every stage has them.
     """
 
     blocks: tuple[BlockList, ...]
@@ -90,6 +91,7 @@ class ModelPlan:
     needs_text: bool = False
     heeds_output: bool = False
     skips: Callable = lambda num_blocks: {}
+    outside: tuple[str, ...] = ()
 
     @property
     def lists(self):
@@ -137,11 +139,28 @@ class Tiny:
     """
 
     config: dict
-    native: str
-    arguments: dict
+    native: str = ""
+    arguments: dict = field(default_factory=dict)
     frames: int = 3
     detected: str | None = None
     more: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """How ComfyUI is to sample a family that it has no model of (nodes/bridge/own_model.py). Such models are diffusers folders.
+
+    prediction: name in comfy.model_base.ModelType. settings: of ComfyUI's sampling; those of the model's own scheduler. latent_format:
+    name in comfy.latent_formats; latent: what is otherwise than in that. memory: ComfyUI's memory_usage_factor. labels: argument of the
+    diffusers class that says how many classes there are, of a model that is given a class and no text.
+    """
+
+    prediction: str
+    settings: dict
+    latent_format: str
+    latent: dict = field(default_factory=dict)
+    memory: float = 1.0
+    labels: str | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +189,7 @@ class Family:
     has them under "_" and the name. beyond(arguments): what ComfyUI's arguments ask of its model that ours does not do; or None.
     num_heads, num_key_heads, width, num_channels, in_channels: of the attention (None: a U-Net, whose tokens nothing shares out; as many:
     None), of a token, of a prediction, of what the class takes; functions of config. pixels: frames, rows and columns of the picture that a
-    latent's pixel stands for, likewise. cfg: what the table says of it.
+    latent's pixel stands for, likewise. cfg: what the table says of it. sampled: of a family that ComfyUI has no model of.
     """
 
     name: str
@@ -194,6 +213,7 @@ class Family:
     sign: float = 1.0
     time_scale: float = 1000.0
     cfg: str = "yes"
+    sampled: Sampled | None = None
     amend: Callable = lambda model, config: None
     by_tensors: tuple[str, ...] = ()
     unrounded: tuple[str, ...] = ()

@@ -1,0 +1,31 @@
+"""A plain BaseModel of ComfyUI's for a family that it has no model of, as the family's file describes it. Made by shell.py."""
+
+import torch
+
+import comfy.latent_formats
+import comfy.model_base
+import comfy.model_management
+from comfy.supported_models_base import BASE
+
+from ...xdit_backend.checkpoints.transformer import build
+
+
+class OwnConfig(BASE):
+    """What ComfyUI's detection gives of the families that it knows. transformer_config: arguments of the diffusers class."""
+
+    def __init__(self, family, transformer_config):
+        self._family, self._transformer_config = family, transformer_config
+        sampled = family.sampled
+        self.sampling_settings, self.memory_usage_factor = sampled.settings, sampled.memory
+        self.latent_format = type(family.name, (getattr(comfy.latent_formats, sampled.latent_format),), sampled.latent)
+        super().__init__({"image_model": family.name, "disable_unet_model_creation": True})
+
+    def get_model(self, state_dict, prefix="", device=None):
+        """The BaseModel, whose diffusion model is diffusers' own, without weights."""
+        base_model = comfy.model_base.BaseModel(self, comfy.model_base.ModelType[self._family.sampled.prediction], device)
+        with torch.device("meta"):
+            module = build(self._family, self._transformer_config)
+        torch.nn.Module.to(module, self.unet_config["dtype"])  # diffusers' own warns
+        base_model.diffusion_model = module.requires_grad_(False).eval()
+        comfy.model_management.archive_model_dtypes(module)
+        return base_model

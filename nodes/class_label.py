@@ -1,0 +1,71 @@
+"""xDiT Class Label: a class to conditioning, for models that draw classes and read no text."""
+
+import difflib
+import json
+import os
+
+import torch
+
+from comfy_api.latest import io
+
+from ..xdit_backend.protocol.errors import ConfigError
+
+NUM_NAMED = 5                              # names that a message gives
+
+
+class XDiTClassLabel(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="XDiTClassLabel",
+            display_name="xDiT Class Label",
+            category="xDiT",
+            description="The prompt of a class-conditional model such as DiT: one of the classes it was trained on, or none.",
+            search_aliases=["dit", "imagenet", "class", "prompt"],
+            inputs=[
+                io.Model.Input("model", tooltip="From Load xDiT Model: a class-conditional model, in a folder of models/diffusers."),
+                io.String.Input("label", default="207", tooltip="The number of a class, or a name that the folder's model_index.json has: "
+                                "207 or golden retriever. Empty: no class, which is the negative prompt."),
+            ],
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model, label) -> io.NodeOutput:
+        remote = getattr(model.model, "remote", None)
+        num_classes = remote and remote.num_classes
+        if not num_classes:
+            raise ConfigError("This MODEL does not draw classes. Use the CLIP that belongs to it, or a folder of DiT in Load xDiT Model.")
+        number = class_of(label, num_classes, _names(remote.spec.path))
+        marks = torch.zeros(1, 1, num_classes)
+        if number is not None:
+            marks[..., number] = 1
+        return io.NodeOutput([[marks, {}]])
+
+
+def class_of(label, num_classes, names):
+    """The number of a class, None for no class. names: {a name in lower case: the numbers of classes that have it}."""
+    label = label.strip()
+    if not label:
+        return None
+    numbers = {int(label)} if label.removeprefix("-").isdecimal() else names.get(label.lower(), set())
+    if len(numbers) == 1 and numbers <= set(range(num_classes)):
+        return numbers.pop()
+    if len(numbers) > 1:
+        same = " and ".join(map(str, sorted(numbers)))
+        raise ConfigError(f"label: {label} is the name of the classes {same}. Give one of these numbers.")
+    near = difflib.get_close_matches(label.lower(), names, NUM_NAMED)
+    words = f", or a name such as {', '.join(near or sorted(names)[:NUM_NAMED])}" if names else "; the model's folder has no names of them"
+    raise ConfigError(f"label: {label} is no class of this model. It takes numbers from 0 to {num_classes - 1}{words}.")
+
+
+def _names(folder):
+    """What a folder's model_index.json calls classes; a class may have several names, separated by commas."""
+    path, names = os.path.join(folder, "model_index.json"), {}
+    if os.path.isfile(path):
+        with open(path, encoding="utf-8") as file:
+            said = json.load(file).get("id2label") or {}
+        for number, of_class in said.items():
+            for name in of_class.split(","):
+                names.setdefault(name.strip().lower(), set()).add(int(number))
+    return names

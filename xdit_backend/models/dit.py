@@ -1,0 +1,62 @@
+"""DiT: one stream; time and a class in each block's norm; sine positions added before the blocks. ComfyUI has no model of it."""
+
+import torch
+import torch.nn.functional as F
+
+from .describe import Whole, config_of, folder_alone, given, has, said, timestep
+from .plan import BlockList, Family, ModelPlan, Sampled, Tiny
+from .positions import embedded
+
+LATENT, EMBEDDER = Whole((2, 2)), "norm1.emb"                  # of time and class, of which each block has its own
+
+
+def _classes(asked):
+    """(B,): the class that is marked by a one; where none is, the one for no class, which is the last."""
+    marked = given("context")(asked)[:, 0]
+    return torch.where(marked.any(1), marked.argmax(1), marked.shape[1])
+
+
+def _mixed(arguments):
+    """A prompt that is no row of the model's table."""
+    marks = arguments["context"]
+    is_class = marks.shape[1] == 1 and ((marks == 0) | (marks == 1)).all() and (marks.sum(2) <= 1).all()
+    return None if is_class else "a text or a mix of classes (a prompt is one class here, from xDiT Class Label)"
+
+
+def _amend(model, config):
+    """diffusers' forward takes the tokens for those of a square."""
+    def forward(latent, timestep, classes, return_dict):
+        hidden = model.pos_embed(latent)
+        for block in model.transformer_blocks:
+            hidden = block(hidden, timestep=timestep, class_labels=classes)
+        conditioning = model.transformer_blocks[0].norm1.emb(timestep, classes, hidden_dtype=hidden.dtype)
+        shift, scale = model.proj_out_1(F.silu(conditioning))[:, None].chunk(2, 2)
+        tokens = model.proj_out_2(model.norm_out(hidden) * (1 + scale) + shift)
+        # (B, n * m, p * q * C) -> (B, C, n * p, m * q)
+        cut = tokens.unflatten(2, (*LATENT.patch, -1)).unflatten(1, LATENT.counts(latent.shape))
+        return (cut.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3),)
+    model.forward = forward
+
+
+DIT = Family(
+    name="DiT", title="DiT (class-conditional)", transformer="DiTTransformer2DModel",
+    recognise=has(f"transformer_blocks.0.{EMBEDDER}.class_embedder.embedding_table.weight", "proj_out_2.weight"),
+    refusals=(folder_alone,),
+    config=config_of(
+        patch_size=2, norm_type="ada_norm_zero", sample_size=said, num_layers=said, num_attention_heads=said, attention_head_dim=said,
+        in_channels=said, out_channels=said, num_embeds_ada_norm=said, norm_num_groups=said, attention_bias=said, norm_eps=said),
+    convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend, beyond=_mixed,
+    sampled=Sampled(
+        "EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", memory=0.5,
+        labels="num_embeds_ada_norm"),
+    num_channels=lambda config: config["in_channels"],         # the other half is the variance
+    conditioning={"context": "num_embeds_ada_norm"},
+    arguments={"latent": LATENT, "timestep": timestep(), "classes": _classes},
+    plan=ModelPlan(
+        blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
+        attention={"attn1": ("image",)}, once={EMBEDDER: "step", "norm1.linear": "step"}, positions={"pos_embed": embedded},
+        outside=(f"transformer_blocks.0.{EMBEDDER}.",),
+        unsplit=(f"{EMBEDDER}.timestep_embedder.linear_1", f"{EMBEDDER}.timestep_embedder.linear_2")),
+    tiny=Tiny({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4, "num_attention_heads": 4,
+               "attention_head_dim": 8, "num_embeds_ada_norm": 10}),
+)
