@@ -31,11 +31,24 @@ _provide("tests")
 _provide("xdit_backend")
 
 
+class NotedPopen(subprocess.Popen):
+    """Notes the processes that tests start: what a dead host left is theirs, or that of tests which run beside them."""
+
+    pids = set()
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.pids.add(self.pid)
+
+
+subprocess.Popen = NotedPopen
+
+
 def left_behind():
-    """Segments' folders and worker processes that exist now, but for those of a living host that is not ours."""
+    """Segments' folders and worker processes that exist now, but for those of a host that tests here have not started."""
     folders = [str(path) for base in {"/dev/shm", tempfile.gettempdir()} if os.path.isdir(base)
                for path in Path(base).glob("xdit-*-*")]
-    listing = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
+    listing = (f"{process.pid} {' '.join(process.info['cmdline'] or ())}" for process in psutil.process_iter(["cmdline"]))
     processes = [line for line in listing if "xdit_backend.worker" in line]
     return [entry for entry in folders + processes if (host := re.search(r"xdit-(\d+)-[0-9a-f]{8}", entry)) and _counts(int(host[1]))]
 
@@ -49,10 +62,12 @@ def still_there(before, within_s=10):
 
 
 def _counts(host_pid):
+    if host_pid in NotedPopen.pids:
+        return True
     try:
         host = psutil.Process(host_pid)
     except psutil.NoSuchProcess:
-        return True
+        return False
     return os.getpid() in (host_pid, *(parent.pid for parent in host.parents()))
 
 
