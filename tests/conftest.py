@@ -80,6 +80,13 @@ def nothing_left_behind(tmp_path_factory):
     assert not (left := still_there(before)), f"left behind: {sorted(left)}"
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """What a test draws does not depend on the tests before it."""
+    import torch
+    torch.manual_seed(0)
+
+
 def pytest_addoption(parser):
     parser.addoption("--tolerances", action="store_true",
                      help="print, for every comparison of numbers, the largest error that was met beside the one allowed")
