@@ -126,6 +126,7 @@ class RowPlan:
     num_levels: Callable
     skips: Callable
     blocks: tuple = ()
+    outside: tuple[str, ...] = ()
     stream_names: frozenset = frozenset(("image",))
 
 
