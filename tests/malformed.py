@@ -36,7 +36,8 @@ EXAMPLES = [
     messages.DropModel(2, "flux-1"),
     messages.ChangeWeights(2, "flux-1", {"img_in.weight": messages.Change(None, (
         messages.LowRank(SEGMENT, SEGMENT, 0.5), messages.LowRank(SEGMENT, SEGMENT, 0.5, (0, 8, 8))), "bfloat16", "float32")}),
-    messages.ChangeWeights(2, "flux-1", {"img_in.weight": messages.Change(SEGMENT, ())}),
+    messages.ChangeWeights(2, "flux-1", {"img_in.weight": messages.Change(SEGMENT, ())}, version=2, begins=False),
+    messages.ReturnWeights(2, "flux-1", 1, 2),
     messages.ParkModel(2, "flux-1", [0, 4096], [SEGMENT]),
     messages.RestoreModel(2, "flux-1"),
     messages.Conditioning(3, "conditioning-1", {"context": SEGMENT}),

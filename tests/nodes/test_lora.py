@@ -336,6 +336,25 @@ def test_lora_hooks_equal_native_and_leave_nothing(comfyui, loras, degrees):
     close(comfyui.sample(plain, "sd3", steps=2), comfyui.reference("sd3", steps=2), TOLERANCE)
 
 
+@pytest.mark.parametrize("adapter", ["lora", "loha"])
+def test_a_hook_changes_weights_once_in_a_run_and_not_in_every_step(comfyui, loras, monkeypatch, adapter):
+    """Workers keep both versions: the changes that are sent are as many for more steps, and results are as native."""
+    client, sent = comfyui.groups.client(("cpu",)), []
+    send = client._send_changes
+    monkeypatch.setattr(client, "_send_changes", lambda spec, batch, *rest: (sent.append(len(batch)), send(spec, batch, *rest)))
+    arguments = {"positive": hooked(comfyui, loras, comfyui.conditioning("sd3", 1), loras.file("sd3", "publisher", adapter))}
+    model, counts = comfyui.ours("sd3", comfyui.config("cpu")), []
+
+    for steps in (2, 5):
+        result = comfyui.sample(model, "sd3", steps=steps, **arguments)
+        counts.append(len(sent))
+        sent.clear()
+
+    assert counts[0] == counts[1] > 0
+    close(result, comfyui.sample(comfyui.native("sd3"), "sd3", steps=5, **arguments), TOLERANCE)
+    close(comfyui.sample(model, "sd3", steps=2), comfyui.reference("sd3", steps=2), TOLERANCE)
+
+
 @pytest.mark.slow
 def test_a_hook_leaves_alone_what_the_text_is_prepared_with(comfyui, loras):
     """ComfyUI's Anima prepares the text once, when no hook is in effect yet. The MODEL's own LoRA is."""

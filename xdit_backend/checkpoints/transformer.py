@@ -66,12 +66,14 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     return model, config
 
 
-def change_weights(model, config, family, spec, device, changes, blocks=None, files=None, splits=(), tensor_rank=0):
+def change_weights(model, config, family, spec, device, changes, blocks=None, files=None, splits=(), tensor_rank=0,
+                   leave=lambda weights: None):
     """Give a loaded model other values of some tensors of its file. Nothing is read of the others.
 
     changes: {name in the file, without its prefix: messages.Change}. blocks: those that are held here; None: all. files: as of
-    load_transformer, brought up to date. splits, tensor_rank: as load_transformer left them. Of what is changed to how the file has it,
-    every bit is as when it was loaded.
+    load_transformer, brought up to date. splits, tensor_rank: as load_transformer left them. leave(weights) is called before these get
+    other values; with None where what changes is not values of weights alone. Of what is changed to how the file has it, every bit is
+    as when it was loaded.
     """
     header, ferry = header_of(spec), Ferry(device)
     here = {name: change for name, change in changes.items() if _is_here(name, blocks, model, family, header)}
@@ -99,6 +101,7 @@ def change_weights(model, config, family, spec, device, changes, blocks=None, fi
             dim = splits[name].dim
             product = tuple(splits[name].own(each, spec.tensor_degree, tensor_rank) if each is product[dim] else each for each in product)
         add_at_use(model.get_submodule(name.removesuffix(".weight")), *product)
+    leave(None if packed else [held[name][0] for name, tensor in converted.items() if not tensor.is_meta])
     for name, tensor in converted.items():
         tensor = _share(name, tensor, spec, splits, tensor_rank, addresses)
         if tensor is None or tensor.is_meta:

@@ -90,6 +90,7 @@ class Client:
         self._is_starting, self._starting = False, threading.RLock()           # by one thread at a time
         self._num_detours = 0                                  # ways to join these workers that did not work before
         self._wanted, self._changed = {}, {}                   # name of a model -> {tensor of its file: Change}: asked for; in effect
+        self._left, self._num_versions = {}, 0                 # name of a model -> {number: those that a run has left}, which may be kept
         self._runs, self._num_conditionings = {}, 0            # whose conditioning -> _Run; named since the start
 
     @property
@@ -172,20 +173,27 @@ class Client:
             self._change(spec, wanted)
 
     def _change(self, spec, wanted):
-        """Have the workers change what differs, some weights at a time: never is there room for all of them twice."""
-        before = self._changed.pop(spec.name, {})
+        """Have the workers change what differs, some weights at a time: there may be no room for all of them twice.
+
+        In a run, they keep what they leave as far as there is room, and what they have kept is not made again.
+        """
+        before, version = self._changed.pop(spec.name, {}), 0
         as_in_the_file = lambda share: messages.Change(None, ())  # noqa: E731
         pending = {name: Change((), change.num_bytes, as_in_the_file) for name, change in before.items() if name not in wanted}
         pending |= {name: change for name, change in wanted.items() if before.get(name) != change}
         total, batch, num_bytes = len(pending), {}, 0
         try:
+            if self._runs:
+                version = self._version(spec.name, before)
+                if self._has_returned(spec, wanted, version):
+                    pending = {}
             while pending:
                 name = next(iter(pending))
                 batch[name] = pending.pop(name)
                 num_bytes += batch[name].num_bytes
                 if not pending or num_bytes + next(iter(pending.values())).num_bytes > CHANGED_BYTES:
                     self.on_phase(messages.Phase(0, "changing weights", total - len(pending), total))
-                    self._send_changes(spec, batch)
+                    self._send_changes(spec, batch, version, len(pending) + len(batch) == total)
                     batch, num_bytes = {}, 0
         except BaseException:
             self.forget(spec.name)                             # some are changed, and some are not
@@ -193,14 +201,33 @@ class Client:
             raise
         self._changed[spec.name] = wanted
 
-    def _send_changes(self, spec, batch):
+    def _version(self, name, changes):
+        """The number of a version of a model's weights, of which a run leaves this one or has left it. No other ever has it."""
+        left = self._left.setdefault(name, {})
+        for number, others in left.items():
+            if others == changes:
+                return number
+        self._num_versions += 1
+        left[self._num_versions] = changes
+        return self._num_versions
+
+    def _has_returned(self, spec, wanted, left):
+        """Have all workers gone back to weights that they had kept? Some alone may have, which does no harm to making them again."""
+        if wanted not in self._left[spec.name].values():
+            return False
+        version = self._version(spec.name, wanted)
+        done = self._request(lambda request: messages.ReturnWeights(request, spec.name, version, left))
+        self._models[spec.name] = Residence.told(spec, done)
+        return all(each.numbers["kept"] for each in done.values())
+
+    def _send_changes(self, spec, batch, version, begins):
         def share(tensor):
             segments.append(self.group.segments.share(tensor))
             return segments[-1]
 
         with self.group.segments.removed_on_failure() as segments:
             changes = {name: change.make(share) for name, change in batch.items()}
-        done = self._request(lambda request: messages.ChangeWeights(request, spec.name, changes), segments)
+        done = self._request(lambda request: messages.ChangeWeights(request, spec.name, changes, version, begins), segments)
         self._models[spec.name] = Residence.told(spec, done)
 
     def residence(self, name):
@@ -342,6 +369,8 @@ class Client:
         held = self._runs.pop(run, None)
         if held is not None:
             self._forget(held, list(held.conditionings))
+        if not self._runs:
+            self._left.clear()
 
     def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False, settings=None):
         """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].

@@ -2,7 +2,7 @@
 
 import math
 
-HOLDERS = {"weight_bytes": "weights", "cast_bytes": "weights cast for the run's patches", "key_value_bytes": "keys and values",
+HOLDERS = {"weight_bytes": "weights", "cast_bytes": "weights held a second time for the run", "key_value_bytes": "keys and values",
            "exchange_bytes": "other devices' rows", "conditioning_bytes": "conditioning", "activation_bytes": "activations",
            "other_bytes": "other programs and libraries"}
 LEAST_BYTES = 2 ** 20                      # less than that is not worth a word

@@ -150,6 +150,18 @@ class ChangeWeights:
     request: Natural
     name: str
     changes: dict[str, Change]
+    version: Natural = 0           # of the weights, which is left, and kept while there is room; 0: it is not
+    begins: bool = True            # is it the first of several commands that lead from that version to the next?
+
+
+@dataclass(frozen=True, config=STRICT)
+class ReturnWeights:
+    """Give a model the weights of a version that it has left, and keep those it has now as another; "kept" of the answer: was it kept?"""
+
+    request: Natural
+    name: str
+    version: Natural
+    left: Natural
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -344,8 +356,8 @@ class Failed:
 
 
 MESSAGES = {cls.__name__: cls for cls in (
-    LoadModel, DropModel, ChangeWeights, ParkModel, RestoreModel, Conditioning, DropConditioning, Predict, LoadAutoencoder, Estimate,
-    Decode, Encode, Probe, ReportMemory, Abandon, Stop, Ready, Unready, Phase, Beat, Done, Failed)}
+    LoadModel, DropModel, ChangeWeights, ReturnWeights, ParkModel, RestoreModel, Conditioning, DropConditioning, Predict, LoadAutoencoder,
+    Estimate, Decode, Encode, Probe, ReportMemory, Abandon, Stop, Ready, Unready, Phase, Beat, Done, Failed)}
 
 
 ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}

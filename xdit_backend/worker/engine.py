@@ -21,6 +21,7 @@ from .predictions import Predictions
 from .timeline import Timeline
 
 HELD = ("weight_bytes", "cast_bytes", "key_value_bytes", "exchange_bytes", "conditioning_bytes")
+KEPT = 0.5                                 # of unused memory, that versions of weights may take
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)       # in torch's words
 UNITS = {"bytes": 1, "KiB": 2 ** 10, "MiB": 2 ** 20, "GiB": 2 ** 30}
 
@@ -45,7 +46,8 @@ class Engine:
         self._handlers = {
             messages.LoadModel: self._load,
             messages.DropModel: self._drop,
-            messages.ChangeWeights: lambda command, traffic: self._models.change(command),
+            messages.ChangeWeights: lambda command, traffic: self._models.change(command, KEPT * self._predictions.unused_bytes),
+            messages.ReturnWeights: lambda command, traffic: self._models.go_back(command),
             messages.ParkModel: self._park,
             messages.RestoreModel: lambda command, traffic: self._models.restore(command),
             messages.Estimate: self._autoencoders.estimate,

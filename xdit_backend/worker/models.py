@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..checkpoints.casting import Casts
 from ..checkpoints.transformer import block_bytes, block_sizes, change_weights, load_transformer
+from ..checkpoints.versions import Versions
 from ..models import FAMILIES
 from ..models.plan import Family
 from ..parallel.collectives import Traffic, all_gather
@@ -78,12 +79,32 @@ class Models:
                                          held, files, splits)
         return residency.numbers
 
-    def change(self, command):
-        """Give tensors of a model's file other values. The model is on the device. Returns the numbers of its residency."""
+    def change(self, command, room_bytes):
+        """Give tensors of a model's file other values. The model is on the device. Returns the numbers of its residency.
+
+        room_bytes: what weights that are kept may take.
+        """
         loaded = self[command.name]
+
+        def leave(weights):
+            if weights is None or not command.version:
+                loaded.versions.drop()
+            else:
+                loaded.versions.leave(command.version, command.begins, weights, loaded.files, room_bytes)
+
         loaded.casts.drop()
         change_weights(loaded.model, loaded.config, loaded.family, loaded.spec, self._device, command.changes, loaded.held, loaded.files,
-                       loaded.splits, self._tensor_rank(loaded.spec))
+                       loaded.splits, self._tensor_rank(loaded.spec), leave)
+        return self._changed(loaded)
+
+    def go_back(self, command):
+        """Give a model weights that were kept, where they were: "kept" of the numbers. The model is on the device."""
+        loaded = self[command.name]
+        loaded.casts.drop()
+        was_kept = loaded.versions.go_back(command.version, command.left, loaded.files)
+        return {**self._changed(loaded), "kept": float(was_kept)}
+
+    def _changed(self, loaded):
         loaded.residency = Residency(loaded.model, loaded.files, self._bring, self._ferry.fetch)
         return loaded.residency.numbers
 
@@ -93,6 +114,7 @@ class Models:
     def park(self, command):
         """Let go of weights on the device, which then are in host memory alone."""
         self[command.name].casts.drop()                        # memory is wanted
+        self[command.name].versions.drop()
         residency, parts = self[command.name].residency, holders(self._world_size, self[command.name].spec)
         number = next(number for number, ranks in enumerate(parts) if self._rank in ranks)
         targets = [command.targets[rank] for rank in parts[number]]
@@ -110,10 +132,15 @@ class Models:
         for loaded in self._loaded.values():
             loaded.casts.drop()
 
+    def drop_versions(self):
+        """Let go of weights that were kept for a run that goes back to them."""
+        for loaded in self._loaded.values():
+            loaded.versions.drop()
+
     @property
     def cast_bytes(self):
-        """Bytes of weights that are held a second time, in the type they are computed with."""
-        return sum(loaded.casts.num_bytes for loaded in self._loaded.values())
+        """Bytes of weights that are held a second time: in the type they are computed with, or as another version of them."""
+        return sum(loaded.casts.num_bytes + loaded.versions.num_bytes for loaded in self._loaded.values())
 
     @property
     def weight_bytes(self):
@@ -171,6 +198,7 @@ class Loaded:
     held: range | None = None      # the blocks whose weights are here; None: all
     files: dict | None = None      # of load_transformer
     splits: dict = field(default_factory=dict)                 # likewise
+    versions: Versions = field(default_factory=Versions)
 
     def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, exchange=None, **keeping):
         """The ForwardContext of a latent or its patch. keeping: where keys and values are kept, ForwardContext's fields for that."""

@@ -68,6 +68,8 @@ class Predictions:
                 exchange.drain()
         if not self._key_values:                               # no run has patches on their way
             self._models.drop_casts()
+        if not self._conditioning:
+            self._models.drop_versions()
 
     def prefetch(self, command):
         """Post the receives of a Predict ahead; False where what it needs is not here yet."""
@@ -114,7 +116,7 @@ class Predictions:
                 elif mesh.sequence_rank == mesh.ranks["tensor"] == 0:
                     self._ferry.fetch(loaded.family.prediction(output, latent), map_segment(branch.prediction)[first:last])
         if command.patch is not None and not loaded.casts.are_kept:        # by now activations have taken what they need
-            loaded.casts.keep(FULL * self._unused_bytes())
+            loaded.casts.keep(FULL * self.unused_bytes)
         end = clock.mark()
         clock.add(start, end, waits)
         self._tell(command, start, end, waits, traffic)
@@ -200,7 +202,8 @@ class Predictions:
             handles.append(link.post_receive(size, loaded.dtype))
         return handles
 
-    def _unused_bytes(self):
+    @property
+    def unused_bytes(self):
         """Bytes of the device that nobody has asked for yet; CPU workers share what the machine has."""
         if self._device.type == "cuda":
             return torch.cuda.mem_get_info(self._device)[0]
