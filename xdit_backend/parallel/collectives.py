@@ -105,6 +105,25 @@ def all_gather(local, sizes, dim, group, traffic):
     return torch.cat(parts).to(local.device).movedim(0, dim)
 
 
+def start_all_gather(rows, rank, group, traffic):
+    """Every rank's row, in the background, to where it stays: returns a function that waits for them.
+
+    rows: (ranks, ...), contiguous, of which this rank's is there already. gloo's own all-gather would copy all rows twice more.
+    """
+    traffic.count(rows[rank].numel() * (len(rows) - 1), rows)
+    if dist.get_backend(group) == "gloo":
+        works = [dist.broadcast(row, dist.get_global_rank(group, index), group=group, async_op=True) for index, row in enumerate(rows)]
+    else:
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        works = [gather(rows.view(-1), rows[rank].view(-1), group=group, async_op=True)]
+
+    def wait(kept=rows):                       # gloo needs what is sent, and where it arrives, to live until then
+        with traffic.waiting(kept):
+            for work in works:
+                work.wait()
+    return wait
+
+
 def all_reduce(tensors, group, traffic):
     """The sums of these tensors over the ranks, in one exchange: [tensor], each in the place of its own where there is one only.
 

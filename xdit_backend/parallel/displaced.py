@@ -11,7 +11,7 @@ import torch
 
 from .collectives import all_gather
 from .exchange import Exchange
-from .rows import RowSplit, overlap
+from .rows import Padding, RowSplit, input_rows, output_starts, overlap
 from .usp import heads_apart, heads_together, repeat_heads
 
 
@@ -33,70 +33,107 @@ MODES = {"corrected_async_gn": Mode(), "stale_gn": Mode("stale"), "sync_gn": Mod
 
 @dataclass(frozen=True)
 class StaleSplit(RowSplit):
-    """The rows of one layer's image on each rank, where the others' come from an exchange."""
+    """The rows of one layer's image on each rank, where the others' come from an exchange. Kept for the run."""
 
     exchange: Exchange = field(kw_only=True)
     key: str = field(kw_only=True)         # the layer's
+    _read: list = field(default_factory=list, compare=False, repr=False)       # what `around` has found for this layer
 
-    def gather(self, tensor, sizes, dim):
-        shapes = [_with_size(tensor.shape, dim, size) for size in sizes]
-        parts = self.exchange.share(self.key, tensor, shapes)
-        parts[self.rank] = tensor
-        return torch.cat(parts, dim)
+    @property
+    def rank(self):
+        return self.exchange.rank
 
-    def borrow(self, x, wanted):
-        """As rows.start_borrowing. A rank tells all others the rows that any of them wants of it."""
-        held, own = list(zip(self.starts, self.starts[1:])), self.rank
-        lent = [sorted({row for other, want in enumerate(wanted) if other != rank for row in range(*overlap(*want, *held[rank]))})
-                for rank in range(len(held))]
-        told = _rows_of(x, [row - self.start for row in lent[own]], self.dim)
-        known = self.exchange.share(self.key, told, [_with_size(x.shape, self.dim, len(rows)) for rows in lent])
+    def around(self, x, kernel, stride, padding):
+        """The rows that this rank's part of a convolution reads, with `padding` rows of zeros beyond the image, in one copy.
 
-        def piece(rank):
-            first, end = (0, 0) if rank == own else overlap(*wanted[own], *held[rank])
-            return known[rank].narrow(self.dim, lent[rank].index(first) if end > first else 0, end - first)
-        return lambda: [piece(rank) for rank in range(len(held))]
+        x: (B, C, H, W), this rank's rows. A rank tells all others the rows that any of them reads.
+        """
+        if not self._read:
+            self._read.append(self._reading(x, kernel, stride, padding))
+        runs, shapes, pieces = self._read[0]
+        told = torch.cat([x[:, :, first:end] for first, end in runs], 2)
+        known = self.exchange.share(self.key, told, shapes)
+        known[self.rank] = x
+        return torch.cat([zeros if rank is None else known[rank][:, :, first:end] for rank, first, end, zeros in pieces], 2)
+
+    def _reading(self, x, kernel, stride, padding):
+        """(runs of this rank's rows that others read, shapes of what each rank tells, pieces of what this rank reads).
+
+        A piece: (rank, first and end of the rows of what it tells; of x for this rank, None), or (None, 0, 0, rows of zeros).
+        """
+        held, own, edges = list(zip(self.starts, self.starts[1:])), self.rank, Padding(padding, padding)
+        firsts = output_starts(self.starts, kernel, stride, edges)
+        reads = [input_rows(first, end, self.num_rows, kernel, stride, edges) for first, end in zip(firsts, firsts[1:])]
+        lent = [sorted({row for other, (_, low, high, _) in enumerate(reads) if other != rank for row in range(*overlap(low, high, *rows))})
+                for rank, rows in enumerate(held)]
+        above, low, high, below = reads[own]
+        pieces = []
+        for rank, rows in enumerate(held):
+            first, end = overlap(low, high, *rows)
+            if first < end:
+                start = held[rank][0] if rank == own else first - lent[rank].index(first)
+                pieces.append((rank, first - start, end - start, None))
+        zeros = [x.new_zeros(_with_size(x.shape, 2, count)) for count in (above, below)]
+        pieces = [(None, 0, 0, zeros[0])] * bool(above) + pieces + [(None, 0, 0, zeros[1])] * bool(below)
+        return _runs([row - self.start for row in lent[own]]), [_with_size(x.shape, 2, len(rows)) for rows in lent], pieces
 
     def shares(self, like):
-        """As RowSplit's, kept for the run: a split is made anew for each layer and call, and CUDA waits for such a copy."""
+        """As RowSplit's, of all layers of a level: CUDA waits for such a copy."""
         key = self.starts, like.dtype, like.device
         if key not in self.exchange.shares:
             self.exchange.shares[key] = super().shares(like)
         return self.exchange.shares[key]
 
     def moments(self, mean_BG, variance_BG):
-        exchange, fresh = self.exchange, torch.stack([mean_BG, variance_BG])
+        exchange = self.exchange
         if exchange.norms == "own" and exchange.is_stale:
             return mean_BG, variance_BG
+        fresh = torch.stack([mean_BG, variance_BG])
         if exchange.norms in ("corrected", "stale"):
             known = exchange.share(self.key, fresh, [fresh.shape] * exchange.num_ranks)
+            if exchange.norms == "corrected" and exchange.is_stale:
+                return corrected_moments(fresh, *self._stale_moments(fresh))
+            known[self.rank] = fresh
         else:
             known = exchange.gather(fresh)
-        corrects = exchange.norms == "corrected"
-        return estimated_moments(fresh, torch.stack(list(known)), self.rank, self.shares(fresh), corrects)
+        return image_moments(torch.stack(list(known)), self.shares(fresh)).unbind()
+
+    def _stale_moments(self, like):
+        """What corrected_moments is given, found at once for all norms that arrive together: many small steps would cost more."""
+        exchange = self.exchange
+        if self.key not in exchange.derived:
+            alike = exchange.alike(self.key)
+            known = torch.stack([part for parts in alike.values() for part in parts]).view(len(alike), -1, *like.shape)
+            shares = torch.stack([exchange.layers[key].shares(like) for key in alike])
+            own = known[:, self.rank]
+            exchange.derived.update(zip(alike, zip(image_moments(known.movedim(1, 0), shares.T).movedim(1, 0), own)))
+        return exchange.derived[self.key]
 
 
-def estimated_moments(fresh, known, rank, shares, corrects=True):
-    """Mean and biased variance of the whole image, each (B, G), from this rank's of now and every rank's of before.
+def image_moments(known, shares):
+    """Mean and biased variance of the whole image, (2, B, G) or, of several norms, (2, L, B, G).
 
-    fresh: (2, B, G), mean and variance of this rank's rows. known: (ranks, 2, B, G). shares: part of the rows of each rank.
+    known: (ranks, 2, B, G) or (ranks, L, 2, B, G), of each rank's rows. shares: part of the rows of each rank, (ranks,) or (ranks, L).
+    """
+    means, variances = known.unbind(-3)
+    weights = shares[..., None, None]
+    mean = (weights * means).sum(0)
+    spread = means - mean
+    return torch.stack([mean, (weights * torch.addcmul(variances, spread, spread)).sum(0)])
+
+
+def corrected_moments(fresh, stale, before):
+    """Mean and biased variance of the whole image, each (B, G), with what has changed of this rank's rows.
+
+    fresh, before: (2, B, G), mean and variance of this rank's rows, of now and of the last call. stale: of the image in the last call.
     The paper (section 4.3) adds this rank's change of E[x] and of E[x^2] to the stale ones of the image. Here without taking
     one large number from another: with stale E, V of the image and m, v of this rank's rows,
-    V + v' - v + 2 (m' - m) (m - E). Where that is negative, the rank's own v' stands. corrects: False adds nothing, and takes this
-    rank's part of the image's moments as of now.
+    V + v' - v + 2 (m' - m) (m - E). Where that is negative, the rank's own v' stands.
     """
-    if not corrects:
-        known = known.clone()
-        known[rank] = fresh
-    means, variances = known.unbind(1)
-    weights = shares[:, None, None]
-    mean = (weights * means).sum(0)
-    variance = (weights * (variances + (means - mean) ** 2)).sum(0)
-    if not corrects:
-        return mean, variance
-    change = fresh[0] - means[rank]
-    corrected = variance + (fresh[1] - variances[rank]) + 2 * change * (means[rank] - mean)
-    return mean + change, torch.where(corrected < 0, fresh[1], corrected)
+    change, offset = fresh - before, before[0] - stale[0]
+    mean, variance = (stale + change).unbind()
+    variance = torch.addcmul(variance, change[0], offset, value=2)
+    return mean, torch.where(variance < 0, fresh[1], variance)
 
 
 def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, mask=None):
@@ -113,25 +150,35 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, 
     region = own[mesh.ranks["ring"] * degree:][:degree]
     if degree > 1:
         (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
-    fresh = torch.stack([k_BNTH, v_BNTH])
     if mesh.degrees["ring"] > 1:
         regions = [sum(own[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
-        fresh = all_gather(fresh, regions, 3, mesh.ring_group, traffic)
-    known = exchange.share(key, fresh, [_with_size(fresh.shape, 3, sum(part)) for part in parts])
-    known[exchange.rank] = fresh
-    out = attention(q_BNTH, *repeat_heads(q_BNTH, *torch.cat(known, 3)), attn_mask=mask)
+        k_BNTH, v_BNTH = all_gather(torch.stack([k_BNTH, v_BNTH]), regions, 3, mesh.ring_group, traffic)
+    every = keys_and_values(k_BNTH, v_BNTH, [sum(part) for part in parts], exchange, key)
+    out = attention(q_BNTH, *repeat_heads(q_BNTH, *every), attn_mask=mask)
     return heads_together(out, heads, region, mesh, traffic) if degree > 1 else out
 
 
-def _rows_of(x, rows, dim):
-    """A copy of some rows, which are in order. Where they are is said in numbers, not in a tensor, which CUDA would wait for."""
+def keys_and_values(k_BNTH, v_BNTH, sizes, exchange, key):
+    """Keys and values of all ranks, which have `sizes` tokens: this rank's as they are given, the others' as the exchange has them."""
+    shapes = [(2, *_with_size(k_BNTH.shape, 2, size)) for size in sizes]
+    known = exchange.share(key, (k_BNTH, v_BNTH), shapes)
+    before, after = known[:exchange.rank], known[exchange.rank + 1:]
+    return [torch.cat([*(part[index] for part in before), own, *(part[index] for part in after)], 2)
+            for index, own in enumerate((k_BNTH, v_BNTH))]
+
+
+def _runs(rows):
+    """Rows, which are in order, as (first, end) of those that follow one another; one that is empty where there are none.
+
+    Where they are is said in numbers, not in a tensor, which CUDA would wait for.
+    """
     runs: list[list[int]] = []
     for row in rows:
         if runs and runs[-1][1] == row:
             runs[-1][1] = row + 1
         else:
             runs.append([row, row + 1])
-    return torch.cat([x.narrow(dim, first, end - first) for first, end in runs or [[0, 0]]], dim)
+    return runs or [[0, 0]]
 
 
 def _with_size(shape, dim, size):

@@ -7,22 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from ..partition import slot_bytes
-from .collectives import Traffic, all_gather, on_wire
+from .collectives import Traffic, all_gather, on_wire, start_all_gather
 
 BUCKET_BYTES = 2 ** 21         # that travel together: fewer, larger messages cost less, and the first should leave early
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A layer's place: from byte `start` on, in every rank's row of a bucket."""
+    """A layer's place in a bucket."""
 
     bucket: int
-    start: int
-    shapes: tuple                          # of each rank's tensor
-    dtype: torch.dtype
+    parts: tuple                           # each rank's tensor, there
 
 
 class Exchange:
@@ -37,7 +34,8 @@ class Exchange:
     def __init__(self, group, num_ranks, rank, bucket_bytes=BUCKET_BYTES):
         self.group, self.num_ranks, self.rank = group, num_ranks, rank
         self.once = {}                         # layer -> (which images, output), of layers that read the text alone
-        self.shares = {}                       # of displaced.StaleSplit
+        self.layers, self.shares = {}, {}      # layer -> displaced.StaleSplit, and what those share
+        self.derived = {}                      # by them in this call, of what the last one told
         self.is_stale, self.norms = False, "corrected"         # of the call at hand
         self._bucket_bytes = bucket_bytes
         self._slots, self._buckets, self._works = {}, [], {}
@@ -70,7 +68,7 @@ class Exchange:
         A stale call that keeps nothing leaves what the last one that did has told.
         """
         assert self.is_filled or not is_stale, "nothing was told yet"
-        self.is_stale, self.norms, self._publishes, self._traffic = is_stale, norms, keeps, traffic
+        self.is_stale, self.norms, self._publishes, self._traffic, self.derived = is_stale, norms, keeps, traffic, {}
         self._told = {} if keeps and not self.is_filled else None
         try:
             yield self
@@ -83,17 +81,24 @@ class Exchange:
     def share(self, key, fresh, shapes):
         """Every rank's tensor of a layer, by rank: of this call if it is synchronous, else of the last one, this rank's too.
 
-        fresh: this rank's, of shapes[rank]. What is returned is good until the next share.
+        fresh: this rank's, of shapes[rank]; or several tensors, for one that is them stacked. Nobody may change it in this call. What is
+        returned is good until the next share.
         """
         if not self.is_stale:
-            return self._share_now(key, fresh, shapes)
+            return self._share_now(key, torch.stack(fresh) if isinstance(fresh, tuple) else fresh, shapes)
         slot = self._slots[key]
         if self._leaving and self._leaving[0][0].bucket != slot.bucket:
             self._leave()
         self._wait(slot.bucket)
         if self._publishes:                                    # later: what the own row has of the last call may still be read
             self._leaving.append((slot, fresh))
-        return [_as_tensor(row[slot.start:], shape, slot.dtype) for row, shape in zip(self._buckets[slot.bucket], slot.shapes)]
+        return list(slot.parts)
+
+    def alike(self, key):
+        """{layer: every rank's tensor, of the last call} of all layers in the same bucket whose tensors have the same shape."""
+        slot = self._slots[key]
+        return {other: place.parts for other, place in self._slots.items()
+                if place.bucket == slot.bucket and place.parts[0].shape == slot.parts[0].shape}
 
     def gather(self, fresh):
         """Every rank's tensor of one shape, of this call, by rank; nothing is kept."""
@@ -112,7 +117,8 @@ class Exchange:
         elif self._publishes:
             slot = self._slots[key]
             self._wait(slot.bucket)
-            self._buckets[slot.bucket][:, slot.start:slot.start + size].copy_(everyone)
+            for part, row in zip(slot.parts, everyone):
+                part.copy_(_as_tensor(row, part.shape, part.dtype))
         return [_as_tensor(row, shape, fresh.dtype) for row, shape in zip(everyone, shapes)]
 
     def _leave(self):
@@ -122,30 +128,34 @@ class Exchange:
         index = self._leaving[0][0].bucket
         bucket = self._buckets[index]
         for slot, fresh in self._leaving:
-            _as_tensor(bucket[self.rank, slot.start:], fresh.shape, fresh.dtype).copy_(fresh)
+            if isinstance(fresh, tuple):
+                for place, tensor in zip(slot.parts[self.rank], fresh):
+                    place.copy_(tensor)
+            else:
+                slot.parts[self.rank].copy_(fresh)
         self._leaving = []
-        own = on_wire(bucket[self.rank], self.group).clone()
-        arriving = bucket if own.device == bucket.device else torch.empty(bucket.shape, dtype=bucket.dtype)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._traffic.count(own.numel() * (self.num_ranks - 1), own)
-        self._works[index] = gather(arriving.view(-1), own, group=self.group, async_op=True), own, arriving
+        own = on_wire(bucket[self.rank], self.group)
+        arriving = bucket
+        if own.device != bucket.device:
+            arriving = torch.empty(bucket.shape, dtype=bucket.dtype)
+            arriving[self.rank].copy_(own)
+        self._works[index] = start_all_gather(arriving, self.rank, self.group, self._traffic), arriving
 
     def _wait(self, index):
         if index in self._works:
-            work, _, arriving = self._works.pop(index)         # gloo needs what is sent to live until then
-            with self._traffic.waiting(arriving):
-                work.wait()
+            wait, arriving = self._works.pop(index)
+            wait()
             if arriving is not self._buckets[index]:
                 self._buckets[index].copy_(arriving)
 
     def _lay_out(self, told):
         for index, keys in enumerate(fill_buckets({key: rows.shape[1] for key, (rows, _, _) in told.items()}, self._bucket_bytes)):
-            start = 0
+            bucket, start = torch.cat([told[key][0] for key in keys], 1).contiguous(), 0
             for key in keys:
                 rows, shapes, dtype = told[key]
-                self._slots[key] = Slot(index, start, shapes, dtype)
+                self._slots[key] = Slot(index, tuple(_as_tensor(row[start:], shape, dtype) for row, shape in zip(bucket, shapes)))
                 start += rows.shape[1]
-            self._buckets.append(torch.cat([told[key][0] for key in keys], 1).contiguous())
+            self._buckets.append(bucket)
 
 
 def fill_buckets(sizes, bucket_bytes=BUCKET_BYTES):

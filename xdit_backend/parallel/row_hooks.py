@@ -18,9 +18,9 @@ from ..autoencoders.family import replaced
 from ..partition import halved, level_of
 from ..protocol.errors import UnsupportedError
 from ..protocol.transfers import on_device
-from .displaced import StaleSplit
+from .displaced import StaleSplit, keys_and_values
 from .nag import guide
-from .rows import Padding, attention_rows, conv_rows, group_norm_rows, input_rows
+from .rows import Padding, group_norm_rows, input_rows
 
 
 class RowHooks:
@@ -37,6 +37,7 @@ class RowHooks:
         for name, module in model.named_modules():
             level = level_of(name, self.num_levels)
             if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
+                assert module.dilation == (1, 1) and module.padding_mode == "zeros", f"{name}: no U-Net of a family has such a convolution"
                 function = self._first_convolution if name == plan.first else self._convolution
                 self._place(module, "convolution", functools.partial(self._hooked, "conv2d", function, name, level))
             elif isinstance(module, torch.nn.GroupNorm):
@@ -153,29 +154,32 @@ class RowHooks:
 
     def _hooked(self, torch_name, function, name, level, forward, *args, **kwargs):
         """Run a module while torch's function works on this rank's rows."""
-        context = self._now
-        split = StaleSplit(halved(context.bands, level), context.exchange.group, context.traffic, exchange=context.exchange, key=name)
-        width = -(-context.inputs["sample"].shape[-1] // 2 ** level)
-        with replaced(F, **{torch_name: functools.partial(function, split, width)}):
+        context, layers = self._now, self._now.exchange.layers
+        if name not in layers:
+            layers[name] = StaleSplit(halved(context.bands, level), context.exchange.group, context.traffic, exchange=context.exchange,
+                                      key=name)
+        with replaced(F, **{torch_name: functools.partial(function, layers[name])}):
             return forward(*args, **kwargs)
 
-    def _first_convolution(self, split, width, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    def _first_convolution(self, split, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
         """Of the latent, which every rank has whole."""
         above, low, high, below = input_rows(split.start, split.start + split.size, split.num_rows, weight.shape[2], 1,
                                              Padding(padding[0], padding[0]))
         return conv2d(pad(input[:, :, low:high], (0, 0, above, below)), weight, bias, stride, (0, padding[1]), dilation, groups)
 
-    def _convolution(self, split, width, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-        # In one piece: the others' rows are there at once.
-        return conv_rows(input, weight, bias, stride, padding, dilation, groups, split, block_size=split.num_rows)
+    def _convolution(self, split, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+        rows = split.around(input, weight.shape[2], stride[0], padding[0])
+        return conv2d(rows, weight, bias, stride, (0, padding[1]), dilation, groups)
 
-    def _group_norm(self, split, width, input, num_groups, weight=None, bias=None, eps=1e-5):
+    def _group_norm(self, split, input, num_groups, weight=None, bias=None, eps=1e-5):
         return group_norm_rows(input, num_groups, weight, bias, eps, split)
 
-    def _attention(self, split, width, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+    def _attention(self, split, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         if attn_mask is not None or is_causal:
             raise UnsupportedError("This model masks its self-attention, which displaced_degree does not support. Use cfg_degree.")
-        return attention_rows(query, key, value, [size * width for size in split.sizes], split, self._attend, **options)
+        width = key.shape[2] // split.size
+        every = keys_and_values(key, value, [size * width for size in split.sizes], split.exchange, split.key)
+        return self._attend(query, *every, **options)
 
     def _once(self, name, forward, *args, **kwargs):
         """What reads the text alone is the same in all calls with one conditioning, for the same images."""
