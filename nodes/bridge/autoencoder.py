@@ -32,11 +32,11 @@ def decode(vae, latent, config):
     client = GROUPS.client_for_decode(config)
     half = half_of(vae, kind.family.decoder, kind.settings(vae.first_stage_model), client)
     inner = kind.before_decode(vae.first_stage_model, latent.to(torch.float32))
-    half.make_ready(inner.shape, 1)
+    num_ranks = half.make_ready(inner.shape, 1, _machine(client, half, config))
     started_s = time.perf_counter()
     GROUPS.runs.vae(client.devices)
-    picture = client.decode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings)
-    _show_done("decoded", started_s, client)
+    picture = client.decode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings, num_ranks=num_ranks)
+    _show_done("decoded", started_s, client, num_ranks)
     return picture.reshape(-1, *picture.shape[-3:]).to(vae.output_device)
 
 
@@ -60,16 +60,26 @@ def encode(vae, pixels, config):
     client = GROUPS.client_for_decode(config)
     half = half_of(vae, kind.family.encoder, kind.settings(vae.first_stage_model), client)
     inner = vae.process_input(pixels.to(torch.float32))
-    half.make_ready(inner.shape, inner.shape[-1] // shape[-1])
+    num_ranks = half.make_ready(inner.shape, inner.shape[-1] // shape[-1], _machine(client, half, config))
     started_s = time.perf_counter()
     GROUPS.runs.vae(client.devices)
-    latent = client.encode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings)
-    _show_done("encoded", started_s, client)
+    latent = client.encode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings, num_ranks=num_ranks)
+    _show_done("encoded", started_s, client, num_ranks)
     return kind.after_encode(vae.first_stage_model, latent).to(vae.output_device)
 
 
-def _show_done(done, started_s, client):
-    devices = "1 device" if len(client.devices) == 1 else f"{len(client.devices)} devices"
+def _machine(client, half, config):
+    """What was measured of a group's devices, by which auto chooses how many of them share a picture; None: all do."""
+    if config.mode != "auto" or len(client.devices) == 1:
+        return None
+    return GROUPS.machine(client.devices, half.dtype, may_measure=False)
+
+
+def _show_done(done, started_s, client, num_ranks):
+    count = len(client.devices)
+    devices = "1 device" if count == 1 else f"{count} devices"
+    if num_ranks < count:
+        devices = f"{num_ranks} of {devices}, by forecast as fast as all"
     GROUPS.runs.collect(client, client.peek)
     show_text(f"{done} in {time.perf_counter() - started_s:.1f} s on {devices}")
 

@@ -10,6 +10,7 @@ import torch
 
 import comfy.model_management
 
+from ...xdit_backend.forecast.decoding import choose_ranks
 from ...xdit_backend.protocol.segments import dtype_name
 from .groups import GROUPS, load_device_of
 from .placement import RemotePatcher
@@ -45,15 +46,23 @@ class VaeHalf:
         """The tensors, where the VAE object has them."""
         return {key: tensor for key, tensor in self._model().state_dict().items() if key.startswith(self._prefixes)}
 
-    def make_ready(self, shape, scale):
+    def make_ready(self, shape, scale, machine=None):
         """Have the workers hold this half, and ComfyUI make room for it and for what its work needs at the least.
 
         shape: of the tensor to decode (scale 1) or encode. The workers count what they need on a model without weights, for which
-        they must hold it first.
+        they must hold it first. machine: by whose forecast fewer workers than all may share it, where they have room. Returns how many.
         """
         comfy.model_management.load_models_gpu([self._patcher])
-        needed_bytes = self.client.estimate(self.name, shape, scale) * self._num_workers(self._patcher.load_device)
+        count = len(self._devices) if machine is None else self._choose_ranks(shape, scale, machine)
+        sharing = self._devices[:count].count(str(self._patcher.load_device))
+        needed_bytes = self.client.estimate(self.name, shape, scale, count) * sharing
         comfy.model_management.load_models_gpu([self._patcher], memory_required=needed_bytes)
+        return count
+
+    def _choose_ranks(self, shape, scale, machine):
+        most = len(self._devices)
+        near = choose_ranks(self.client.work_of(self.name, shape, scale), machine, most)
+        return next((count for count in near if count == most or self.client.is_roomy(self.name, shape, scale, count)), most)
 
     def _num_workers(self, device):
         return self._devices.count(str(device))

@@ -102,6 +102,20 @@ def test_decode_by_rows_equals_decode(kind, world_size):
         assert sum(share is not None for share in shares) == min(world_size, max(size[1:])), size
 
 
+def decode_by_the_first_two(rank, world_size):
+    """And then by all, and by one."""
+    ranks, vae, given = Ranks(dist.group.WORLD), tiny_vae("sd"), latent("sd", 1, 5, 4)
+    some = [ranks.only(count) for count in (2, 3, 1)]
+    return [decode_rows(vae, given, each) if each.works else None for each in some]
+
+
+def test_decode_by_some_of_the_ranks_equals_decode():
+    whole = decoded("sd", latent("sd", 1, 5, 4))
+    for shares, count in zip(zip(*run_ranks(decode_by_the_first_two, 3)), (2, 3, 1)):
+        assert [share is not None for share in shares] == [rank < count for rank in range(3)]
+        within((put_together(shares) - whole).abs().max(), KINDS["sd"].tolerance)
+
+
 @pytest.mark.parametrize("kind, speeds", [("sd", (100, 26)), pytest.param("sd", (1, 9, 3), marks=pytest.mark.slow)])
 def test_decode_by_rows_of_unlike_ranks_equals_decode(kind, speeds):
     by_rank = run_ranks(decode_sizes, len(speeds), kind, speeds)

@@ -12,18 +12,15 @@ import tempfile
 import time
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..checkpoints.header import model_spec, read_header, recognise
 from ..checkpoints.net import net_of
 from ..forecast.choice import choose, forecast
 from ..forecast.cost import Degrees, Job
-from ..forecast.decoding import Decoder, decode_seconds
+from ..forecast.decoding import Work, choose_ranks, work_seconds
 from ..forecast.words import layout_words
 from ..host import measurements
-from ..parallel.vae import decode_rows
-from ..parallel.vae_memory import CONVOLUTIONS
+from ..parallel.vae_memory import work_of
 from ..partition import cut_patches
 from ..protocol.errors import ConfigError
 from ..protocol.messages import Layout, Stages
@@ -125,42 +122,19 @@ def print_decodes(machine, clients, options):
     print(f"\n{'decode':<30} {'measured':>9} {'forecast':>9} {'error':>7}")
     for size in options.pixels:
         latent = torch.randn(1, 4, size // 8, size // 8, generator=torch.Generator().manual_seed(0))
-        work, times = decoder_of(decoder, latent.shape), {count: [] for count in clients}
+        work, times = Work(**work_of(decoder, latent.shape)), {count: [] for count in (1, 2)}
         for _ in range(options.rounds + 1):
-            for count, client in clients.items():
+            for count in times:
                 started_s = time.perf_counter()
-                client.decode("bench", "float32", lambda: tensors, latent, (1, size, size, 3))
+                clients[2].decode("bench", "float32", lambda: tensors, latent, (1, size, size, 3), num_ranks=count)
                 times[count].append(time.perf_counter() - started_s)
         for count, measured in times.items():
-            forecast_s, measured_s = decode_seconds(work, machine, count), statistics.median(measured[1:])
+            forecast_s, measured_s = work_seconds(work, machine, count), statistics.median(measured[1:])
             errors.append(abs(forecast_s / measured_s - 1))
             print(f"  {f'{size} px, ' + ('one device' if count == 1 else f'VAE {count}'):<28} {measured_s:>7.2f} s {forecast_s:>7.2f} s "
                   f"{errors[-1]:>7.1%}")
+        medians = {count: statistics.median(measured[1:]) for count, measured in times.items()}
+        chosen = next(iter(choose_ranks(work, machine, 2)))
+        print(f"  {size} px: it would take {'one device' if chosen == 1 else f'VAE {chosen}'}, "
+              f"{medians[chosen] / min(medians.values()) - 1:.1%} behind the fastest")
     return errors
-
-
-class Moved(TorchDispatchMode):
-    """While active, counts what torch's operators read and write, and what convolutions of 3 x 3 would borrow."""
-
-    def __init__(self):
-        super().__init__()
-        self.moved_bytes = self.halo_bytes = self.exchanges = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        if torch.is_tensor(output):
-            if function.overloadpacket in CONVOLUTIONS:
-                self.exchanges += args[1].shape[-1] > 1
-                self.halo_bytes += (args[1].shape[-1] // 2) * args[0].nbytes // args[0].shape[-2]
-            elif not output._is_view():
-                self.exchanges += function.overloadpacket == torch.ops.aten.native_group_norm
-                self.moved_bytes += 2 * output.nbytes
-        return output
-
-
-def decoder_of(outline, shape):
-    """The Decoder of an autoencoder without bytes, for a latent of this shape."""
-    latent = torch.empty(shape, device="meta")
-    with FlopCounterMode(display=False) as flops, Moved() as moved:
-        decode_rows(outline, latent)
-    return Decoder(flops.get_total_flops(), moved.moved_bytes, moved.exchanges, moved.halo_bytes)

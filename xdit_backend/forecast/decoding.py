@@ -1,28 +1,40 @@
-"""Seconds of a decode by rows, from what one device would compute. Pure arithmetic. Used by benches."""
+"""Seconds of a decode or encode by rows, from what one device would compute, and how many devices should share it. Pure arithmetic."""
 
 from dataclasses import dataclass
 
+from .choice import WORTH, speeds_of
+
 
 @dataclass(frozen=True)
-class Decoder:
-    """A decode of one picture: operations, bytes that its smaller steps move, layers that ask other ranks for something, and the bytes of
-    the rows that they borrow, from one neighbour."""
+class Work:
+    """A decode or encode of one picture: operations, bytes that its smaller steps move, layers that ask other ranks for something, and the
+    bytes of the rows that they borrow, from one neighbour."""
 
     flops: float
     moved_bytes: float
-    exchanges: int
+    exchanges: float
     halo_bytes: float
 
 
-def decode_seconds(decoder, machine, ranks):
-    """Of the machine's first ranks, which have equal parts; all wait for the slowest. Rows at the edges are waited for."""
-    slowest = max(_compute_s(decoder, device) for device in machine.devices[:ranks])
+def work_seconds(work, machine, ranks):
+    """Of the machine's first ranks, which have rows by their speed; all wait for the last. Rows at the edges are waited for."""
+    devices, links = machine.devices[:ranks], machine.links
     if ranks == 1:
-        return slowest / machine.alone
-    neighbours, links = min(2, ranks - 1), machine.links
-    waits = decoder.exchanges * links.latency("hop", ranks) + neighbours * decoder.halo_bytes / links.rate("hop", ranks)
-    return slowest / ranks + waits
+        return _compute_s(work, devices[0]) / machine.alone
+    speeds = speeds_of(devices) or (1,) * ranks
+    last = max(_compute_s(work, device) * speed / sum(speeds) for device, speed in zip(devices, speeds))
+    launches = work.exchanges * max(device.collective_launch_s for device in devices)
+    return last + launches + work.exchanges * links.latency("hop", ranks) + min(2, ranks - 1) * work.halo_bytes / links.rate("hop", ranks)
 
 
-def _compute_s(decoder, device):
-    return decoder.flops / (device.convolution_flops_s or device.matrix_flops_s) + decoder.moved_bytes / device.memory_bytes_s
+def choose_ranks(work, machine, most):
+    """How many of the machine's first devices, `most` of them at the most, should share it: {ranks: seconds}, the best choice first.
+
+    Those that are nearly as fast as the fastest are there, the fewest first: more would not be worth it.
+    """
+    seconds = {ranks: work_seconds(work, machine, ranks) for ranks in range(1, most + 1)}
+    return {ranks: each for ranks, each in seconds.items() if each <= WORTH * min(seconds.values())}
+
+
+def _compute_s(work, device):
+    return work.flops / (device.convolution_flops_s or device.matrix_flops_s) + work.moved_bytes / device.memory_bytes_s

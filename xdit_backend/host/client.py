@@ -1,5 +1,6 @@
 """What the bridge asks of a worker group: predictions of a model and decoded pictures, as tensors in, tensors out."""
 
+import dataclasses
 import math
 import threading
 import time
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..forecast.decoding import Work
 from ..partition import last_stage_ranks
 from ..protocol import messages
 from ..protocol.errors import WorkerDiedError, XDiTError
@@ -372,19 +374,20 @@ class Client:
         if not self._runs:
             self._left.clear()
 
-    def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False, settings=None):
+    def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False, settings=None, num_ranks=0):
         """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].
 
         picture_shape: (B, H', W', 3) or (B, F', H', W', 3). weights() gives the VAE's tensors, and is called only when the
-        group does not hold the VAE `name`. measure_memory: last_numbers then has each rank's peak_bytes.
+        group does not hold the VAE `name`. measure_memory: last_numbers then has each rank's peak_bytes. num_ranks: the first
+        workers, which share it while the others rest; 0: all.
         """
         self.load_autoencoder(name, dtype, weights, settings)
-        return self._transform(messages.Decode, name, latent, picture_shape, measure_memory=measure_memory)
+        return self._transform(messages.Decode, name, latent, picture_shape, measure_memory=measure_memory, num_ranks=num_ranks)
 
-    def encode(self, name, dtype, weights, picture, latent_shape, settings=None):
+    def encode(self, name, dtype, weights, picture, latent_shape, settings=None, num_ranks=0):
         """Encode pictures (B, 3, H, W) or videos (B, 3, F, H, W) in [-1, 1] to latents of this shape, float32."""
         self.load_autoencoder(name, dtype, weights, settings)
-        return self._transform(messages.Encode, name, picture, latent_shape)
+        return self._transform(messages.Encode, name, picture, latent_shape, num_ranks=num_ranks)
 
     def load_autoencoder(self, name, dtype, weights, settings=None):
         """Make sure that every worker holds the VAE. weights() gives its tensors, where they do not.
@@ -414,10 +417,26 @@ class Client:
         self.last_numbers = {rank: reply.numbers for rank, reply in done.items()}
         return view
 
-    def estimate(self, name, shape, scale):
-        """Bytes that a rank needs, beside weights, to decode (scale 1) or encode a tensor of this shape with a VAE it holds."""
-        done = self._request(lambda request: messages.Estimate(request, name, tuple(shape), scale))
-        return int(max(reply.numbers["needed_bytes"] for reply in done.values()))
+    def estimate(self, name, shape, scale, num_ranks=0):
+        """Bytes that a rank needs, beside weights, to decode (scale 1) or encode a tensor of this shape with a VAE it holds.
+
+        num_ranks: as decode's.
+        """
+        return int(self._estimate(name, shape, scale, num_ranks)["needed_bytes"])
+
+    def work_of(self, name, shape, scale):
+        """The Work of one item of a batch of this shape, to be decoded (scale 1) or encoded with a VAE that the workers hold."""
+        numbers = self._estimate(name, shape, scale, with_work=True)
+        return Work(**{field.name: numbers[field.name] for field in dataclasses.fields(Work)})
+
+    def is_roomy(self, name, shape, scale, num_ranks):
+        """Have the first num_ranks workers so much memory free that they would compute convolutions all at once?"""
+        free = [numbers["free_bytes"] for rank, numbers in self.report_memory().items() if rank < num_ranks]
+        return self._estimate(name, shape, scale, num_ranks)["roomy_bytes"] <= min(free)
+
+    def _estimate(self, name, shape, scale, num_ranks=0, with_work=False):
+        done = self._request(lambda request: messages.Estimate(request, name, tuple(shape), scale, num_ranks, with_work))
+        return done[0].numbers
 
     def report_memory(self):
         """{rank: measurements}, see Engine."""

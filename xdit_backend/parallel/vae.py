@@ -4,6 +4,7 @@ The worker calls decode_rows and encode_rows. diffusers' autoencoders run unmodi
 torch.nn.functional work on rows and fetch from the other ranks what a row needs of them (rows.py).
 """
 
+import copy
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +48,18 @@ class Ranks:
     @property
     def count(self):
         return len(self._all)
+
+    @property
+    def works(self):
+        """Is this process one of them?"""
+        return dist.get_rank() in self._all
+
+    def only(self, count):
+        """The first `count` of these, without the others. Every rank of the world calls it, in one order."""
+        self.first(count)
+        some = copy.copy(self)
+        some._all = self._all[:count]
+        return some
 
     def first(self, count):
         """The group of the first `count` ranks, on these, and None on the others. Every rank of the world calls it, in one order.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..host_memory import memory_room
 from ..partition import shard_sizes
@@ -73,6 +74,37 @@ class LiveBytes(TorchDispatchMode):
         self.largest_row_bytes = max(self.largest_row_bytes, (given_bytes + output_bytes) // output.shape[self.row_dim])
 
 
+class Moved(TorchDispatchMode):
+    """While active, counts what torch's operators read and write, and what convolutions of 3 x 3 would borrow."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved_bytes = self.halo_bytes = self.exchanges = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if torch.is_tensor(output):
+            if function.overloadpacket in CONVOLUTIONS:
+                self.exchanges += args[1].shape[-1] > 1
+                self.halo_bytes += (args[1].shape[-1] // 2) * args[0].nbytes // args[0].shape[-2]
+            elif not output._is_view():
+                self.exchanges += function.overloadpacket == torch.ops.aten.native_group_norm
+                self.moved_bytes += 2 * output.nbytes
+        return output
+
+
+def work_of(outline, shape, scale=1):
+    """What there is to do to decode (scale 1) or encode a tensor of this shape: {field of forecast.decoding.Work: number}."""
+    given = torch.empty(shape, dtype=outline.dtype, device="meta")
+    with FlopCounterMode(display=False) as flops, Moved() as moved:
+        if scale == 1:
+            decode_rows(outline, given)
+        else:
+            encode_rows(outline, given, scale)
+    return {"flops": float(flops.get_total_flops()), "moved_bytes": float(moved.moved_bytes), "exchanges": float(moved.exchanges),
+            "halo_bytes": float(moved.halo_bytes)}
+
+
 @dataclass(frozen=True)
 class Need:
     """What the busiest rank needs beside the weights."""
@@ -115,7 +147,7 @@ class RowPlanner:
     """Chooses, for one autoencoder, how decode_rows and encode_rows go about a size. Keeps what it has found for a size."""
 
     def __init__(self, vae):
-        self._outline, self._device, self._needs = outline_of(vae), vae.device, {}
+        self._outline, self._device, self._needs, self._work = outline_of(vae), vae.device, {}, {}
 
     def plan(self, shape, scale, ranks, free_bytes, speeds=()):
         """Choose the block_size of decode_rows (scale 1) or encode_rows; returns it, the number of convolutions to come, and the speeds by
@@ -126,7 +158,7 @@ class RowPlanner:
         when the busiest rank needs more than the fullest has; it names the number of devices that would do.
         """
         free_bytes = _least(free_bytes, ranks, self._device)
-        num_ranks = self._num_working(shape, scale, ranks.count)
+        num_ranks = self.num_working(shape, scale, ranks.count)
         speeds = speeds[:num_ranks]
         whole = self._need(shape, scale, num_ranks, True, speeds)
         if whole.peak_bytes * ROOMY <= free_bytes:
@@ -143,9 +175,21 @@ class RowPlanner:
 
     def least_bytes(self, shape, scale, num_ranks):
         """Bytes that the busiest of these ranks must have free to decode or encode a tensor of this shape: below, `plan` refuses."""
-        return int(self._need([1, *shape[1:]], scale, self._num_working(shape, scale, num_ranks)).peak_bytes * MARGIN)
+        return int(self._need([1, *shape[1:]], scale, self.num_working(shape, scale, num_ranks)).peak_bytes * MARGIN)
 
-    def _num_working(self, shape, scale, num_ranks):
+    def roomy_bytes(self, shape, scale, num_ranks):
+        """Bytes with which these ranks need not compute convolutions in blocks."""
+        return int(self._need([1, *shape[1:]], scale, self.num_working(shape, scale, num_ranks), True).peak_bytes * ROOMY)
+
+    def work(self, shape, scale):
+        """See work_of; of one item of a batch."""
+        shape = (1, *shape[1:])
+        if (shape, scale) not in self._work:
+            self._work[shape, scale] = work_of(self._outline, shape, scale)
+        return self._work[shape, scale]
+
+    def num_working(self, shape, scale, num_ranks):
+        """How many of these ranks have something to do."""
         return min(num_ranks, num_parts(shape, scale, split_dim(self._outline, shape, scale)))
 
     def _need(self, shape, scale, num_ranks, whole=False, speeds=()):

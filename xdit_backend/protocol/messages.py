@@ -222,12 +222,15 @@ class LoadAutoencoder:
 
 @dataclass(frozen=True, config=STRICT)
 class Estimate:
-    """Tell how much memory a rank needs to decode (scale 1) or encode a tensor of this shape: "needed_bytes" of the answer."""
+    """Tell how much memory a rank needs to decode (scale 1) or encode a tensor of this shape: "needed_bytes" of the answer, and
+    "roomy_bytes" to compute convolutions all at once. Where asked for, what there is to do, by the names of forecast.decoding.Work."""
 
     request: Natural
     autoencoder: str
     shape: tuple[Natural, ...]
     scale: Natural                 # see parallel.vae.encode_rows
+    num_ranks: Natural = 0         # the first ranks, which would share it; 0: all
+    with_work: bool = False
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -241,6 +244,7 @@ class Decode:
     picture: Segment
     measure_memory: bool = False   # count what lives, which takes time
     speeds: tuple[Speed, ...] = ()                          # of each rank, relative; (): alike
+    num_ranks: Natural = 0         # the first ranks, which share it; 0: all
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -252,6 +256,7 @@ class Encode:
     picture: Segment
     latent: Segment
     speeds: tuple[Speed, ...] = ()
+    num_ranks: Natural = 0
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -33,8 +33,11 @@ class Autoencoders:
             self._planners[spec.name] = RowPlanner(self._loaded[spec.name])
 
     def estimate(self, command, traffic):
-        """The least bytes that a decode or encode needs on this rank."""
-        return {"needed_bytes": self._planners[command.autoencoder].least_bytes(command.shape, command.scale, self._ranks.count)}
+        """The least bytes that a decode or encode needs on this rank, and more of it."""
+        planner, count = self._planners[command.autoencoder], command.num_ranks or self._ranks.count
+        return {"needed_bytes": planner.least_bytes(command.shape, command.scale, count),
+                "roomy_bytes": planner.roomy_bytes(command.shape, command.scale, count),
+                **(planner.work(command.shape, command.scale) if command.with_work else {})}
 
     def drop(self, name):
         self._loaded.pop(name, None)
@@ -48,12 +51,15 @@ class Autoencoders:
         """check: see _progress."""
         vae = self._loaded[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
-        block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1)
+        ranks = self._working(command, latent.shape, 1)
+        if not ranks.works:
+            return dict.fromkeys(("sent_bytes", "num_exchanges", "busy_s", "cpu_s", "peak_bytes"), 0)
+        block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1, ranks)
         live, started_s, started_cpu_s, start = LiveBytes(), time.perf_counter(), time.process_time(), self._clock.mark()
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps, check)
             with live if command.measure_memory else nullcontext():
-                share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), self._ranks, traffic,
+                share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), ranks, traffic,
                                     block_size, progress, speeds=speeds)
             if share is not None:
                 # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
@@ -67,10 +73,13 @@ class Autoencoders:
         vae = self._loaded[command.autoencoder]
         picture, latent = map_segment(command.picture), map_segment(command.latent)
         scale, start = picture.shape[-1] // latent.shape[-1], self._clock.mark()
-        block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale)
+        ranks = self._working(command, picture.shape, scale)
+        if not ranks.works:
+            return
+        block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale, ranks)
         for index in range(len(picture)):
             progress = self._progress("encoding", index, len(picture), num_steps, check)
-            share = encode_rows(vae, picture[index:index + 1], scale, self._ranks, traffic,
+            share = encode_rows(vae, picture[index:index + 1], scale, ranks, traffic,
                                 block_size=block_size, on_convolution=progress, speeds=speeds)
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
@@ -82,8 +91,13 @@ class Autoencoders:
         for pair in traffic.waits if self._device.type == "cpu" else ():
             self._timeline.add("exchange", *pair)
 
-    def _plan_rows(self, command, shape, scale):
-        return self._planners[command.autoencoder].plan(shape, scale, self._ranks, free_bytes(self._device), command.speeds)
+    def _working(self, command, shape, scale):
+        """The Ranks that a command asks for, as many of them as have something to do. Every rank calls it."""
+        asked = command.num_ranks or self._ranks.count
+        return self._ranks.only(self._planners[command.autoencoder].num_working(shape, scale, asked))
+
+    def _plan_rows(self, command, shape, scale, ranks):
+        return self._planners[command.autoencoder].plan(shape, scale, ranks, free_bytes(self._device), command.speeds)
 
     def _progress(self, text, index, count, num_steps, check):
         """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth.
