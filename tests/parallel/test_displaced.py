@@ -17,7 +17,7 @@ from tests.tolerances import InDouble, within
 from xdit_backend.checkpoints.net import told_bytes
 from xdit_backend.config import DISPLACED_MODES
 from xdit_backend.parallel.collectives import Traffic, all_gather
-from xdit_backend.parallel.displaced import MODES, StaleSplit, corrected_moments, image_moments
+from xdit_backend.parallel.displaced import MODES, StaleSplit, corrected_moments, correction_of, image_moments
 from xdit_backend.parallel.exchange import Exchange, fill_buckets
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import build_mesh, paced
@@ -292,7 +292,9 @@ def own_keys_stale():
 
 
 def no_correction():
-    displaced.corrected_moments = lambda fresh, stale, before: corrected_moments(before, stale, before)
+    """Of the mean."""
+    displaced.corrected_moments = lambda fresh, difference, mean_before, offset: corrected_moments(
+        torch.stack([mean_before, fresh[1]]), difference, mean_before, offset)
 
 
 def bessel_factor():
@@ -345,9 +347,9 @@ def test_all_moments_fresh_are_torchs_and_far_from_zero_nothing_cancels():
     parts, shares = [x[:, :, :7], x[:, :, 7:]], torch.tensor([0.7, 0.3], dtype=torch.float64)
     known = torch.stack([torch.stack([part.reshape(2, 4, -1).mean(-1), part.reshape(2, 4, -1).var(-1, correction=0)]) for part in parts])
 
-    mean, variance = corrected_moments(known[0], image_moments(known, shares), known[0])
-    stale = image_moments(known.float(), shares.float())
-    _, single = corrected_moments(known[0].float(), stale, known[0].float())
+    mean, variance = corrected_moments(known[0], *correction_of(image_moments(known, shares), known[0]))
+    single = known.float()
+    _, single = corrected_moments(single[0], *correction_of(image_moments(single, shares.float()), single[0]))
 
     whole = x.reshape(2, 4, -1)
     within((mean - whole.mean(-1)).abs().max(), 1e-10)
@@ -364,7 +366,7 @@ def test_corrected_moments_are_the_papers():
     square = (shares[:, None, None] * squares).sum(0) + (fresh[1] + fresh[0] ** 2) - squares[1]
     variance = square - mean ** 2
 
-    result = corrected_moments(fresh, image_moments(known, shares), known[1])
+    result = corrected_moments(fresh, *correction_of(image_moments(known, shares), known[1]))
 
     within((result[0] - mean).abs().max(), 1e-12)
     within((result[1] - torch.where(variance < 0, fresh[1], variance)).abs().max(), 1e-12)
@@ -375,7 +377,7 @@ def test_a_negative_variance_is_replaced_by_the_ranks_own():
     known = torch.tensor([[[[0.0]], [[0.01]]], [[[0.0]], [[1.0]]]])
 
     stale = image_moments(known, torch.tensor([0.5, 0.5]))
-    _, variance = corrected_moments(torch.tensor([[[0.0]], [[0.1]]]), stale, known[1])
+    _, variance = corrected_moments(torch.tensor([[[0.0]], [[0.1]]]), *correction_of(stale, known[1]))
 
     assert variance.item() == pytest.approx(0.1)
 

@@ -92,21 +92,21 @@ class StaleSplit(RowSplit):
         if exchange.norms in ("corrected", "stale"):
             known = exchange.share(self.key, fresh, [fresh.shape] * exchange.num_ranks)
             if exchange.norms == "corrected" and exchange.is_stale:
-                return corrected_moments(fresh, *self._stale_moments(fresh))
+                return corrected_moments(fresh, *self._correction(fresh))
             known[self.rank] = fresh
         else:
             known = exchange.gather(fresh)
         return image_moments(torch.stack(list(known)), self.shares(fresh)).unbind()
 
-    def _stale_moments(self, like):
-        """What corrected_moments is given, found at once for all norms that arrive together: many small steps would cost more."""
+    def _correction(self, like):
+        """See correction_of; found at once for all norms that arrive together: many small steps would cost more."""
         exchange = self.exchange
         if self.key not in exchange.derived:
             alike = exchange.alike(self.key)
             known = torch.stack([part for parts in alike.values() for part in parts]).view(len(alike), -1, *like.shape)
             shares = torch.stack([exchange.layers[key].shares(like) for key in alike])
-            own = known[:, self.rank]
-            exchange.derived.update(zip(alike, zip(image_moments(known.movedim(1, 0), shares.T).movedim(1, 0), own)))
+            found = correction_of(image_moments(known.movedim(1, 0), shares.T).movedim(1, 0), known[:, self.rank])
+            exchange.derived.update(zip(alike, zip(*found)))
         return exchange.derived[self.key]
 
 
@@ -122,18 +122,27 @@ def image_moments(known, shares):
     return torch.stack([mean, (weights * torch.addcmul(variances, spread, spread)).sum(0)])
 
 
-def corrected_moments(fresh, stale, before):
+def correction_of(stale, before):
+    """What corrected_moments is given beside what is fresh.
+
+    stale, before: (..., 2, B, G), mean and variance of the image, and of this rank's rows, in the last call.
+    """
+    difference = stale - before
+    return difference, before[..., 0, :, :], -difference[..., 0, :, :]
+
+
+def corrected_moments(fresh, difference, mean_before, offset):
     """Mean and biased variance of the whole image, each (B, G), with what has changed of this rank's rows.
 
-    fresh, before: (2, B, G), mean and variance of this rank's rows, of now and of the last call. stale: of the image in the last call.
+    fresh: (2, B, G), mean and variance of this rank's rows now. The others: of correction_of.
     The paper (section 4.3) adds this rank's change of E[x] and of E[x^2] to the stale ones of the image. Here without taking
     one large number from another: with stale E, V of the image and m, v of this rank's rows,
     V + v' - v + 2 (m' - m) (m - E). Where that is negative, the rank's own v' stands.
     """
-    change, offset = fresh - before, before[0] - stale[0]
-    mean, variance = (stale + change).unbind()
-    variance = torch.addcmul(variance, change[0], offset, value=2)
-    return mean, torch.where(variance < 0, fresh[1], variance)
+    own_mean, own_variance = fresh.unbind()
+    mean, variance = (fresh + difference).unbind()
+    variance = torch.addcmul(variance, own_mean - mean_before, offset, value=2)
+    return mean, torch.where(variance < 0, own_variance, variance)
 
 
 def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, mask=None):
