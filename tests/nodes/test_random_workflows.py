@@ -24,8 +24,10 @@ def test_workflows_drawn_at_random_equal_native(comfyui, runner, layout):
     number, words = 1000 * [*LAYOUTS, *STALE].index(layout), []
     while words.count("equal") < NUM_WORKFLOWS:
         drawn = draw(comfyui, number, [layout], KINDS)
+        number += 1
+        if "Adaptative" in str(drawn["sampler node"]):         # hundreds of calls, and has tests of its own
+            continue
         word, text = runner.outcome(drawn)
         assert word not in FAULTS, f"{word} ({text}): {drawn}"
         words.append(word)
-        number += 1
         assert len(words) < 10 * NUM_WORKFLOWS, words
