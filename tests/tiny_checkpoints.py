@@ -35,6 +35,12 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
                 "in_channels": 17, "rope_t_extrapolation_ratio": 5 / 6, **dict.fromkeys(
                     ("rope_h_extrapolation_ratio", "rope_w_extrapolation_ratio"), 2.0)}),
             "ltx-video-causal": ("ltx-video", {"causal_temporal_positioning": True}),
+            "ltx-2.3": ("ltx-2", {"apply_gated_attention": True, "cross_attention_adaln": True, "caption_proj_before_connector": True,
+                                  "caption_projection_first_linear": False, "connector_attention_head_dim": 8,
+                                  "connector_num_attention_heads": 32, "audio_connector_attention_head_dim": 4,
+                                  "audio_connector_num_attention_heads": 32}),
+            "ltx-2-plain": ("ltx-2", {"rope_type": "interleaved", "frequencies_precision": "float32", "use_middle_indices_grid": False,
+                                      "causal_temporal_positioning": False, "av_ca_timestep_scale_multiplier": 1.0}),
             "wan-i2v": ("wan", {"model_type": "i2v", "in_dim": 36}), "wan22-i2v": ("wan", {"in_dim": 36}),
             "wan-flf": ("wan", {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 8}),
             "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}), "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48}),
@@ -42,7 +48,7 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
             "sdxl-inpaint": ("sdxl", {"in_channels": 9}), "sdxl-refiner": ("sdxl", REFINER)}
 # where another class of comfy.supported_models detects a variant
 DETECTED = {"sdxl-refiner": "SDXLRefiner", "sd15-ip2p": "SD15_instructpix2pix", "cosmos-predict2-video": "CosmosI2VPredict2"}
-SAID = ("ltx-video-causal",)                # how these differ, the file says in its metadata
+SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3")                # what these are, the file says in its metadata
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
 AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox", "vae-ltx",
@@ -257,9 +263,15 @@ def save(kind, path, size="test", prefix="", dtype=None, encoder=False, position
         tensors |= {f"first_stage_model.{name}": tensor for name, tensor in state_dict(vae, encoder=True).items()}
         tensors["cond_stage_model.text_model.encoder.layers.0.mlp.fc1.weight"] = torch.ones(4, 4)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    said = {"vae": VAE_CONFIGS[kind]} if kind in VAE_CONFIGS else {"transformer": VARIANTS[kind][1]} if kind in SAID else None
+    said = {"vae": VAE_CONFIGS[kind]} if kind in VAE_CONFIGS else {"transformer": said_of(kind)} if kind in SAID else None
     config = {} if said is None else {"config": json.dumps(said)}
     save_file(tensors, str(path), metadata={"format": "pt", **config})
+
+
+def said_of(kind):
+    """What a file's metadata says of its transformer: of LTX-2 all, of others how they differ."""
+    base, changed = VARIANTS.get(kind, (kind, {}))
+    return (families()[kind].tiny.arguments if base == "ltx-2" else {}) | changed
 
 
 def save_scaled(path, source, marks="comfy_quant", per_row=False):

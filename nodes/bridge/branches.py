@@ -35,9 +35,10 @@ class Question:
 
         def half(part):
             cut = lambda tensor: tensor[part] if tensor.shape[0] == batch else tensor  # noqa: E731
-            conditioning = {name: cut(tensor) for name, tensor in call.conditioning.items()}
+            conditioning, beside = ({name: cut(tensor) for name, tensor in given.items()} for given in (call.conditioning, call.beside))
             return Call(call.latent[part], call.timestep[part], conditioning, control=call.cut_control(cut), operations=call.operations,
-                        scores=None if call.scores is None else call.scores[:, part])
+                        scores=None if call.scores is None else call.scores[:, part], beside=beside,
+                        parts={name: tensor[part] for name, tensor in call.parts.items()})
         return [half(part) for part in parts]
 
 

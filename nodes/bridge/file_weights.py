@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from ...xdit_backend.checkpoints.gguf import read_tensors
 from ...xdit_backend.checkpoints.header import read_header
 from ...xdit_backend.checkpoints.transformer import read_file, read_plain
-from ...xdit_backend.protocol.errors import UnsupportedError
+from ...xdit_backend.protocol.errors import CheckpointError, UnsupportedError
 from .folders import under_comfyui_names
 
 
@@ -51,6 +51,34 @@ def read_values(header, names):
             there = {key.removeprefix(header.prefix): key for key in file.keys()}  # noqa: SIM118
             found |= {name: file.get_tensor(there[name]) for name in names if name in there}
     return found
+
+
+def prepare_text(base_model, header, prefixes, context, **options):
+    """What ComfyUI's own preprocess_text_embeds makes of a text, with the weights that it needs, which are here for the time of the call.
+
+    base_model: of a shell. prefixes: what the names of those weights begin with. context: (B, T, C). Raises CheckpointError where the
+    file lacks them.
+    """
+    net, patcher = base_model.diffusion_model, base_model.current_patcher
+    weights = read_plain(header, read_file(header, lambda name: name.startswith(prefixes)))
+    weights = {name: patcher.patched_weight(f"diffusion_model.{name}", weight).to(context)
+               for name, weight in weights.items() if name.startswith(prefixes)}
+    try:
+        return torch.func.functional_call(_Preparing(net), {f"net.{name}": weight for name, weight in weights.items()}, (context,), options)
+    except UnsupportedError as error:                          # a weight that is not here was asked for more than its shape
+        raise CheckpointError(f"{os.path.basename(header.path)} lacks weights of {' and '.join(prefixes)} with which ComfyUI prepares this "
+                              f"text. Use the publisher's whole file, or a text encoder that prepares it.") from error
+
+
+class _Preparing(torch.nn.Module):
+    """A model whose forward is ComfyUI's preprocess_text_embeds: for torch.func.functional_call."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, context, **options):
+        return type(self.net).preprocess_text_embeds(self.net, context, **options)
 
 
 def places(path, base_model):

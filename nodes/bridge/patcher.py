@@ -59,7 +59,11 @@ class ShellPatcher(RemotePatcher):
                 for name, tensor in self.model_state_dict(filter_prefix).items()}
 
     def patch_weight_to_device(self, key, device_to=None, inplace_update=False, return_weight=False, force_cast=False):
-        return self._patched(key, self.model_state_dict()[key], self.patches).to(device_to or "cpu")
+        return self.patched_weight(key, self.model_state_dict()[key]).to(device_to or "cpu")
+
+    def patched_weight(self, key, weight):
+        """A weight of the file with what nodes have patched it with."""
+        return self._patched(key, weight, self.patches)
 
     def _patched(self, key, weight, patches):
         dtype = comfy.utils.get_attr(self.model, key).dtype

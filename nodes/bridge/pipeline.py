@@ -10,7 +10,7 @@ import torch
 
 from comfy.patcher_extension import WrappersMP
 
-from ...xdit_backend.partition import cut_patches, num_tokens
+from ...xdit_backend.partition import cut_patches, num_tokens, opens_step
 from ...xdit_backend.planner import branches_together, choose_num_patches, describe_layout, warmup_layout
 from .operations import compares_branches
 from .staleness import Staleness
@@ -76,6 +76,8 @@ def why_drained(sampler, conds, base_model, model_options):
     for key, text in GUIDANCE.items():
         if model_options.get(key):
             return text
+    if base_model.remote.family.parts:
+        return "a latent of several parts, which ComfyUI hands to the sampler as one row of numbers"
     function = getattr(sampler, "sampler_function", None)
     if function is None or not function.__module__.startswith("comfy.") or function.__name__ not in ELEMENTWISE:
         return "a sampler that is not known to work on each piece alone"
@@ -222,4 +224,5 @@ class PipelineRun:
         def cut(added_BTC):
             a_row = added_BTC.shape[1] // num_rows
             return added_BTC.narrow(1, patch.start // size * a_row, -(-rows // size) * a_row)
-        return dataclasses.replace(request, latent=request.latent.narrow(self.dim, patch.start, rows), control=request.cut_control(cut))
+        return dataclasses.replace(request, latent=request.latent.narrow(self.dim, patch.start, rows), control=request.cut_control(cut),
+                                   parts=request.parts if opens_step(patch) else {})

@@ -97,8 +97,10 @@ class RemoteModel:
 
     def memory_required(self, of_one_device, input_shape, cond_shapes={}):
         """ComfyUI's question to a BaseModel: bytes that a run takes beside weights; here on load_device. of_one_device: its own answer."""
-        branches = 2 - input_shape[0] % 2
-        job = Job(self.family.latent.num_tokens(input_shape), 0, USUAL_JOB.steps, branches, images=max(1, input_shape[0] // branches))
+        branches, whole = 2 - input_shape[0] % 2, input_shape
+        if len(whole) == 3:                                    # of several parts, packed into one row of numbers
+            whole = (whole[0], self._taken_channels, 1, 1, -(-whole[2] // self._taken_channels))
+        job = Job(self.family.latent.num_tokens(whole), 0, USUAL_JOB.steps, branches, images=max(1, input_shape[0] // branches))
         plan, stages = self._plan(job, may_measure=False), self.spec.stages
         degrees = degrees_of(self._layout(2) if plan is None else plan.layout, self.config, stages)
         activations = of_one_device(input_shape, cond_shapes=cond_shapes) * working_share(job, degrees, branches_apart=True)
@@ -190,37 +192,45 @@ class RemoteModel:
             GROUPS.runs.collect(client, lambda since_s: client.catch_up(PATIENCE_S, since_s))
 
     def forward(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
-        """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32.
+        """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32. Of a latent of several parts, a
+        list of them, and a timestep for each.
 
         Wrappers of the diffusion model are called where ComfyUI's own model of the family calls them.
         """
-        if not torch.is_tensor(timestep) or not torch.is_tensor(context):
+        in_parts = self.family.parts and isinstance(x, list) and isinstance(timestep, tuple)
+        if not (in_parts or torch.is_tensor(timestep)) or not torch.is_tensor(context):
             raise ConfigError(f"A node calls this MODEL in a way of its own, and {self.family.name} takes a latent, a timestep and "
                               f"conditioning. Use a sampler node, or the kind of model that the node is for.")
         refuse_call(self.family, transformer_options, {"context": context, **extra})
         net = self.modules[""][0]
-        calls_wrappers = self.family.sampled or WrapperExecutor.__name__ in type(net).forward.__code__.co_names
+        calls_wrappers = self.family.sampled or any(
+            WrapperExecutor.__name__ in vars(class_)["forward"].__code__.co_names for class_ in type(net).__mro__ if "forward" in vars(class_))
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options) if calls_wrappers else []
         return WrapperExecutor.new_class_executor(self._answer, net, wrappers).execute(
             x, timestep, context=context, control=control, transformer_options=transformer_options, **extra)
 
     def _answer(self, x, timestep, context, transformer_options, control=None, **extra):
         from . import branches
-        schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas", timestep)
+        schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas")
+        beside, parts = {}, {}
+        if self.family.parts and isinstance(x, list):
+            parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.parts, x[1:])}
+            x, timestep, beside = self.family.parted(x, timestep, self._transformer_config)
+        sigmas = timestep if sigmas is None else sigmas
         self._refuse_changed_modules(schedule, sigmas)
         self.check_latent(x, self._taken_channels)
         asked = self.family, self._transformer_config, transformer_options
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
                     control=places_of(self.family, self._transformer_config, control, x.shape), operations=operations_of(*asked),
-                    scores=scores and scores.room, guided=guided_of(self.family, transformer_options))
+                    scores=scores and scores.room, guided=guided_of(self.family, transformer_options), beside=beside, parts=parts)
         self.check_conditioning(call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
         prediction = branches.ask(branches.Question(self, call, schedule, sigmas, num_branches, transformer_options.get(WHOLE),
                                                     transformer_options.get(DRAINED))).to(x.device)
         if scores is not None:
             scores.tell(x.device)
-        return prediction
+        return [prediction, *(part.to(x.device) for part in parts.values())] if parts else prediction
 
     def runs_branches_apart(self):
         """Are two branches two calls for the workers, and not one of twice the batch?"""

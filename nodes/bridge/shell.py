@@ -26,7 +26,7 @@ from ...xdit_backend.protocol.errors import CheckpointError, ConfigError, Unsupp
 from ...xdit_backend.protocol.segments import dtype_name
 from . import wrappers
 from .carried import hold_elsewhere, remember_modules
-from .file_weights import read_values
+from .file_weights import prepare_text, read_values
 from .folders import refuse_unlike, under_comfyui_names
 from .groups import GROUPS, check_packages, devices_of, load_device_of, memory_of
 from .own_model import OwnConfig
@@ -90,6 +90,8 @@ def load_shell(path, weight_dtype, config):
     weight_bytes = held_bytes(model, family, spec, splits)
     module, itself = base_model.diffusion_model, weakref.proxy(base_model)     # no circle: it ends with its MODEL
     hold_elsewhere(module, lambda name: itself.current_patcher.patch_weight_to_device(f"diffusion_model.{name}"))
+    if hasattr(module, "preprocess_text_embeds"):
+        module.preprocess_text_embeds = functools.partial(prepare_text, itself, header, family.prepares)
     modules = {}
     remote = RemoteModel(spec, family, transformer_config, base_model.latent_format, config, devices, modules, load_device, weight_bytes,
                          net, device_bytes, functools.partial(told_bytes, model) if family.by_rows else None)

@@ -27,15 +27,19 @@ class Example:
 
     def run(self):
         """The model's own prediction, like the latent."""
-        inputs = self.family.inputs(self.latent, self.timestep, self.conditioning, self.config)
-        return self.family.prediction(self.model(**inputs, return_dict=False)[0], self.latent)
+        return self.run_parts()[0]
+
+    def run_parts(self):
+        """The same, of each part of the latent."""
+        output = self.model(**self.family.inputs(self.latent, self.timestep, self.conditioning, self.config), return_dict=False)[0]
+        return [self.family.prediction(output, self.latent), *self.family.part_predictions(output).values()]
 
 
 # All, but for those that need a newer diffusers than is installed.
 CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
            if not family.by_rows and not any(refusal.__name__ == "older_diffusers" and refusal({}) for refusal in family.refusals)}
-# Of them, those that a folder has whole: Anima's text is prepared by a part that has a folder of its own there.
-FOLDERS = [name for name in CONFIGS if name != "Anima"]
+# Of them, those that a folder has whole: the text of the others is prepared by a part that has a folder of its own there.
+FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2")]
 # Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these with no more.
 BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
@@ -46,7 +50,8 @@ UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family
 VISION_TOKENS = 5
 # families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a given frame
 APART = {"Wan": lambda family, shape: shape[2], "Cosmos-Predict2": lambda family, shape: shape[2],
-         "LTX-Video": lambda family, shape: family.latent.num_tokens(shape), "HunyuanVideo": None}
+         "LTX-Video": lambda family, shape: family.latent.num_tokens(shape),
+         "LTX-2": lambda family, shape: family.latent.num_tokens(shape), "HunyuanVideo": None}
 
 
 def matrix(names, layouts, one, family=lambda name: name):
@@ -55,7 +60,7 @@ def matrix(names, layouts, one, family=lambda name: name):
 
 
 def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, batch=1, frames=None, masked=False,
-            apart=False, references=(), method=None):
+            apart=False, references=(), method=None, audio=5):
     """A model with seeded weights; rows x columns are latent pixels. The same on every rank. masked: some text is not attended to.
     apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how they are
     placed.
@@ -82,8 +87,17 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
         conditioning["guiding_frame_index"] = torch.zeros(batch)
     elif apart:
         times = torch.rand(batch, APART[name](family, latent.shape), generator=generator).to(dtype)
+    if family.parts:
+        conditioning |= sound(config, generator, audio, batch, times, apart)
     return Example(model, family, config, latent, times, times * 0.7 * family.time_scale, {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in conditioning.items()})
+
+
+def sound(config, generator, length, batch, times, apart=False):
+    """What a call of a model of video and sound has beside the video, as it reaches the workers."""
+    audio = torch.randn(batch, config["audio_in_channels"] // 16, length, 16, generator=generator)
+    audio_times = torch.rand(batch, length, 1, generator=generator) if apart else torch.full((batch,), 0.6)
+    return ({"audio": audio} if length else {}) | {"audio_times": audio_times, "most_times": torch.tensor([[0.7, 0.65]])}
 
 
 def _wake(model):

@@ -15,8 +15,15 @@ from xdit_backend.checkpoints.header import read_header
 from xdit_backend.worker.memory import return_freed_memory
 
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16), "pixart": (34, 36),
-                "pixart-alpha": (34, 36), "flux2": (8, 10), "ltx-video": (8, 9), "ltx-video-causal": (8, 9)}
+                "pixart-alpha": (34, 36), "flux2": (8, 10), "ltx-video": (8, 9), "ltx-video-causal": (8, 9),
+                **dict.fromkeys(("ltx-2", "ltx-2-plain", "ltx-2.3"), (4, 5))}
 DEGREES = ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses", "tensor")
+
+
+def in_parts(*parts):
+    """A latent of several parts, as ComfyUI's nodes make it."""
+    from comfy.nested_tensor import NestedTensor
+    return NestedTensor(parts)
 
 
 class ComfyUI:
@@ -94,14 +101,18 @@ class ComfyUI:
                         "attention_mask_mt5xl": made["text_embedding_mask_t5"]}
         if "y" in families()[kind].ignored:                    # which ComfyUI asks for, and its model leaves out
             options["pooled_output"] = torch.zeros(1, 8)
+        if kind.startswith("ltx-2"):                           # as its text encoder gives it, for ComfyUI to prepare
+            made["context"] = made["context"].chunk(2, -1)[0] if kind != "ltx-2.3" else made["context"]
+            options["unprocessed_ltxav_embeds"] = True
         if families()[kind].name in ("LTX-Video", "Mochi"):    # their text encoders say which tokens are real
             options["attention_mask"] = (torch.arange(tokens) < 13 - 3 * seed % 7)[None].long()
         return [[made["context"], options]]
 
-    def latent(self, kind, batch=1, size=None):
+    def latent(self, kind, batch=1, size=None, audio=7):
         family, size = families()[kind], size or LATENT_SIZES.get(kind, (16, 18))
         frames = (family.tiny.frames,) if len(family.latent.patch) == 3 else ()
-        return {"samples": torch.zeros(batch, family.num_channels(self.transformer_config(kind)), *frames, *size)}
+        video = torch.zeros(batch, family.num_channels(self.transformer_config(kind)), *frames, *size)
+        return {"samples": in_parts(video, torch.zeros(batch, 8, audio, 16)) if family.parts else video}
 
     def unload_all(self):
         """Have ComfyUI unload its models. It forgets those that are gone first: its own loop over them fails at one that it still lists."""

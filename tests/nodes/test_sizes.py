@@ -67,12 +67,17 @@ def inputs(comfyui, kind, size, batch):
     channels = family.taken_channels(comfyui.transformer_config(kind))
     x = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(5))
     given = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator().manual_seed(6), {"context": 20}, batch, size)
-    given = as_comfyui(given) | ({"attention_mask": None} if family.name == "LTX-Video" else {})
+    given = as_comfyui(given) | ({"attention_mask": None} if family.name.startswith("LTX") else {})
     if "num_tokens" in (*family.ignored, *family.conditioning):
         given["num_tokens"] = 20
     if family.name == "Mochi":                                 # whose module asks for it
         given["attention_mask"] = torch.ones(batch, 20, dtype=torch.long)
-    return x, torch.tensor([0.9, 0.3])[:batch] * family.time_scale, given
+    times = torch.tensor([0.9, 0.3])[:batch] * family.time_scale
+    if family.parts:                                           # without sound, and with some of every length
+        length = 3 * size[0] - 3
+        x = [x, *([torch.randn(batch, 8, length, 16, generator=torch.Generator().manual_seed(8))] if length else [])]
+        times = times, 0.8 * times
+    return x, times, given
 
 
 def check(comfyui, kind, layout, positions, sizes):

@@ -22,10 +22,11 @@ class StaleModel:
     def __init__(self, example, forecast=0.0, order=1):
         self.example, self.forecast, self.order = example, forecast, order
         self.store, self.times, self.past = {}, {}, {}         # past: of each attention, [(time, keys, values)] of whole calls
-        self.streams = None                                    # of the self-attention that runs
+        self.streams = None                                    # of the keys of the attention that runs
         for list_ in example.family.plan.lists:
+            read = list_.attention | {name: streams for name, (_, streams) in example.family.plan.across.items()}
             for block in example.model.get_submodule(list_.name):
-                for name, streams in list_.attention.items():
+                for name, streams in read.items():
                     module = functools.reduce(lambda parent, part: getattr(parent, part, None), name.split("."), block)
                     if module is not None:
                         module.register_forward_pre_hook(functools.partial(self._enter, streams))
@@ -71,10 +72,11 @@ class StaleModel:
             if self.streams is None:
                 return plain(query, key, value, *args, **kwargs)                   # over text alone, or cross-attention
             assert key.shape[2] == sum(counts[stream] for stream in self.streams)
-            offset = sum(counts[stream] for stream in self.streams[:self.streams.index("image")])
             fresh = torch.full((key.shape[2],), first == 0)                        # text and the like come with the first patch
-            fresh[offset:offset + num_image] = False
-            fresh[offset + first:offset + last] = True
+            if "image" in self.streams:
+                offset = sum(counts[stream] for stream in self.streams[:self.streams.index("image")])
+                fresh[offset:offset + num_image] = False
+                fresh[offset + first:offset + last] = True
             name = next(calls)
             if first == 0:
                 if self.forecast and name in self.store:

@@ -47,13 +47,13 @@ def difference(rank, world_size, name, layout, shapes, mutant=None, speeds=()):
     model, results = None, []
     for shape in shapes:
         one = example(name, **shape)
-        want = one.run()
+        want = one.run_parts()
         if model is None:
             model = one.model
             hooks = Hooks(model, one.family.plan)
         one.model = model
         with hooks.serving(whole(mesh, one, hooks)):
-            results.append((one.run() - want).abs().max().item())
+            results.append(max((part - wanted).abs().max().item() for part, wanted in zip(one.run_parts(), want, strict=True)))
     return results
 
 
@@ -111,6 +111,25 @@ def test_reference_latents_are_tokens_of_their_own(name, layout):
     results = run_ranks(difference, num_ranks(LAYOUTS[layout]), name, LAYOUTS[layout], REFERENCES)
 
     within(max(max(result) for result in results), EXACT)
+
+
+SOUNDS = [SHAPES["uneven"] | {"audio": length, "batch": 2} for length in (1, 3, 0, 9)]
+
+
+@pytest.mark.parametrize("layout", ["ring3", "ring2-ulysses2", pytest.param("ulysses4", marks=pytest.mark.slow)])
+def test_sound_of_any_length_is_a_stream_of_its_own(layout):
+    """Of fewer tokens than there are ranks, and none."""
+    results = run_ranks(difference, num_ranks(LAYOUTS[layout]), "LTX-2", LAYOUTS[layout], SOUNDS)
+
+    within(max(max(result) for result in results), EXACT)
+
+
+def streams_read_their_own_shard():
+    """What one stream reads of the other is the rank's own tokens alone."""
+    import xdit_backend.parallel.hooks as module
+    attention = usp.usp_attention
+    module.usp_attention = lambda q, k, v, sizes, mesh, plain, scale, traffic, mask, key_sizes: (
+        attention if key_sizes is None else lambda *_: plain(q, k, v, scale=scale))(q, k, v, sizes, mesh, plain, scale, traffic, mask)
 
 
 def own_keys_only():
@@ -180,7 +199,7 @@ def starts_of_like_ranks():
 
 
 MUTANTS = {function.__name__: function for function in (
-    masks_are_forgotten, mask_of_the_rank_before, marks_of_the_first_shard, references_of_the_first_shard,
+    masks_are_forgotten, mask_of_the_rank_before, marks_of_the_first_shard, references_of_the_first_shard, streams_read_their_own_shard,
     keys_of_another_group, text_after_the_image, own_keys_only, merge_by_mean,
     rotary_tables_of_the_first_shard, heads_back_in_reverse, starts_of_like_ranks)}
 
@@ -188,7 +207,7 @@ MUTANTS = {function.__name__: function for function in (
 @pytest.mark.parametrize("mutant, name, layout", [
     ("own_keys_only", "SD3", "ring2"), ("merge_by_mean", "PixArt-Sigma", "ring2"),
     ("masks_are_forgotten", "Qwen-Image", "ulysses2"), ("mask_of_the_rank_before", "Qwen-Image", "ring2"),
-    ("marks_of_the_first_shard", "HunyuanVideo", "ring2"), ("references_of_the_first_shard", "Flux.1", "ulysses2"),
+    ("marks_of_the_first_shard", "HunyuanVideo", "ring2"), ("streams_read_their_own_shard", "LTX-2", "ulysses2"), ("references_of_the_first_shard", "Flux.1", "ulysses2"),
     ("keys_of_another_group", "Lumina 2", "ulysses2"), ("text_after_the_image", "Lumina 2", "ring2"),
     ("rotary_tables_of_the_first_shard", "Flux.1", "ring2"), ("heads_back_in_reverse", "Wan", "ulysses2")])
 def test_exactness_notices_a_broken_method(mutant, name, layout):
@@ -245,9 +264,11 @@ def attention_calls(rank, world_size, name):
     return len(calls)
 
 
-@pytest.mark.parametrize("name, expected", [(name, {"SD3": 5, "Wan VACE": 6, "HunyuanDiT": 8}.get(name, 4)) for name in CONFIGS])
+@pytest.mark.parametrize("name, expected", [(name, {"SD3": 5, "Wan VACE": 6, "HunyuanDiT": 8, "LTX-2": 16}.get(name, 4)) for name in CONFIGS])
 def test_only_self_attention_is_replaced(name, expected):
-    """One a block; SD3's dual one, Wan VACE's two more blocks. Attention over text alone and cross-attention stay as they are."""
+    """One a block; SD3's dual one, Wan VACE's two more blocks; LTX-2's of sound, and two between it and the video. Attention over text alone
+    and cross-attention to it stay as they are.
+    """
     assert run_ranks(attention_calls, 2, name) == [expected, expected]
 
 

@@ -15,9 +15,10 @@ from ..protocol.errors import UnsupportedError
 # Linears of a block, by their paths in it. The outputs of "columns" are split, the inputs of "rows", whose results are added up; of
 # "gathered", which see no tokens but a time or a pooled text, the outputs are split and put together again, for their weights' sake.
 LAYERS = (
-    (r"^attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj)$|^attention\.to_[qkv]$|^\w+_attention\.to_(query|key|value)$",
+    (r"^\w*attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate_logits)$|^attention\.to_[qkv]$"
+     r"|^\w+_attention\.to_(query|key|value)$",
      "columns"),
-    (r"^attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^attention\.to_out\.0$|^\w+_attention\.out_layer$", "rows"),
+    (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^attention\.to_out\.0$|^\w+_attention\.out_layer$", "rows"),
     (r"^proj_mlp$|^\w+\.net\.0\.proj$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$|^feed_forward\.in_layer$",
      "columns"),
     (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$|^feed_forward\.out_layer$",

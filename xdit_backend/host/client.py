@@ -35,6 +35,8 @@ class Call:
     operations: dict[str, str] = field(default_factory=dict)               # what blocks do instead: messages.Branch
     scores: torch.Tensor | None = None     # to be filled, as Branch.scores
     guided: tuple[messages.Nag, ...] = ()  # what is done to attentions: messages.Branch
+    beside: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)           # predictions for the latent's other parts, to be filled
 
     @property
     def is_changed(self):
@@ -64,7 +66,7 @@ class Ticket:
     request: int
     predictions: tuple
     in_stages: bool
-    scores: tuple                          # [(what workers have written, Call.scores)]
+    told: tuple                            # [(what workers have written beside predictions, what of a Call is to be filled with it)]
 
 
 @dataclass(eq=False)
@@ -317,7 +319,7 @@ class Client:
         self.load_model(spec)
         group = self.group
         names = [call.name or self._name(call.conditioning, run) for call in calls]
-        branches, predictions, scores = [], [], []
+        branches, predictions, told = [], [], []
         with group.segments.removed_on_failure() as segments:
             def create(shape):
                 segment, view = group.segments.create(shape, torch.float32)
@@ -334,16 +336,19 @@ class Client:
                 added = {id(tensor): tensor for tensor in call.control.values()}       # some are for many places
                 added = {key: share(tensor) for key, tensor in added.items()}
                 control = {place: added[id(tensor)] for place, tensor in call.control.items()}
-                told = None
-                if call.scores is not None:
-                    told, written = create(call.scores.shape)
-                    scores.append((written, call.scores))
-                branches.append(messages.Branch(latent, timestep, name, prediction, control, call.operations, told, call.guided))
+                filled = {}
+                for key, tensor in (*call.parts.items(), ("scores", call.scores)):
+                    if tensor is not None:
+                        filled[key], written = create(tensor.shape)
+                        told.append((written, tensor))
+                scores, beside = filled.pop("scores", None), {key: share(tensor) for key, tensor in call.beside.items()}
+                branches.append(messages.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided,
+                                                beside, filled))
                 predictions.append(view)
         request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast,
                                                               speeds=self.speeds, **displaced),
                              segments, last_stage_ranks(layout, len(self.devices)), self.step)
-        return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(scores))
+        return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(told))
 
     def wait(self, tickets):
         """Wait for the first of these tickets, all of one run; returns (the ticket, its predictions). Raises as WorkerGroup.wait."""
@@ -354,7 +359,7 @@ class Client:
                 self.close()
             raise
         ticket = next(ticket for ticket in tickets if ticket.request == request)
-        for written, wanted in ticket.scores:
+        for written, wanted in ticket.told:
             wanted.copy_(written)
         return ticket, list(ticket.predictions)
 

@@ -12,22 +12,28 @@ LATENT, TABLE = Packed((1, 1, 1)), TokenArgument(1, ("image",))
 PIXELS, FRAME_RATE, NUM_HEADS = (8, 32, 32), 25.0, 32          # of a latent pixel; where no node says one; ComfyUI's
 
 
-def _coordinates(asked):
-    """(1, 3, T): second, row and column of each token in pixels of the video. A causal first frame is one pixel frame long."""
-    places = LATENT.positions(asked).T[None] * torch.tensor(PIXELS, device=asked.latent.device)[:, None]
+is_ltx = has("patchify_proj.weight", "adaln_single.emb.timestep_embedder.linear_1.bias", "transformer_blocks.0.attn2.to_k.weight")
+
+
+def bounds(asked):
+    """(1 or B, 3, T, 2): second, row and column at which each token begins and ends, in pixels of the video. A causal first frame is one
+    pixel frame long.
+    """
+    starts = LATENT.positions(asked).T[None]
+    places = torch.stack([starts, starts + 1], -1) * torch.tensor(PIXELS, device=asked.latent.device)[:, None, None]
     if asked.config["_causal_temporal_positioning"]:
         places[:, 0] = (places[:, 0] + 1 - PIXELS[0]).clamp(min=0)
     guides = asked.conditioning.get("keyframe_idxs")
-    if guides is not None:
+    if guides is not None:                                     # (B, 3, tokens of guides, 2), which are the last ones
         first, count, whole = token_rows(asked, LATENT)
-        starts = guides[..., 0].to(places.dtype)               # (B, 3, tokens of guides), which are the last ones
-        places = torch.cat([places.expand(len(starts), -1, -1)[:, :, :max(0, whole - starts.shape[2] - first)],
-                            starts[:, :, max(0, first - (whole - starts.shape[2])):]], 2)[:, :, :count]
+        guides = guides.to(places.dtype)
+        places = torch.cat([places.expand(len(guides), -1, -1, -1)[:, :, :max(0, whole - guides.shape[2] - first)],
+                            guides[:, :, max(0, first - (whole - guides.shape[2])):]], 2)[:, :, :count]
     rate = asked.conditioning.get("frame_rate", torch.tensor(FRAME_RATE)).flatten()[0].to(places)
     return torch.cat([places[:, :1] * (1.0 / rate), places[:, 1:]], 1)
 
 
-def _times(asked):
+def token_times(asked):
     """(B,), or (B, T) where tokens differ; a patch has its own tokens."""
     if asked.timestep.ndim == 1:
         return asked.timestep * 1000
@@ -35,7 +41,7 @@ def _times(asked):
     return asked.timestep[:, first:first + count] * 1000
 
 
-def _more_than_guides(arguments):
+def more_than_guides(arguments):
     """What ComfyUI's model does with guides, and diffusers' does not."""
     entries, mask = arguments.get("guide_attention_entries") or (), arguments.get("denoise_mask")
     if any(entry["strength"] != 1.0 or entry.get("pixel_mask") is not None for entry in entries):
@@ -49,10 +55,8 @@ def _more_than_guides(arguments):
 
 LTX = Family(
     name="LTX-Video", title="LTX-Video 0.9", transformer="LTXVideoTransformer3DModel",
-    recognise=has("patchify_proj.weight", "adaln_single.emb.timestep_embedder.linear_1.bias", "transformer_blocks.0.attn2.to_k.weight"),
-    refusals=(because("it makes sound as well (LTX-2), by attentions between video and sound that xDiT does not split",
-                      has("audio_adaln_single.linear.weight")),
-              because("it shifts its text by time (LTX-2)", has("prompt_adaln_single.linear.weight"))),
+    recognise=lambda shapes: is_ltx(shapes) and not has("audio_adaln_single.linear.weight")(shapes),
+    refusals=(because("it shifts its text by time (LTX-2 without sound)", has("prompt_adaln_single.linear.weight")),),
     config=config_of(
         in_channels=size("patchify_proj.weight", 1), out_channels=size("proj_out.weight", 0), num_attention_heads=NUM_HEADS,
         attention_head_dim=size("transformer_blocks.0.attn2.to_k.weight", 0, NUM_HEADS), num_layers=blocks("transformer_blocks."),
@@ -66,9 +70,9 @@ LTX = Family(
     convert=diffusers_converter("convert_ltx_transformer_checkpoint_to_diffusers"), latent=LATENT, time_scale=1.0,
     pixels=lambda config: PIXELS,
     conditioning={"context": "caption_channels", "attention_mask": None, "frame_rate": None, "keyframe_idxs": None},
-    ignored=("denoise_mask", "guide_attention_entries"), beyond=_more_than_guides,
-    arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": _times, "encoder_attention_mask": text_mask,
-               "video_coords": _coordinates},
+    ignored=("denoise_mask", "guide_attention_entries"), beyond=more_than_guides,
+    arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": token_times,
+               "encoder_attention_mask": text_mask, "video_coords": lambda asked: bounds(asked)[..., 0]},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", patched="double"),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TABLE, "temb": TABLE}, of_heads=("image_rotary_emb",),

@@ -59,6 +59,8 @@ class ModelPlan:
     that is only read by cross-attention is not a stream.
     attention: modules inside a block that mix tokens -> the streams they mix, in the order of their sequence. Those that are
     no block's hidden states, blocks get as one of their `tokens`.
+    across: modules inside a block in which tokens of some streams read those of others -> (the streams of its queries, those of its keys).
+    outputs: the streams that the forward makes its output of, after the last block.
     tokens: other block arguments with a token dim, such as rotary tables; a tuple where the argument is one.
     masks: block arguments that say which tokens may be attended to, (B, T) or (B, 1, 1, T) -> the streams of T, or () where
     they never mask any. A block gets None in their place; one that masks nothing costs nothing.
@@ -69,8 +71,9 @@ class ModelPlan:
     (of text only). PipeFusion evaluates them once a step or run, not for each patch; its weights are read as often.
     once_outside: such modules outside the blocks, e.g. what refines the text; for a ModuleList, its modules.
     beside: lists of blocks that no stream passes by itself, which tensor parallelism spreads like the others; unsplit: linears of
-    blocks, by their paths, that it leaves whole; of_heads: arguments of attentions whose last dim holds something for each head.
-    needs_text: blocks cannot do without text tokens: where there are none, they get one that nothing attends to.
+    blocks, by their paths, that it leaves whole; of_heads: arguments of attentions that hold something for each head: in their
+    last dim, or along dim 1 of four.
+    needs_text: blocks cannot do without tokens of streams beside the image's: where there are none, they get one that nothing attends to.
     heeds_output: ComfyUI's model lets nodes change what its self-attention gives (attn1_output_patch), of the tokens that are no text.
     skips(num_blocks): in U-shaped models, blocks that take a `skip` -> the earlier block whose output it is.
     outside: what names of tensors of blocks begin with that the forward uses outside of these too, so that every stage has them.
@@ -79,6 +82,8 @@ class ModelPlan:
     blocks: tuple[BlockList, ...]
     streams: dict[str, str | tuple[str, ...]]
     attention: dict[str, tuple[str, ...]]
+    across: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ("image",)
     tokens: dict[str, TokenArgument | tuple[TokenArgument, ...]] = field(default_factory=dict)
     masks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     exact: dict[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
@@ -177,6 +182,9 @@ class Family:
     conditioning: what is understood of ComfyUI's arguments to a diffusion model -> the argument of the diffusers class that says
     how wide it is (None: it has a shape of its own); ignored: what ComfyUI's model itself ignores too.
     choices: conditioning that is a word -> the words that are understood, and the word each comes to.
+    parts: of a model whose latents have several: what those after the first are called, as conditioning -> a function that takes the
+    forward's output of it back to the part. The forward's output is a tuple then. parted(latents, times, config): of ComfyUI's
+    call of such a model: (the first part, its timestep, {name: tensor of this call alone}).
     lengths: streams beside the image -> a function of the conditioning that says how many tokens. "text": those of its context.
     stream_widths: streams whose tokens are not as wide as the image's -> the argument of the diffusers class that says how wide.
     multiple: image tokens are padded to a multiple of this, by a stream "pad" after them.
@@ -223,6 +231,8 @@ class Family:
     prepares: tuple[str, ...] = ()
     settings: dict[str, tuple] = field(default_factory=dict)
     beyond: Callable = lambda arguments: None
+    parts: dict[str, Callable] = field(default_factory=dict)
+    parted: Callable | None = None
     num_heads: Callable = lambda config: config["num_attention_heads"]
     num_key_heads: Callable = lambda config: None
     width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
@@ -269,8 +279,12 @@ class Family:
 
     def prediction(self, output, latent):
         """The forward's output as the latent's rows and columns, in ComfyUI's sign."""
-        prediction = self.latent.unpack(output, latent)
+        prediction = self.latent.unpack(output[0] if self.parts else output, latent)
         return prediction if self.sign == 1 else prediction * self.sign
+
+    def part_predictions(self, output):
+        """The forward's output of the latent's parts after the first: {name: like the part}."""
+        return {name: unpack(tokens) * self.sign for (name, unpack), tokens in zip(self.parts.items(), output[1:])} if self.parts else {}
 
     def token_counts(self, shape, conditioning, patch=None):
         """Tokens of every stream: {"image": ..., "text": ...}. shape: of the latent or the patch; conditioning: of a whole forward."""

@@ -163,9 +163,9 @@ class RingExchange:
         self._received = self._sent.new_empty(receive_shape)
         traffic.count(self._sent.numel(), self._sent)
         self._traffic = traffic
-        self._work = dist.batch_isend_irecv([
-            dist.P2POp(dist.irecv, self._received, preceding, group=group),
-            dist.P2POp(dist.isend, self._sent, following, group=group)])
+        transfers = [dist.P2POp(how, piece, peer, group=group) for how, piece, peer in (
+            (dist.irecv, self._received, preceding), (dist.isend, self._sent, following)) if piece.numel()]
+        self._work = dist.batch_isend_irecv(transfers) if transfers else []
 
     def wait(self):
         with self._traffic.waiting(self._received):

@@ -145,20 +145,23 @@ def corrected_moments(fresh, difference, mean_before, offset):
     return mean, torch.where(variance < 0, own_variance, variance)
 
 
-def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, mask=None):
+def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, mask=None, key_sizes=None):
     """Attention of this rank's queries to keys and values of all ranks: of now within its own part, else as the exchange has them.
 
     Ulysses and Ring share out a rank's part of the tokens further; its keys and values are replicated along the ring axis, which
-    then tells all of them. sizes: T of every sequence rank. key: (block, name and number of the attention).
+    then tells all of them. sizes: T of every sequence rank; key_sizes: of keys and values, where they are others. key: (block, name and
+    number of the attention).
     attention(q, k, v, attn_mask): plain attention. mask: (B, 1, 1, T of all ranks). Returns like q.
     """
     mesh, traffic, exchange = context.mesh, context.traffic, context.exchange
     each, degree = len(sizes) // exchange.num_ranks, mesh.degrees["ulysses"]
-    parts = [sizes[rank * each:][:each] for rank in range(exchange.num_ranks)]
-    own = parts[exchange.rank]
-    region = own[mesh.ranks["ring"] * degree:][:degree]
+    if not any(sizes):
+        return q_BNTH
+    parts = [(key_sizes or sizes)[rank * each:][:each] for rank in range(exchange.num_ranks)]
+    own, start = parts[exchange.rank], mesh.ranks["ring"] * degree
+    region = sizes[exchange.rank * each + start:][:degree]
     if degree > 1:
-        (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
+        (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic, key_sizes and own[start:][:degree])
     if mesh.degrees["ring"] > 1:
         regions = [sum(own[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
         k_BNTH, v_BNTH = all_gather(torch.stack([k_BNTH, v_BNTH]), regions, 3, mesh.ring_group, traffic)

@@ -69,18 +69,19 @@ class Hooks:
         numbers = [number for list_ in plan.lists for number in range(len(model.get_submodule(list_.name)))]
         self._places = [Place(index, list_, numbers[index], starts[index], starts[index + 1]) for index, (_, list_) in enumerate(blocks)]
         for place, (block, list_) in zip(self._places, blocks):
-            for name, streams in list_.attention.items():
+            within = {name: (streams, streams) for name, streams in list_.attention.items()}
+            for name, (streams, read) in (within | plan.across).items():
                 module = _inside(block, name)
                 if module is not None:
-                    module.forward = self._hook_attention(module, module.forward, place, name, streams)
+                    module.forward = self._hook_attention(module, module.forward, place, name, streams, read)
             for path, span in plan.once.items():
                 module = _inside(block, path)
                 if module is not None:
                     module.forward = self._hook_once(module.forward, (place.index, path), span)
             block.forward = self._hook_block(block.forward, place)
         for path, span in plan.once_outside.items():
-            module = model.get_submodule(path)
-            for index, each in enumerate(module if isinstance(module, torch.nn.ModuleList) else [module]):
+            module = _inside(model, path)
+            for index, each in enumerate(module if isinstance(module, torch.nn.ModuleList) else [module] if module is not None else []):
                 each.forward = self._hook_once(each.forward, (path, index), span)
         for path, (arguments, factor) in plan.exact.items():
             model.get_submodule(path).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
@@ -202,8 +203,8 @@ class Hooks:
         return outputs
 
     def _joined(self, now, place, shards):
-        """Whole streams for the model's forward; after the last block it only needs the image."""
-        wanted = now.tokens.counts if place.index + 1 < self.num_blocks else ("image",)
+        """Whole streams for the model's forward; after the last block it only needs those of its output."""
+        wanted = now.tokens.counts if place.index + 1 < self.num_blocks else self.plan.outputs
         return {streams: shard if shard is None else regions.join(shard, streams, now.tokens, now.mesh, now.traffic, wanted)
                 for streams, shard in shards.items()}
 
@@ -269,8 +270,10 @@ class Hooks:
 
     # --- attention ---
 
-    def _hook_attention(self, module, forward, place, name, streams):
+    def _hook_attention(self, module, forward, place, name, streams, read):
+        """streams: of the queries. read: of keys and values; mostly the same."""
         plain = F.scaled_dot_product_attention
+        kept = "image" in (*streams, *read)                    # what no later patch brings anew, the first attends to alone
 
         @functools.wraps(forward)
         def scoped(*args, **kwargs):
@@ -285,17 +288,18 @@ class Hooks:
                                            "not support yet. Use cfg_degree instead.")
                 num_calls += 1
                 key, value = _one_for_a_group(module, query, key), _one_for_a_group(module, query, value)
-                query, key, value, pad = self._without_stand_ins(now, place, streams, query, key, value)
+                query, pad = self._without_stand_ins(now, place, streams, query)
+                (key, _), (value, _) = (self._without_stand_ins(now, place, read, each) for each in (key, value))
                 local = functools.partial(plain, scale=scale)
+                sizes, read_sizes = now.tokens.sizes(streams), None if read == streams else now.tokens.sizes(read)
                 if now.exchange is not None:
-                    mask = gathered_mask(now.masks, now.tokens.pieces(streams), query)
-                    out = displaced_attention(query, key, value, now.tokens.sizes(streams), now, (place.index, name, num_calls),
-                                              local, mask)
-                elif now.key_values is None:
-                    mask = gathered_mask(now.masks, now.tokens.pieces(streams), query)
-                    out = usp_attention(query, key, value, now.tokens.sizes(streams), now.mesh, plain, scale, now.traffic, mask)
+                    mask = gathered_mask(now.masks, now.tokens.pieces(read), query)
+                    out = displaced_attention(query, key, value, sizes, now, (place.index, name, num_calls), local, mask, read_sizes)
+                elif now.key_values is None or not kept:
+                    mask = gathered_mask(now.masks, now.tokens.pieces(read), query)
+                    out = usp_attention(query, key, value, sizes, now.mesh, plain, scale, now.traffic, mask, read_sizes)
                 else:
-                    out = patch_attention(query, key, value, now, (place.index, name, num_calls), streams, local)
+                    out = patch_attention(query, key, value, now, (place.index, name, num_calls), streams, read, local)
                 for nag in now.guided:
                     guide(out, nag, (1, 3), now.tokens.image_slice(streams), True, now.mesh, now.traffic)
                 return out if pad is None else F.pad(out, pad)
@@ -312,14 +316,14 @@ class Hooks:
             return output
         return scoped
 
-    def _without_stand_ins(self, now, place, streams, *tensors_BNTH):
-        """The tensors without tokens that stand in for streams, and how to pad the output to have them again."""
+    def _without_stand_ins(self, now, place, streams, tensor_BNTH):
+        """The tensor without tokens that stand in for streams, and how to pad the output to have them again."""
         where = [index for index, stream in enumerate(streams) if self._stands_in((stream,), now, place)]
         if not where:
-            return *tensors_BNTH, None
+            return tensor_BNTH, None
         assert where in ([0], [len(streams) - 1]), "a stand-in is the first or the last token"
         start = int(where == [0])
-        return *(tensor.narrow(2, start, tensor.shape[2] - 1) for tensor in tensors_BNTH), (0, 0, start, 1 - start)
+        return tensor_BNTH.narrow(2, start, tensor_BNTH.shape[2] - 1), (0, 0, start, 1 - start)
 
 
 def _inside(block, path):

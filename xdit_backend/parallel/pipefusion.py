@@ -188,8 +188,11 @@ class KeyValues:
         if whole:
             entry.num_filled = entry.both_KBNTH.shape[3]
             return keys_BNTH, values_BNTH
-        assert context.opens or starts["image"] <= entry.num_filled, "patches came out of order"
-        entry.num_filled = max(entry.num_filled, starts["image"] + context.tokens.counts["image"])
+        if "image" in streams:
+            assert context.opens or starts["image"] <= entry.num_filled, "patches came out of order"
+            entry.num_filled = max(entry.num_filled, starts["image"] + context.tokens.counts["image"])
+        else:
+            entry.num_filled = entry.num_text                  # the first patch has brought all of them
         return here[0][rows, :, :entry.num_filled], here[1][rows, :, :entry.num_filled]
 
     def _forecast(self, entry, here, weight):
@@ -204,7 +207,8 @@ class KeyValues:
     def _begin(self, key, keys_BNTH, context, streams):
         assert context.opens, f"the patch at token {context.first_token} came before the first one"
         num_text = sum(context.tokens.counts[stream] for stream in streams if stream != "image")
-        shape = (2, context.num_images, keys_BNTH.shape[1], num_text + context.num_image_tokens, keys_BNTH.shape[3])
+        num_image = context.num_image_tokens if "image" in streams else 0
+        shape = (2, context.num_images, keys_BNTH.shape[1], num_text + num_image, keys_BNTH.shape[3])
         both = keys_BNTH.new_empty(shape) if self.offload is None else self.offload.home(shape, keys_BNTH)
         self.kept[key] = Kept(both, num_text)
         return self.kept[key]
@@ -215,25 +219,29 @@ class KeyValues:
         return self.kept[keys[(keys.index(key) + 1) % len(keys)]]
 
 
-def patch_attention(q_BNTH, k_BNTH, v_BNTH, context, key, streams, attention):
+def patch_attention(q_BNTH, k_BNTH, v_BNTH, context, key, streams, read, attention):
     """Attention of a forward's queries over all tokens of the image, most of them stale. Every rank of the axes calls it.
 
     Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by an
     all-gather along the ring axis (docs/algorithms.md section 3). Grouped queries: k and v have fewer heads, and are kept so.
-    key: (block, name and number of the attention). attention(q, k, v, attn_mask): plain attention. Returns like q.
+    key: (block, name and number of the attention). streams: of the queries; read: of keys and values. attention(q, k, v, attn_mask): plain
+    attention. Returns like q.
     """
-    mesh, traffic, sizes = context.mesh, context.traffic, context.tokens.sizes(streams)
-    degree = mesh.degrees["ulysses"]
+    mesh, traffic, sizes, given = context.mesh, context.traffic, context.tokens.sizes(streams), q_BNTH
+    degree, key_sizes = mesh.degrees["ulysses"], context.tokens.sizes(read)
     if degree > 1:
-        region = sizes[mesh.ranks["ring"] * degree:][:degree]
-        (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
-    if mesh.degrees["ring"] > 1:
-        regions = [sum(sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
+        start = mesh.ranks["ring"] * degree
+        region, key_region = sizes[start:][:degree], None if read == streams else key_sizes[start:][:degree]
+        (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic, key_region)
+    if mesh.degrees["ring"] > 1 and any(key_sizes):
+        regions = [sum(key_sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
         k_BNTH, v_BNTH = all_gather(torch.stack([k_BNTH, v_BNTH]), regions, 3, mesh.ring_group, traffic)
-    pieces = context.tokens.pieces(streams)
+    pieces = context.tokens.pieces(read)
     if context.keeps(key[0]):
-        k_BNTH, v_BNTH = context.key_values.update(key, k_BNTH, v_BNTH, context, streams)
-        pieces = pieces if context.patch is None else _kept_pieces(context, streams, k_BNTH.shape[2])
+        k_BNTH, v_BNTH = context.key_values.update(key, k_BNTH, v_BNTH, context, read)
+        pieces = pieces if context.patch is None else _kept_pieces(context, read, k_BNTH.shape[2])
+    if not any(sizes):                                         # this patch only brings keys for the next step's first
+        return given
     mask = gathered_mask(context.masks, pieces, q_BNTH)
     out = attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask)
     return heads_together(out, heads, region, mesh, traffic) if degree > 1 else out

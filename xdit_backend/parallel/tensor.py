@@ -58,7 +58,7 @@ def _of_own_heads(forward, names, current):
         mesh = current().mesh
 
         def cut(tensor):
-            return tensor.chunk(mesh.degrees["tensor"], -1)[mesh.ranks["tensor"]]
+            return tensor.chunk(mesh.degrees["tensor"], 1 if tensor.ndim == 4 else -1)[mesh.ranks["tensor"]]
         for name in names:
             if kwargs.get(name) is not None:
                 kwargs[name] = cut(kwargs[name]) if torch.is_tensor(kwargs[name]) else tuple(map(cut, kwargs[name]))

@@ -12,20 +12,23 @@ from .attention import attention_with_lse, merge_attention
 from .collectives import RingExchange, all_to_all
 
 
-def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic, mask=None):
+def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic, mask=None, key_sizes=None):
     """Attention of this rank's queries over the tokens of all sequence ranks. Every rank of the axes calls it.
 
     q, k, v: (B, N, T of this rank, H), positions already applied; k and v may have fewer heads, one for a group of q's.
-    sizes: T of every sequence rank; they may differ. mask: (B, 1, 1, T of all ranks), which keys may be attended to, rank after
-    rank. attention: the plain attention to use where no merge is needed. The order of keys is irrelevant, so text and image
-    shards need no rearranging. Returns (B, N, T of this rank, H).
+    sizes: T of every sequence rank; they may differ. key_sizes: of keys and values, where they are not the tokens of the queries. mask:
+    (B, 1, 1, T of all ranks), which keys may be attended to, rank after rank. attention: the plain attention to use where no merge is
+    needed. The order of keys is irrelevant, so text and image shards need no rearranging. Returns (B, N, T of this rank, H).
     """
     degree = mesh.degrees["ulysses"]
+    if not any(sizes):
+        return q_BNTH
     if degree > 1:
-        region = sizes[mesh.ranks["ring"] * degree:][:degree]
-        (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic)
+        start = mesh.ranks["ring"] * degree
+        region, key_region = sizes[start:][:degree], key_sizes and key_sizes[start:][:degree]
+        (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic, key_region)
     if mesh.degrees["ring"] > 1:
-        region_sizes = [sum(sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
+        region_sizes = [sum((key_sizes or sizes)[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
         out = ring_attention(q_BNTH, k_BNTH, v_BNTH, region_sizes, mesh, scale, traffic, mask)
     else:
         out = attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask, scale=scale)
@@ -41,8 +44,8 @@ def repeat_heads(q_BNTH, k_BNTH, v_BNTH):
 def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic, mask=None):
     """Attention over keys and values that go round the ring; each transfer runs while the block at hand is computed.
 
-    sizes: number of keys every ring rank starts with. mask: over all of them, rank after rank, known to every rank.
-    Ring Attention, arXiv 2310.01889. Returns like q.
+    sizes: number of keys every ring rank starts with, of which some may have none. mask: over all of them, rank after rank, known to every
+    rank. Ring Attention, arXiv 2310.01889. Returns like q.
     """
     degree, rank = mesh.degrees["ring"], mesh.ranks["ring"]
     masks = [None] * degree if mask is None else mask.split(sizes, 3)
@@ -53,15 +56,16 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic, mask=Non
             arriving = sizes[(rank - step - 1) % degree]
             shape = (*key_value.shape[:3], arriving, key_value.shape[4])
             exchange = RingExchange(key_value, shape, mesh.ring_group, traffic)
-        keys_BNTH, values_BNTH = repeat_heads(q_BNTH, key_value[0], key_value[1])
-        block_out, block_lse = attention_with_lse(q_BNTH, keys_BNTH, values_BNTH, scale, masks[(rank - step) % degree])
-        if out is None:
-            out, lse = block_out.to(torch.promote_types(block_out.dtype, torch.float32)), block_lse
-        else:
-            out, lse = merge_attention(out, lse, block_out, block_lse)
+        if q_BNTH.shape[2] and key_value.shape[3]:
+            keys_BNTH, values_BNTH = repeat_heads(q_BNTH, key_value[0], key_value[1])
+            block_out, block_lse = attention_with_lse(q_BNTH, keys_BNTH, values_BNTH, scale, masks[(rank - step) % degree])
+            if out is None:
+                out, lse = block_out.to(torch.promote_types(block_out.dtype, torch.float32)), block_lse
+            else:
+                out, lse = merge_attention(out, lse, block_out, block_lse)
         if step + 1 < degree:
             key_value = exchange.wait()
-    return out.to(q_BNTH.dtype)
+    return q_BNTH if out is None else out.to(q_BNTH.dtype)
 
 
 def head_shares(num_heads, num_key_heads, mesh):
@@ -79,28 +83,37 @@ def head_shares(num_heads, num_key_heads, mesh):
     return [(count * num_heads // num_key_heads // repeats, count) for count in groups], repeats
 
 
-def heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic):
+def heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes=None):
     """Ulysses all-to-all (arXiv 2309.14509): from all heads of this rank's tokens to its heads of the group's tokens.
 
-    Returns (q, k, v) and how many query heads each rank has, which heads_together asks for.
+    sizes: tokens of each rank of the group; key_sizes: of keys and values, where they are others, which then travel in an exchange of their
+    own. Returns (q, k, v) and how many query heads each rank has, which heads_together asks for.
     """
     shares, repeats = head_shares(q_BNTH.shape[1], k_BNTH.shape[1], mesh)
-    batch, _, num_tokens, head_size = q_BNTH.shape
     if repeats > 1:
         k_BNTH, v_BNTH = k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)
     of_queries, of_keys = zip(*shares)
-    counts = [queries + 2 * keys for queries, keys in shares]
-    tensors = ((q_BNTH, of_queries), (k_BNTH, of_keys), (v_BNTH, of_keys))
+    queries, others = [(q_BNTH, of_queries)], [(k_BNTH, of_keys), (v_BNTH, of_keys)]
+    if key_sizes is None:
+        return _apart(queries + others, sizes, mesh, traffic), of_queries
+    return _apart(queries, sizes, mesh, traffic) + _apart(others, key_sizes, mesh, traffic), of_queries
+
+
+def _apart(tensors, sizes, mesh, traffic):
+    """tensors: [((B, N, T of this rank, H), how many heads each rank has)], which travel together."""
+    batch, _, num_tokens, head_size = tensors[0][0].shape
+    counts, own = [sum(parts) for parts in zip(*(heads for _, heads in tensors))], mesh.ranks["ulysses"]
+    if not any(sizes):
+        return [tensor[:, :heads[own]] for tensor, heads in tensors]
     if mesh.ulysses_speeds:
         send = torch.cat([part for parts in zip(*(tensor.transpose(0, 1).split(heads) for tensor, heads in tensors)) for part in parts])
     else:
-        send = q_BNTH.new_empty(sum(counts), batch, num_tokens, head_size)
-        places = send.unflatten(0, (len(counts), counts[0])).split([of_queries[0], of_keys[0], of_keys[0]], 1)
+        send = tensors[0][0].new_empty(sum(counts), batch, num_tokens, head_size)
+        places = send.unflatten(0, (len(counts), counts[0])).split([heads[0] for _, heads in tensors], 1)
         for place, (tensor, heads) in zip(places, tensors):
             place.copy_(tensor.unflatten(1, (len(heads), heads[0])).permute(1, 2, 0, 3, 4))        # B D N T H -> D N B T H
-    own = mesh.ranks["ulysses"]
     received = all_to_all(send.split(counts), [(counts[own], batch, size, head_size) for size in sizes], mesh.ulysses_group, traffic, send)
-    return [part.transpose(0, 1) for part in torch.cat(received, 2).split([of_queries[own], of_keys[own], of_keys[own]])], of_queries
+    return [part.transpose(0, 1) for part in torch.cat(received, 2).split([heads[own] for _, heads in tensors])]
 
 
 def heads_together(out_BNTH, heads, sizes, mesh, traffic):

@@ -125,6 +125,8 @@ class Branch:
     # average, from each rank's queries together
     scores: Segment | None = None
     guided: tuple[Nag, ...] = ()   # done to what every self-attention gives, one after the other
+    beside: dict[str, Segment] = dataclasses.field(default_factory=dict)   # conditioning of this call alone, such as parts of the latent
+    parts: dict[str, Segment] = dataclasses.field(default_factory=dict)    # where the predictions for those go, in float32
 
 
 # --- commands ---

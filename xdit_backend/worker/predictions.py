@@ -115,6 +115,9 @@ class Predictions:
                                       map_segment(branch.prediction)[first:last].narrow(2, band, next_band - band))
                 elif mesh.sequence_rank == mesh.ranks["tensor"] == 0:
                     self._ferry.fetch(loaded.family.prediction(output, latent), map_segment(branch.prediction)[first:last])
+                    for name, part in loaded.family.part_predictions(output).items():
+                        if name in branch.parts:
+                            self._ferry.fetch(part, map_segment(branch.parts[name])[first:last])
         if command.patch is not None and not loaded.casts.are_kept:        # by now activations have taken what they need
             loaded.casts.keep(FULL * self.unused_bytes)
         end = clock.mark()
@@ -172,6 +175,9 @@ class Predictions:
         batch, rows = branch.latent.shape[0], slice(first, first + latent.shape[0])
         conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch else tensor, loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
+        beside = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
+                  for name, tensor in _beside(branch).items()}
+        conditioning |= {name: _as_input(tensor, loaded.dtype) if name in loaded.family.parts else tensor for name, tensor in beside.items()}
         keeping = {} if exchange is None else {"first_image": first}
         if exchange is None and (command.keep or command.patch is not None):
             start, size = _own_images(batch, mesh)
@@ -198,7 +204,7 @@ class Predictions:
         link, handles = self._link(mesh, command.layout), []
         for branch, first, last in self._parts(command, mesh):
             shape = (last - first, *branch.latent.shape[1:])
-            size = loaded.received_size(mesh, shape, self._conditioning[branch.conditioning], command.patch)
+            size = loaded.received_size(mesh, shape, self._conditioning[branch.conditioning] | _beside(branch), command.patch)
             handles.append(link.post_receive(size, loaded.dtype))
         return handles
 
@@ -232,6 +238,11 @@ def _call(exchange, command, traffic):
     mode = MODES[command.displaced_mode]
     is_stale = command.stale and mode.is_stale
     return exchange.call(traffic, is_stale, command.keep and (mode.keeps or not is_stale), mode.norms)
+
+
+def _beside(branch):
+    """Conditioning of one call alone, in host memory."""
+    return {name: map_segment(segment) for name, segment in branch.beside.items()}
 
 
 def _as_input(tensor, dtype):
