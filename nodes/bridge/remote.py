@@ -379,6 +379,8 @@ class RemoteModel:
 
     def check_latent(self, x, channels=None):
         """Refuse a latent of another model. channels: where it is not the latent alone. Raises ConfigError."""
+        if self.family.parts and getattr(x, "is_nested", False):
+            x = self.family.parted(x.unbind(), (torch.zeros(1), torch.zeros(1)), self._transformer_config)[0]
         own, num_dims = self._latent_format.latent_channels, self._latent_format.latent_dimensions
         channels = channels or own
         if not torch.is_tensor(x) or x.is_nested or x.ndim != num_dims + 2 or x.shape[1] != channels:

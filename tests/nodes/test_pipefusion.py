@@ -3,14 +3,13 @@
 The oracle is the native sampler on the whole latent, with a model of stale keys and values in this process.
 """
 
-import dataclasses
 import functools
 import sys
 
 import pytest
 import torch
 
-from tests.models.zoo import matrix
+from tests.models.zoo import Example, matrix
 from tests.parallel.oracle import StaleModel
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error
@@ -31,20 +30,6 @@ def kinds(settings, one):
             for kind, each in matrix(KINDS, settings, one, lambda kind: families()[kind].name)]
 
 
-@dataclasses.dataclass
-class Example:
-    model: torch.nn.Module
-    family: object
-    config: dict
-    latent: torch.Tensor = None
-    timestep: torch.Tensor = None
-    conditioning: dict = None
-
-    def run(self):
-        inputs = self.family.inputs(self.latent, self.timestep, self.conditioning, self.config)
-        return self.family.prediction(self.model(**inputs, return_dict=False)[0], self.latent)
-
-
 @functools.cache
 def transformer(path):
     header = read_header(path)
@@ -59,6 +44,9 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
     stale = {}
 
     def forward(x, timestep, context=None, control=None, transformer_options={}, **extra):
+        beside = {}
+        if isinstance(x, list):
+            x, timestep, beside = family.parted(x, timestep, config)
         size = family.patch_size(config)
         patches = cut_patches(x.shape, size, choose_num_patches(num_patches, 1, x.shape, size))
         schedule, sigma = transformer_options["sample_sigmas"], transformer_options["sigmas"].max()
@@ -67,14 +55,16 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
         conditioning = {"context": context, **extra}
         key = tuple(transformer_options["cond_or_uncond"])
         if key not in stale["models"]:
-            stale["models"][key] = StaleModel(Example(model, family, config), ParallelConfig.forecast_keys_values)
+            stale["models"][key] = StaleModel(Example(model, family, config, *[None] * 4), ParallelConfig.forecast_keys_values)
         one = stale["models"][key]
-        one.example.conditioning = family.tensors(conditioning)
+        one.example.conditioning = family.tensors(conditioning) | beside
         if warmup_steps >= len(schedule) - 1 or sigma > schedule[warmup_steps]:
-            return one.predict(x, timestep)
-        dim = patches[0][0].dim
-        return torch.cat([one.predict(x, timestep, (patch.start, patch.start + rows)).narrow(dim, patch.start, rows)
-                          for patch, rows in patches], dim)
+            prediction = one.predict(x, timestep)
+        else:
+            dim = patches[0][0].dim
+            prediction = torch.cat([one.predict(x, timestep, (patch.start, patch.start + rows)).narrow(dim, patch.start, rows)
+                                    for patch, rows in patches], dim)
+        return [prediction, *one.others] if one.others else prediction
 
     remote = shell.model.remote                                # the workers are not asked; nothing is started
     remote.load = remote.unload = remote.end_run = lambda *base_model: None

@@ -22,6 +22,7 @@ class StaleModel:
     def __init__(self, example, forecast=0.0, order=1):
         self.example, self.forecast, self.order = example, forecast, order
         self.store, self.times, self.past = {}, {}, {}         # past: of each attention, [(time, keys, values)] of whole calls
+        self.others = []
         self.streams = None                                    # of the keys of the attention that runs
         for list_ in example.family.plan.lists:
             read = list_.attention | {name: streams for name, (_, streams) in example.family.plan.across.items()}
@@ -55,7 +56,10 @@ class StaleModel:
             del past[:-2]
 
     def predict(self, latent, timestep, rows=None):
-        """The model's prediction for a whole latent. rows: the patch, (first, last + 1) along its dim; None: all is fresh."""
+        """The model's prediction for a whole latent. rows: the patch, (first, last + 1) along its dim; None: all is fresh.
+
+        Of the latent's other parts, `others`: with the first patch they are as they are predicted.
+        """
         one = self.example
         one.latent, one.timestep = latent, timestep
         size = one.family.patch_size(one.config)
@@ -94,9 +98,11 @@ class StaleModel:
 
         F.scaled_dot_product_attention = attention
         try:
-            return one.run()
+            prediction, *others = one.run_parts()
         finally:
             F.scaled_dot_product_attention = plain
+        self.others = others if first == 0 else self.others
+        return prediction
 
 
 def simulate(example, patches, warmup_steps, sigmas, dim=2, forecast=0.0):
