@@ -18,8 +18,8 @@ def decode(vae, latent, config):
     Raises UnsupportedError for VAEs that the workers cannot run, and for latents that do not fit.
     """
     kind = _kind_of(vae, "Decode")
-    if latent.is_nested:
-        raise UnsupportedError("Distributed VAE Decode does not support latents of several parts. Use VAE Decode.")
+    if latent.is_nested:                                       # of video and sound: the video, as VAE Decode takes it
+        latent = latent.unbind()[0]
     if latent.ndim == 5 and vae.latent_dim == 2:               # (B, C, F, H, W): an image VAE decodes the first frame
         latent = latent[:, :, 0]
     if latent.shape[1] != vae.latent_channels or latent.ndim != vae.latent_dim + 2:

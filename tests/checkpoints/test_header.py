@@ -151,6 +151,26 @@ MOCHI = {"x_embedder.proj.weight": (3072, 12, 2, 2), "t5_yproj.weight": (1536, 4
          "t_embedder.mlp.0.weight": (3072, 256), "t5_y_embedder.to_kv.weight": (8192, 4096), "final_layer.linear.weight": (48, 3072),
          **blocks("blocks.", 48, {"mod_x.weight": (12288, 3072), "attn.qkv_y.weight": (9216, 1536)})}
 LTX_2B, LTX_13B = ltx(2048, 28), ltx(4096, 48)
+
+
+def ltx2(of_blocks, more):
+    """19 billion parameters: of the video 4096 wide, of the sound 2048."""
+    names = {"attn1": (4096, 4096, 4096), "audio_attn1": (2048, 2048, 2048), "attn2": (4096, 4096, 4096),
+             "audio_attn2": (2048, 2048, 2048), "audio_to_video_attn": (2048, 4096, 2048), "video_to_audio_attn": (2048, 2048, 4096)}
+    attentions = {f"{name}.to_{kind}.weight": (width, {"q": own, "k": read}[kind]) for name, (width, own, read) in names.items()
+                  for kind in "qk"}
+    return {"patchify_proj.weight": (4096, 128), "audio_patchify_proj.weight": (2048, 128), "proj_out.weight": (128, 4096),
+            "audio_proj_out.weight": (128, 2048), "adaln_single.emb.timestep_embedder.linear_1.bias": (4096,),
+            "av_ca_a2v_gate_adaln_single.linear.weight": (4096, 4096), "av_ca_v2a_gate_adaln_single.linear.weight": (2048, 2048),
+            "video_embeddings_connector.learnable_registers": (128, 3840), "audio_embeddings_connector.learnable_registers": (128, 3840),
+            **blocks("transformer_blocks.", 48, attentions | of_blocks), **more}
+
+
+LTX2_19B = ltx2({"scale_shift_table": (6, 4096), "audio_scale_shift_table": (6, 2048)}, {
+    "audio_adaln_single.linear.weight": (12288, 2048), "caption_projection.linear_1.weight": (4096, 3840),
+    "caption_projection.linear_2.weight": (4096, 4096), "audio_caption_projection.linear_1.weight": (2048, 3840)})
+LTX23_22B = ltx2({"scale_shift_table": (9, 4096), "prompt_scale_shift_table": (2, 4096), "attn1.to_gate_logits.weight": (32, 4096)}, {
+    "audio_adaln_single.linear.weight": (18432, 2048), "prompt_adaln_single.linear.weight": (8192, 4096)})
 HUNYUAN_DIT = {"x_embedder.proj.weight": (1408, 4, 2, 2), "mlp_t5.0.weight": (8192, 2048), "mlp_t5.2.weight": (1024, 8192),
                "text_embedding_padding": (333, 1024), "pooler.positional_embedding": (257, 2048), "pooler.c_proj.weight": (1024, 2048),
                "extra_embedder.0.weight": (5632, 1024), "final_layer.linear.weight": (32, 1408),
@@ -273,6 +293,11 @@ PUBLISHED = {
     "ltx-2b": ("LTX-Video", LTX_2B, {"num_layers": 28, "num_attention_heads": 32, "attention_head_dim": 64, "in_channels": 128,
                                      "cross_attention_dim": 2048, "caption_channels": 4096}),
     "ltx-13b": ("LTX-Video", LTX_13B, {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096}),
+    "ltx-2-19b": ("LTX-2", LTX2_19B, {
+        "num_layers": 48, "num_attention_heads": 32, "attention_head_dim": 128, "audio_num_attention_heads": 32,
+        "audio_attention_head_dim": 64, "cross_attention_dim": 4096, "audio_cross_attention_dim": 2048, "in_channels": 128,
+        "audio_in_channels": 128, "caption_channels": 3840, "use_prompt_embeddings": True, "gated_attn": False, "cross_attn_mod": False}),
+    "ltx-2.3-22b": ("LTX-2", LTX23_22B, {"use_prompt_embeddings": False, "gated_attn": True, "cross_attn_mod": True, "_text_width": 6144}),
     "pixart-sigma": ("PixArt-Sigma", PIXART_SIGMA, {"num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72,
                                                     "caption_channels": 4096, "out_channels": 8}),
     "pixart-alpha": ("PixArt-Alpha", PIXART_ALPHA, {"num_layers": 28, "use_additional_conditions": True, "caption_channels": 4096}),
@@ -384,7 +409,9 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (CHROMA, {"nerf_blocks.0.norm.scale": (64,)}, "Chroma Radiance"),
     (Z_IMAGE, {"siglip_embedder.0.weight": (1152,)}, "Z-Image-Omni"),
     (HUNYUAN_VIDEO15, {"time_r_in.in_layer.weight": (2048, 256)}, "the time of the next step"),
-    (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "LTX-2"),
+    (LTX_2B, {"audio_adaln_single.linear.weight": (1, 1)}, "it lacks the attentions between video and sound"),
+    (LTX_2B, {"prompt_adaln_single.linear.weight": (1, 1)}, "LTX-2 without sound"),
+    (LTX23_22B, {"caption_projection.linear_1.weight": (4096, 3840)}, "projects its text by one layer"),
     (cogvideox(3072, 42, (32, 2, 2)), {"patch_embed.pos_embedding": (1, 17776, 3072)}, "a table of learned positions"),
     (WAN_14B, {"control_adapter.conv.weight": (1, 1)}, "of the variant Wan Camera"),
     (WAN_I2V, {"ref_conv.weight": (1, 1)}, "Wan Fun-Control with a reference picture"),

@@ -138,24 +138,25 @@ class StaleTransformer:
         """num_shards: that the tokens are cut into; a part is some that follow one another. shards: {stream: tokens of each}, where
         they are not as even as they can be."""
         self.example, self.num_parts, self.num_shards, self.shards = example, num_parts, num_shards, shards or {}
-        self.mixed = {streams for list_ in example.family.plan.lists for streams in list_.attention.values()}
+        within = {(streams, streams) for list_ in example.family.plan.lists for streams in list_.attention.values()}
+        self.mixed = within | set(example.family.plan.across.values())         # (streams of queries, streams of keys)
         self.before = {}
 
     def predict(self, x, timestep, is_stale):
         one, now = self.example, {}
         one.latent, one.timestep = x, timestep
         counts = one.family.token_counts(x.shape, one.conditioning)
-        lengths = {sum(counts[stream] for stream in streams): streams for streams in self.mixed}
+        lengths = {tuple(sum(counts[stream] for stream in streams) for streams in both): both[1] for both in self.mixed}
         out = None
         for band in range(self.num_parts) if is_stale else [None]:
             calls = itertools.count()
 
             def attention(query, key, value, *args, band=band, calls=calls, **kwargs):
-                if key.shape[2] not in lengths or query.shape[2] != key.shape[2]:
+                if (query.shape[2], key.shape[2]) not in lengths:
                     return plain_attention(query, key, value, *args, **kwargs)     # cross-attention, or of text alone
                 name, both = next(calls), torch.stack([key, value])
                 if band is not None:
-                    own = torch.cat([self._own(stream, counts[stream], band) for stream in lengths[key.shape[2]]])
+                    own = torch.cat([self._own(stream, counts[stream], band) for stream in lengths[query.shape[2], key.shape[2]]])
                     now[name] = torch.where(own[:, None], both, now.get(name, both))
                     both = torch.where(own[:, None], both, self.before[name])
                 else:

@@ -207,7 +207,8 @@ MUTANTS = {function.__name__: function for function in (
 @pytest.mark.parametrize("mutant, name, layout", [
     ("own_keys_only", "SD3", "ring2"), ("merge_by_mean", "PixArt-Sigma", "ring2"),
     ("masks_are_forgotten", "Qwen-Image", "ulysses2"), ("mask_of_the_rank_before", "Qwen-Image", "ring2"),
-    ("marks_of_the_first_shard", "HunyuanVideo", "ring2"), ("streams_read_their_own_shard", "LTX-2", "ulysses2"), ("references_of_the_first_shard", "Flux.1", "ulysses2"),
+    ("marks_of_the_first_shard", "HunyuanVideo", "ring2"), ("streams_read_their_own_shard", "LTX-2", "ulysses2"),
+    ("references_of_the_first_shard", "Flux.1", "ulysses2"),
     ("keys_of_another_group", "Lumina 2", "ulysses2"), ("text_after_the_image", "Lumina 2", "ring2"),
     ("rotary_tables_of_the_first_shard", "Flux.1", "ring2"), ("heads_back_in_reverse", "Wan", "ulysses2")])
 def test_exactness_notices_a_broken_method(mutant, name, layout):
@@ -264,10 +265,11 @@ def attention_calls(rank, world_size, name):
     return len(calls)
 
 
-@pytest.mark.parametrize("name, expected", [(name, {"SD3": 5, "Wan VACE": 6, "HunyuanDiT": 8, "LTX-2": 16}.get(name, 4)) for name in CONFIGS])
+@pytest.mark.parametrize("name, expected", [(name, {"SD3": 5, "Wan VACE": 6, "HunyuanDiT": 8, "LTX-2": 16}.get(name, 4))
+                                            for name in CONFIGS])
 def test_only_self_attention_is_replaced(name, expected):
-    """One a block; SD3's dual one, Wan VACE's two more blocks; LTX-2's of sound, and two between it and the video. Attention over text alone
-    and cross-attention to it stay as they are.
+    """One a block; SD3's dual one, Wan VACE's two more blocks; LTX-2's of sound, and two between it and the video. Attention over text
+    alone and cross-attention to it stay as they are.
     """
     assert run_ranks(attention_calls, 2, name) == [expected, expected]
 

@@ -177,7 +177,7 @@ class Predictions:
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         beside = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
                   for name, tensor in _beside(branch).items()}
-        conditioning |= {name: _as_input(tensor, loaded.dtype) if name in loaded.family.parts else tensor for name, tensor in beside.items()}
+        conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.parts else tensor for name, tensor in beside.items()}
         keeping = {} if exchange is None else {"first_image": first}
         if exchange is None and (command.keep or command.patch is not None):
             start, size = _own_images(batch, mesh)

@@ -1,0 +1,48 @@
+"""What LTX-Video and LTX-2 have alike: how their files are told, and the video's tokens with their places and times, guides among them."""
+
+import torch
+
+from .describe import Packed, has, token_rows
+
+LATENT = Packed((1, 1, 1))
+PIXELS, FRAME_RATE, NUM_HEADS = (8, 32, 32), 25.0, 32          # of a latent pixel; where no node says one; ComfyUI's
+
+IS_LTX = has("patchify_proj.weight", "adaln_single.emb.timestep_embedder.linear_1.bias", "transformer_blocks.0.attn2.to_k.weight")
+
+
+def bounds(asked):
+    """(1 or B, 3, T, 2): second, row and column at which each token begins and ends, in pixels of the video. A causal first frame is one
+    pixel frame long.
+    """
+    starts = LATENT.positions(asked).T[None]
+    places = torch.stack([starts, starts + 1], -1) * torch.tensor(PIXELS, device=asked.latent.device)[:, None, None]
+    if asked.config["_causal_temporal_positioning"]:
+        places[:, 0] = (places[:, 0] + 1 - PIXELS[0]).clamp(min=0)
+    guides = asked.conditioning.get("keyframe_idxs")
+    if guides is not None:                                     # (B, 3, tokens of guides, 2), which are the last ones
+        first, count, whole = token_rows(asked, LATENT)
+        guides = guides.to(places.dtype)
+        places = torch.cat([places.expand(len(guides), -1, -1, -1)[:, :, :max(0, whole - guides.shape[2] - first)],
+                            guides[:, :, max(0, first - (whole - guides.shape[2])):]], 2)[:, :, :count]
+    rate = asked.conditioning.get("frame_rate", torch.tensor(FRAME_RATE)).flatten()[0].to(places)
+    return torch.cat([places[:, :1] * (1.0 / rate), places[:, 1:]], 1)
+
+
+def token_times(asked):
+    """(B,), or (B, T) where tokens differ; a patch has its own tokens."""
+    if asked.timestep.ndim == 1:
+        return asked.timestep * 1000
+    first, count, _ = token_rows(asked, LATENT)
+    return asked.timestep[:, first:first + count] * 1000
+
+
+def more_than_guides(arguments):
+    """What ComfyUI's model does with guides, and diffusers' does not."""
+    entries, mask = arguments.get("guide_attention_entries") or (), arguments.get("denoise_mask")
+    if any(entry["strength"] != 1.0 or entry.get("pixel_mask") is not None for entry in entries):
+        return "guides of a strength other than 1, or with a mask"
+    if arguments.get("keyframe_idxs") is not None and mask is None:
+        return "guides where the latent has lost the noise mask that came with them"
+    if arguments.get("keyframe_idxs") is not None and (mask < 0).any():
+        return "guides of a lower resolution than the video's"
+    return None
