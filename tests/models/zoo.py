@@ -43,9 +43,9 @@ FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2")]
 # Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these with no more.
 BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
-# Families whose plans are those of others again, or nearly.
+# Families whose plans are those of others again, or nearly; and one that tests of its own run under other layouts.
 ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi",
-         "HunyuanDiT")
+         "HunyuanDiT", "LTX-2")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.by_rows}
 VISION_TOKENS = 5
 # families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a given frame

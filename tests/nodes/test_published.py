@@ -1,6 +1,7 @@
 """Files of the published models load whole: ComfyUI's own module at published size names the tensors; nothing holds bytes."""
 
 import importlib
+import json
 
 import pytest
 import torch
@@ -11,6 +12,11 @@ from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
 
 APART = ("SD3", "PixArt-Sigma", "PixArt-Alpha")                # whose detection leaves arguments to the class of the model
+
+
+# what the metadata of a published file says of its transformer, beside what is not looked at here
+SAID = {"ltx-2.3-22b": {"apply_gated_attention": True, "cross_attention_adaln": True, "caption_proj_before_connector": True,
+                        "caption_projection_first_linear": False}}
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name][0] not in APART])
@@ -25,7 +31,8 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
     if family.tiny.detected and not family.by_rows:
         monkeypatch.setattr(getattr(comfy.supported_models, family.tiny.detected), "unet_extra_config", {})
     given = {key: torch.empty(shape, device="meta") for key, shape in some_shapes.items()}
-    unet = comfy.model_detection.detect_unet_config(given, "")
+    said = SAID.get(name, {})
+    unet = comfy.model_detection.detect_unet_config(given, "", {"config": json.dumps({"transformer": said})})
     if family.by_rows:
         unet |= {"num_heads": 8, "num_head_channels": -1} if family_name == "SD 1.5" else {"num_heads": -1, "num_head_channels": 64}
     module, _, class_name = family.tiny.native.partition(":")
@@ -43,6 +50,7 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
         assert family.recognise(shapes) and family.refuse(shapes) is None
         config = family.config(shapes)
         assert expected.items() <= config.items()
+        config |= {f"_{key}": said.get(key, values[0]) for key, values in family.settings.items()}
         with torch.device("meta"):
             model = build(family, config)
         converted = family.convert(tensors, config)

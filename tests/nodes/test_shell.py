@@ -41,7 +41,7 @@ def test_latents_equal_native_ksampler(comfyui, kind, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sd35", "sd35-text", "flux-schnell", "cogvideox-1.5-i2v"])
+@pytest.mark.parametrize("kind", ["sd35", "sd35-text", "flux-schnell", "cogvideox-1.5-i2v", "ltx-2-plain", "ltx-2.3"])
 def test_latents_of_variants_equal_native_ksampler(comfyui, kind):
     result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu", ring=2)), kind)
 

@@ -114,6 +114,12 @@ def ltx_guide(vae, size):
     return "LTXVAddGuide", {"vae": vae, "latent": {"samples": latent}, "image": picture(3, *size), "frame_idx": 8, "strength": 1.0}
 
 
+def sound():
+    """An audio latent, the beginning of which is to stay."""
+    samples = torch.randn(1, 8, 7, 16, generator=torch.Generator().manual_seed(9))
+    return {"samples": samples, "noise_mask": (torch.arange(7) > 2).float()[:, None].expand(1, 8, 7, 16)}
+
+
 # (kind of model, kind of VAE, what ComfyUI's node adds)
 CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start), "wan-i2v-blind": ("wan-i2v", "vae-wan", wan_start_without_vision),
          "wan-i2v-bare": ("wan-i2v", "vae-wan", wan_nothing),
@@ -129,7 +135,9 @@ CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start), "wan-i2v-blind": ("wan-i2
          "kandinsky-i2v": ("kandinsky-5", "vae-hunyuan", kandinsky_start),
          "cosmos-i2v": ("cosmos-predict2-video", "vae-wan", cosmos_start), "cosmos-text": ("cosmos-predict2", "vae-wan", cosmos_start),
          "ltx-i2v": ("ltx-video", "vae-ltx095", ltx_start), "ltx-rate": ("ltx-video", "vae-ltx095", ltx_frame_rate),
-         "ltx-guide": ("ltx-video", "vae-ltx095", ltx_guide), "ltx-causal": ("ltx-video-causal", "vae-ltx095", ltx_start)}
+         "ltx-guide": ("ltx-video", "vae-ltx095", ltx_guide), "ltx-causal": ("ltx-video-causal", "vae-ltx095", ltx_start),
+         "ltx2-i2v": ("ltx-2", "vae-ltx095", ltx_start), "ltx2-guide": ("ltx-2.3", "vae-ltx095", ltx_guide),
+         "ltx2-rate": ("ltx-2-plain", "vae-ltx095", ltx_frame_rate)}
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +159,8 @@ def asked(comfyui, vae_of):
                 given = {"width": width, "height": height, "length": 9, "batch_size": 1, **arguments}
                 outputs = run_node(nodes[name], {**prompts, **given})
             latents = [output for output in outputs if isinstance(output, dict)] or [comfyui.latent(kind, size=(5, 7))]
+            if kind.startswith("ltx-2") and not latents[0]["samples"].is_nested:
+                latents = run_node(nodes["LTXVConcatAVLatent"], {"video_latent": latents[0], "audio_latent": sound()})
             changed = [output for output in outputs if isinstance(output, list)]
             made[case, size] = {**prompts, **dict(zip(prompts, changed)), "latent": latents[0]}
         return kind_of(case), made[case, size]

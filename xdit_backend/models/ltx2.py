@@ -111,7 +111,7 @@ LTX2 = dataclasses.replace(
         once_outside={"caption_projection": "run", "audio_caption_projection": "run"}),
     tiny=Tiny(
         LTX.tiny.config | {f"_{name}": value for name, value in ({name: values[0] for name, values in SETTINGS.items()} | SAYS).items()} | {
-            "_text_width": 48, "use_prompt_embeddings": True, "gated_attn": False, "audio_in_channels": 32,
+            "_text_width": 48, "use_prompt_embeddings": True, "gated_attn": False, "num_layers": 3, "audio_in_channels": 32,
             "audio_out_channels": 32, "audio_num_attention_heads": 4, "audio_attention_head_dim": 4, "audio_cross_attention_dim": 16},
         "comfy.ldm.lightricks.av_model:LTXAVModel", LTX.tiny.arguments | SAYS | {
             "audio_attention_head_dim": 4, "audio_cross_attention_dim": 128, "caption_channels": 24, "connector_attention_head_dim": 4,
