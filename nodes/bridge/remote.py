@@ -203,8 +203,8 @@ class RemoteModel:
                               f"conditioning. Use a sampler node, or the kind of model that the node is for.")
         refuse_call(self.family, transformer_options, {"context": context, **extra})
         net = self.modules[""][0]
-        calls_wrappers = self.family.sampled or any(
-            WrapperExecutor.__name__ in vars(class_)["forward"].__code__.co_names for class_ in type(net).__mro__ if "forward" in vars(class_))
+        forwards = [vars(class_)["forward"] for class_ in type(net).__mro__ if "forward" in vars(class_)]
+        calls_wrappers = self.family.sampled or any(WrapperExecutor.__name__ in forward.__code__.co_names for forward in forwards)
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options) if calls_wrappers else []
         return WrapperExecutor.new_class_executor(self._answer, net, wrappers).execute(
             x, timestep, context=context, control=control, transformer_options=transformer_options, **extra)

@@ -22,6 +22,7 @@ from xdit_backend.protocol.messages import ModelSpec
 from xdit_backend.worker.models import Loaded
 
 CPU = torch.device("cpu")
+SOUND = torch.linspace(-1, 1, 8 * 5 * 16).view(1, 8, 5, 16)    # of a latent of two parts
 
 
 def asked(family, config):
@@ -43,7 +44,10 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     assert sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) == held_bytes(model, family, spec)
     loaded = Loaded(model, config, family, (RowHooks if family.by_rows else Hooks)(model, family.plan), dtype, range(0))
     latent, timestep, conditioning = asked(family, config)
-    output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent.to(dtype), timestep, rounded(conditioning, dtype)))
+    conditioning = rounded(conditioning, dtype)
+    if family.parts:
+        conditioning |= family.parted([latent, SOUND.to(dtype)], (timestep, timestep), config)[2]
+    output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent.to(dtype), timestep, conditioning))
     return family.prediction(output, latent).float()
 
 
@@ -60,9 +64,12 @@ def native(path, family, storage, compute="float32"):
     assert (model.manual_cast_dtype or model.get_dtype()) == dtype
     latent, timestep, conditioning = asked(family, family.config(read_header(path).shapes))
     lengths = {"num_tokens": 12} if "num_tokens" in (*family.ignored, *family.conditioning) else {}
-    if family.name in ("LTX-Video", "Mochi"):                  # whose models cannot do without
-        lengths["attention_mask"] = None if family.name == "LTX-Video" else torch.ones(1, 12, dtype=torch.long)
-    return model.diffusion_model(latent.to(dtype), timestep, **as_comfyui(rounded(conditioning, dtype)), **lengths).float()
+    if family.name in ("LTX-Video", "LTX-2", "Mochi"):         # whose models cannot do without
+        lengths["attention_mask"] = torch.ones(1, 12, dtype=torch.long) if family.name == "Mochi" else None
+    given = as_comfyui(rounded(conditioning, dtype)) | lengths
+    if family.parts:
+        return model.diffusion_model([latent.to(dtype), SOUND.to(dtype)], (timestep, timestep), **given)[0].float()
+    return model.diffusion_model(latent.to(dtype), timestep, **given).float()
 
 
 @pytest.mark.parametrize("kind", quick(QUICK_FAMILIES, families()))

@@ -14,6 +14,8 @@ from xdit_backend.checkpoints.header import read_header, recognise
 from xdit_backend.checkpoints.outline import outline
 from xdit_backend.protocol.errors import CheckpointError
 
+KINDS = [kind for kind in families() if kind != "ltx-2.3"]     # which its metadata tells
+
 
 @pytest.fixture(scope="module")
 def shapes_of():
@@ -40,7 +42,7 @@ def look_at(path):
     return outline(header, recognise(header))
 
 
-@pytest.mark.parametrize("kind", families())
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_whole_file_has_all_that_is_needed(tmp_path, shapes_of, kind):
     write_header(tmp_path / "model.safetensors", shapes_of(kind))
 
@@ -72,11 +74,11 @@ def test_mutated_headers_are_refused_in_words(tmp_path, shapes_of, kind):
             config, _ = look_at(path)
         except CheckpointError as error:
             assert "model.safetensors" in str(error)
-        else:                                                  # another size of the family, such as that of the text
-            assert name in unread or config != whole, (number, name, shapes.get(name))
+        else:                                                  # another size of the family, or what ComfyUI alone prepares text with
+            assert name in unread or "_embeddings_connector." in name or config != whole, (number, name, shapes.get(name))
 
 
-@pytest.mark.parametrize("kind", families())
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_that_is_missing_is_named(tmp_path, shapes_of, kind):
     """Under the name it has in the file, or the one it has in diffusers."""
     shapes = shapes_of(kind)
