@@ -33,7 +33,7 @@ class XDiTParallelConfig(io.ComfyNode):
             search_aliases=["multi gpu", "ulysses", "ring", "usp", "cfg parallel", "pipefusion", "distrifusion"],
             inputs=[
                 io.String.Input("devices", default="auto", tooltip='"auto" takes every GPU, or one CPU worker where there is none. '
-                                'Or name them: "cuda:0,cuda:1", "cpu,cpu".'),
+                                'Or name them: "cuda:0,cuda:1", "cpu,cpu". Of another machine: "cuda:0,other-pc/cuda:0".'),
                 io.Combo.Input("mode", options=["auto", "manual"], default="auto", tooltip="auto chooses the degrees for each "
                                "run. manual uses the degrees below; their product must equal the number of devices."),
                 *(io.Int.Input(name, default=1, min=1, max=64, tooltip=text) for name, text in DEGREES.items()),

@@ -13,9 +13,10 @@ ARROWS = {
               "xdit_backend.autoencoders", "xdit_backend.config", "xdit_backend.protocol", "xdit_backend.demo_model"},
     "nodes.bridge": {"xdit_backend.host", "xdit_backend.protocol", "xdit_backend.config", "xdit_backend.planner",
                      "xdit_backend.partition", "xdit_backend.checkpoints", "xdit_backend.autoencoders", "xdit_backend.forecast",
-                     "xdit_backend.host_memory"},
+                     "xdit_backend.host_memory", "xdit_backend.machines"},
     "xdit_backend.host": {"xdit_backend.protocol", "xdit_backend.config", "xdit_backend.partition", "xdit_backend.forecast",
                           "xdit_backend.host_memory"},
+    "xdit_backend.machines": {"xdit_backend.protocol", "xdit_backend.host", "xdit_backend.checkpoints"},
     "xdit_backend.worker": {"xdit_backend.protocol", "xdit_backend.parallel", "xdit_backend.models",
                             "xdit_backend.checkpoints", "xdit_backend.partition", "xdit_backend.host_memory"},
     "xdit_backend.parallel": {"xdit_backend.protocol", "xdit_backend.partition", "xdit_backend.autoencoders", "xdit_backend.host_memory"},
@@ -32,7 +33,7 @@ ARROWS = {
     "xdit_backend.bench": {"xdit_backend.host", "xdit_backend.parallel", "xdit_backend.checkpoints", "xdit_backend.autoencoders",
                            "xdit_backend.planner", "xdit_backend.partition", "xdit_backend.config", "xdit_backend.demo_model",
                            "xdit_backend.forecast", "xdit_backend.protocol", "xdit_backend.models"},
-    "xdit_backend.__main__": {"xdit_backend.bench", "xdit_backend.host", "xdit_backend.protocol"},
+    "xdit_backend.__main__": {"xdit_backend.bench", "xdit_backend.host", "xdit_backend.machines", "xdit_backend.protocol"},
     "xdit_backend.protocol": set(),
 }
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "execution", "latent_preview"}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.conftest import ROOT
-from xdit_backend.config import ParallelConfig, fitting, resolve_devices, validate, validate_layout, validate_stages
+from xdit_backend.config import ParallelConfig, devices_a_machine, fitting, resolve_devices, validate, validate_layout, validate_stages
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.messages import Layout
 
@@ -55,6 +55,7 @@ def test_what_is_exact_goes_where_nothing_else_is_allowed(config):
 
 @pytest.mark.parametrize("devices, num_cuda, expected", [
     ("auto", 0, ("cpu",)), ("auto", 2, ("cuda:0", "cuda:1")), ("AUTO", 1, ("cuda:0",)), ("cuda", 1, ("cuda:0",)),
+    ("other-pc/cuda:1, cuda, third/cuda, other-pc/cuda:0", 1, ("cuda:0", "other-pc/cuda:1", "other-pc/cuda:0", "third/cuda:0")),
     ("cuda:1, cuda:0", 2, ("cuda:1", "cuda:0")), ("cuda:0,cuda:0", 1, ("cuda:0", "cuda:0")), ("cpu,cpu", 2, ("cpu", "cpu"))])
 def test_devices_resolve(devices, num_cuda, expected):
     assert resolve_devices(devices, num_cuda) == expected
@@ -63,6 +64,8 @@ def test_devices_resolve(devices, num_cuda, expected):
 @pytest.mark.parametrize("devices, num_cuda, words", [
     ("", 1, "devices is empty"), ("gpu", 1, '"gpu" is not a device'), ("cuda:2", 2, "has cuda:0, cuda:1"),
     ("cuda:0,cuda:2", 2, 'Set devices to "cuda:0,cuda:1" and the degrees to a product of 2'),
+    ("other-pc/gpu", 1, '"other-pc/gpu" is not a device'), ("a/b/cuda:0", 1, '"a/b/cuda:0" is not'), ("/cuda:0", 1, '"/cuda:0" is not'),
+    ("other-pc/cuda:0", 1, "no device of this machine, which has cuda:0"), ("cuda:0,other-pc/cpu", 1, "mixes CPU and CUDA"),
     ("cuda:0", 0, "has no CUDA device"), ("cpu,cuda:0", 1, "mixes CPU and CUDA")])
 def test_impossible_devices_are_refused(devices, num_cuda, words):
     with pytest.raises(ConfigError, match=words):
@@ -140,3 +143,9 @@ def test_what_fits_is_near_and_can_work(given, num_cuda, expected):
     validate(found, len(devices))
     assert {name: getattr(found, name) for name in expected} == expected
     assert found.stage_blocks == ""
+
+
+@pytest.mark.parametrize("devices, size", [
+    ("cpu,cpu", 0), ("cpu,a/cpu", 1), ("cpu,cpu,a/cpu,a/cpu", 2), ("cpu,cpu,a/cpu", 1), ("cpu,cpu,cpu,cpu,a/cpu,a/cpu,b/cpu,b/cpu", 2)])
+def test_devices_a_machine(devices, size):
+    assert devices_a_machine(resolve_devices(devices, 0)) == size

@@ -105,6 +105,18 @@ def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
     assert layout == Layout(pipefusion_degree=2, ulysses_degree=2)
 
 
+@pytest.mark.parametrize("weights, count, a_machine, expected", [
+    (10e9, 2, 1, (Stages(2, 1), 1)), (10e9, 4, 2, (Stages(2, 2), 1)), (10e9, 3, 1, (Stages(3, 1), 1)), (60e9, 4, 2, (Stages(4, 1), 1)),
+    (10e9, 4, 0, (None, 1)), (900e9, 4, 2, (Stages(4, 1), 1))])
+def test_machines_are_stages(weights, count, a_machine, expected):
+    """Also where a model fits on one device: tokens are shared within a machine. Parts of a machine where it does not fit otherwise."""
+    spread = choose_spread(ParallelConfig(), count, model_of(weights), [24e9] * count, a_machine=a_machine)
+
+    assert spread == expected
+    if a_machine:
+        assert a_machine % choose_layout(ParallelConfig(), count, 2, 24, "this model", spread[0]).ulysses_degree == 0
+
+
 EXACTLY, EVERY = ParallelConfig(approximate="not allowed"), range(64)
 
 

@@ -86,6 +86,9 @@ app.registerExtension({
       tooltip: "keep: they stay on the devices. park: weights go to host memory, and VAEs are dropped. release: the workers end, and all their memory is free." },
     { id: "xdit.IdleMinutes", category: ["xDiT", "Workers", "IdleMinutes"], name: "After so many minutes without work", type: "number",
       attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, tooltip: "With park and release." },
+    { id: "xdit.Address", category: ["xDiT", "Other machines", "Address"], name: "Address of this machine at which others may join",
+      type: "text", defaultValue: "",
+      tooltip: "Such as 192.168.1.10. Empty: nothing listens. Then name their devices in xDiT Parallel Config, such as cuda:0, other-pc/cuda:0. Only in a private network: docs/machines.md." },
   ],
   menuCommands: [{ path: ["Edit"], commands: [ALL, ONE] }],
   setup() {

@@ -1,10 +1,11 @@
-"""The commands of this package: python -m xdit_backend bench COMMAND, one file of bench/ each, plan and doctor."""
+"""The commands of this package: python -m xdit_backend bench COMMAND, one file of bench/ each, plan, doctor and join."""
 
 import argparse
 import sys
 
 from .bench import displaced, drift, loading, methods, plan, planner, quality, reach, scale, unlike, vae
 from .host import doctor
+from .machines import join
 from .protocol.errors import XDiTError
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": planner,
@@ -29,6 +30,7 @@ def make_parser():
         _add(benches, name, module)
     _add(commands, "plan", plan)
     _add(commands, "doctor", doctor)
+    _add(commands, "join", join)
     return parser
 
 

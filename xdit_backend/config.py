@@ -3,12 +3,14 @@
 Used by the nodes before anything is launched, and by the planner when a run begins.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
 import re
 from dataclasses import dataclass
 
+from .protocol.devices import machine_of, machines_of, own_name
 from .protocol.errors import ConfigError
 from .protocol.messages import Layout
 
@@ -24,7 +26,7 @@ PIPEFUSION = ("num_patches", "stage_blocks", "warmup", "offload_keys_values", "f
 class ParallelConfig:
     """Devices and degrees. The defaults run on any machine.
 
-    devices: "auto", or torch device names with commas ("cuda:0,cuda:1", "cpu,cpu").
+    devices: "auto", or torch device names with commas ("cuda:0,cuda:1", "cpu,cpu"); of another machine, "other-pc/cuda:0".
     mode: "auto" chooses the degrees for each run; "manual" uses the ones given, whose product is the device count.
     """
 
@@ -86,8 +88,9 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
     """Turn the `devices` setting into torch device names, one a worker.
 
     "auto" takes every CUDA device, else one CPU worker. Of devices that this machine does not have, the mode "auto" takes those
-    that are there, and what "auto" takes where none is: a workflow from another machine runs. Raises ConfigError for names that
-    make no sense, and in other modes for those that are not there.
+    that are there, and what "auto" takes where none is: a workflow from another machine runs. Those of this machine come first, then
+    those of each other one together, so that ranks which talk most are on one. What another machine has is known when it has joined.
+    Raises ConfigError for names that make no sense, and in other modes for those that are not there.
     """
     cuda = [f"cuda:{index}" for index in range(num_cuda_devices)]
     names = [name.strip().lower() for name in devices.split(",") if name.strip()]
@@ -95,18 +98,29 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
         raise ConfigError('devices is empty. Use "auto", or device names with commas such as "cuda:0,cuda:1".')
     if names == ["auto"]:
         return tuple(cuda) or ("cpu",)
-    names = ["cuda:0" if name == "cuda" else name for name in names]
+    names = [f"{name}:0" if own_name(name) == "cuda" else name for name in names]
     for name in names:
-        if not re.fullmatch(r"cpu|cuda:\d+", name):
+        if not re.fullmatch(r"([a-z0-9][a-z0-9.-]{0,62}/)?(cpu|cuda:\d+)", name):
             raise ConfigError(f'devices="{devices}": "{name}" is not a device. Use "auto", or names such as '
-                              f'"cuda:0,cuda:1" or "cpu,cpu".')
+                              f'"cuda:0,cuda:1" or "cpu,cpu"; those of another machine with its name, "cuda:0,other-pc/cuda:0".')
         if name.startswith("cuda:") and name not in cuda and mode != "auto":
             there = f'{", ".join(cuda)}. Set devices to "{",".join(cuda)}"' if cuda else 'no CUDA device. Set devices to "cpu"'
             raise ConfigError(f'devices="{devices}": {name} is not on this machine, which has {there} and the degrees to a product of '
                               f'{max(1, len(cuda))}, or mode to "auto" to take what is there.')
-    if len({name.partition(":")[0] for name in names}) > 1:
+    if len({own_name(name).partition(":")[0] for name in names}) > 1:
         raise ConfigError(f'devices="{devices}" mixes CPU and CUDA workers. Use one kind.')
-    return tuple(name for name in names if name == "cpu" or name in cuda) or tuple(cuda) or ("cpu",)
+    own = tuple(name for name in names if name == "cpu" or name in cuda)
+    others = [name for machine in machines_of(names) for name in names if machine_of(name) == machine]
+    if others and not own:
+        raise ConfigError(f'devices="{devices}" names no device of this machine, which has {", ".join(cuda) or "the device cpu alone"}. At '
+                          f"least one has to be of it.")
+    return (own or tuple(cuda) or ("cpu",)) + tuple(others)
+
+
+def devices_a_machine(devices):
+    """The largest size of groups of neighbours, of what resolve_devices gives, that lie within one machine; 0: there is one machine."""
+    counts = collections.Counter(map(machine_of, devices))
+    return math.gcd(*counts.values()) if len(counts) > 1 else 0
 
 
 def fitting(config, num_cuda_devices):

@@ -43,13 +43,14 @@ def choose_layout(config, num_devices, num_branches, num_heads, family, stages=N
 WARMUP_FULL = 0.4              # where all weights take less, every rank holds them, so that warm-up runs by sequence parallelism
 
 
-def choose_spread(config, num_devices, net, device_bytes, machine=None, is_splittable=lambda degree: True):
+def choose_spread(config, num_devices, net, device_bytes, machine=None, is_splittable=lambda degree: True, a_machine=0):
     """How the weights are spread when a model is loaded: (Stages, or None where every rank runs every block; tensor_degree).
 
     Manual mode: the person's degrees. Auto mode: where the weights do not fit on one device, of PipeFusion and tensor parallelism and of
     degrees that fit, the fastest by forecast (machine: of a probe), the exact one if that is about as fast. Where nothing approximate is
     allowed, PipeFusion has one patch, and stages wait for each other. Without a probe PipeFusion, or tensor parallelism where nothing
     approximate is allowed, and the least degree. device_bytes: memory of each device. is_splittable(tensor_degree): can the file be?
+    a_machine: config.devices_a_machine; above 0 machines, or equal parts of them, are stages, so that tokens are shared within one.
     """
     speeds, smallest = () if machine is None else speeds_of(machine.devices), min(device_bytes)
     if config.mode == "manual":
@@ -59,6 +60,10 @@ def choose_spread(config, num_devices, net, device_bytes, machine=None, is_split
         every_block = config.warmup == "sequence" or (config.warmup == "auto" and rank_share <= WARMUP_FULL * smallest)
         return Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * config.tensor_degree,
                       config.num_stage_blocks, every_block, config.offload_keys_values, speeds), config.tensor_degree
+    if a_machine:
+        inside = [Stages(num_devices // size, size, offload=config.offload_keys_values) for size in range(a_machine, 0, -1)
+                  if a_machine % size == 0 and num_devices // size <= net.blocks]
+        return next((stages for stages in inside if _holds(stages, net, device_bytes)), inside[-1] if inside else None), 1
     if num_devices == 1 or net.held_bytes <= FULL * smallest:
         return None, 1
     divisors = [degree for degree in range(2, num_devices + 1) if num_devices % degree == 0]

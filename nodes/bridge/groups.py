@@ -18,8 +18,10 @@ from ...xdit_backend.host import measurements
 from ...xdit_backend.host.client import Client
 from ...xdit_backend.host.preflight import num_cuda_devices
 from ...xdit_backend.host_memory import memory_room
+from ...xdit_backend.machines.listener import Listener, own_addresses, read_address
+from ...xdit_backend.protocol.devices import machine_of, machines_of, own_name
 from ...xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
-from .idle import watch
+from .idle import chosen_address, watch
 from .runs import Runs
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,10 @@ def check_packages():
 def devices_of(config):
     """The devices a config means on this machine. Raises ConfigError when it cannot work here."""
     devices = resolve_devices(config.devices, num_cuda_devices(), config.mode)
+    if machines_of(devices) and not chosen_address():
+        raise ConfigError(f'devices="{config.devices}": {", ".join(machines_of(devices))} can join where ComfyUI listens for others. '
+                          f"Set the address of this machine in Settings > xDiT > Other machines, one of {', '.join(own_addresses())}, and "
+                          f"read docs/machines.md before. Or leave them out.")
     validate(config, len(devices))
     return devices
 
@@ -51,7 +57,12 @@ def fitting_here(config):
 
 
 def memory_of(device):
-    """Bytes of memory a device has in all. Makes no CUDA context there, which would take up to half a gigabyte of it."""
+    """Bytes of memory a device has in all. Makes no CUDA context there, which would take up to half a gigabyte of it.
+
+    Of another machine's: waits until that has joined. Raises WorkerStartError where it does not, ConfigError where it lacks the device.
+    """
+    if machine_of(device):
+        return GROUPS.card_of(device)[1]
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -65,6 +76,8 @@ def parking_room():
 
 def ask_for_room(device, num_bytes):
     """Have ComfyUI's own models on a device leave it as far as this needs. Where there are none, it is not touched: no CUDA context."""
+    if machine_of(device):                                     # where no ComfyUI is
+        return
     management, device = comfy.model_management, torch.device(device)
     if device.type != "cpu" and any(loaded.device == device for loaded in management.current_loaded_models):
         management.free_memory(num_bytes + management.minimum_inference_memory(), device)
@@ -76,7 +89,7 @@ def load_device_of(devices):
     It asks for room there, and samples there: noise that a sampler draws is what ComfyUI draws for a model on that device.
     """
     default = comfy.model_management.get_torch_device()
-    places = [torch.device(name) for name in devices]
+    places = [torch.device(name) for name in devices if not machine_of(name)]
     return default if default in places else places[0]
 
 
@@ -95,6 +108,7 @@ class Groups:
         self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
         self._learnt = None                                    # what earlier runs taught, once it is read
         self._speeds = {}                                      # devices -> how fast each is, where they are not alike
+        self._listener = None                                  # where other machines join, once it is needed
         self._is_watched = False                               # are groups that have nothing to do seen to?
         self.runs = Runs()
 
@@ -107,12 +121,29 @@ class Groups:
             if not self._is_watched:
                 self._is_watched = True
                 watch(self)
-            client = Client(devices)
+            client = Client(devices, self.listener() if machines_of(devices) else None)
             client.on_phase = self._show_phase
             client.check = comfy.model_management.throw_exception_if_processing_interrupted
             client.speeds = self._speeds.get(devices, ())
         self._clients[devices] = client
         return client
+
+    def listener(self):
+        """Where other machines join. Raises ConfigError where no address is set for that, or it cannot listen there."""
+        address = read_address(chosen_address())
+        if self._listener is not None and self._listener.wanted != address:
+            self._listener.close()
+            self._listener = None
+        if self._listener is None:
+            self._listener = Listener(chosen_address(), os.path.join(_measured_folder(), "machines"))
+        return self._listener
+
+    def card_of(self, device):
+        """(what it is, bytes of memory) of another machine's device, waiting until that machine has joined."""
+        cards = self.listener().cards(machine_of(device), show_text, comfy.model_management.throw_exception_if_processing_interrupted)
+        if own_name(device) not in cards:
+            raise ConfigError(f"{device}: there is no such device. {machine_of(device)} has {', '.join(cards)}.")
+        return cards[own_name(device)]
 
     @property
     def clients(self):
@@ -126,6 +157,8 @@ class Groups:
     def machine(self, devices, dtype, may_measure):
         """The Machine of several devices: kept from before, or measured now, where that may be; else None. dtype: models compute in."""
         key = tuple(devices), dtype
+        if machines_of(devices):                               # a probe would tell of this machine's cards alone
+            return None
         if key not in self._machines:
             machine = measurements.kept(_measured_folder(), devices, dtype)
             if machine is None and not may_measure:
@@ -141,6 +174,8 @@ class Groups:
     def measure_again(self, dtype):
         """Measure the devices that were used last (of a ParallelConfig's defaults, where none were), and keep that. Returns their names."""
         devices = self.clients[-1].devices if self._clients else devices_of(ParallelConfig())
+        if machines_of(devices):
+            raise ConfigError(f"{', '.join(devices)} are of several machines, which are not measured: each is a stage of its own.")
         if len(devices) < 2:
             raise ConfigError(f"There is nothing to measure: {devices[0]} works alone. Set devices in xDiT Parallel Config, and run once.")
         self._know(devices, dtype, self._measure(devices, dtype))
@@ -210,6 +245,8 @@ class Groups:
         for client in self._clients.values():
             client.close()
         self._clients.clear()
+        if self._listener is not None:
+            self._listener.close()
 
     def _end_others(self, devices):
         for device in set(devices):

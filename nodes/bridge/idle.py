@@ -1,4 +1,7 @@
-"""What becomes of the memory of workers that have nothing to do for a while, as ComfyUI's settings say. Used by groups and the panel."""
+"""What becomes of the memory of workers that have nothing to do for a while, as ComfyUI's settings say. Used by groups and the panel.
+
+The address at which other machines may join is a setting too, not a widget: what a workflow says opens no port.
+"""
 
 import json
 import logging
@@ -14,7 +17,7 @@ from ...xdit_backend.protocol.errors import ConfigError, XDiTError
 
 log = logging.getLogger(__name__)
 
-HOW, MINUTES = "xdit.Residency", "xdit.IdleMinutes"            # the ids of the settings in web/xdit.js
+HOW, MINUTES, ADDRESS = "xdit.Residency", "xdit.IdleMinutes", "xdit.Address"        # the ids of the settings in web/xdit.js
 RESIDENCIES = ("keep", "park", "release")
 LONGEST_MINUTES = 24 * 60
 TICK_S = 5.0
@@ -30,17 +33,29 @@ class Residency:
 
 def chosen_residency():
     """What a person has chosen in ComfyUI's settings, which it keeps in a file of its user. Raises ConfigError where that is none."""
-    try:
-        with open(os.path.join(folder_paths.get_user_directory(), "default", "comfy.settings.json"), encoding="utf-8") as file:
-            settings = json.load(file)
-    except (OSError, ValueError):                              # none has been chosen yet, or it is being written
-        return Residency()
+    settings = _settings()
     how, minutes = settings.get(HOW, Residency.how), settings.get(MINUTES, Residency.minutes)
     if how not in RESIDENCIES:
         raise ConfigError(f"{HOW} is {how!r} in ComfyUI's settings. There are {', '.join(RESIDENCIES)}.")
     if type(minutes) not in (int, float) or not 0 < minutes <= LONGEST_MINUTES:
         raise ConfigError(f"{MINUTES} is {minutes!r} in ComfyUI's settings. It takes minutes, above 0, at most {LONGEST_MINUTES}.")
     return Residency(how, float(minutes))
+
+
+def chosen_address():
+    """The address of this machine at which others may join; "" where none is set. Raises ConfigError where that is no text."""
+    address = _settings().get(ADDRESS, "")
+    if not isinstance(address, str):
+        raise ConfigError(f"{ADDRESS} is {address!r} in ComfyUI's settings. It takes an address of this machine, as text, or nothing.")
+    return address.strip()
+
+
+def _settings():
+    try:
+        with open(os.path.join(folder_paths.get_user_directory(), "default", "comfy.settings.json"), encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError):                              # none has been chosen yet, or it is being written
+        return {}
 
 
 def tend(groups, residency):

@@ -86,7 +86,7 @@ def _devices():
             names = dict.fromkeys(devices_of(ParallelConfig()))
         except ConfigError:                                    # nothing here can run: the node says why
             names = {}
-    cuda = sorted(name for name in names if name != "cpu")
+    cuda = sorted(name for name in names if name.startswith("cuda"))           # those of this machine
     return [*map(_cuda_device, cuda), _host()]
 
 
@@ -132,7 +132,7 @@ def _host():
     activations = max(0, _sum(ranks, "activation_bytes") - kept)
     vae = max([rank.get("vae_bytes", 0) for rank in ranks], default=0)
     processes = _sum(ranks, "reserved_bytes") + sum(_sum(_ranks(name), "host_bytes") for client in GROUPS.clients
-                                                     for name in set(client.devices) - {"cpu"})
+                                                     for name in set(client.devices) if name.startswith("cuda"))
     own = psutil.Process().memory_info()
     comfyui = own.rss - getattr(own, "shared", 0)
     other = limit - room - processes - comfyui

@@ -199,6 +199,7 @@ def test_why_workers_cannot_start_does_not_hang_on_who_is_seen_first(tmp_path, m
         group = object.__new__(WorkerGroup)
         group.devices, group._channels, group._ways = ("cuda:0", "cuda:1"), {}, preflight.DETOURS[:ways]
         group._process = group._door = torchrun
+        group._own, group._sessions, group._at_once = [0, 1], {}, []           # there is one machine
         group._log_folder = tmp_path
 
         def look(events=events, at_once=at_once):

@@ -1,6 +1,7 @@
 """Groups of workers live side by side: two MODELs on different devices in one workflow, and what becomes of groups and models."""
 
 import gc
+import importlib
 import time
 
 import pytest
@@ -80,3 +81,27 @@ def test_a_model_nothing_refers_to_is_dropped_by_the_workers(comfyui):
 
     assert not client.holds(name)
     assert client.report_memory()[0]["weight_bytes"] < held
+
+
+def test_devices_of_other_machines_need_an_address_that_a_person_has_set(comfyui, groups, monkeypatch):
+    module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups")
+    config = module.ParallelConfig(devices="cpu,other-pc/cpu")
+
+    with pytest.raises(module.ConfigError, match="other-pc can join where ComfyUI listens for others. Set the address"):
+        module.devices_of(config)
+
+    monkeypatch.setattr(module, "chosen_address", lambda: "127.0.0.1:0")
+    assert module.devices_of(config) == ("cpu", "other-pc/cpu")
+
+
+def test_a_model_on_two_machines_is_in_two_stages(comfyui, monkeypatch):
+    """What the other machine has it says when it joins; here that is answered in its place, and nothing is started."""
+    module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups")
+    monkeypatch.setattr(module, "chosen_address", lambda: "127.0.0.1:0")
+    monkeypatch.setattr(module.Groups, "listener", lambda self: None)
+    monkeypatch.setattr(module.Groups, "card_of", lambda self, device: ("a processor", 1e10))
+
+    model = comfyui.ours("sd3", comfyui.config("cpu,other-pc/cpu"))
+
+    assert (model.model.remote.spec.stages.pipefusion_degree, model.model.remote.spec.stages.sequence_degree) == (2, 1)
+    assert model.load_device.type == "cpu" and model.model.remote.devices == ("cpu", "other-pc/cpu")

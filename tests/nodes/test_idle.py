@@ -46,10 +46,19 @@ def test_other_settings_are_refused_by_name(idle, choose, settings, words):
         idle.chosen_residency()
 
 
+def test_no_address_for_other_machines_is_chosen_by_itself(idle, choose):
+    assert idle.chosen_address() == ""
+    choose(Address=" 192.168.1.10 ")
+    assert idle.chosen_address() == "192.168.1.10"
+    choose(Address=7)
+    with pytest.raises(idle.ConfigError, match="xdit.Address is 7"):
+        idle.chosen_address()
+
+
 def test_the_page_has_these_settings_in_both_languages(idle):
     page, chinese = (ROOT / "web/xdit.js").read_text(), json.loads((ROOT / "locales/zh/settings.json").read_text(encoding="utf-8"))
 
-    for name in (idle.HOW, idle.MINUTES):
+    for name in (idle.HOW, idle.MINUTES, idle.ADDRESS):
         assert f'id: "{name}"' in page and chinese[name.replace(".", "_")]["name"]
     assert f"options: {json.dumps(idle.RESIDENCIES)}" in page and tuple(chinese["xdit_Residency"]["options"]) == idle.RESIDENCIES
 

@@ -114,7 +114,7 @@ def state_of(files):
 def header_of(spec):
     """The header of a spec's model. Raises CheckpointError where the files are others than those that the spec was made for."""
     header = read_header(spec.path)
-    if not spec.name.rpartition("-")[2].startswith(state_of(header.files)):
+    if not (spec.state or spec.name.rpartition("-")[2]).startswith(state_of(header.files)):
         raise CheckpointError(f"{os.path.basename(spec.path)} has changed on disk since Load xDiT Model read it, and its weights are "
                               f"needed again. Queue the prompt again: it loads the file anew.")
     return header

@@ -13,6 +13,7 @@ import torch
 from ..forecast.decoding import Work
 from ..partition import last_stage_ranks
 from ..protocol import messages
+from ..protocol.devices import machines_of
 from ..protocol.errors import WorkerDiedError, XDiTError
 from .launcher import WorkerGroup
 from .residence import Residence
@@ -80,11 +81,11 @@ class _Run:
 class Client:
     """A worker group and what it holds. Starts the group when it is first needed, and again after it died.
 
-    on_phase(Phase) and check() are WorkerGroup's; they may be replaced at any time.
+    on_phase(Phase) and check() are WorkerGroup's; they may be replaced at any time. machines: WorkerGroup's.
     """
 
-    def __init__(self, devices):
-        self.devices = tuple(devices)
+    def __init__(self, devices, machines=None):
+        self.devices, self._machines = tuple(devices), machines
         self.on_phase = lambda phase: None
         self.check = lambda: None
         self.step = ""                         # that is computed now, for a person: "step 7 of 20"
@@ -105,7 +106,7 @@ class Client:
                 self.close()
                 self._is_starting = True
                 try:
-                    self._group = WorkerGroup(self.devices, self.on_phase, self.check, self._num_detours)
+                    self._group = WorkerGroup(self.devices, self.on_phase, self.check, self._num_detours, self._machines)
                     self._num_detours = self._group.num_detours
                 finally:
                     self._is_starting = False
@@ -162,6 +163,7 @@ class Client:
         residence = self.residence(spec.name)
         if residence is None:
             self._changed.pop(spec.name, None)
+            self.group.find_file(spec.path, self.on_phase, self.check)
             try:
                 done = self._request(lambda request: messages.LoadModel(request, spec))
             except BaseException:                              # some ranks may hold it, and others not
@@ -241,8 +243,8 @@ class Client:
     def park(self, name, room_bytes, device=None, num_bytes=math.inf):
         """Move weights of a model to host memory, until `device` has num_bytes more free; None: every device.
 
-        Where host memory has less room than is needed (room_bytes), or shared memory has, the model is dropped instead. Returns the bytes
-        that came free on these devices. load_model brings the weights back.
+        Where host memory has less room than is needed (room_bytes), or shared memory has, or there are several machines, the model is
+        dropped instead. Returns the bytes that came free on these devices. load_model brings the weights back.
         """
         residence = self.residence(name)
         if residence is None:
@@ -252,7 +254,8 @@ class Client:
         targets = residence.targets(ranks, num_bytes)
         if targets == before:
             return 0
-        segments = self._reserve(residence.needed_bytes(targets), room_bytes)
+        is_here = not machines_of(self.devices)                # memory for what is parked is of one machine
+        segments = self._reserve(residence.needed_bytes(targets), room_bytes) if is_here else None
         if segments is None:
             self.drop(name)
             return sum(residence.weight_bytes[rank] - before[rank] for rank in ranks)

@@ -41,14 +41,20 @@ def main(options):
         print(f"{title}\n" + "\n".join(f"  {line}" for line in lines or ["none"]))
 
 
-def versions():
+def package_versions(packages):
+    """{package: its version, or "not installed"}"""
     def of(package):
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return "not installed"
+    return {package: of(package) for package in packages}
+
+
+def versions():
     system = f"{platform.system()} {platform.release()}" + (" (WSL)" if "microsoft" in platform.release().lower() else "")
-    return [f"Python {platform.python_version()} on {system}, {platform.machine()}", *(f"{name} {of(name)}" for name in PACKAGES)]
+    return [f"Python {platform.python_version()} on {system}, {platform.machine()}",
+            *(f"{name} {version}" for name, version in package_versions(PACKAGES).items())]
 
 
 def machine():

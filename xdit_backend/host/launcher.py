@@ -1,6 +1,7 @@
 """Start, watch and end a worker group: one torchrun, one worker a device. Used by the client.
 
-Everything a group opens is on this machine only: a socket file in a private folder, and torch's store on 127.0.0.1.
+Everything a group opens is on this machine only: a socket file in a private folder, and torch's store on 127.0.0.1. Where devices are on
+other machines, these have joined over connections of their own (machines/), and a session of each stands for its ranks here.
 """
 
 import atexit
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from ..protocol import errors
 from ..protocol.channel import Door
+from ..protocol.devices import machine_of, machines_of, own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerFailedError, WorkerStartError, XDiTError
 from ..protocol.messages import TRYING_LINKS, Abandon, Beat, Decode, Done, Encode, LoadModel, Phase, Ready, Stop, Unready
 from ..protocol.segments import SegmentStore
@@ -101,14 +103,18 @@ class WorkerGroup:
     Construction blocks until every worker is ready. on_phase(Phase) tells what workers do meanwhile; check() is called
     often while waiting and may raise to give up, as ComfyUI's cancel does. num_detours: how many ways to join the workers are known not
     to work (preflight.detours); what the group came to is in the field of that name.
+    machines: the machines.listener.Listener where other machines join; None: nothing listens, and all devices are here.
     Raises WorkerStartError when a worker cannot come up, with what is missing, or the workers' last lines of output.
     """
 
-    def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_detours=0):
+    def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_detours=0, machines=None):
         if sys.platform == "win32":
             raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to use its nodes. "
                                    f"{HELP}")
         self.devices = tuple(devices)
+        self._own = [rank for rank, device in enumerate(self.devices) if not machine_of(device)]           # ranks of this machine
+        self._machines, self._sessions = machines, {}          # name of another machine -> its Session
+        self._at_once = []                                     # Channels to ranks of other machines, which come to no door here
         self._lock = threading.RLock()
         self._channels, self._workers, self._open, self._last_request = {}, {}, {}, 0
         self.totals = {}                                       # rank -> sums of the measurements in its answers, by name
@@ -167,7 +173,18 @@ class WorkerGroup:
 
     @property
     def alive(self):
-        return self._process is not None and self._process.poll() is None and len(self._channels) == len(self.devices)
+        is_whole = len(self._channels) == len(self.devices) and all(session.is_open for session in self._sessions.values())
+        return self._process is not None and self._process.poll() is None and is_whole
+
+    def find_file(self, path, on_phase, check):
+        """See that every other machine has the model file of this path, by its content. Raises CheckpointError where one has not."""
+        if not self._sessions:
+            return
+        def told(whose):
+            return lambda done, total: (check(), on_phase(Phase(0, f"comparing model files{whose}", done, total, True)))
+        content = self._machines.contents.of(path, told(""))
+        for name, session in self._sessions.items():
+            session.find(path, content, check, told(f" on {name}"))
 
     def ask_if_idle(self, make_command):
         """As `request`, where nothing else is under way; else None."""
@@ -262,11 +279,13 @@ class WorkerGroup:
             except ChannelClosedError:
                 pass
         if self._process is not None:
-            _end(self._process, self._workers.values(), patience_s=3 if len(self._channels) == len(self.devices) else 0)
+            end_torchrun(self._process, self._workers.values(), patience_s=3 if len(self._channels) == len(self.devices) else 0)
             self._process.stdin.close()
         for channel in self._channels.values():
             channel.close()
-        self._channels, self._workers = {}, {}
+        for session in self._sessions.values():
+            session.close()
+        self._channels, self._workers, self._sessions = {}, {}, {}
         if self._door is not None:
             self._door.close()
         self._process = self._door = self._store = None
@@ -282,11 +301,17 @@ class WorkerGroup:
         self._finalizer = weakref.finalize(self, self.segments.close)
         atexit.register(self._close_at_exit)
         self.remarks = [preflight.remark(self.devices, off, variables, failed)] if off else []
+        self._at_once = []
+        for name in machines_of(self.devices):
+            if self._machines is None:
+                raise WorkerStartError(f"No address is set at which {name} could join: only ComfyUI's nodes use devices of other machines.")
+            self._sessions[name] = self._machines.take(name, lambda words: on_phase(Phase(0, words)), check)
         self._launch(variables)
         self._greet(on_phase, check)
 
     def _launch(self, variables):
-        self.remarks += preflight.check(self.devices, (self.segments.folder, self.segments.overflow_folder))
+        own = [self.devices[rank] for rank in self._own]
+        self.remarks += preflight.check(own, (self.segments.folder, self.segments.overflow_folder))
         self._door = Door(self.segments.folder, _silence_s())
         # torchrun's own stores would listen on every interface. This one is bound to loopback; torchrun and the workers
         # are its clients (TORCH_DISABLE_SHARE_RDZV_TCP_STORE keeps torchrun from opening one for the workers).
@@ -294,23 +319,24 @@ class WorkerGroup:
         port = listening.getsockname()[1]
         self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
                                     master_listen_fd=listening.detach(), use_libuv=False)   # libuv's takes no socket before 2.7
-        command = [
-            sys.executable, "-m", "xdit_backend.host.torchrun", "--nnodes=1", f"--nproc-per-node={len(self.devices)}",
-            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=is_host=0", "--max-restarts=0",
-            "--local-addr=127.0.0.1", f"--log-dir={self.segments.overflow_folder}", "-m", "xdit_backend.worker",
-            str(self.segments.folder), ",".join(self.devices), str(port), str(self._log_folder)]
-        with logs.start(self._log_folder) as output:
-            self._process = subprocess.Popen(
-                command, cwd=self.segments.overflow_folder, env=_environment(self.devices) | variables, stdin=subprocess.PIPE,
-                stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        num_nodes, interface = 1 + len(self._sessions), ""
+        if self._sessions:
+            interface = self._machines.interface
+        self._process = start_torchrun(self.segments, self.devices, len(own), port, self._log_folder, variables, 0, num_nodes, interface)
+        for node, session in enumerate(self._sessions.values(), 1):
+            self._at_once += session.start(self.devices, node, num_nodes, port, _silence_s()).values()
 
     def _greet(self, on_phase, check):
         on_phase(Phase(0, "starting workers", 0, len(self.devices)))
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        greeted, trying, trying_s = [], set(), math.inf        # trying: ranks that have begun to try the links; since when all have
+        greeted, trying, trying_s = [*self._at_once], set(), math.inf          # trying: ranks that have begun on links; since when all have
         told, silent, failed_s = [], [], math.inf              # Unready of ranks; channels that nothing more comes from; since when one
         while len(self._channels) < len(self.devices):
             check()
+            for name, session in self._sessions.items():
+                if not session.is_open:
+                    lines = self._last_lines(self._rank_of(name))
+                    raise WorkerStartError(f"{name} was lost while the workers started: {session.ended}\n{lines}".rstrip())
             if time.monotonic() > deadline_s:
                 raise WorkerStartError(f"Only {len(self._channels)} of {len(self.devices)} workers were ready after {START_TIMEOUT_S} s. "
                                        f"{HELP} {self._where()}Their last lines:\n{self._last_lines()}")
@@ -339,8 +365,9 @@ class WorkerGroup:
                     trying_s = time.monotonic() if len(trying) == len(self.devices) else trying_s
                 if isinstance(message, Ready):
                     self._channels[message.rank] = channel
-                    with suppress(psutil.NoSuchProcess):
-                        self._workers[message.rank] = psutil.Process(message.pid)
+                    if message.rank in self._own:              # another machine's number would be another process here
+                        with suppress(psutil.NoSuchProcess):
+                            self._workers[message.rank] = psutil.Process(message.pid)
                     on_phase(Phase(message.rank, "starting workers", len(self._channels), len(self.devices)))
             if silent or has_ended:
                 failed_s = min(failed_s, time.monotonic())
@@ -359,7 +386,7 @@ class WorkerGroup:
         if len(trying) == len(self.devices) and len(self._ways) > 1:
             return LinkError(f"a worker ended in a transfer between them, with these last lines of output:\n{lines}\n")
         which = f"A worker for {', '.join(self.devices)}" if rank is None else f"Worker rank {rank} ({self.devices[rank]})"
-        return WorkerStartError(f"{which} ended while starting{_exit_words(code)}. {HELP} {self._where()}Its last lines:\n{lines}")
+        return WorkerStartError(f"{which} ended while starting{exit_words(code)}. {HELP} {self._where()}Its last lines:\n{lines}")
 
     # --- wait ---
 
@@ -459,6 +486,12 @@ class WorkerGroup:
 
     def _lost(self, rank):
         """A worker's connection is gone: end the group and say what is known."""
+        session = self._sessions.get(machine_of(self.devices[rank]))
+        if session is not None:
+            name, ended = session.name, session.ended or "it closed the connection"
+            ranks = ", ".join(str(other) for other, device in enumerate(self.devices) if machine_of(device) == name)
+            self._give_up(self._rank_of(name), f"was lost with its machine, {name} (all of rank {ranks}){self._doing(rank) or ''}: "
+                                               f"{ended.rstrip('. ')}. {name} joins again by itself when it can")
         process, worker = self._process, self._workers.get(rank)
         for _ in range(20):                                    # torchrun notices within a tenth of a second
             if process is None or process.poll() is not None:
@@ -468,7 +501,7 @@ class WorkerGroup:
             if worker is not None and worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
                 self._give_up(rank, f"takes or sends half a message{self._doing(rank) or ''}: it was stopped, or hung, and is ended")
         rank, code = self._first_ended() or (rank, None)       # torchrun has ended the others then, whose connections may close before
-        self._give_up(rank, f"died{_exit_words(code)}{self._doing(rank) or ''}")
+        self._give_up(rank, f"died{exit_words(code)}{self._doing(rank) or ''}")
 
     def _give_up(self, rank, what):
         """End the group for what became of a rank."""
@@ -481,8 +514,13 @@ class WorkerGroup:
 
     def _first_ended(self):
         """(rank, exit code) of the first that failed, as torchrun says it. None where it says nothing."""
-        found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", _read(self._log_folder / logs.TORCHRUN))
-        return None if found is None or int(found[2]) >= len(self.devices) else (int(found[2]), int(found[1]))
+        found = first_ended(self._log_folder)
+        return None if found is None or found[0] >= len(self.devices) else found
+
+    def _rank_of(self, name):
+        """The rank on another machine that ended first, as that told, or its first one."""
+        ranks = [rank for rank, device in enumerate(self.devices) if machine_of(device) == name]
+        return next((rank for rank in ranks if self._sessions[name].last_lines(rank)), ranks[0])
 
     def _where(self):
         """Where all output is, for a person; "" where it is not kept."""
@@ -491,9 +529,12 @@ class WorkerGroup:
     def _last_lines(self, rank=None, num_lines=15):
         """The end of what the workers, or one of them, printed."""
         ranks = range(len(self.devices)) if rank is None else [rank]
-        texts = [_read(self._log_folder / f"rank-{rank}.log") for rank in ranks]
+        session = self._sessions.get(machine_of(self.devices[rank])) if rank is not None else None
+        if session is not None:
+            return session.last_lines(rank)
+        texts = [read_text(self._log_folder / f"rank-{rank}.log") for rank in ranks]
         if not any(texts):
-            texts = [_read(self._log_folder / logs.TORCHRUN)]
+            texts = [read_text(self._log_folder / logs.TORCHRUN)]
         return "\n".join("\n".join(text.splitlines()[-num_lines:]) for text in texts if text.strip())
 
 
@@ -518,12 +559,37 @@ def outlives(devices, failures):
     """
     if any(failure.kind == "AcceleratorError" or failure.message.startswith("CUDA error") for failure in failures):
         return False
-    if "cpu" in devices or len(set(devices)) == 1:
+    if any(own_name(device) == "cpu" for device in devices) or len(set(devices)) == 1:
         return True
     return len(failures) == len(devices) and not any(failure.exchanged for failure in failures)
 
 
-def _exit_words(code):
+def start_torchrun(segments, devices, num_own, store_port, log_folder, variables={}, node=0, num_nodes=1, interface=""):
+    """Start torchrun with the workers of this machine, one of num_nodes; returns its process.
+
+    devices: of all ranks; num_own of them are here. segments: the SegmentStore whose folder has the workers' door. store_port: of torch's
+    store, on loopback. interface: over which the machines exchange tensors; "": there is one machine, and loopback is enough.
+    """
+    # The store ranks machines by this name, as text: the host is the first, and others follow in the order of their devices.
+    name = "127.0.0.1" if num_nodes == 1 else f"machine-{node:06d}"
+    command = [
+        sys.executable, "-m", "xdit_backend.host.torchrun", f"--nnodes={num_nodes}", f"--nproc-per-node={num_own}",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store_port}", "--rdzv-conf=is_host=0", "--max-restarts=0",
+        f"--local-addr={name}", f"--log-dir={segments.overflow_folder}", "-m", "xdit_backend.worker",
+        str(segments.folder), ",".join(devices), str(store_port), str(log_folder)]
+    with logs.start(log_folder) as output:
+        return subprocess.Popen(
+            command, cwd=segments.overflow_folder, env=_environment(devices, num_own, interface) | variables, stdin=subprocess.PIPE,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def first_ended(log_folder):
+    """(place among its machine's ranks, exit code) of the first worker that failed, as torchrun says it there; None: it says nothing."""
+    found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", read_text(log_folder / logs.TORCHRUN))
+    return None if found is None else (int(found[2]), int(found[1]))
+
+
+def exit_words(code):
     """" (exit code -9, killed)", or "" where it is not known."""
     if code is None:
         return ""
@@ -535,25 +601,25 @@ def _silence_s():
     return float(os.environ.get("XDIT_SILENCE_TIMEOUT_S", SILENCE_S))
 
 
-def _environment(devices):
+def _environment(devices, num_own=0, interface=""):
     inherited = {name: value for name, value in os.environ.items()
                  if name.upper() in INHERITED or name.upper().startswith(INHERITED_PREFIXES)}
     environment = {**inherited, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    environment |= CPU_ALLOCATOR if "cpu" in devices else CUDA_ALLOCATOR
+    interface = interface or ("lo0" if sys.platform == "darwin" else "lo")
+    environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    environment |= CPU_ALLOCATOR if any(own_name(device) == "cpu" for device in devices) else CUDA_ALLOCATOR
     if "OMP_NUM_THREADS" not in environment:                   # torchrun would set 1
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(devices)))
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (num_own or len(devices))))
     return environment
 
 
-def _end(process, workers, patience_s):
+def end_torchrun(process, workers, patience_s):
     """Wait for torchrun and its workers to end, then make them: first the workers, which torchrun still waits for."""
     for kill in (None, signal.SIGTERM, signal.SIGKILL):
         with suppress(subprocess.TimeoutExpired, ProcessLookupError):
             if kill is not None:
-                _kill(_children(process.pid))                  # one that hangs or is stopped takes no other signal
+                _kill(children(process.pid))                  # one that hangs or is stopped takes no other signal
                 os.killpg(process.pid, kill)
             process.wait(patience_s if kill is None else 5)
             break
@@ -566,7 +632,7 @@ def _kill(processes):
             process.kill()
 
 
-def _children(pid):
+def children(pid):
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive=True)
     return []
@@ -591,7 +657,7 @@ def _raised(failure, doing, num_ranks, where):
     return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with {failure.kind}{doing}: {words} {where}".rstrip())
 
 
-def _read(path):
+def read_text(path):
     try:
         return Path(path).read_text(errors="replace")
     except OSError:

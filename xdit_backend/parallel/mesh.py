@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..protocol.devices import own_name
 from ..protocol.errors import ConfigError
 
 AXES = ("data", "cfg", "pipefusion", "displaced", "ring", "ulysses", "tensor")
@@ -76,7 +77,7 @@ def backend_for(devices, has_nccl):
 
     NCCL refuses two ranks on a device. One rank alone has nobody to talk to. gloo takes CUDA tensors through host memory.
     """
-    apart = len(set(devices)) == len(devices) > 1 and all(device.startswith("cuda") for device in devices)
+    apart = len(set(devices)) == len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
     return "nccl" if apart and has_nccl else "gloo"
 
 

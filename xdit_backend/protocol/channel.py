@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,11 @@ class Channel:
             log.error("%s", error)
             raise ChannelClosedError(str(error)) from error
 
+    def end(self):
+        """End it from any thread: who waits at either end is told that the other is gone."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self.raw.fileno())) as connected:
+            connected.shutdown(socket.SHUT_RDWR)
+
     def close(self):
         self.raw.close()
 
@@ -103,6 +109,15 @@ class Door:
 
     def close(self):
         self._socket.close()
+
+
+def pair(patience_s=PATIENCE_S):
+    """Two Channels of this process, each the other end of the other."""
+    ends = connection.Pipe()
+    for raw in ends:
+        with socket.socket(fileno=os.dup(raw.fileno())) as connected:
+            _limit(connected, patience_s)
+    return Channel(ends[0]), Channel(ends[1])
 
 
 def _limit(connected, seconds):

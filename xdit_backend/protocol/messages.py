@@ -42,6 +42,7 @@ class ModelSpec:
     stages: Stages | None = None   # None: every rank runs every block
     tensor_degree: Degree = 1      # ranks that share each layer; neighbours
     quantisation: Literal["", "int8", "nf4"] = ""              # of linear layers, when they are loaded; storage_dtype is of the rest
+    state: str = ""                # checkpoints.header.state_of the files, where they are another machine's; "": the name tells it
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -370,16 +371,16 @@ MESSAGES = {cls.__name__: cls for cls in (
 ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}
 
 
-def encode(message):
-    """Turn a message into bytes: the name of its class, a space, its fields as JSON."""
+def encode(message, adapters=ADAPTERS):
+    """Turn a message into bytes: the name of its class, a space, its fields as JSON. adapters: of the messages there are, by name."""
     name = type(message).__name__
-    return name.encode() + b" " + ADAPTERS[name].dump_json(message)
+    return name.encode() + b" " + adapters[name].dump_json(message)
 
 
-def decode(raw):
+def decode(raw, adapters=ADAPTERS):
     """Turn bytes back into a message. Raises XDiTError for anything else: an unknown name or field, a wrong type or size."""
     name, _, fields = raw.partition(b" ")
     try:
-        return ADAPTERS[name.decode()].validate_json(fields)
+        return adapters[name.decode()].validate_json(fields)
     except (KeyError, UnicodeDecodeError, ValidationError) as error:
         raise XDiTError(f"Not a message of this project: {raw[:200]!r} ({str(error)[:1000]})") from error

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..parallel.mesh import backend_for, group_timeout
 from ..protocol.channel import connect
+from ..protocol.devices import own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
 from ..protocol.messages import TRYING_LINKS, Abandon, Beat, Done, Failed, Phase, Ready, Stop, Unready
 from ..protocol.segments import discard, folders_of
@@ -35,7 +36,7 @@ def serve(folder, rank, devices, store_port, log_file):
     channel.send(Phase(rank, "starting workers"))
     commands, busy, abandoned = queue.SimpleQueue(), threading.Event(), set()
     threading.Thread(target=_read, args=(channel, commands, abandoned, folder), daemon=True).start()
-    device = torch.device(devices[rank])
+    device = torch.device(own_name(devices[rank]))
     torch.set_grad_enabled(False)
     try:
         prepare_device(device)
@@ -46,7 +47,7 @@ def serve(folder, rank, devices, store_port, log_file):
         threading.Event().wait()                               # for the host to end all: without this rank, others would abort
     gc.freeze()                                                # the libraries' objects stay: what is dropped is found sooner without them
     engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), abandoned)
-    channel.send(Ready(rank, os.getpid(), str(device)))
+    channel.send(Ready(rank, os.getpid(), devices[rank]))
     threading.Thread(target=_beat, args=(channel, engine, busy, log_file), daemon=True).start()
     waiting = collections.deque()
     while True:
@@ -65,7 +66,7 @@ def serve(folder, rank, devices, store_port, log_file):
         except Exception as error:                             # one road for failure: it reaches the node by name
             log.exception("command %s failed", type(command).__name__)
             numbers = engine.shortage(error)
-            reply = Failed(command.request, rank, str(device), "OutOfMemoryError" if numbers else type(error).__name__, str(error),
+            reply = Failed(command.request, rank, devices[rank], "OutOfMemoryError" if numbers else type(error).__name__, str(error),
                            traceback.format_exc(), engine.traffic.num_exchanges > 0, numbers)
         if isinstance(reply, Failed):                          # by now nothing refers to what the command held
             engine.memory.give_back()

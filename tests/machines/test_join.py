@@ -1,0 +1,92 @@
+"""A machine joins, its ranks work as those of this machine do, and where it is lost the group is replaced when it is back."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+from tests.host.conftest import call_of, decode, decoded, layout
+from tests.machines.conftest import Relay
+from tests.models.zoo import example
+from tests.tolerances import within
+from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.host.client import Client
+from xdit_backend.machines.listener import Listener
+from xdit_backend.protocol.errors import CheckpointError, WorkerDiedError
+from xdit_backend.protocol.messages import Stages
+
+
+@pytest.fixture
+def files(tmp_path):
+    """(the model here, the folder of the other machine, where it has another name)"""
+    here, there = tmp_path / "host" / "flux", tmp_path / "other" / "models" / "renamed"
+    example("Flux.1").model.save_pretrained(here / "transformer")
+    shutil.copytree(here, there)
+    return here, there
+
+
+def spec_of(folder, stages=None):
+    header = read_header(folder)
+    return model_spec(header, recognise(header), "float32", "float32", stages)
+
+
+def worker_of(joined):
+    return next(process for process in psutil.Process(joined.pid).children(recursive=True)
+                if "xdit_backend.worker" in process.cmdline())
+
+
+@pytest.mark.slow
+def test_ranks_on_another_machine(files, tmp_path):
+    """Two addresses of this machine stand for two; what goes between them goes through a relay, which is cut in the middle of a step."""
+    here, there = files
+    one, told = example("Flux.1"), []
+    listener = Listener("127.0.0.2:0", tmp_path / "key")
+    relay = Relay(listener.address, listener.port)
+    key = listener.command("other").split()[-1]
+    joined = subprocess.Popen([sys.executable, "-m", "xdit_backend", "join", f"127.0.0.1:{relay.port}", "other", key, "--models",
+                               str(there.parent)], cwd=ROOT, env=os.environ | {"XDIT_LOG_FOLDER": str(tmp_path / "logs")})
+    client = Client(("cpu", "other/cpu"), listener)
+    client.on_phase = lambda phase: told.append(phase.text)
+
+    def predict(spec, **degrees):
+        result, = client.predict(spec, layout(**degrees), 4, [call_of(one)])
+        within((result - one.run()).abs().max(), 1e-5)
+    try:
+        whole, staged = spec_of(here), spec_of(here, Stages(2))
+        for spec, degrees in ((whole, {"ulysses": 2}), (whole, {"cfg": 2}), (staged, {"pipefusion": 2})):
+            predict(spec, **degrees)
+        assert any(text.startswith("waiting for other to join. There, ") and listener.command("other") in text for text in told)
+        within((decode(client) - decoded()).abs().max(), 1e-5)
+        assert client.park(whole.name, 2 ** 30) > 0 and client.residence(whole.name) is None       # dropped: no memory is common to all
+
+        weights = next((there / "transformer").glob("*.safetensors"))
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(CheckpointError, match="other: no file here has the content of flux|another content than flux"):
+            predict(whole, ulysses=2)
+        assert client.running                                  # refused before any rank began
+        weights.write_bytes(content)
+        predict(whole, ulysses=2)
+
+        group, worker = client.group, worker_of(joined)
+        worker.suspend()                                       # so that the step is not over when the link is cut
+        ticket = client.submit(whole, layout(ulysses=2), 4, [call_of(one)])
+        relay.cut()
+        with pytest.raises(WorkerDiedError) as error:
+            client.wait([ticket])
+        assert all(words in str(error.value) for words in ("rank 1 (other/cpu)", "lost with its machine, other", "computing a step")), error
+        assert not group.alive
+        psutil.wait_procs([worker], timeout=120)
+        assert not worker.is_running() and joined.poll() is None
+        relay.heal()
+        assert listener.take("other").is_open                  # it has come back by itself
+    finally:
+        client.close()
+        listener.close()
+        relay.close()
+        joined.terminate()
+        assert joined.wait(120) is not None

@@ -1,0 +1,342 @@
+"""Between machines: who holds the key is let in and nobody else, and what is no message harms nobody."""
+
+import contextlib
+import hashlib
+import socket
+import ssl
+import struct
+import threading
+import time
+
+import pytest
+import torch
+
+from xdit_backend.machines import links, tensors
+from xdit_backend.machines.contents import Contents
+from xdit_backend.machines.links import HEADER, MACHINE, Hello, Key, Link, Piece, Ping, Refused, Tensor, Welcome, connect, read_key
+from xdit_backend.machines.listener import Listener, interface_of, read_address, unlike, versions
+from xdit_backend.protocol import messages
+from xdit_backend.protocol.errors import ChannelClosedError, ConfigError, WorkerStartError, XDiTError
+from xdit_backend.protocol.segments import Segment, SegmentStore
+
+CARDS = {"cpu": ("a processor", 1e9)}
+
+
+@pytest.fixture
+def pair(listener):
+    """Two ends of one connection over TLS: (the host's, the other's)."""
+    server = socket.create_server(("127.0.0.1", 0))
+    made = []
+    thread = threading.Thread(target=lambda: made.append(links.welcome(server.accept()[0], listener._context, listener._key.secret)))
+    thread.start()
+    other = connect(server.getsockname(), listener._key)
+    thread.join()
+    yield made[0], other
+    for link in (*made, other):
+        link.close()
+    server.close()
+
+
+def join(listener, key=None, **hello):
+    """(link, answer) of who says Hello so."""
+    link = connect((listener.address, listener.port), key or listener._key)
+    link.send(Hello(**{"purpose": "machine", "name": "other", "versions": versions(), "cards": CARDS} | hello))
+    return link, link.receive()[1]
+
+
+def test_a_machine_with_the_key_joins_and_is_known_by_its_name(listener):
+    commands, welcome = join(listener)
+    replies, _ = join(listener, purpose="replies", session=welcome.session)
+
+    assert isinstance(welcome, Welcome) and listener.cards("other") == CARDS and listener.joined() == ["other"]
+    session = listener.take("other")
+    assert session.is_open and session.name == "other"
+    session.close()
+    assert listener.joined() == []
+    with pytest.raises(ChannelClosedError):
+        while True:                                            # what was sent before
+            commands.receive()
+
+
+def test_another_secret_is_refused_before_anything_is_parsed(listener, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(links, "decode", lambda *arguments: parsed.append(arguments))
+    wrong = Key(listener._key.fingerprint, bytes(links.SECRET_BYTES))
+
+    with pytest.raises(ChannelClosedError):
+        join(listener, wrong)
+
+    assert not parsed and listener.joined() == []
+
+
+def test_another_certificate_is_told_nothing(listener):
+    """As where another machine has taken the host's address: the secret must not reach it."""
+    key = Key(hashlib.sha256(b"another").digest(), listener._key.secret)
+    reached = []
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        with listener._context.wrap_socket(server.accept()[0], server_side=True) as secure:
+            reached.append(secure.recv(1))
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(ConfigError, match="is not the host that this key is of"):
+        connect(server.getsockname(), key)
+    thread.join()
+    server.close()
+
+    assert reached == [b""]
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, b"\x16\x03\x01\xff\xff" + b"\0" * 50])
+def test_strangers_without_tls_are_turned_away(listener, said):
+    with socket.create_connection((listener.address, listener.port)) as stranger:
+        stranger.settimeout(60)
+        with contextlib.suppress(OSError):                     # it may be turned away before all is said
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionError):
+            while stranger.recv(1000):
+                pass
+
+    assert join(listener)[1].session                           # who comes next is let in
+
+
+def test_older_tls_is_refused(listener):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode, context.maximum_version = False, ssl.CERT_NONE, ssl.TLSVersion.TLSv1_2
+    with socket.create_connection((listener.address, listener.port)) as connected, pytest.raises(OSError):
+        context.wrap_socket(connected)
+
+
+@pytest.mark.parametrize("frame", [
+    struct.pack("!iI", MACHINE, 2 ** 32 - 1), struct.pack("!iI", -2, 10) + b"Ping {}   ", HEADER.pack(MACHINE, 5) + b"Pong ",
+    HEADER.pack(MACHINE, 7) + b"Stop {}", HEADER.pack(0, 7) + b"Ping {}",
+    HEADER.pack(MACHINE, 42) + b'Piece {"path":"a","start":0,"num_bytes":0}',
+    HEADER.pack(0, 17) + b'Stop {"request":0', HEADER.pack(MACHINE, 4) + b"\xff\xfe\0\0"], ids=range(8))
+def test_what_is_no_message_ends_the_connection(pair, frame):
+    host, other = pair
+
+    other.raw.sendall(frame)
+    with pytest.raises(ChannelClosedError):
+        host.receive()
+    with pytest.raises(ChannelClosedError):
+        host.receive()
+
+
+@pytest.mark.parametrize("message", [
+    Piece("path", 0, links.PIECE_BYTES), messages.Stop()], ids=lambda message: type(message).__name__)
+def test_messages_arrive_as_they_were_sent(pair, message):
+    host, other = pair
+    rank = 3 if isinstance(message, messages.Stop) else MACHINE
+
+    other.send(message, rank)
+
+    assert host.receive() == (rank, message)
+
+
+def test_too_large_a_piece_is_no_message():
+    with pytest.raises(ValueError):
+        Piece("path", 0, links.PIECE_BYTES + 1)
+    with pytest.raises(ValueError):
+        Tensor(Segment("path", "float32", (2 ** 60,)))
+
+
+def test_a_host_that_says_nothing_counts_as_gone(pair):
+    host, other = pair
+    host.expect_signs(0.2)
+
+    with pytest.raises(ChannelClosedError, match="nothing came over the connection any more"):
+        host.receive()
+
+
+def test_pings_are_signs_of_life(pair, monkeypatch):
+    monkeypatch.setattr(links, "PINGS", 1000)
+    host, other = pair
+    is_over = threading.Event()
+    thread = threading.Thread(target=links.ping, args=(other, is_over))
+    thread.start()
+
+    assert [host.receive() for _ in range(3)] == [(MACHINE, Ping())] * 3
+    is_over.set()
+    thread.join()
+
+
+def test_what_a_machine_lacks_is_refused_by_name(listener):
+    for changed, words in (({"torch": "1.0"}, "torch is 1.0 there"), ({"the xDiT nodes": "0"}, "the xDiT nodes is 0 there")):
+        _, answer = join(listener, versions=versions() | changed)
+        assert isinstance(answer, Refused) and words in answer.reason
+    assert unlike({}, {"torch": "2"}).startswith("torch is not there there and 2 here")
+
+
+def test_a_session_of_another_is_not_taken_over(listener):
+    commands, welcome = join(listener, name="third")
+    for purpose, session in (("replies", "0" * 32), ("replies", ""), ("store", welcome.session), ("store", "")):
+        assert isinstance(join(listener, purpose=purpose, session=session)[1], Refused), purpose
+
+
+def test_a_machine_that_does_not_come_is_asked_for_by_the_command(listener, monkeypatch):
+    monkeypatch.setenv("XDIT_JOIN_TIMEOUT_S", "0.1")
+    told = []
+
+    with pytest.raises(WorkerStartError) as error:
+        listener.take("absent", told.append)
+
+    command = listener.command("absent")
+    assert command in str(error.value) and command in told[0] and "has not joined after 0 s" in str(error.value)
+    assert command.split()[:4] == ["python", "-m", "xdit_backend", "join"] and read_key(command.split()[-1]) == listener._key
+
+
+def test_a_person_can_give_up_waiting(listener):
+    def check():
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        listener.take("absent", check=check)
+
+
+def test_the_key_stays_and_is_private(listener, tmp_path):
+    first = Listener("127.0.0.1:0", tmp_path / "key")
+    first.close()
+    again = Listener("127.0.0.1:0", tmp_path / "key")
+    again.close()
+
+    assert first._key == again._key != listener._key
+    assert (tmp_path / "key").stat().st_mode & 0o077 == 0
+    assert all(file.stat().st_mode & 0o077 == 0 for file in (tmp_path / "key").iterdir())
+
+
+@pytest.mark.parametrize("address", ["", "0.0.0.0", "all", "10.0.0.1:x", "10.0.0.1:70000", "10.1", "::"])
+def test_addresses_that_are_none_are_refused(address):
+    with pytest.raises(ConfigError, match="is not one address of this machine"):
+        read_address(address)
+
+
+def test_an_address_of_another_machine_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="Addresses of this machine are"):
+        Listener("192.0.2.1", tmp_path)                        # of a network for documentation
+    with pytest.raises(WorkerStartError, match="No network interface"):
+        interface_of("192.0.2.1")
+    assert interface_of("127.0.0.2") == interface_of("127.0.0.1")
+
+
+@pytest.mark.parametrize("text", ["", "short", "é" * 64, "A" * 63, "A" * 68])
+def test_keys_that_are_none_are_refused(text):
+    with pytest.raises(ConfigError, match="is not one that a host has printed"):
+        read_key(text)
+
+
+# --- tensors ---
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_tensors_arrive_by_their_bits(pair, dtype):
+    """Those that several machines write a part of each too: what one has not written stays as the other has it."""
+    host, other = pair
+    store = SegmentStore()
+    try:
+        shape, generator = (3, 700, 300), torch.Generator().manual_seed(0)
+        whole = (torch.randn(shape, generator=generator) * (torch.arange(3) != 1).view(3, 1, 1)).to(dtype)
+        theirs, view = store.create(shape, dtype)
+        ours, there = store.create(shape, dtype)
+        view[1:] = whole[1:]
+        there[0] = whole[0]
+        thread = threading.Thread(target=lambda: (tensors.send(other, "path", theirs), other.send(Ping())))
+        thread.start()
+        pieces = 0
+        while isinstance(message := host.receive()[1], Piece):
+            tensors.receive(host, message, ours)
+            pieces += 1
+        thread.join()
+
+        bits = {1: torch.uint8, 2: torch.int16, 8: torch.int64}[whole.element_size()]
+        assert torch.equal(there.view(bits), whole.view(bits))
+        assert 0 < pieces * links.PIECE_BYTES < view.nbytes + 2 * links.PIECE_BYTES
+    finally:
+        store.close()
+
+
+def test_pieces_outside_of_a_tensor_are_refused(pair):
+    host, other = pair
+    store = SegmentStore()
+    try:
+        segment, view = store.create((4,), torch.float32)
+        other.send(Piece("path", 8, 16), content=b"\1" * 16)
+        _, piece = host.receive()
+        with pytest.raises(XDiTError, match="outside of a tensor of 16 bytes"):
+            tensors.receive(host, piece, segment)
+        assert not view.any()
+    finally:
+        store.close()
+
+
+def test_commands_name_all_their_segments():
+    one, two, three, four = (Segment(f"/dev/shm/x/{name}", "float32", (1,)) for name in "1234")
+    branch = messages.Branch(one, two, "c", three, {"a": two}, scores=one, parts={"sound": four})
+    command = messages.Predict(1, "m", messages.Layout(), [branch])
+
+    assert {segment.path[-1] for segment in tensors.segments_of(command)} == set("1234")
+    assert tensors.results_of(command) == [three, one, four]
+    moved = tensors.replaced(command, lambda segment: Segment("here" + segment.path, segment.dtype, segment.shape))
+    assert all(segment.path.startswith("here") for segment in tensors.segments_of(moved))
+    assert moved.branches[0].conditioning == "c" and tensors.replaced(command, lambda segment: segment) is command
+    assert tensors.results_of(messages.Decode(1, "v", one, two)) == tensors.results_of(messages.Encode(1, "v", one, two)) == [two]
+
+
+# --- files ---
+
+def test_files_are_found_by_content(tmp_path):
+    contents, folder = Contents(), tmp_path / "there"
+    (folder / "sub").mkdir(parents=True)
+    here = tmp_path / "model.safetensors"
+    here.write_bytes(b"content")
+    content = contents.of(here)
+
+    assert contents.find("model.safetensors", content, [folder]) is None
+    (folder / "model.safetensors").write_bytes(b"another")     # of the same size and name
+    assert contents.find("model.safetensors", content, [folder]) is None
+    (folder / "sub" / "renamed.safetensors").write_bytes(b"content")
+    assert contents.find("model.safetensors", content, [folder]) == str(folder / "sub" / "renamed.safetensors")
+
+
+def test_a_file_that_changes_has_another_content(tmp_path):
+    contents, path, read = Contents(), tmp_path / "model.gguf", []
+    path.write_bytes(b"content")
+    first = contents.of(path, lambda done, total: read.append((done, total)))
+    again = contents.of(path, lambda done, total: read.append((done, total)))
+    path.write_bytes(b"others!")
+    time.sleep(0.01)
+    path.touch()
+
+    assert first == again == f"7-{hashlib.sha256(b'content').hexdigest()}" and read == [(7, 7)]
+    assert contents.of(path) == f"7-{hashlib.sha256(b'others!').hexdigest()}"
+
+
+def test_of_a_folder_what_is_read_counts(tmp_path):
+    contents = Contents()
+    for name in ("one", "two"):
+        (tmp_path / name / "transformer").mkdir(parents=True)
+        (tmp_path / name / "transformer" / "config.json").write_text("{}")
+        (tmp_path / name / "transformer" / "a.safetensors").write_bytes(b"weights")
+        (tmp_path / name / "readme.md").write_text(name)
+
+    assert contents.of(tmp_path / "one") == contents.of(tmp_path / "two")
+    assert contents.find("other", contents.of(tmp_path / "one"), [tmp_path]) in (str(tmp_path / "one"), str(tmp_path / "two"))
+    (tmp_path / "two" / "transformer" / "config.json").write_text("[]")
+    assert contents.of(tmp_path / "one") != contents.of(tmp_path / "two")
+
+
+def test_a_link_may_be_closed_twice_and_while_another_waits(pair):
+    host, other = pair
+    outcome = []
+
+    def wait():
+        try:
+            host.receive()
+        except ChannelClosedError as error:
+            outcome.append(error)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    host.close()
+    host.close()
+    thread.join(60)
+
+    assert len(outcome) == 1 and isinstance(host, Link)

@@ -1,0 +1,334 @@
+"""Encrypted connections between two machines, authenticated both ways, and what is said over them.
+
+TLS 1.3. The host shows a certificate of its own making, whose fingerprint is half of the key that a person carries to the other machine.
+The other half is a secret, which the joining side sends first, and before which the host parses nothing. After the greeting a Link goes
+one way.
+"""
+
+import base64
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import ssl
+import struct
+import subprocess
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass as message
+
+from ..protocol.channel import MAX_BYTES
+from ..protocol.errors import ChannelClosedError, ConfigError, XDiTError
+from ..protocol.messages import ADAPTERS, decode, encode
+from ..protocol.segments import Segment
+from ..protocol.strict import STRICT, Degree, Natural, Printable, Rank
+
+PORT = 29431                               # where the host listens, unless it is told another
+PIECE_BYTES = 2 ** 20                      # of a tensor that travels at a time; between two, other messages pass
+HANDSHAKE_S, SILENCE_S = 10.0, 10.0
+PINGS = 5                                  # in the time after which silence counts as the end
+HEADER = struct.Struct("!iI")              # the rank that a message is for, or comes from, or MACHINE; its bytes
+MACHINE = -1
+SECRET_BYTES, FINGERPRINT_BYTES = 16, 32
+CERTIFICATE, PRIVATE_KEY, SECRET = "certificate.pem", "private-key.pem", "secret"
+NAME = r"[a-z0-9][a-z0-9.\-]{0,62}"
+
+Name: TypeAlias = Annotated[str, Field(pattern=f"^{NAME}$")]
+
+
+@message(frozen=True, config=STRICT)
+class Hello:
+    """The first message of a connection: what it is for. "machine": it joins, and will take commands here."""
+
+    purpose: Literal["machine", "replies", "store"]
+    session: str = ""              # of Welcome, for the others
+    name: Name = "machine"
+    versions: dict[str, str] = field(default_factory=dict)
+    cards: dict[str, tuple[str, float]] = field(default_factory=dict)  # device -> (what it is, bytes of memory)
+
+
+@message(frozen=True, config=STRICT)
+class Welcome:
+    session: str
+    clock_s: float                 # the host's time.perf_counter
+
+
+@message(frozen=True, config=STRICT)
+class Refused:
+    reason: Printable
+
+
+@message(frozen=True, config=STRICT)
+class Start:
+    """Start the workers of this machine's devices, which are some of these; the order is that of ranks."""
+
+    devices: tuple[str, ...]
+    node: Natural
+    num_nodes: Degree
+
+
+@message(frozen=True, config=STRICT)
+class Find:
+    """Look for a model file, or diffusers folder, of this content."""
+
+    path: str                      # on the host's machine: its last part is the name to look for first
+    content: str                   # contents.Contents.of
+
+
+@message(frozen=True, config=STRICT)
+class Found:
+    path: str                      # of Find
+
+
+@message(frozen=True, config=STRICT)
+class Missing:
+    path: str
+    reason: Printable
+
+
+@message(frozen=True, config=STRICT)
+class Searching:
+    """How much of a file has been read to know its content."""
+
+    done: Natural
+    total: Natural
+
+
+@message(frozen=True, config=STRICT)
+class Tensor:
+    """A tensor that a command to come reads. Pieces of it follow, where it is not zero."""
+
+    segment: Segment               # on the host's machine
+
+
+@message(frozen=True, config=STRICT)
+class Piece:
+    """Bytes of a tensor follow, which are to be there too. path: of the segment on the host's machine."""
+
+    path: str
+    start: Natural
+    num_bytes: Annotated[int, Field(ge=1, le=PIECE_BYTES)]
+
+
+@message(frozen=True, config=STRICT)
+class Ping:
+    pass
+
+
+@message(frozen=True, config=STRICT)
+class Ended:
+    """Workers of this machine have ended, or could not start."""
+
+    rank: Rank
+    reason: Printable
+    lines: Printable = ""          # the last that it printed
+
+
+BETWEEN_MACHINES = {cls.__name__: TypeAdapter(cls) for cls in (
+    Hello, Welcome, Refused, Start, Find, Found, Missing, Searching, Tensor, Piece, Ping, Ended)}
+
+
+# --- keys ---
+
+@dataclass(frozen=True)
+class Key:
+    """What a machine needs to join: by it the host is known, and the host knows it."""
+
+    fingerprint: bytes             # SHA-256 of the host's certificate
+    secret: bytes
+
+    @property
+    def text(self):
+        return base64.urlsafe_b64encode(self.fingerprint + self.secret).decode()
+
+
+def read_key(text):
+    """The Key that a person has pasted. Raises ConfigError for what is none."""
+    try:
+        raw = base64.urlsafe_b64decode(text)
+    except ValueError:
+        raw = b""
+    if len(raw) != FINGERPRINT_BYTES + SECRET_BYTES:
+        raise ConfigError(f"The key of {len(text)} characters is not one that a host has printed, which has 64. Copy the whole line again.")
+    return Key(raw[:FINGERPRINT_BYTES], raw[FINGERPRINT_BYTES:])
+
+
+def identity(folder):
+    """The host's Key, with its certificate and secret in a private folder; made where there is none. Raises ConfigError without openssl."""
+    folder = Path(folder)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    if not all((folder / name).is_file() for name in (CERTIFICATE, PRIVATE_KEY, SECRET)):
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "36500",
+                   "-subj", "/CN=xdit", "-keyout", str(folder / PRIVATE_KEY), "-out", str(folder / CERTIFICATE)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, umask=0o077)
+        except FileNotFoundError:
+            raise ConfigError("Other machines join over TLS, and openssl, which makes the certificate, is not installed here. Install it, "
+                              "such as with: apt install openssl") from None
+        except (subprocess.SubprocessError, OSError) as error:
+            raise ConfigError(f"openssl could not make a certificate for other machines to join: "
+                              f"{getattr(error, 'stderr', None) or error}") from error
+        with open(folder / SECRET, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+    certificate = ssl.PEM_cert_to_DER_cert((folder / CERTIFICATE).read_text())
+    return Key(hashlib.sha256(certificate).digest(), (folder / SECRET).read_bytes())
+
+
+def server_context(folder):
+    """What the host meets others with, of the folder of its `identity`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(Path(folder) / CERTIFICATE, Path(folder) / PRIVATE_KEY)
+    context.num_tickets = 0                                    # who only sends would never read them
+    return context
+
+
+def welcome(connected, context, secret):
+    """The host's side of a new connection: a Link to who holds the key; None, and the connection is closed, for all others."""
+    connected.settimeout(HANDSHAKE_S)
+    try:
+        secure = context.wrap_socket(connected, server_side=True)
+    except (OSError, ValueError):
+        connected.close()
+        return None
+    link = Link(secure)
+    try:
+        if hmac.compare_digest(link.read(SECRET_BYTES), secret):
+            return link
+    except ChannelClosedError:
+        pass
+    link.close()
+    return None
+
+
+def connect(address, key):
+    """The joining side's: a Link to the host at (address, port), which has shown the certificate of the key.
+
+    Raises ConfigError where another answers, before it is told anything; OSError where none does.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE         # by its fingerprint instead, here below
+    secure = context.wrap_socket(socket.create_connection(address, HANDSHAKE_S))
+    shown = hashlib.sha256(secure.getpeercert(binary_form=True)).digest()
+    if not hmac.compare_digest(shown, key.fingerprint):
+        secure.close()
+        raise ConfigError(f"What answers at {address[0]}:{address[1]} is not the host that this key is of. Copy the line that ComfyUI "
+                          f"prints there now.")
+    secure.sendall(key.secret)
+    return Link(secure)
+
+
+# --- a connection ---
+
+class Link:
+    """One encrypted connection. Several threads may send; one receives. In use it goes one way, since TLS takes no two threads at once."""
+
+    def __init__(self, secure):
+        self.raw = secure
+        self._sending, self._receiving = threading.RLock(), threading.RLock()
+
+    def expect_signs(self, silence_s):
+        """From now on the other end counts as gone when nothing has come, or could be sent, for so long."""
+        self.raw.settimeout(silence_s)
+
+    def send(self, message, rank=MACHINE, content=b""):
+        """Send one of this module's messages, or, for a rank or from one, of protocol.messages; and after a Piece its bytes."""
+        raw = encode(message, BETWEEN_MACHINES if rank == MACHINE else ADAPTERS)
+        if len(raw) > MAX_BYTES:
+            raise XDiTError(f"A {type(message).__name__} of {len(raw)} bytes is more than a connection takes ({MAX_BYTES}).")
+        try:
+            with self._sending:
+                self.raw.sendall(HEADER.pack(rank, len(raw)) + raw)
+                if content:
+                    self.raw.sendall(content)
+        except (OSError, ValueError) as error:                 # ValueError: it was closed meanwhile
+            raise ChannelClosedError(_words(error)) from error
+
+    def receive(self):
+        """Wait for (rank or MACHINE, message). Raises ChannelClosedError when the other end is gone, or talks what is no message."""
+        rank, size = HEADER.unpack(self.read(HEADER.size))
+        if size > MAX_BYTES or rank < MACHINE:
+            self.close()
+            raise ChannelClosedError(f"a message of {size} bytes for rank {rank} came, which is none")
+        try:
+            return rank, decode(self.read(size), BETWEEN_MACHINES if rank == MACHINE else ADAPTERS)
+        except ChannelClosedError:
+            raise
+        except XDiTError as error:
+            self.close()
+            raise ChannelClosedError(str(error)) from error
+
+    def read(self, num_bytes):
+        """So many bytes, all of them."""
+        content = bytearray(num_bytes)
+        view = memoryview(content)
+        try:
+            with self._receiving:
+                while view:
+                    count = self.raw.recv_into(view)
+                    if not count:
+                        raise ChannelClosedError("the connection was closed")
+                    view = view[count:]
+        except ChannelClosedError:
+            raise
+        except (OSError, ValueError) as error:
+            raise ChannelClosedError(_words(error)) from error
+        return bytes(content)
+
+    def close(self):
+        """End both directions; may be called twice, and while others send and receive."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self.raw, socket.SHUT_RDWR)                 # who waits in it wakes up
+        with self._sending, self._receiving:
+            self.raw.close()
+
+
+def ping(link, is_over):
+    """Give signs of life until the Event is_over, or the link ends."""
+    with contextlib.suppress(ChannelClosedError):
+        while not is_over.wait(silence_s() / PINGS):
+            link.send(Ping())
+
+
+def exchange(link, plain):
+    """Pass bytes between a Link and a socket of this machine, both ways, until one of them ends. One thread: TLS takes no two at once."""
+    secure = link.raw
+    secure.settimeout(SILENCE_S)                               # of one send, or of the rest of a record
+    try:
+        while True:
+            if not secure.pending():
+                ready, _, _ = select.select([secure, plain], [], [])
+            if secure.pending() or secure in ready:
+                content = secure.recv(2 ** 16)
+                if not content:
+                    return
+                plain.sendall(content)
+            elif plain in ready:
+                content = plain.recv(2 ** 16)
+                if not content:
+                    return
+                secure.sendall(content)
+    except (OSError, ValueError):
+        pass
+    finally:
+        plain.close()
+        link.close()
+
+
+def silence_s():
+    return float(os.environ.get("XDIT_LINK_TIMEOUT_S", SILENCE_S))
+
+
+def _words(error):
+    if isinstance(error, TimeoutError):
+        return "nothing came over the connection any more"
+    return f"the connection broke ({type(error).__name__}: {error})"

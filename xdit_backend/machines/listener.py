@@ -1,0 +1,230 @@
+"""Where other machines join: the one port that the host opens, and only where a person has named an address for it. Used by the bridge."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from ..host.doctor import package_versions
+from ..protocol.errors import ChannelClosedError, ConfigError, WorkerStartError
+from .contents import Contents
+from .links import NAME, PORT, Hello, Refused, Welcome, identity, server_context, welcome
+from .session import Session, wait_for
+
+log = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 300
+MAX_GREETED = 16                           # connections that have not shown a key yet
+PACKAGE = Path(__file__).resolve().parent.parent
+COMPARED = ("torch", "diffusers")          # packages whose versions must be the same on all machines
+
+
+class Listener:
+    """The machines that have joined. address: "192.168.1.10", or with a port, "192.168.1.10:29431"; of this machine. folder: of the key.
+
+    Raises ConfigError where it cannot listen there.
+    """
+
+    def __init__(self, address, folder):
+        self.wanted = read_address(address)
+        self.address, self.port = self.wanted
+        self.contents = Contents()
+        self._key = identity(folder)
+        self._context = server_context(folder)
+        try:
+            self._server = socket.create_server((self.address, self.port))
+        except OSError as error:
+            there = ", ".join(own_addresses())
+            raise ConfigError(f"Other machines cannot join at {address}: {error}. Addresses of this machine are {there}. Set one of these "
+                              f"in Settings > xDiT, with another port, such as {self.address}:{PORT + 1}, if this one is taken.") from error
+        self.port = self._server.getsockname()[1]
+        self._sessions, self._lock, self._num_greeted = [], threading.Lock(), 0
+        self._is_over = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+        log.info("other machines can join at %s:%d", self.address, self.port)
+
+    def command(self, name):
+        """What to paste on the machine of this name, in the folder of the xDiT nodes there."""
+        return f"python -m xdit_backend join {self.address}:{self.port} {name} {self._key.text}"
+
+    @property
+    def interface(self):
+        """The network interface over which the machines exchange tensors."""
+        return interface_of(self.address)
+
+    def cards(self, name, on_phase=lambda text: None, check=lambda: None):
+        """{device: (what it is, bytes of memory)} of a machine, waiting until it joins. Raises as `take`."""
+        return self._wait(name, on_phase, check, False).cards
+
+    def take(self, name, on_phase=lambda text: None, check=lambda: None):
+        """The Session of a machine that is not in use, waiting until it joins; from now on it is in use. on_phase(text) tells a person.
+
+        Raises WorkerStartError, which says what to do, when it has not joined in time.
+        """
+        return self._wait(name, on_phase, check, True)
+
+    def joined(self):
+        """Names of the machines that are there."""
+        with self._lock:
+            return sorted({session.name for session in self._sessions if session.is_open})
+
+    def close(self):
+        self._is_over.set()
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)            # who waits in accept wakes up
+        self._server.close()
+        for session in list(self._sessions):
+            session.close("ComfyUI has ended")
+
+    def _wait(self, name, on_phase, check, takes):
+        def found():
+            with self._lock:
+                self._sessions = [session for session in self._sessions if session.is_open or not session.ended]
+                free = [session for session in self._sessions if session.name == name and session.is_open and session.store_port is None]
+                if takes and free:
+                    free[-1].store_port = 0                    # in use; the newest, since the host may not know yet that others are lost
+                return free[-1] if free else None
+
+        session = found()
+        if session is None:
+            words = f"waiting for {name} to join. There, in the folder of the xDiT nodes, run: {self.command(name)}"
+            log.warning("%s", words)
+            on_phase(words)
+            session = wait_for(found, time.monotonic() + join_timeout_s(), check)
+        if session is None:
+            others = f" Joined are: {', '.join(self.joined())}." if self.joined() else ""
+            raise WorkerStartError(
+                f"{name} has not joined after {join_timeout_s():.0f} s.{others} On that machine, in the folder of the xDiT nodes (it needs "
+                f"them, the same versions of {' and '.join(COMPARED)}, and the model files, but not ComfyUI), run:\n{self.command(name)}\n"
+                f"When it says that it has joined, queue the prompt again. If it cannot connect, let port {self.port} through this "
+                f"machine's firewall. Or leave {name} out of devices in xDiT Parallel Config.")
+        return session
+
+    # --- who comes ---
+
+    def _accept(self):
+        while not self._is_over.is_set():
+            try:
+                connected, _ = self._server.accept()
+            except OSError:
+                if not self._is_over.is_set():
+                    time.sleep(0.1)                            # such as too many open files
+                continue
+            with self._lock:
+                self._num_greeted += 1
+                is_too_many = self._num_greeted > MAX_GREETED
+            if is_too_many:
+                connected.close()
+                self._has_greeted()
+            else:
+                threading.Thread(target=self._greet, args=(connected,), daemon=True).start()
+
+    def _has_greeted(self):
+        with self._lock:
+            self._num_greeted -= 1
+
+    def _greet(self, connected):
+        try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link = welcome(connected, self._context, self._key.secret)
+            if link is None:
+                return
+            _, hello = link.receive()
+        except (ChannelClosedError, OSError):
+            connected.close()
+            return
+        finally:
+            self._has_greeted()
+        try:
+            self._let_in(link, hello)
+        except ChannelClosedError:
+            link.close()
+
+    def _let_in(self, link, hello):
+        if not isinstance(hello, Hello):
+            link.close()
+            return
+        if hello.purpose == "machine":
+            reason = unlike(hello.versions, versions())
+            if reason:
+                link.send(Refused(reason))
+                link.close()
+                return
+            session = Session(hello.name, secrets.token_hex(16), hello.cards, link)
+            link.send(Welcome(session.token, time.perf_counter()))
+            with self._lock:
+                self._sessions.append(session)
+            return
+        with self._lock:
+            session = next((each for each in self._sessions if secrets.compare_digest(each.token, hello.session)), None)
+        if session is None or session.ended or (hello.purpose == "store") != bool(session.store_port):
+            link.send(Refused("its session has ended"))
+            link.close()
+            return
+        link.send(Welcome(session.token, time.perf_counter()))
+        if hello.purpose == "replies":
+            session.answer_over(link)
+            log.info("%s has joined", session.name)
+        else:
+            session.carry_store(link)
+
+
+def read_address(text):
+    """(address, port) of "192.168.1.10" or "192.168.1.10:29431". Raises ConfigError for what is none, or stands for all of them."""
+    address, colon, port = text.strip().partition(":")
+    try:
+        socket.inet_aton(address)
+        number = int(port) if colon else PORT
+        if address.count(".") != 3 or not 0 <= number < 2 ** 16 or address == "0.0.0.0":
+            raise ValueError
+    except (OSError, ValueError):
+        raise ConfigError(f'"{text}" is not one address of this machine at which others could join. Such are '
+                          f'{", ".join(own_addresses())}; a port may follow, "{own_addresses()[0]}:{PORT}".') from None
+    return address, number
+
+
+def own_addresses():
+    """Of this machine, those that others may reach first."""
+    found = [one.address for each in psutil.net_if_addrs().values() for one in each if one.family == socket.AF_INET]
+    return sorted(found, key=lambda address: address.startswith("127.")) or ["127.0.0.1"]
+
+
+def interface_of(address):
+    """The name of the network interface with this address of this machine. Raises WorkerStartError where there is none."""
+    for name, each in psutil.net_if_addrs().items():
+        own = [one.address for one in each if one.family == socket.AF_INET]
+        if address in own or (address.startswith("127.") and "127.0.0.1" in own):
+            return name
+    raise WorkerStartError(f"No network interface of this machine has the address {address}, at which others joined. There are "
+                           f"{', '.join(own_addresses())}.")
+
+
+def versions():
+    """What has to be the same on all machines: packages, and this one's source."""
+    source = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        source.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes().replace(b"\r\n", b"\n"))
+    return package_versions(COMPARED) | {"the xDiT nodes": source.hexdigest()[:12]}
+
+
+def unlike(theirs, ours):
+    """In what versions two machines differ, for a person; "" where they do not."""
+    different = [f"{name} is {theirs.get(name, 'not there')} there and {version} here" for name, version in ours.items()
+                 if theirs.get(name) != version]
+    return f"{'; '.join(different)}. Install the same on both machines." if different else ""
+
+
+def is_name(text):
+    return re.fullmatch(NAME, text) is not None
+
+
+def join_timeout_s():
+    return float(os.environ.get("XDIT_JOIN_TIMEOUT_S", JOIN_TIMEOUT_S))

@@ -1,0 +1,187 @@
+"""The host's end of one machine that has joined: from its joining until its workers end. Made by the listener, used by the launcher."""
+
+import dataclasses
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+
+from ..protocol.channel import pair
+from ..protocol.errors import ChannelClosedError, CheckpointError, WorkerDiedError, XDiTError
+from ..protocol.messages import Abandon, Done, Failed, Stop
+from . import tensors
+from .links import MACHINE, Ended, Find, Found, Link, Missing, Piece, Ping, Searching, Start, Tensor, exchange, ping, silence_s
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+
+
+@dataclasses.dataclass
+class Open:
+    """A request that ranks of the other machine have not answered yet."""
+
+    unanswered: set
+    results: dict                  # path on the host's machine -> the Segment here
+
+
+class Session:
+    """One machine, which takes commands over one link and answers over another.
+
+    name: by which a person calls it. cards: {device: (what it is, bytes of memory)}. store_port: of torch's store on the host, once the
+    session has started.
+    """
+
+    def __init__(self, name, token, cards, commands):
+        self.name, self.token, self.cards = name, token, cards
+        self.store_port: int | None = None
+        self.address = commands.raw.getsockname()[0]           # of the host, as that machine reaches it
+        self.ended = ""                                        # why, in words, once it has
+        self._commands: Link = commands
+        self._replies: Link | None = None
+        self._is_over = threading.Event()
+        self._inner, self._open, self._lines = {}, {}, {}
+        self._lock = threading.Lock()                          # of _open, and of the order of what is sent
+        self._told = queue.SimpleQueue()                       # of files
+        self._stores = []                                      # Links over which its processes talk to torch's store
+
+    @property
+    def is_open(self):
+        return self._replies is not None and not self._is_over.is_set()
+
+    def answer_over(self, replies):
+        """It answers over this link: now it is complete."""
+        for link in (self._commands, replies):
+            link.expect_signs(silence_s())
+        self._replies = replies
+        threading.Thread(target=ping, args=(self._commands, self._is_over), daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def start(self, devices, node, num_nodes, store_port, patience_s):
+        """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its name."""
+        self.store_port = store_port
+        ranks = [rank for rank, device in enumerate(devices) if device.startswith(f"{self.name}/")]
+        channels = {}
+        for rank in ranks:
+            channels[rank], self._inner[rank] = pair(patience_s)
+        self._commands.send(Start(tuple(devices), node, num_nodes))
+        for rank in ranks:
+            threading.Thread(target=self._pass_on, args=(rank,), daemon=True).start()
+        return channels
+
+    def carry_store(self, link):
+        """Pass on what one of its processes and torch's store say to each other, until one of them ends."""
+        self._stores.append(link)
+        exchange(link, socket.create_connection(("127.0.0.1", self.store_port)))
+
+    def find(self, path, content, check, on_read):
+        """See that it has the model file of this path here, by its content. Raises CheckpointError where it does not, with what to do."""
+        self._commands.send(Find(path, content))
+        while True:
+            check()
+            try:
+                told = self._told.get(timeout=POLL_S)
+            except queue.Empty:
+                if not self.is_open:
+                    raise WorkerDiedError(f"{self.name} was lost while it looked for {os.path.basename(path)}: {self.ended}") from None
+                continue
+            if isinstance(told, Searching):
+                on_read(told.done, told.total)
+            elif told.path == path:
+                if isinstance(told, Missing):
+                    raise CheckpointError(f"{self.name}: {told.reason}")
+                return
+
+    def last_lines(self, rank):
+        """What it printed last where a rank of it ended; "" where it told nothing."""
+        return self._lines.get(rank, "")
+
+    def close(self, why="the group was ended"):
+        """End the connection, upon which the other machine ends its workers and joins anew. May be called twice."""
+        self.ended = self.ended or why
+        self._is_over.set()
+        for link in (self._commands, self._replies, *self._stores):
+            if link is not None:
+                link.close()
+        for channel in self._inner.values():
+            channel.end()
+
+    # --- to the machine ---
+
+    def _pass_on(self, rank):
+        """Send a rank the commands that the launcher has for it."""
+        try:
+            while True:
+                command = self._inner[rank].receive()
+                with self._lock:
+                    if not isinstance(command, (Abandon, Stop)) and command.request not in self._open:
+                        self._fill(command)
+                    self._commands.send(command, rank)
+        except ChannelClosedError as error:
+            self.close(str(error))
+        except XDiTError as error:                             # a segment was removed, since the group ends
+            self.close(str(error))
+
+    def _fill(self, command):
+        """Send the tensors that a command reads, before it."""
+        results = {segment.path: segment for segment in tensors.results_of(command)}
+        self._open[command.request] = Open(set(self._inner), results)
+        for path, segment in {segment.path: segment for segment in tensors.segments_of(command)}.items():
+            if path not in results:
+                self._commands.send(Tensor(segment))
+                tensors.send(self._commands, path, segment)
+
+    # --- from the machine ---
+
+    def _listen(self):
+        try:
+            while True:
+                rank, message = self._replies.receive()
+                if rank == MACHINE:
+                    self._heed(message)
+                elif rank not in self._inner or getattr(message, "rank", None) != rank:
+                    raise XDiTError(f"{type(message).__name__} came of rank {rank}, which is not there")
+                else:
+                    self._inner[rank].send(message)
+                    if isinstance(message, (Done, Failed)):
+                        self._answered(rank, message.request)
+        except (ChannelClosedError, XDiTError, OSError) as error:
+            if not self._is_over.is_set():
+                log.warning("%s is lost: %s", self.name, error)
+            self.close(str(error))
+
+    def _heed(self, message):
+        if isinstance(message, Piece):
+            with self._lock:
+                segment = next((each.results[message.path] for each in self._open.values() if message.path in each.results), None)
+            if segment is None:
+                raise XDiTError(f"a piece of {message.path} came, which is no result")
+            tensors.receive(self._replies, message, segment)
+        elif isinstance(message, (Searching, Found, Missing)):
+            self._told.put(message)
+        elif isinstance(message, Ended):
+            self._lines[message.rank] = message.lines
+            self.ended = self.ended or message.reason
+            raise XDiTError(message.reason)
+        elif not isinstance(message, Ping):
+            raise XDiTError(f"{type(message).__name__} is nothing that a machine tells the host")
+
+    def _answered(self, rank, request):
+        with self._lock:
+            waiting = self._open.get(request)
+            if waiting is not None:
+                waiting.unanswered.discard(rank)
+                if not waiting.unanswered:
+                    del self._open[request]
+
+
+def wait_for(found, deadline_s, check):
+    """What found() returns, once that is not None; None at the deadline (of time.monotonic)."""
+    while (made := found()) is None:
+        check()
+        if time.monotonic() > deadline_s:
+            return None
+        time.sleep(POLL_S)
+    return made
