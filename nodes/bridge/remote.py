@@ -52,7 +52,7 @@ class RemoteModel:
     """
 
     def __init__(self, spec, family, transformer_config, latent_format, config, devices, modules, load_device, weight_bytes, net,
-                 device_bytes, told_bytes):
+                 device_bytes, told_bytes, lighter_bytes):
         self.modules, self.load_device, self._looked_at = modules, load_device, set()
         self.spec, self.family = spec, family
         self.num_heads, self._num_key_heads = family.num_heads(transformer_config), family.num_key_heads(transformer_config)
@@ -65,6 +65,7 @@ class RemoteModel:
         self._pipeline = self._schedule = None
         self._timed, self._cards, self._measured = None, (), {}                # {(Job, Degrees): seconds of the last such run}
         self._device_bytes, self._told_bytes, self._roomy = device_bytes, told_bytes, set()
+        self._lighter_bytes = lighter_bytes                    # () -> {another weight_dtype: bytes that a rank with all blocks holds}
         self._net, self._plans, self.plan = net, {}, None      # what forecasts need; {Job: Plan or None}; the Plan of this run
         self.changes, self.changes_uuid = {}, None             # of the file's weights, see Client.load_model; whose patches those are
 
@@ -118,7 +119,7 @@ class RemoteModel:
     def check_weights(self):
         """Refuse weights that a device has no room for, before they are read."""
         check_room(f"{self.family.title} over {len(self.devices)} device{'s' if len(self.devices) > 1 else ''}", self.devices,
-                   self._device_bytes, self._added_bytes(), remedies=self._spread(Job(1, 0, 1)))
+                   self._device_bytes, self._added_bytes(self._rank_bytes), remedies=self._spread(Job(1, 0, 1)), lighter=self._lighter)
 
     def _check_room(self, question, calls, layout):
         """Refuse a run that cannot fit before its first call. Calls for a patch are for the whole latent."""
@@ -141,14 +142,20 @@ class RemoteModel:
             return Memory(0.0, degrees.displaced * told, 0.0)
 
         images, sizes = max(1, latent.shape[0] // together), tuple(shape[2:])
-        check_room(f"This run ({describe_layout(layout)})", self.devices, self._device_bytes, self._added_bytes(), needed, images, sizes,
-                   self.family.pixels(self._transformer_config)[1:], self._spread(self._net and job(images, sizes)))
+        check_room(f"This run ({describe_layout(layout)})", self.devices, self._device_bytes, self._added_bytes(self._rank_bytes), needed,
+                   images, sizes, self.family.pixels(self._transformer_config)[1:], self._spread(self._net and job(images, sizes)),
+                   self._lighter)
         self._roomy.add(key)
 
-    def _added_bytes(self):
+    def _lighter(self):
+        """{weight_dtype in which a rank holds less: what each rank then adds to the weights on its device}"""
+        return {name: self._added_bytes([rank_bytes(size, self.spec.stages)] * len(self.devices))
+                for name, size in self._lighter_bytes().items() if rank_bytes(size, self.spec.stages) < max(self._rank_bytes)}
+
+    def _added_bytes(self, weight_bytes):
         """What each rank adds to the weights on its device: on CPUs, those that hold the same weights map one file."""
         first = {ranks[0] for ranks in holders(len(self.devices), self.spec)}
-        return [size if device != "cpu" or rank in first else 0 for rank, (device, size) in enumerate(zip(self.devices, self._rank_bytes))]
+        return [size if device != "cpu" or rank in first else 0 for rank, (device, size) in enumerate(zip(self.devices, weight_bytes))]
 
     def _spread(self, job):
         """Over how many devices the model would fit, for a person: [text]. Exactly, where nothing else is allowed."""

@@ -3,6 +3,7 @@
 Sigmas, samplers, masks, regional prompts, previews and cancel stay ComfyUI's own. Made by Load xDiT Model.
 """
 
+import dataclasses
 import functools
 import os
 import weakref
@@ -17,7 +18,7 @@ from comfy.patcher_extension import WrappersMP
 from ...xdit_backend.checkpoints.header import model_spec, read_header, recognise, state_of
 from ...xdit_backend.checkpoints.net import net_of, told_bytes
 from ...xdit_backend.checkpoints.outline import outline
-from ...xdit_backend.checkpoints.quantise import TYPES, check_package
+from ...xdit_backend.checkpoints.quantise import TYPES, check_package, is_installed
 from ...xdit_backend.checkpoints.shares import is_splittable, tensor_splits
 from ...xdit_backend.checkpoints.transformer import held_bytes
 from ...xdit_backend.config import devices_a_machine, validate_layout, validate_stages
@@ -26,7 +27,7 @@ from ...xdit_backend.protocol.errors import CheckpointError, ConfigError, Unsupp
 from ...xdit_backend.protocol.segments import dtype_name
 from . import wrappers
 from .carried import hold_elsewhere, remember_modules
-from .file_weights import prepare_text, read_values
+from .file_weights import places, prepare_text, read_values
 from .folders import refuse_unlike, under_comfyui_names
 from .groups import GROUPS, check_packages, devices_of, load_device_of, memory_of
 from .own_model import OwnConfig
@@ -78,6 +79,8 @@ def load_shell(path, weight_dtype, config):
                                f"Set weight_dtype to fp32, or to bf16 where the device has it.")
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
+    if header.scales:
+        _refuse_unheeded_scales(header, base_model)
     dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)
     spec_of = functools.partial(model_spec, header, family, *dtypes, quantisation=quantisation)
     net = None if family.by_rows else net_of(family, transformer_config, spec_of(), model)
@@ -95,7 +98,9 @@ def load_shell(path, weight_dtype, config):
         module.preprocess_text_embeds = functools.partial(prepare_text, itself, header, family.prepares)
     modules = {}
     remote = RemoteModel(spec, family, transformer_config, base_model.latent_format, config, devices, modules, load_device, weight_bytes,
-                         net, device_bytes, functools.partial(told_bytes, model) if family.by_rows else None)
+                         net, device_bytes, functools.partial(told_bytes, model) if family.by_rows else None,
+                         functools.partial(_lighter_bytes, header, family, spec,
+                                           lambda name: _dtypes(name, tensors, model_config, load_device, name in TYPES)))
     remote.check_weights()
     module.forward = torch.compiler.disable(remote.forward)    # nodes compile the model; there is nothing to trace in a call to workers
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
@@ -128,6 +133,31 @@ def _detected(tensors, header, family, transformer_config):
         raise CheckpointError(f"{name} says in its metadata that it differs from other {family.name} models, which xDiT would not heed. "
                               f"Use Load Diffusion Model.")
     return model_config, tensors
+
+
+def _refuse_unheeded_scales(header, base_model):
+    """Refuse scales that ComfyUI leaves out: of weights that are no linear layer's and no embedding's, such as the gate of experts."""
+    for name, sources in places(header.path, base_model).items():
+        scaled = [source for source, _ in sources if source in header.scales]
+        if not scaled:
+            continue
+        module = base_model.diffusion_model.get_submodule(name.rpartition(".")[0])
+        if not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            raise CheckpointError(f"{os.path.basename(header.path)} has a scale for {scaled[0]}, which ComfyUI does not heed: what this "
+                                  f"file should draw is not clear. Use the bf16, fp16, plain fp8 or GGUF file of the same model.")
+
+
+def _lighter_bytes(header, family, spec, dtypes_of):
+    """{weight_dtype: bytes that a rank with all blocks would hold} of fp8, and of what quantises a file that is not, with its package."""
+    found = {}
+    for name in ("fp8_e4m3fn", *(name for name in TYPES if not header.quantised and is_installed(TYPES[name]))):
+        model = outline(header, family, name if name in TYPES else "")[1]
+        if spec.tensor_degree > 1 and not is_splittable(model, family.plan, spec.tensor_degree):
+            continue
+        splits = tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
+        storage, compute = (dtype and dtype_name(dtype) for dtype in dtypes_of(name))
+        found[name] = held_bytes(model, family, dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute or storage), splits)
+    return found
 
 
 def fingerprint(path):

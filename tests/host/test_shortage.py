@@ -24,7 +24,15 @@ def test_words_say_who_holds_what_and_what_would_fit():
     assert words.startswith("3.0 GB more were asked for, and 1.0 GB of 24.0 GB are free. Held by: weights 14.0 GB, keys and values 2.0 GB, "
                             "activations 3.0 GB, other programs and libraries 4.0 GB.")
     assert "at most 75% of these pixels (each side times 0.87)" in words and "at least 3 devices" in words
-    assert "(7.0 GB)" in words and "4.0 GB; nvidia-smi" in words
+    assert "weight_dtype fp8_e4m3fn (7.0 GB) or int8, with the package torchao (7.0 GB) or nf4, with the package bitsandbytes (3." in words
+    assert "4.0 GB; nvidia-smi" in words
+
+
+def test_only_types_that_would_fit_are_named():
+    words = shortage_words({"asked_bytes": 9 * GB, "free_bytes": GB, "weight_bytes": 14 * GB}, 1)
+
+    assert "weight_dtype nf4, with the package bitsandbytes (3.9 GB);" in words
+    assert "weight_dtype" not in shortage_words({"asked_bytes": 12 * GB, "free_bytes": GB, "weight_bytes": 14 * GB}, 1)
 
 
 def test_nothing_is_reckoned_from_what_is_not_known():

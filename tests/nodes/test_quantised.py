@@ -1,5 +1,6 @@
 """Our MODEL of a quantised file draws what ComfyUI draws with the dequantised weights, under every kind of layout."""
 
+import contextlib
 import functools
 import importlib.util
 
@@ -63,6 +64,17 @@ def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, forma
         reference = comfyui.sample(comfyui.nodes.UNETLoader().load_unet(plain, "default")[0], "sd3")
     close(result, reference, 1e-5)
     assert relative_error(result, comfyui.reference("sd3")) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["hidream-i1", "sd3"])
+def test_a_scale_that_comfyui_leaves_out_is_refused(comfyui, kind):
+    """HiDream chooses its experts by a parameter that is no layer, so ComfyUI takes its numbers without their scale."""
+    name = f"{kind}-all-scaled.safetensors"
+    save_scaled(comfyui.base / "diffusion_models" / name, comfyui.base / "diffusion_models" / comfyui.file(kind))
+
+    with pytest.raises(comfyui.errors.CheckpointError, match=r"has a scale for \S+\.gate\.weight, which ComfyUI does not heed") \
+            if kind == "hidream-i1" else contextlib.nullcontext():
+        comfyui.load_model.execute(name, "default", comfyui.config("cpu"))
 
 
 def test_a_package_that_is_missing_is_named_on_the_node(comfyui, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.nodes.test_pipefusion import EXACT
-from tests.tolerances import close
+from tests.tolerances import close, within
 
 
 def limited(comfyui, monkeypatch, num_bytes, kind, **degrees):
@@ -45,10 +45,17 @@ def test_what_cannot_fit_is_refused_with_what_would(comfyui, monkeypatch, kind, 
 def test_weights_that_cannot_fit_are_refused_when_loading(comfyui, monkeypatch):
     weights = comfyui.ours("sd3", comfyui.config()).model.remote.bytes_on("cpu")
 
-    with pytest.raises(comfyui.errors.ConfigError, match=r"over 2 devices needs about .* GB of weights\), and that has .*weight_dtype"):
+    with pytest.raises(comfyui.errors.ConfigError, match=r"over 2 devices needs about .* GB of weights\), .* Use more devices, or larger"):
         limited(comfyui, monkeypatch, 1e5, "sd3", ulysses=2)
-    with pytest.raises(comfyui.errors.ConfigError, match="It would fit with pipefusion_degree=2 on as many devices"):
+    monkeypatch.setattr(comfyui.shell, "is_installed", lambda type_: type_ == "NF4")
+    with pytest.raises(comfyui.errors.ConfigError, match=r"It would fit with pipefusion_degree=2 on as many devices like these; or "
+                       r"weight_dtype fp8_e4m3fn \(.* GB of weights\) or nf4 \(.* GB of weights\)\.$") as refused:
         limited(comfyui, monkeypatch, weights * 0.95, "sd3", ulysses=2)
+    fp8, nf4 = (float(size) * 1e9 for size in re.findall(r"\(([\d.e-]+) GB of weights\)", str(refused.value))[-2:])
+    within(abs(fp8 - comfyui.ours("sd3", comfyui.config(), "fp8_e4m3fn").model.remote.bytes_on("cpu")) / fp8, 1e-2)
+    assert nf4 < fp8
+    with pytest.raises(comfyui.errors.ConfigError, match=r"weight_dtype nf4 \(.* GB of weights\)\.$"):
+        limited(comfyui, monkeypatch, (nf4 + fp8) / 2, "sd3", ulysses=2)
 
 
 def test_what_is_too_large_for_one_device_is_drawn_exactly_where_nothing_else_is_allowed(comfyui, said, monkeypatch):

@@ -16,9 +16,14 @@ PACKAGES = {"INT8": "torchao", "NF4": "bitsandbytes"}          # who makes a typ
 BLOCK = 64, 36                             # numbers and bytes of a block of NF4: 32 with two levels each, then their factor in float32
 
 
+def is_installed(type_):
+    """Is the package that makes this type installed?"""
+    return importlib.util.find_spec(PACKAGES[type_]) is not None
+
+
 def check_package(type_):
     """Raise ConfigError where the package that makes this type is not installed."""
-    if importlib.util.find_spec(PACKAGES[type_]) is None:
+    if not is_installed(type_):
         raise ConfigError(_what_to_install(type_))
 
 

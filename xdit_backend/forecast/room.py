@@ -6,15 +6,15 @@ from .memory import Memory, most_that_fits
 NOTHING = Memory(0.0, 0.0, 0.0)
 
 
-def check_room(what, devices, device_bytes, weight_bytes, needed=None, images=1, sizes=(), pixels=(1, 1), remedies=()):
+def check_room(what, devices, device_bytes, weight_bytes, needed=None, images=1, sizes=(), pixels=(1, 1), remedies=(), lighter=dict):
     """Raise ConfigError where a device is too small for what its ranks need.
 
     what: is to run, for a person. devices, device_bytes, weight_bytes: for each rank the name of its device, what that has in all, and
     what the rank adds to the weights there. needed(images, sizes): Memory of a rank beside weights, for so many images of a latent with
     these sizes (without batch and channels); None: the weights alone. pixels: of the picture that a latent's row and column stand for.
-    remedies: what else would fit.
+    remedies: what else would fit. lighter(): {other weight_dtype: weight_bytes with it}.
     """
-    def lacking(images, sizes):
+    def lacking(images, sizes, weight_bytes=weight_bytes):
         """(bytes that the fullest device lacks, its name, its Memory, what it has)"""
         memory = needed(images, sizes) if needed is not None else NOTHING
         found = []
@@ -29,7 +29,9 @@ def check_room(what, devices, device_bytes, weight_bytes, needed=None, images=1,
         return
     parts = {"weights": held.weights, "keys and values": held.keys_values, "activations": held.activations}
     text = ", ".join(f"{part / 1e9:.3g} GB of {name}" for name, part in parts.items() if part)
-    would = [*remedies]
+    types = [f"{name} ({sum(size for size, on in zip(sizes_of, devices) if on == device) / 1e9:.3g} GB of weights)"
+             for name, sizes_of in lighter().items() if lacking(images, sizes, sizes_of)[0] <= 0]
+    would = [*remedies, *([f"weight_dtype {' or '.join(types)}"] if types else [])]
     if needed is not None:
         rows, columns = sizes[-2:]
         fewer = most_that_fits(lambda count: lacking(count, sizes)[0] <= 0, images - 1)
@@ -39,8 +41,8 @@ def check_room(what, devices, device_bytes, weight_bytes, needed=None, images=1,
             would.insert(0, f"at most {width} x {height} pixels instead of {columns * pixels[1]} x {rows * pixels[0]}")
         if fewer:
             would.insert(0, f"at most {fewer} image{'s' if fewer > 1 else ''} at once instead of {images}")
-    raise ConfigError(f"{what} needs about {held.total / 1e9:.3g} GB on {device} ({text}), and that has {has / 1e9:.3g} GB. It would fit "
-                      f"with {'; or '.join([*would, 'weights of a smaller type (weight_dtype)'])}.")
+    raise ConfigError(f"{what} needs about {held.total / 1e9:.3g} GB on {device} ({text}), and that has {has / 1e9:.3g} GB. "
+                      + (f"It would fit with {'; or '.join(would)}." if would else "Use more devices, or larger ones."))
 
 
 def _scaled(sizes, rows):

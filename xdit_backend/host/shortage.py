@@ -5,6 +5,8 @@ import math
 HOLDERS = {"weight_bytes": "weights", "cast_bytes": "weights held a second time for the run", "key_value_bytes": "keys and values",
            "exchange_bytes": "other devices' rows", "conditioning_bytes": "conditioning", "activation_bytes": "activations",
            "other_bytes": "other programs and libraries"}
+# What weights in 16 bits come to in other values of weight_dtype, as a share: a byte a number; 36 bytes for 64 numbers.
+OF_16_BITS = {"fp8_e4m3fn": 0.5, "int8, with the package torchao": 0.5, "nf4, with the package bitsandbytes": 36 / 128}
 LEAST_BYTES = 2 ** 20                      # less than that is not worth a word
 
 
@@ -35,8 +37,11 @@ def _remedies(numbers, num_ranks):
     else:
         remedies.append("Use a smaller latent, or more devices")
     if (weights := numbers.get("weight_bytes", 0)) >= LEAST_BYTES:
-        remedies.append(f"weight_dtype fp8_e4m3fn, which halves 16-bit weights ({gigabytes(weights / 2)}), or pipefusion_degree or "
-                        f"tensor_degree, which spread them over the devices")
+        lacking = numbers.get("asked_bytes", 0) - numbers.get("free_bytes", 0)
+        types = [f"{name} ({gigabytes(weights * share)})" for name, share in OF_16_BITS.items() if weights * (1 - share) >= lacking]
+        if types:
+            remedies.append(f"in place of weights in 16 bits, weight_dtype {' or '.join(types)}")
+        remedies.append("pipefusion_degree or tensor_degree, which spread the weights over the devices")
     if (others := numbers.get("other_bytes", 0)) >= 2 ** 30:
         remedies.append(f"close what else is on the device ({gigabytes(others)}; nvidia-smi shows it)")
     return "; ".join(remedies) + "."
