@@ -249,6 +249,16 @@ def validate_layout(layout, num_heads, family, num_key_heads=None):
                           f"Use {_one_of(works)}, or ring_degree instead.")
 
 
+def refuse_methods(layout, refused, family):
+    """Refuse methods that a family cannot have. refused: {degree, without "_degree": why}. Raises ConfigError with what would work."""
+    for name, reason in refused.items():
+        value = getattr(layout, f"{name}_degree")
+        if value > 1:
+            others = [f"{other}_degree" for other in ("cfg", "data", "ulysses", "ring", "tensor") if other not in refused]
+            raise ConfigError(f"{name}_degree={value}: xDiT does not run {family} so, because {reason}. "
+                              f"Use {_one_of(others)}, and 1 here.")
+
+
 def _validate_tensor_degree(layout, num_heads, num_key_heads, family):
     degree, ulysses_degree = layout.tensor_degree, layout.ulysses_degree
     works = [d for d in range(1, num_heads + 1) if num_heads % d == num_key_heads % d == 0]

@@ -40,10 +40,10 @@ def shard_start(num_tokens, num_shards, index, speeds=(), least=0):
     return sum(shard_sizes(num_tokens, num_shards, speeds, least)[:index])
 
 
-def check_shards(num_tokens, num_shards):
-    """Refuse more sequence shards than tokens."""
+def check_shards(num_tokens, num_shards, what="tokens"):
+    """Refuse more sequence shards than tokens, or than rows of tokens."""
     if num_tokens < num_shards:
-        raise ConfigError(f"The latent has {num_tokens} tokens, too few for ulysses_degree x ring_degree = {num_shards}. "
+        raise ConfigError(f"The latent has {num_tokens} {what}, too few for ulysses_degree x ring_degree = {num_shards}. "
                           f"Use a larger latent or lower degrees.")
 
 

@@ -17,13 +17,14 @@ LONG_S = 20.0                              # of a run, on one usual device: from
 USUAL_JOB = Job(4096, 512, 20)             # a picture of a megapixel: what stages are chosen for, before a run is known
 
 
-def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None, num_key_heads=None, tensor_degree=1):
+def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None, num_key_heads=None, tensor_degree=1,
+                  shares_tokens=True):
     """Return the Layout for one prediction where no probe has measured the devices; plan_run knows better where one has.
 
     num_heads: None of a U-Net, which shares out branches and images alone. Manual mode: the person's degrees. Auto mode: CFG
     parallel when there are two branches and an even number of devices, then Ulysses as far as the heads allow, then Ring. CFG
     parallel comes first because it sends only the prediction; Ulysses sends less than Ring (xDiT, arXiv 2411.01738, table 1).
-    stages, tensor_degree: how the model is spread, of choose_spread.
+    stages, tensor_degree: how the model is spread, of choose_spread. shares_tokens: False where the family refuses it.
     Raises ConfigError when the layout cannot work for this model.
     """
     if config.mode == "manual":
@@ -32,8 +33,8 @@ def choose_layout(config, num_devices, num_branches, num_heads, family, stages=N
         return layout
     num_devices //= tensor_degree
     cfg_degree = 2 if num_branches == 2 and num_devices % 2 == 0 and stages is None else 1
-    if num_heads is None:
-        return Layout(cfg_degree=cfg_degree, data_degree=num_devices // cfg_degree)
+    if num_heads is None or not shares_tokens:
+        return Layout(cfg_degree=cfg_degree, data_degree=num_devices // cfg_degree, tensor_degree=tensor_degree)
     rest = num_devices // cfg_degree if stages is None else stages.sequence_degree
     ulysses_degree = max(d for d in range(1, rest + 1) if rest % d == 0 and num_heads // tensor_degree % d == 0)
     return Layout(cfg_degree=cfg_degree, ring_degree=rest // ulysses_degree, ulysses_degree=ulysses_degree,
@@ -43,7 +44,8 @@ def choose_layout(config, num_devices, num_branches, num_heads, family, stages=N
 WARMUP_FULL = 0.4              # where all weights take less, every rank holds them, so that warm-up runs by sequence parallelism
 
 
-def choose_spread(config, num_devices, net, device_bytes, machine=None, is_splittable=lambda degree: True, a_machine=0):
+def choose_spread(config, num_devices, net, device_bytes, machine=None, is_splittable=lambda degree: True, a_machine=0,
+                  has_stages=True):
     """How the weights are spread when a model is loaded: (Stages, or None where every rank runs every block; tensor_degree).
 
     Manual mode: the person's degrees. Auto mode: where the weights do not fit on one device, of PipeFusion and tensor parallelism and of
@@ -51,6 +53,7 @@ def choose_spread(config, num_devices, net, device_bytes, machine=None, is_split
     allowed, PipeFusion has one patch, and stages wait for each other. Without a probe PipeFusion, or tensor parallelism where nothing
     approximate is allowed, and the least degree. device_bytes: memory of each device. is_splittable(tensor_degree): can the file be?
     a_machine: config.devices_a_machine; above 0 machines, or equal parts of them, are stages, so that tokens are shared within one.
+    has_stages: can the family run in stages?
     """
     speeds, smallest = () if machine is None else speeds_of(machine.devices), min(device_bytes)
     if config.mode == "manual":
@@ -60,7 +63,7 @@ def choose_spread(config, num_devices, net, device_bytes, machine=None, is_split
         every_block = config.warmup == "sequence" or (config.warmup == "auto" and rank_share <= WARMUP_FULL * smallest)
         return Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * config.tensor_degree,
                       config.num_stage_blocks, every_block, config.offload_keys_values, speeds), config.tensor_degree
-    if a_machine:
+    if a_machine and has_stages:
         inside = [Stages(num_devices // size, size, offload=config.offload_keys_values) for size in range(a_machine, 0, -1)
                   if a_machine % size == 0 and num_devices // size <= net.blocks]
         return next((stages for stages in inside if _holds(stages, net, device_bytes)), inside[-1] if inside else None), 1
@@ -68,7 +71,7 @@ def choose_spread(config, num_devices, net, device_bytes, machine=None, is_split
         return None, 1
     divisors = [degree for degree in range(2, num_devices + 1) if num_devices % degree == 0]
     staged = [(Stages(degree, num_devices // degree, offload=config.offload_keys_values, speeds=speeds), 1)
-              for degree in divisors if degree <= net.blocks]
+              for degree in divisors if degree <= net.blocks and has_stages]
     can_forecast = machine is None or any(name == "all_reduce" for name, _ in machine.links.rates)
     split = [(None, degree) for degree in divisors if can_forecast and degree in tensor_degrees(net) and is_splittable(degree)]
     fit_staged = [(stages, 1) for stages, _ in staged if _holds(stages, net, device_bytes)]

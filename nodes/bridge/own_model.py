@@ -2,12 +2,22 @@
 
 import torch
 
+import comfy.conds
 import comfy.latent_formats
 import comfy.model_base
 import comfy.model_management
 from comfy.supported_models_base import BASE
 
 from ...xdit_backend.checkpoints.transformer import build
+
+
+class OwnModel(comfy.model_base.BaseModel):
+    def extra_conds(self, **given):
+        """As a BaseModel's, and which of a text's tokens are real, where its text encoder says so and the family asks."""
+        made, mask = super().extra_conds(**given), given.get("attention_mask")
+        if mask is not None and "attention_mask" in self.remote.family.conditioning:
+            made["attention_mask"] = comfy.conds.CONDRegular(mask)
+        return made
 
 
 class OwnConfig(BASE):
@@ -22,7 +32,7 @@ class OwnConfig(BASE):
 
     def get_model(self, state_dict, prefix="", device=None):
         """The BaseModel, whose diffusion model is diffusers' own, without weights."""
-        base_model = comfy.model_base.BaseModel(self, comfy.model_base.ModelType[self._family.sampled.prediction], device)
+        base_model = OwnModel(self, comfy.model_base.ModelType[self._family.sampled.prediction], device)
         with torch.device("meta"):
             module = build(self._family, self._transformer_config)
         torch.nn.Module.to(module, self.unet_config["dtype"])  # diffusers' own warns

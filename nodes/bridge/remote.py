@@ -56,6 +56,7 @@ class RemoteModel:
         self.modules, self.load_device, self._looked_at = modules, load_device, set()
         self.spec, self.family = spec, family
         self.num_heads, self._num_key_heads = family.num_heads(transformer_config), family.num_key_heads(transformer_config)
+        self._shares_tokens = "ulysses" not in family.refused
         self.num_channels, self._taken_channels = family.num_channels(transformer_config), family.taken_channels(transformer_config)
         self.config, self.devices = config, devices
         self._transformer_config, self._latent_format = transformer_config, latent_format
@@ -161,8 +162,10 @@ class RemoteModel:
         """Over how many devices the model would fit, for a person: [text]. Exactly, where nothing else is allowed."""
         if self._net is None:
             return []
-        if self.config.approximate == "allowed":
+        if self.config.approximate == "allowed" and "pipefusion" not in self.family.refused:
             name, degree = "pipefusion_degree", stages_that_fit(self.config, self._net, job, min(self._device_bytes))
+        elif "tensor" in self.family.refused:
+            return []
         else:
             name, degree = "tensor_degree", tensor_degree_that_fits(self._net, job, min(self._device_bytes))
         return [f"{name}={degree} on as many devices like these"] if degree else []
@@ -323,12 +326,13 @@ class RemoteModel:
 
     def _layout(self, num_branches):
         return choose_layout(self.config, len(self.devices), num_branches, self.num_heads, self.family.name, self.spec.stages,
-                             self._num_key_heads, self.spec.tensor_degree)
+                             self._num_key_heads, self.spec.tensor_degree, self._shares_tokens)
 
     def _plan(self, job, may_measure):
         """The Plan of a run; None where nothing is forecast: one device, degrees by hand, stages, U-Nets, or devices that are not measured
-        yet. They are, once, before the first run that is long enough to be worth it."""
-        if self._net is None or self.config.mode != "auto" or len(self.devices) < 2 or self.spec.stages is not None:
+        yet. They are, once, before the first run that is long enough to be worth it. None, too, where ranks share no tokens."""
+        is_planned = self._net is not None and self._shares_tokens and self.config.mode == "auto"
+        if not is_planned or len(self.devices) < 2 or self.spec.stages is not None:
             return None
         if job not in self._plans:
             may_measure = may_measure and is_long(self._net, job, torch.device(self.devices[0]).type)

@@ -21,7 +21,7 @@ from ...xdit_backend.checkpoints.outline import outline
 from ...xdit_backend.checkpoints.quantise import TYPES, check_package, is_installed
 from ...xdit_backend.checkpoints.shares import is_splittable, tensor_splits
 from ...xdit_backend.checkpoints.transformer import held_bytes
-from ...xdit_backend.config import devices_a_machine, validate_layout, validate_stages
+from ...xdit_backend.config import devices_a_machine, refuse_methods, validate_layout, validate_stages
 from ...xdit_backend.planner import choose_spread
 from ...xdit_backend.protocol.errors import CheckpointError, ConfigError, UnsupportedError
 from ...xdit_backend.protocol.segments import dtype_name
@@ -62,6 +62,7 @@ def load_shell(path, weight_dtype, config):
         check_package(TYPES[quantisation])
     transformer_config, model = outline(header, family, quantisation)
     if config.mode == "manual":
+        refuse_methods(config.layout, family.refused, family.name)
         validate_layout(config.layout, family.num_heads(transformer_config), family.name, family.num_key_heads(transformer_config))
         if not family.by_rows:
             validate_stages(config, family.num_blocks(transformer_config), family.name)
@@ -87,8 +88,9 @@ def load_shell(path, weight_dtype, config):
     device_bytes = list(map(memory_of, devices))
     machine = GROUPS.machine(devices, dtypes[1], may_measure=False) if len(devices) > 1 else None
     stages, tensor_degree = (None, 1) if family.by_rows else choose_spread(
-        config, len(devices), net, device_bytes, machine, functools.partial(is_splittable, model, family.plan),
-        devices_a_machine(devices))
+        config, len(devices), net, device_bytes, machine,
+        lambda degree: "tensor" not in family.refused and is_splittable(model, family.plan, degree), devices_a_machine(devices),
+        "pipefusion" not in family.refused)
     splits = tensor_splits(model, family.plan, tensor_degree) if tensor_degree > 1 else {}
     spec = spec_of(stages, tensor_degree)
     weight_bytes = held_bytes(model, family, spec, splits)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.models.zoo import FOLDERS, example
+from tests.models.zoo import FOLDERS, example, having
 from xdit_backend.checkpoints.gguf import dequantised
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.transformer import change_weights, held_bytes, load_transformer
@@ -48,7 +48,7 @@ def check(path, dtypes, degree=2, quantisation=""):
     return held / in_all
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", having("tensor", FOLDERS))
 def test_a_rank_reads_its_share_of_a_diffusers_folder(tmp_path, name):
     example(name, torch.float32).model.save_pretrained(tmp_path / "transformer")
 

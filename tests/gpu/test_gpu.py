@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.host.conftest import call_of, folders, layout, spec_of  # noqa: F401
-from tests.models.zoo import CONFIGS, example
+from tests.models.zoo import CONFIGS, example, having
 from xdit_backend.host.client import Client
 from xdit_backend.parallel.attention import attention_with_lse, merge_attention
 from xdit_backend.parallel.collectives import Traffic
@@ -81,13 +81,14 @@ def gpu_client(request):
 def test_predictions_equal_the_model_on_the_cpu(gpu_client, spec_of, name, dtype, tolerance):  # noqa: F811
     """Two ranks on one GPU talk over gloo, as NCCL refuses them."""
     one = example(name, torch.float32, rows=16, columns=12)
-    for degrees in [{"ulysses": 2}, {"ring": 2}, {"cfg": 2}] if len(gpu_client.devices) == 2 else [{}]:
+    several = [degrees for degrees in ({"ulysses": 2}, {"ring": 2}, {"cfg": 2}) if not {*degrees} & one.family.refused.keys()]
+    for degrees in several if len(gpu_client.devices) == 2 else [{}]:
         result, = gpu_client.predict(spec_of(name, dtype), layout(**degrees), 4, [call_of(one)])
 
         assert (result - one.run()).norm() / one.run().norm() < tolerance, degrees
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", having("pipefusion"))
 @pytest.mark.parametrize("offload", [False, True])
 def test_stale_patches_on_one_gpu_equal_the_oracle(name, offload, spec_of):  # noqa: F811
     """Two stages on one GPU over gloo; with offload, keys and values stay in page-locked host memory."""

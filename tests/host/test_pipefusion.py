@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.host.conftest import call_of
-from tests.models.zoo import BARE, example
+from tests.models.zoo import BARE, example, having
 from tests.parallel.oracle import simulate
 from tests.tolerances import within
 from xdit_backend.bench.sampler import sample as euler
@@ -50,7 +50,7 @@ def oracle(one, num_patches, warmup_steps, forecast=0.0):
     return result
 
 
-@pytest.mark.parametrize("name", BARE)
+@pytest.mark.parametrize("name", having("pipefusion", BARE))
 def test_host_driven_patches_equal_the_oracle(client, spec_of, name):
     """Requests of different shapes one after the other: a run leaves nothing that the next can see."""
     for settings, forecast, more in [((4, 1), 0.8, {}), ((2, 0), 0.0, {"rows": 8}), ((3, 2), 0.0, {"num_text_tokens": 5}),
@@ -62,7 +62,7 @@ def test_host_driven_patches_equal_the_oracle(client, spec_of, name):
         within((result - oracle(one, *settings, forecast)).abs().max(), 1e-6, settings)
 
 
-@pytest.mark.parametrize("name", BARE)
+@pytest.mark.parametrize("name", having("pipefusion", BARE))
 def test_warmup_by_sequence_parallelism_equals_the_oracle(client, spec_of, name):
     one = small(name)
     spec = spec_of(name, stages=Stages(2, every_block=True))

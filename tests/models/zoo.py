@@ -38,6 +38,8 @@ class Example:
 # All, but for those that need a newer diffusers than is installed.
 CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
            if not family.by_rows and not any(refusal.__name__ == "older_diffusers" and refusal({}) for refusal in family.refusals)}
+# Of these, those that have a method, as degrees call it.
+having = lambda method, names=CONFIGS: [name for name in names if method not in FAMILIES[name].refused]  # noqa: E731
 # Of them, those that a folder has whole: the text of the others is prepared by a part that has a folder of its own there.
 FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2")]
 # Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these with no more.

@@ -28,7 +28,19 @@ PUBLISHED = {
         "attention_bias": True, "attention_head_dim": 72, "cross_attention_dim": None, "dropout": 0.0, "in_channels": 4,
         "norm_elementwise_affine": False, "norm_num_groups": 32, "norm_type": "ada_norm_zero", "num_attention_heads": 16,
         "num_embeds_ada_norm": 1000, "num_layers": 28, "num_vector_embeds": None, "only_cross_attention": False, "out_channels": 8,
-        "patch_size": 2, "sample_size": 64, "upcast_attention": False, "use_linear_projection": False}, 749_826_464)}
+        "patch_size": 2, "sample_size": 64, "upcast_attention": False, "use_linear_projection": False}, 749_826_464),
+    "Sana_1600M_1024px": ("Sana", {
+        "_class_name": "SanaTransformer2DModel", "_diffusers_version": "0.32.0.dev0", "attention_bias": False, "attention_head_dim": 32,
+        "caption_channels": 2304, "cross_attention_dim": 2240, "cross_attention_head_dim": 112, "dropout": 0.0, "in_channels": 32,
+        "interpolation_scale": None, "mlp_ratio": 2.5, "norm_elementwise_affine": False, "norm_eps": 1e-06, "num_attention_heads": 70,
+        "num_cross_attention_heads": 20, "num_layers": 20, "out_channels": 32, "patch_size": 1, "sample_size": 32}, 1_604_462_752),
+    "Latte-1": ("Latte", {
+        "_class_name": "LatteTransformer3DModel", "_diffusers_version": "0.27.0.dev0", "activation_fn": "gelu-approximate",
+        "attention_bias": True, "attention_head_dim": 72, "attention_type": "default", "caption_channels": 4096,
+        "cross_attention_dim": 1152, "double_self_attention": False, "dropout": 0.0, "in_channels": 4, "norm_elementwise_affine": False,
+        "norm_eps": 1e-06, "norm_num_groups": 32, "norm_type": "ada_norm_single", "num_attention_heads": 16,
+        "num_embeds_ada_norm": 1000, "num_layers": 28, "num_vector_embeds": None, "only_cross_attention": False, "out_channels": 8,
+        "patch_size": 2, "sample_size": 64, "upcast_attention": False, "use_linear_projection": False, "video_length": 16}, 1_057_246_880)}
 
 
 class Identity(torch.nn.Module):
@@ -59,8 +71,47 @@ def _dit_prompts(comfyui, model):
     return [label.execute(model, text).args[0] for text in ("207", "")]
 
 
+def _sana(module, prompts, batch):
+    scheduler, (positive, negative) = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), prompts
+    noise = torch.randn(batch, module.config.in_channels, 5, 7, generator=torch.Generator().manual_seed(SEED))
+    pipeline = diffusers.SanaPipeline(None, None, None, module, scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    latents, = pipeline(
+        prompt_embeds=positive.expand(batch, -1, -1), prompt_attention_mask=MASKS[0].expand(batch, -1), height=5 * 32, width=7 * 32,
+        negative_prompt=None, negative_prompt_embeds=negative.expand(batch, -1, -1), latents=noise, guidance_scale=GUIDANCE,
+        negative_prompt_attention_mask=MASKS[1].expand(batch, -1), num_inference_steps=STEPS, output_type="latent",
+        use_resolution_binning=False, return_dict=False)
+    return noise, latents, scheduler.sigmas
+
+
+def _texts(width):
+    return [torch.randn(1, 9, width, generator=torch.Generator().manual_seed(seed)) for seed in (8, 9)]
+
+
+def _latte(module, prompts, batch):
+    scheduler = diffusers.DDIMScheduler(beta_start=0.0001, beta_end=0.02, clip_sample=False, timestep_spacing="trailing")
+    noise = torch.randn(batch, 4, 3, 6, 10, generator=torch.Generator().manual_seed(SEED))
+    pipeline = diffusers.LattePipeline(None, None, Identity(), module, scheduler)
+    pipeline.vae_scale_factor = 8
+    pipeline.set_progress_bar_config(disable=True)
+    positive, negative = (text.expand(batch, -1, -1) for text in prompts)
+    latents, = pipeline(prompt_embeds=positive, negative_prompt=None, negative_prompt_embeds=negative, height=48, width=80, video_length=3,
+                        latents=noise, guidance_scale=GUIDANCE, num_inference_steps=STEPS, output_type="latent", return_dict=False)
+    kept = scheduler.alphas_cumprod[scheduler.timesteps]
+    return noise, latents, torch.cat([((1 - kept) / kept).sqrt(), torch.zeros(1)])
+
+
+MASKS = torch.tensor([[[1] * 9], [[1] + [0] * 6 + [1] * 2]])
+
+
+def _masked_prompts(comfyui, model):
+    return [[[text, {"attention_mask": mask}]] for text, mask in zip(PIPELINES["Sana"][2], MASKS)]
+
+
 # family -> (its pipeline, the tiny model's arguments that differ for that, prompts for the pipeline, prompts for ComfyUI)
-PIPELINES = {"DiT": (_dit, {"num_embeds_ada_norm": 1000}, (207, 1000), _dit_prompts)}
+PIPELINES = {"DiT": (_dit, {"num_embeds_ada_norm": 1000}, (207, 1000), _dit_prompts),
+             "Sana": (_sana, {"in_channels": 32, "out_channels": 32}, _texts(24), _masked_prompts),
+             "Latte": (_latte, {}, _texts(24), lambda comfyui, model: [[[text, {}]] for text in _texts(24)])}
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +159,21 @@ def sample(comfyui, model, name, noise, sigmas):
         return model.model.process_latent_in(latents)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("method", DEGREES)
+@pytest.mark.parametrize("name, method", [(name, method) for name in NAMES for method in DEGREES if method not in FAMILIES[name].refused])
 def test_latents_equal_diffusers_own_pipeline(comfyui, folder_of, expected, name, method):
     devices = "cpu" if method == "one" else "cpu,cpu"
     model = comfyui.load_model.execute(folder_of(name)[0], "fp32", comfyui.config(devices, **DEGREES[method])).args[0]
     noise, want, sigmas = expected(name, 2 if method == "data" else 1)
 
     close(sample(comfyui, model, name, noise, sigmas), want, TOLERANCE)
+
+
+@pytest.mark.parametrize("name, method", [(name, method) for name in NAMES for method in FAMILIES[name].refused])
+def test_methods_that_a_family_cannot_have_are_refused_by_name(comfyui, folder_of, name, method):
+    config = comfyui.config("cpu,cpu", **{"displaced_mode": "full_sync", "num_patches": 1, method: 2})
+
+    with pytest.raises(comfyui.errors.ConfigError, match=f"{method}_degree=2: xDiT does not run {name} so, because .*Use cfg_degree"):
+        comfyui.load_model.execute(folder_of(name)[0], "fp32", config)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -9,7 +9,7 @@ import torch
 
 import xdit_backend.parallel.displaced as displaced
 import xdit_backend.parallel.row_hooks as row_hooks
-from tests.models.zoo import ALIKE, CONFIGS, example, hold_share
+from tests.models.zoo import ALIKE, example, having, hold_share
 from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
 from tests.ranks import run_ranks
 from tests.tiers import quick
@@ -239,7 +239,7 @@ TRANSFORMER = {"rows": 12, "columns": 6, "num_text_tokens": 7}
 
 @pytest.mark.parametrize("name, layout", [
     ("SD3", Layout(displaced_degree=3)), ("Flux.1", Layout(displaced_degree=2)), ("PixArt-Sigma", Layout(displaced_degree=2)),
-    *(pytest.param(name, Layout(displaced_degree=2), marks=pytest.mark.slow) for name in CONFIGS
+    *(pytest.param(name, Layout(displaced_degree=2), marks=pytest.mark.slow) for name in having("displaced")
       if name not in ("SD3", "Flux.1", "PixArt-Sigma", *ALIKE)),
     pytest.param("SD3", Layout(displaced_degree=2, ulysses_degree=2), marks=pytest.mark.slow),
     pytest.param("Flux.1", Layout(displaced_degree=2, ring_degree=2), marks=pytest.mark.slow),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.models.zoo import APART, CONFIGS, example, hold_share, matrix
+from tests.models.zoo import APART, CONFIGS, example, having, hold_share, matrix
 from tests.parallel.oracle import StaleModel, simulate, stepped
 from tests.ranks import run_ranks
 from tests.tolerances import InDouble, within
@@ -115,7 +115,7 @@ ALL = [(num_patches, (num_patches + more) % len(SIGMAS)) for num_patches in rang
 
 
 @pytest.mark.parametrize("name, num_stages", [
-    *((name, 3) for name in CONFIGS),
+    *((name, 3) for name in having("pipefusion")),
     *(pytest.param(name, stages, marks=pytest.mark.slow) for name in KINDS for stages in (1, 2, 4))])
 def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(name, num_stages):
     """num_patches below, equal to and above the stages; warm-up from none (a cold start) to all steps."""
@@ -124,7 +124,7 @@ def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(name, n
     within(max(max(result) for result in results), EXACT)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "attention_mask" in family.conditioning])
+@pytest.mark.parametrize("name", [name for name in having("pipefusion", FAMILIES) if "attention_mask" in FAMILIES[name].conditioning])
 @pytest.mark.parametrize("layout", [Layout(pipefusion_degree=2), Layout(ulysses_degree=2), Layout(pipefusion_degree=2, ring_degree=2)],
                          ids=str)
 def test_masked_text_equals_the_oracle(name, layout):
@@ -165,7 +165,7 @@ def num_ranks(layout):
 
 
 @pytest.mark.parametrize("name, layout", [
-    *((name, HYBRIDS[layout]) for name, layout in matrix(CONFIGS, ("2x ring2", "1x ulysses2"), "2x ring2")),
+    *((name, HYBRIDS[layout]) for name, layout in matrix(having("pipefusion"), ("2x ring2", "1x ulysses2"), "2x ring2")),
     ("Qwen-Image", HYBRIDS["2x tensor2"]), pytest.param("Flux.1", HYBRIDS["2x tensor2"], marks=pytest.mark.slow),
     *(pytest.param(name, HYBRIDS[layout], marks=pytest.mark.slow)
       for name in KINDS for layout in ("2x ulysses2", "1x ring2", "1x ring3"))], ids=str)

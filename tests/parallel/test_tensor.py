@@ -6,7 +6,7 @@ import torch
 import tests.models.zoo as zoo
 import xdit_backend.parallel.tensor as tensor
 from tests.conftest import ROOT
-from tests.models.zoo import CONFIGS, example, hold_share
+from tests.models.zoo import CONFIGS, example, having, hold_share
 from tests.ranks import run_ranks
 from tests.tolerances import InDouble, relative_error, within
 from xdit_backend.checkpoints.shares import Split, tensor_splits
@@ -75,7 +75,7 @@ def degrees_of(name):
 
 
 @pytest.mark.parametrize("name, degree", [pytest.param(name, degree, marks=[pytest.mark.slow] if degree > 2 else [])
-                                          for name in CONFIGS for degree in degrees_of(name)])
+                                          for name in having("tensor") for degree in degrees_of(name)])
 def test_prediction_equals_the_model(name, degree):
     results = run_ranks(forward, degree, name, Layout(tensor_degree=degree), SHAPES if degree == 2 else SHAPES[1:])
 
@@ -226,7 +226,7 @@ def test_exactness_notices_a_broken_method(mutant, name):
     assert largest(results) > 1e-6
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", having("tensor"))
 def test_readme_says_which_families_it_is_for(name):
     row = next(line for line in README.splitlines() if line.startswith(f"| {FAMILIES[name].title} |"))
 

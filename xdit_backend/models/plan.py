@@ -76,6 +76,10 @@ class ModelPlan:
     needs_text: blocks cannot do without tokens of streams beside the image's: where there are none, they get one that nothing attends to.
     heeds_output: ComfyUI's model lets nodes change what its self-attention gives (attn1_output_patch), of the tokens that are no text.
     skips(num_blocks): in U-shaped models, blocks that take a `skip` -> the earlier block whose output it is.
+    sums: modules inside a block that mix tokens by sums over them alone (linear attention). They call `total`, an argument of their
+    forward that amend has given them, with the sums over this rank's tokens, for those over all.
+    rows: the block argument that says how many rows of tokens there are; each rank then has whole rows. halos: modules inside a block
+    that take (B, C, rows, columns) and read one row beyond each.
     outside: what names of tensors of blocks begin with that the forward uses outside of these too, so that every stage has them.
     """
 
@@ -96,6 +100,9 @@ class ModelPlan:
     needs_text: bool = False
     heeds_output: bool = False
     skips: Callable = lambda num_blocks: {}
+    sums: tuple[str, ...] = ()
+    rows: str | None = None
+    halos: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
 
     @property
@@ -132,6 +139,7 @@ class RowPlan:
     skips: Callable
     blocks: tuple = ()
     outside: tuple[str, ...] = ()
+    rows: None = None
     stream_names: frozenset = frozenset(("image",))
 
 
@@ -199,6 +207,7 @@ class Family:
     num_heads, num_key_heads, width, num_channels, in_channels: of the attention (None: a U-Net, whose tokens nothing shares out; as many:
     None), of a token, of a prediction, of what the class takes; functions of config. pixels: frames, rows and columns of the picture that a
     latent's pixel stands for, likewise. cfg: what the table says of it. sampled: of a family that ComfyUI has no model of.
+    refused: methods that it cannot have, as degrees call them ("ring") -> why, after "because".
     """
 
     name: str
@@ -223,6 +232,7 @@ class Family:
     time_scale: float = 1000.0
     cfg: str = "yes"
     sampled: Sampled | None = None
+    refused: dict[str, str] = field(default_factory=dict)
     amend: Callable = lambda model, config: None
     by_tensors: tuple[str, ...] = ()
     unrounded: tuple[str, ...] = ()

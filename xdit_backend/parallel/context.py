@@ -86,7 +86,8 @@ def tokens_of(family, mesh, shape, conditioning, patch=None):
     if not opens_step(patch):
         left_out = {stream: count for stream, count in counts.items() if stream != "image"}
         counts |= dict.fromkeys(left_out, 0)
-    return Tokens(counts, mesh.sequence_degree, mesh.sequence_rank, left_out, mesh.sequence_speeds)
+    row = family.latent.counts(shape)[-1] if family.plan.rows else 1
+    return Tokens(counts, mesh.sequence_degree, mesh.sequence_rank, left_out, row, mesh.sequence_speeds)
 
 
 def rows_of(family, shape, patch):

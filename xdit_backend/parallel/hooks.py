@@ -19,6 +19,7 @@ from greenlet import getcurrent, greenlet
 from ..partition import check_shards
 from ..protocol.errors import UnsupportedError
 from . import regions
+from .collectives import all_gather, all_reduce
 from .displaced import displaced_attention
 from .masks import gathered_mask, read_mask
 from .nag import guide
@@ -78,6 +79,12 @@ class Hooks:
                 module = _inside(block, path)
                 if module is not None:
                     module.forward = self._hook_once(module.forward, (place.index, path), span)
+            for path in plan.sums:
+                module = block.get_submodule(path)
+                module.forward = self._hook_sums(module.forward)
+            for path in plan.halos:
+                module = block.get_submodule(path)
+                module.forward = self._hook_halos(module.forward)
             block.forward = self._hook_block(block.forward, place)
         for path, span in plan.once_outside.items():
             module = _inside(model, path)
@@ -125,7 +132,8 @@ class Hooks:
     @contextmanager
     def serving(self, context):
         """The model's forward runs as the context says while under this."""
-        check_shards(context.tokens.counts["image"], context.mesh.sequence_degree)
+        tokens = context.tokens
+        check_shards(tokens.counts["image"] // tokens.row, context.mesh.sequence_degree, "rows of tokens" if self.plan.rows else "tokens")
         self._now = context
         try:
             yield
@@ -183,6 +191,8 @@ class Hooks:
                 if streams:
                     self._read_once(now, arguments[name], streams)
                 arguments[name] = None
+        if self.plan.rows:
+            arguments[self.plan.rows] = now.tokens.own(("image",)) // now.tokens.row
         if place.index in self._skips:
             arguments["skip"] = now.skips[self._skips[place.index]]
         if now.operations.get(f"{list_.patched}_block.{place.number}") == "skip":
@@ -250,6 +260,28 @@ class Hooks:
                 known = now.key_values.once[key] = (moment, forward(*args, **kwargs))
             return known[1]
         return once
+
+    def _hook_sums(self, forward):
+        @functools.wraps(forward)
+        def summed(hidden_states):
+            now = self._now
+            if now is None or now.mesh.sequence_degree == 1:
+                return forward(hidden_states)
+            return forward(hidden_states, total=lambda part: all_reduce([part], now.mesh.sequence_group, now.traffic)[0])
+        return summed
+
+    def _hook_halos(self, forward):
+        @functools.wraps(forward)
+        def with_halos(image_BCHW):
+            now = self._now
+            if now is None or now.mesh.sequence_degree == 1:
+                return forward(image_BCHW)
+            num_rows, rank, degree = image_BCHW.shape[2], now.mesh.sequence_rank, now.mesh.sequence_degree
+            edges = torch.cat([image_BCHW[:, :, :1], image_BCHW[:, :, -1:]], 2)
+            edges = all_gather(edges, [2] * degree, 2, now.mesh.sequence_group, now.traffic)
+            above, below = edges[:, :, :2 * rank][:, :, -1:], edges[:, :, 2 * rank + 2:][:, :, :1]         # none at the picture's edges
+            return forward(torch.cat([above, image_BCHW, below], 2)).narrow(2, above.shape[2], num_rows)
+        return with_halos
 
     def _unround(self, arguments, factor, module, args):
         if self._now is None:

@@ -12,14 +12,16 @@ class Tokens:
     """The tokens of one forward, by stream, and this rank's shard of each.
 
     Every stream is cut into one contiguous shard a sequence rank, by the ranks' speeds; where they are alike, shards differ by one
-    token at most. "image" is the latent's stream, of which each rank has some; others take part in self-attention beside it. left_out:
-    tokens that the model's forward holds as well, which the blocks do not get, since an earlier patch has brought them.
+    token at most, or those of the image by one row of `row` tokens. "image" is the latent's stream, of which each rank has some;
+    others take part in self-attention beside it. left_out: tokens that the model's forward holds as well, which the blocks do not get,
+    since an earlier patch has brought them.
     """
 
     counts: dict[str, int]                 # stream -> number of tokens in all
     num_shards: int = 1
     shard: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
+    row: int = 1
     speeds: tuple[int, ...] = ()           # of the sequence ranks, relative; (): alike
 
     def held(self, stream):
@@ -28,7 +30,9 @@ class Tokens:
 
     def shards(self, stream):
         """How many tokens of a stream each sequence rank has."""
-        return shard_sizes(self.counts[stream], self.num_shards, self.speeds, least=int(stream == "image"))
+        row = self.row if stream == "image" else 1
+        sizes = shard_sizes(self.counts[stream] // row, self.num_shards, self.speeds, least=int(stream == "image"))
+        return [size * row for size in sizes]
 
     def sizes(self, streams):
         """How many tokens of these streams each sequence rank has."""
