@@ -53,8 +53,8 @@ def left_behind():
     return [entry for entry in folders + processes if (host := re.search(r"xdit-(\d+)-[0-9a-f]{8}", entry)) and _counts(int(host[1]))]
 
 
-def still_there(before, within_s=10):
-    """What is left behind beside `before`, after waiting so long for it to go."""
+def still_there(before, within_s=30):
+    """What is left behind beside `before`, after waiting so long for it to go: a few seconds, on a machine that has nothing else to do."""
     deadline_s = time.monotonic() + within_s
     while (left := set(left_behind()) - before) and time.monotonic() < deadline_s:
         time.sleep(0.05)

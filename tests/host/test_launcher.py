@@ -22,7 +22,7 @@ from xdit_backend.protocol.messages import ReportMemory
 from xdit_backend.protocol.segments import SegmentStore
 
 
-def gone(before, within_s=20):
+def gone(before, within_s=30):
     return not still_there(before, within_s)
 
 
@@ -90,7 +90,7 @@ def test_a_group_starts_serves_and_ends():
     group.close()
 
     assert first == second and len(set(first.values())) == 2
-    assert not group.alive and gone(before, within_s=5)
+    assert not group.alive and gone(before)
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(sp
     finally:
         client.close()
 
-    assert took_s < 10
+    assert took_s < 40                                         # sooner than a worker that is silent is given up
     assert torch.equal(result, want)
     assert gone(before)
     folder, _ = sorted((tmp_path / "logs").iterdir())
@@ -178,7 +178,7 @@ def test_a_dying_host_takes_its_group_along(tmp_path):
     host.kill()
     host.wait()
 
-    assert gone(before, within_s=5)
+    assert gone(before)
 
 
 def test_a_host_killed_while_its_workers_start_leaves_nothing_to_the_next(tmp_path):

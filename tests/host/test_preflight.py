@@ -135,7 +135,7 @@ def test_workers_whose_peer_to_peer_copies_fail_start_without_and_say_so(faulty,
     assert remark.startswith("Peer-to-peer copies are off between cpu, cpu") and "NCCL_P2P_DISABLE=1" in remark
     assert re.search(words, remark)
     assert remark in [phase.text for phase in phases]
-    assert not still_there(before, 5)
+    assert not still_there(before)
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_workers_that_cannot_reach_each_other_in_any_way_are_refused(faulty):
     with pytest.raises(WorkerStartError, match=r"cannot exchange tensors: cpu sent cpu \(rank \d\) numbers that arrived as others"):
         WorkerGroup(("cpu", "cpu"))
 
-    assert not still_there(before, 5)
+    assert not still_there(before)
 
 
 class Torchrun:

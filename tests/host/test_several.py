@@ -46,7 +46,7 @@ def test_two_hosts_have_workers_at_the_same_time_and_one_that_ends_takes_nothing
     finally:
         second.close()
         other.communicate(timeout=60)
-    assert other.returncode == 0 and not still_there(before, 5)
+    assert other.returncode == 0 and not still_there(before)
 
 
 @pytest.mark.slow
