@@ -229,6 +229,9 @@ class RemoteModel:
         sigmas = timestep if sigmas is None else sigmas
         self._refuse_changed_modules(schedule, sigmas)
         self.check_latent(x, self._taken_channels)
+        begins = self._looked_at == {sigmas.max().item()}      # whatever is not finite is so from a run's first noise level on
+        if begins:
+            check_finite(x, "The latent", "Look at what made it: another sampler, or an encode in half precision.")
         asked = self.family, self._transformer_config, transformer_options
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
@@ -237,7 +240,12 @@ class RemoteModel:
         self.check_conditioning(call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
         prediction = branches.ask(branches.Question(self, call, schedule, sigmas, num_branches, transformer_options.get(WHOLE),
-                                                    transformer_options.get(DRAINED))).to(x.device)
+                                                    transformer_options.get(DRAINED)))
+        if begins:
+            check_finite(prediction, f"What {self.family.name} predicts at the first step",
+                         f"Its weights, a LoRA or the conditioning have such numbers, or {self.spec.compute_dtype} is too small for it: "
+                         f"try another weight_dtype in Load xDiT Model, without LoRA.")
+        prediction = prediction.to(x.device)
         if scores is not None:
             scores.tell(x.device)
         return [prediction, *(part.to(x.device) for part in parts.values())] if parts else prediction
@@ -428,3 +436,9 @@ def _step_of(question):
     steps = question.schedule[:-1]
     nearest = (steps.to(question.sigmas) - question.sigmas.max()).abs().argmin()               # samplers also call between two steps
     return f"step {int(nearest) + 1} of {len(steps)}"
+
+
+def check_finite(tensor, what, remedy):
+    """Refuse a tensor with NaN or infinite numbers, of which no picture can come. what: it is. Raises ConfigError."""
+    if not tensor.isfinite().all():
+        raise ConfigError(f"{what} has numbers that are not finite (NaN or infinite), and no picture can come of it. {remedy}")

@@ -1,6 +1,7 @@
 """Bad input gets an error that says what to do; nothing is dropped; the group survives and the next prompt runs."""
 
 import json
+import math
 import struct
 
 import pytest
@@ -192,3 +193,31 @@ def test_types_that_a_familys_numbers_do_not_fit_in_are_refused(comfyui, monkeyp
     with pytest.raises(comfyui.errors.UnsupportedError, match="Cosmos-Predict2 has numbers that float16 cannot hold"):
         comfyui.ours("cosmos-predict2", comfyui.config(), weight_dtype="fp16")
     comfyui.ours("cosmos-predict2", comfyui.config(), weight_dtype="fp32")
+
+
+@pytest.mark.parametrize("degrees", [{}, {"pipefusion": 2}], ids=str)
+def test_numbers_that_are_not_finite_are_refused_and_the_workers_live_on(comfyui, degrees):
+    """In the latent, in either prompt, in weights."""
+    from safetensors.torch import load_file, save_file
+    model, config = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees)), comfyui.config("cpu,cpu", **degrees)
+    before = comfyui.sample(model, "sd3")
+    pids = {numbers["pid"] for numbers in comfyui.groups.client(("cpu", "cpu")).report_memory().values()}
+    latent, (positive,) = comfyui.latent("sd3"), comfyui.conditioning("sd3", 1)
+    latent["samples"][0, 3, 2, 5] = math.nan
+    text = positive[0].clone()
+    text[0, 3, 1] = math.inf
+    weights = load_file(comfyui.base / "diffusion_models" / comfyui.file("sd3"))
+    weights[next(name for name in weights if name.endswith("0.x_block.attn.qkv.weight"))][5, 7] = math.nan
+    save_file(weights, comfyui.base / "diffusion_models" / "sd3-nan.safetensors")
+    broken = comfyui.load_model.execute("sd3-nan.safetensors", "fp32", config).args[0]
+
+    with pytest.raises(comfyui.errors.ConfigError, match="The latent has numbers that are not finite"):
+        comfyui.sample(model, "sd3", latent=latent)
+    for name in ("positive", "negative"):
+        with pytest.raises(comfyui.errors.ConfigError, match="What SD3 predicts at the first step has numbers that are not finite"):
+            comfyui.sample(model, "sd3", **{name: [[text, positive[1]]]})
+    with pytest.raises(comfyui.errors.ConfigError, match="Its weights, a LoRA or the conditioning"):
+        comfyui.sample(broken, "sd3")
+
+    assert torch.equal(comfyui.sample(model, "sd3"), before)
+    assert {numbers["pid"] for numbers in comfyui.groups.client(("cpu", "cpu")).report_memory().values()} == pids
