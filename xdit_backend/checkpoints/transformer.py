@@ -101,11 +101,10 @@ def change_weights(model, config, family, spec, device, changes, blocks=None, fi
             dim = splits[name].dim
             product = tuple(splits[name].own(each, spec.tensor_degree, tensor_rank) if each is product[dim] else each for each in product)
         add_at_use(model.get_submodule(name.removesuffix(".weight")), *product)
-    leave(None if packed else [held[name][0] for name, tensor in converted.items() if not tensor.is_meta])
-    for name, tensor in converted.items():
-        tensor = _share(name, tensor, spec, splits, tensor_rank, addresses)
-        if tensor is None or tensor.is_meta:
-            continue
+    shares = {name: _share(name, tensor, spec, splits, tensor_rank, addresses) for name, tensor in converted.items()}
+    shares = {name: share for name, share in shares.items() if share is not None and not share.is_meta}
+    leave(None if packed else [held[name][0] for name in shares])
+    for name, tensor in shares.items():
         weight, dtype = held[name]
         weight.data = _moved(tensor, device, dtype, ferry)
         if files is not None:
