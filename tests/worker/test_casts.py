@@ -34,7 +34,7 @@ class Casts(TorchDispatchMode):
 
 def casts_of_commands(rank, world_size, commands, unused_bytes):
     """Of each command on this rank: (casts, their bytes, its answer). unused_bytes: what the device is said to have left."""
-    Predictions._unused_bytes = lambda self: unused_bytes
+    Predictions.unused_bytes = property(lambda self: unused_bytes)
     engine, counted = Engine(rank, torch.device("cpu"), lambda *phase: None), []
     torch.set_grad_enabled(False)
     for command in commands:
