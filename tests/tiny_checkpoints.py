@@ -31,6 +31,7 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
             "qwen-image-2511": ("qwen-image", {"default_ref_method": "index_timestep_zero"}),
             "hunyuanvideo-i2v": ("hunyuanvideo", {"in_channels": 33}), "hunyuanvideo-skyreels": ("hunyuanvideo", {"in_channels": 32}),
             "cogvideox-1.5-i2v": ("cogvideox-1.5", {"in_channels": 32, "ofs_embed_dim": 64}),
+            "cosmos-predict1-video": ("cosmos-predict1", {"in_channels": 17}),
             "cosmos-predict2-video": ("cosmos-predict2", {
                 "in_channels": 17, "rope_t_extrapolation_ratio": 5 / 6, **dict.fromkeys(
                     ("rope_h_extrapolation_ratio", "rope_w_extrapolation_ratio"), 2.0)}),
@@ -47,7 +48,8 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
             "sd15-inpaint": ("sd15", {"in_channels": 9}), "sd15-ip2p": ("sd15", {"in_channels": 8}),
             "sdxl-inpaint": ("sdxl", {"in_channels": 9}), "sdxl-refiner": ("sdxl", REFINER)}
 # where another class of comfy.supported_models detects a variant
-DETECTED = {"sdxl-refiner": "SDXLRefiner", "sd15-ip2p": "SD15_instructpix2pix", "cosmos-predict2-video": "CosmosI2VPredict2"}
+DETECTED = {"sdxl-refiner": "SDXLRefiner", "sd15-ip2p": "SD15_instructpix2pix", "cosmos-predict1-video": "CosmosI2V",
+            "cosmos-predict2-video": "CosmosI2VPredict2"}
 SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3")                # what these are, the file says in its metadata
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}

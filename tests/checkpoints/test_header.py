@@ -126,6 +126,17 @@ def cosmos(width, num_blocks, in_channels=16):
                 "adaln_modulation_self_attn.1.weight": (256, width), "adaln_modulation_mlp.1.weight": (256, width)})}
 
 
+def cosmos1(width, num_blocks, in_channels=16):
+    """With what is of training in the published files."""
+    modulation = {f"blocks.{part}.adaLN_modulation.1.weight": (256, width) for part in range(3)}
+    return {"x_embedder.proj.1.weight": (width, (in_channels + 1) * 4), "final_layer.linear.weight": (64, width),
+            "extra_pos_embedder.pos_emb_t": (128, width), "extra_pos_embedder.pos_emb_h": (120, width),
+            "extra_pos_embedder.pos_emb_w": (120, width), "logvar.0.freqs": (128,), "pos_embedder.seq": (256,),
+            **blocks("blocks.block", num_blocks, {
+                "blocks.0.block.attn.to_q.0.weight": (width, width), "blocks.0.block.attn.to_q.1.weight": (128,),
+                "blocks.1.block.attn.to_k.0.weight": (width, 1024), **modulation})}
+
+
 def kandinsky5(width, time, feed_forward, num_blocks, patch, head=64):
     norm = {f"{attention}.key_norm.weight": (head,) for attention in ("self_attention", "cross_attention")}
     return {"visual_embeddings.in_layer.weight": (width, patch), "visual_embeddings.in_layer.bias": (width,),
@@ -261,6 +272,14 @@ PUBLISHED = {
     "cogvideox-5b": ("CogVideoX", cogvideox(3072, 42, (16, 2, 2)), {"num_layers": 42, "num_attention_heads": 48}),
     "cogvideox-1.5-5b": ("CogVideoX 1.5", cogvideox(3072, 42, (128,)), {"in_channels": 16, "out_channels": 16, "patch_size_t": 2}),
     "cogvideox-1.5-5b-i2v": ("CogVideoX 1.5", COGVIDEOX_15_I2V, {"in_channels": 32, "out_channels": 16, "ofs_embed_dim": 512}),
+    "cosmos-predict1-7b": ("Cosmos-Predict1", cosmos1(4096, 28), {
+        "num_layers": 28, "num_attention_heads": 32, "attention_head_dim": 128, "in_channels": 16, "out_channels": 16,
+        "text_embed_dim": 1024, "adaln_lora_dim": 256, "max_size": (128, 240, 240), "rope_scale": (2.0, 1.0, 1.0),
+        "extra_pos_embed_type": "learnable"}),
+    "cosmos-predict1-14b": ("Cosmos-Predict1", cosmos1(5120, 36), {
+        "num_layers": 36, "num_attention_heads": 40, "rope_scale": (2.0, 2.0, 2.0)}),
+    "cosmos-predict1-7b-video": ("Cosmos-Predict1", cosmos1(4096, 28, 17), {"in_channels": 17, "out_channels": 16}),
+    "cosmos-predict1-14b-video": ("Cosmos-Predict1", cosmos1(5120, 36, 17), {"in_channels": 17, "num_attention_heads": 40}),
     "cosmos-predict2-2b": ("Cosmos-Predict2", cosmos(2048, 28), {
         "num_layers": 28, "num_attention_heads": 16, "in_channels": 16, "text_embed_dim": 1024, "adaln_lora_dim": 256,
         "rope_scale": (1.0, 4.0, 4.0), "extra_pos_embed_type": None}),

@@ -119,7 +119,6 @@ def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words)
      "a U-Net of a kind"),
     (["txtfusion.projector.weight"], "a Krea 2 model"), (["ref_image_refiner.0.norm2.weight"], "a model of OmniGen 2"),
     (["t_embedder1.mlp.0.weight", "x_embedder.proj1.weight"], "a model of HiDream-O1"),
-    (["model.diffusion_model.blocks.block0.blocks.0.block.attn.to_q.0.weight"], "a Cosmos-Predict1 model"),
     (["transformer_blocks.0.attn.add_q_proj.weight"], "under diffusers' names"), (["a"], "not a diffusion model that xDiT runs")], ids=str)
 def test_other_files_are_called_what_they_are(tmp_path, names, words):
     write_header(tmp_path / "model.safetensors", dict.fromkeys(names, (2, 2)))

@@ -46,7 +46,7 @@ FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2")]
 BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
 # Families whose plans are those of others again, or nearly; and one that tests of its own run under other layouts.
-ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi",
+ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict1", "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi",
          "HunyuanDiT", "LTX-2")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.by_rows}
 VISION_TOKENS = 5
@@ -106,7 +106,7 @@ def _wake(model):
     """Give matrices that diffusers starts at zero, and with which a block would change nothing, seeded weights."""
     generator = torch.Generator().manual_seed(2)
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 2 and name.endswith(".weight") and not parameter.any():
+        if parameter.ndim == 2 and (name.endswith(".weight") or ".pos_emb_" in name) and not parameter.any():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
 
 

@@ -25,7 +25,7 @@ SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3,
          "hunyuanvideo": (4, 8, 12, 16, 20), "ltx": (1, 3, 5, 8, 11)}
 # ComfyUI's modules take no odd sides
 EVEN = ("pixart", "pixart-alpha", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace",
-        "kandinsky-5", "kandinsky-5-image", "mochi")
+        "kandinsky-5", "kandinsky-5-image", "mochi", "cosmos-predict1")
 SHAPES = {"square": 1.0, "wide": 1.5, "tall": 0.6}
 
 
@@ -115,12 +115,16 @@ def test_sizes_equal_comfyuis_own_module_on_two_workers(comfyui, kind, layout):
     check(comfyui, kind, layout, POSITIONS[kind][0], list(cases(kind))[3:6])
 
 
-def test_a_latent_larger_than_the_table_of_positions_is_refused(comfyui):
-    ours = comfyui.ours("sd3", comfyui.config("cpu")).model.diffusion_model
-    given = conditioning_of(families()["sd3"], comfyui.transformer_config("sd3"), torch.Generator(), {"context": 20})
+@pytest.mark.parametrize("kind, size, words", [
+    ("sd3", (130, 16), "has positions for 1024 x 1024 pixels, and the latent is of 128 x 1040"),
+    ("cosmos-predict1", (2, 4, 242),
+     "has positions for 1017 frames of 1920 x 1920 pixels, and the latent is of 9 frames of 1936 x 32 pixels")])
+def test_a_latent_larger_than_the_table_of_positions_is_refused(comfyui, kind, size, words):
+    ours = comfyui.ours(kind, comfyui.config("cpu")).model.diffusion_model
+    given = conditioning_of(families()[kind], comfyui.transformer_config(kind), torch.Generator(), {"context": 20})
 
-    with pytest.raises(comfyui.errors.ConfigError, match="has positions for 1024 x 1024 pixels, and the latent is of 128 x 1040"):
-        ours.forward(torch.zeros(1, 16, 130, 16), torch.tensor([500.0]), **given)
+    with pytest.raises(comfyui.errors.ConfigError, match=words):
+        ours.forward(torch.zeros(1, 16, *size), torch.tensor([500.0]), **given)
 
 
 @pytest.mark.parametrize("given", [{"guidance": None}, {"y": torch.linspace(-1, 1, 50)[None]}, {"y": None}], ids=["guidance", "wide", "y"])
@@ -136,7 +140,8 @@ def test_flux_without_guidance_or_with_other_pooled_text_equals_comfyuis_own_mod
     close(result, want, TOLERANCE)
 
 
-@pytest.mark.parametrize("kind, size", [("hunyuanvideo", (1, 6, 7)), ("pixart", (35, 40)), ("pixart", (30, 34))])
+@pytest.mark.parametrize("kind, size", [
+    ("hunyuanvideo", (1, 6, 7)), ("pixart", (35, 40)), ("pixart", (30, 34)), ("cosmos-predict1", (2, 6, 7))])
 def test_sizes_that_comfyuis_module_fails_at_are_refused(comfyui, kind, size):
     family, config = families()[kind], comfyui.transformer_config(kind)
     given = conditioning_of(family, config, torch.Generator(), {"context": 20})
@@ -144,7 +149,7 @@ def test_sizes_that_comfyuis_module_fails_at_are_refused(comfyui, kind, size):
     with pytest.raises(comfyui.errors.ConfigError, match="multiples of 16"):
         comfyui.ours(kind, comfyui.config("cpu")).model.diffusion_model.forward(
             torch.zeros(1, family.num_channels(config), *size), torch.tensor([500.0]), **given)
-    with pytest.raises((RuntimeError, ZeroDivisionError)):
+    with pytest.raises((RuntimeError, ZeroDivisionError, AssertionError)):
         comfyui.native(kind).model.diffusion_model(torch.zeros(1, family.num_channels(config), *size), torch.tensor([500.0]), **given)
 
 

@@ -14,7 +14,8 @@ TOLERANCE, STALE = 2e-5, 1e-5              # relative, float32
 LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "cfg2": ("cpu,cpu", {"cfg": 2}),
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2, "num_patches": 3, "warmup_steps": 100})}
 SIZES = {"wide": (96, 48), "odd": (56, 72), "tall": (40, 104)}                 # pixels, width and height
-SCALES = {"ltx": 4, "hunyuanvideo": 2, "wan-vace": 2, "kandinsky": 2}     # of families whose latents are smaller, or of even sides only
+SCALES = {"ltx": 4, "hunyuanvideo": 2, "wan-vace": 2, "kandinsky": 2, "cosmos-predict1": 2,
+          "cosmos-predict1-video": 2}     # of families whose latents are smaller, or of even sides only
 
 
 def picture(seed, width, height, frames=1):
@@ -100,11 +101,19 @@ def cosmos_start(vae, size):
     return "CosmosPredict2ImageToVideoLatent", {"vae": vae, "start_image": picture(3, *size)}
 
 
+def cosmos1_start(vae, size):
+    return "CosmosImageToVideoLatent", {"vae": vae, "start_image": picture(3, *size)}
+
+
+def cosmos1_nothing(vae, size):
+    return "EmptyCosmosLatentVideo", {}
+
+
 def ltx_start(vae, size):
     return "LTXVImgToVideo", {"vae": vae, "image": picture(3, *size), "strength": 0.8}
 
 
-def ltx_frame_rate(vae, size):
+def frame_rate(vae, size):
     return "LTXVConditioning", {"frame_rate": 12.5}
 
 
@@ -134,10 +143,13 @@ CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start), "wan-i2v-blind": ("wan-i2
          "hunyuan15-text": ("hunyuanvideo-1.5", "picture", hunyuan15_nothing),
          "kandinsky-i2v": ("kandinsky-5", "vae-hunyuan", kandinsky_start),
          "cosmos-i2v": ("cosmos-predict2-video", "vae-wan", cosmos_start), "cosmos-text": ("cosmos-predict2", "vae-wan", cosmos_start),
-         "ltx-i2v": ("ltx-video", "vae-ltx095", ltx_start), "ltx-rate": ("ltx-video", "vae-ltx095", ltx_frame_rate),
+         "cosmos1-i2v": ("cosmos-predict1-video", "vae-wan", cosmos1_start),
+         "cosmos1-text": ("cosmos-predict1-video", "vae-wan", cosmos1_nothing),
+         "cosmos1-rate": ("cosmos-predict1", "vae-wan", frame_rate),
+         "ltx-i2v": ("ltx-video", "vae-ltx095", ltx_start), "ltx-rate": ("ltx-video", "vae-ltx095", frame_rate),
          "ltx-guide": ("ltx-video", "vae-ltx095", ltx_guide), "ltx-causal": ("ltx-video-causal", "vae-ltx095", ltx_start),
          "ltx2-i2v": ("ltx-2", "vae-ltx095", ltx_start), "ltx2-guide": ("ltx-2.3", "vae-ltx095", ltx_guide),
-         "ltx2-rate": ("ltx-2-plain", "vae-ltx095", ltx_frame_rate)}
+         "ltx2-rate": ("ltx-2-plain", "vae-ltx095", frame_rate)}
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +170,7 @@ def asked(comfyui, vae_of):
                 name, arguments = add(PictureVAE() if vae == "picture" else vae_of(vae), (width, height))
                 given = {"width": width, "height": height, "length": 9, "batch_size": 1, **arguments}
                 outputs = run_node(nodes[name], {**prompts, **given})
-            latents = [output for output in outputs if isinstance(output, dict)] or [comfyui.latent(kind, size=(5, 7))]
+            latents = [output for output in outputs if isinstance(output, dict)] or [comfyui.latent(kind, size=(6, 8))]
             if kind.startswith("ltx-2") and not latents[0]["samples"].is_nested:
                 latents = run_node(nodes["LTXVConcatAVLatent"], {"video_latent": latents[0], "audio_latent": sound()})
             changed = [output for output in outputs if isinstance(output, list)]

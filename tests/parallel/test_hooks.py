@@ -181,6 +181,12 @@ def text_after_the_image():
     regions.join = lambda shard, streams, *arguments: join(shard.flip(1) if len(streams) > 1 else shard, streams, *arguments)
 
 
+def learned_positions_of_the_first_shard():
+    take = Tokens.take
+    Tokens.take = lambda self, tensor, dim, streams: take(
+        dataclasses.replace(self, shard=0) if tensor.ndim == 3 and len(tensor) == 1 else self, tensor, dim, streams)
+
+
 def heads_back_in_reverse():
     together = usp.heads_together
     usp.heads_together = lambda *arguments: together(*arguments).flip(1)
@@ -201,7 +207,7 @@ def starts_of_like_ranks():
 MUTANTS = {function.__name__: function for function in (
     masks_are_forgotten, mask_of_the_rank_before, marks_of_the_first_shard, references_of_the_first_shard, streams_read_their_own_shard,
     keys_of_another_group, text_after_the_image, own_keys_only, merge_by_mean,
-    rotary_tables_of_the_first_shard, heads_back_in_reverse, starts_of_like_ranks)}
+    rotary_tables_of_the_first_shard, learned_positions_of_the_first_shard, heads_back_in_reverse, starts_of_like_ranks)}
 
 
 @pytest.mark.parametrize("mutant, name, layout", [
@@ -210,7 +216,8 @@ MUTANTS = {function.__name__: function for function in (
     ("marks_of_the_first_shard", "HunyuanVideo", "ring2"), ("streams_read_their_own_shard", "LTX-2", "ulysses2"),
     ("references_of_the_first_shard", "Flux.1", "ulysses2"),
     ("keys_of_another_group", "Lumina 2", "ulysses2"), ("text_after_the_image", "Lumina 2", "ring2"),
-    ("rotary_tables_of_the_first_shard", "Flux.1", "ring2"), ("heads_back_in_reverse", "Wan", "ulysses2")])
+    ("rotary_tables_of_the_first_shard", "Flux.1", "ring2"), ("heads_back_in_reverse", "Wan", "ulysses2"),
+    ("learned_positions_of_the_first_shard", "Cosmos-Predict1", "ring2")])
 def test_exactness_notices_a_broken_method(mutant, name, layout):
     shape = MASKED if "mask" in mutant else REFERENCES[0] if "references" in mutant else SHAPES["even"] | {"apart": "marks" in mutant}
 

@@ -6,6 +6,7 @@ from .chroma import CHROMA
 from .cogvideox import COGVIDEOX
 from .cogvideox15 import COGVIDEOX15
 from .cosmos import COSMOS
+from .cosmos1 import COSMOS1
 from .dit import DIT
 from .flux import FLUX
 from .flux2 import FLUX2
@@ -36,7 +37,7 @@ from .z_image import Z_IMAGE
 FAMILIES = {family.name: family for family in (
     SD3, FLUX, FLUX2, CHROMA, WAN, WAN_VACE, PIXART, PIXART_ALPHA, QWEN_IMAGE, Z_IMAGE, LUMINA2, HIDREAM, HUNYUAN_IMAGE, AURAFLOW,
     HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5, KANDINSKY5_IMAGE, MOCHI,
-    COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL)}
+    COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1)}
 
 
 def supported(last="and"):

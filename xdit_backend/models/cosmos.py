@@ -11,15 +11,16 @@ from .positions import Cut
 LATENT, TABLE, TIMES = Whole((1, 2, 2)), TokenArgument(0, ("image",)), TokenArgument(1, ("image",), ndim=3)
 SIDE, HEAD_SIZE = 8192, 128                                    # ComfyUI's model has positions without end
 
-KEYS = table(
+SHARED = (                                                     # of Cosmos-Predict1's files too
     (r"(^accum_|_extra_state$|^pos_embedder\.|^logvar\.)", None),          # of training, or computed by the model
-    (r"^blocks\.", "transformer_blocks."), (r"\.adaln_modulation_self_attn\.", ".norm1.linear_"),
-    (r"\.adaln_modulation_cross_attn\.", ".norm2.linear_"), (r"\.adaln_modulation_mlp\.", ".norm3.linear_"),
-    (r"^final_layer\.adaln_modulation\.", "norm_out.linear_"), (r"^final_layer\.linear\.", "proj_out."),
-    (r"\.self_attn\.", ".attn1."), (r"\.cross_attn\.", ".attn2."), (r"\.([qkv])_proj\.", r".to_\1."), (r"\.output_proj\.", ".to_out.0."),
-    (r"\.([qk])_norm\.", r".norm_\1."), (r"\.mlp\.layer1\.", ".ff.net.0.proj."), (r"\.mlp\.layer2\.", ".ff.net.2."),
-    (r"^t_embedder\.1\.", "time_embed.t_embedder."), (r"^t_embedding_norm\.", "time_embed.norm."),
+    (r"^final_layer\.linear\.", "proj_out."), (r"^t_embedder\.1\.", "time_embed.t_embedder."),
     (r"^x_embedder\.proj\.1\.", "patch_embed.proj."))
+KEYS = table(
+    *SHARED, (r"^blocks\.", "transformer_blocks."), (r"\.adaln_modulation_self_attn\.", ".norm1.linear_"),
+    (r"\.adaln_modulation_cross_attn\.", ".norm2.linear_"), (r"\.adaln_modulation_mlp\.", ".norm3.linear_"),
+    (r"^final_layer\.adaln_modulation\.", "norm_out.linear_"), (r"^t_embedding_norm\.", "time_embed.norm."),
+    (r"\.self_attn\.", ".attn1."), (r"\.cross_attn\.", ".attn2."), (r"\.([qkv])_proj\.", r".to_\1."), (r"\.output_proj\.", ".to_out.0."),
+    (r"\.([qk])_norm\.", r".norm_\1."), (r"\.mlp\.layer1\.", ".ff.net.0.proj."), (r"\.mlp\.layer2\.", ".ff.net.2."))
 
 
 def is_cosmos(shapes):

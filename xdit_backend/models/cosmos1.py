@@ -1,0 +1,99 @@
+"""Cosmos-Predict1, from text and from given frames: Cosmos-Predict2's model, with learned positions that every block adds.
+
+Given frames are in the latent, whose last channel says which; the tables of positions end, and so do sizes of latents.
+"""
+
+import dataclasses
+from types import MethodType
+
+import torch
+
+from ..protocol.errors import ConfigError
+from .cosmos import COSMOS, SHARED
+from .describe import Whole, blocks, config_of, even_sides, given, has, size, timestep
+from .keys import table
+from .plan import BlockList, Tiny, TokenArgument
+from .positions import Cut
+
+LATENT, NAME, FIRST = Whole((1, 2, 2)), "Cosmos-Predict1", "blocks.block0.blocks."
+TABLE, PLACES = TokenArgument(0, ("image",)), TokenArgument(1, ("image",))
+
+KEYS = table(
+    *SHARED, (r"^blocks\.block(\d+)\.", r"transformer_blocks.\1."), (r"\.blocks\.0\.block\.attn\.", ".attn1."),
+    (r"\.blocks\.1\.block\.attn\.", ".attn2."), (r"\.to_([qkv])\.0\.", r".to_\1."), (r"\.to_([qk])\.1\.", r".norm_\1."),
+    (r"\.blocks\.2\.block\.layer1\.", ".ff.net.0.proj."), (r"\.blocks\.2\.block\.layer2\.", ".ff.net.2."),
+    (r"\.blocks\.0\.adaLN_modulation\.", ".norm1.linear_"), (r"\.blocks\.1\.adaLN_modulation\.", ".norm2.linear_"),
+    (r"\.blocks\.2\.adaLN_modulation\.", ".norm3.linear_"), (r"^final_layer\.adaLN_modulation\.", "norm_out.linear_"),
+    (r"^affline_norm\.", "time_embed.norm."), (r"^extra_pos_embedder\.", "learnable_pos_embed."))
+
+
+def _max_size(shapes):
+    """Frames, rows and columns of the largest latent."""
+    return tuple(shapes[f"extra_pos_embedder.pos_emb_{dim}"][0] * patch for dim, patch in zip("thw", LATENT.patch))
+
+
+def _latent(asked):
+    whole = [asked.patch.whole if asked.patch is not None and asked.patch.dim == dim else length
+             for dim, length in enumerate(asked.latent.shape)][2:]
+    if any(length > most for length, most in zip(whole, asked.config["max_size"])):
+        taken, most = (f"{8 * frames - 7} frames of {8 * columns} x {8 * rows} pixels"
+                       for frames, rows, columns in (whole, asked.config["max_size"]))
+        raise ConfigError(f"This {NAME} model has positions for {most}, and the latent is of {taken}. Use fewer frames, or a smaller "
+                          f"width and height.")
+    return even_sides(NAME, LATENT)(asked)
+
+
+def _frame_rate(asked):
+    """Pictures a second, float32, or None: frames are then as far apart as at 24."""
+    rate = asked.conditioning.get("fps")
+    return None if rate is None else rate.flatten()[0].float()
+
+
+def _amend(model, config):
+    COSMOS.amend(model, config)
+    model.learnable_pos_embed.forward = MethodType(_places, model.learnable_pos_embed)
+
+
+def _places(self, latent, first=(0, 0, 0)):
+    """(1, T, C): learned positions of a latent, or of a patch that begins at this frame, row and column of tokens.
+
+    Added up and divided by their size in the latent's type, as ComfyUI does it.
+    """
+    frames, rows, columns = (table[start:start + length // patch].to(latent) for table, start, length, patch in zip(
+        (self.pos_emb_t, self.pos_emb_h, self.pos_emb_w), first, latent.shape[2:], self.patch_size))
+    places = (frames[:, None, None] + rows[:, None] + columns).flatten(0, 2)
+    norm = torch.linalg.vector_norm(places, dim=-1, keepdim=True, dtype=torch.promote_types(places.dtype, torch.float32))
+    return (places / (self.eps + norm * places.shape[-1] ** -0.5).to(places.dtype))[None]
+
+
+def _places_of_patch(module, forward, rows, tokens, args, kwargs):
+    first = [0, 0, 0]
+    first[rows.axis] = rows.patch.start // module.patch_size[rows.axis]
+    return forward(*args, first=first, **kwargs)
+
+
+COSMOS1 = dataclasses.replace(
+    COSMOS, name=NAME, title="Cosmos-Predict1 text- and video-to-world",
+    recognise=has("extra_pos_embedder.pos_emb_t", f"{FIRST}0.block.attn.to_q.0.weight", f"{FIRST}0.adaLN_modulation.1.weight"), refusals=(),
+    config=config_of(**COSMOS.config.rules | {                 # type: ignore[attr-defined]
+        "num_attention_heads": lambda shapes: shapes["x_embedder.proj.1.weight"][0] // shapes[f"{FIRST}0.block.attn.to_q.1.weight"][0],
+        "attention_head_dim": size(f"{FIRST}0.block.attn.to_q.1.weight", 0), "num_layers": blocks("blocks.block"),
+        "text_embed_dim": size(f"{FIRST}1.block.attn.to_k.0.weight", 1), "adaln_lora_dim": size(f"{FIRST}0.adaLN_modulation.1.weight", 0),
+        "mlp_ratio": 4.0, "max_size": _max_size, "extra_pos_embed_type": "learnable",
+        "rope_scale": lambda shapes: (2.0, 1.0, 1.0) if shapes["x_embedder.proj.1.weight"][0] == 4096 else (2.0, 2.0, 2.0)}),
+    convert=KEYS, amend=_amend, by_tensors=("max_size",), too_small=(), pixels=lambda config: (8, 8, 8),
+    conditioning={"context": "text_embed_dim", "fps": None}, ignored=("attention_mask",),
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"), "fps": _frame_rate,
+               "padding_mask": COSMOS.arguments["padding_mask"]},
+    plan=dataclasses.replace(
+        COSMOS.plan, blocks=(BlockList("transformer_blocks", "blocks.block"),), tokens={"image_rotary_emb": TABLE, "extra_pos_emb": PLACES},
+        positions={"rope": Cut(TABLE), "learnable_pos_embed": _places_of_patch}),
+    tiny=Tiny(
+        COSMOS.tiny.config | {"rope_scale": (2.0, 1.0, 1.0), "extra_pos_embed_type": "learnable"}, "comfy.ldm.cosmos.model:GeneralDIT",
+        {"max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16, "patch_spatial": 2,
+         "patch_temporal": 1, "concat_padding_mask": True, "block_config": "FA-CA-MLP", "model_channels": 64, "num_blocks": 3,
+         "num_heads": 4, "block_x_format": "THWBD", "crossattn_emb_channels": 64, "pos_emb_cls": "rope3d", "pos_emb_learnable": False,
+         "pos_emb_interpolation": "crop", "affline_emb_norm": True, "use_adaln_lora": True, "adaln_lora_dim": 32,
+         "rope_h_extrapolation_ratio": 2.0, "rope_w_extrapolation_ratio": 2.0, "rope_t_extrapolation_ratio": 2.0,
+         "extra_per_block_abs_pos_emb": True, "extra_per_block_abs_pos_emb_type": "learnable"}, detected="CosmosT2V"),
+)
