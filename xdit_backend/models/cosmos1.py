@@ -81,7 +81,7 @@ COSMOS1 = dataclasses.replace(
         "text_embed_dim": size(f"{FIRST}1.block.attn.to_k.0.weight", 1), "adaln_lora_dim": size(f"{FIRST}0.adaLN_modulation.1.weight", 0),
         "mlp_ratio": 4.0, "max_size": _max_size, "extra_pos_embed_type": "learnable",
         "rope_scale": lambda shapes: (2.0, 1.0, 1.0) if shapes["x_embedder.proj.1.weight"][0] == 4096 else (2.0, 2.0, 2.0)}),
-    convert=KEYS, amend=_amend, by_tensors=("max_size",), too_small=(), pixels=lambda config: (8, 8, 8),
+    convert=KEYS, amend=_amend, by_tensors=(), too_small=(), pixels=lambda config: (8, 8, 8),
     conditioning={"context": "text_embed_dim", "fps": None}, ignored=("attention_mask",),
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"), "fps": _frame_rate,
                "padding_mask": COSMOS.arguments["padding_mask"]},
