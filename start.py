@@ -47,7 +47,7 @@ def main():
         python, comfyui = set_up(options)
         environment = os.environ | {"XDIT_COMFYUI": str(comfyui)}
         if options.job == "test":
-            quantisers = None if options.oldest or pytest_args else set_up_quantisers(python)
+            quantisers = None if options.oldest or options.quick or pytest_args else set_up_quantisers(python)
             exit_code = run_tests(python, environment, options.quick, pytest_args, quantisers)
         else:
             exit_code = run_demo(python, environment, options)
@@ -74,7 +74,7 @@ def parse_arguments():
                         help='demo: what to draw, an emoji and a background; default: "%(default)s"')
     parser.add_argument("--keep", action="store_true", help="demo: leave ComfyUI running until Ctrl-C")
     parser.add_argument("--port", type=int, default=0, help="demo: ComfyUI's port; default: a free one")
-    parser.add_argument("--quick", action="store_true", help="test: leave out the tests marked slow")
+    parser.add_argument("--quick", action="store_true", help="test: a few families, and what takes no seconds")
     parser.add_argument("--oldest", action="store_true",
                         help=f"with the oldest packages that are supported ({', '.join(OLDEST)}); default of --env: .venv-oldest")
     options, rest = parser.parse_known_args()
@@ -104,7 +104,7 @@ def run_tests(python, environment, quick, pytest_args, quantisers):
     jobs = {"ruff": [ruff, "check", "--output-format", "concise", "."], "mypy": [mypy]}
     if quantisers:
         jobs["pytest with torchao and bitsandbytes"] = [
-            quantisers, pytest, "-m", "quantisers and not slow" if quick else "quantisers", "tests/checkpoints", "tests/nodes"]
+            quantisers, pytest, "-m", "quantisers", "tests/checkpoints", "tests/nodes"]
     jobs["pytest"] = [pytest, *(["-m", " and ".join(marked)] if marked else []), *(pytest_args or IN_TWO_PROCESSES)]
     if not pytest_args:
         environment = {"OMP_NUM_THREADS": "1"} | environment   # threads of two processes that wait for each other take minutes

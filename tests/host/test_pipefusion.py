@@ -50,6 +50,7 @@ def oracle(one, num_patches, warmup_steps, forecast=0.0):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", having("pipefusion", BARE))
 def test_host_driven_patches_equal_the_oracle(client, spec_of, name):
     """Requests of different shapes one after the other: a run leaves nothing that the next can see."""

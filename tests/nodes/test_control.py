@@ -96,6 +96,7 @@ KINDS = [kind for kind, family in families().items()
          if kind not in VARIANTS and (family.by_rows or any(list_.control for list_ in family.plan.blocks))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind if kind == "sd3" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
 def test_every_place_of_every_family_is_comfyuis(comfyui, controls, kind):
     """Something else at every block, of both kinds that ComfyUI's models take; prompts of unequal length."""
@@ -104,6 +105,7 @@ def test_every_place_of_every_family_is_comfyuis(comfyui, controls, kind):
     compare(comfyui, kind, config, with_residuals(comfyui, kind, controls.prompts(kind, tokens=31)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one", pytest.param("pipefusion2", marks=pytest.mark.slow)])
 def test_several_controlnets_with_strengths_and_ranges_equal_native_ksampler(comfyui, controls, layout):
     """One for the first steps, one for the last ones, one for the positive prompt alone; KSampler, whose batch is of both branches."""

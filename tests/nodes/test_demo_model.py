@@ -71,6 +71,7 @@ def test_pictures_are_of_what_the_prompts_name(demo, recogniser):
     assert num_named(labels[:24].roll(1)) <= 2
 
 
+@pytest.mark.slow
 def test_previews_show_the_picture(demo):
     """ComfyUI computes previews of SD3 latents by fixed factors; the demo's autoencoder is trained to agree with them."""
     import latent_preview

@@ -161,6 +161,7 @@ def test_comfyui_is_told_of_the_stage_on_its_own_device(pretended):
     assert pretended.model("cuda:0", "cuda:0", ulysses=2).model_size() == 2 * whole
 
 
+@pytest.mark.slow
 def test_comfyui_is_told_what_a_run_takes_on_its_device_and_asks_for_room_on_the_others(pretended):
     """ComfyUI asks for its own estimate for a whole model, on load_device alone."""
     shape, management = [2, 16, 64, 64], pretended.management

@@ -49,6 +49,7 @@ def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, 
     assert set(taught) == ({("SD3", "a slow card")} if expected in ("CFG 2", "one device") else set())
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_said_of_the_next_such_run(comfyui, said, user):
     measurements.keep(user, TWO, "float32", Machine((SLOW, SLOW), FAST_LINKS))
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", warmup="auto"))

@@ -68,6 +68,7 @@ CHECKPOINTS = {                            # kind, what tells how it is sampled,
     "playground": ("sdxl", {"edm_mean": torch.zeros(1, 4, 1, 1), "edm_std": torch.ones(1, 4, 1, 1)}, "EDM")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CHECKPOINTS)
 def test_a_checkpoint_gives_the_model_that_comfyui_takes_out_of_it(comfyui, case):
     """The diffusion model alone, sampled as some of its weights say, and what stands beside them."""

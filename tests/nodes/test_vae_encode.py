@@ -39,6 +39,7 @@ def test_latents_equal_native_vae_encode(comfyui, vae_of, kind, devices, shape):
     assert want.std() > 0.01
 
 
+@pytest.mark.slow
 def test_decoder_and_encoder_are_on_the_workers_side_by_side(comfyui, vae_of):
     vae, config = vae_with_encoder(vae_of, "vae-wan"), comfyui.config("cpu,cpu")
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.model_nodes import model_nodes, run_node
 from tests.nodes.test_pipefusion import sample_oracle
+from tests.tiers import quick
 from tests.tolerances import close, relative_error
 
 TOLERANCE, STALE = 2e-5, 1e-5              # relative, float32
@@ -199,7 +200,7 @@ def native(comfyui, asked):
     return sample
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(("wan-text", "wan-i2v"), CASES))
 @pytest.mark.parametrize("layout, size", [
     pytest.param("one", "odd"), pytest.param("pipefusion2", "tall", marks=pytest.mark.slow),
     pytest.param("ulysses2", "wide", marks=pytest.mark.slow), pytest.param("cfg2", "odd", marks=pytest.mark.slow)])

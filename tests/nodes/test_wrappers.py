@@ -28,6 +28,7 @@ def looking_at_all(model, where):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WRAPPED)
 def test_wrappers_that_look_at_the_whole_latent_see_it(comfyui, said, where):
     want = comfyui.sample(looking_at_all(comfyui.native("sd3"), where), "sd3")
@@ -149,6 +150,7 @@ def other_file(comfyui):
     return "sd3-other.safetensors"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{}, {"cfg": 2}, {"pipefusion": 2, "num_patches": 1}], ids=str)
 def test_each_model_of_a_guider_answers_for_itself(comfyui, other_file, degrees):
     config = comfyui.config("cpu,cpu", **degrees)
