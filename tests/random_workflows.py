@@ -60,7 +60,8 @@ STALE = {                                  # the result is the oracle's
 }
 UNET_LAYOUTS = ("auto", "auto 4", "cfg", "data", "displaced", "displaced, warm-up", "cfg x displaced", "three bands")
 SIZES = ((16, 18), (8, 24), (15, 17), (9, 31), (2, 6), (3, 3), (2, 2), (31, 5), (1, 8), (4, 40), (12, 10))
-OWN_SIZES = {"hunyuanvideo": ((16, 18), (8, 24), (2, 6), (2, 2), (30, 4), (4, 40), (12, 10)),      # of what ComfyUI's own models take
+OWN_SIZES = {**dict.fromkeys(("hunyuanvideo", "cosmos-predict1", "cosmos-predict1-video"),  # of what ComfyUI's own models take
+                             ((16, 18), (8, 24), (2, 6), (2, 2), (30, 4), (4, 40), (12, 10))),
              **dict.fromkeys(("pixart", "pixart-alpha"), ((34, 32), (20, 46), (48, 20), (62, 4), (36, 36)))}
 CHANGES = [("RescaleCFG", {"multiplier": 0.7}), ("CFGNorm", {"strength": 0.9}), ("CFGZeroStar", {}),
            ("APG", {"eta": 0.8, "norm_threshold": 4.0, "momentum": 0.3}), ("APG", {"eta": 1.0, "norm_threshold": 0.0, "momentum": -0.5}),
