@@ -108,6 +108,7 @@ def test_rejects_ulysses_degree_that_does_not_divide_heads():
                                 "or ring_degree instead.")
 
 
+@pytest.mark.slow
 def test_checks_survive_optimised_python():
     """Refusals are exceptions of our own, not assert statements."""
     code = "from xdit_backend.config import *; validate(ParallelConfig(mode='manual', cfg_degree=2), 3)"

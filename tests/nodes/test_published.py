@@ -19,6 +19,7 @@ SAID = {"ltx-2.3-22b": {"apply_gated_attention": True, "cross_attention_adaln": 
                         "caption_projection_first_linear": False}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name][0] not in APART])
 def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, name):
     """Recognised by ComfyUI and by us, converted, and loaded: no tensor is missing, none left over, every shape fits."""

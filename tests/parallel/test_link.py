@@ -29,6 +29,7 @@ def pass_on(rank, world_size, sizes):
     return [message[0].item() for message in arrived], (link.num_posted, link.num_received, link.num_sent), traffic.sent_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_messages_arrive_in_order_and_none_is_left(world_size):
     sizes = [5, 1, 400_000, 7, 3]
