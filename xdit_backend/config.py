@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from .protocol.devices import machine_of, machines_of, own_name
+from .protocol.devices import MACHINE_NAME, machine_of, machines_of, own_name
 from .protocol.errors import ConfigError
 from .protocol.messages import Layout
 
@@ -100,7 +100,7 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
         return tuple(cuda) or ("cpu",)
     names = [f"{name}:0" if own_name(name) == "cuda" else name for name in names]
     for name in names:
-        if not re.fullmatch(r"([a-z0-9][a-z0-9.-]{0,62}/)?(cpu|cuda:\d+)", name):
+        if not re.fullmatch(rf"({MACHINE_NAME}/)?(cpu|cuda:\d+)", name):
             raise ConfigError(f'devices="{devices}": "{name}" is not a device. Use "auto", or names such as '
                               f'"cuda:0,cuda:1" or "cpu,cpu"; those of another machine with its name, "cuda:0,other-pc/cuda:0".')
         if name.startswith("cuda:") and name not in cuda and mode != "auto":

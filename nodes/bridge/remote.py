@@ -227,9 +227,10 @@ class RemoteModel:
             parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.parts, x[1:])}
             x, timestep, beside = self.family.parted(x, timestep, self._transformer_config)
         sigmas = timestep if sigmas is None else sigmas
-        self._refuse_changed_modules(schedule, sigmas)
+        sigma = sigmas.max().item()
+        self._refuse_changed_modules(schedule, sigma)
         self.check_latent(x, self._taken_channels)
-        begins = self._looked_at == {sigmas.max().item()}      # whatever is not finite is so from a run's first noise level on
+        begins = self._looked_at == {sigma}                    # whatever is not finite is so from a run's first noise level on
         if begins:
             check_finite(x, "The latent", "Look at what made it: another sampler, or an encode in half precision.")
         asked = self.family, self._transformer_config, transformer_options
@@ -325,9 +326,8 @@ class RemoteModel:
             self._show(self._pipeline.describe(question.whole_because))
         return self._pipeline.predict(calls, sigma, question.whole_because)
 
-    def _refuse_changed_modules(self, schedule, sigmas):
+    def _refuse_changed_modules(self, schedule, sigma):
         """Nodes may change modules for the time of a call. Looked at once for each noise level of a run."""
-        sigma = sigmas.max().item()
         if schedule is None or sigma not in self._looked_at:
             refuse_changed_modules(self.modules[""][0], self.modules)
             self._looked_at.add(sigma)

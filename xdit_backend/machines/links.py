@@ -25,6 +25,7 @@ from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass as message
 
 from ..protocol.channel import MAX_BYTES
+from ..protocol.devices import MACHINE_NAME
 from ..protocol.errors import ChannelClosedError, ConfigError, XDiTError
 from ..protocol.messages import ADAPTERS, decode, encode
 from ..protocol.segments import Segment
@@ -38,9 +39,8 @@ HEADER = struct.Struct("!iI")              # the rank that a message is for, or 
 MACHINE = -1
 SECRET_BYTES, FINGERPRINT_BYTES = 16, 32
 CERTIFICATE, PRIVATE_KEY, SECRET = "certificate.pem", "private-key.pem", "secret"
-NAME = r"[a-z0-9][a-z0-9.\-]{0,62}"
 
-Name: TypeAlias = Annotated[str, Field(pattern=f"^{NAME}$")]
+Name: TypeAlias = Annotated[str, Field(pattern=f"^{MACHINE_NAME}$")]
 
 
 @message(frozen=True, config=STRICT)

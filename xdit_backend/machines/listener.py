@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 
 from ..host.doctor import package_versions
+from ..protocol.devices import MACHINE_NAME
 from ..protocol.errors import ChannelClosedError, ConfigError, WorkerStartError
 from .contents import Contents
-from .links import NAME, PORT, Hello, Refused, Welcome, identity, server_context, welcome
+from .links import PORT, Hello, Refused, Welcome, identity, server_context, welcome
 from .session import Session, wait_for
 
 log = logging.getLogger(__name__)
@@ -223,7 +224,7 @@ def unlike(theirs, ours):
 
 
 def is_name(text):
-    return re.fullmatch(NAME, text) is not None
+    return re.fullmatch(MACHINE_NAME, text) is not None
 
 
 def join_timeout_s():

@@ -9,6 +9,7 @@ import threading
 import time
 
 from ..protocol.channel import pair
+from ..protocol.devices import machine_of
 from ..protocol.errors import ChannelClosedError, CheckpointError, WorkerDiedError, XDiTError
 from ..protocol.messages import Abandon, Done, Failed, Stop
 from . import tensors
@@ -62,7 +63,7 @@ class Session:
     def start(self, devices, node, num_nodes, store_port, patience_s):
         """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its name."""
         self.store_port = store_port
-        ranks = [rank for rank, device in enumerate(devices) if device.startswith(f"{self.name}/")]
+        ranks = [rank for rank, device in enumerate(devices) if machine_of(device) == self.name]
         channels = {}
         for rank in ranks:
             channels[rank], self._inner[rank] = pair(patience_s)
