@@ -2,17 +2,20 @@
 
 import math
 
+ROUNDING = 1 + 1e-5                                            # a sampler may come to a step's noise level by way of its logarithm
+
 
 class Staleness:
     """Which calls of one run are synchronous, where everything is fresh.
 
-    Warm-up is counted in noise levels, staleness in calls: a call is synchronous while its sigma is above sigmas[warmup_steps], and
-    where the workers hold nothing of its conditioning yet. Any other uses what the last call with the same conditioning left, whichever
-    part of a sampler's step that was, and leaves its own. is_cold: with warmup_steps = 0 the first step is none of the synchronous ones.
+    Warm-up is counted in noise levels, staleness in calls: a call is synchronous while its sigma is above sigmas[warmup_steps], by more
+    than rounding (some samplers ask twice at one level), and where the workers hold nothing of its conditioning yet. Any other uses
+    what the last call with the same conditioning left, whichever part of a sampler's step that was, and leaves its own. is_cold: with
+    warmup_steps = 0 the first step is none of the synchronous ones.
     """
 
     def __init__(self, schedule, warmup_steps, is_cold=False):
-        sigmas = schedule.tolist()
+        sigmas = [sigma * ROUNDING for sigma in schedule.tolist()]
         self._warm_sigma = sigmas[warmup_steps] if warmup_steps < len(sigmas) - 1 else -math.inf
         self._cold_sigma = sigmas[1] if is_cold and warmup_steps == 0 and len(sigmas) > 1 else None
         self._held = set()

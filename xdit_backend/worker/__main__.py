@@ -11,6 +11,8 @@ if __name__ == "__main__":
     rank = int(os.environ["RANK"])
     log_file = os.path.join(log_folder, f"rank-{rank}.log")
     take_over(log_file)
+    # diffusers does without what cannot be imported: a worker runs no text encoder, and transformers takes it a second to import.
+    sys.modules["transformers"] = None
     # Takes seconds, and may fail.
     from .serve import serve
     logging.basicConfig(level=os.environ.get("XDIT_LOG", "WARNING").upper(),
