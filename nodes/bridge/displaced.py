@@ -45,7 +45,8 @@ class DisplacedRun:
         stale = keep and not self._staleness.is_synchronous(names, sigma)
         layout = branches_together(self._layout) if any(request.guided for request in requests) else self._layout
         ticket = self._client.submit(self._spec, layout, self._num_channels, requests, keep=keep, run=self,
-                                     stale=stale, displaced_mode=self._config.displaced_mode)
+                                     forecast=self._config.forecast_keys_values, stale=stale,
+                                     displaced_mode=self._config.displaced_mode)
         if keep:
             self._staleness.hold(names)
         return self._client.wait([ticket])[1]

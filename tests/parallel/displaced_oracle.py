@@ -13,12 +13,32 @@ from greenlet import getcurrent, greenlet
 plain_attention = F.scaled_dot_product_attention
 
 
-class StaleUNet:
-    """A U-Net that remembers what its layers saw. bands: [(first row of the latent, last + 1)]. mode: the paper's name."""
+class Calls:
+    """What layers saw in the last two calls that were at different times, {name: tensor}, and where that leads to."""
 
-    def __init__(self, model, bands, mode):
-        self.model, self.bands, self.mode = model, bands, mode
-        self.before, self.now, self.band, self.is_running = {}, {}, None, False
+    def __init__(self, forecast):
+        self.forecast, self.times, self.seen = forecast, [], []
+
+    def add(self, time, seen):
+        same = self.times[-1:] == [time]
+        self.times, self.seen = ([*(kept[:-1] if same else kept[-1:]), new] for kept, new in ((self.times, time), (self.seen, seen)))
+
+    def foretold(self, name, time):
+        last = self.seen[-1][name]
+        if self.forecast == 0 or len(self.times) < 2 or time == self.times[-1]:
+            return last
+        before, (then, now) = self.seen[0][name], self.times
+        return last + self.forecast * min(2.0, max(-1.0, (time - now) / (now - then))) * (last - before)
+
+
+class StaleUNet:
+    """A U-Net that remembers what its layers saw. bands: [(first row of the latent, last + 1)]. mode: the paper's name. forecast: how far
+    keys and values, and what else `drifts` names, go on as they went before."""
+
+    def __init__(self, model, bands, mode, forecast=0.0, drifts=("attn1",)):
+        self.model, self.bands, self.mode, self.drifts = model, bands, mode, drifts
+        self.calls = Calls(0.0 if mode == "no_sync" else forecast)
+        self.now, self.band, self.time, self.is_running = {}, None, 0.0, False
         self.num_negative = 0                  # variances that the formula made negative
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1) and name != "conv_in":
@@ -36,6 +56,7 @@ class StaleUNet:
     def predict(self, is_stale, **inputs):
         """The prediction for the whole latent, as the ranks together make it."""
         self.height, self.width = inputs["sample"].shape[-2:]
+        self.time = torch.as_tensor(inputs["timestep"]).max().item()
         self.now, self.is_running = {}, True
         try:
             if not is_stale:
@@ -46,7 +67,7 @@ class StaleUNet:
         finally:
             self.is_running = False
         if not (is_stale and self.mode == "no_sync"):
-            self.before = self.now
+            self.calls.add(self.time, self.now)
         return out
 
     def _all_bands(self, inputs):
@@ -79,7 +100,8 @@ class StaleUNet:
         table.narrow(dim, first, last - first).copy_(x.narrow(dim, first, last - first))
         if rows is None:
             return x
-        seen = self.before[name].clone()
+        drifts = name.endswith(self.drifts)
+        seen = (self.calls.foretold(name, self.time) if drifts else self.calls.seen[-1][name]).clone()
         seen.narrow(dim, first, last - first).copy_(x.narrow(dim, first, last - first))
         return seen
 
@@ -114,7 +136,7 @@ class StaleUNet:
                 self.now.setdefault(name, {})[band] = torch.stack([part.mean(-1), (part ** 2).mean(-1)])
         if self.band is None:
             return forward(x)
-        own, known = self.now[name][self.band], self.before[name]
+        own, known = self.now[name][self.band], self.calls.seen[-1][name]
         if self.mode in ("separate_gn", "no_sync"):
             moments = own
         elif self.mode == "sync_gn":
@@ -134,16 +156,16 @@ class StaleUNet:
 class StaleTransformer:
     """The same for a transformer of the zoo: each rank's tokens of every stream, and keys and values of the others' from before."""
 
-    def __init__(self, example, num_parts, num_shards, shards=None):
+    def __init__(self, example, num_parts, num_shards, shards=None, forecast=0.0):
         """num_shards: that the tokens are cut into; a part is some that follow one another. shards: {stream: tokens of each}, where
-        they are not as even as they can be."""
+        they are not as even as they can be. forecast: as StaleUNet's."""
         self.example, self.num_parts, self.num_shards, self.shards = example, num_parts, num_shards, shards or {}
         within = {(streams, streams) for list_ in example.family.plan.lists for streams in list_.attention.values()}
         self.mixed = within | set(example.family.plan.across.values())         # (streams of queries, streams of keys)
-        self.before = {}
+        self.calls = Calls(forecast)
 
     def predict(self, x, timestep, is_stale):
-        one, now = self.example, {}
+        one, now, time = self.example, {}, timestep.max().item()
         one.latent, one.timestep = x, timestep
         counts = one.family.token_counts(x.shape, one.conditioning)
         lengths = {tuple(sum(counts[stream] for stream in streams) for streams in both): both[1] for both in self.mixed}
@@ -158,7 +180,7 @@ class StaleTransformer:
                 if band is not None:
                     own = torch.cat([self._own(stream, counts[stream], band) for stream in lengths[query.shape[2], key.shape[2]]])
                     now[name] = torch.where(own[:, None], both, now.get(name, both))
-                    both = torch.where(own[:, None], both, self.before[name])
+                    both = torch.where(own[:, None], both, self.calls.foretold(name, time))
                 else:
                     now[name] = both
                 return plain_attention(query, *both, *args, **kwargs)
@@ -172,7 +194,7 @@ class StaleTransformer:
             if is_stale:
                 pixels = self._pixels(band, x)
                 out[..., pixels] = prediction[..., pixels]
-        self.before = now
+        self.calls.add(time, now)
         return out
 
     def _own(self, stream, count, band):

@@ -55,8 +55,9 @@ class StaleModel:
                                  for now, then, more in zip(last, before, bent)), seen
             del past[:-2]
 
-    def predict(self, latent, timestep, rows=None):
-        """The model's prediction for a whole latent. rows: the patch, (first, last + 1) along its dim; None: all is fresh.
+    def predict(self, latent, timestep, rows=None, opens=None):
+        """The model's prediction for a whole latent. rows: the patch, (first, last + 1) along its dim, or several such; None: all is fresh.
+        opens: is it the first of its step? None: the one with the first row is.
 
         Of the latent's other parts, `others`: with the first patch they are as they are predicted.
         """
@@ -67,22 +68,24 @@ class StaleModel:
         counts = one.family.token_counts(latent.shape, one.conditioning)
         num_image = counts["image"]
         a_row = num_image // -(-latent.shape[dim] // size[dim - 2])
-        first, last = (0, num_image) if rows is None else (a_row * (row // size[dim - 2]) for row in rows)
-        if rows is not None and rows[1] == latent.shape[dim]:
-            last = num_image
+        height = latent.shape[dim]
+        strips = [(0, height)] if rows is None else [rows] if isinstance(rows[0], int) else rows
+        own = [(a_row * (first // size[dim - 2]), num_image if end == height else a_row * (end // size[dim - 2])) for first, end in strips]
+        opens = own[0][0] == 0 if opens is None else opens
         calls = iter(range(1000))
 
         def attention(query, key, value, *args, **kwargs):
             if self.streams is None:
                 return plain(query, key, value, *args, **kwargs)                   # over text alone, or cross-attention
             assert key.shape[2] == sum(counts[stream] for stream in self.streams)
-            fresh = torch.full((key.shape[2],), first == 0)                        # text and the like come with the first patch
+            fresh = torch.full((key.shape[2],), opens)                             # text and the like come with the first patch
             if "image" in self.streams:
                 offset = sum(counts[stream] for stream in self.streams[:self.streams.index("image")])
                 fresh[offset:offset + num_image] = False
-                fresh[offset + first:offset + last] = True
+                for first, last in own:
+                    fresh[offset + first:offset + last] = True
             name = next(calls)
-            if first == 0:
+            if opens:
                 if self.forecast and name in self.store:
                     self.go_on(name, timestep.max().item())
                 self.times[name] = timestep.max().item()
@@ -101,7 +104,7 @@ class StaleModel:
             prediction, *others = one.run_parts()
         finally:
             F.scaled_dot_product_attention = plain
-        self.others = others if first == 0 else self.others
+        self.others = others if opens else self.others
         return prediction
 
 

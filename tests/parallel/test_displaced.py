@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import xdit_backend.parallel.displaced as displaced
+import xdit_backend.parallel.exchange as exchange_module
 import xdit_backend.parallel.row_hooks as row_hooks
 from tests.models.zoo import ALIKE, example, having, hold_share
 from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
@@ -32,7 +33,10 @@ ALL = len(SIGMAS)
 
 
 def sample(predict, x, warmup_steps, heun=False, scale=1000.0):
-    """Euler or Heun steps. predict(x, timestep, is_stale); a call is synchronous while its sigma is above sigmas[warmup_steps]."""
+    """Euler or Heun steps. predict(x, timestep, is_stale); a call is synchronous while its sigma is above sigmas[warmup_steps].
+
+    heun: where in a step its second call is made: 0 there is none, 1 (Heun's method) at its end, at the time of the next one's first.
+    """
     def velocity(x, sigma):
         is_stale = bool(calls) and warmup_steps < len(SIGMAS) and sigma <= SIGMAS[warmup_steps]
         calls.append(is_stale)
@@ -42,7 +46,8 @@ def sample(predict, x, warmup_steps, heun=False, scale=1000.0):
     for sigma, following in zip(SIGMAS, SIGMAS[1:]):
         change = velocity(x, sigma)
         if heun:
-            change = (change + velocity(stepped(x, following - sigma, change), following)) / 2
+            reached = sigma + heun * (following - sigma)
+            change = change + (velocity(stepped(x, reached - sigma, change), reached) - change) / (2 * heun)
         x = stepped(x, following - sigma, change)
     return x
 
@@ -107,7 +112,7 @@ def predicted(loaded, mesh, exchange, conditioning, mode, addresses, x, timestep
     """The ranks' rows of a prediction, put together. addresses: of the exchange's buckets are added."""
     stale = is_stale and mode.is_stale
     context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange)
-    with exchange.call(context.traffic, stale, mode.keeps or not stale, mode.norms):
+    with exchange.call(context.traffic, stale, mode.keeps or not stale, mode.norms, timestep.max().item()):
         rows = loaded.hooks.run(context)[0]
     addresses.add(tuple(exchange.addresses))
     sizes = [end - start for start, end in zip(context.bands, context.bands[1:])]
@@ -212,7 +217,7 @@ def unrounded(layout):
 
 def predicted_whole(loaded, mesh, exchange, conditioning, x, timestep, is_stale):
     context = loaded.context(mesh, Traffic(), x, timestep, conditioning, exchange=exchange)
-    with exchange.call(context.traffic, is_stale):
+    with exchange.call(context.traffic, is_stale, time=timestep.max().item()):
         return loaded.family.prediction(loaded.hooks.run(context)[0], x)[:, :x.shape[1]]
 
 
@@ -271,6 +276,98 @@ def test_uneven_shards_equal_the_oracle(name, layout, num_text_tokens, speeds, s
     assert displaced_of_model > 1e-6
 
 
+FORECAST = 0.6
+FORETOLD = [(0, 0), (1, 0), (2, 1), (1, 0.5), (ALL, 0)]        # warm-up steps, and where in a step a second call is
+
+
+def foretold_on_ranks(rank, world_size, name, layout, shape, mutant):
+    """The latents of all cases, that the ranks make one after the other on one model; bytes kept in the last but one; addresses of each."""
+    torch.set_grad_enabled(False)
+    if mutant is not None:
+        MUTANTS[mutant]()
+    mesh, one, results, kept, addresses = build_mesh(layout, world_size), example(name, **shape), [], [], []
+    hooks = Hooks(one.model, one.family.plan)
+    loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
+    for warmup_steps, second in FORETOLD:
+        exchange = Exchange(mesh.displaced_group, layout.displaced_degree, mesh.ranks["displaced"], 4096, FORECAST)
+        predict, seen = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning), set()
+
+        def noted(x, timestep, is_stale, predict=predict, exchange=exchange, seen=seen):
+            result = predict(x, timestep, is_stale)
+            seen.add(tuple(exchange.addresses))
+            return result
+        results.append(sample(noted, one.latent, warmup_steps, second, one.family.time_scale))
+        exchange.drain()
+        kept.append(exchange.num_bytes)
+        addresses.append(len(seen))
+    return results, kept, addresses
+
+
+def check_foretold(name, layout, mutant=None):
+    """([(error against the oracle, against the oracle without a forecast, against the model) of each case], what is kept)"""
+    num_shards = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
+    (results, kept, addresses), *others = run_ranks(foretold_on_ranks, num_shards, name, layout, TRANSFORMER, mutant, timeout_s=300)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(results, other[0])) and set(addresses) == {1}
+    one, errors = example(name, **TRANSFORMER), []
+
+    def model(x, timestep, is_stale):
+        one.latent, one.timestep = x, timestep
+        return one.run()[:, :x.shape[1]]
+    for (warmup_steps, second), result in zip(FORETOLD, results):
+        given = example(name, **TRANSFORMER)
+        oracles = [StaleTransformer(example(name, **TRANSFORMER), layout.displaced_degree, num_shards, forecast=strength).predict
+                   for strength in (FORECAST, 0.0)]
+        wanted = [sample(lambda *call, predict=predict: predict(*call)[:, :given.latent.shape[1]], given.latent, warmup_steps, second,
+                         given.family.time_scale) for predict in (*oracles, model)]
+        errors.append(tuple((result - each).abs().max().item() for each in wanted))
+    return errors, kept
+
+
+@pytest.mark.parametrize("name, layout", [
+    ("SD3", Layout(displaced_degree=2)), ("Flux.1", Layout(displaced_degree=3)),
+    pytest.param("PixArt-Sigma", Layout(displaced_degree=4), marks=pytest.mark.slow),
+    pytest.param("Wan", Layout(displaced_degree=2), marks=pytest.mark.slow),
+    pytest.param("SD3", Layout(displaced_degree=2, ulysses_degree=2), marks=pytest.mark.slow),
+    pytest.param("Flux.1", Layout(displaced_degree=2, ring_degree=2), marks=pytest.mark.slow)], ids=str)
+def test_foretold_keys_and_values_equal_the_oracle(name, layout):
+    """After one call, after two, with calls at one time and between steps. There is no slope, or nothing stale, where all is as without."""
+    errors, kept = check_foretold(name, layout)
+
+    within(max(of_oracle for of_oracle, _, _ in errors), EXACT)
+    within(errors[-1][2], EXACT)
+    assert min(without for _, without, _ in errors[:-1]) > 1e-6 and kept[0] == kept[-1] > 0
+
+
+@pytest.mark.parametrize("mutant", ["forecast_in_calls_not_in_time", "forecast_of_a_forecast", "sides_that_never_change"])
+def test_a_wrong_forecast_is_noticed(mutant):
+    errors, _ = check_foretold("SD3", Layout(displaced_degree=2), mutant)
+
+    assert max(of_oracle for of_oracle, _, _ in errors) > 1e-6
+
+
+def told_at_times(rank, world_size, forecast):
+    """(What each call knows of the other rank's value of a layer that drifts, and of one that does not, bytes kept).
+
+    Both tell 1, 2, 4 and 5 at times 3, 2, 1 and 1; the calls after the first are stale.
+    """
+    exchange, known = Exchange(torch.distributed.group.WORLD, world_size, rank, 64, forecast), []
+    for value, time in ((1.0, 3.0), (2.0, 2.0), (4.0, 1.0), (5.0, 1.0)):
+        with exchange.call(Traffic(), bool(known), time=time):
+            known.append([exchange.share(key, torch.full((8,), value), [(8,)] * world_size, key == "drifts")[1 - rank][0].item()
+                          for key in ("drifts", "stays")])
+    exchange.drain()
+    return known, exchange.num_bytes
+
+
+def test_what_drifts_goes_on_from_its_last_two_calls_and_everything_is_kept_twice():
+    """A call has no slope from one before it, and none from one at its own time."""
+    known, kept = run_ranks(told_at_times, 2, 0.5)[0]
+    without, kept_once = run_ranks(told_at_times, 2, 0.0)[0]
+
+    assert known == [[1, 1], [1, 1], [2.5, 2], [4, 4]] and without == [[1, 1], [1, 1], [2, 2], [4, 4]]
+    assert kept == 2 * kept_once > 0
+
+
 def test_a_transformer_whose_own_keys_are_stale_is_noticed():
     of_oracle, _, _ = check_transformer("SD3", Layout(displaced_degree=2), TRANSFORMER, "own_keys_stale")
 
@@ -278,8 +375,8 @@ def test_a_transformer_whose_own_keys_are_stale_is_noticed():
 
 
 def zeros_for_halos():
-    def share(self, key, fresh, shapes, right=Exchange.share):
-        known = right(self, key, fresh, shapes)
+    def share(self, key, fresh, shapes, drifts=False, right=Exchange.share):
+        known = right(self, key, fresh, shapes, drifts)
         return [torch.zeros_like(each) for each in known] if key.rpartition(".")[2].startswith("conv") else known
     Exchange.share = share
 
@@ -289,6 +386,28 @@ def own_keys_stale():
         shapes = [(2, *displaced._with_size(k.shape, 2, size)) for size in sizes]
         return torch.cat(exchange.share(key, (k, v), shapes), 3)
     row_hooks.keys_and_values = displaced.keys_and_values = keys_and_values
+
+
+def forecast_in_calls_not_in_time():
+    exchange_module.forecast_weight = lambda strength, time, last, before: 1.0 + strength
+
+
+def forecast_of_a_forecast():
+    """What was foretold stays, and is taken for what was told."""
+    def share(self, key, fresh, shapes, drifts=False, right=Exchange.share):
+        known = right(self, key, fresh, shapes, drifts)
+        if drifts and self.is_stale and self._weight != 1.0:
+            for last, foretold in zip(self._slots[key].sides[self._last], known):
+                last.copy_(foretold)
+        return known
+    Exchange.share = share
+
+
+def sides_that_never_change():
+    def call(self, *args, right=Exchange.call, **kwargs):
+        self._times = self._times[:1]
+        return right(self, *args, **kwargs)
+    Exchange.call = call
 
 
 def no_correction():
@@ -325,7 +444,7 @@ def _unpaced(loaded, right, mesh, *args, **kwargs):
 
 
 MUTANTS = {function.__name__: function for function in (
-    zeros_for_halos, own_keys_stale, no_correction, bessel_factor, even_shares, text_of_the_first_run, text_of_every_call,
+    zeros_for_halos, own_keys_stale, forecast_in_calls_not_in_time, forecast_of_a_forecast, sides_that_never_change, no_correction, bessel_factor, even_shares, text_of_the_first_run, text_of_every_call,
     bands_of_like_ranks)}
 
 

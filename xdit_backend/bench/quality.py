@@ -44,7 +44,7 @@ def add_arguments(parser):
     parser.add_argument("--steps", type=int, default=20, help="steps of a picture")
     parser.add_argument("--sampler", choices=SAMPLERS, default="euler", help="what takes them")
     parser.add_argument("--guidance", type=float, default=3.0, help="scale of classifier-free guidance")
-    parser.add_argument("--patches", type=int, nargs="+", default=(2, 4, 8), help="num_patches to try")
+    parser.add_argument("--patches", type=int, nargs="*", default=(2, 4, 8), help="num_patches to try")
     parser.add_argument("--displaced", type=int, nargs="*", default=(2, 4, 8), help="displaced_degree to try, each as many workers")
     parser.add_argument("--displaced-modes", choices=DISPLACED_MODES, nargs="+", default=DISPLACED_MODES[:1], metavar="NAME",
                         help="displaced_mode to try: " + ", ".join(DISPLACED_MODES))
@@ -117,11 +117,13 @@ def settings(options):
         name = f"M={num_patches}, W={warmup_steps}" + (f", forecast {forecast:g}" if forecast else "")
         patches = cut_patches(shape, (2, 2), num_patches)
         found[name] = Setting(2, run(staged, Layout(pipefusion_degree=2), warmup_steps, patches, forecast), num_patches)
-    for degree, warmup_steps, mode in itertools.product(options.displaced, options.warmup_steps, options.displaced_modes):
+    for degree, warmup_steps, mode, forecast in itertools.product(options.displaced, options.warmup_steps, options.displaced_modes,
+                                                                  options.forecast):
         if family.by_rows and cut_bands(SIDE, degree, 2 ** (family.plan.num_levels(family.config(header.shapes)) - 1)) is None:
             raise ConfigError(f"--displaced {degree} is too much for the {SIDE} rows of a latent of {options.model.name}.")
-        name = f"displaced, N={degree}, W={warmup_steps}" + (f", {mode}" if len(options.displaced_modes) > 1 else "")
-        found[name] = Setting(degree, run(one_spec, Layout(displaced_degree=degree), warmup_steps, mode=mode), degree)
+        name = (f"displaced, N={degree}, W={warmup_steps}" + (f", {mode}" if len(options.displaced_modes) > 1 else "")
+                + (f", forecast {forecast:g}" if forecast else ""))
+        found[name] = Setting(degree, run(one_spec, Layout(displaced_degree=degree), warmup_steps, None, forecast, mode), degree)
     return found | {f"naive patches, M={num_patches}": Setting(1, naive(num_patches), num_patches) for num_patches in options.patches}
 
 

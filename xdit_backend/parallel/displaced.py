@@ -171,9 +171,10 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, 
 
 
 def keys_and_values(k_BNTH, v_BNTH, sizes, exchange, key):
-    """Keys and values of all ranks, which have `sizes` tokens: this rank's as they are given, the others' as the exchange has them."""
+    """Keys and values of all ranks, which have `sizes` tokens: this rank's as they are given, the others' as the exchange has them or
+    foretells them."""
     shapes = [(2, *_with_size(k_BNTH.shape, 2, size)) for size in sizes]
-    known = exchange.share(key, (k_BNTH, v_BNTH), shapes)
+    known = exchange.share(key, (k_BNTH, v_BNTH), shapes, drifts=True)
     before, after = known[:exchange.rank], known[exchange.rank + 1:]
     return [torch.cat([*(part[index] for part in before), own, *(part[index] for part in after)], 2)
             for index, own in enumerate((k_BNTH, v_BNTH))]

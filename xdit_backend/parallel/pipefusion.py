@@ -26,6 +26,11 @@ MAX_STRIDE = 2.0               # a step is forecast as at most so many times as 
 TO_TOKEN_MAJOR, FROM_TOKEN_MAJOR = (1, 3, 0, 2, 4), (2, 0, 3, 1, 4)        # (K, B, N, T, H) -> (B, T, K, N, H), and back
 
 
+def forecast_weight(strength, time, last, before):
+    """The weight w with which x_before + w (x_last - x_before) is the forecast for `time`, by what was at the other two times."""
+    return 1.0 + strength * min(max((time - last) / (last - before), -1.0), MAX_STRIDE)
+
+
 @dataclass
 class Kept:
     """Keys and values of all tokens of one attention: text and the like first, then the image. The first `num_filled` are valid."""
@@ -54,7 +59,7 @@ class Kept:
         if self.before_KBNTH is None:
             self.before_KBNTH = torch.empty_like(self.both_KBNTH, pin_memory=self.both_KBNTH.is_pinned())
         else:
-            weight += strength * min(max((time - self.time) / (self.time - self.time_before), -1.0), MAX_STRIDE)
+            weight = forecast_weight(strength, time, self.time, self.time_before)
         self.both_KBNTH, self.before_KBNTH = self.before_KBNTH, self.both_KBNTH
         self.time, self.time_before = time, self.time
         return weight

@@ -104,7 +104,7 @@ class Predictions:
                     waits.append((asked, clock.mark()))
                     return message
                 contexts[0].arrive = arrive
-            with nullcontext() if exchange is None else _call(exchange, command, traffic):
+            with nullcontext() if exchange is None else _call(exchange, command, parts[0][0], traffic):
                 results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
             for (branch, first, last), latent, context, (output, message) in zip(parts, latents, contexts, results):
                 if message is not None:
@@ -166,7 +166,8 @@ class Predictions:
             return None
         if conditioning in self._exchanges and (command.keep or command.stale):
             return self._exchanges[conditioning]
-        exchange = Exchange(mesh.displaced_group, mesh.degrees["displaced"], mesh.ranks["displaced"])
+        forecast = command.forecast if MODES[command.displaced_mode].keeps else 0.0        # what is frozen goes nowhere
+        exchange = Exchange(mesh.displaced_group, mesh.degrees["displaced"], mesh.ranks["displaced"], forecast=forecast)
         if command.keep:
             self._exchanges[conditioning] = exchange
         return exchange
@@ -233,11 +234,12 @@ def _own_images(batch, mesh):
     return sum(sizes[:mesh.ranks["data"]]), sizes[mesh.ranks["data"]]
 
 
-def _call(exchange, command, traffic):
+def _call(exchange, command, branch, traffic):
     """One call of a model, as the command's mode has the ranks tell each other."""
     mode = MODES[command.displaced_mode]
     is_stale = command.stale and mode.is_stale
-    return exchange.call(traffic, is_stale, command.keep and (mode.keeps or not is_stale), mode.norms)
+    return exchange.call(traffic, is_stale, command.keep and (mode.keeps or not is_stale), mode.norms,
+                         map_segment(branch.timestep).max().item())
 
 
 def _beside(branch):
