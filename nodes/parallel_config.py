@@ -41,7 +41,7 @@ class XDiTParallelConfig(io.ComfyNode):
                              "stages. 1: no stale keys and values, the exact picture, and stages wait for each other. The node "
                              "that samples says so where it is not used: pipefusion_degree is 1."),
                 io.Int.Input("warmup_steps", default=1, min=0, max=100, tooltip="First steps that run whole before PipeFusion "
-                             "uses keys and values of the step before. More is closer to one device's picture, and slower."),
+                             "or DistriFusion uses the step before. More is closer to one device's picture, and slower."),
                 io.String.Input("stage_blocks", default="", optional=True, tooltip="How many of the model's blocks each stage of "
                                 'PipeFusion runs, such as "20,37" for unlike devices. Empty: balanced.'),
                 io.Combo.Input("warmup", options=list(WARMUPS), default="auto", optional=True, tooltip="How PipeFusion's warm-up "
@@ -51,10 +51,10 @@ class XDiTParallelConfig(io.ComfyNode):
                                "device's memory, else micro_batches. The picture is the same."),
                 io.Boolean.Input("offload_keys_values", default=False, optional=True, tooltip="Keep PipeFusion's keys and values "
                                  "in the host's memory and fetch them layer by layer, for resolutions where they outgrow the device."),
-                io.Float.Input("forecast_keys_values", default=0.6, min=0.0, max=1.0, step=0.05, optional=True, tooltip="PipeFusion: "
-                               "what a piece sees of pieces that come later goes on as it went in the step before, instead of being "
-                               "as it was. Nearer to one device's picture at the same speed, but keeps keys and values twice. 0: as it "
-                               "was, kept once. 1: in full."),
+                io.Float.Input("forecast_keys_values", default=0.6, min=0.0, max=1.0, step=0.05, optional=True, tooltip="PipeFusion "
+                               "and DistriFusion: keys and values of the step before go on as they went until then, instead of being as "
+                               "they were. Nearer to one device's picture at the same speed, but keeps them twice. 0: as they were, kept "
+                               "once. 1: in full."),
                 io.Int.Input("displaced_degree", default=1, min=1, max=64, optional=True, tooltip="DistriFusion: each device has its rows "
                              "of the picture, in every layer, and sees the other devices' as they were a step before. For U-Nets (SD 1.5, "
                              "SDXL) with one picture; the picture differs a little from one device's. Never chosen by auto."),

@@ -8,7 +8,7 @@ from xdit_backend.config import DEGREES, ParallelConfig, validate, validate_layo
 from xdit_backend.forecast.choice import Machine, candidates, further_candidates
 from xdit_backend.forecast.cost import Device, Job, Links, Net
 from xdit_backend.forecast.memory import rank_memory, working_share
-from xdit_backend.planner import choose_layout, choose_num_patches, choose_spread, degrees_of, plan_run, warmup_layout
+from xdit_backend.planner import choose_layout, choose_num_patches, choose_spread, degrees_of, memory_settings, plan_run, warmup_layout
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.messages import Layout, Stages
 
@@ -91,6 +91,16 @@ def test_bytes_of_stale_keys_and_values():
     assert kept(is_forecast=True) == 2 * 2 * 2 * 100 * 64 * 3 * 2
     assert kept(ulysses_degree=2, cfg_degree=2) == 2 * 100 * 64 * 3 * 2 // 2
     assert kept(offload=True, is_forecast=True) == 0
+
+
+@pytest.mark.parametrize("settings, times", [
+    ({}, 2), ({"forecast_keys_values": 0.0}, 1), ({"displaced_mode": "stale_gn"}, 2), ({"displaced_mode": "no_sync"}, 1)], ids=str)
+def test_bytes_that_displaced_patches_keep(settings, times):
+    """Of all 5 blocks, on every rank; those of two calls where they are forecast, which what is frozen is not."""
+    net, job = Net(5, 64, 4, 12.0, 1e6), Job(100, 0, 20, branches=2)
+    config = ParallelConfig(mode="manual", displaced_degree=2, **settings)
+
+    assert rank_memory(net, job, degrees_of(config.layout, config), **memory_settings(config)).keys_values == times * 2 * 2 * 100 * 64 * 5 * 2
 
 
 def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():

@@ -1,9 +1,9 @@
 /** Which widgets of xDiT Parallel Config count, given the values of all. Used by xdit.js, and by tests in Node. */
 
 const DEGREES = ["cfg_degree", "data_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "tensor_degree", "displaced_degree"];
-const PIPEFUSION = ["num_patches", "stage_blocks", "warmup", "offload_keys_values", "forecast_keys_values"];
+const PIPEFUSION = ["num_patches", "stage_blocks", "warmup", "offload_keys_values"];
 const DISPLACED = ["displaced_mode"];
-const BOTH = ["warmup_steps"];
+const BOTH = ["warmup_steps", "forecast_keys_values"];
 const CHANGE = ["approximate"];
 
 /**

@@ -19,7 +19,8 @@ DEGREES = ("cfg_degree", "data_degree", "pipefusion_degree", "displaced_degree",
 APPROXIMATE = ("allowed", "not allowed")
 DISPLACED_MODES = ("corrected_async_gn", "stale_gn", "sync_gn", "separate_gn", "no_sync", "full_sync")
 
-PIPEFUSION = ("num_patches", "stage_blocks", "warmup", "offload_keys_values", "forecast_keys_values")     # what only PipeFusion reads
+PIPEFUSION = ("num_patches", "stage_blocks", "warmup", "offload_keys_values")          # what only PipeFusion reads
+BOTH = ("warmup_steps", "forecast_keys_values")                # and what displaced patches read too
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class ParallelConfig:
         """What a run without PipeFusion makes of settings that only PipeFusion reads (or displaced patches), in a person's words; "" if
         all are unset."""
         read = self.mode == "manual" and self.displaced_degree > 1
-        unused = {"pipefusion_degree": PIPEFUSION if read else (*PIPEFUSION, "warmup_steps"),
+        unused = {"pipefusion_degree": PIPEFUSION if read else (*PIPEFUSION, *BOTH),
                   "displaced_degree": () if read else ("displaced_mode",)}
         text = ""
         for degree, names in unused.items():
@@ -77,6 +78,12 @@ class ParallelConfig:
     def patches_asked(self):
         """num_patches; one patch, with which nothing is stale, in auto mode where nothing approximate is allowed."""
         return 1 if self.mode == "auto" and self.approximate == "not allowed" else self.num_patches
+
+    @property
+    def steps_kept(self):
+        """Of how many steps stale keys and values are kept: of two, where they are forecast."""
+        frozen = self.mode == "manual" and self.displaced_degree > 1 and self.displaced_mode in ("no_sync", "full_sync")
+        return 2 if self.forecast_keys_values > 0 and not frozen else 1
 
     @property
     def layout(self):

@@ -144,7 +144,7 @@ def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
 
 def memory_settings(config, stages=None):
     """What rank_memory is told of a person's settings. stages: how the model is spread."""
-    return {"steps_kept": 1 + (config.forecast_keys_values > 0), "offload": stages is not None and stages.offload,
+    return {"steps_kept": config.steps_kept, "offload": stages is not None and stages.offload,
             "images_apart": stages is not None and config.warmup in ("auto", "micro_batches")}
 
 

@@ -1,6 +1,7 @@
 """What a shell's diffusion model does instead of computing: it asks the workers. Made by shell.py, one a MODEL."""
 
 import dataclasses
+import functools
 import logging
 
 import torch
@@ -135,17 +136,19 @@ class RemoteModel:
         def job(images, sizes):
             return job_of(self.family, self._net, (images, shape[1], *sizes), calls[0].conditioning, USUAL_JOB.steps, branches)
 
-        def needed(images, sizes):
+        def needed(images, sizes, config=self.config):
             if self._net is not None:
-                return rank_memory(self._net, job(images, sizes), degrees, **memory_settings(self.config, self.spec.stages))
+                return rank_memory(self._net, job(images, sizes), degrees, **memory_settings(config, self.spec.stages))
             own = -(-images // degrees.data) * -(-branches // degrees.cfg)
             told = 0 if degrees.displaced == 1 else self._told_bytes(sizes, degrees.displaced, getattr(torch, self.spec.compute_dtype), own)
-            return Memory(0.0, degrees.displaced * told, 0.0)
+            return Memory(0.0, config.steps_kept * degrees.displaced * told, 0.0)
 
+        without = dataclasses.replace(self.config, forecast_keys_values=0.0)
+        lean = {"forecast_keys_values 0": functools.partial(needed, config=without)} if self.config.steps_kept > 1 else {}
         images, sizes = max(1, latent.shape[0] // together), tuple(shape[2:])
         check_room(f"This run ({describe_layout(layout)})", self.devices, self._device_bytes, self._added_bytes(self._rank_bytes), needed,
                    images, sizes, self.family.pixels(self._transformer_config)[1:], self._spread(self._net and job(images, sizes)),
-                   self._lighter)
+                   self._lighter, lean)
         self._roomy.add(key)
 
     def _lighter(self):

@@ -84,7 +84,7 @@ def print_plan(net, job, machine, what, config, can_split):
     plan = plan_run(config, machine, net, job, *spread)
     elapsed_s = time.perf_counter() - started_s
     some = [*candidates(net, job, count), *further_candidates(net, job, machine)]
-    every = forecasts(net, job, machine, some, steps_kept=1 + (config.forecast_keys_values > 0))
+    every = forecasts(net, job, machine, some, steps_kept=config.steps_kept)
     chosen = next((one for one in every if one.degrees == plan.chosen.degrees), plan.chosen)
     if chosen not in every:
         every.append(chosen)

@@ -25,14 +25,15 @@ def rank_memory(net, job, degrees, beside_bytes=0.0, steps_kept=1, offload=False
     """Memory of the fullest rank. beside_bytes: of what it holds beside the transformer.
 
     Stale keys and values are 2 B (S + S_t) h elements a block, of a stage's blocks and a rank's heads under PipeFusion; under
-    DistriFusion of all blocks, and told_copies times. steps_kept: 2 where they are forecast from two steps. offload: they are in host
+    DistriFusion of all blocks, and told_copies times. steps_kept: of how many steps; config.steps_kept. offload: they are in host
     memory. stage_blocks: of the fullest stage, where they are known. images_apart: see working_share.
     """
     tokens = job.tokens + (job.text if net.joint else 0)
     a_block = 2 * net.key_share * degrees.batch(job) * tokens * net.width * net.element_bytes
+    a_block *= steps_kept
     keys_values = 0.0
     if degrees.pipefusion > 1 and not offload:
-        keys_values = steps_kept * a_block * (stage_blocks or math.ceil(net.blocks / degrees.pipefusion)) / degrees.ulysses / degrees.tensor
+        keys_values = a_block * (stage_blocks or math.ceil(net.blocks / degrees.pipefusion)) / degrees.ulysses / degrees.tensor
     if degrees.displaced > 1:
         keys_values = told_copies * a_block * net.blocks / degrees.ulysses / degrees.tensor
     rows = job.branches * job.images * tokens * working_share(job, degrees, net.branches_apart, images_apart)

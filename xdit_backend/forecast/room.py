@@ -6,15 +6,16 @@ from .memory import Memory, most_that_fits
 NOTHING = Memory(0.0, 0.0, 0.0)
 
 
-def check_room(what, devices, device_bytes, weight_bytes, needed=None, images=1, sizes=(), pixels=(1, 1), remedies=(), lighter=dict):
+def check_room(what, devices, device_bytes, weight_bytes, needed=None, images=1, sizes=(), pixels=(1, 1), remedies=(), lighter=dict,
+               lean={}):
     """Raise ConfigError where a device is too small for what its ranks need.
 
     what: is to run, for a person. devices, device_bytes, weight_bytes: for each rank the name of its device, what that has in all, and
     what the rank adds to the weights there. needed(images, sizes): Memory of a rank beside weights, for so many images of a latent with
     these sizes (without batch and channels); None: the weights alone. pixels: of the picture that a latent's row and column stand for.
-    remedies: what else would fit. lighter(): {other weight_dtype: weight_bytes with it}.
+    remedies: what else would fit. lighter(): {other weight_dtype: weight_bytes with it}. lean: {another setting: needed with it}.
     """
-    def lacking(images, sizes, weight_bytes=weight_bytes):
+    def lacking(images, sizes, weight_bytes=weight_bytes, needed=needed):
         """(bytes that the fullest device lacks, its name, its Memory, what it has)"""
         memory = needed(images, sizes) if needed is not None else NOTHING
         found = []
@@ -31,7 +32,8 @@ def check_room(what, devices, device_bytes, weight_bytes, needed=None, images=1,
     text = ", ".join(f"{part / 1e9:.3g} GB of {name}" for name, part in parts.items() if part)
     types = [f"{name} ({sum(size for size, on in zip(sizes_of, devices) if on == device) / 1e9:.3g} GB of weights)"
              for name, sizes_of in lighter().items() if lacking(images, sizes, sizes_of)[0] <= 0]
-    would = [*remedies, *([f"weight_dtype {' or '.join(types)}"] if types else [])]
+    leaner = [text for text, other in lean.items() if lacking(images, sizes, needed=other)[0] <= 0]
+    would = [*leaner, *remedies, *([f"weight_dtype {' or '.join(types)}"] if types else [])]
     if needed is not None:
         rows, columns = sizes[-2:]
         fewer = most_that_fits(lambda count: lacking(count, sizes)[0] <= 0, images - 1)
