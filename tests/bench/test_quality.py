@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from xdit_backend.bench.quality import frechet_distance
+from tests.models.zoo import example
+from tests.tolerances import within
+from xdit_backend.bench.quality import frechet_distance, naive
+from xdit_backend.host.client import Call
 
 
 def test_the_frechet_distance_of_normal_distributions_is_the_closed_form():
@@ -22,3 +25,27 @@ def test_a_distribution_has_no_distance_to_itself():
     own = features.mean(0), features.T.cov()
 
     assert frechet_distance(own, own) == pytest.approx(0, abs=1e-4)
+
+
+def test_naive_patches_are_runs_of_their_own():
+    """What another patch begins with changes nothing in one; so they are not one device's picture, which a single patch is."""
+    one = example("SD3", rows=8, columns=6)
+    other = one.latent.clone()
+    other[:, :, :4] += 1
+
+    @torch.no_grad()
+    def run(client, call, sigmas):
+        x = call.latent
+        for sigma, following in zip(sigmas, sigmas[1:]):
+            x = x + (following - sigma) * one.family.prediction(one.model(**one.family.inputs(
+                x, torch.full((len(x),), 1000 * sigma, dtype=x.dtype), call.conditioning, one.config), return_dict=False)[0], x)
+        return x
+
+    def drawn(latent, num_patches):
+        return naive(run, num_patches)(None, Call(latent, torch.zeros(1), one.conditioning), [1.0, 0.6, 0.2])
+
+    whole = run(None, Call(one.latent, torch.zeros(1), one.conditioning), [1.0, 0.6, 0.2])
+    apart = drawn(one.latent, 2)
+    within((drawn(one.latent, 1) - whole).abs().max(), 1e-12)
+    assert torch.equal(apart[:, :, 4:], drawn(other, 2)[:, :, 4:]) and not torch.equal(apart[:, :, :4], drawn(other, 2)[:, :, :4])
+    assert (apart - whole).abs().max() > 1e-3

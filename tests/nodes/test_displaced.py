@@ -11,6 +11,7 @@ from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header
 from xdit_backend.checkpoints.transformer import load_transformer
+from xdit_backend.config import ParallelConfig
 from xdit_backend.forecast.cost import synchronous_steps
 from xdit_backend.partition import cut_bands
 
@@ -29,14 +30,17 @@ class OracleForward:
     def __call__(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
         sigma, sigmas = transformer_options["sigmas"].max().item(), transformer_options["sample_sigmas"].tolist()
         predictions = []
+        seen = []
         for image in range(len(x)):
             given = {name: tensor[image:image + 1] for name, tensor in {"context": context, **extra}.items() if torch.is_tensor(tensor)}
-            key = tuple(tensor.sum().item() for tensor in given.values())
+            prompt = tuple(tensor.sum().item() for tensor in given.values())
+            key = prompt, seen.count(prompt)                   # of several images with one prompt, which
+            seen.append(prompt)
             is_stale = key in self.oracles and sigma <= sigmas[self.warmup_steps]
             if key not in self.oracles:
                 model, config = self.load()
                 bands = cut_bands(x.shape[2], self.num_ranks, 2 ** (len(config["block_out_channels"]) - 1))
-                self.oracles[key] = StaleUNet(model, list(zip(bands, bands[1:])), "corrected_async_gn"), config
+                self.oracles[key] = StaleUNet(model, list(zip(bands, bands[1:])), "corrected_async_gn", ParallelConfig.forecast_keys_values), config
             oracle, config = self.oracles[key]
             self.num_stale += is_stale
             predictions.append(oracle.predict(is_stale, **self.family.inputs(x[image:image + 1], timestep[image:image + 1], given, config)))
@@ -46,10 +50,12 @@ class OracleForward:
 @pytest.mark.parametrize("kind, devices, degrees, arguments", [
     ("sdxl", 2, {"displaced": 2}, {"sampler": "heun", "scheduler": "normal", "steps": 3}),
     pytest.param("sd15", 3, {"displaced": 3}, {"sampler": "dpmpp_2s_ancestral", "scheduler": "karras"}, marks=pytest.mark.slow),
-    pytest.param("sdxl", 4, {"displaced": 2, "cfg": 2}, {"sampler": "dpmpp_2m", "scheduler": "normal"}, marks=pytest.mark.slow)], ids=str)
+    pytest.param("sdxl", 4, {"displaced": 2, "cfg": 2}, {"sampler": "dpmpp_2m", "scheduler": "normal"}, marks=pytest.mark.slow),
+    pytest.param("sdxl", 4, {"displaced": 2, "data": 2}, {"sampler": "euler", "scheduler": "normal"}, marks=pytest.mark.slow)],
+    ids=str)
 def test_stale_steps_equal_the_oracles_through_comfyuis_sampler(comfyui, kind, devices, degrees, arguments):
-    """An odd latent, two branches of guidance, one warm-up step; samplers with one call a step and with two."""
-    arguments = {**arguments, "latent": comfyui.latent(kind, size=(23 if kind == "sdxl" else 21, 10))}
+    """An odd latent, two branches of guidance, one warm-up step; samplers with one call a step and with two; a batch's images apart."""
+    arguments = {**arguments, "latent": comfyui.latent(kind, batch=degrees.get("data", 1), size=(23 if kind == "sdxl" else 21, 10))}
     model = comfyui.ours(kind, comfyui.config(",".join(["cpu"] * devices), **degrees))
     native, oracle = comfyui.native(kind).clone(), OracleForward(comfyui, kind, degrees["displaced"], 1)
     forward = native.model.diffusion_model.forward

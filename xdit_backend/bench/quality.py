@@ -107,11 +107,6 @@ def settings(options):
         return run
 
     whole = run(one_spec, Layout())
-
-    def naive(num_patches):
-        return lambda client, call, sigmas: torch.cat([whole(client, Call(strip.contiguous(), call.timestep, call.conditioning), sigmas)
-                                                       for strip in call.latent.chunk(num_patches, dim=2)], dim=2)
-
     found = {ONE: Setting(1, whole)}
     for num_patches, warmup_steps, forecast in itertools.product(options.patches if staged else (), options.warmup_steps, options.forecast):
         name = f"M={num_patches}, W={warmup_steps}" + (f", forecast {forecast:g}" if forecast else "")
@@ -124,7 +119,13 @@ def settings(options):
         name = (f"displaced, N={degree}, W={warmup_steps}" + (f", {mode}" if len(options.displaced_modes) > 1 else "")
                 + (f", forecast {forecast:g}" if forecast else ""))
         found[name] = Setting(degree, run(one_spec, Layout(displaced_degree=degree), warmup_steps, None, forecast, mode), degree)
-    return found | {f"naive patches, M={num_patches}": Setting(1, naive(num_patches), num_patches) for num_patches in options.patches}
+    return found | {f"naive patches, M={num_patches}": Setting(1, naive(whole, num_patches), num_patches) for num_patches in options.patches}
+
+
+def naive(run, num_patches):
+    """run(client, call, sigmas) of each patch by itself: they never see each other (DistriFusion's naive patches)."""
+    return lambda client, call, sigmas: torch.cat([run(client, Call(strip.contiguous(), call.timestep, call.conditioning), sigmas)
+                                                   for strip in call.latent.chunk(num_patches, dim=2)], dim=2)
 
 
 def draw_all(tried, prompts, family, options):
