@@ -8,6 +8,7 @@ import dataclasses
 from .config import validate_layout
 from .forecast.choice import Forecast, Machine, are_alike, candidates, choose, forecast, forecasts, speeds_of
 from .forecast.cost import Degrees, Device, Job, Links
+from .forecast.decoding import work_seconds
 from .forecast.memory import rank_memory, weight_bytes
 from .partition import FULL, num_tokens, patch_dim, stage_of
 from .protocol.messages import Layout, Stages
@@ -118,6 +119,11 @@ def is_long(net, job, kind):
     """May a run be so long that a few seconds of measuring before it are worth their time? By usual rates of a device of this kind."""
     usual = Machine((USUAL[kind],), Links())
     return forecast(net, job, Degrees(), usual).seconds >= LONG_S
+
+
+def is_long_work(work, kind):
+    """As is_long, of a decode or encode: forecast.decoding.Work of all its items."""
+    return work_seconds(work, Machine((USUAL[kind],), Links()), 1) >= LONG_S
 
 
 def plan_run(config, machine, net, job, stages=None, tensor_degree=1):

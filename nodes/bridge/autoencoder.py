@@ -1,10 +1,12 @@
 """Decode and encode with ComfyUI's ordinary VAE on the worker group. Called by the nodes Distributed VAE Decode and Encode."""
 
+import functools
 import time
 
 import torch
 
 from ...xdit_backend.autoencoders import supported
+from ...xdit_backend.planner import is_long_work
 from ...xdit_backend.protocol.errors import UnsupportedError
 from .groups import GROUPS, check_packages, show_text
 from .vae_kinds import kind_of
@@ -32,10 +34,11 @@ def decode(vae, latent, config):
     client = GROUPS.client_for_decode(config)
     half = half_of(vae, kind.family.decoder, kind.settings(vae.first_stage_model), client)
     inner = kind.before_decode(vae.first_stage_model, latent.to(torch.float32))
-    num_ranks = half.make_ready(inner.shape, 1, _machine(client, half, config))
+    num_ranks, first_rank = half.make_ready(inner.shape, 1, functools.partial(_machine, client, half, config))
     started_s = time.perf_counter()
     GROUPS.runs.vae(client.devices)
-    picture = client.decode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings, num_ranks=num_ranks)
+    picture = client.decode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings, num_ranks=num_ranks,
+                            first_rank=first_rank)
     _show_done("decoded", started_s, client, num_ranks)
     return picture.reshape(-1, *picture.shape[-3:]).to(vae.output_device)
 
@@ -60,19 +63,21 @@ def encode(vae, pixels, config):
     client = GROUPS.client_for_decode(config)
     half = half_of(vae, kind.family.encoder, kind.settings(vae.first_stage_model), client)
     inner = vae.process_input(pixels.to(torch.float32))
-    num_ranks = half.make_ready(inner.shape, inner.shape[-1] // shape[-1], _machine(client, half, config))
+    num_ranks, first_rank = half.make_ready(inner.shape, inner.shape[-1] // shape[-1], functools.partial(_machine, client, half, config))
     started_s = time.perf_counter()
     GROUPS.runs.vae(client.devices)
-    latent = client.encode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings, num_ranks=num_ranks)
+    latent = client.encode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings, num_ranks=num_ranks,
+                           first_rank=first_rank)
     _show_done("encoded", started_s, client, num_ranks)
     return kind.after_encode(vae.first_stage_model, latent).to(vae.output_device)
 
 
-def _machine(client, half, config):
-    """What was measured of a group's devices, by which auto chooses how many of them share a picture; None: all do."""
-    if config.mode != "auto" or len(client.devices) == 1:
+def _machine(client, half, config, work):
+    """What was measured of a group's devices, by which auto chooses which of them share a picture; None: all do. They are measured, once,
+    before the first work that is long enough to be worth it."""
+    if config.mode != "auto":
         return None
-    return GROUPS.machine(client.devices, half.dtype, may_measure=False)
+    return GROUPS.machine(client.devices, half.dtype, may_measure=is_long_work(work, torch.device(client.devices[0]).type))
 
 
 def _show_done(done, started_s, client, num_ranks):

@@ -3,6 +3,7 @@
 Used by autoencoder.py. The weights themselves stay in the VAE object, and are sent when the workers lack them.
 """
 
+import dataclasses
 import uuid
 import weakref
 
@@ -46,23 +47,28 @@ class VaeHalf:
         """The tensors, where the VAE object has them."""
         return {key: tensor for key, tensor in self._model().state_dict().items() if key.startswith(self._prefixes)}
 
-    def make_ready(self, shape, scale, machine=None):
+    def make_ready(self, shape, scale, machine_for=lambda work: None):
         """Have the workers hold this half, and ComfyUI make room for it and for what its work needs at the least.
 
         shape: of the tensor to decode (scale 1) or encode. The workers count what they need on a model without weights, for which
-        they must hold it first. machine: by whose forecast fewer workers than all may share it, where they have room. Returns how many.
+        they must hold it first. machine_for(Work of all items): the Machine by whose forecast fewer workers than all may share it, where
+        they have room; None: all do. Returns how many, and the first of them.
         """
         comfy.model_management.load_models_gpu([self._patcher])
-        count = len(self._devices) if machine is None else self._choose_ranks(shape, scale, machine)
-        sharing = self._devices[:count].count(str(self._patcher.load_device))
+        count, first = self._choose_ranks(shape, scale, machine_for)
+        sharing = self._devices[first:first + count].count(str(self._patcher.load_device))
         needed_bytes = self.client.estimate(self.name, shape, scale, count) * sharing
         comfy.model_management.load_models_gpu([self._patcher], memory_required=needed_bytes)
-        return count
+        return count, first
 
-    def _choose_ranks(self, shape, scale, machine):
+    def _choose_ranks(self, shape, scale, machine_for):
         most = len(self._devices)
-        near = choose_ranks(self.client.work_of(self.name, shape, scale), machine, most)
-        return next((count for count in near if count == most or self.client.is_roomy(self.name, shape, scale, count)), most)
+        if most == 1:
+            return 1, 0
+        work = self.client.work_of(self.name, shape, scale)
+        machine = machine_for(dataclasses.replace(work, **{name: shape[0] * value for name, value in vars(work).items()}))
+        near = {} if machine is None else choose_ranks(work, machine, most)
+        return next((choice for choice in near if choice[0] == most or self.client.is_roomy(self.name, shape, scale, *choice)), (most, 0))
 
     def _num_workers(self, device):
         return self._devices.count(str(device))

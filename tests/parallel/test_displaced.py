@@ -57,10 +57,10 @@ def stepped(x, length, change):
     return torch.cat([x[:, :change.shape[1]] + length * change, x[:, change.shape[1]:]], 1)
 
 
-def simulated(name, starts, shape, warmup_steps, heun, mode):
+def simulated(name, starts, shape, warmup_steps, heun, mode, forecast):
     """(the oracle's latent, the one model's own). starts: the first row of each rank, and their number."""
     one = example(name, **shape)
-    stale = StaleUNet(one.model, list(zip(starts, starts[1:])), mode)
+    stale = StaleUNet(one.model, list(zip(starts, starts[1:])), mode, forecast)
 
     def oracle(x, timestep, is_stale):
         return stale.predict(is_stale and mode != "full_sync", **one.family.inputs(x, timestep, one.conditioning, one.config))
@@ -70,7 +70,7 @@ def simulated(name, starts, shape, warmup_steps, heun, mode):
     return sample(oracle, one.latent, warmup_steps, heun), sample(model, one.latent, warmup_steps, heun)
 
 
-def on_ranks(rank, world_size, name, cases, mutant=None, speeds=()):
+def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), forecast=0.0):
     """The latents that the ranks together make, one for each case, on one model; what the exchanges were like; how many modules of each
     kind have hooks; and how often the text was projected in each case."""
     torch.set_grad_enabled(False)
@@ -85,7 +85,7 @@ def on_ranks(rank, world_size, name, cases, mutant=None, speeds=()):
     for shape, warmup_steps, heun, mode_name, bucket_bytes in cases:
         projected.clear()
         given, mode = example(name, **shape), MODES[mode_name]
-        exchange, addresses = Exchange(mesh.displaced_group, world_size, rank, bucket_bytes), set()
+        exchange, addresses = Exchange(mesh.displaced_group, world_size, rank, bucket_bytes, forecast), set()
 
         predict = functools.partial(predicted, loaded, mesh, exchange, given.conditioning, mode, addresses)
         results.append(sample(predict, given.latent, warmup_steps, heun))
@@ -119,14 +119,14 @@ def predicted(loaded, mesh, exchange, conditioning, mode, addresses, x, timestep
     return all_gather(rows, sizes, 2, mesh.displaced_group, Traffic())
 
 
-def check(name, starts, cases, mutant=None, speeds=()):
+def check(name, starts, cases, mutant=None, speeds=(), forecast=0.0):
     """[(error against the oracle, against the one model)] of each case. starts: the bands, which the ranks have to find by themselves."""
-    on_all = run_ranks(on_ranks, len(starts) - 1, name, cases, mutant, speeds, timeout_s=300)
+    on_all = run_ranks(on_ranks, len(starts) - 1, name, cases, mutant, speeds, forecast, timeout_s=300)
     errors = []
     for index, (shape, warmup_steps, heun, mode, _) in enumerate(cases):
         result = on_all[0][0][index]
         assert all(torch.equal(result, other[0][index]) for other in on_all)
-        oracle, single = simulated(name, starts, shape, warmup_steps, heun, mode)
+        oracle, single = simulated(name, starts, shape, warmup_steps, heun, mode, forecast)
         errors.append(((result - oracle).abs().max().item(), (result - single).abs().max().item()))
     return errors
 
@@ -274,6 +274,14 @@ def test_uneven_shards_equal_the_oracle(name, layout, num_text_tokens, speeds, s
     within(of_oracle, EXACT)
     within(of_model, EXACT)
     assert displaced_of_model > 1e-6
+
+
+@pytest.mark.parametrize("mode", ["corrected_async_gn", pytest.param("sync_gn", marks=pytest.mark.slow)])
+def test_a_unet_foretells_keys_and_values_as_the_oracle_does(mode):
+    """And neither halos nor moments; calls at one time and between steps."""
+    errors = check("SDXL", (0, 8, 16), [(SMALL, 1, second, mode, 4096) for second in (0, 1, 0.5)], forecast=FORECAST)
+
+    within(max(of_oracle for of_oracle, _ in errors), EXACT)
 
 
 FORECAST = 0.6

@@ -134,7 +134,7 @@ def print_decodes(machine, clients, options):
             print(f"  {f'{size} px, ' + ('one device' if count == 1 else f'VAE {count}'):<28} {measured_s:>7.2f} s {forecast_s:>7.2f} s "
                   f"{errors[-1]:>7.1%}")
         medians = {count: statistics.median(measured[1:]) for count, measured in times.items()}
-        chosen = next(iter(choose_ranks(work, machine, 2)))
+        chosen = next(iter(choose_ranks(work, machine, 2)))[0]
         print(f"  {size} px: it would take {'one device' if chosen == 1 else f'VAE {chosen}'}, "
               f"{medians[chosen] / min(medians.values()) - 1:.1%} behind the fastest")
     return errors

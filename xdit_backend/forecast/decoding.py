@@ -16,9 +16,10 @@ class Work:
     halo_bytes: float
 
 
-def work_seconds(work, machine, ranks):
-    """Of the machine's first ranks, which have rows by their speed; all wait for the last. Rows at the edges are waited for."""
-    devices, links = machine.devices[:ranks], machine.links
+def work_seconds(work, machine, ranks, first=0):
+    """Of so many of the machine's ranks from `first` on, which have rows by their speed; all wait for the last. Rows at the edges are
+    waited for."""
+    devices, links = machine.devices[first:first + ranks], machine.links
     if ranks == 1:
         return _compute_s(work, devices[0]) / machine.alone
     speeds = speeds_of(devices) or (1,) * ranks
@@ -28,12 +29,14 @@ def work_seconds(work, machine, ranks):
 
 
 def choose_ranks(work, machine, most):
-    """How many of the machine's first devices, `most` of them at the most, should share it: {ranks: seconds}, the best choice first.
+    """Which of the machine's devices should share it, the fastest alone or the first so many, `most` at the most: {(how many, the first of
+    them): seconds}, the best choice first.
 
-    Those that are nearly as fast as the fastest are there, the fewest first: more would not be worth it.
+    Those that are nearly as fast as the fastest choice are there, the fewest first: more would not be worth it.
     """
-    seconds = {ranks: work_seconds(work, machine, ranks) for ranks in range(1, most + 1)}
-    return {ranks: each for ranks, each in seconds.items() if each <= WORTH * min(seconds.values())}
+    fastest = min(range(most), key=lambda rank: _compute_s(work, machine.devices[rank]))
+    seconds = {choice: work_seconds(work, machine, *choice) for choice in ((1, fastest), *((ranks, 0) for ranks in range(1, most + 1)))}
+    return {choice: each for choice, each in seconds.items() if each <= WORTH * min(seconds.values())}
 
 
 def _compute_s(work, device):

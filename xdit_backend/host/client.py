@@ -382,20 +382,21 @@ class Client:
         if not self._runs:
             self._left.clear()
 
-    def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False, settings=None, num_ranks=0):
+    def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False, settings=None, num_ranks=0, first_rank=0):
         """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].
 
         picture_shape: (B, H', W', 3) or (B, F', H', W', 3). weights() gives the VAE's tensors, and is called only when the
-        group does not hold the VAE `name`. measure_memory: last_numbers then has each rank's peak_bytes. num_ranks: the first
-        workers, which share it while the others rest; 0: all.
+        group does not hold the VAE `name`. measure_memory: last_numbers then has each rank's peak_bytes. num_ranks: of
+        the workers from first_rank on, which share it while the others rest; 0: all.
         """
         self.load_autoencoder(name, dtype, weights, settings)
-        return self._transform(messages.Decode, name, latent, picture_shape, measure_memory=measure_memory, num_ranks=num_ranks)
+        return self._transform(messages.Decode, name, latent, picture_shape, measure_memory=measure_memory, num_ranks=num_ranks,
+                               first_rank=first_rank)
 
-    def encode(self, name, dtype, weights, picture, latent_shape, settings=None, num_ranks=0):
+    def encode(self, name, dtype, weights, picture, latent_shape, settings=None, num_ranks=0, first_rank=0):
         """Encode pictures (B, 3, H, W) or videos (B, 3, F, H, W) in [-1, 1] to latents of this shape, float32."""
         self.load_autoencoder(name, dtype, weights, settings)
-        return self._transform(messages.Encode, name, picture, latent_shape, num_ranks=num_ranks)
+        return self._transform(messages.Encode, name, picture, latent_shape, num_ranks=num_ranks, first_rank=first_rank)
 
     def load_autoencoder(self, name, dtype, weights, settings=None):
         """Make sure that every worker holds the VAE. weights() gives its tensors, where they do not.
@@ -437,9 +438,10 @@ class Client:
         numbers = self._estimate(name, shape, scale, with_work=True)
         return Work(**{field.name: numbers[field.name] for field in dataclasses.fields(Work)})
 
-    def is_roomy(self, name, shape, scale, num_ranks):
-        """Have the first num_ranks workers so much memory free that they would compute convolutions all at once?"""
-        free = [numbers["free_bytes"] for rank, numbers in self.report_memory().items() if rank < num_ranks]
+    def is_roomy(self, name, shape, scale, num_ranks, first_rank=0):
+        """Have these workers so much memory free that they would compute convolutions all at once?"""
+        memory = self.report_memory()
+        free = [memory[rank]["free_bytes"] for rank in range(first_rank, first_rank + num_ranks)]
         return self._estimate(name, shape, scale, num_ranks)["roomy_bytes"] <= min(free)
 
     def _estimate(self, name, shape, scale, num_ranks=0, with_work=False):

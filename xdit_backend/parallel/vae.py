@@ -43,7 +43,7 @@ class Ranks:
 
     def __init__(self, group):
         self._all = dist.get_process_group_ranks(group)
-        self._groups = {len(self._all): group}
+        self._groups = {tuple(self._all): group}
 
     @property
     def count(self):
@@ -54,11 +54,11 @@ class Ranks:
         """Is this process one of them?"""
         return dist.get_rank() in self._all
 
-    def only(self, count):
-        """The first `count` of these, without the others. Every rank of the world calls it, in one order."""
-        self.first(count)
+    def only(self, count, start=0):
+        """`count` of these from `start` on, without the others. Every rank of the world calls it, in one order."""
         some = copy.copy(self)
-        some._all = self._all[:count]
+        some._all = self._all[start:start + count]
+        some.first(count)
         return some
 
     def first(self, count):
@@ -66,9 +66,10 @@ class Ranks:
 
         With NCCL a group is split off the world's communicator, which takes all of its ranks.
         """
-        if count not in self._groups:
-            self._groups[count] = dist.new_group(self._all[:count], timeout=group_timeout())
-        return self._groups[count] if dist.get_rank() in self._all[:count] else None
+        some = tuple(self._all[:count])
+        if some not in self._groups:
+            self._groups[some] = dist.new_group(list(some), timeout=group_timeout())
+        return self._groups[some] if dist.get_rank() in some else None
 
 
 @torch.inference_mode()

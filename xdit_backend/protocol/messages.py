@@ -232,7 +232,7 @@ class Estimate:
     autoencoder: str
     shape: tuple[Natural, ...]
     scale: Natural                 # see parallel.vae.encode_rows
-    num_ranks: Natural = 0         # the first ranks, which would share it; 0: all
+    num_ranks: Natural = 0         # which would share it; 0: all
     with_work: bool = False
 
 
@@ -247,7 +247,8 @@ class Decode:
     picture: Segment
     measure_memory: bool = False   # count what lives, which takes time
     speeds: tuple[Speed, ...] = ()                          # of each rank, relative; (): alike
-    num_ranks: Natural = 0         # the first ranks, which share it; 0: all
+    num_ranks: Natural = 0         # which share it; 0: all
+    first_rank: Natural = 0        # of those
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -260,6 +261,7 @@ class Encode:
     latent: Segment
     speeds: tuple[Speed, ...] = ()
     num_ranks: Natural = 0
+    first_rank: Natural = 0
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -94,10 +94,11 @@ class Autoencoders:
     def _working(self, command, shape, scale):
         """The Ranks that a command asks for, as many of them as have something to do. Every rank calls it."""
         asked = command.num_ranks or self._ranks.count
-        return self._ranks.only(self._planners[command.autoencoder].num_working(shape, scale, asked))
+        return self._ranks.only(self._planners[command.autoencoder].num_working(shape, scale, asked), command.first_rank)
 
     def _plan_rows(self, command, shape, scale, ranks):
-        return self._planners[command.autoencoder].plan(shape, scale, ranks, free_bytes(self._device), command.speeds)
+        return self._planners[command.autoencoder].plan(shape, scale, ranks, free_bytes(self._device),
+                                                           command.speeds[command.first_rank:])
 
     def _progress(self, text, index, count, num_steps, check):
         """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth.
