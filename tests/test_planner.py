@@ -1,12 +1,14 @@
 """The automatic choice, and a person's."""
 
+import itertools
 import time
 from dataclasses import replace
 
 import pytest
 
+from xdit_backend.bench.scale import JOBS
 from xdit_backend.config import DEGREES, ParallelConfig, validate, validate_layout, validate_stages
-from xdit_backend.forecast.choice import Machine, candidates, further_candidates
+from xdit_backend.forecast.choice import Machine, candidates, forecasts, further_candidates
 from xdit_backend.forecast.cost import Device, Job, Links, Net
 from xdit_backend.forecast.memory import rank_memory, working_share
 from xdit_backend.planner import choose_layout, choose_num_patches, choose_spread, degrees_of, memory_settings, plan_run, warmup_layout
@@ -78,6 +80,31 @@ def test_a_ranks_share_of_the_activations(layout, stages, batch, expected):
     branches = 2 - batch % 2
     job = Job(4096, 0, 20, branches, images=batch // branches)
     assert working_share(job, degrees_of(layout, ParallelConfig(), stages), branches_apart=True) == expected
+
+
+@pytest.mark.parametrize("spread", [(None, 1), (None, 2), (Stages(2, 2), 1)], ids=str)
+def test_no_run_has_weights_loaded_again(spread):
+    """Of short runs and long, of one picture and several, with and without guidance: all are layouts of what the ranks hold."""
+    stages, tensor_degree = spread
+    machine = Machine((Device(2e14, 2e14, 2e12, memory_bytes=80e9),) * 4, Links({
+        (name, size): rate for name, rate in (("all_to_all", 5e9), ("hop", 2e10), ("all_reduce", 1e11)) for size in (2, 4)}))
+    for tokens, branches, images in itertools.product((1024, 4096, 65536), (1, 2), (1, 4)):
+        plan = plan_run(ParallelConfig(), machine, model_of(24e9), Job(tokens, 512, 28, branches, images=images), *spread)
+
+        held = {(one.degrees.pipefusion, one.degrees.tensor) for one in plan.ordered}
+        assert held == {(stages.pipefusion_degree if stages else 1, tensor_degree)} and plan.chosen in plan.ordered
+
+
+@pytest.mark.parametrize("rate", [200e9, 20e9, 5e9])
+def test_where_the_weights_fit_sharding_tensors_pays_nothing(rate):
+    """So exact runs have nothing to load again for: by forecast another exact layout is as fast, over fast links and slow ones."""
+    for (net, job), count in itertools.product(JOBS.values(), (2, 4, 8)):
+        links = Links({(name, size): rate for name in ("all_to_all", "hop", "all_reduce", "gather") for size in (2, 4, 8)}, 2e-5)
+        machine = Machine((Device(2e14, 2e14, 2e12, memory_bytes=80e9),) * count, links)
+        exact = [one.seconds for one in forecasts(net, job, machine) if one.is_exact]
+        split = [one.seconds for one in forecasts(net, job, machine, list(further_candidates(net, job, machine))) if one.degrees.tensor > 1]
+
+        assert min(exact) < min(split)
 
 
 @pytest.mark.parametrize("count, most", [(2, 10), (8, 20), (64, 40)])
