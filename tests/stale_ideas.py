@@ -92,7 +92,8 @@ def ways(options, count):
     if options.what == "orders":
         return {f"M={count}, {('line', 'parabola')[order - 1]}, forecast {strength:g}": Way(count, forecast=strength, order=order)
                 for order in (1, 2) for strength in options.forecast}
-    return {f"M={count}, forecast {strength:g}, {name}": way for strength in options.forecast for name, way in ideas(count, strength).items()}
+    return {f"M={count}, forecast {strength:g}, {name}": way for strength in options.forecast
+            for name, way in ideas(count, strength).items()}
 
 
 def print_warmup_by_drift(count, psnr, options):

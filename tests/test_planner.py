@@ -145,7 +145,9 @@ def test_bytes_that_displaced_patches_keep(settings, times):
     net, job = Net(5, 64, 4, 12.0, 1e6), Job(100, 0, 20, branches=2)
     config = ParallelConfig(mode="manual", displaced_degree=2, **settings)
 
-    assert rank_memory(net, job, degrees_of(config.layout, config), **memory_settings(config)).keys_values == times * 2 * 2 * 100 * 64 * 5 * 2
+    memory = rank_memory(net, job, degrees_of(config.layout, config), **memory_settings(config))
+
+    assert memory.keys_values == times * 2 * 2 * 100 * 64 * 5 * 2
 
 
 def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():

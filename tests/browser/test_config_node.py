@@ -28,7 +28,8 @@ def test_it_shows_what_counts(page):
              ("mode", "manual", {"devices", "mode"} | DEGREES),
              ("pipefusion_degree", 2, {"devices", "mode", "approximate"} | DEGREES | PIPEFUSION),
              ("pipefusion_degree", 1, {"devices", "mode"} | DEGREES),
-             ("displaced_degree", 2, {"devices", "mode", "warmup_steps", "forecast_keys_values", "displaced_mode", "approximate"} | DEGREES)]
+             ("displaced_degree", 2, {"devices", "mode", "warmup_steps", "forecast_keys_values", "displaced_mode", "approximate"}
+              | DEGREES)]
     for name, value, expected in steps:
         high = page.evaluate(SET, [name, value])
         assert set(page.evaluate(SHOWN)) == expected, (name, value)

@@ -40,7 +40,8 @@ class OracleForward:
             if key not in self.oracles:
                 model, config = self.load()
                 bands = cut_bands(x.shape[2], self.num_ranks, 2 ** (len(config["block_out_channels"]) - 1))
-                self.oracles[key] = StaleUNet(model, list(zip(bands, bands[1:])), "corrected_async_gn", ParallelConfig.forecast_keys_values), config
+                self.oracles[key] = StaleUNet(model, list(zip(bands, bands[1:])), "corrected_async_gn",
+                                              ParallelConfig.forecast_keys_values), config
             oracle, config = self.oracles[key]
             self.num_stale += is_stale
             predictions.append(oracle.predict(is_stale, **self.family.inputs(x[image:image + 1], timestep[image:image + 1], given, config)))

@@ -119,7 +119,7 @@ def settings(options):
         name = (f"displaced, N={degree}, W={warmup_steps}" + (f", {mode}" if len(options.displaced_modes) > 1 else "")
                 + (f", forecast {forecast:g}" if forecast else ""))
         found[name] = Setting(degree, run(one_spec, Layout(displaced_degree=degree), warmup_steps, None, forecast, mode), degree)
-    return found | {f"naive patches, M={num_patches}": Setting(1, naive(whole, num_patches), num_patches) for num_patches in options.patches}
+    return found | {f"naive patches, M={count}": Setting(1, naive(whole, count), count) for count in options.patches}
 
 
 def naive(run, num_patches):
