@@ -33,7 +33,7 @@ class XDiTClassLabel(io.ComfyNode):
     @classmethod
     def execute(cls, model, label) -> io.NodeOutput:
         remote = getattr(model.model, "remote", None)
-        num_classes = remote and remote.num_classes
+        num_classes = remote and remote.setup.num_classes
         if not num_classes:
             raise ConfigError("This MODEL does not draw classes. Use the CLIP that belongs to it, or a folder of DiT in Load xDiT Model.")
         number = class_of(label, num_classes, _names(remote.spec.path))

@@ -6,6 +6,7 @@ import nodes
 from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import ConfigError, UnsupportedError
+from .bridge.inputs import check_latent
 from .bridge.patcher import ShellPatcher
 from .bridge.pipeline import PATCHWISE
 
@@ -68,4 +69,4 @@ def check(model, cfg, positive, negative, latent_image):
     if config.mode == "manual" and config.cfg_degree == 2 and one_branch:
         raise ConfigError("cfg_degree=2 needs two branches, and cfg=1.0 evaluates only the positive prompt, so half of the "
                           "devices would do nothing. Set cfg above 1, or mode to auto.")
-    model.remote.check_latent(comfy.sample.fix_empty_latent_channels(model, latent_image["samples"]))
+    check_latent(model.remote.setup, comfy.sample.fix_empty_latent_channels(model, latent_image["samples"]))

@@ -64,7 +64,7 @@ class Run:
     def take_from_remote(self):
         """How the run is split, and its Plan, as far as the RemoteModel has chosen by now."""
         if self.remote is not None and self.remote.how is not None:
-            self.how, self.plan = self.remote.how, self.remote.plan
+            self.how, self.plan = self.remote.how, self.remote.forecasts.plan
 
 
 class Runs:

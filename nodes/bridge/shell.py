@@ -34,6 +34,8 @@ from .own_model import OwnConfig
 from .patcher import ShellPatcher
 from .pipeline import KEY
 from .remote import RemoteModel
+from .room import Room
+from .setup import Setup
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
                       "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
@@ -99,11 +101,12 @@ def load_shell(path, weight_dtype, config):
     if hasattr(module, "preprocess_text_embeds"):
         module.preprocess_text_embeds = functools.partial(prepare_text, itself, header, family.prepares)
     modules = {}
-    remote = RemoteModel(spec, family, transformer_config, base_model.latent_format, config, devices, modules, load_device, weight_bytes,
-                         net, device_bytes, functools.partial(told_bytes, model) if family.by_rows else None,
-                         functools.partial(_lighter_bytes, header, family, spec,
-                                           lambda name: _dtypes(name, tensors, model_config, load_device, name in TYPES)))
-    remote.check_weights()
+    setup = Setup(spec, family, transformer_config, base_model.latent_format, config, devices, net, device_bytes)
+    room = Room(setup, weight_bytes, functools.partial(told_bytes, model) if family.by_rows else None,
+                functools.partial(_lighter_bytes, header, family, spec,
+                                  lambda name: _dtypes(name, tensors, model_config, load_device, name in TYPES)))
+    room.check_weights()
+    remote = RemoteModel(setup, room, modules, load_device)
     module.forward = torch.compiler.disable(remote.forward)    # nodes compile the model; there is nothing to trace in a call to workers
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
     modules |= remember_modules(module)

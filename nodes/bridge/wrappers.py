@@ -54,7 +54,8 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
     elapsed_s = time.perf_counter() - started_s
     if num_steps > 0 and remote.how is not None:
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
-        show_text(f"{steps} in {elapsed_s:.1f} s, {elapsed_s / num_steps:.2f} s a step, {remote.how}{remote.compare(elapsed_s)}")
+        compared = remote.forecasts.compare(remote.how, elapsed_s)
+        show_text(f"{steps} in {elapsed_s:.1f} s, {elapsed_s / num_steps:.2f} s a step, {remote.how}{compared}")
     return result
 
 

@@ -1,0 +1,46 @@
+"""Refuses latents and conditioning that no picture of a MODEL can come of, before the workers see them. Used by remote.py."""
+
+import torch
+
+from ...xdit_backend.protocol.errors import ConfigError
+
+
+def check_latent(setup, x, channels=None):
+    """Refuse a latent of another model. channels: where it is not the latent alone. Raises ConfigError."""
+    family, own, num_dims = setup.family, setup.latent_format.latent_channels, setup.latent_format.latent_dimensions
+    if family.parts and getattr(x, "is_nested", False):
+        x = family.parted(x.unbind(), (torch.zeros(1), torch.zeros(1)), setup.transformer_config)[0]
+    channels = channels or own
+    if not torch.is_tensor(x) or x.is_nested or x.ndim != num_dims + 2 or x.shape[1] != channels:
+        given = f"the shape {tuple(x.shape)}" if torch.is_tensor(x) and not x.is_nested else "several parts"
+        needs = f"{channels} channels, " + ("frames, rows and columns" if num_dims == 3 else "rows and columns")
+        raise ConfigError(f"The latent has {given}, and {family.name} works on (batch, {needs}). It was made for another model: "
+                          f"use the VAE or the empty latent node that belongs to this one"
+                          + (". Or remove what puts channels beside it, such as a noise mask." if channels > own else "."))
+
+
+def check_conditioning(setup, conditioning, x):
+    """Refuse text or reference latents of another model. conditioning: {name: tensor}. x: the latent. Raises ConfigError."""
+    family, num_classes = setup.family, setup.num_classes
+    for reference in (tensor for name, tensor in conditioning.items() if name.startswith("ref_latents.")):
+        if reference.ndim != x.ndim or reference.shape[1] != x.shape[1]:
+            raise ConfigError(f"The conditioning has a reference latent of {reference.shape[1]} channels and {reference.ndim} dims, "
+                              f"and this {family.name} model takes {x.shape[1]} and {x.ndim}. Encode the picture with the "
+                              f"VAE that belongs to it; models that take pictures otherwise (Fill, Canny, Depth) take none.")
+    maker = "xDiT Class Label" if num_classes else "the CLIP that belongs to this model"
+    for name, argument in family.conditioning.items():
+        if argument is None or name not in conditioning:
+            continue
+        given, needed = conditioning[name].shape[-1], setup.transformer_config[argument]
+        if needed is None:                                 # a model without this input, as ComfyUI's
+            continue
+        if given < needed or (given > needed and name != "y"):             # of a wider pooled text the first numbers count
+            what = {"y": "pooled text", "clip_fea": "a picture's CLIP vision tokens"}.get(name, "text")
+            raise ConfigError(f"The conditioning has {what} of {given} numbers a token, and this {family.name} model takes "
+                              f"{needed}. It was made by another text encoder: use {maker}.")
+
+
+def check_finite(tensor, what, remedy):
+    """Refuse a tensor with NaN or infinite numbers, of which no picture can come. what: it is. Raises ConfigError."""
+    if not tensor.isfinite().all():
+        raise ConfigError(f"{what} has numbers that are not finite (NaN or infinite), and no picture can come of it. {remedy}")
