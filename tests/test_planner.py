@@ -15,6 +15,8 @@ from xdit_backend.planner import choose_layout, choose_num_patches, choose_sprea
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.messages import Layout, Stages
 
+EXACTLY, EVERY = ParallelConfig(approximate="not allowed"), range(64)
+
 
 def model_of(weight_bytes):
     return Net(57, 3072, 24, 12.0, 11.9e9, weight_bytes=weight_bytes)
@@ -174,7 +176,43 @@ def test_machines_are_stages(weights, count, a_machine, expected):
         assert a_machine % choose_layout(ParallelConfig(), count, 2, 24, "this model", spread[0]).ulysses_degree == 0
 
 
-EXACTLY, EVERY = ParallelConfig(approximate="not allowed"), range(64)
+def machines(network, count=4, a_machine=2):
+    """Of like devices, whose links within are as fast as PCIe and between as this many bytes a second."""
+    rates = {(name, size): 1e10 if size <= a_machine else network for name in ("all_to_all", "hop", "all_reduce", "gather")
+             for size in {a_machine, count} - {1}}
+    latencies = {(name, size): 3e-5 if size <= a_machine else 3e-4 for name, size in rates}
+    return Machine((Device(1e14, 1e14, 1e12, memory_bytes=24e9),) * count, Links(rates, latencies=latencies, a_machine=a_machine))
+
+
+@pytest.mark.parametrize("network, branches, weights, expected", [
+    (1e9, (1,), 5e9, Stages(2, 2)), (1e9, (1, 2), 5e9, None), (1e6, (1,), 5e9, None), (1e6, (1,), 30e9, Stages(2, 2)),
+    (1e6, (1, 2), 80e9, Stages(4, 1))], ids=str)
+def test_what_machines_share_is_chosen_by_their_links(network, branches, weights, expected):
+    """Stages, or branches and images where the network is slow, or every run has both branches; stages where weights fit on no device."""
+    machine = machines(network)
+    assert choose_spread(ParallelConfig(), 4, model_of(weights), [24e9] * 4, machine, a_machine=2, branches=branches)[0] == expected
+
+
+@pytest.mark.parametrize("network", [1e10, 1e9, 1e6])
+@pytest.mark.parametrize("count, a_machine", [(4, 2), (2, 1), (6, 3)])
+@pytest.mark.parametrize("job", [Job(4096, 512, 20), Job(4096, 512, 20, branches=2), Job(4096, 512, 20, images=4)], ids=str)
+def test_ranks_that_share_tokens_are_in_one_machine(network, count, a_machine, job):
+    """However fast the network is said to be; and with one image and one branch a machine works alone, instead of one device."""
+    chosen = plan_run(ParallelConfig(), machines(network, count, a_machine), model_of(5e9), job).chosen
+    unmeasured = choose_layout(EXACTLY, count, job.branches, 24, "this model", a_machine=a_machine)
+
+    assert a_machine % chosen.degrees.sequence == 0 and chosen.degrees.cfg == job.branches
+    assert chosen.degrees.sequence == a_machine or job.images > 1
+    assert chosen.working == (a_machine if job.branches == job.images == 1 else count) or job.images > 1
+    assert unmeasured.ulysses_degree * unmeasured.ring_degree == a_machine and unmeasured.cfg_degree == job.branches
+
+
+def test_where_nothing_approximate_is_allowed_machines_share_branches_and_images():
+    assert choose_spread(EXACTLY, 4, model_of(5e9), [24e9] * 4, a_machine=2) == (None, 1)
+    assert choose_spread(EXACTLY, 4, model_of(60e9), [24e9] * 4, a_machine=2, has_stages=False) == (None, 2)        # within a machine
+
+
+
 
 
 @pytest.mark.parametrize("devices, gigabytes, changes, splittable, expected", [

@@ -4,9 +4,10 @@ Called by the host alone, before a model is loaded and before a run; the workers
 """
 
 import dataclasses
+import math
 
 from .config import validate_layout
-from .forecast.choice import Forecast, Machine, are_alike, candidates, choose, forecast, forecasts, speeds_of
+from .forecast.choice import WORTH, Forecast, Machine, are_alike, candidates, choose, forecast, forecasts, speeds_of
 from .forecast.cost import Degrees, Device, Job, Links
 from .forecast.decoding import work_seconds
 from .forecast.memory import rank_memory, weight_bytes
@@ -19,14 +20,14 @@ USUAL_JOB = Job(4096, 512, 20)             # a picture of a megapixel: what stag
 
 
 def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None, num_key_heads=None, tensor_degree=1,
-                  shares_tokens=True):
+                  shares_tokens=True, a_machine=0):
     """Return the Layout for one prediction where no probe has measured the devices; plan_run knows better where one has.
 
     num_heads: None of a U-Net, which shares out branches and images alone. Manual mode: the person's degrees. Auto mode: CFG
     parallel when there are two branches and an even number of devices, then Ulysses as far as the heads allow, then Ring. CFG
     parallel comes first because it sends only the prediction; Ulysses sends less than Ring (xDiT, arXiv 2411.01738, table 1).
-    stages, tensor_degree: how the model is spread, of choose_spread. shares_tokens: False where the family refuses it.
-    Raises ConfigError when the layout cannot work for this model.
+    stages, tensor_degree: how the model is spread, of choose_spread. shares_tokens: False where the family refuses it. a_machine:
+    config.devices_a_machine; tokens are shared within one. Raises ConfigError when the layout cannot work for this model.
     """
     if config.mode == "manual":
         layout = config.layout
@@ -36,9 +37,12 @@ def choose_layout(config, num_devices, num_branches, num_heads, family, stages=N
     cfg_degree = 2 if num_branches == 2 and num_devices % 2 == 0 and stages is None else 1
     if num_heads is None or not shares_tokens:
         return Layout(cfg_degree=cfg_degree, data_degree=num_devices // cfg_degree, tensor_degree=tensor_degree)
-    rest = num_devices // cfg_degree if stages is None else stages.sequence_degree
+    rest, data_degree = num_devices // cfg_degree if stages is None else stages.sequence_degree, 1
+    if a_machine and stages is None:
+        inside = math.gcd(rest, max(1, a_machine // tensor_degree))
+        rest, data_degree = inside, rest // inside
     ulysses_degree = max(d for d in range(1, rest + 1) if rest % d == 0 and num_heads // tensor_degree % d == 0)
-    return Layout(cfg_degree=cfg_degree, ring_degree=rest // ulysses_degree, ulysses_degree=ulysses_degree,
+    return Layout(cfg_degree=cfg_degree, data_degree=data_degree, ring_degree=rest // ulysses_degree, ulysses_degree=ulysses_degree,
                   pipefusion_degree=1 if stages is None else stages.pipefusion_degree, tensor_degree=tensor_degree)
 
 
@@ -46,15 +50,16 @@ WARMUP_FULL = 0.4              # where all weights take less, every rank holds t
 
 
 def choose_spread(config, num_devices, net, device_bytes, machine=None, is_splittable=lambda degree: True, a_machine=0,
-                  has_stages=True):
+                  has_stages=True, branches=(1, 2)):
     """How the weights are spread when a model is loaded: (Stages, or None where every rank runs every block; tensor_degree).
 
     Manual mode: the person's degrees. Auto mode: where the weights do not fit on one device, of PipeFusion and tensor parallelism and of
     degrees that fit, the fastest by forecast (machine: of a probe), the exact one if that is about as fast. Where nothing approximate is
     allowed, PipeFusion has one patch, and stages wait for each other. Without a probe PipeFusion, or tensor parallelism where nothing
     approximate is allowed, and the least degree. device_bytes: memory of each device. is_splittable(tensor_degree): can the file be?
-    a_machine: config.devices_a_machine; above 0 machines, or equal parts of them, are stages, so that tokens are shared within one.
-    has_stages: can the family run in stages?
+    a_machine: config.devices_a_machine; above 0 machines, or equal parts of them, are stages, so that tokens are shared within one. Where
+    the weights fit on each device, and nothing approximate is allowed or it is forecast to be as fast, machines share branches and images.
+    has_stages: can the family run in stages? branches: usual_branches.
     """
     speeds, smallest = () if machine is None else speeds_of(machine.devices), min(device_bytes)
     if config.mode == "manual":
@@ -65,16 +70,24 @@ def choose_spread(config, num_devices, net, device_bytes, machine=None, is_split
         return Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * config.tensor_degree,
                       config.num_stage_blocks, every_block, config.offload_keys_values, speeds), config.tensor_degree
     if a_machine and has_stages:
-        inside = [Stages(num_devices // size, size, offload=config.offload_keys_values) for size in range(a_machine, 0, -1)
+        inside = [Stages(num_devices // size, size, offload=config.offload_keys_values, speeds=speeds) for size in range(a_machine, 0, -1)
                   if a_machine % size == 0 and num_devices // size <= net.blocks]
-        return next((stages for stages in inside if _holds(stages, net, device_bytes)), inside[-1] if inside else None), 1
+        stages = next((each for each in inside if _holds(each, net, device_bytes)), inside[-1] if inside else None)
+        if stages is None or net.held_bytes > FULL * smallest or (config.approximate == "allowed" and machine is None):
+            return stages, 1
+        if config.approximate != "allowed":
+            return None, 1
+        jobs = [dataclasses.replace(USUAL_JOB, branches=each) for each in branches]
+        whole_s, staged_s = (sum(plan_run(config, machine, net, job, spread).chosen.seconds for job in jobs) for spread in (None, stages))
+        return (None if whole_s <= WORTH * staged_s else stages), 1
     if num_devices == 1 or net.held_bytes <= FULL * smallest:
         return None, 1
     divisors = [degree for degree in range(2, num_devices + 1) if num_devices % degree == 0]
     staged = [(Stages(degree, num_devices // degree, offload=config.offload_keys_values, speeds=speeds), 1)
               for degree in divisors if degree <= net.blocks and has_stages]
     can_forecast = machine is None or any(name == "all_reduce" for name, _ in machine.links.rates)
-    split = [(None, degree) for degree in divisors if can_forecast and degree in tensor_degrees(net) and is_splittable(degree)]
+    split = [(None, degree) for degree in divisors if can_forecast and degree in tensor_degrees(net) and is_splittable(degree)
+             and (not a_machine or a_machine % degree == 0)]
     fit_staged = [(stages, 1) for stages, _ in staged if _holds(stages, net, device_bytes)]
     fit_split = [(None, degree) for _, degree in split if weight_bytes(net, Degrees(tensor=degree)) <= FULL * smallest]
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
@@ -85,6 +98,11 @@ def choose_spread(config, num_devices, net, device_bytes, machine=None, is_split
     usual = [(plan_run(config, machine, net, USUAL_JOB, *spread).chosen, spread) for spread in some]
     chosen = choose(sorted((made for made, _ in usual), key=lambda made: (not made.fits, made.seconds)), alike=False)
     return next(spread for made, spread in usual if made is chosen)
+
+
+def usual_branches(model_config):
+    """Of runs of a model: one where guidance is built in, else one or two."""
+    return (1,) if model_config.get("guidance_embeds") else (1, 2)
 
 
 def tensor_degrees(net):
@@ -129,7 +147,8 @@ def is_long_work(work, kind):
 def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
     """The Plan of a run on devices that a probe has measured. Manual mode: the person's degrees.
 
-    Auto mode: where every rank has all blocks, only layouts whose picture is one device's; with stages, how their ranks share tokens.
+    Auto mode: where every rank has all blocks, only layouts whose picture is one device's, whose ranks share tokens within a machine; with
+    stages, how their ranks share tokens.
     stages, tensor_degree: how the model is spread, of choose_spread.
     """
     memory = memory_settings(config, stages)
@@ -138,7 +157,8 @@ def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
     elif stages is None:
         of_rank = dataclasses.replace(net, heads=net.heads // tensor_degree)
         some = [dataclasses.replace(degrees, tensor=tensor_degree)
-                for degrees in candidates(of_rank, job, len(machine.devices) // tensor_degree) if degrees.pipefusion == 1]
+                for degrees in candidates(of_rank, job, len(machine.devices) // tensor_degree, machine.links.a_machine // tensor_degree)
+                if degrees.pipefusion == 1 and not machine.links.crosses(degrees.sequence * tensor_degree)]
     else:
         some = [degrees_of(Layout(pipefusion_degree=stages.pipefusion_degree, ulysses_degree=ulysses,
                                   ring_degree=stages.sequence_degree // ulysses), config, stages)

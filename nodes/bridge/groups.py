@@ -139,7 +139,9 @@ class Groups:
         return self._listener
 
     def card_of(self, device):
-        """(what it is, bytes of memory) of another machine's device, waiting until that machine has joined."""
+        """(what it is, bytes of memory) of a device. Of another machine's: waits until that has joined."""
+        if not machine_of(device):
+            return measurements.card_of(device)
         cards = self.listener().cards(machine_of(device), show_text, comfy.model_management.throw_exception_if_processing_interrupted)
         if own_name(device) not in cards:
             raise ConfigError(f"{device}: there is no such device. {machine_of(device)} has {', '.join(cards)}.")
@@ -157,10 +159,8 @@ class Groups:
     def machine(self, devices, dtype, may_measure):
         """The Machine of several devices: kept from before, or measured now, where that may be; else None. dtype: models compute in."""
         key = tuple(devices), dtype
-        if machines_of(devices):                               # a probe would tell of this machine's cards alone
-            return None
         if key not in self._machines:
-            machine = measurements.kept(_measured_folder(), devices, dtype)
+            machine = measurements.kept(_measured_folder(), devices, dtype, self.card_of)
             if machine is None and not may_measure:
                 return None
             if machine is None:
@@ -174,16 +174,14 @@ class Groups:
     def measure_again(self, dtype):
         """Measure the devices that were used last (of a ParallelConfig's defaults, where none were), and keep that. Returns their names."""
         devices = self.clients[-1].devices if self._clients else devices_of(ParallelConfig())
-        if machines_of(devices):
-            raise ConfigError(f"{', '.join(devices)} are of several machines, which are not measured: each is a stage of its own.")
         if len(devices) < 2:
             raise ConfigError(f"There is nothing to measure: {devices[0]} works alone. Set devices in xDiT Parallel Config, and run once.")
         self._know(devices, dtype, self._measure(devices, dtype))
         return devices
 
     def _measure(self, devices, dtype):
-        machine = measurements.measure(self.client(devices), dtype)
-        measurements.keep(_measured_folder(), devices, dtype, machine)
+        machine = measurements.measure(self.client(devices), dtype, self.card_of)
+        measurements.keep(_measured_folder(), devices, dtype, machine, self.card_of)
         return machine
 
     def give_back(self, clients=None):

@@ -22,7 +22,7 @@ from ...xdit_backend.checkpoints.quantise import TYPES, check_package, is_instal
 from ...xdit_backend.checkpoints.shares import is_splittable, tensor_splits
 from ...xdit_backend.checkpoints.transformer import held_bytes
 from ...xdit_backend.config import devices_a_machine, refuse_methods, validate_layout, validate_stages
-from ...xdit_backend.planner import choose_spread
+from ...xdit_backend.planner import choose_spread, usual_branches
 from ...xdit_backend.protocol.errors import CheckpointError, ConfigError, UnsupportedError
 from ...xdit_backend.protocol.segments import dtype_name
 from . import wrappers
@@ -88,11 +88,12 @@ def load_shell(path, weight_dtype, config):
     spec_of = functools.partial(model_spec, header, family, *dtypes, quantisation=quantisation)
     net = None if family.by_rows else net_of(family, transformer_config, spec_of(), model)
     device_bytes = list(map(memory_of, devices))
-    machine = GROUPS.machine(devices, dtypes[1], may_measure=False) if len(devices) > 1 else None
+    a_machine, is_auto = devices_a_machine(devices), config.mode == "auto" and not family.by_rows
+    machine = GROUPS.machine(devices, dtypes[1], may_measure=a_machine > 0 and is_auto) if len(devices) > 1 else None
     stages, tensor_degree = (None, 1) if family.by_rows else choose_spread(
         config, len(devices), net, device_bytes, machine,
-        lambda degree: "tensor" not in family.refused and is_splittable(model, family.plan, degree), devices_a_machine(devices),
-        "pipefusion" not in family.refused)
+        lambda degree: "tensor" not in family.refused and is_splittable(model, family.plan, degree), a_machine,
+        "pipefusion" not in family.refused, usual_branches(transformer_config))
     splits = tensor_splits(model, family.plan, tensor_degree) if tensor_degree > 1 else {}
     spec = spec_of(stages, tensor_degree)
     weight_bytes = held_bytes(model, family, spec, splits)

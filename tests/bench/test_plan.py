@@ -35,9 +35,9 @@ def flux(tmp_path_factory):
     return folder.parent
 
 
-def planned(flux, tmp_path, capsys, *arguments, card=CARD, count=2):
+def planned(flux, tmp_path, capsys, *arguments, card=CARD, count=2, links=LINKS, **said):
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps({"devices": [card | {"count": count}], "links": LINKS}))
+    path.write_text(json.dumps({"devices": [card | {"count": count}], "links": links} | said))
     plan.main(make_parser().parse_args(["plan", str(flux), "--machine", str(path), *arguments]))
     return capsys.readouterr().out
 
@@ -52,6 +52,20 @@ def test_a_plan_says_what_is_chosen_what_it_takes_and_what_limits_it(flux, tmp_p
     for seconds, faster in rows.values():
         within(abs(seconds * faster / rows["one device"][0] - 1), 0.01)
     assert re.search(r"^\* CFG 2 ", text, re.MULTILINE) and "Plan: CFG 2, about " in text and "Why: devices are busy" in text
+
+
+@pytest.mark.parametrize("a_machine, exactly, expected", [
+    (2, [], "PipeFusion 2 x (Ulysses|Ring) 2, [48] patches"), (2, ["--exact"], "data 2 x (Ulysses|Ring) 2"),
+    (0, [], "Ring 2 x Ulysses 2|Ulysses 4|Ring 4")])
+def test_a_plan_of_two_machines_keeps_tokens_within_one(flux, tmp_path, capsys, a_machine, exactly, expected):
+    """Of the same measurements, which show a fast network."""
+    links = {name: sizes | {"4": {"bytes_s": 5e9}} for name, sizes in LINKS.items()}
+    text = planned(flux, tmp_path, capsys, "--branches", "1", *exactly, card=CARD | {"memory_bytes": 48e9}, count=4, links=links,
+                   a_machine=a_machine)
+
+    assert ("on 4 x a card, 2 a machine\n" in text) == (a_machine == 2)
+    assert re.search(rf"Plan: ({expected}), about ", text), text
+    assert ("Machines are stages" in text) == expected.startswith("PipeFusion")
 
 
 def test_a_plan_spreads_what_does_not_fit(flux, tmp_path, capsys):

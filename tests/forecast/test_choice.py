@@ -32,6 +32,29 @@ NVLINK, PCIE = links((80, 60, 55), (80, 80, 80), hidden=0.75), links((26, 3.8, 1
 EIGHT = machine(8, A100, NVLINK)
 
 
+def test_links_of_a_machine_say_nothing_of_the_network():
+    """Three of two machines' four devices leave the first; so do two of six where a machine has three."""
+    rates = {("hop", 2): 1e10, ("hop", 4): 1e8}
+    apart, together = Links(rates, latencies=rates, a_machine=2), Links(rates, latencies=rates)
+
+    assert [apart.rate("hop", size) for size in (2, 3, 4)] == [apart.latency("hop", size) for size in (2, 3, 4)] == [1e10, 1e8, 1e8]
+    assert 1e8 < together.rate("hop", 3) < 1e10
+    odd = Links({("hop", 2): 1e8, ("hop", 3): 1e10, ("hop", 6): 1e8}, a_machine=3)
+    assert [odd.rate("hop", size) for size in (2, 3, 4)] == [1e8, 1e10, 1e8]
+
+
+def test_stages_on_two_machines_wait_for_the_network_that_their_ranks_share():
+    """A hop of hidden states: of one stage's two ranks each sends its half, over one network."""
+    rates = {(name, size): 1e11 if size == 2 else 1e6 for name in ("hop", "all_to_all") for size in (2, 4)}
+    job, device = Job(4096, 512, 20), Device(1e17, 1e17, 1e15)
+    degrees = Degrees(pipefusion=2, ulysses=2, num_patches=2)
+    hop_s = 4096 * FLUX.width * 2 / 2 / 1e6                    # of the two ranks' halves of one of two patches, in bfloat16
+    slow, fast = (sum(run_seconds(FLUX, job, degrees, device, Links(rates, a_machine=size)).values()) for size in (2, 0))
+
+    assert 2 * 19 * hop_s < slow < 2.3 * 20 * hop_s
+    within(abs(fast / slow - 0.5), 0.02)                       # as if each had a network of its own
+
+
 @pytest.mark.parametrize("net, job, devices, device, between, expected", [
     (PIXART, Job(4096, 120, 20, branches=2), 2, A100, NVLINK, Degrees(cfg=2)),
     (PIXART, Job(65536, 120, 20, branches=2), 2, L40, PCIE, Degrees(cfg=2)),

@@ -18,7 +18,7 @@ def test_a_machine_is_read_as_it_was_written(tmp_path):
     fast = Device(1e14, 2e14, 1e12, half_rows=0.0, name="fast", memory_bytes=24e9, narrow_share=0.7)
     rates = {("all_to_all", 2): 1e10, ("hop", 2): 2e10, ("gather", 2): 3e9}
     machine = Machine((fast, replace(fast, name="slow", matrix_flops_s=5e13)),
-                      Links(rates, 1e-5, 0.6, dict.fromkeys(rates, 0.0001)), alone=1.2)
+                      Links(rates, 1e-5, 0.6, dict.fromkeys(rates, 0.0001), a_machine=1), alone=1.2)
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(as_said(machine, {"cards": "fast, slow"})))
 
@@ -37,6 +37,8 @@ def test_devices_that_are_alike_are_said_once():
     ({"devices": [DEVICE | {"matrix_flops_s": "fast"}]}, "matrix_flops_s is 'fast'"),
     ({"devices": [DEVICE | {"memory_bytes": -1}]}, "memory_bytes is -1, and must be a number above 0"),
     ({"devices": [DEVICE] * 2}, "links lacks all_to_all, hop, and there are 2 devices"),
+    ({"devices": [DEVICE] * 2, "links": LINKS, "a_machine": 3}, "a_machine is 3, and must be a number that divides the 2 devices"),
+    ({"devices": [DEVICE] * 2, "links": LINKS, "a_machine": True}, "a_machine is True"),
     ({"devices": [DEVICE] * 2, "links": {"nvlink": {}}}, 'links has "nvlink"'),
     ({"devices": [DEVICE] * 2, "links": LINKS | {"hop": {"two": {}}}}, 'links.hop has "two"'),
     ({"devices": [DEVICE] * 2, "links": LINKS | {"hop": {"2": {"bytes_s": float("nan")}}}}, "links.hop.2.bytes_s is nan")], ids=str)

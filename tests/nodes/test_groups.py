@@ -9,6 +9,8 @@ import torch
 
 from tests.nodes.test_shell import TOLERANCE
 from tests.tolerances import close, relative_error
+from xdit_backend.forecast.choice import Machine
+from xdit_backend.forecast.cost import Device, Links
 
 
 def pids(comfyui, *names):
@@ -94,14 +96,25 @@ def test_devices_of_other_machines_need_an_address_that_a_person_has_set(comfyui
     assert module.devices_of(config) == ("cpu", "other-pc/cpu")
 
 
-def test_a_model_on_two_machines_is_in_two_stages(comfyui, monkeypatch):
-    """What the other machine has it says when it joins; here that is answered in its place, and nothing is started."""
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_a_model_on_two_machines(comfyui, monkeypatch, is_measured):
+    """Stages where measuring fails; over a slow link they share branches. What the other machine has it says when it joins, and links are
+    measured; here that is answered in its place, and nothing is started."""
     module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups")
     monkeypatch.setattr(module, "chosen_address", lambda: "127.0.0.1:0")
     monkeypatch.setattr(module.Groups, "listener", lambda self: None)
     monkeypatch.setattr(module.Groups, "card_of", lambda self, device: ("a processor", 1e10))
+    links = Links({("hop", 2): 1.0, ("all_to_all", 2): 1.0}, a_machine=1)
+
+    def measure(groups, devices, dtype):
+        if not is_measured:
+            raise module.WorkerFailedError("out of order")
+        return Machine((Device(1e6, 1e6, 1e6, memory_bytes=1e10),) * 2, links)
+    monkeypatch.setattr(module.Groups, "_measure", measure)
+    monkeypatch.setattr(comfyui.groups, "_machines", {})
 
     model = comfyui.ours("sd3", comfyui.config("cpu,other-pc/cpu"))
 
-    assert (model.model.remote.spec.stages.pipefusion_degree, model.model.remote.spec.stages.sequence_degree) == (2, 1)
+    stages = model.model.remote.spec.stages
+    assert (stages and (stages.pipefusion_degree, stages.sequence_degree)) == (None if is_measured else (2, 1))
     assert model.load_device.type == "cpu" and model.model.remote.devices == ("cpu", "other-pc/cpu")

@@ -1,5 +1,6 @@
 """The probe: what ranks measure together makes a machine whose forecasts can be used, on three and on four CPU workers."""
 
+import itertools
 import math
 
 import pytest
@@ -9,22 +10,23 @@ from tests.ranks import run_ranks
 from tests.tolerances import within
 from xdit_backend.forecast.choice import choose, forecasts
 from xdit_backend.forecast.cost import Job, Net
-from xdit_backend.forecast.probed import LARGE_BYTES, SENT, SMALL_BYTES, machine_of_probe
+from xdit_backend.forecast.probed import ACROSS_BYTES, LARGE_BYTES, SENT, SMALL_BYTES, machine_of_probe
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.worker import probe
 
 
-def measured(rank, world_size):
+def measured(rank, world_size, a_machine=0):
     probe.ROUNDS, probe.LEAST_S, probe.LARGE_BYTES = 1, 0.0, 2 ** 20
     said, traffic = [], Traffic()
-    numbers = probe.measure(rank, world_size, torch.device("cpu"), torch.float32, traffic, lambda *progress: said.append(progress))
+    numbers = probe.measure(rank, world_size, torch.device("cpu"), torch.float32, traffic, lambda *progress: said.append(progress),
+                            a_machine)
     return numbers, said, traffic.num_exchanges
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size, sizes", [(3, {"3"}), (4, {"2", "4"})])
-def test_workers_measure_what_a_forecast_needs(world_size, sizes):
-    results = run_ranks(measured, world_size)
+@pytest.mark.parametrize("world_size, a_machine, sizes", [(3, 0, {"3"}), (4, 2, {"2", "4"})])
+def test_workers_measure_what_a_forecast_needs(world_size, a_machine, sizes):
+    results = run_ranks(measured, world_size, a_machine)
     numbers = [result[0] for result in results]
 
     assert all(set(one) == set(numbers[0]) and all(math.isfinite(value) and value > 0 for name, value in one.items()
@@ -32,7 +34,7 @@ def test_workers_measure_what_a_forecast_needs(world_size, sizes):
     assert {name.split()[1] for name in numbers[0] if name.startswith("all_to_all ")} == sizes
     assert numbers[0]["alone_matrix_s"] > 0 and all(exchanges > 0 for _, _, exchanges in results)
     assert results[0][1][0] == ("measuring the devices", 0, len(results[0][1])) and results[0][1][-1][0] == "measuring the links"
-    machine = machine_of_probe(numbers, ["CPU"] * world_size, [1e12] * world_size)
+    machine = machine_of_probe(numbers, ["CPU"] * world_size, [1e12] * world_size, a_machine)
     made = forecasts(Net(8, 256, 4, 12.0, 1e7), Job(1024, 32, 10, branches=2), machine)
     assert all(math.isfinite(one.seconds) and one.seconds > 0 for one in made) and choose(made).fits
 
@@ -58,3 +60,20 @@ def test_a_machine_is_found_from_the_times_that_it_would_take():
             (links.rate("gather", 2), 1e10), (links.latency("all_to_all", 2), 5e-5), (device.collective_launch_s, 1e-4),
             (device.round_launch_s, 2e-4)):
         within(abs(value / expected - 1), 1e-6, expected)
+
+
+def test_between_machines_smaller_messages_are_enough():
+    """A second size, of two machines of two: the same times as before mean another rate, since less was sent."""
+    numbers = dict.fromkeys(("matrix_flops", "rows", "short_rows", "matrix_s", "matrix_short_s", "attention_flops", "keys", "short_keys",
+                             "attention_128_long_s", "attention_128_short_s", "attention_64_long_s", "attention_64_short_s",
+                             "move_bytes_s", "block_launch_s"), 1.0) | {"short_rows": 0.5, "short_keys": 0.5}
+    for (collective, sent), size in itertools.product(SENT.items(), (2, 4)):
+        large_bytes, rate = (LARGE_BYTES, 1e10) if size == 2 else (ACROSS_BYTES, 1e8)
+        numbers |= {f"{collective} {size} {name}_s": 5e-4 + sent(size) * num_bytes / rate for name, num_bytes in
+                    (("small", SMALL_BYTES), ("large", large_bytes))}
+    links = machine_of_probe([numbers] * 4, ["a card"] * 4, [24e9] * 4, 2).links
+
+    for size, rate in ((2, 1e10), (3, 1e8), (4, 1e8)):
+        within(abs(links.rate("hop", size) / rate - 1), 1e-6)
+        within(abs(links.latency("all_reduce", size) / 5e-4 - 1), 1e-6)
+    assert links.a_machine == 2

@@ -25,7 +25,7 @@ from ..forecast.words import plan_words, table, why
 from ..host import measurements
 from ..host.client import Client
 from ..host.preflight import num_cuda_devices
-from ..planner import choose_spread, plan_run
+from ..planner import choose_spread, plan_run, usual_branches
 from ..protocol.errors import ConfigError
 
 WEIGHT_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3fn": "float8_e4m3fn"}
@@ -68,22 +68,24 @@ def main(options):
     machine = read_machine(options.machine) if options.machine else measured(options, compute)
     settings = ParallelConfig(approximate="not allowed" if options.exact else "allowed")
     what = f"{family.name}, {options.size}" + (f", {options.frames} frames" if options.frames > 1 else "")
-    print_plan(net, job, machine, what, settings, functools.partial(is_splittable, model, family.plan))
+    print_plan(net, job, machine, what, settings, functools.partial(is_splittable, model, family.plan), usual_branches(config))
 
 
-def print_plan(net, job, machine, what, config, can_split):
-    """The table of all layouts, the choice of auto under this ParallelConfig, and why. can_split: choose_spread's is_splittable."""
+def print_plan(net, job, machine, what, config, can_split, branches):
+    """The table of all layouts, the choice of auto under this ParallelConfig, and why. can_split, branches: choose_spread's."""
     count = len(machine.devices)
     names = collections.Counter(device.name or "a device" for device in machine.devices)
     print(f"{what}: {job.tokens} tokens, {job.text} of text, {job.steps} steps, {job.branches} branch{'es' if job.branches > 1 else ''}, "
           f"{job.images} image{'s' if job.images > 1 else ''}; {net.blocks} blocks of width {net.width}, "
           f"{net.held_bytes / 1e9:.2f} GB of weights")
-    print("on " + ", ".join(f"{number} x {name}" for name, number in names.items()))
-    spread = choose_spread(config, count, net, [device.memory_bytes for device in machine.devices], machine, can_split)
+    a_machine = machine.links.a_machine
+    print("on " + ", ".join(f"{number} x {name}" for name, number in names.items()) + (f", {a_machine} a machine" if a_machine else ""))
+    spread = choose_spread(config, count, net, [device.memory_bytes for device in machine.devices], machine, can_split,
+                           a_machine, branches=branches)
     started_s = time.perf_counter()
     plan = plan_run(config, machine, net, job, *spread)
     elapsed_s = time.perf_counter() - started_s
-    some = [*candidates(net, job, count), *further_candidates(net, job, machine)]
+    some = [*candidates(net, job, count, a_machine), *further_candidates(net, job, machine)]
     every = forecasts(net, job, machine, some, steps_kept=config.steps_kept)
     chosen = next((one for one in every if one.degrees == plan.chosen.degrees), plan.chosen)
     if chosen not in every:
@@ -91,6 +93,7 @@ def print_plan(net, job, machine, what, config, can_split):
     print("\n".join(table(every, chosen, plan.one)))
     print(plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered) + f". Chosen in {1000 * elapsed_s:.0f} ms.")
     print(f"Why: {why(plan.chosen)}. " + (
+        "Machines are stages, whose devices share tokens." if a_machine and spread[0] is not None else
         "The weights do not fit on one device, so that its blocks are spread over stages." if spread[0] is not None else
         "The weights do not fit on one device, so that its layers are spread, and the picture is one device's." if spread[1] > 1 else
         "By itself, auto takes only layouts whose picture is one device's, where the weights fit on each device."))

@@ -159,7 +159,8 @@ def are_alike(net, job, devices):
 
 def forecasts(net, job, machine, some=None, **memory):
     """A Forecast of each layout of all devices (or of `some`): those that fit first, the fastest of them foremost."""
-    every = [forecast(net, job, degrees, machine, **memory) for degrees in some or candidates(net, job, len(machine.devices))]
+    some = some or candidates(net, job, len(machine.devices), machine.links.a_machine)
+    every = [forecast(net, job, degrees, machine, **memory) for degrees in some]
     return sorted(every, key=lambda one: (not one.fits, one.seconds))
 
 
@@ -194,12 +195,16 @@ def further_candidates(net, job, machine):
             yield Degrees(cfg=cfg, displaced=each)
 
 
-def candidates(net, job, devices):
-    """The layouts of so many devices by CFG, data, Ulysses, Ring and PipeFusion; with one image, data parallelism is one device alone."""
+def candidates(net, job, devices, a_machine=0):
+    """The layouts of so many devices by CFG, data, Ulysses, Ring and PipeFusion; with one image, data parallelism is one device alone.
+
+    a_machine: Links'; with one image, also one machine alone.
+    """
+    alone = (devices, devices // a_machine) if a_machine else (devices,)
     divisors = [count for count in range(1, devices + 1) if devices % count == 0]
     for cfg, data, ulysses, ring in itertools.product(divisors, repeat=4):
         stages, rest = divmod(devices, cfg * data * ulysses * ring)
-        shares = data <= job.images or (data == devices and job.images == 1)
+        shares = data <= job.images or (data in alone and job.images == 1)
         works = not rest and stages and cfg <= job.branches and shares and net.heads % ulysses == 0 and ulysses * ring <= job.tokens
         if works and stages <= net.blocks and (stages == 1 or job.steps > 2):
             for num_patches in (stages, 2 * stages) if stages > 1 else (0,):

@@ -129,13 +129,19 @@ class Links:
     """Bytes a second that a rank sends in a group of so many neighbours: {(collective, size): rate}, and seconds a message takes.
 
     Collectives are COLLECTIVES; sizes in between are interpolated. latencies: {(collective,
-    size): seconds} where they were measured. hidden: the share of a hop that can pass beside computing.
+    size): seconds} where they were measured. hidden: the share of a hop that can pass beside computing. a_machine:
+    config.devices_a_machine; what was measured inside of a machine says nothing of groups that leave it, nor they of it.
     """
 
     rates: dict = field(default_factory=dict)
     latency_s: float = 3e-5
     hidden: float = 1.0
     latencies: dict = field(default_factory=dict)
+    a_machine: int = 0
+
+    def crosses(self, size):
+        """Do some groups of so many neighbours leave their machine?"""
+        return self.a_machine > 0 and self.a_machine % size > 0
 
     def rate(self, collective, size):
         known = sorted(of for name, of in self.rates if name == collective)
@@ -143,10 +149,15 @@ class Links:
             raise KeyError(f"no rate of {collective} was measured")
         if size > DEVICES_A_NODE >= known[-1] and ("network", 0) in self.rates:
             return self.rates["network", 0]
-        return between(self.rates, collective, size)
+        return self._between(self.rates, collective, size)
 
     def latency(self, collective, size):
-        return between(self.latencies, collective, size) if any(name == collective for name, _ in self.latencies) else self.latency_s
+        known = any(name == collective for name, _ in self.latencies)
+        return self._between(self.latencies, collective, size) if known else self.latency_s
+
+    def _between(self, measured, collective, size):
+        alike = {(name, of): value for (name, of), value in measured.items() if self.crosses(of) == self.crosses(size)}
+        return between(alike if any(name == collective for name, _ in alike) else measured, collective, size)
 
 
 def between(measured, collective, size):
@@ -251,9 +262,12 @@ def run_seconds(net, job, degrees, device, links, worth=0.0):
     warmup_steps = min(job.steps, degrees.warmup_steps)
     patched = job.steps - warmup_steps
     hidden_bytes = batch * job.tokens / sequence * net.width * net.element_bytes
-    alone = degrees.devices <= DEVICES_A_NODE
-    rate = links.rate("hop", 2 * sequence * degrees.tensor if alone else 2 * DEVICES_A_NODE) / (sequence if sequence * stages > 8 else 1)
-    latency_s = links.latency("hop", 2 * sequence * degrees.tensor)
+    a_stage, alone = sequence * degrees.tensor, degrees.devices <= DEVICES_A_NODE
+    by_network = links.crosses(stages * a_stage)               # between some stages, whose ranks share it
+    span = stages * a_stage if by_network else 2 * a_stage
+    sharing = a_stage if by_network else sequence if sequence * stages > DEVICES_A_NODE else 1
+    rate = links.rate("hop", span if alone else 2 * DEVICES_A_NODE) / sharing
+    latency_s = links.latency("hop", span)
     hop = hidden_bytes / rate + latency_s
     patch_hop = hidden_bytes / num_patches / rate + latency_s
     worth = worth or stages

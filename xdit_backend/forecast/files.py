@@ -5,6 +5,7 @@
      "links": {"all_to_all": {"2": {"bytes_s": 11e9, "latency_s": 3e-5}}, "hop": {"2": {"bytes_s": 12e9}}}}
 
 A device may have any field of cost.Device; `count` stands for so many like it. Rates are what one rank sends, by collective and group size.
+Of devices of several machines "a_machine" says how many neighbours are in one, such as 2.
 """
 
 import dataclasses
@@ -36,13 +37,17 @@ def machine_of(said, name):
     """The Machine that this says. name: of what said it, for a person."""
     _check(isinstance(said, dict) and isinstance(said.get("devices"), list) and said["devices"], name,
            '"devices" must be a list of at least one device')
-    unknown = sorted(set(said) - {"devices", "links", "alone", "hidden", "latency_s", "of"})
-    _check(not unknown, name, f'"{", ".join(unknown)}" is not known. Known are devices, links, alone, hidden, latency_s and of')
+    unknown = sorted(set(said) - {"devices", "links", "alone", "hidden", "latency_s", "a_machine", "of"})
+    _check(not unknown, name, f'"{", ".join(unknown)}" is not known. Known are devices, links, alone, hidden, latency_s, a_machine '
+           'and of')
     devices = [device for entry in said["devices"] for device in _devices(entry, name)]
     _check(len(devices) <= MOST_DEVICES, name, f"{len(devices)} devices are more than {MOST_DEVICES}")
     rates, latencies = _rates(said.get("links", {}), len(devices), name)
     shared = {key: _number(said.get(key, getattr(Links, key)), key, name) for key in ("hidden", "latency_s")}
-    links = Links(rates, latencies=latencies, **shared)
+    a_machine = said.get("a_machine", 0)
+    _check(type(a_machine) is int and a_machine >= 0 and (not a_machine or len(devices) % a_machine == 0), name,
+           f"a_machine is {a_machine!r}, and must be a number that divides the {len(devices)} devices, or 0 where all are in one")
+    links = Links(rates, latencies=latencies, a_machine=a_machine, **shared)
     return Machine(tuple(devices), links, _number(said.get("alone", 1.0), "alone", name))
 
 
@@ -55,7 +60,7 @@ def as_said(machine, of):
         links.setdefault(collective, {})[str(size)] = {
             "bytes_s": rate, "latency_s": latencies.get((collective, size), machine.links.latency_s)}
     return {"of": of, "devices": devices, "links": links, "hidden": machine.links.hidden, "latency_s": machine.links.latency_s,
-            "alone": machine.alone}
+            "alone": machine.alone, "a_machine": machine.links.a_machine}
 
 
 def _devices(entry, name):

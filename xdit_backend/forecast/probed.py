@@ -5,14 +5,17 @@ import statistics
 from .choice import Machine
 from .cost import COLLECTIVES, Device, Links
 
-SMALL_BYTES, LARGE_BYTES = 2 ** 16, 2 ** 24
+SMALL_BYTES, LARGE_BYTES, ACROSS_BYTES = 2 ** 16, 2 ** 24, 2 ** 20        # as in worker/probe.py
 # What a rank sends in a collective of a group: of the message's bytes, so much
 SENT = {"all_to_all": lambda size: (size - 1) / size, "hop": lambda size: 1.0, "all_reduce": lambda size: 2 * (size - 1) / size,
         "gather": lambda size: (size - 1) / size}
 
 
-def machine_of_probe(ranks, names, memory_bytes):
-    """The Machine. ranks: the numbers of each rank; names, memory_bytes: of its card. A link is as slow as its slowest rank."""
+def machine_of_probe(ranks, names, memory_bytes, a_machine=0):
+    """The Machine. ranks: the numbers of each rank; names, memory_bytes: of its card; a_machine: Links'.
+
+    A link is as slow as its slowest rank.
+    """
     devices = tuple(_device(numbers, name, size) for numbers, name, size in zip(ranks, names, memory_bytes))
     rates, latencies = {}, {}
     sizes = sorted({int(key.split()[1]) for key in ranks[0] if key.startswith("hop ")})
@@ -20,7 +23,8 @@ def machine_of_probe(ranks, names, memory_bytes):
         for size in sizes:
             small_s, large_s = (max(numbers[f"{collective} {size} {which}_s"] for numbers in ranks) for which in ("small", "large"))
             sent = SENT[collective](size)
-            a_byte_s = max(1e-15, (large_s - small_s) / (sent * (LARGE_BYTES - SMALL_BYTES)))
+            large_bytes = ACROSS_BYTES if Links(a_machine=a_machine).crosses(size) else LARGE_BYTES
+            a_byte_s = max(1e-15, (large_s - small_s) / (sent * (large_bytes - SMALL_BYTES)))
             rates[collective, size] = 1 / a_byte_s
             latencies[collective, size] = max(1e-6, small_s - sent * SMALL_BYTES * a_byte_s)
     first = ranks[0]
@@ -30,7 +34,7 @@ def machine_of_probe(ranks, names, memory_bytes):
         attention_s, hop_s, both_s = (statistics.mean(numbers[f"beside_{what}_s"] for numbers in ranks)
                                       for what in ("attention", "hop", "both"))
         hidden = min(1.0, max(0.0, (attention_s + hop_s - both_s) / min(attention_s, hop_s)))
-    return Machine(devices, Links(rates, hidden=hidden, latencies=latencies), max(1.0, alone))
+    return Machine(devices, Links(rates, hidden=hidden, latencies=latencies, a_machine=a_machine), max(1.0, alone))
 
 
 def _device(numbers, name, memory_bytes):

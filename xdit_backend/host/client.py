@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..config import devices_a_machine
 from ..forecast.decoding import Work
 from ..partition import last_stage_ranks
 from ..protocol import messages
@@ -454,7 +455,8 @@ class Client:
 
     def probe(self, dtype):
         """{rank: what it measured of its device and links, by name}; a few seconds. dtype: that models compute in, "bfloat16"."""
-        return {rank: done.numbers for rank, done in self._request(lambda request: messages.Probe(request, dtype)).items()}
+        a_machine = devices_a_machine(self.devices)
+        return {rank: done.numbers for rank, done in self._request(lambda request: messages.Probe(request, dtype, a_machine)).items()}
 
     def peek(self, since_s=-1.0):
         """{rank: Done} of ReportMemory where the workers run and have nothing to do; else None. Starts nothing, keeps nobody waiting."""

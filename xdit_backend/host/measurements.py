@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..config import devices_a_machine
 from ..forecast.choice import Machine
 from ..forecast.files import as_said, read_machine
 from ..forecast.learning import LEAST_FACTOR, Learnt, after
@@ -25,16 +26,24 @@ RUNS = "runs.json"             # one factor a family and card
 log = logging.getLogger(__name__)
 
 
-def measure(client, dtype):
-    """The Machine of a Client's devices, measured now; a few seconds. dtype: that models compute in."""
-    numbers = client.probe(dtype)
-    cards = [card_of(device) for device in client.devices]
-    return machine_of_probe([numbers[rank] for rank in sorted(numbers)], [name for name, _ in cards], [size for _, size in cards])
+def card_of(device):
+    """(name, bytes of memory) of a device of this machine. Of a CPU worker, the machine's, or its container's."""
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(torch.device(device))
+        return properties.name, float(properties.total_memory)
+    return f"CPU {platform.machine()}, {os.cpu_count()} cores", float(memory_room()[1])
 
 
-def kept(folder, devices, dtype) -> Machine | None:
+def measure(client, dtype, card=card_of):
+    """The Machine of a Client's devices, measured now; a few seconds. dtype: that models compute in. card(device): as card_of."""
+    numbers, cards = client.probe(dtype), list(map(card, client.devices))
+    return machine_of_probe([numbers[rank] for rank in sorted(numbers)], [name for name, _ in cards], [size for _, size in cards],
+                            devices_a_machine(client.devices))
+
+
+def kept(folder, devices, dtype, card=card_of) -> Machine | None:
     """The Machine that was measured of these devices; None where there is none, or it cannot be read."""
-    path = _path(folder, devices, dtype)
+    path = _path(folder, devices, dtype, card)
     if not path.is_file():
         return None
     try:
@@ -44,9 +53,9 @@ def kept(folder, devices, dtype) -> Machine | None:
         return None
 
 
-def keep(folder, devices, dtype, machine):
+def keep(folder, devices, dtype, machine, card=card_of):
     """Write a Machine where `kept` finds it. A folder that cannot be written to costs a measurement, and no more."""
-    _write(_path(folder, devices, dtype), as_said(machine, topology(devices, dtype)))
+    _write(_path(folder, devices, dtype, card), as_said(machine, topology(devices, dtype, card)))
 
 
 def learnt(folder):
@@ -70,20 +79,12 @@ def learn(folder, family, card, ratio):
     return known[family, card]
 
 
-def topology(devices, dtype):
+def topology(devices, dtype, card):
     """What a measurement is of. Makes no CUDA context."""
     cuda = [torch.device(device) for device in devices if device.startswith("cuda")]
     reach = [[one == other or torch.cuda.can_device_access_peer(one, other) for other in cuda] for one in cuda]
-    return {"devices": list(devices), "cards": [card_of(device)[0] for device in devices], "direct": reach, "torch": torch.__version__,
+    return {"devices": list(devices), "cards": [card(device)[0] for device in devices], "direct": reach, "torch": torch.__version__,
             "driver": torch._C._cuda_getDriverVersion() if cuda else 0, "dtype": dtype, "threads": os.environ.get("OMP_NUM_THREADS", "")}
-
-
-def card_of(device):
-    """(name, bytes of memory). Of a CPU worker, the machine's, or its container's."""
-    if device.startswith("cuda"):
-        properties = torch.cuda.get_device_properties(torch.device(device))
-        return properties.name, float(properties.total_memory)
-    return f"CPU {platform.machine()}, {os.cpu_count()} cores", float(memory_room()[1])
 
 
 def _write(path, said):
@@ -96,6 +97,6 @@ def _write(path, said):
         log.warning("what was measured cannot be kept in %s: %s", path.parent, error)
 
 
-def _path(folder, devices, dtype):
-    digest = hashlib.sha256(json.dumps(topology(devices, dtype), sort_keys=True).encode()).hexdigest()[:12]
+def _path(folder, devices, dtype, card):
+    digest = hashlib.sha256(json.dumps(topology(devices, dtype, card), sort_keys=True).encode()).hexdigest()[:12]
     return Path(folder) / f"devices-{digest}.json"

@@ -16,6 +16,8 @@ from .strict import STRICT, Degree, Natural, Printable, Rank, Share, Speed
 
 TRYING_LINKS = "trying the links between the devices"          # the Phase in which a worker joins the others
 
+RESULT = {"is_result": True}                                   # of a field whose segments the workers write; the host fills all others
+
 # --- what commands speak of ---
 
 @dataclass(frozen=True, config=STRICT)
@@ -117,17 +119,17 @@ class Branch:
     latent: Segment                # (B, C, H, W) or (B, C, F, H, W)
     timestep: Segment              # (B,), or (B, N): one for each frame or token of the whole latent
     conditioning: str              # name given by Conditioning
-    prediction: Segment            # like latent
+    prediction: Segment = dataclasses.field(metadata=RESULT)   # like latent
     control: dict[str, Segment] = dataclasses.field(default_factory=dict)  # what a ControlNet adds, by models.plan.Family.control_shapes
     # block, as ComfyUI's patches call it -> what instead: it is passed by; its self-attention gives its values, whatever the queries; or it
     # also tells `scores`
     operations: dict[str, Literal["skip", "values", "scores"]] = dataclasses.field(default_factory=dict)
     # (ranks of the displaced axis, B, keys), where an operation asks for them: the share of attention that each pixel gets, of all heads on
     # average, from each rank's queries together
-    scores: Segment | None = None
+    scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
     guided: tuple[Nag, ...] = ()   # done to what every self-attention gives, one after the other
     beside: dict[str, Segment] = dataclasses.field(default_factory=dict)   # conditioning of this call alone, such as parts of the latent
-    parts: dict[str, Segment] = dataclasses.field(default_factory=dict)    # where the predictions for those go, in float32
+    parts: dict[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)   # where the predictions for those go, in float32
 
 
 # --- commands ---
@@ -244,7 +246,7 @@ class Decode:
     request: Natural
     autoencoder: str
     latent: Segment
-    picture: Segment
+    picture: Segment = dataclasses.field(metadata=RESULT)
     measure_memory: bool = False   # count what lives, which takes time
     speeds: tuple[Speed, ...] = ()                          # of each rank, relative; (): alike
     num_ranks: Natural = 0         # which share it; 0: all
@@ -258,7 +260,7 @@ class Encode:
     request: Natural
     autoencoder: str
     picture: Segment
-    latent: Segment
+    latent: Segment = dataclasses.field(metadata=RESULT)
     speeds: tuple[Speed, ...] = ()
     num_ranks: Natural = 0
     first_rank: Natural = 0
@@ -270,6 +272,7 @@ class Probe:
 
     request: Natural
     dtype: str                     # that models compute in
+    a_machine: Natural = 0         # config.devices_a_machine
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -123,7 +123,8 @@ class Engine:
 
     def _probe(self, command, traffic, report_phase):
         try:
-            return probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic, report_phase)
+            return probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic, report_phase,
+                                 command.a_machine)
         finally:
             self.memory.give_back(SPARE_BYTES)
 

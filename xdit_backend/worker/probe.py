@@ -14,6 +14,7 @@ from ..parallel.collectives import RingExchange, all_gather, all_to_all
 from ..parallel.mesh import group_timeout
 
 SMALL_BYTES, LARGE_BYTES = 2 ** 16, 2 ** 24
+ACROSS_BYTES = 2 ** 20         # large, between machines: a slow network takes a second for it
 # (width, rows of a full and of a short matrix, tokens of a long and of a short attention, elements of what is only moved)
 ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 25), (512, 1024, 128, 1024, 256, 2 ** 22)
 HEADS = 8
@@ -21,14 +22,14 @@ LEAST_S, ROUNDS = 0.02, 3
 BLOCK_TOKENS, BLOCK_WIDTH = 16, 64
 
 
-def measure(rank, world_size, device, dtype, traffic, report):
+def measure(rank, world_size, device, dtype, traffic, report, a_machine=0):
     """{what: seconds or bytes a second}; see forecast/probed.py for the names. A collective: every rank of the world calls it.
 
-    report(text, done, total) tells a person.
+    report(text, done, total) tells a person. a_machine: config.devices_a_machine.
     """
     watch = Watch(device, world_size)
     numbers = {}
-    sizes = sorted({size for size in (2, 4, 8, 16, world_size) if size > 1 and world_size % size == 0})
+    sizes = sorted({size for size in (2, 4, 8, 16, a_machine, world_size) if size > 1 and world_size % size == 0})
     steps = 2 + len(sizes)
     report("measuring the devices", 0, steps)
     numbers |= of_device(watch, device, dtype)
@@ -42,7 +43,8 @@ def measure(rank, world_size, device, dtype, traffic, report):
     numbers["block_launch_s"] = of_empty_block(watch, device, dtype)
     for index, size in enumerate(sizes):
         report("measuring the links", 2 + index, steps)
-        numbers |= of_links(watch, rank, world_size, size, device, dtype, traffic, is_first=index == 0)
+        large_bytes = ACROSS_BYTES if a_machine and a_machine % size else LARGE_BYTES
+        numbers |= of_links(watch, rank, world_size, size, device, dtype, traffic, large_bytes, is_first=index == 0)
     return numbers
 
 
@@ -119,7 +121,7 @@ def of_empty_block(watch, device, dtype):
     return watch.seconds(lambda: block(tokens, encoder_hidden_states=tokens, timestep=times), wait=False)
 
 
-def of_links(watch, rank, world_size, size, device, dtype, traffic, is_first):
+def of_links(watch, rank, world_size, size, device, dtype, traffic, large_bytes, is_first):
     """Seconds of each collective in groups of so many neighbours, all groups at once: small and large messages.
 
     is_first: and of attention beside a hop.
@@ -128,7 +130,7 @@ def of_links(watch, rank, world_size, size, device, dtype, traffic, is_first):
     groups = [dist.new_group(range(first, first + size), timeout=group_timeout()) if size < world_size else dist.group.WORLD
               for first in range(0, world_size, size)]
     own = groups[rank // size]
-    for name, num_bytes in (("small", SMALL_BYTES), ("large", LARGE_BYTES)):
+    for name, num_bytes in (("small", SMALL_BYTES), ("large", large_bytes)):
         piece = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         pieces = piece[:len(piece) // size * size].view(size, -1)
         shapes = [pieces[0].shape] * size
@@ -144,7 +146,7 @@ def of_links(watch, rank, world_size, size, device, dtype, traffic, is_first):
                                                            wait=False)
     numbers[f"launch {size} hop_s"] = watch.seconds(lambda: RingExchange(piece, piece.shape, own, traffic).wait(), repeats=10, wait=False)
     if is_first:
-        numbers |= of_both(watch, own, device, dtype, traffic)
+        numbers |= of_both(watch, own, device, dtype, traffic, large_bytes)
     if size < world_size:
         for group in groups:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -152,11 +154,11 @@ def of_links(watch, rank, world_size, size, device, dtype, traffic, is_first):
     return numbers
 
 
-def of_both(watch, group, device, dtype, traffic):
+def of_both(watch, group, device, dtype, traffic, large_bytes):
     """Attention beside a hop: how much of the one passes beside the other."""
     _, _, _, tokens, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
     query = torch.randn(1, HEADS, tokens, 128, device=device).to(dtype)
-    piece = torch.zeros(LARGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
+    piece = torch.zeros(large_bytes // dtype.itemsize, dtype=dtype, device=device)
 
     def attend():
         return F.scaled_dot_product_attention(query, query, query)
