@@ -213,6 +213,8 @@ def kill_host(fault, folder, num_workers):
 
 def be_host(folder, layout, num_workers):
     """What kill_host starts: says when workers start and when they compute, and goes on until it is ended."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)   # a shell has its background jobs ignore it, and nohup the other
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     host = Host(folder, num_workers)
     print("starting", flush=True)
     assert host.client.group.alive

@@ -1,13 +1,20 @@
-"""Two machines, each a network namespace, with a link between them that is cut in the middle of a step, and comes back.
+"""Two machines, each a network namespace, and a link between them that delays, loses, stalls, is cut at bad moments, and comes back.
 
-    python -m tests.two_machines [--cuts N]
+    python -m tests.two_machines [--delay MS] [--jitter MS] [--loss PERCENT] [--seed N] [--steps N]
 
-Needs root, or a user who may make namespaces (unshare -Urn). The link loses and delays nothing of itself: not every kernel has netem.
-Prints how long starting, a step, noticing the cut and coming back took; every result is compared with one process's.
+Needs root, or a user who may make namespaces (unshare -Urn), and /dev/net/tun: the link is a process between two TUN devices.
+Prints how long starting, a step, noticing a cut and coming back took; every result is compared with one process's. Fails where a cut is
+no error after 10 s that says rank, device and phase, or where anything less than a cut is one.
 """
 
 import argparse
+import collections
+import fcntl
+import multiprocessing
 import os
+import random
+import select
+import struct
 import subprocess
 import sys
 import tempfile
@@ -18,22 +25,31 @@ from pathlib import Path
 from tests.conftest import ROOT, left_behind, still_there
 
 HOST, OTHER = "10.99.0.1", "10.99.0.2"
+NOTICED_S, STALL_S = 10.0, 3.0
+SET_INTERFACE, TUN_OF_BARE_PACKETS = 0x400454CA, 0x1001        # linux/if_tun.h: TUNSETIFF; IFF_TUN | IFF_NO_PI
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cuts", type=int, default=2)
+    parser.add_argument("--delay", type=float, default=0.0, metavar="MS", help="of every packet, one way")
+    parser.add_argument("--jitter", type=float, default=0.0, metavar="MS", help="of which a packet takes up to so much more")
+    parser.add_argument("--loss", type=float, default=0.0, metavar="PERCENT", help="of packets, drawn one by one")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not options.inside:                                     # in namespaces of our own, where we may change links
+    if not options.inside:                                     # in namespaces of our own, where we may make links
         prefix = ["unshare", "-n"] if os.getuid() == 0 else ["unshare", "-Urn"]
-        sys.exit(subprocess.run([*prefix, sys.executable, "-m", "tests.two_machines", "--inside", "--cuts", str(options.cuts)]).returncode)
+        sys.exit(subprocess.run([*prefix, sys.executable, "-m", "tests.two_machines", "--inside", *sys.argv[1:]]).returncode)
     before = set(left_behind())
     holder = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])          # it holds the other machine's namespace
     try:
-        connect(holder.pid)
-        with tempfile.TemporaryDirectory() as folder:
-            run(Path(folder), holder.pid, options.cuts)
+        link = Link(holder.pid, options)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                run(Path(folder), holder.pid, link, options.steps)
+        finally:
+            link.close()
     finally:
         holder.kill()
         holder.wait()
@@ -42,41 +58,78 @@ def main():
     sys.exit(bool(left))
 
 
-def connect(pid):
-    """Join this namespace and that of a process by a pair of interfaces."""
-    deadline_s = time.monotonic() + 10
-    while os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
-        assert time.monotonic() < deadline_s, "no namespace was made"
-        time.sleep(0.05)
-    ip("link add here type veth peer name there")
-    ip(f"link set there netns {pid}")
-    for where, name, address in (([], "here", HOST), (inside(pid), "there", OTHER)):
-        ip("link set lo up", where)
-        ip(f"addr add {address}/24 dev {name}", where)
-        ip(f"link set {name} up", where)
+class Link:
+    """Joins this namespace and that of a process, until it is cut: from then on every packet is lost, and nobody is told."""
+
+    def __init__(self, pid, options):
+        deadline_s = time.monotonic() + 10
+        while os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+            assert time.monotonic() < deadline_s, "no namespace was made"
+            time.sleep(0.05)
+        ends = [tun(name) for name in ("here", "there")]
+        ip(f"link set there netns {pid}")
+        for where, name, address in (([], "here", HOST), (inside(pid), "there", OTHER)):
+            ip("link set lo up", where)
+            ip(f"addr add {address}/24 dev {name}", where)
+            ip(f"link set {name} up", where)
+        fork = multiprocessing.get_context("fork")             # both ends are open files
+        self.is_cut = fork.Event()
+        self._carrier = fork.Process(target=carry, args=(ends, options, self.is_cut), daemon=True)
+        self._carrier.start()
+
+    def cut(self):
+        self.is_cut.set()
+        self.cut_s = time.monotonic()
+
+    def heal(self):
+        self.is_cut.clear()
+
+    def close(self):
+        self._carrier.kill()
+        self._carrier.join()
+
+
+def tun(name):
+    """A new network interface in this namespace, as the open file that its packets come from and go to."""
+    end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(end, SET_INTERFACE, struct.pack("16sH22x", name.encode(), TUN_OF_BARE_PACKETS))
+    return end
+
+
+def carry(ends, options, is_cut):
+    """Pass packets between two ends, for ever. None overtakes another, as on a cable."""
+    rng, under_way = random.Random(options.seed), {end: collections.deque() for end in ends}      # by where they go: (when, packet)
+    while True:
+        soonest_s = min((packets[0][0] for packets in under_way.values() if packets), default=None)
+        ready, _, _ = select.select(ends, [], [], None if soonest_s is None else max(0.0, soonest_s - time.monotonic()))
+        for end, other in (ends, ends[::-1]):
+            packets, now_s = under_way[other], time.monotonic()
+            if end in ready:
+                packet = os.read(end, 2 ** 16)
+                if 100 * rng.random() >= options.loss and not is_cut.is_set():
+                    due_s = now_s + (options.delay + rng.uniform(0, options.jitter)) / 1000
+                    packets.append((max(due_s, packets[-1][0]) if packets else due_s, packet))
+            while packets and packets[0][0] <= now_s:
+                os.write(other, packets.popleft()[1])
 
 
 def inside(pid):
     return ["nsenter", f"--net=/proc/{pid}/ns/net"]
 
 
-def cut(when_s):
-    when_s.append(time.monotonic())
-    ip("link set here down")
-
-
 def ip(words, prefix=()):
     subprocess.run([*prefix, "ip", *words.split()], check=True)
 
 
-def run(folder, pid, cuts):
-    from tests.host.conftest import call_of, layout
+def run(folder, pid, link, steps):
+    from tests.host.conftest import call_of, decode, decoded, layout
     from tests.models.zoo import example
     from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+    from xdit_backend.host import measurements
     from xdit_backend.host.client import Client
     from xdit_backend.machines.listener import Listener
-    from xdit_backend.protocol.errors import WorkerDiedError
-    from xdit_backend.protocol.messages import Stages
+    from xdit_backend.protocol.errors import WorkerDiedError, WorkerStartError
+    from xdit_backend.protocol.messages import LoadModel, Stages
     one = example("Flux.1")
     one.model.save_pretrained(folder / "there" / "transformer")
     header = read_header(folder / "there")
@@ -85,29 +138,79 @@ def run(folder, pid, cuts):
     command = [sys.executable, *listener.command("other-pc").split()[1:], "--models", str(folder)]
     joined = subprocess.Popen([*inside(pid), *command], cwd=ROOT)
     client = Client(("cpu", "other-pc/cpu"), listener)
-    wanted = one.run()
+    picture, wanted = one.run(), decoded()
 
     def predict():
         result, = client.predict(spec, layout(pipefusion=2), 4, [call_of(one)])
-        assert (result - wanted).abs().max() < 1e-5
+        assert (result - picture).abs().max() < 1e-5
+
+    def show():
+        assert (decode(client) - wanted).abs().max() < 1e-5
 
     def timed(what, act):
         started_s = time.monotonic()
         act()
         print(f"{what}: {time.monotonic() - started_s:.1f} s", flush=True)
+
+    def run_steps():
+        for _ in range(steps):
+            predict()
+
+    def measure():
+        links = measurements.measure(client, "float32", lambda device: ("CPU", 1e12)).links
+        print(f"a hop takes {1000 * links.latency('hop', 2):.1f} ms, and passes {links.rate('hop', 2) / 1e6:.1f} MB/s", flush=True)
+
+    def stall():
+        link.cut()
+        threading.Timer(STALL_S, link.heal).start()
+        run_steps()
+
+    def step():
+        threading.Timer(0.5, link.cut).start()
+        while True:
+            predict()
+
+    def start():
+        client.close()
+        client.on_phase = lambda phase: phase.text == "starting workers" and not link.is_cut.is_set() and link.cut()
+        try:
+            predict()
+        finally:
+            client.on_phase = lambda phase: None
+
+    def find():
+        client.drop(spec.name)
+        link.cut()
+        predict()
+
+    def load():
+        client.drop(spec.name)
+        client.group.find_file(spec.path, client.on_phase, client.check)
+        link.cut()
+        client.group.request(lambda request: LoadModel(request, spec))
+
+    def see():
+        link.cut()
+        show()
+    moments = {"the workers started": start, "computing a step": step, "looking for": find, "loading a model": load, "decoding": see}
     try:
         timed("join, start and load", predict)
-        timed("20 steps", lambda: [predict() for _ in range(20)])
-        for _ in range(cuts):
-            cut_s = []
-            threading.Timer(0.5, cut, (cut_s,)).start()
+        timed(f"{steps} steps", run_steps)
+        timed("a VAE, and a picture", show)
+        timed("measuring", measure)
+        timed(f"{steps} steps, and nothing passes for {STALL_S:.0f} s", stall)
+        for doing, act in moments.items():
             try:
-                while True:
-                    predict()
-            except WorkerDiedError as error:
-                print(f"cut, and noticed after {time.monotonic() - cut_s[0]:.1f} s: {str(error)[:300]}", flush=True)
-            ip("link set here up")
+                act()
+            except (WorkerDiedError, WorkerStartError) as error:
+                noticed_s = time.monotonic() - link.cut_s
+                print(f"cut while {doing}, and noticed after {noticed_s:.1f} s: {str(error)[:250]}", flush=True)
+                assert noticed_s < NOTICED_S and "rank 1 (other-pc/cpu)" in str(error) and f"while {doing}" in str(error)
+            else:
+                raise AssertionError(f"a cut while {doing} was no error")
+            link.heal()
             timed("link is back: join, start, load and a step", predict)
+            timed("a VAE, and a picture", show)
     finally:
         client.close()
         listener.close()

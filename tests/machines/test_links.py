@@ -5,16 +5,19 @@ import hashlib
 import socket
 import ssl
 import struct
+import subprocess
 import threading
 import time
 
 import pytest
 import torch
 
+from xdit_backend.host import logs
 from xdit_backend.machines import links, tensors
 from xdit_backend.machines.contents import Contents
 from xdit_backend.machines.links import HEADER, MACHINE, Hello, Key, Link, Piece, Ping, Refused, Tensor, Welcome, connect, read_key
 from xdit_backend.machines.listener import Listener, interface_of, read_address, unlike, versions
+from xdit_backend.machines.session import wait_for
 from xdit_backend.protocol import messages
 from xdit_backend.protocol.errors import ChannelClosedError, ConfigError, WorkerStartError, XDiTError
 from xdit_backend.protocol.segments import Segment, SegmentStore
@@ -135,6 +138,19 @@ def test_messages_arrive_as_they_were_sent(pair, message):
     assert host.receive() == (rank, message)
 
 
+def test_each_part_of_a_large_piece_has_its_own_time_to_pass(pair):
+    """A network that takes longer for a whole piece than silence may last is slow, and not gone."""
+    host, other = pair
+    content, sent, send = bytes(range(256)) * 4096, [], other.raw.sendall
+    other.raw.sendall = lambda part: (sent.append(len(part)), send(part))
+    thread = threading.Thread(target=other.send, args=(Piece("path", 0, len(content)),), kwargs={"content": content})
+    thread.start()
+
+    assert host.receive() == (MACHINE, Piece("path", 0, len(content))) and host.read(len(content)) == content
+    thread.join()
+    assert max(sent) <= links.SEND_BYTES
+
+
 def test_too_large_a_piece_is_no_message():
     with pytest.raises(ValueError):
         Piece("path", 0, links.PIECE_BYTES + 1)
@@ -167,6 +183,33 @@ def test_what_a_machine_lacks_is_refused_by_name(listener):
         _, answer = join(listener, versions=versions() | changed)
         assert isinstance(answer, Refused) and words in answer.reason
     assert unlike({}, {"torch": "2"}).startswith("torch is not there there and 2 here")
+
+
+def test_the_doctor_knows_of_machines_that_joined_were_refused_and_left(listener):
+    def told():
+        return [line for line in logs.machines() if line.startswith("fourth ")]
+
+    join(listener, name="fourth", versions=versions() | {"torch": "1.0"})
+    assert told() == [f"fourth refused: torch is 1.0 there and {versions()['torch']} here. Install the same on both machines."]
+    _, welcome = join(listener, name="fourth")
+    replies, _ = join(listener, name="fourth", purpose="replies", session=welcome.session)
+    wait_for(lambda: "fourth" in listener.joined() or None, time.monotonic() + 60, lambda: None)
+    session = listener.take("fourth")
+    assert told() == ["fourth in use: cpu a processor, 0.9 GiB"]
+    session.close("someone in /home/someone/secret switched it off")
+    assert told() == ["fourth not there: someone in .../secret switched it off"]
+
+
+def test_the_doctor_knows_of_no_machine_of_a_host_that_has_ended(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
+    logs.tell_machines(["other joined"])
+    own, = (tmp_path / "logs").iterdir()
+    assert logs.machines() == ["other joined"] and own.stat().st_mode & 0o077 == 0
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    own.rename(tmp_path / "logs" / logs.MACHINES.format(ended.pid))
+
+    assert logs.machines() == [] and not list((tmp_path / "logs").iterdir())
 
 
 def test_a_session_of_another_is_not_taken_over(listener):
@@ -273,12 +316,14 @@ def test_commands_name_all_their_segments():
     branch = messages.Branch(one, two, "c", three, {"a": two}, scores=one, parts={"sound": four})
     command = messages.Predict(1, "m", messages.Layout(), [branch])
 
-    assert {segment.path[-1] for segment in tensors.segments_of(command)} == set("1234")
-    assert tensors.results_of(command) == [three, one, four]
+    assert [(segment.path[-1], is_result) for segment, is_result in tensors.segments_of(command)] == [
+        ("1", False), ("2", False), ("3", True), ("2", False), ("1", True), ("4", True)]
     moved = tensors.replaced(command, lambda segment: Segment("here" + segment.path, segment.dtype, segment.shape))
-    assert all(segment.path.startswith("here") for segment in tensors.segments_of(moved))
+    assert all(segment.path.startswith("here") for segment, _ in tensors.segments_of(moved))
     assert moved.branches[0].conditioning == "c" and tensors.replaced(command, lambda segment: segment) is command
-    assert tensors.results_of(messages.Decode(1, "v", one, two)) == tensors.results_of(messages.Encode(1, "v", one, two)) == [two]
+    for asked in (messages.Decode(1, "v", one, two), messages.Encode(1, "v", one, two)):
+        opened = tensors.opened(asked, (2, 3))
+        assert opened == tensors.Open({2, 3}, {one.path: one, two.path: two}, [two.path])
 
 
 # --- files ---

@@ -33,7 +33,7 @@ def add_arguments(parser):
 
 def main(options):
     sections = {"Versions": versions(), "Machine": machine(), "Devices": devices(), "Links": links(), "Environment": environment(),
-                "Last errors": logs.last_errors()}
+                "Other machines": logs.machines(), "Last errors": logs.last_errors()}
     if not options.no_workers:
         names = resolve_devices(options.devices, num_cuda_devices())
         sections["Workers"] = workers(names)

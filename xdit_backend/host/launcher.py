@@ -177,14 +177,20 @@ class WorkerGroup:
         return self._process is not None and self._process.poll() is None and is_whole
 
     def find_file(self, path, on_phase, check):
-        """See that every other machine has the model file of this path, by its content. Raises CheckpointError where one has not."""
+        """See that every other machine has the model file of this path, by its content.
+
+        Raises CheckpointError where one has not, WorkerDiedError where one is lost.
+        """
         if not self._sessions:
             return
         def told(whose):
             return lambda done, total: (check(), on_phase(Phase(0, f"comparing model files{whose}", done, total, True)))
         content = self._machines.contents.of(path, told(""))
         for name, session in self._sessions.items():
-            session.find(path, content, check, told(f" on {name}"))
+            try:
+                session.find(path, content, check, told(f" on {name}"))
+            except ChannelClosedError:
+                self._lost(self._rank_of(name), f" while looking for {os.path.basename(path)}")
 
     def ask_if_idle(self, make_command):
         """As `request`, where nothing else is under way; else None."""
@@ -270,8 +276,11 @@ class WorkerGroup:
                     self._channels[rank].send(Abandon(request))
 
     @_alone
-    def close(self):
-        """End the workers and remove every file of the group. May be called twice, and from atexit."""
+    def close(self, is_broken=False):
+        """End the workers and remove every file of the group. May be called twice, and from atexit.
+
+        is_broken: some wait for what will never come, so that they are ended at once.
+        """
         atexit.unregister(self._close_at_exit)
         for channel in self._channels.values():
             try:
@@ -279,7 +288,8 @@ class WorkerGroup:
             except ChannelClosedError:
                 pass
         if self._process is not None:
-            end_torchrun(self._process, self._workers.values(), patience_s=3 if len(self._channels) == len(self.devices) else 0)
+            patience_s = 3 if len(self._channels) == len(self.devices) else 0
+            end_torchrun(self._process, self._workers.values(), None if is_broken else patience_s)
             self._process.stdin.close()
         for channel in self._channels.values():
             channel.close()
@@ -335,8 +345,11 @@ class WorkerGroup:
             check()
             for name, session in self._sessions.items():
                 if not session.is_open:
-                    lines = self._last_lines(self._rank_of(name))
-                    raise WorkerStartError(f"{name} was lost while the workers started: {session.ended}\n{lines}".rstrip())
+                    rank = self._rank_of(name)
+                    error = WorkerStartError(f"Worker rank {rank} ({self.devices[rank]}): {name} was lost while the workers started: "
+                                             f"{session.ended}\n{self._last_lines(rank)}".rstrip())
+                    self.close(is_broken=True)                 # those here wait for it
+                    raise error
             if time.monotonic() > deadline_s:
                 raise WorkerStartError(f"Only {len(self._channels)} of {len(self.devices)} workers were ready after {START_TIMEOUT_S} s. "
                                        f"{HELP} {self._where()}Their last lines:\n{self._last_lines()}")
@@ -484,13 +497,14 @@ class WorkerGroup:
                 if waiting.claimed:
                     del self._open[request]
 
-    def _lost(self, rank):
-        """A worker's connection is gone: end the group and say what is known."""
+    def _lost(self, rank, doing=""):
+        """A worker's connection is gone: end the group and say what is known. doing: beside what it owes an answer to."""
         session = self._sessions.get(machine_of(self.devices[rank]))
         if session is not None:
             name, ended = session.name, session.ended or "it closed the connection"
             ranks = ", ".join(str(other) for other, device in enumerate(self.devices) if machine_of(device) == name)
-            self._give_up(self._rank_of(name), f"was lost with its machine, {name} (all of rank {ranks}){self._doing(rank) or ''}: "
+            doing = doing or self._doing(rank) or ""
+            self._give_up(self._rank_of(name), f"was lost with its machine, {name} (all of rank {ranks}){doing}: "
                                                f"{ended.rstrip('. ')}. {name} joins again by itself when it can")
         process, worker = self._process, self._workers.get(rank)
         for _ in range(20):                                    # torchrun notices within a tenth of a second
@@ -506,7 +520,7 @@ class WorkerGroup:
     def _give_up(self, rank, what):
         """End the group for what became of a rank."""
         lines = self._last_lines(rank)
-        self.close()
+        self.close(is_broken=True)
         error = WorkerDiedError(f"Worker rank {rank} ({self.devices[rank]}) {what}. Queue the prompt again to start a new group. {HELP} "
                                 f"{self._where()}Its last lines:\n{lines or '(none)'}")
         logs.note(self._log_folder, error)
@@ -615,8 +629,11 @@ def _environment(devices, num_own=0, interface=""):
 
 
 def end_torchrun(process, workers, patience_s):
-    """Wait for torchrun and its workers to end, then make them: first the workers, which torchrun still waits for."""
-    for kill in (None, signal.SIGTERM, signal.SIGKILL):
+    """Wait for torchrun and its workers to end, then make them: first the workers, which torchrun still waits for.
+
+    patience_s: None: make them at once, with no time to end in good order.
+    """
+    for kill in (None, signal.SIGTERM, signal.SIGKILL)[0 if patience_s is not None else 2:]:
         with suppress(subprocess.TimeoutExpired, ProcessLookupError):
             if kill is not None:
                 _kill(children(process.pid))                  # one that hangs or is stopped takes no other signal

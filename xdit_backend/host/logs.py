@@ -1,6 +1,7 @@
 """What workers print, and how their groups failed: a private folder for each group, of which the last few stay. Used by the launcher.
 
 In a folder are torchrun.log, rank-N.log and errors.log. A file is bounded in size (worker/output.py), and so is the number of folders.
+Beside them is what each ComfyUI that runs has to say of other machines.
 """
 
 import getpass
@@ -15,6 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 try:
     import fcntl
 except ImportError:                                            # Windows, where no worker group is started
@@ -27,6 +30,7 @@ MOST_BYTES = 2 ** 20                       # of errors.log
 TORCHRUN, ERRORS = "torchrun.log", "errors.log"
 NAME = re.compile(r"\d{8}-\d{6}-xdit-\d+-[0-9a-f]+")
 NUM_TOLD, MOST_LINES = 5, 20               # errors that the doctor tells, and lines of each
+MACHINES = "machines-{}.txt"               # of a process, by its number
 PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@=-]+)+/([\w.+@=-]*)")
 
 
@@ -39,11 +43,7 @@ def place():
 def make(name, otherwise):
     """Make the folder for the group of this name; `otherwise`, which ends with the group, where the place for it is not ours alone."""
     try:
-        place().mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = place().lstat()
-        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
-            raise PermissionError(f"{place()} is a link, another user's, or others can write there")
-        folder = place() / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}"
+        folder = _own_place() / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}"
         folder.mkdir(mode=0o700)
     except OSError as error:
         log.warning("the workers' output is not kept: %s", error)
@@ -51,6 +51,31 @@ def make(name, otherwise):
         return otherwise
     _forget_old()
     return folder
+
+
+def tell_machines(lines):
+    """Have the doctor know this of other machines, for as long as this process runs; no lines: there is nothing more to say."""
+    try:
+        told = _own_place() / MACHINES.format(os.getpid())
+        told.unlink(missing_ok=True)
+        if lines:
+            with open(told, "x", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.write("\n".join(lines))
+    except OSError as error:
+        log.warning("the doctor will not know of other machines: %s", error)
+
+
+def machines():
+    """Lines that tell of the other machines of each process that runs, with nothing private."""
+    lines = []
+    for path in sorted(place().glob(MACHINES.format("*"))):
+        pid = path.stem.partition("-")[2]
+        with suppress(OSError):                                # it ends at this moment
+            if pid.isdigit() and psutil.pid_exists(int(pid)):
+                lines += without_private(path.read_text(encoding="utf-8", errors="replace")).splitlines()
+            else:
+                path.unlink()
+    return lines
 
 
 def start(folder):
@@ -89,6 +114,15 @@ def without_private(text):
         names.add(getpass.getuser())
     text = PATH.sub(r".../\1", text)
     return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", "...", text)
+
+
+def _own_place():
+    """place(), made where it is not there. Raises OSError where it is not ours alone."""
+    place().mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = place().lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise PermissionError(f"{place()} is a link, another user's, or others can write there")
+    return place()
 
 
 def _folders():

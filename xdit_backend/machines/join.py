@@ -316,9 +316,7 @@ class Workers:
             return
         with self._lock:
             if command.request not in self._open:
-                results = {segment.path for segment in tensors.results_of(command)}
-                paths = {segment.path for segment in tensors.segments_of(command)}
-                self._open[command.request] = Open(set(self._ranks), paths, results)
+                self._open[command.request] = tensors.opened(command, self._ranks, self._twin)
             here = tensors.replaced(command, self._twin)
         self._channels[rank].send(here)
 
@@ -393,7 +391,7 @@ class Workers:
         replies = self._session.replies
         with self._lock:
             waiting = self._open.get(message.request)
-            results = [] if waiting is None else [(path, self._twins[path]) for path in sorted(waiting.results)]
+            results = [] if waiting is None else [(path, waiting.segments[path]) for path in waiting.results]
         if isinstance(message, messages.Done):
             message = self._session.of_host(message)
             for path, twin in results:
@@ -403,7 +401,7 @@ class Workers:
             if waiting is not None:
                 waiting.unanswered.discard(rank)
                 if not waiting.unanswered:
-                    for path in waiting.paths:
+                    for path in waiting.segments:
                         self.segments.remove(self._twins.pop(path))
                     del self._open[message.request]
 
@@ -415,12 +413,3 @@ class Workers:
             except OSError:
                 return
             threading.Thread(target=self._session.carry_store, args=(accepted,), daemon=True).start()
-
-
-@dataclasses.dataclass
-class Open:
-    """A command that ranks here have not answered."""
-
-    unanswered: set
-    paths: set                     # of all its segments, on the host
-    results: set                   # of those that workers write

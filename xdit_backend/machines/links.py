@@ -33,8 +33,10 @@ from ..protocol.strict import STRICT, Degree, Natural, Printable, Rank
 
 PORT = 29431                               # where the host listens, unless it is told another
 PIECE_BYTES = 2 ** 20                      # of a tensor that travels at a time; between two, other messages pass
-HANDSHAKE_S, SILENCE_S = 10.0, 10.0
-PINGS = 5                                  # in the time after which silence counts as the end
+SEND_BYTES = 2 ** 16                       # that have to be on their way within the time of silence: a slow link is no lost one
+# Where nothing passes for 3 s, TCP tries again 3.0 or 6.2 s after it began: sooner than the second, a short fault would be the end.
+HANDSHAKE_S, SILENCE_S = 10.0, 8.0
+PINGS = 16                                 # in the time after which silence counts as the end
 HEADER = struct.Struct("!iI")              # the rank that a message is for, or comes from, or MACHINE; its bytes
 MACHINE = -1
 SECRET_BYTES, FINGERPRINT_BYTES = 16, 32
@@ -247,9 +249,9 @@ class Link:
             raise XDiTError(f"A {type(message).__name__} of {len(raw)} bytes is more than a connection takes ({MAX_BYTES}).")
         try:
             with self._sending:
-                self.raw.sendall(HEADER.pack(rank, len(raw)) + raw)
-                if content:
-                    self.raw.sendall(content)
+                for part in (HEADER.pack(rank, len(raw)) + raw, content):
+                    for start in range(0, len(part), SEND_BYTES):              # the time-out is of each
+                        self.raw.sendall(part[start:start + SEND_BYTES])
         except (OSError, ValueError) as error:                 # ValueError: it was closed meanwhile
             raise ChannelClosedError(_words(error)) from error
 

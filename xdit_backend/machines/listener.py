@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from ..host.doctor import package_versions
+from ..host import logs
+from ..host.doctor import gigabytes, package_versions
 from ..protocol.devices import MACHINE_NAME
 from ..protocol.errors import ChannelClosedError, ConfigError, WorkerStartError
 from .contents import Contents
@@ -48,6 +49,7 @@ class Listener:
                               f"in Settings > xDiT, with another port, such as {self.address}:{PORT + 1}, if this one is taken.") from error
         self.port = self._server.getsockname()[1]
         self._sessions, self._lock, self._num_greeted = [], threading.Lock(), 0
+        self._absent = {}                                      # name of a machine -> why it was not let in, or is not there any more
         self._is_over = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
         log.info("other machines can join at %s:%d", self.address, self.port)
@@ -84,6 +86,20 @@ class Listener:
         self._server.close()
         for session in list(self._sessions):
             session.close("ComfyUI has ended")
+        self._tell()
+
+    def _tell(self):
+        """Have the doctor know which machines there are."""
+        with self._lock:
+            self._absent |= {session.name: f"not there: {session.ended}" for session in self._sessions if session.ended}
+            told = dict(self._absent)
+            for session in self._sessions:
+                if session.is_open:                            # a machine in use waits beside it for another group
+                    cards = "; ".join(f"{device} {card}, {gigabytes(num_bytes)}" for device, (card, num_bytes) in session.cards.items())
+                    is_used = session.store_port is not None or told.get(session.name, "").startswith("in use")
+                    told[session.name] = f"{'in use' if is_used else 'joined'}: {cards}"
+                    self._absent.pop(session.name, None)
+            logs.tell_machines([] if self._is_over.is_set() else [f"{name} {words}" for name, words in sorted(told.items())])
 
     def _wait(self, name, on_phase, check, takes):
         def found():
@@ -107,6 +123,7 @@ class Listener:
                 f"them, the same versions of {' and '.join(COMPARED)}, and the model files, but not ComfyUI), run:\n{self.command(name)}\n"
                 f"When it says that it has joined, queue the prompt again. If it cannot connect, let port {self.port} through this "
                 f"machine's firewall. Or leave {name} out of devices in xDiT Parallel Config.")
+        self._tell()
         return session
 
     # --- who comes ---
@@ -156,10 +173,12 @@ class Listener:
         if hello.purpose == "machine":
             reason = unlike(hello.versions, versions())
             if reason:
+                self._absent[hello.name] = f"refused: {reason}"
+                self._tell()
                 link.send(Refused(reason))
                 link.close()
                 return
-            session = Session(hello.name, secrets.token_hex(16), hello.cards, link)
+            session = Session(hello.name, secrets.token_hex(16), hello.cards, link, self._tell)
             link.send(Welcome(session.token, time.perf_counter()))
             with self._lock:
                 self._sessions.append(session)
@@ -173,6 +192,7 @@ class Listener:
         link.send(Welcome(session.token, time.perf_counter()))
         if hello.purpose == "replies":
             session.answer_over(link)
+            self._tell()
             log.info("%s has joined", session.name)
         else:
             session.carry_store(link)

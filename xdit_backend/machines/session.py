@@ -1,8 +1,6 @@
 """The host's end of one machine that has joined: from its joining until its workers end. Made by the listener, used by the launcher."""
 
-import dataclasses
 import logging
-import os
 import queue
 import socket
 import threading
@@ -10,7 +8,7 @@ import time
 
 from ..protocol.channel import pair
 from ..protocol.devices import machine_of
-from ..protocol.errors import ChannelClosedError, CheckpointError, WorkerDiedError, XDiTError
+from ..protocol.errors import ChannelClosedError, CheckpointError, XDiTError
 from ..protocol.messages import Abandon, Done, Failed, Stop
 from . import tensors
 from .links import MACHINE, Ended, Find, Found, Link, Missing, Piece, Ping, Searching, Start, Tensor, exchange, ping, silence_s
@@ -20,26 +18,19 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 
 
-@dataclasses.dataclass
-class Open:
-    """A request that ranks of the other machine have not answered yet."""
-
-    unanswered: set
-    results: dict                  # path on the host's machine -> the Segment here
-
-
 class Session:
     """One machine, which takes commands over one link and answers over another.
 
-    name: by which a person calls it. cards: {device: (what it is, bytes of memory)}. store_port: of torch's store on the host, once the
-    session has started.
+    name: by which a person calls it. cards: {device: (what it is, bytes of memory)}. on_end(): called when it has ended. store_port: of
+    torch's store on the host, once the session has started.
     """
 
-    def __init__(self, name, token, cards, commands):
+    def __init__(self, name, token, cards, commands, on_end=lambda: None):
         self.name, self.token, self.cards = name, token, cards
         self.store_port: int | None = None
         self.address = commands.raw.getsockname()[0]           # of the host, as that machine reaches it
         self.ended = ""                                        # why, in words, once it has
+        self._on_end = on_end
         self._commands: Link = commands
         self._replies: Link | None = None
         self._is_over = threading.Event()
@@ -78,7 +69,10 @@ class Session:
         exchange(link, socket.create_connection(("127.0.0.1", self.store_port)))
 
     def find(self, path, content, check, on_read):
-        """See that it has the model file of this path here, by its content. Raises CheckpointError where it does not, with what to do."""
+        """See that it has the model file of this path here, by its content.
+
+        Raises CheckpointError where it does not, with what to do; ChannelClosedError when it is lost.
+        """
         self._commands.send(Find(path, content))
         while True:
             check()
@@ -86,7 +80,7 @@ class Session:
                 told = self._told.get(timeout=POLL_S)
             except queue.Empty:
                 if not self.is_open:
-                    raise WorkerDiedError(f"{self.name} was lost while it looked for {os.path.basename(path)}: {self.ended}") from None
+                    raise ChannelClosedError(self.ended) from None
                 continue
             if isinstance(told, Searching):
                 on_read(told.done, told.total)
@@ -102,7 +96,9 @@ class Session:
     def close(self, why="the group was ended"):
         """End the connection, upon which the other machine ends its workers and joins anew. May be called twice."""
         self.ended = self.ended or why
-        self._is_over.set()
+        if not self._is_over.is_set():
+            self._is_over.set()
+            self._on_end()
         for link in (self._commands, self._replies, *self._stores):
             if link is not None:
                 link.close()
@@ -127,10 +123,9 @@ class Session:
 
     def _fill(self, command):
         """Send the tensors that a command reads, before it."""
-        results = {segment.path: segment for segment in tensors.results_of(command)}
-        self._open[command.request] = Open(set(self._inner), results)
-        for path, segment in {segment.path: segment for segment in tensors.segments_of(command)}.items():
-            if path not in results:
+        opened = self._open[command.request] = tensors.opened(command, self._inner)
+        for path, segment in opened.segments.items():
+            if path not in opened.results:
                 self._commands.send(Tensor(segment))
                 tensors.send(self._commands, path, segment)
 
@@ -156,7 +151,7 @@ class Session:
     def _heed(self, message):
         if isinstance(message, Piece):
             with self._lock:
-                segment = next((each.results[message.path] for each in self._open.values() if message.path in each.results), None)
+                segment = next((each.segments[message.path] for each in self._open.values() if message.path in each.results), None)
             if segment is None:
                 raise XDiTError(f"a piece of {message.path} came, which is no result")
             tensors.receive(self._replies, message, segment)

@@ -9,28 +9,36 @@ import dataclasses
 import torch
 
 from ..protocol.errors import XDiTError
-from ..protocol.messages import Decode, Encode, Predict
 from ..protocol.segments import Segment, map_segment
 from .links import PIECE_BYTES, Piece
 
 
-def segments_of(command):
-    """All segments of a command."""
-    found = []
+@dataclasses.dataclass
+class Open:
+    """A command that some ranks of a machine have not answered."""
 
-    def note(segment):
-        found.append(segment)
-        return segment
-    replaced(command, note)
-    return found
+    unanswered: set
+    segments: dict                 # path on the host -> the Segment here, of all its tensors
+    results: list                  # paths of those that the workers write
 
 
-def results_of(command):
-    """Those that the workers write."""
-    if isinstance(command, Predict):
-        return [segment for branch in command.branches for segment in (branch.prediction, branch.scores, *branch.parts.values())
-                if segment is not None]
-    return [command.picture] if isinstance(command, Decode) else [command.latent] if isinstance(command, Encode) else []
+def opened(command, ranks, here=lambda segment: segment):
+    """The Open of a command for these ranks. here(segment): the one that stands for the host's on this machine."""
+    every = list(segments_of(command))
+    return Open(set(ranks), {segment.path: here(segment) for segment, _ in every},
+                sorted({segment.path for segment, is_result in every if is_result}))
+
+
+def segments_of(value, is_result=False):
+    """(Segment, do the workers write it?) of each in a message."""
+    if isinstance(value, Segment):
+        yield value, is_result
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from segments_of(getattr(value, field.name), is_result or "is_result" in field.metadata)
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from segments_of(each, is_result)
 
 
 def replaced(value, function):
