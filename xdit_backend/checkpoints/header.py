@@ -21,9 +21,10 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 # models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
 NOT_RUN = {".audio_patch_proj.": "MiniMax H3", ".txtfusion.": "Krea 2",
            ".genre_embedder.": "ACE-Step", ".embed_image_indicator.": "Ideogram 4", ".clf.1.": "Stable Cascade",
-           ".rotary_pos_emb.inv_freq": "Stable Audio", ".mlp.linear_fc2.": "ERNIE-Image"}
-NOT_IN_DIFFUSERS = {".ref_image_refiner.": "OmniGen 2", ".t_embedder1.": "HiDream-O1", ".latent_in.": "Hunyuan3D",
-                    ".double_stream_layers.": "Boogu-Image", ".mlp.all.proj_in_gate.": "SeedVR2", ".core.pixel_embedder.": "PixelDiT"}
+           ".rotary_pos_emb.inv_freq": "Stable Audio", ".adaLN_mlp_ln.": "ERNIE-Image", ".img_mod.modulate_table": "JoyImage"}
+NOT_IN_DIFFUSERS = {".double_stream_layers.": "Boogu-Image", ".ref_image_refiner.": "OmniGen 2", ".t_embedder1.": "HiDream-O1",
+                    ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D", ".context_repo_layers.": "TripoSplat",
+                    ".mlp.all.proj_in_gate.": "SeedVR2", ".pixel_embedder.": "PixelDiT", ".attn.img_qkv.": "Lens"}
 # parts of tensors' names -> what such files are. Some have their model's own names beside these
 BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."), "a ControlNet: load it with Load ControlNet Model"),)
 # looked through in this order, for files that are no model of a family
@@ -31,6 +32,7 @@ OTHERS = (
     ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
     *(((mark,), f"a {name} model, which xDiT does not run") for mark, name in NOT_RUN.items()),
     *(((mark,), f"a model of {name}, for which diffusers has no transformer") for mark, name in NOT_IN_DIFFUSERS.items()),
+    ((".backbone.stem.", ".detector.backbone.", ".refinenet1."), "a model that finds things in pictures, and draws none"),
     (("down_blocks.0.attentions.", "down_blocks.1.attentions."), "a U-Net under diffusers' names, which xDiT does not read"),
     (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
     (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", ".embed_tokens.",

@@ -52,7 +52,7 @@ FLUX = Family(
     cfg="at cfg above 1",
     recognise=lambda shapes: has(NORM, "single_blocks.0.linear1.weight",
                                  "double_blocks.0.img_mod.lin.weight")(shapes) and len(shapes.get("img_in.weight", ())) == 2,
-    refusals=(because("it has no pooled text input (a Flux variant such as Chroma)", lambda shapes: not has("vector_in.")(shapes)),),
+    refusals=(because("it has no pooled text input (a Flux variant such as LongCat-Image)", lambda shapes: not has("vector_in.")(shapes)),),
     config=config_of(
         patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
         num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=_head_size,

@@ -6,6 +6,7 @@ from .unet import tiny, unet
 SD2 = unet(
     name="SD 2", title="SD 2.0, 2.1", context_widths=(1024,), labelled=False, num_heads=lambda width: width // 64,
     refusals=(because("it enlarges pictures (the x4 upscaler)", has("label_emb.weight")),
+              because("it finds depths in pictures (Lotus)", lambda shapes: shapes.get("label_emb.0.0.weight", (0, 0))[1] == 4),
               because("it takes pictures as prompts (unCLIP)", has("label_emb."))),
     values=("output_blocks.11.1.transformer_blocks.0.norm1.bias",),            # by which ComfyUI tells velocity from noise
     tiny=tiny(
