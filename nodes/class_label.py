@@ -8,9 +8,10 @@ import torch
 
 from comfy_api.latest import io
 
-from ..xdit_backend.protocol.errors import ConfigError
+from ..xdit_backend.protocol.errors import CheckpointError, ConfigError
 
-NUM_NAMED = 5                              # names that a message gives
+NUM_NAMED, MOST_SHOWN = 5, 60              # names that a message gives, and of a label, characters
+MOST_DIGITS = 18                           # of a number; more are no class
 
 
 class XDiTClassLabel(io.ComfyNode):
@@ -48,12 +49,14 @@ def class_of(label, num_classes, names):
     label = label.strip()
     if not label:
         return None
-    numbers = {int(label)} if label.removeprefix("-").isdecimal() else names.get(label.lower(), set())
+    is_number = label.removeprefix("-").isdecimal() and len(label) <= MOST_DIGITS
+    numbers = {int(label)} if is_number else names.get(label.lower(), set())
     if len(numbers) == 1 and numbers <= set(range(num_classes)):
         return numbers.pop()
     if len(numbers) > 1:
         same = " and ".join(map(str, sorted(numbers)))
         raise ConfigError(f"label: {label} is the name of the classes {same}. Give one of these numbers.")
+    label = label[:MOST_SHOWN]
     near = difflib.get_close_matches(label.lower(), names, NUM_NAMED)
     words = f", or a name such as {', '.join(near or sorted(names)[:NUM_NAMED])}" if names else "; the model's folder has no names of them"
     raise ConfigError(f"label: {label} is no class of this model. It takes numbers from 0 to {num_classes - 1}{words}.")
@@ -63,9 +66,13 @@ def _names(folder):
     """What a folder's model_index.json calls classes; a class may have several names, separated by commas."""
     path, names = os.path.join(folder, "model_index.json"), {}
     if os.path.isfile(path):
-        with open(path, encoding="utf-8") as file:
-            said = json.load(file).get("id2label") or {}
-        for number, of_class in said.items():
-            for name in of_class.split(","):
-                names.setdefault(name.strip().lower(), set()).add(int(number))
+        try:
+            with open(path, encoding="utf-8") as file:
+                said = json.load(file).get("id2label") or {}
+            for number, of_class in said.items():
+                for name in of_class.split(","):
+                    names.setdefault(name.strip().lower(), set()).add(int(number))
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} does not say what classes are called ({error}). Download it again, or remove it and give "
+                                  f"numbers.") from error
     return names

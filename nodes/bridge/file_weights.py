@@ -61,8 +61,8 @@ def prepare_text(base_model, header, prefixes, context, **options):
     """
     net, patcher = base_model.diffusion_model, base_model.current_patcher
     weights = read_plain(header, read_file(header, lambda name: name.startswith(prefixes)))
-    weights = {name: patcher.patched_weight(f"diffusion_model.{name}", weight).to(context)
-               for name, weight in weights.items() if name.startswith(prefixes)}
+    weights = patcher.patched_weights({name: weight for name, weight in weights.items() if name.startswith(prefixes)}, header.quantised)
+    weights = {name: weight.to(context) for name, weight in weights.items()}
     try:
         return torch.func.functional_call(_Preparing(net), {f"net.{name}": weight for name, weight in weights.items()}, (context,), options)
     except UnsupportedError as error:                          # a weight that is not here was asked for more than its shape

@@ -40,7 +40,7 @@ def check_conditioning(setup, conditioning, x):
                               f"{needed}. It was made by another text encoder: use {maker}.")
 
 
-def check_finite(tensor, what, remedy):
-    """Refuse a tensor with NaN or infinite numbers, of which no picture can come. what: it is. Raises ConfigError."""
-    if not tensor.isfinite().all():
+def check_finite(tensors, what, remedy):
+    """Refuse tensors with NaN or infinite numbers, of which no picture can come. what: they are. Raises ConfigError."""
+    if not all(tensor.isfinite().all() for tensor in tensors):
         raise ConfigError(f"{what} has numbers that are not finite (NaN or infinite), and no picture can come of it. {remedy}")

@@ -11,10 +11,17 @@ from comfy.supported_models_base import BASE
 from ...xdit_backend.checkpoints.transformer import build
 
 
-class OwnModel(comfy.model_base.BaseModel):
+class OwnModel(comfy.model_base.HiDream):
+    """A BaseModel, and a HiDream in name alone: ComfyUI's LoRA loader then takes what diffusers calls the tensors ("transformer."...)."""
+
+    encode_adm = comfy.model_base.BaseModel.encode_adm
+
+    def __init__(self, *arguments):
+        comfy.model_base.BaseModel.__init__(self, *arguments)
+
     def extra_conds(self, **given):
         """As a BaseModel's, and which of a text's tokens are real, where its text encoder says so and the family asks."""
-        made, mask = super().extra_conds(**given), given.get("attention_mask")
+        made, mask = comfy.model_base.BaseModel.extra_conds(self, **given), given.get("attention_mask")
         if mask is not None and "attention_mask" in self.remote.family.conditioning:
             made["attention_mask"] = comfy.conds.CONDRegular(mask)
         return made

@@ -1,12 +1,14 @@
 """ComfyUI's ModelPatcher of a shell: what its patching nodes ask goes to the worker group, or is refused."""
 
+import torch
+
 import comfy.utils
 
 from ...xdit_backend.protocol.errors import UnsupportedError
 from .carried import refuse_patcher
 from .file_weights import read_weights
 from .placement import RemotePatcher
-from .weight_patches import PREFIX, changes_of, effective_patches, patched
+from .weight_patches import PREFIX, changes_of, effective_patches, file_of, patched
 
 
 class ShellPatcher(RemotePatcher):
@@ -59,15 +61,26 @@ class ShellPatcher(RemotePatcher):
                 for name, tensor in self.model_state_dict(filter_prefix).items()}
 
     def patch_weight_to_device(self, key, device_to=None, inplace_update=False, return_weight=False, force_cast=False):
-        return self.patched_weight(key, self.model_state_dict()[key]).to(device_to or "cpu")
+        return self._patched(key, self.model_state_dict()[key], self.patches).to(device_to or "cpu")
 
-    def patched_weight(self, key, weight):
-        """A weight of the file with what nodes have patched it with."""
-        return self._patched(key, weight, self.patches)
+    def weight(self, name):
+        """One weight of the diffusion model, for who asks a WorkerParameter; of a quantised file too."""
+        header, found, weight_of = file_of(self)
+        quantised = {name} if any(source in header.quantised for source, _ in found[name]) else ()
+        return self.patched_weights({name: weight_of(name)}, quantised)[name]
 
-    def _patched(self, key, weight, patches):
-        dtype = comfy.utils.get_attr(self.model, key).dtype
-        return patched(key, patches[key], weight, dtype, self.load_device) if key in patches else weight
+    def patched_weights(self, weights, quantised):
+        """Weights of the diffusion model with what nodes have patched them with, in the types that they are held in.
+
+        weights: {name: tensor of the file}. quantised: names of those that are quantised there: they are as computed with.
+        """
+        patches, computed = effective_patches(self), getattr(torch, self.remote.spec.compute_dtype)
+        return {name: self._patched(PREFIX + name, weight, patches, computed if name in quantised else None)
+                for name, weight in weights.items()}
+
+    def _patched(self, key, weight, patches, dtype=None):
+        dtype = dtype or comfy.utils.get_attr(self.model, key).dtype
+        return patched(key, patches[key], weight, dtype, self.load_device) if key in patches else weight.to(dtype)
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
         self._check_fits(patches)

@@ -139,7 +139,7 @@ class RemoteModel:
         check_latent(self.setup, x, self._taken_channels)
         begins = self._looked_at == {sigma}                    # whatever is not finite is so from a run's first noise level on
         if begins:
-            check_finite(x, "The latent", "Look at what made it: another sampler, or an encode in half precision.")
+            check_finite((x, *beside.values()), "The latent", "Look at what made it: another sampler, or an encode in half precision.")
         asked = self.family, self.setup.transformer_config, transformer_options
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
@@ -150,7 +150,7 @@ class RemoteModel:
         prediction = branches.ask(branches.Question(self, call, schedule, sigmas, num_branches, transformer_options.get(WHOLE),
                                                     transformer_options.get(DRAINED)))
         if begins:
-            check_finite(prediction, f"What {self.family.name} predicts at the first step",
+            check_finite((prediction, *parts.values()), f"What {self.family.name} predicts at the first step",
                          f"Its weights, a LoRA or the conditioning have such numbers, or {self.spec.compute_dtype} is too small for it: "
                          f"try another weight_dtype in Load xDiT Model, without LoRA.")
         prediction = prediction.to(x.device)

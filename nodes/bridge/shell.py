@@ -98,7 +98,7 @@ def load_shell(path, weight_dtype, config):
     spec = spec_of(stages, tensor_degree)
     weight_bytes = held_bytes(model, family, spec, splits)
     module, itself = base_model.diffusion_model, weakref.proxy(base_model)     # no circle: it ends with its MODEL
-    hold_elsewhere(module, lambda name: itself.current_patcher.patch_weight_to_device(f"diffusion_model.{name}"))
+    hold_elsewhere(module, lambda name: itself.current_patcher.weight(name))
     if hasattr(module, "preprocess_text_embeds"):
         module.preprocess_text_embeds = functools.partial(prepare_text, itself, header, family.prepares)
     modules = {}

@@ -38,13 +38,8 @@ def changes_of(patcher, hooked={}):
     """
     if not patcher.patches and not hooked:
         return {}
-    path, device = patcher.remote.spec.path, patcher.load_device
-    header, found = read_header(path), places(path, patcher.model)
-    every = functools.cache(lambda: read_weights(path, patcher.model))
-    weight_of = functools.partial(read_weight, header, found, patcher.model) if header.is_packed else lambda name: every()[name]
-    if patcher.remote.spec.quantisation:
-        weight_of = _as_held(weight_of, header, found, patcher.remote, device)
-    changes = {}
+    header, found, weight_of = file_of(patcher)
+    device, changes = patcher.load_device, {}
     lasting = effective_patches(patcher)
     for key in lasting | hooked:                               # hooks reach buffers too, and parameters beside submodules
         patches, more = lasting.get(key, ()), hooked.get(key, ())
@@ -64,6 +59,17 @@ def changes_of(patcher, hooked={}):
                 make = functools.partial(_sent, whole, rows)
             changes[name] = Change(of, held.numel() * held.dtype.itemsize, make)
     return changes
+
+
+def file_of(patcher):
+    """(Header, places, a function name of a weight -> that as the workers have it, in plain numbers) of a ShellPatcher's file."""
+    path = patcher.remote.spec.path
+    header, found = read_header(path), places(path, patcher.model)
+    every = functools.cache(lambda: read_weights(path, patcher.model))
+    weight_of = functools.partial(read_weight, header, found, patcher.model) if header.is_packed else lambda name: every()[name]
+    if patcher.remote.spec.quantisation:
+        weight_of = _as_held(weight_of, header, found, patcher.remote, patcher.load_device)
+    return header, found, weight_of
 
 
 def _as_held(weight_of, header, found, remote, device):
@@ -98,7 +104,7 @@ def patched(key, patches, weight, dtype, device, sum_dtype=None):
     with _complaints() as complaints:
         try:
             result = comfy.lora.calculate_weight(patches, copy, key)
-        except RuntimeError as error:                          # of shapes
+        except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as error:            # of shapes
             raise _misfit(key, error) from error
     if complaints or result.shape != weight.shape:
         why = complaints[0] if complaints else f"it would make its shape {list(result.shape)} instead of {list(weight.shape)}"
@@ -124,6 +130,8 @@ def _terms(key, patches, held, share):
     terms = []
     for strength, what, _, offset, _ in patches:
         up, down, alpha, *_ = what.weights
+        if min(up.ndim, down.ndim) < 2 or not len(down):
+            raise _misfit(key, f"its factors have the shapes {list(up.shape)} and {list(down.shape)}")
         shape = list(held.shape)
         if offset is not None:
             shape[offset[0]] = offset[2]

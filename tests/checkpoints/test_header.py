@@ -478,3 +478,22 @@ def test_a_spec_changes_with_the_file_and_the_dtype(tmp_path):
 def test_a_folder_without_a_transformer_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="is not a diffusers folder with a transformer"):
         read_header(tmp_path)
+
+
+@pytest.mark.parametrize("said", ["{", "7", "[7]"])
+def test_a_folder_whose_config_cannot_be_read_is_refused(tmp_path, said):
+    write_header(tmp_path / "transformer.safetensors", {"a.weight": (4, 4)})
+    (tmp_path / "config.json").write_text(said)
+
+    with pytest.raises(CheckpointError, match="has a config.json in transformer that cannot be read"):
+        read_header(tmp_path)
+
+
+@pytest.mark.parametrize("said", [None, ["a"], {"config": 5}, {"config": None}])
+def test_metadata_that_are_no_texts_are_refused(tmp_path, said):
+    """As the library that reads the tensors refuses them."""
+    raw = json.dumps({"__metadata__": said, "a.weight": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(8))
+
+    with pytest.raises(CheckpointError, match="has a header that cannot be read"):
+        read_header(tmp_path / "model.safetensors")

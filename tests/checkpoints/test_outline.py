@@ -5,6 +5,7 @@ import random
 import shutil
 
 import pytest
+import torch
 
 from tests.checkpoints.test_header import write_header
 from tests.models.zoo import FOLDERS, example
@@ -20,8 +21,6 @@ KINDS = [kind for kind in families() if kind != "ltx-2.3"]     # which its metad
 @pytest.fixture(scope="module")
 def shapes_of():
     """Names and shapes of every family's tiny file, as ComfyUI's classes make them."""
-    import torch
-
     from tests.comfyui_server import comfyui_folder
     from tests.tiny_checkpoints import import_comfyui, state_dict
     if comfyui_folder() is None:
@@ -176,3 +175,15 @@ def test_what_a_folder_says_of_parts_that_are_off_is_passed_over(folder_of, name
         look_at(folder_of(name, a_part_of_old_releases=None, _diffusers_version="0.27.0"))
     except CheckpointError as error:
         assert "a_part_of_old_releases" not in str(error)
+
+
+@pytest.mark.parametrize("dtype", ["I16", "U8", "BOOL"])
+def test_whole_numbers_in_the_place_of_weights_are_refused(tmp_path, shapes_of, dtype):
+    from safetensors.torch import save_file
+    types = {"I16": torch.int16, "U8": torch.uint8, "BOOL": torch.bool}
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes_of("sd3").items()}
+    tensors["joint_blocks.1.x_block.attn.qkv.weight"] = tensors["joint_blocks.1.x_block.attn.qkv.weight"].to(types[dtype])
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    with pytest.raises(CheckpointError, match="has whole numbers where the weights have fractions: transformer_blocks.1.attn.to_q.weight"):
+        look_at(tmp_path / "model.safetensors")

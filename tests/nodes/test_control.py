@@ -4,10 +4,11 @@ import functools
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.control_zoo import CONTROLNETS, residuals, save_controlnet
 from tests.nodes.test_pipefusion import sample_oracle, staged, transformer
-from tests.tiny_checkpoints import VARIANTS, families
+from tests.tiny_checkpoints import VARIANTS, families, save_gguf
 from tests.tolerances import close, relative_error
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
@@ -84,6 +85,20 @@ def test_controlnets_equal_native_ksampler(comfyui, controls, name, layout):
     latent = comfyui.latent(kind, batch=2 if layout == "data2" else 1, size=(20, 15) if families()[kind].by_rows else (18, 14))
 
     compare(comfyui, kind, comfyui.config(devices, **degrees), controls.apply(controls.prompts(kind), name), latent=latent)
+
+
+def test_a_controlnet_copies_layers_of_a_quantised_model(comfyui, controls):
+    """That of SD3.5 takes an embedder of the model."""
+    folder, name = comfyui.base / "diffusion_models", "control-sd35.gguf"
+    save_file(save_gguf(folder / name, folder / comfyui.file("sd35-large")), folder / "control-sd35-plain.safetensors")
+    model = comfyui.load_model.execute(name, "default", comfyui.config("cpu")).args[0]
+    positive, negative = controls.apply(controls.prompts("sd35-large"), "sd35-stability")
+    arguments = {"positive": positive, "negative": negative, "steps": 1}
+
+    result = comfyui.sample(model, "sd35-large", **arguments)
+
+    native = comfyui.nodes.UNETLoader().load_unet("control-sd35-plain.safetensors", "default")[0]
+    close(result, comfyui.sample(native, "sd35-large", **arguments), TOLERANCE)
 
 
 def with_residuals(comfyui, kind, prompts, **options):

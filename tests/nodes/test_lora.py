@@ -305,6 +305,16 @@ def test_a_lora_of_another_shape_is_refused_and_nothing_is_half_applied(comfyui,
     close(comfyui.sample(model, "sd3", steps=2), comfyui.reference("sd3", steps=2), TOLERANCE)
 
 
+@pytest.mark.parametrize("up, down", [((), (4, 256)), ((256,), (4, 256)), ((256, 0), (0, 256))], ids=str)
+def test_factors_that_are_no_matrices_are_refused_by_name(comfyui, loras, up, down):
+    name = "diffusion_model.joint_blocks.0.x_block.attn.proj"
+    save_file({f"{name}.lora_up.weight": torch.ones(up), f"{name}.lora_down.weight": torch.ones(down), f"{name}.alpha": torch.tensor(2.0)},
+              loras.folder / "no-matrices.safetensors")
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match=f"does not fit {name}.weight: its factors have the shapes"):
+        comfyui.sample(loras.load(comfyui.ours("sd3", comfyui.config("cpu")), "no-matrices.safetensors"), "sd3", steps=1)
+
+
 def hooked(comfyui, loras, prompt, name, strength=0.8, keyframes=()):
     """A prompt with a LoRA of its own, as ComfyUI's nodes make it. keyframes: [(part of the steps at which it begins, strength)]."""
     import comfy.hooks
@@ -364,6 +374,17 @@ def test_a_hook_leaves_alone_what_the_text_is_prepared_with(comfyui, loras):
     ours, native = (loras.load(model, own, 0.5) for model in (comfyui.ours("anima", comfyui.config()), comfyui.native("anima").clone()))
 
     close(*(comfyui.sample(model, "anima", positive=positive, steps=2) for model in (ours, native)), TOLERANCE)
+
+
+def test_what_comfyui_leaves_alone_stays_where_text_is_prepared(comfyui, loras):
+    """Its loader changes no parameter beside submodules, such as the registers of LTX-2's connectors."""
+    part, generator = "diffusion_model.video_embeddings_connector.", torch.Generator().manual_seed(5)
+    registers = dict(comfyui.native("ltx-2").model.named_parameters())[f"{part}learnable_registers"]
+    changed = {f"{part}learnable_registers.diff": torch.randn(registers.shape, generator=generator)}
+    changed |= adapters("lora", loras.shapes("ltx-2", part))
+    save_file(changed, loras.folder / "registers.safetensors")
+
+    compare(comfyui, loras, "ltx-2", comfyui.config("cpu"), [("registers.safetensors", 0.7)])
 
 
 @pytest.mark.slow

@@ -1,15 +1,18 @@
 """Families that ComfyUI has no model of equal diffusers' own pipelines, from folders, with ComfyUI's samplers, under every method."""
 
+import copy
 import json
 import math
 
 import diffusers
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.checkpoints.test_header import write_header
 from tests.models.zoo import example
-from tests.tolerances import close
+from tests.nodes.test_lora import Loras
+from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import read_header, recognise
 from xdit_backend.checkpoints.outline import outline
 from xdit_backend.models import FAMILIES
@@ -168,6 +171,26 @@ def test_latents_equal_diffusers_own_pipeline(comfyui, folder_of, expected, name
     close(sample(comfyui, model, name, noise, sigmas), want, TOLERANCE)
 
 
+@pytest.mark.parametrize("name, prefix", [("DiT", "lora_unet_"), ("Sana", "transformer."), ("Latte", "diffusion_model.")])
+def test_a_lora_equals_diffusers_pipeline_of_the_merged_model(comfyui, folder_of, name, prefix):
+    """Under the names of kohya's scripts, diffusers' and ComfyUI's."""
+    loras, (folder, module) = Loras(comfyui), folder_of(name)
+    merged, factors, generator = copy.deepcopy(module), {}, torch.Generator().manual_seed(SEED)
+    for path, layer in merged.named_modules():
+        if path.endswith(("to_q", "to_out.0")):
+            up, down = (torch.randn(size, generator=generator) * 0.1 for size in ((layer.out_features, 2), (2, layer.in_features)))
+            layer.weight += 0.7 * up @ down
+            key = prefix + (path.replace(".", "_") if prefix == "lora_unet_" else path)
+            factors |= {f"{key}.lora_B.weight": up, f"{key}.lora_A.weight": down}
+    save_file(factors, loras.folder / "own.safetensors")
+    make, _, prompts, _ = PIPELINES[name]
+    noise, want, sigmas = make(merged, prompts, 1)
+    model = comfyui.load_model.execute(folder, "fp32", comfyui.config("cpu")).args[0]
+
+    close(sample(comfyui, loras.load(model, "own.safetensors", 0.7), name, noise, sigmas), want, TOLERANCE)
+    assert relative_error(want, make(module, prompts, 1)[1]) > 1e-3
+
+
 @pytest.mark.parametrize("name, method", [(name, method) for name in NAMES for method in FAMILIES[name].refused])
 def test_methods_that_a_family_cannot_have_are_refused_by_name(comfyui, folder_of, name, method):
     config = comfyui.config("cpu,cpu", **{"displaced_mode": "full_sync", "num_patches": 1, method: 2})
@@ -225,8 +248,8 @@ def test_a_class_is_a_number_or_a_name(comfyui, folder_of):
         marks = label.execute(model, text).args[0][0][0]
         assert marks.shape == (1, 1, 1000) and marks.nonzero().tolist() == [[0, 0, number]]
     assert not label.execute(model, "").args[0][0][0].any()
-    for text, words in (("1000", "0 to 999"), ("-1", "0 to 999"), ("golden retreiver", "such as golden retriever"),
-                        ("crane", "classes 134 and 517")):
+    for text, words in (("1000", "0 to 999"), ("-1", "0 to 999"), ("9" * 5000, "0 to 999"),
+                        ("golden retreiver", "such as golden retriever"), ("crane", "classes 134 and 517")):
         with pytest.raises(comfyui.errors.ConfigError, match=words):
             label.execute(model, text)
     with pytest.raises(comfyui.errors.ConfigError, match="does not draw classes"):

@@ -7,6 +7,8 @@ import struct
 import pytest
 import torch
 
+from tests.tiny_checkpoints import metadata_of
+
 
 @pytest.fixture
 def model(comfyui):
@@ -221,3 +223,18 @@ def test_numbers_that_are_not_finite_are_refused_and_the_workers_live_on(comfyui
 
     assert torch.equal(comfyui.sample(model, "sd3"), before)
     assert {numbers["pid"] for numbers in comfyui.groups.client(("cpu", "cpu")).report_memory().values()} == pids
+
+
+def test_sound_that_is_not_finite_is_refused(comfyui):
+    """The second part of LTX-2's latents, and of what it predicts."""
+    from safetensors.torch import load_file, save_file
+    source, latent = comfyui.base / "diffusion_models" / comfyui.file("ltx-2"), comfyui.latent("ltx-2")
+    latent["samples"].unbind()[1][0, 3, 2, 5] = math.nan
+    weights = load_file(source)
+    weights["audio_proj_out.weight"][5, 7] = math.nan
+    save_file(weights, comfyui.base / "diffusion_models" / "ltx-2-nan.safetensors", metadata_of(source))
+
+    with pytest.raises(comfyui.errors.ConfigError, match="The latent has numbers that are not finite"):
+        comfyui.sample(comfyui.ours("ltx-2", comfyui.config("cpu")), "ltx-2", latent=latent)
+    with pytest.raises(comfyui.errors.ConfigError, match="What LTX-2 predicts at the first step has numbers that are not finite"):
+        comfyui.sample(comfyui.load_model.execute("ltx-2-nan.safetensors", "fp32", comfyui.config("cpu")).args[0], "ltx-2")

@@ -221,14 +221,16 @@ def test_the_diffusion_model_of_an_all_in_one_checkpoint_equals_native_ksampler(
     close(result, comfyui.sample(native, kind, steps=2), TOLERANCE)
 
 
-@pytest.mark.parametrize("weight_dtype, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp8_e4m3fn", torch.float8_e4m3fn)])
-def test_weight_dtypes_equal_native_ksampler(comfyui, weight_dtype, dtype):
-    """On a CPU ComfyUI computes in float32 with weights of any type, cast where they are used. So do workers."""
+@pytest.mark.parametrize("kind, weight_dtype, dtype", [
+    ("sd3", "bf16", torch.bfloat16), ("sd3", "fp16", torch.float16), ("sd3", "fp8_e4m3fn", torch.float8_e4m3fn),
+    ("ltx-2", "bf16", torch.bfloat16)])
+def test_weight_dtypes_equal_native_ksampler(comfyui, kind, weight_dtype, dtype):
+    """On a CPU ComfyUI computes in float32 with weights of any type, cast where they are used. So do workers, and who prepares text."""
     import comfy.sd
-    path = comfyui.base / "diffusion_models" / comfyui.file("sd3")
-    reference = comfyui.sample(comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype}), "sd3")
+    path = comfyui.base / "diffusion_models" / comfyui.file(kind)
+    reference = comfyui.sample(comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype}), kind)
 
-    result = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu"), weight_dtype), "sd3")
+    result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu"), weight_dtype), kind)
 
     close(result, reference, TOLERANCE)
 

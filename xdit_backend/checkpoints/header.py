@@ -146,7 +146,11 @@ def _read_folder(folder):
     if not files or not (transformer / "config.json").is_file():
         raise CheckpointError(f"{folder.name} is not a diffusers folder with a transformer: {transformer} lacks config.json or "
                               f"its .safetensors files.")
-    config = json.loads((transformer / "config.json").read_text(encoding="utf-8"))
+    try:
+        config = dict(json.loads((transformer / "config.json").read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder.name} has a config.json in transformer that cannot be read: {error}. Download it again.") \
+            from error
     tensors = {}
     for file in files:
         tensors |= _read_file(file)[0]
@@ -166,6 +170,8 @@ def _read_file(path):
         try:
             entries = json.loads(file.read(length))
             metadata = entries.pop("__metadata__", {})
+            if not all(type(value) is str for value in metadata.values()):
+                raise ValueError("its metadata are not all texts")
             tensors = {key: (entry["dtype"], tuple(entry["shape"])) for key, entry in entries.items()}
             end = _check_places({key: (*tensors[key], *entry["data_offsets"]) for key, entry in entries.items()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -14,6 +14,7 @@ from .packed import hold_packed, packed_weights
 from .transformer import build, model_config
 
 NUM_NAMED = 3                              # how many tensors a message names
+FLOATS = "F", "BF16"                       # how the types begin that a file has fractions in
 
 
 def outline(header, family, quantisation=""):
@@ -25,7 +26,8 @@ def outline(header, family, quantisation=""):
     name = os.path.basename(header.path)
     if header.config is not None:
         _check_folder_config(header.config, family, name)
-    tensors = {key: torch.empty(shape, device="meta") for key, shape in header.shapes.items()}
+    whole = {key for key, dtype in header.dtypes.items() if key not in header.quantised and not dtype.startswith(FLOATS)}
+    tensors = {key: torch.empty(shape, dtype=torch.int64 if key in whole else None, device="meta") for key, shape in header.shapes.items()}
     try:
         config = model_config(header, family)
         with torch.device("meta"):
@@ -70,9 +72,11 @@ def _compare(needed, found, family, name):
     missing, unknown = [key for key in needed if key not in found], [key for key in found if key not in needed]
     other = [f"{key} is {list(found[key].shape)} and should be {list(needed[key].shape)}" for key in needed
              if key in found and found[key].shape != needed[key].shape]
+    whole = [key for key in needed if key in found and needed[key].is_floating_point() and not found[key].is_floating_point()]
     for keys, what in ((missing, f"lacks tensors of a {family.name} model"),
                        (other, f"has tensors of shapes that do not fit a {family.name} model"),
-                       (unknown, f"has tensors that a {family.name} model does not")):
+                       (unknown, f"has tensors that a {family.name} model does not"),
+                       (whole, "has whole numbers where the weights have fractions")):
         if keys:
             more = f", and {len(keys) - NUM_NAMED} more" if len(keys) > NUM_NAMED else ""
             raise CheckpointError(f"{name} {what}: {', '.join(keys[:NUM_NAMED])}{more}. Download it again, or choose another file.")

@@ -36,7 +36,7 @@ def parted(latents, times, config):
     """The video, its timestep, and of this call: the sound, (B, C, T, F), its times, and the latest time of each."""
     video, *sounds = latents
     channels = config["audio_in_channels"] // FREQUENCIES
-    if len(sounds) > 1 or any(sound.ndim != 4 or sound.shape[1::2] != (channels, FREQUENCIES) for sound in sounds):
+    if len(sounds) > 1 or any(sound.ndim != 4 or sound.shape[1::2] != (channels, FREQUENCIES) or 0 in sound.shape for sound in sounds):
         raise ConfigError(f"The latent has parts of the shapes {', '.join(str(tuple(part.shape)) for part in latents)}, and LTX-2 works on "
                           f"a video and a sound of (batch, {channels}, length, {FREQUENCIES}). Make them with the nodes for LTX-2's "
                           f"latents, and join them with LTXVConcatAVLatent.")
