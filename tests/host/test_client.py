@@ -6,12 +6,12 @@ import psutil
 import pytest
 import torch
 
-from tests.host.conftest import call_of, layout
+from tests.host.conftest import call_of, decode, decoded, layout
 from tests.models.zoo import FOLDERS, example, matrix
 from tests.tolerances import within
 from xdit_backend.host.client import Client
 from xdit_backend.models import FAMILIES
-from xdit_backend.protocol.errors import WorkerFailedError
+from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError
 
 CHANNELS = 4
 
@@ -207,3 +207,31 @@ def test_workers_say_what_they_did_and_when(client, spec_of):
             assert span.kind in ("whole", "exchange") and any(step.start_s <= span.start_s and span.end_s <= step.end_s for step in steps)
     assert client.memory[0]["reserved_bytes"] > 0 and not client.is_working
     assert client.peek() is not None and client.peek()[0].spans == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loads", ["load_autoencoder", "load_model"])
+def test_workers_that_end_once_something_is_loaded_are_an_error(spec_of, monkeypatch, loads):
+    """And no others are started in their place there, which would hold nothing; the next call starts some."""
+    client, one = Client(("cpu",)), example("SD3")
+    spec, load = spec_of("SD3"), getattr(client, loads)
+
+    def run():
+        if loads == "load_autoencoder":
+            return decode(client), decoded()
+        return client.predict(spec, layout(), 4, [call_of(one)])[0], one.run()
+
+    def loads_and_ends(*arguments):
+        load(*arguments)
+        client.group._process.kill()
+        client.group._process.wait()
+    try:
+        client.report_memory()
+        with monkeypatch.context() as patch:
+            patch.setattr(client, loads, loads_and_ends)
+            with pytest.raises(WorkerDiedError, match="Queue the prompt again"):
+                run()
+        got, wanted = run()
+        within((got - wanted).abs().max(), 1e-5)
+    finally:
+        client.close()

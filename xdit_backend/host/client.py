@@ -114,6 +114,13 @@ class Client:
             return self._group
 
     @property
+    def _holding(self):
+        """The group that holds what was just loaded. Where it has ended, none is started, which would hold nothing."""
+        if not self.running:
+            raise WorkerDiedError("The workers have ended. Queue the prompt again to start a new group.")
+        return self._group
+
+    @property
     def state(self):
         """"starting", "working", "idle", "ended" (by itself: a worker died), or "stopped" (none was started, or it was closed)."""
         group = self._group
@@ -172,7 +179,7 @@ class Client:
                 raise
             self._models[spec.name] = Residence.told(spec, done)
         elif any(residence.parked_bytes):
-            residence.parked(self._request(lambda request: messages.RestoreModel(request, spec.name)))
+            residence.parked(self._request(lambda request: messages.RestoreModel(request, spec.name), group=self._holding))
         if changes is not None:
             self._wanted[spec.name] = changes
         wanted = self._wanted.get(spec.name, {})
@@ -223,18 +230,19 @@ class Client:
         if wanted not in self._left[spec.name].values():
             return False
         version = self._version(spec.name, wanted)
-        done = self._request(lambda request: messages.ReturnWeights(request, spec.name, version, left))
+        done = self._request(lambda request: messages.ReturnWeights(request, spec.name, version, left), group=self._holding)
         self._models[spec.name] = Residence.told(spec, done)
         return all(each.numbers["kept"] for each in done.values())
 
     def _send_changes(self, spec, batch, version, begins):
         def share(tensor):
-            segments.append(self.group.segments.share(tensor))
+            segments.append(group.segments.share(tensor))
             return segments[-1]
 
-        with self.group.segments.removed_on_failure() as segments:
+        group = self._holding
+        with group.segments.removed_on_failure() as segments:
             changes = {name: change.make(share) for name, change in batch.items()}
-        done = self._request(lambda request: messages.ChangeWeights(request, spec.name, changes, version, begins), segments)
+        done = self._request(lambda request: messages.ChangeWeights(request, spec.name, changes, version, begins), segments, group)
         self._models[spec.name] = Residence.told(spec, done)
 
     def residence(self, name):
@@ -321,8 +329,8 @@ class Client:
         if patch is not None or displaced.get("stale") or any(call.name for call in calls):
             self._check_kept(run)
         self.load_model(spec)
-        group = self.group
-        names = [call.name or self._name(call.conditioning, run) for call in calls]
+        group = self._holding
+        names = [call.name or self._name(call.conditioning, run, group) for call in calls]
         branches, predictions, told = [], [], []
         with group.segments.removed_on_failure() as segments:
             def create(shape):
@@ -410,20 +418,20 @@ class Client:
             spec = messages.AutoencoderSpec(name, dtype, segments, settings or {})
             self._autoencoders.add(name)
             try:
-                self._request(lambda request: messages.LoadAutoencoder(request, spec), segments.values())
+                self._request(lambda request: messages.LoadAutoencoder(request, spec), segments.values(), group)
             except BaseException:                              # some ranks may hold it
                 self.forget(name)
                 raise
 
     def _transform(self, command, name, tensor, shape, **options):
         """Have the workers turn a tensor into one of this shape; the result is a view of the memory they wrote."""
-        group = self.group
+        group = self._holding
         with group.segments.removed_on_failure() as segments:
             given = group.segments.share(tensor)
             segments.append(given)
             result, view = group.segments.create(shape, torch.float32)
         done = self._request(lambda request: command(request, name, given, result, speeds=self.speeds, **options),
-                             [given, result])
+                             [given, result], group)
         self.last_numbers = {rank: reply.numbers for rank, reply in done.items()}
         return view
 
@@ -446,7 +454,8 @@ class Client:
         return self._estimate(name, shape, scale, num_ranks)["roomy_bytes"] <= min(free)
 
     def _estimate(self, name, shape, scale, num_ranks=0, with_work=False):
-        done = self._request(lambda request: messages.Estimate(request, name, tuple(shape), scale, num_ranks, with_work))
+        done = self._request(lambda request: messages.Estimate(request, name, tuple(shape), scale, num_ranks, with_work),
+                             group=self._holding)
         return done[0].numbers
 
     def report_memory(self):
@@ -506,10 +515,9 @@ class Client:
         WorkerDiedError where the group has ended that kept them.
         """
         self._check_kept(run)
-        return self._name(tensors, run)
+        return self._name(tensors, run, self.group)
 
-    def _name(self, tensors, run):
-        group = self.group
+    def _name(self, tensors, run, group):
         held = self._runs.get(run)
         if held is None or held.group is not group:
             held = self._runs[run] = _Run(group)
@@ -521,7 +529,7 @@ class Client:
         name = f"conditioning-{self._num_conditionings}"
         segments = group.segments.share_all(tensors)
         held.conditionings[name] = {key: tensor.clone() for key, tensor in tensors.items()}
-        self._request(lambda request: messages.Conditioning(request, name, segments), segments.values())
+        self._request(lambda request: messages.Conditioning(request, name, segments), segments.values(), group)
         self._forget(held, list(held.conditionings)[:-MAX_CONDITIONINGS])
         return name
 
@@ -536,8 +544,8 @@ class Client:
         if names and self.running and held.group is self._group:
             self._group.post(lambda request: messages.DropConditioning(request, names), answering=())
 
-    def _request(self, make_command, segments=()):
-        return self.group.request(make_command, self.on_phase, self.check, segments)
+    def _request(self, make_command, segments=(), group=None):
+        return (group or self.group).request(make_command, self.on_phase, self.check, segments)
 
 
 def _same_bits(tensor, other):
