@@ -19,9 +19,9 @@ SEED = 1234
 SHORT = {"Flux.1": "flux", "Flux.2": "flux2", "PixArt-Sigma": "pixart", "SD 1.5": "sd15", "SD 2": "sd2"}
 REFINER = {"num_res_blocks": [1, 1, 1, 1], "channel_mult": [1, 2, 2, 2], "transformer_depth": [0, 2, 2, 0], "transformer_depth_middle": 2,
            "transformer_depth_output": [0, 0, 2, 2, 2, 2, 0, 0], "context_dim": 1280, "adm_in_channels": 2560}
-# What ComfyUI's loader makes Cosmos Predict 1's VAE with, but for the channels. It is not run.
+# What ComfyUI's loader makes Cosmos-Predict1's VAE with, but for the channels.
 COSMOS_VAE = {"z_channels": 16, "latent_channels": 16, "z_factor": 1, "resolution": 1024, "in_channels": 3, "out_channels": 3,
-              "channels": 32, "channels_mult": [1, 1, 1], "num_res_blocks": 2, "attn_resolutions": [32], "dropout": 0.0, "patch_size": 4,
+              "channels": 16, "channels_mult": [1, 2, 2], "num_res_blocks": 1, "attn_resolutions": [32], "dropout": 0.0, "patch_size": 4,
               "num_groups": 1, "temporal_compression": 8, "spacial_compression": 8}
 
 VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}),
@@ -54,7 +54,7 @@ SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3")                # 
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
 AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox", "vae-ltx",
-                "vae-ltx095", "vae-taesd", "vae-hunyuanimage", "vae-hunyuan15", "vae-mochi", "vae-ltx2")
+                "vae-ltx095", "vae-cosmos", "vae-taesd", "vae-hunyuanimage", "vae-hunyuan15", "vae-mochi", "vae-ltx2")
 
 AUTOENCODER = {
     "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 2, 4, 4],
@@ -69,7 +69,7 @@ TEXT_WIDTH, ADAPTER = 96, {"source_dim": 64, "target_dim": 64, "model_dim": 96, 
 def fill(module, generator):
     """Random weights that keep activations near 1: norms near 1, matrices by fan-in, biases and tables small."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if not tensor.is_floating_point() or 0 in tensor.stride():     # a number in the place of a tensor
+        if not tensor.is_floating_point() or 0 in tensor.stride() or name.endswith(".wavelets"):  # or one in the place of a tensor
             continue
         leaf = name.rpartition(".")[2]
         if tensor.ndim >= 2 and leaf == "weight":
@@ -175,6 +175,7 @@ THIN = {
     "vae-mochi": ("comfy.ldm.genmo.vae.model", "VideoVAE", {}),
     "vae-cogvideox": ("comfy.ldm.cogvideo.vae", "AutoencoderKLCogVideoX", {
         "block_out_channels": (32, 64, 64, 64), "layers_per_block": 1}),
+    "vae-cosmos": ("comfy.ldm.cosmos.vae", "CausalContinuousVideoTokenizer", COSMOS_VAE),
 }
 
 
@@ -246,7 +247,11 @@ def state_dict(kind, size="test", encoder=False, positions=None):
         fill(module, torch.Generator().manual_seed(SEED))
         if kind == "vae-flux2":                                # a variance is positive
             module.bn.running_var.copy_(1 + module.bn.running_var.abs())
+        if kind == "vae-cosmos":
+            module.latent_std.copy_(0.5 + module.latent_std.abs())
     tensors = {name: tensor.clone().contiguous() for name, tensor in module.state_dict().items()}
+    if kind == "vae-cosmos":                                   # which ComfyUI tells it by, and makes itself
+        tensors["decoder.unpatcher3d.wavelets"] = module.decoder.unpatcher3d.wavelets.clone()
     if positions is not None:
         hidden = tensors["x_embedder.proj.weight"].shape[0]
         tensors["pos_embed"] = 0.1 * torch.randn(1, positions ** 2, hidden, generator=torch.Generator().manual_seed(SEED))

@@ -101,6 +101,11 @@ def mochi():
         temporal_expansions=(1, 3), spatial_expansions=(2, 2), add_attention_block=(False, True, True, True))
 
 
+def cosmos():
+    return diffusers.AutoencoderKLCosmos(latent_channels=4, encoder_block_out_channels=(8, 8, 16, 16),
+                                         decode_block_out_channels=(8, 16, 16, 16), attention_resolutions=(), num_layers=1)
+
+
 KL_MUTANTS = ("zeros for borrowed rows", "own moments", "mean of variances", "own tokens")
 KINDS = {
     "sd": Kind(lambda: kl(latent_channels=4), 4, scale=4, mutants=KL_MUTANTS),
@@ -116,6 +121,8 @@ KINDS = {
     "cogvideox": Kind(cogvideox, 4, frames=2, pixel_frames=9, mutants=KL_MUTANTS[:-1]),
     # Its encoder's first features are float32.
     "mochi": Kind(mochi, 4, scale=4, frames=2, pixel_frames=5, mutants=KL_MUTANTS[:-1], encode_mutants=(), tolerance=1e-9),
+    "cosmos": Kind(cosmos, 4, frames=2, pixel_frames=9, mutants=("zeros for borrowed rows", "own moments", "own tokens"),
+                   encode_mutants=()),
     "ltx": Kind(ltx, 8, scale=4, frames=3, pixel_frames=5, tolerance=1e-5, encode_mutants=(), least_rows=2),
     "ltx095": Kind(lambda: ltx(True), 8, scale=8, frames=2, pixel_frames=5, tolerance=1e-5, encode_mutants=(), least_rows=2),
 }

@@ -57,7 +57,7 @@ def encode(vae, pixels, config):
     if vae.latent_dim == 3:
         pixels = pixels.movedim(1, 0).unsqueeze(0)             # the batch is a video: (1, C, F, H, W)
     pixels = kind.before_encode(vae.first_stage_model, pixels)
-    frames = [vae.downscale_ratio[0](pixels.shape[2])] if pixels.ndim == 5 else []
+    frames = [kind.encoded_frames(vae, pixels.shape[2])] if pixels.ndim == 5 else []
     patch = kind.latent_patch
     shape = (pixels.shape[0], vae.latent_channels // patch ** 2, *frames, *(size // scale * patch for size in pixels.shape[-2:]))
     client = GROUPS.client_for_decode(config)

@@ -10,6 +10,7 @@ import torch
 from einops import rearrange
 
 import comfy.ldm.cogvideo.vae
+import comfy.ldm.cosmos.vae
 import comfy.ldm.genmo.vae.model
 import comfy.ldm.hunyuan_video.vae
 import comfy.ldm.hunyuan_video.vae_refiner
@@ -34,6 +35,7 @@ class Kind:
     after_encode: Callable = lambda model, latent: latent
     before_encode: Callable = lambda model, pixels: pixels
     decoded_frames: Callable = lambda vae, frames: vae.upscale_ratio[0](frames)
+    encoded_frames: Callable = lambda vae, frames: vae.downscale_ratio[0](frames)
     settings: Callable = lambda model: {}  # what the tensors do not tell
     latent_patch: int = 1                  # rows of the network's latent to a row of ComfyUI's
 
@@ -84,6 +86,25 @@ def _ltx_settings(model):
             "decoder_padding": model.config.get("spatial_padding_mode", "reflect")}
 
 
+def _cosmos_moments(model, latent):
+    """(mean, deviation) of each channel of the latent's frames, of which ComfyUI's model knows some and then counts anew."""
+    def of_frames(moment):
+        each = moment.view(latent.shape[1], -1)
+        times = -(-latent.shape[2] // each.shape[1])
+        return each.repeat(1, times)[None, :, :latent.shape[2], None, None].to(latent)
+    return of_frames(model.latent_mean), of_frames(model.latent_std)
+
+
+def _unnormalised_cosmos(model, latent):
+    mean, deviation = _cosmos_moments(model, latent)
+    return latent / model.sigma_data * deviation + mean
+
+
+def _normalised_cosmos(model, latent):
+    mean, deviation = _cosmos_moments(model, latent)
+    return (latent - mean) / deviation * model.sigma_data
+
+
 def kind_of(model):
     """The Kind of a first_stage_model, or None."""
     return next((kind for kind in KINDS if kind.recognises(model)), None)
@@ -106,6 +127,10 @@ KINDS = (
     Kind(FAMILIES["cogvideox"], lambda model: isinstance(model, comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX),
          # The first frame is not repeated where their number is odd.
          decoded_frames=lambda vae, frames: 4 * frames - 3 * (frames % 2)),
+    Kind(FAMILIES["cosmos"], lambda model: isinstance(model, comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer),
+         _unnormalised_cosmos, _normalised_cosmos,
+         # The first frame four times, then four make one, then two, the first again before them.
+         encoded_frames=lambda vae, frames: (-(-(frames + 3) // 4) + 1) // 2),
     Kind(FAMILIES["tiny"],
          lambda model: isinstance(model, comfy.taesd.taesd.TAESD) and model.taesd_decoder[1].weight.shape[1] != 32,
          lambda model, latent: (latent - model.vae_shift.to(latent)) * model.vae_scale.to(latent),

@@ -77,6 +77,9 @@ tiny = {
     "cogvideox, even": (cogvideox(), (1, 16, 4, 2, 3), (1, 3, 8, 16, 24)),
     "cogvideox, one frame more": (cogvideox(), (1, 16, 2, 3, 2), (1, 3, 17, 16, 24)),
     "cogvideox, one frame": (cogvideox(), (1, 16, 1, 2, 3), (1, 3, 1, 16, 24)),
+    "cosmos": (tiny_checkpoints.autoencoder("vae-cosmos"), (1, 16, 3, 2, 3), (1, 3, 17, 24, 16)),
+    "cosmos, other frames": (tiny_checkpoints.autoencoder("vae-cosmos"), (2, 16, 2, 3, 1), (1, 3, 14, 16, 24)),
+    "cosmos, one frame": (tiny_checkpoints.autoencoder("vae-cosmos"), (1, 16, 1, 2, 3), (2, 3, 1, 16, 24)),
     "taesd": (comfy.taesd.taesd.TAESD(latent_channels=16), (2, 16, 3, 5), (2, 3, 24, 40)),
 }
 for kind, (vae, latent_shape, picture_shape) in tiny.items():
@@ -87,6 +90,9 @@ for kind, (vae, latent_shape, picture_shape) in tiny.items():
         if kind.startswith("ltx"):
             vae.per_channel_statistics.get_buffer("std-of-means").fill_(1)
             vae.per_channel_statistics.get_buffer("mean-of-means").zero_()
+        if kind.startswith("cosmos"):
+            vae.latent_mean.zero_(), vae.latent_std.fill_(1)
+            vae.sigma_data = 1
         latent = torch.randn(latent_shape, generator=torch.Generator().manual_seed(1))
         picture = torch.randn(picture_shape, generator=torch.Generator().manual_seed(2))
         tiny[kind] = vae.state_dict(), latent, vae.decode(latent), picture, vae.encode(picture)
@@ -145,7 +151,8 @@ DECODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in famil
 ENCODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.encoder})
 KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "ltx", "ltx 0.9.5", "ltx 2", "taesd", "hunyuan",
          "hunyuan, one frame", "hunyuan image", "hunyuan 1.5", "hunyuan 1.5, one frame", "mochi",
-         "mochi, one frame", "cogvideox", "cogvideox, even", "cogvideox, one frame more", "cogvideox, one frame"]
+         "mochi, one frame", "cosmos", "cosmos, other frames", "cosmos, one frame",
+         "cogvideox", "cogvideox, even", "cogvideox, one frame more", "cogvideox, one frame"]
 TOLERANCE = 1e-4
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.tiny_checkpoints import COSMOS_VAE
 from tests.tolerances import close
 
 # kind, shape of the picture: sizes that are no multiple of the VAE's scale are cropped as VAE Encode crops them
@@ -13,7 +12,8 @@ CASES = [("vae-sd", (1, 64, 64, 3)), ("vae-sd", (2, 77, 100, 3)), ("vae-sd3", (1
          ("vae-wan22", (1, 48, 40, 3)),
          ("vae-wan22", (5, 33, 64, 3)), ("vae-ltx", (1, 64, 96, 3)), ("vae-ltx", (12, 100, 64, 3)), ("vae-hunyuan", (1, 40, 24, 3)),
          ("vae-hunyuan15", (10, 40, 35, 3)), ("vae-mochi", (9, 25, 40, 3)),
-         ("vae-hunyuan", (14, 24, 40, 3)), ("vae-cogvideox", (1, 40, 24, 3)), ("vae-cogvideox", (9, 33, 40, 3)),
+         ("vae-hunyuan", (14, 24, 40, 3)), ("vae-cosmos", (1, 40, 24, 3)), ("vae-cosmos", (9, 33, 40, 3)),
+         ("vae-cosmos", (14, 24, 16, 3)), ("vae-cogvideox", (1, 40, 24, 3)), ("vae-cogvideox", (9, 33, 40, 3)),
          ("vae-cogvideox", (12, 24, 40, 3)), ("vae-ltx095", (1, 64, 96, 3)),
          ("vae-ltx095", (17, 96, 70, 3))]
 
@@ -60,9 +60,9 @@ def test_a_picture_smaller_than_a_latents_row_is_refused(comfyui, vae_of):
 def test_other_vaes_are_refused_by_name(comfyui, vae_of):
     import copy
 
-    import comfy.ldm.cosmos.vae
+    import comfy.taesd.taehv
     vae = copy.copy(vae_of("vae-sd3"))
-    vae.first_stage_model = comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer(**COSMOS_VAE)
+    vae.first_stage_model = comfy.taesd.taehv.TAEHV(latent_channels=16)
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="Encode does not support this VAE .CausalContinuousVideoTokenizer"):
+    with pytest.raises(comfyui.errors.UnsupportedError, match="Encode does not support this VAE .TAEHV"):
         comfyui.vae_encode.execute(picture((1, 32, 32, 3)), vae, comfyui.config("cpu,cpu"))

@@ -1,6 +1,7 @@
 """The families of VAEs that this project runs: a dict, one entry a file."""
 
 from .cogvideox import COGVIDEOX
+from .cosmos import COSMOS
 from .dc import DC
 from .hunyuan_image import HUNYUAN_IMAGE
 from .hunyuan_video import HUNYUAN_VIDEO
@@ -13,7 +14,7 @@ from .wan import WAN
 
 # HunyuanVideo 1.5's tensors have the names of HunyuanVideo's too, and is asked for first.
 FAMILIES = {"kl": KL, "wan": WAN, "ltx": LTX, "hunyuan_video15": HUNYUAN_VIDEO15, "hunyuan_video": HUNYUAN_VIDEO,
-            "hunyuan_image": HUNYUAN_IMAGE, "mochi": MOCHI, "cogvideox": COGVIDEOX, "tiny": TINY, "dc": DC}
+            "hunyuan_image": HUNYUAN_IMAGE, "mochi": MOCHI, "cogvideox": COGVIDEOX, "cosmos": COSMOS, "tiny": TINY, "dc": DC}
 
 
 def family_of(vae):
