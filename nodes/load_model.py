@@ -75,11 +75,13 @@ def gguf_files():
 
 
 def diffusers_folders():
-    """Folders of models/diffusers that have a transformer, as ComfyUI's DiffusersLoader names them."""
+    """Folders of models/diffusers that have a transformer or a U-Net, as ComfyUI's DiffusersLoader names them; and a second transformer in
+    one, which is for low noise."""
     found = []
     for root in folder_paths.get_folder_paths("diffusers"):
         for folder, folders, _ in os.walk(root, followlinks=True):
-            if "transformer" in folders:
-                found.append(os.path.relpath(folder, root))
+            if not {"transformer", "unet"}.isdisjoint(folders):
+                parts = [folder, *(os.path.join(folder, part) for part in folders if part == "transformer_2")]
+                found += [os.path.relpath(part, root) for part in parts]
                 folders.clear()
     return sorted(found)

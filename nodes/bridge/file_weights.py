@@ -13,7 +13,7 @@ from ...xdit_backend.checkpoints.gguf import read_tensors
 from ...xdit_backend.checkpoints.header import read_header
 from ...xdit_backend.checkpoints.transformer import read_file, read_plain
 from ...xdit_backend.protocol.errors import CheckpointError, UnsupportedError
-from .folders import under_comfyui_names
+from .folders import marks_of, under_comfyui_names
 
 
 def read_weights(path, base_model):
@@ -27,10 +27,10 @@ def read_weights(path, base_model):
                                f"weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model) need "
                                f"plain ones: use the bf16, fp16 or plain fp8 file of the same model there. As the first model of a "
                                f"ModelMerge node, and with LoRA, it works.")
-    tensors = {name.removeprefix(header.prefix): tensor for file in header.files for name, tensor in load_file(file).items()
-               if name.startswith(header.prefix)}
+    tensors = {header.name_of(name, file): tensor for file in header.files for name, tensor in load_file(file).items()
+               if header.name_of(name, file)}
     if header.config is not None:                              # a diffusers folder
-        tensors = under_comfyui_names(tensors, header)
+        tensors = under_comfyui_names(tensors, header) | marks_of(header)
     tensors = base_model.model_config.process_unet_state_dict(tensors)
     return {name: tensors[name] for name in base_model.diffusion_model.state_dict() if name in tensors}
 
@@ -48,7 +48,7 @@ def read_values(header, names):
     found = {name: tensor for name, tensor in found.items() if name in names}
     for path in header.files if names and not header.stored else ():
         with safe_open(path, "pt") as file:
-            there = {key.removeprefix(header.prefix): key for key in file.keys()}  # noqa: SIM118
+            there = {header.name_of(key, path) or key.removeprefix(header.prefix): key for key in file.keys()}  # noqa: SIM118
             found |= {name: file.get_tensor(there[name]) for name in names if name in there}
     return found
 

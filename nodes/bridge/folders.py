@@ -6,15 +6,24 @@ tells where each row comes from.
 
 import importlib
 import os
+import re
 
 import torch
 
+import comfy.latent_formats
 import comfy.model_detection
 import comfy.ops
+import comfy.supported_models
+from comfy.model_base import ModelType
 
 from ...xdit_backend.checkpoints.header import recognise
 from ...xdit_backend.checkpoints.transformer import model_config
 from ...xdit_backend.protocol.errors import CheckpointError
+
+# what ComfyUI samples U-Nets by, in the words of diffusers' schedulers
+DISCRETE = {"prediction_type": ("epsilon", "v_prediction"), "beta_schedule": ("scaled_linear",), "beta_start": (0.00085,),
+            "beta_end": (0.012,), "num_train_timesteps": (1000,), "trained_betas": (None,)}
+CONTINUOUS = {"prediction_type": ("epsilon", "v_prediction")}
 
 INSTEAD = "Use the file of this model in ComfyUI's format."
 
@@ -27,7 +36,9 @@ def under_comfyui_names(tensors, header):
     family = recognise(header)
     if family.sampled:                                         # ComfyUI has no model of it; ours has diffusers' names
         return tensors
-    config, found, used = model_config(header, family), {}, set()
+    config = model_config(header, family)
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.prepares)}      # they have those names
+    used = set(found)
     for name in _names(family, config):
         parts = _converted(family, config, name, 0)
         if not parts or not parts.keys() <= tensors.keys():
@@ -43,12 +54,15 @@ def under_comfyui_names(tensors, header):
     return found
 
 
+def marks_of(header):
+    """{ComfyUI's name: tensor} of tensors without numbers by which ComfyUI tells what config.json says."""
+    family = recognise(header)
+    return {name: torch.zeros(0) for key, name in family.marks.items() if header.config.get(key)}
+
+
 def refuse_unlike(tensors, header, family, config):
     """Raise CheckpointError where ComfyUI could not tell from a folder's tensors, under its names, what the folder's config.json says."""
     name = os.path.basename(header.path)
-    if family.settings:
-        raise CheckpointError(f"{name} is a diffusers folder of a {family.name} model, which does not say {' or '.join(family.settings)}, "
-                              f"as the metadata of single files does. {INSTEAD}")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     scales = {name.removesuffix("weight") + "scale": shape for name, shape in shapes.items() if name.endswith("_norm.weight")}
     seen = family.config(shapes | scales)                      # files of Flux.1 say scale where ComfyUI's module says weight
@@ -56,6 +70,33 @@ def refuse_unlike(tensors, header, family, config):
         if key not in family.by_tensors and config.get(key) is not None and _plain(value) != _plain(config[key]):
             raise CheckpointError(f"{name} is a {family.name} model with {key} = {config[key]!r}, which ComfyUI could not tell from its "
                                   f"tensors: it would take it for {value!r}. {INSTEAD}")
+
+
+def sample_as_said(model_config, header):
+    """Have ComfyUI sample the U-Net of a folder as its scheduler's config says, which single files tell by their tensors. Returns the
+    ModelType, or None where the folder says nothing. Raises CheckpointError for what ComfyUI cannot be told.
+    """
+    said = header.folder and header.config is None and header.folder.beside.get("scheduler")
+    if not said:
+        return None
+    scheduler, settings = str(said.get("_class_name")), model_config.sampling_settings
+    is_edm = "EDM" in scheduler and isinstance(model_config, comfy.supported_models.SDXL)
+    for key, values in (CONTINUOUS if is_edm else DISCRETE).items():
+        if said.get(key, values[0]) not in values or not is_edm and re.search("EDM|Flow", scheduler):
+            raise CheckpointError(f"{os.path.basename(header.path)} is sampled as its scheduler_config.json says ({scheduler}, {key} = "
+                                  f"{said.get(key)!r}), and ComfyUI samples such models otherwise. Use another model.")
+    is_velocity = said.get("prediction_type") == "v_prediction"
+    if is_edm:
+        settings |= {"sigma_data": 1.0 if is_velocity else 0.5, "sigma_max": said.get("sigma_max", 80.0),
+                     "sigma_min": said.get("sigma_min", 0.002)}
+        type_ = ModelType.V_PREDICTION_EDM if is_velocity else ModelType.EDM
+        if not is_velocity:                                    # Playground 2.5, whose latents ComfyUI knows
+            model_config.latent_format = comfy.latent_formats.SDXL_Playground_2_5()
+    else:
+        settings["zsnr"] = bool(said.get("rescale_betas_zero_snr"))
+        type_ = ModelType.V_PREDICTION if is_velocity else ModelType.EPS
+    model_config.model_type = lambda state_dict, prefix="": type_
+    return type_
 
 
 def _plain(value):

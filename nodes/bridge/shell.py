@@ -20,7 +20,7 @@ from ...xdit_backend.checkpoints.net import net_of, told_bytes
 from ...xdit_backend.checkpoints.outline import outline
 from ...xdit_backend.checkpoints.quantise import TYPES, check_package, is_installed
 from ...xdit_backend.checkpoints.shares import is_splittable, tensor_splits
-from ...xdit_backend.checkpoints.transformer import held_bytes
+from ...xdit_backend.checkpoints.transformer import held_bytes, metadata_of
 from ...xdit_backend.config import devices_a_machine, refuse_methods, validate_layout, validate_stages
 from ...xdit_backend.planner import choose_spread, usual_branches
 from ...xdit_backend.protocol.errors import CheckpointError, ConfigError, UnsupportedError
@@ -28,7 +28,7 @@ from ...xdit_backend.protocol.segments import dtype_name
 from . import wrappers
 from .carried import hold_elsewhere, remember_modules
 from .file_weights import places, prepare_text, read_values
-from .folders import refuse_unlike, under_comfyui_names
+from .folders import marks_of, refuse_unlike, sample_as_said, under_comfyui_names
 from .groups import GROUPS, check_packages, devices_of, load_device_of, memory_of
 from .own_model import OwnConfig
 from .patcher import ShellPatcher
@@ -71,10 +71,12 @@ def load_shell(path, weight_dtype, config):
 
     tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES.get(header.dtypes[name], torch.bfloat16), device="meta")
                for name, shape in header.shapes.items()}
+    prediction = None
     if family.sampled:
         model_config = OwnConfig(family, transformer_config)
     else:
         model_config, tensors = _detected(tensors, header, family, transformer_config)
+        prediction = sample_as_said(model_config, header)
     load_device = load_device_of(devices)
     storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device, bool(header.quantised or quantisation))
     if (computed := dtype_name(compute_dtype or storage_dtype)) in family.too_small:
@@ -82,6 +84,9 @@ def load_shell(path, weight_dtype, config):
                                f"Set weight_dtype to fp32, or to bf16 where the device has it.")
     model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
+    if prediction is not None and base_model.model_type != prediction:
+        raise CheckpointError(f"{os.path.basename(path)} is a {family.name} model whose scheduler says {prediction.name}, and ComfyUI "
+                              f"samples such a model by {base_model.model_type.name} only. Use another model.")
     if header.scales:
         _refuse_unheeded_scales(header, base_model)
     dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)
@@ -128,10 +133,10 @@ def _detected(tensors, header, family, transformer_config):
     """What ComfyUI takes a model for, and the tensors under its names. tensors: {name: tensor} of the file."""
     name = os.path.basename(header.path)
     if header.config is not None:                              # a diffusers folder: to the names that ComfyUI knows
-        tensors = under_comfyui_names(tensors, header)
+        tensors = under_comfyui_names(tensors, header) | marks_of(header)
         refuse_unlike(tensors, header, family, transformer_config)
     tensors = tensors | read_values(header, family.values)
-    model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=header.metadata)
+    model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata_of(header, family))
     if model_config is None:
         raise CheckpointError(f"ComfyUI does not recognise {name} as a {family.name} model.")
     heeds = bool(family.settings) or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config
@@ -168,7 +173,8 @@ def _lighter_bytes(header, family, spec, dtypes_of):
 
 def fingerprint(path):
     """What changes where other files take the place of a file's, or of a diffusers folder's."""
-    return state_of(read_header(path).files)
+    header = read_header(path)
+    return state_of((*header.files, *map(str, header.folder.said if header.folder else ())))
 
 
 def _with_ids(extra_conds, **arguments):

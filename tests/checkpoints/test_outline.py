@@ -164,7 +164,7 @@ def test_a_folder_of_pixart_alpha_does_not_pass_for_sigma(folder_of):
     """Neither under its own class nor under the one that was split."""
     with pytest.raises(CheckpointError, match="lacks tensors of a PixArt-Alpha model"):
         look_at(folder_of("PixArt-Sigma", _class_name="Transformer2DModel", use_additional_conditions=True))
-    with pytest.raises(CheckpointError, match="is the folder of a U-Net, which xDiT takes from single files only"):
+    with pytest.raises(CheckpointError, match="is the folder of a U-Net of a kind that xDiT does not run"):
         look_at(folder_of("PixArt-Sigma", _class_name="UNet2DConditionModel"))
 
 

@@ -1,35 +1,81 @@
 """Diffusers folders, sharded: what is in them, under ComfyUI's names, is what is in the single file; or they are refused by name."""
 
+import json
+import re
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_checkpoints import families
+from tests.tiny_checkpoints import families, said_of
+from tests.tolerances import close
 from xdit_backend.checkpoints.header import model_spec, read_header
 from xdit_backend.checkpoints.transformer import load_transformer, read_file
 
-# Folders that cannot be told apart, or lack something: what the message says.
-REFUSED = {"anima": "has tensors that a Cosmos-Predict2 model does not", "ltx-video": "does not say causal_temporal_positioning",
-           **dict.fromkeys(("ltx-video-causal", "ltx-2", "ltx-2-plain"), "does not say causal_temporal_positioning"),
-           "qwen-image-2511": "with zero_cond_t = True, which ComfyUI could not tell",
-           "sd35-text": "names are not known for all"}
+TOLERANCE = 2e-5                           # relative, float32 on both sides
+REFUSED = {"sd35-text": "has tensors of shapes|has tensors that a SD3 model does not|names are not known for all"}  # nobody publishes one
 DROPPED, OF_DROPPED = ("y_embedder.y_embedding",), "model_max_length"          # which no conversion keeps: it is for training
-# LTX-2.3 is told by its file's metadata, which a folder lacks
-KINDS = [kind for kind, family in families().items() if not family.by_rows and kind != "ltx-2.3"]
+MARK = "__index_timestep_zero__"
+# U-Nets: test_unet_folders.py. What ltx-2-plain's file says has no words in diffusers' config.
+KINDS = [kind for kind, family in families().items() if not family.by_rows and kind != "ltx-2-plain"]
+# what a folder tells by more than its tensors
+SAMPLED = ("anima", "ltx-video", "ltx-video-causal", "ltx-2", "ltx-2.3", "qwen-image-2511")
+
+
+def save_folder(comfyui, kind, name):
+    """The tiny file as a diffusers folder of several shards, laid out as published ones are. Returns its path."""
+    file, folder, family = comfyui.base / "diffusion_models" / comfyui.file(kind), comfyui.base / "diffusers" / name, families()[kind]
+    comfyui.folder_paths.add_model_folder_path("diffusers", str(comfyui.base / "diffusers"), is_default=True)
+    if folder.exists():
+        return folder
+    model, _ = load_transformer(model_spec(read_header(file), family, "float32", "float32"), family, torch.device("cpu"))
+    if kind == "anima":
+        conditioner = model.text_conditioner
+        del model.text_conditioner
+        conditioner.save_pretrained(folder / "text_conditioner")
+    model.save_pretrained(folder / "transformer", max_shard_size="1MB")
+    config = folder / "transformer" / "config.json"
+    if kind.startswith("ltx-video"):                           # of 0.9.1, and of 0.9.5
+        (folder / "vae").mkdir()
+        block = "LTXVideo095DownBlock3D" if kind == "ltx-video-causal" else "LTXVideoDownBlock3D"
+        (folder / "vae" / "config.json").write_text(json.dumps({"down_block_types": [block] * 4}))
+    if kind.startswith("ltx-2"):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_type": "split", "rope_double_precision": True,
+                                                                       "cross_attn_timestep_scale_multiplier": 1000}))
+        connectors_of(file, said_of(kind)).save_pretrained(folder / "connectors", max_shard_size="1MB")
+    return folder
+
+
+def connectors_of(file, said):
+    """Diffusers' object of what an LTX-2 file prepares its text with."""
+    from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+    registers = load_file(file)["video_embeddings_connector.learnable_registers"]
+    sizes = {f"{kind}_connector_{size}": said.get(f"{kind}_connector_{size}".replace("video_", ""), said.get(f"connector_{size}", usual))
+             for kind in ("video", "audio")
+             for size, usual in (("attention_head_dim", 128), ("num_attention_heads", 30), ("num_layers", 2))}
+    made = LTX2TextConnectors(caption_channels=24, text_proj_in_factor=2, rope_type="split", **sizes, **{
+        f"{kind}_connector_num_learnable_registers": len(registers) for kind in ("video", "audio")})
+    words = (("_embeddings_connector.", "_connector."), (".transformer_1d_blocks.", ".transformer_blocks."), (".q_norm.", ".norm_q."),
+             (".k_norm.", ".norm_k."))
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        if "_embeddings_connector." in name:
+            for ours, theirs in words:
+                name = name.replace(ours, theirs)
+            tensors[name] = tensor
+    assert all(name.endswith("text_proj_in.weight") for name in made.load_state_dict(tensors, strict=False).missing_keys)
+    return made
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_is_what_the_single_file_is(comfyui, kind):
-    file, folder = comfyui.base / "diffusion_models" / comfyui.file(kind), comfyui.base / "diffusers" / f"folder-{kind}"
-    header, family = read_header(file), families()[kind]
-    model, _ = load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
-    model.save_pretrained(folder / "transformer", max_shard_size="1MB")
+    file, family = comfyui.base / "diffusion_models" / comfyui.file(kind), families()[kind]
+    folder = save_folder(comfyui, kind, f"folder-{kind}")
     found = read_header(folder)
     assert len(found.files) > 1
     if kind in REFUSED:
-        with pytest.raises(comfyui.errors.CheckpointError, match=f"folder-{kind} .*{REFUSED[kind]}"):
+        with pytest.raises(comfyui.errors.CheckpointError, match=f"folder-{kind} .*({REFUSED[kind]})"):
             comfyui.shell.load_shell(str(folder), "fp32", comfyui.config())
         return
 
@@ -37,9 +83,40 @@ def test_a_folder_is_what_the_single_file_is(comfyui, kind):
     shell, single = (comfyui.shell.load_shell(str(path), "fp32", comfyui.config()) for path in (folder, file))
 
     names = {name.replace(".scale", ".weight"): tensor for name, tensor in names.items()}
-    own = {name.replace(".scale", ".weight"): tensor for name, tensor in load_file(file).items() if name not in DROPPED}
+    own = {name.replace(".scale", ".weight"): tensor for name, tensor in load_file(file).items() if name not in (*DROPPED, MARK)}
     assert names.keys() == own.keys() and all(torch.equal(names[name], own[name]) for name in own)
     assert type(shell.model) is type(single.model) and shell.remote.family.name == single.remote.family.name == family.name
     config, expected = ({key: value for key, value in one.model.model_config.unet_config.items() if key != OF_DROPPED}
                         for one in (shell, single))
-    assert config == expected
+    if family.in_folder(read_header(folder).folder) is None:   # else a folder says in full what a file leaves to ComfyUI
+        assert config == expected
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_what_a_folder_says_beside_its_tensors_is_heeded(comfyui, kind):
+    """By its settings, its VAE's, and by the parts of the model that are folders of their own."""
+    save_folder(comfyui, kind, f"folder-{kind}")
+
+    model = comfyui.load_model.execute(f"folder-{kind}", "fp32", comfyui.config()).args[0]
+
+    close(comfyui.sample(model, kind, steps=2), comfyui.reference(kind, steps=2), TOLERANCE)
+
+
+def test_a_folder_that_does_not_say_which_model_it_is_is_refused(comfyui):
+    folder = save_folder(comfyui, "ltx-video", "folder-ltx-video")
+    (folder / "vae").rename(folder / "elsewhere")
+
+    with pytest.raises(comfyui.errors.CheckpointError, match=re.escape("LTX-Video model, of which a folder with its vae/config.json")):
+        comfyui.shell.load_shell(str(folder), "fp32", comfyui.config())
+    (folder / "elsewhere").rename(folder / "vae")
+
+
+def test_a_second_transformer_is_listed_by_itself(comfyui):
+    comfyui.folder_paths.add_model_folder_path("diffusers", str(comfyui.base / "diffusers"), is_default=True)
+    for part in ("two/transformer", "two/transformer_2", "below/one/unet", "neither/vae"):
+        (comfyui.base / "diffusers" / part).mkdir(parents=True)
+
+    options = comfyui.load_model.define_schema().inputs[0].options
+
+    assert {"two", "two/transformer_2", "below/one"} <= set(options)
+    assert not {"two/transformer", "below/one/unet", "neither", "neither/vae"} & set(options)

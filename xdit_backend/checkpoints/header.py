@@ -6,13 +6,14 @@ import math
 import os
 import struct
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ..models import FAMILIES, supported
 from ..models.plan import Family
+from ..models.unet import publishers_names
 from ..protocol.errors import CheckpointError
 from ..protocol.messages import ModelSpec
 from . import gguf
+from .folder import Folder, read_folder
 from .nearest import NOT_THERE, nearest
 from .scaled import scales_of
 
@@ -46,6 +47,7 @@ OF_DIFFUSERS = ((("single_transformer_blocks.0.attn.", "transformer_blocks.0.att
                  "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"),)
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")     # ComfyUI saves some under model.model.
+UNET = "UNet2DConditionModel"
 CLASSES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}     # by their norm_type
 MAX_HEADER_BYTES = 100 * 2 ** 20
 
@@ -54,9 +56,11 @@ MAX_HEADER_BYTES = 100 * 2 ** 20
 class Header:
     """Names, dtypes and shapes of the diffusion model in a file or folder; names without the prefix they have there.
 
-    files: the safetensors files. config: of a diffusers folder, arguments of its class; else None. beside: names of what else is in
-    an all-in-one checkpoint. scales: {a scaled weight: (the tensor that is its scale, how many numbers that has)}. stored: of a GGUF
-    file, {name: (first byte, shape as stored)}.
+    files: the safetensors files. config: of a diffusers folder, arguments of its class; else None. folder: of a diffusers folder, all that
+    is read of it. A U-Net's tensors are under the publisher's names here, as in a file, and config is None; those of a family's further
+    parts are under ComfyUI's. renamed: {(file, name there): name here, or None of what is left out}. beside: names of what else is in an
+    all-in-one checkpoint. scales: {a scaled weight: (the tensor that is its scale, how many numbers that has)}. stored: of a GGUF file,
+    {name: (first byte, shape as stored)}.
     """
 
     path: str
@@ -66,9 +70,24 @@ class Header:
     dtypes: dict[str, str]                 # safetensors' own names, e.g. "BF16"; or GGUF's
     metadata: dict[str, str]
     config: dict | None = None
+    folder: Folder | None = None
+    renamed: dict[tuple[str, str], str | None] = field(default_factory=dict)
     beside: dict[str, tuple[int, ...]] = field(default_factory=dict)
     scales: dict[str, tuple[str, int]] = field(default_factory=dict)
     stored: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+
+    def name_of(self, key, file):
+        """The name here of a tensor that a file calls `key`; None where it is beside the diffusion model."""
+        name = self.renamed.get((file, key), key.removeprefix(self.prefix))
+        return name if key.startswith(self.prefix) and name in self.shapes else None
+
+    def under_diffusers_names(self, tensors, family, config):
+        """{name in diffusers' model: tensor} of {name here: tensor}. Some may be on the meta device."""
+        if self.config is None:
+            return family.convert(tensors, config)
+        further = {name: tensor for name, tensor in tensors.items() if name.startswith(family.prepares)}
+        rest = {name: tensor for name, tensor in tensors.items() if name not in further}
+        return rest | family.convert(further, config) if further else rest
 
     @property
     def is_packed(self):
@@ -87,7 +106,7 @@ def read_header(path):
     Raises CheckpointError for what is not a whole file or a complete folder.
     """
     if os.path.isdir(path):
-        return _read_folder(Path(path))
+        return _read_folder(path)
     if str(path).lower().endswith(".gguf"):
         return _read_gguf(str(path))
     tensors, metadata, read = _read_file(path)
@@ -140,22 +159,23 @@ def _read_gguf(path):
                   stored={key: stored[prefix + key] for key in ours})
 
 
-def _read_folder(folder):
-    transformer = folder / "transformer" if (folder / "transformer").is_dir() else folder
-    files = sorted(str(file) for file in transformer.glob("*.safetensors"))
-    if not files or not (transformer / "config.json").is_file():
-        raise CheckpointError(f"{folder.name} is not a diffusers folder with a transformer: {transformer} lacks config.json or "
-                              f"its .safetensors files.")
-    try:
-        config = dict(json.loads((transformer / "config.json").read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder.name} has a config.json in transformer that cannot be read: {error}. Download it again.") \
-            from error
-    tensors = {}
-    for file in files:
-        tensors |= _read_file(file)[0]
-    return Header(str(folder), "", tuple(files), {key: shape for key, (_, shape) in tensors.items()},
-                  {key: dtype for key, (dtype, _) in tensors.items()}, {}, config)
+def _read_folder(path):
+    names = {part: name_of for family in FAMILIES.values() for part, name_of in family.further.items()}
+    folder = read_folder(path, tuple(names))
+    is_unet, renamed, tensors = _class_name(folder.config) == UNET, {}, {}
+    for file in map(str, folder.files):
+        read = _read_file(file)[0]
+        name_of = names.get(os.path.basename(os.path.dirname(file)))
+        if name_of is not None:
+            renamed |= {(file, key): name_of(key) for key in read}
+        tensors |= {(file, key): value for key, value in read.items()}
+    if is_unet:
+        publishers = publishers_names([key for _, key in tensors])
+        renamed |= {(file, key): publishers[key] for file, key in tensors}
+    tensors = {renamed.get(place, place[1]): value for place, value in tensors.items()}
+    tensors.pop(None, None)
+    return Header(str(path), "", tuple(map(str, folder.files)), {key: shape for key, (_, shape) in tensors.items()},
+                  {key: dtype for key, (dtype, _) in tensors.items()}, {}, None if is_unet else folder.config, folder, renamed)
 
 
 def _read_file(path):
@@ -209,7 +229,7 @@ def recognise(header) -> Family:
     """Name the family of a file. Raises CheckpointError when it is none that can be run, saying which can."""
     name = os.path.basename(header.path)
     if header.config is not None:
-        return _family_of_folder(name, header.config)
+        return _family_of_folder(name, header.folder)
     _refuse_others(name, header.shapes, BESIDE_A_MODEL)
     for family in FAMILIES.values():
         if _asked(family.recognise, header.shapes):
@@ -218,6 +238,8 @@ def recognise(header) -> Family:
             if reason:
                 raise CheckpointError(f"{name} is a {family.name} model, but {reason}.")
             return family
+    if header.folder is not None:
+        raise CheckpointError(f"{name} is the folder of a U-Net of a kind that xDiT does not run. It runs {supported()}.")
     _refuse_others(name, header.shapes, OTHERS)
     near = nearest(header.shapes)
     if near:
@@ -242,19 +264,28 @@ def _refuse_others(name, shapes, others):
             raise CheckpointError(f"{name} is {what}. xDiT runs {supported()}.")
 
 
-def _family_of_folder(name, config):
-    """The family of the class that config.json means; of several, the one whose fixed settings it has most of."""
-    fixed = lambda family: [rule for rule in family.config.rules.items() if not callable(rule[1])]  # noqa: E731
-    of_class = [family for family in FAMILIES.values() if _class_name(config) == family.transformer and not family.by_rows]
-    if not of_class and any(_class_name(config) == family.transformer for family in FAMILIES.values()):
-        raise CheckpointError(f"{name} is the folder of a U-Net, which xDiT takes from single files only: use the .safetensors checkpoint "
-                              f"of this model, in models/checkpoints.")
+def _family_of_folder(name, folder):
+    """The family of the class that config.json means; of several, the one whose fixed settings, and further parts, it has most of."""
+    config, fixed = folder.config, lambda family: [rule for rule in family.config.rules.items() if not callable(rule[1])]
+    of_class = [family for family in FAMILIES.values() if _class_name(config) == family.transformer]
     if not of_class:
-        raise CheckpointError(f"{name} is a {_class_name(config)}, which xDiT does not run. It runs {supported()}.")
-    return max(of_class, key=lambda family: sum(config.get(key, value) == value for key, value in fixed(family)))
+        raise CheckpointError(f"{name} is {_what(_class_name(config))}. xDiT runs {supported()}.")
+    return max(of_class, key=lambda family: sum(config.get(key, value) == value for key, value in fixed(family))
+               + len(folder.further.keys() & family.further.keys()))
 
 
 def _class_name(config):
-    """The class of diffusers that a folder's config.json means; older ones name what DiT's and PixArt's were split from."""
-    name = config.get("_class_name")
-    return CLASSES.get(config.get("norm_type"), name) if name == "Transformer2DModel" else name
+    """The class that a folder's config.json means; older ones name what DiT's and PixArt's were split from. "" where it says none."""
+    name = config.get("_class_name") or (config.get("architectures") or [""])[:1]      # the second is of text encoders
+    name = name[0] if isinstance(name, list) and name else name
+    return CLASSES.get(str(config.get("norm_type")), name) if name == "Transformer2DModel" else name if isinstance(name, str) else ""
+
+
+def _what(class_name):
+    """What a model of a class is that no family has."""
+    if not class_name:
+        return "a folder whose config.json does not say which model it is (_class_name), as diffusers' do"
+    text = "which is a text encoder: load a file of it with Load CLIP"
+    kinds = {"Autoencoder": "which is a VAE: load a file of it with Load VAE", "Text": text, "Encoder": text,
+             "ControlNet": "which is a ControlNet: load a file of it with Load ControlNet Model"}
+    return f"a {class_name}, {next((words for mark, words in kinds.items() if mark in class_name), 'which xDiT does not run')}"

@@ -9,6 +9,7 @@ import os
 
 import torch
 
+from ..models.unet import settings_of
 from ..protocol.errors import CheckpointError
 from .packed import hold_packed, packed_weights
 from .transformer import build, model_config
@@ -24,25 +25,46 @@ def outline(header, family, quantisation=""):
     family is not run.
     """
     name = os.path.basename(header.path)
-    if header.config is not None:
-        _check_folder_config(header.config, family, name)
+    said = None
+    if header.folder is not None:
+        said = _said(header, name)
+        _check_folder_config(said, family, name)
     whole = {key for key, dtype in header.dtypes.items() if key not in header.quantised and not dtype.startswith(FLOATS)}
     tensors = {key: torch.empty(shape, dtype=torch.int64 if key in whole else None, device="meta") for key, shape in header.shapes.items()}
     try:
         config = model_config(header, family)
         with torch.device("meta"):
             model = build(family, config)
-        if header.config is None:
-            tensors = family.convert(tensors, config)
+        tensors = header.under_diffusers_names(tensors, family, config)
     except KeyError as error:
         raise CheckpointError(f"{name} lacks the tensor {error.args[0]}, which a {family.name} model needs. Download it again, or choose "
                               f"another file.") from error
     except (ValueError, IndexError, TypeError, RuntimeError, ArithmeticError, AssertionError, NotImplementedError) as error:
         raise CheckpointError(f"{name} looks like a {family.name} model, but its tensors have shapes that none has ({error}). "
                               f"Download it again, or choose another file.") from error
+    if header.folder is not None and header.config is None:
+        _check_told(said, model.config, family, name)
     _compare(model.state_dict(), tensors, family, name)
     hold_packed(model, packed_weights(header, family, config, model, quantisation))
     return config, model
+
+
+def _said(header, name):
+    if header.config is not None:
+        return header.config
+    try:
+        return settings_of(header.folder.config)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{name} has a config.json whose settings are of other types than diffusers writes ({error}). "
+                              f"Download it again, or choose another folder.") from error
+
+
+def _check_told(said, config, family, name):
+    """Refuse a U-Net whose config.json says otherwise than its tensors do."""
+    for key in family.config.rules:
+        if key in said and key not in family.by_tensors and _plain(said[key]) != _plain(config[key]):
+            raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = {said[key]!r}, and its tensors are of "
+                                  f"{config[key]!r}. Download the folder again, or choose another.")
 
 
 def _check_folder_config(config, family, name):
@@ -52,7 +74,7 @@ def _check_folder_config(config, family, name):
     given = {key: value for key, value in config.items() if not key.startswith("_")}
     rules = family.config.rules
     for key, value in {**defaults, **given}.items():
-        if key in family.by_tensors or callable(rules.get(key)):
+        if key in family.by_tensors or key in family.heeded or callable(rules.get(key)):
             continue
         if key not in defaults:
             expected, fits = None, not value                   # what older releases of diffusers wrote of what is off

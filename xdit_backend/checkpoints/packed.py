@@ -70,7 +70,7 @@ def packed_weights(header, family, config, model, quantisation=""):
     names, firsts = list(starts), torch.tensor(list(starts.values()))
     linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear and not exact & set(name.split("."))}
     found, elsewhere = {}, set()
-    for name, rows in (numbers if header.config is not None else family.convert(numbers, config)).items():
+    for name, rows in header.under_diffusers_names(numbers, family, config).items():
         rows = rows.flatten()
         sources = [names[index] for index in (torch.searchsorted(firsts, rows, right=True) - 1).unique().tolist()]
         if name in linears and len(sources) == 1 and sources[0] in quantised:

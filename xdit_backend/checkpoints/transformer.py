@@ -85,7 +85,7 @@ def change_weights(model, config, family, spec, device, changes, blocks=None, fi
     for name, change in here.items():
         if change.whole is not None or not plain[name].is_meta:
             plain[name] = changed(plain[name], change, ferry)
-    converted = plain if header.config is not None else family.convert(plain, config)
+    converted = header.under_diffusers_names(plain, family, config)
     held = {name: (weight, dtype) for name, weight, dtype in _held(model, family, spec)}
     for name, how in packed.items():
         terms = here[how.source].terms + here[how.source].hooked
@@ -123,10 +123,21 @@ def model_config(header, family):
     return header.config | rules | said_settings(header, family)
 
 
+def metadata_of(header, family):
+    """What a file's metadata says; of a diffusers folder, what it says of the family's settings, in the same words."""
+    if header.config is None or not family.settings:
+        return header.metadata
+    said = family.in_folder(header.folder)
+    if said is None:
+        raise CheckpointError(f"{os.path.basename(header.path)} is a {family.name} model, of which a folder with its vae/config.json alone "
+                              f"says which of them it is. Download the whole folder, or use the file of this model in ComfyUI's format.")
+    return {"config": json.dumps({"transformer": said})}
+
+
 def said_settings(header, family):
     """What a file's metadata says of the family's settings, under "_" and their names. Raises CheckpointError for what is not run."""
     try:
-        said = dict(json.loads(header.metadata.get("config", "{}")).get("transformer", {})) if family.settings else {}
+        said = dict(json.loads(metadata_of(header, family).get("config", "{}")).get("transformer", {})) if family.settings else {}
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{os.path.basename(header.path)} has metadata that cannot be read ({error}). Download it again.") from error
     for name, values in family.settings.items():
@@ -177,8 +188,8 @@ def read_file(header, wanted):
     for path in header.files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                short = name.removeprefix(header.prefix)
-                if name.startswith(header.prefix) and short in header.shapes:
+                short = header.name_of(name, path)
+                if short is not None:
                     tensors[short] = file.get_tensor(name) if wanted(short) else torch.empty(header.shapes[short], device="meta")
     return tensors
 
@@ -204,7 +215,7 @@ def read_plain(header, tensors, without=()):
 def _converted(tensors, header, family, config, packed):
     """{name in the model: tensor}. tensors: of the file. What is packed there stays so, beside its scale; the rest is plain numbers."""
     if header.config is not None:
-        return tensors
+        return header.under_diffusers_names(tensors, family, config)
     packed = {name: how for name, how in packed.items() if how.is_in_file}
     converted = family.convert(read_plain(header, tensors, {how.source for how in packed.values()}), config)
     scales = _read_scales(header, tensors) if header.scales else {}

@@ -4,6 +4,9 @@ import hashlib
 import os
 from pathlib import Path
 
+from ..checkpoints.folder import read_folder
+from ..protocol.errors import CheckpointError
+
 READ_BYTES = 2 ** 24
 SUFFIXES = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".bin")
 
@@ -43,12 +46,12 @@ class Contents:
 
 
 def files_of(path):
-    """The files of a model: itself, or of a diffusers folder the transformer's, as checkpoints.header reads it."""
+    """The files of a model: itself, or of a diffusers folder what checkpoints.folder reads. Raises CheckpointError for another folder."""
     path = Path(path)
     if not path.is_dir():
         return [path]
-    transformer = path / "transformer" if (path / "transformer").is_dir() else path
-    return [transformer / "config.json", *sorted(transformer.glob("*.safetensors"))]
+    folder = read_folder(path)
+    return [*folder.said, *folder.files]
 
 
 def candidates(name, num_bytes, folders):
@@ -71,6 +74,8 @@ def same_name(name, folders):
 
 
 def _is_folder(folder):
-    """Is it a diffusers folder with a transformer, or one?"""
-    parts = files_of(folder)
-    return len(parts) > 1 and parts[0].is_file()
+    """Is it a diffusers folder with a diffusion model, or one?"""
+    try:
+        return bool(files_of(folder))
+    except CheckpointError:
+        return False

@@ -52,7 +52,8 @@ ANIMA = dataclasses.replace(
     COSMOS, name="Anima", title="Anima", recognise=lambda shapes: is_cosmos(shapes) and has(ADAPTER)(shapes),
     refusals=(because("it adds learned positions in every block", has("extra_pos_embedder.")), needs_diffusers("0.39")),
     config=config_of(**COSMOS.config.rules, _conditioner=_conditioner),  # type: ignore[attr-defined]
-    convert=_convert, amend=_amend, prepares=(ADAPTER,),
+    convert=_convert, amend=_amend, prepares=(ADAPTER,), by_tensors=(*COSMOS.by_tensors, "_conditioner"),
+    further={"text_conditioner": lambda name: ADAPTER + name},
     conditioning={"context": "text_embed_dim", "t5xxl_ids": None, "t5xxl_weights": None},
     arguments=COSMOS.arguments | {"ids": given("t5xxl_ids"), "weights": given("t5xxl_weights")},
     plan=dataclasses.replace(COSMOS.plan, once_outside={"text_conditioner": "run"}),

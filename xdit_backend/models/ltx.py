@@ -10,6 +10,14 @@ from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 TABLE = TokenArgument(1, ("image",))
 
 
+def _in_folder(folder):
+    """Since 0.9.5 a first frame is one pixel frame long; of that release on, the VAE has blocks of its own."""
+    vae, pipeline = folder.beside.get("vae"), folder.beside.get("model_index", {}).get("_class_name")
+    if vae is None and pipeline != "LTXConditionPipeline":
+        return None
+    return {"causal_temporal_positioning": vae is None or "LTXVideo095" in str(vae.get("down_block_types"))}
+
+
 LTX = Family(
     name="LTX-Video", title="LTX-Video 0.9", transformer="LTXVideoTransformer3DModel",
     recognise=lambda shapes: IS_LTX(shapes) and not has("audio_adaln_single.linear.weight")(shapes),
@@ -23,7 +31,7 @@ LTX = Family(
               "positional_embedding_max_pos": ([20, 2048, 2048],), "timestep_scale_multiplier": (1000,),
               "vae_scale_factors": ([8, 32, 32],), "use_middle_indices_grid": (False,),
               "rope_type": ("interleaved",), "frequencies_precision": ("float32",),
-              "caption_proj_before_connector": (False,), "cross_attention_adaln": (False,)},
+              "caption_proj_before_connector": (False,), "cross_attention_adaln": (False,)}, in_folder=_in_folder,
     convert=diffusers_converter("convert_ltx_transformer_checkpoint_to_diffusers"), latent=LATENT, time_scale=1.0,
     pixels=lambda config: PIXELS,
     conditioning={"context": "caption_channels", "attention_mask": None, "frame_rate": None, "keyframe_idxs": None},

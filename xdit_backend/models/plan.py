@@ -204,6 +204,10 @@ class Family:
     prepares: what names of tensors begin with that ComfyUI prepares the text with, once, before LoRA hooks are in effect.
     settings: what ComfyUI's model heeds of a file's metadata -> the values that are run, first what holds where it says none; the config
     has them under "_" and the name. beyond(arguments): what ComfyUI's arguments ask of its model that ours does not do; or None.
+    marks: of diffusers folders: what config.json says -> the tensor by which files say it. further: parts beside the transformer that
+    belong to it -> a function of a tensor's name there: ComfyUI's name, which begins with one of `prepares`, or None.
+    in_folder(checkpoints.folder.Folder): what such a folder says of the settings, or None; heeded: arguments of the diffusers class that
+    it tells it by.
     num_heads, num_key_heads, width, num_channels, in_channels: of the attention (None: a U-Net, whose tokens nothing shares out; as many:
     None), of a token, of a prediction, of what the class takes; functions of config. pixels: frames, rows and columns of the picture that a
     latent's pixel stands for, likewise. cfg: what the table says of it. sampled: of a family that ComfyUI has no model of.
@@ -241,6 +245,10 @@ class Family:
     prepares: tuple[str, ...] = ()
     settings: dict[str, tuple] = field(default_factory=dict)
     beyond: Callable = lambda arguments: None
+    marks: dict[str, str] = field(default_factory=dict)
+    further: dict[str, Callable] = field(default_factory=dict)
+    in_folder: Callable = lambda folder: None
+    heeded: tuple[str, ...] = ()
     parts: dict[str, Callable] = field(default_factory=dict)
     parted: Callable | None = None
     num_heads: Callable = lambda config: config["num_attention_heads"]

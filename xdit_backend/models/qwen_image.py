@@ -57,7 +57,7 @@ QWEN_IMAGE = Family(
         num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // HEAD_SIZE(shapes),
         axes_dims_rope=lambda shapes: (HEAD_SIZE(shapes) // 8, HEAD_SIZE(shapes) * 7 // 16, HEAD_SIZE(shapes) * 7 // 16),
         zero_cond_t=has("__index_timestep_zero__")),
-    convert=table((r"^__index_timestep_zero__$", None)), amend=_amend,
+    convert=table((r"^__index_timestep_zero__$", None)), amend=_amend, marks={"zero_cond_t": "__index_timestep_zero__"},
     conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None, "ref_latents_method": None},
     choices={"ref_latents_method": METHODS}, lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),

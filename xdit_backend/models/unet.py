@@ -12,16 +12,19 @@ from .plan import Family, RowPlan, Tiny
 
 LATENT = Whole((1, 1))
 
+# what the publisher's names begin with -> diffusers'
+OUTSIDE = {"input_blocks.0.0.": "conv_in.", "out.0.": "conv_norm_out.", "out.2.": "conv_out.", "time_embed.0.": "time_embedding.linear_1.",
+           "time_embed.2.": "time_embedding.linear_2.", "label_emb.0.0.": "class_embedding.linear_1.",
+           "label_emb.0.2.": "class_embedding.linear_2.", "middle_block.0.": "mid_block.resnets.0.",
+           "middle_block.1.": "mid_block.attentions.0.", "middle_block.2.": "mid_block.resnets.1."}
+IN_RESNET = {"in_layers.0.": "norm1.", "in_layers.2.": "conv1.", "emb_layers.1.": "time_emb_proj.", "out_layers.0.": "norm2.",
+             "out_layers.3.": "conv2.", "skip_connection.": "conv_shortcut."}
 KEYS = table(
     (r"^(?:edm_mean|edm_std|edm_vpred\.sigma_max|edm_vpred\.sigma_min|v_pred|ztsnr)$", None),      # say how a file is sampled
-    (r"^input_blocks\.0\.0\.", "conv_in."), (r"^out\.0\.", "conv_norm_out."), (r"^out\.2\.", "conv_out."),
-    (r"^time_embed\.0\.", "time_embedding.linear_1."), (r"^time_embed\.2\.", "time_embedding.linear_2."),
-    (r"^label_emb\.0\.0\.", "class_embedding.linear_1."), (r"^label_emb\.0\.2\.", "class_embedding.linear_2."),
-    (r"^middle_block\.0\.", "mid_block.resnets.0."), (r"^middle_block\.1\.", "mid_block.attentions.0."),
-    (r"^middle_block\.2\.", "mid_block.resnets.1."),
-    (r"(resnets\.\d+)\.in_layers\.0\.", r"\1.norm1."), (r"(resnets\.\d+)\.in_layers\.2\.", r"\1.conv1."),
-    (r"(resnets\.\d+)\.emb_layers\.1\.", r"\1.time_emb_proj."), (r"(resnets\.\d+)\.out_layers\.0\.", r"\1.norm2."),
-    (r"(resnets\.\d+)\.out_layers\.3\.", r"\1.conv2."), (r"(resnets\.\d+)\.skip_connection\.", r"\1.conv_shortcut."))
+    *((rf"^{re.escape(own)}", other) for own, other in OUTSIDE.items()),
+    *((rf"(resnets\.\d+)\.{re.escape(own)}", rf"\1.{other}") for own, other in IN_RESNET.items()))
+OF_RESNET = re.compile(rf"(resnets\.\d+\.)({'|'.join(map(re.escape, IN_RESNET.values()))})")
+OF_LEVEL = re.compile(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.*)")
 
 
 def unet(name, title, context_widths, labelled, num_heads, tiny, refusals=(), values=()):
@@ -32,6 +35,7 @@ def unet(name, title, context_widths, labelled, num_heads, tiny, refusals=(), va
     """
     return Family(
         name=name, title=title, transformer="UNet2DConditionModel", tiny=tiny, values=values, latent=LATENT, convert=convert,
+        by_tensors=("sample_size",),
         recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and _context_width(shapes) in context_widths,
         refused_beside={"cc_projection.weight": "it turns objects (Zero123)"},
         refusals=(because("it makes videos (Stable Video Diffusion)", lambda shapes: any(".time_stack." in key for key in shapes)),
@@ -69,6 +73,47 @@ def tiny(detected, config, arguments):
 def convert(tensors, config):
     """From the publisher's names, which number the layers of all levels through, to diffusers'."""
     return KEYS({_in_level(name, config["layers_per_block"]): tensor for name, tensor in tensors.items()}, config)
+
+
+def settings_of(folder_config):
+    """What a folder's config.json says, in the words of the config that is made from a file's shapes; without what its tensors tell, or
+    ComfyUI does: types of arithmetic, how SDXL's vector is made.
+    """
+    said = {key: value for key, value in folder_config.items() if not key.startswith("_")
+            and key not in ("upcast_attention", "addition_time_embed_dim", "projection_class_embeddings_input_dim")}
+    kinds = said.get("down_block_types") or ()
+    each = lambda value: (value,) * len(kinds) if isinstance(value, int) else tuple(value or ())  # noqa: E731
+    if said.get("addition_embed_type") == "text_time" and not said.get("class_embed_type"):
+        said |= {"addition_embed_type": None, "class_embed_type": "projection"}
+    said["attention_head_dim"] = each(said.pop("num_attention_heads", None) or said.get("attention_head_dim", 8))
+    depths = each(said.get("transformer_layers_per_block", 1))
+    # Where a level has no attention its depth means nothing; the last is the middle's too.
+    said["transformer_layers_per_block"] = tuple(depth if kind.startswith("Cross") else 1 for kind, depth in zip(kinds, depths[:-1])
+                                                 ) + depths[-1:]
+    return said
+
+
+def publishers_names(names):
+    """{diffusers' name: the publisher's} of the tensors of a U-Net; what is no U-Net's keeps its name."""
+    num_layers = len({name.split(".")[3] for name in names if name.startswith("down_blocks.0.resnets.")})
+    with_attention = {name.split(".")[1] for name in names if name.startswith("up_blocks.") and ".attentions." in name}
+    return {name: _publishers_name(name, num_layers, with_attention) for name in names}
+
+
+def _publishers_name(name, num_layers, with_attention):
+    own = {other: each for each, other in IN_RESNET.items()}
+    name = OF_RESNET.sub(lambda match: match[1] + own[match[2]], name.replace("add_embedding.", "class_embedding."))
+    match = OF_LEVEL.fullmatch(name)
+    if match is None:
+        own = {other: each for each, other in OUTSIDE.items()}
+        return next((name.replace(other, each, 1) for other, each in own.items() if name.startswith(other)), name)
+    way, level, kind, layer, rest = match.groups()
+    first = int(level) * (num_layers + 1) + (way == "down")
+    if kind == "downsamplers":
+        return f"input_blocks.{first + num_layers}.0.op.{rest.removeprefix('conv.')}"
+    if kind == "upsamplers":
+        return f"output_blocks.{first + num_layers}.{1 + (level in with_attention)}.{rest}"
+    return f"{'input' if way == 'down' else 'output'}_blocks.{first + int(layer)}.{int(kind == 'attentions')}.{rest}"
 
 
 def _in_level(name, num_layers):

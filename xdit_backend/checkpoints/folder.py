@@ -1,0 +1,88 @@
+"""Which files of a diffusers folder are its diffusion model, and what those beside it say of it. For header.py and other machines."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..protocol.errors import CheckpointError
+
+PARTS = ("transformer", "unet")
+# what the other parts of a folder say of the diffusion model
+BESIDE = {"model_index": "model_index.json", "scheduler": "scheduler/scheduler_config.json", "vae": "vae/config.json"}
+SHARD = re.compile(r"-(\d+)-of-(\d+)")
+INSTEAD = "Download the folder again, or choose another."
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What is read of a diffusers folder. config: of its diffusion model. files: with its weights. beside: {name in BESIDE: what that
+    says}, of those that are there. further: {name of another part whose weights are read: its config}. said: the files that are no
+    weights.
+    """
+
+    config: dict
+    files: tuple[Path, ...]
+    beside: dict[str, dict]
+    further: dict[str, dict]
+    said: tuple[Path, ...]
+
+
+def read_folder(folder, further=()):
+    """Read a folder, or a part of one with a diffusion model. further: names of parts that belong to it, where they are there. Raises
+    CheckpointError where it is none, or not whole."""
+    folder = Path(folder)
+    own = next((folder / part for part in PARTS if (folder / part).is_dir()), folder)
+    config = own / "config.json"
+    if not config.is_file():
+        raise CheckpointError(f"{folder.name} is not a diffusers folder with a transformer or a U-Net: {own} lacks config.json."
+                              f"{_parts(folder)}")
+    files = _weights(own, folder.name)
+    root = folder.parent if own == folder and (folder.parent / BESIDE["model_index"]).is_file() else folder
+    beside = {name: root / path for name, path in BESIDE.items() if (root / path).is_file()}
+    parts = {part: root / part / "config.json" for part in further if (root / part / "config.json").is_file()}
+    for part in parts:
+        files += _weights(root / part, folder.name)
+    return Folder(read_json(config), files, {name: read_json(path) for name, path in beside.items()},
+                  {part: read_json(path) for part, path in parts.items()}, (config, *beside.values(), *parts.values()))
+
+
+def read_json(path):
+    """What a JSON file of a folder says, by name. Raises CheckpointError for what cannot be read or is something else."""
+    path = Path(path)
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:     # what is no text is a ValueError too
+        raise CheckpointError(f"{path} is not a JSON file that can be read ({error}). {INSTEAD}") from error
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{path} holds a {type(said).__name__}, and diffusers writes settings by name there. {INSTEAD}")
+    return said
+
+
+def _weights(own, name):
+    """The files of one set of weights: of the one without a variant (fp16, ...), else of the only one. A set may be of several shards."""
+    sets = {}
+    for file in sorted(own.glob("*.safetensors")):
+        shard = SHARD.search(file.stem)
+        sets.setdefault((SHARD.sub("", file.stem), int(shard[2]) if shard else 1), []).append(file)
+    plain = {key: files for key, files in sets.items() if "." not in key[0]} or sets
+    if not plain:
+        pickled = " Its .bin files can run code when they are read, and are not." if list(own.glob("*.bin")) else ""
+        raise CheckpointError(f"{name} is not a diffusers folder with a transformer or a U-Net that can be read: {own} lacks .safetensors "
+                              f"files.{pickled} {INSTEAD}")
+    if len(plain) > 1:
+        several = " and as ".join(files[0].name for files in plain.values())
+        raise CheckpointError(f"{name} has its model more than once, as {several} in {own}. Which is meant is not clear: leave the files "
+                              f"of one.")
+    (_, count), files = next(iter(plain.items()))
+    if len(files) < count:
+        raise CheckpointError(f"{name} is not whole: {own} has {len(files)} of {count} shards, {files[0].name} among them. {INSTEAD}")
+    return tuple(files)
+
+
+def _parts(folder):
+    """What a folder without a diffusion model has instead, as a sentence."""
+    others = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    loaders = [loader for part, loader in (("text_encoder", "Load CLIP"), ("vae", "Load VAE"))
+               if any(each.startswith(part) for each in others)]
+    return (f" It has {', '.join(others)}." if others else "") + (f" {' and '.join(loaders)} take files of such parts." if loaders else "")
