@@ -223,7 +223,7 @@ def test_the_diffusion_model_of_an_all_in_one_checkpoint_equals_native_ksampler(
 
 @pytest.mark.parametrize("kind, weight_dtype, dtype", [
     ("sd3", "bf16", torch.bfloat16), ("sd3", "fp16", torch.float16), ("sd3", "fp8_e4m3fn", torch.float8_e4m3fn),
-    ("ltx-2", "bf16", torch.bfloat16)])
+    ("ltx-2", "bf16", torch.bfloat16), ("anima", "fp8_e4m3fn", torch.float8_e4m3fn)])
 def test_weight_dtypes_equal_native_ksampler(comfyui, kind, weight_dtype, dtype):
     """On a CPU ComfyUI computes in float32 with weights of any type, cast where they are used. So do workers, and who prepares text."""
     import comfy.sd

@@ -254,7 +254,7 @@ def _held(model, family, spec):
 
     def dtype_of(name, tensor):
         parts = set(name.split("."))
-        if not tensor.is_floating_point() or parts & {"freqs_cos", "freqs_sin"}:       # rotary tables stay as they were made
+        if not tensor.is_floating_point() or parts & {"freqs_cos", "freqs_sin", "inv_freq"}:     # rotary tables stay as they were made
             return tensor.dtype
         if name in scales or f"{name}_scale" in scales:        # as the file has it
             return tensor.dtype
