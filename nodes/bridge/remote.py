@@ -66,7 +66,8 @@ class RemoteModel:
         branches, whole = 2 - input_shape[0] % 2, input_shape
         if len(whole) == 3:                                    # of several parts, packed into one row of numbers
             whole = (whole[0], self._taken_channels, 1, 1, -(-whole[2] // self._taken_channels))
-        job = Job(self.family.latent.num_tokens(whole), 0, USUAL_JOB.steps, branches, images=max(1, input_shape[0] // branches))
+        tokens = self.family.latent.num_tokens(whole) * self.family.latent.sequences(whole)
+        job = Job(tokens, 0, USUAL_JOB.steps, branches, images=max(1, input_shape[0] // branches))
         plan = self.forecasts.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
         self._beside_bytes = self.room.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))

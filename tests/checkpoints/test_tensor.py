@@ -36,7 +36,7 @@ def check(path, dtypes, degree=2, quantisation=""):
             assert parameter.is_contiguous() or name not in splits
         for name, buffer in model.named_buffers():
             assert torch.equal(buffer, splits[name].own(buffers[name], degree, rank) if name in splits else buffers[name]), name
-        blocks = tuple(f"{name}." for name in (*(list_.name for list_ in family.plan.blocks), *family.plan.beside))
+        blocks = tuple(f"{name}." for name in (*(name for list_ in family.plan.blocks for name in list_.names), *family.plan.beside))
         linears = [name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear) and name.startswith(blocks)
                    and not name.endswith(tuple(f".{path}" for path in family.plan.unsplit))]
         formula = sum(parameter.nbytes / (degree if name.rpartition(".")[0] in linears else 1) for name, parameter in parts.items())

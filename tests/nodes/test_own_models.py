@@ -240,6 +240,19 @@ def test_dit_at_other_sizes_is_diffusers_own_model(size):
         assert (one.run() - want).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("frames", [3, 1])
+@pytest.mark.parametrize("size", [(6, 10), (7, 5), (2, 12)], ids=str)
+def test_latte_with_blocks_in_pairs_is_diffusers_own_model(size, frames):
+    one = example("Latte", rows=size[0], columns=size[1], frames=frames, batch=2)
+    module = diffusers.LatteTransformer3DModel(**one.config).double().eval()
+    module.load_state_dict(one.model.state_dict())
+    inputs = one.family.inputs(one.latent, one.timestep, one.conditioning, one.config)
+    with torch.inference_mode():
+        want = module(**inputs | {"enable_temporal_attentions": True}, return_dict=False)[0][:, :4, :, :size[0], :size[1]]
+
+        assert (one.run() - want).abs().max() < 1e-12
+
+
 def test_a_class_is_a_number_or_a_name(comfyui, folder_of):
     model = comfyui.load_model.execute(folder_of("DiT")[0], "fp32", comfyui.config()).args[0]
     label = comfyui.nodes.NODE_CLASS_MAPPINGS["XDiTClassLabel"]

@@ -210,5 +210,5 @@ class StaleTransformer:
         latent = self.example.family.latent
         mask = self._own("image", latent.num_tokens(x.shape), band).view(latent.counts(x.shape))
         for dim, size in enumerate(latent.patch):
-            mask = mask.repeat_interleave(size, dim)
+            mask = mask.repeat_interleave(min(size, x.shape[2 + dim]), dim)
         return mask[tuple(slice(size) for size in x.shape[2:])]

@@ -423,6 +423,8 @@ MUTANTS = {function.__name__: function for function in (
     ("skips_are_lost", "HunyuanDiT", Layout(pipefusion_degree=2), (2, 3)),
     ("modulation_of_the_step_before", "SD3", Layout(pipefusion_degree=2), (4, 1)),
     ("nothing_is_kept", "PixArt-Sigma", Layout(pipefusion_degree=2), (4, 1)),
+    ("nothing_is_kept", "Latte", Layout(), (4, 1)), ("positions_of_the_first_patch", "Latte", Layout(), (4, 1)),
+    ("own_shard_is_kept_only", "Latte", Layout(ulysses_degree=2), (4, 1)),
     ("positions_of_the_first_patch", "SD3", Layout(pipefusion_degree=2), (4, 1)),
     ("positions_of_the_first_patch", "Wan", Layout(pipefusion_degree=2), (4, 1)),
     ("own_shard_is_kept_only", "Flux.1", Layout(pipefusion_degree=1, ulysses_degree=2), (4, 1)),

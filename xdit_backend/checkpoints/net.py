@@ -23,9 +23,10 @@ def net_of(family: Family, config, spec=None, model=None):
         from accelerate import init_empty_weights
         with init_empty_weights():
             model = build(family, config)
-    blocks = [(list_.image_share, block) for list_ in family.plan.blocks for block in model.get_submodule(list_.name)]
+    blocks = [(list_.image_share, twins) for list_ in family.plan.blocks
+              for twins in zip(*map(model.get_submodule, list_.names))]
     width, num_blocks = family.width(model.config), len(blocks)
-    elements = sum(share * _matrix_elements(block, family.plan.once) for share, block in blocks) / num_blocks
+    elements = sum(share * _matrix_elements(block, family.plan.once) for share, twins in blocks for block in twins) / num_blocks
     heads = family.num_heads(model.config)
     joint = any("text" in streams for streams in family.plan.attention.values())
     net = Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
@@ -38,7 +39,7 @@ def net_of(family: Family, config, spec=None, model=None):
 def job_of(family, net, shape, conditioning, steps, branches=1):
     """The Job of a run. shape: of the latents of one branch; conditioning: {name: tensor} of the whole forward, as workers get it."""
     counts = family.token_counts(shape, conditioning)
-    tokens = counts.pop("image")
+    tokens = counts.pop("image") * family.latent.sequences(shape)
     text = sum(counts.values()) if net.joint else conditioning["context"].shape[1]
     return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=shape[0])
 
@@ -72,7 +73,7 @@ def _sums(model, plan, joint, num_blocks):
     if not is_splittable(model, plan):
         return Net.sums
     of_blocks = collections.Counter(name.rpartition(".")[0] for name in summed_modules(tensor_splits(model, plan))
-                                    if name.partition(".")[0] in {list_.name for list_ in plan.blocks})
+                                    if name.partition(".")[0] in {name for list_ in plan.blocks for name in list_.names})
     return sum(min(2, count) if joint else count for count in of_blocks.values()) / num_blocks
 
 

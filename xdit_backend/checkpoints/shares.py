@@ -70,7 +70,7 @@ def tensor_splits(model, plan, degree=1):
     that nothing is known of: it would be whole on each rank, without notice; and for a degree that would cut through blocks of a file.
     """
     splits = {}
-    for name in (*(list_.name for list_ in plan.blocks), *plan.beside):
+    for name in (*(name for list_ in plan.blocks for name in list_.names), *plan.beside):
         for index, block in enumerate(model.get_submodule(name)):
             splits |= {f"{name}.{index}.{path}": split for path, split in _block_splits(block, plan).items()}
     _check_stored(splits, degree)

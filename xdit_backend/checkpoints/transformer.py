@@ -166,7 +166,8 @@ def held_bytes(model, family, spec, splits={}):
 def block_bytes(model, family, spec):
     """Bytes of each block, over all lists of the plan, as a rank holds them."""
     held = _held(model, family, spec)
-    return [sum(tensor.numel() * dtype.itemsize for name, tensor, dtype in held if name.startswith(f"{list_.name}.{index}."))
+    return [sum(tensor.numel() * dtype.itemsize for name, tensor, dtype in held if name.startswith(
+                tuple(f"{each}.{index}." for each in list_.names)))
             for list_ in family.plan.blocks for index in range(len(model.get_submodule(list_.name)))]
 
 
@@ -176,7 +177,7 @@ def block_sizes(model, plan):
         packed = sum(module.out_features * module.in_features - module.weight.numel() for module in block.modules()
                      if type(module) is torch.nn.Linear)
         return sum(parameter.numel() for parameter in block.parameters()) + packed
-    return [(size(block), list_.image_share) for list_ in plan.blocks for block in model.get_submodule(list_.name)]
+    return [(sum(map(size, twins)), list_.image_share) for list_ in plan.blocks for twins in zip(*map(model.get_submodule, list_.names))]
 
 
 def read_file(header, wanted):
@@ -239,9 +240,10 @@ def _block_of(name, model, family, header):
     if name.startswith(family.plan.outside):
         return None
     for list_ in family.plan.blocks:
-        prefix = f"{list_.name}." if header.config is not None else list_.in_file
-        if name.startswith(prefix):
-            return first + int(name[len(prefix):].partition(".")[0])
+        prefixes = [f"{each}." for each in list_.names] if header.config is not None else [list_.in_file]
+        for prefix in prefixes:
+            if name.startswith(prefix):
+                return first + int(name[len(prefix):].partition(".")[0])
         first += len(model.get_submodule(list_.name))
     return None
 

@@ -103,6 +103,9 @@ class _UncopiedParts(TorchFunctionMode):
 
 # --- latents as hidden states; rules for the argument that takes them ---
 
+ALL_FRAMES = 1 << 30
+
+
 @dataclass(frozen=True)
 class Whole:
     """Latents that the model itself cuts into tokens. patch: latent pixels of a token along each dim after C.
@@ -120,6 +123,10 @@ class Whole:
     def num_tokens(self, shape):
         return math.prod(self.counts(shape))
 
+    def sequences(self, shape):
+        """Sequences of tokens that a latent of this shape is in blocks, each an image of their batch."""
+        return 1
+
     def channels(self, in_channels):
         """Channels of a latent, where the diffusers class has this for `in_channels`."""
         return in_channels
@@ -133,6 +140,20 @@ class Whole:
 
     def unpack(self, output, latent):
         return output[tuple(slice(length) for length in (None, *latent.shape[1:]))]
+
+
+@dataclass(frozen=True)
+class Places(Whole):
+    """Latents (B, C, F, H, W) of whose frames each is a sequence of its own; where these are cut, all are cut at the same places.
+
+    patch: its first is ALL_FRAMES, since a place has all of them.
+    """
+
+    def sequences(self, shape):
+        return shape[2]
+
+    def padded(self, latent):
+        return Whole((1, *self.patch[1:])).padded(latent)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Latte: text to video; blocks over the places of a frame and over the frames of a place take turns. ComfyUI has no model of it."""
+"""Latte: text to video; a block over the places of each frame, then one over the frames of each place. ComfyUI has no model of it."""
 
 from ..protocol.errors import ConfigError
-from .describe import Whole, config_of, folder_alone, given, has, said, timestep
+from .describe import ALL_FRAMES, Places, config_of, folder_alone, given, has, said, timestep
 from .plan import BlockList, Family, ModelPlan, Sampled, Tiny
+from .positions import embedded
 
-LATENT = Whole((1, 2, 2))
-TURNS = "its blocks attend over the places of a frame and over the frames of a place by turns, so that tokens would change ranks after each"
+LATENT = Places((ALL_FRAMES, 2, 2))
 
 
 def _latent(asked):
@@ -14,6 +14,33 @@ def _latent(asked):
         raise ConfigError(f"Latte draws videos of {length} frames, or a picture of one, and the latent has {num_frames}. Its positions are "
                           f"for so many. Use a latent of {length} frames: a length of {4 * length - 3} in EmptyHunyuanLatentVideo.")
     return LATENT(asked)
+
+
+def _amend(model, config):
+    """A block over places calls the one over frames that comes after it, so that hidden states between blocks are always (B * F, T, C).
+
+    diffusers' forward is told to leave those out.
+    """
+    seen = []                                                  # frames of the latent of this call
+
+    def both(places, frames, positions):
+        over_places = places.forward
+
+        def forward(hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep, cross_attention_kwargs,
+                    class_labels):
+            hidden = over_places(hidden_states, encoder_hidden_states=encoder_hidden_states, timestep=timestep)
+            num_frames, num_places = *seen, hidden.shape[1]
+            turned = hidden.unflatten(0, (-1, num_frames)).transpose(1, 2).flatten(0, 1)           # (B * F, T, C) -> (B * T, F, C)
+            if positions is not None and num_frames > 1:
+                turned = turned + positions().to(turned.dtype)
+            turned = frames(turned, timestep=timestep[::num_frames].repeat_interleave(num_places, 0))
+            return turned.unflatten(0, (-1, num_places)).transpose(1, 2).flatten(0, 1)
+        return forward
+
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.__setitem__(slice(None), [kwargs["hidden_states"].shape[2]]), with_kwargs=True)
+    for number, (places, frames) in enumerate(zip(model.transformer_blocks, model.temporal_transformer_blocks)):
+        places.forward = both(places, frames, None if number else lambda: model.temp_pos_embed)
 
 
 LATTE = Family(
@@ -25,18 +52,18 @@ LATTE = Family(
         in_channels=said, out_channels=said, num_layers=said, num_attention_heads=said, attention_head_dim=said, attention_bias=said,
         attention_type=said, caption_channels=said, cross_attention_dim=said, norm_eps=said, norm_num_groups=said, num_embeds_ada_norm=said,
         video_length=said, dropout=said),
-    convert=lambda tensors, config: tensors, latent=LATENT,
+    convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend,
     sampled=Sampled("EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", {
         "latent_dimensions": 3}, memory=0.5),
-    refused=dict.fromkeys(("ulysses", "ring", "pipefusion", "displaced"), TURNS),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "caption_channels"},
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context")},
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
+               "enable_temporal_attentions": False},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks."),
-                BlockList("temporal_transformer_blocks", "temporal_transformer_blocks.")),
-        streams={"hidden_states": "image"}, attention={}),
-    tiny=Tiny({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2, "patch_size": 2,
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", twins="temporal_transformer_blocks"),),
+        streams={"hidden_states": "image"}, attention={"attn1": ("image",)}, positions={"pos_embed": embedded},
+        once={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"}),
+    tiny=Tiny({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 4, "patch_size": 2,
                "sample_size": 8, "cross_attention_dim": 32, "caption_channels": 24, "attention_bias": True, "video_length": 3,
                "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single", "norm_elementwise_affine": False, "norm_eps": 1e-6,
                "num_embeds_ada_norm": 1000}),

@@ -33,6 +33,7 @@ class BlockList:
     control: which list of what a ControlNet gives ComfyUI's model adds to the image after each block, "input" or "output"; where there
     are skips, to those.
     patched: what ComfyUI's block patches call its blocks, where ComfyUI's model heeds them, "double" or "single".
+    twins: a ModuleList of as many blocks, each of which the block of its number calls (Family.amend); it is where that one is.
     streams, attention, tokens, masks: as in ModelPlan, where this list's differ from the plan's. Where `streams` differ, the
     model's forward has merged or parted tensors in between.
     """
@@ -44,10 +45,16 @@ class BlockList:
     image_share: float = 1.0
     control: str | None = None
     patched: str | None = None
+    twins: str | None = None
     streams: dict[str, str | tuple[str, ...]] | None = None
     attention: dict[str, tuple[str, ...]] | None = None
     tokens: dict[str, TokenArgument | tuple[TokenArgument, ...]] | None = None
     masks: dict[str, tuple[str, ...]] | None = None
+
+    @property
+    def names(self):
+        """Of the ModuleLists whose blocks make one block."""
+        return (self.name,) if self.twins is None else (self.name, self.twins)
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,8 @@ class Loaded:
     def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, exchange=None, **keeping):
         """The ForwardContext of a latent or its patch. keeping: where keys and values are kept, ForwardContext's fields for that."""
         family, num_blocks = self.family, self.hooks.num_blocks
+        for name in keeping.keys() & {"first_image", "num_images"}:            # of what the blocks see
+            keeping[name] *= family.latent.sequences(latent.shape)
         if "key_values" in keeping:
             keeping |= {"kept_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
         if exchange is not None and family.by_rows:
@@ -217,4 +219,5 @@ class Loaded:
         """Elements of the message that the stage before sends for a latent (or patch) of this shape."""
         tokens = tokens_of(self.family, mesh, shape, conditioning, patch)
         units = self.hooks.message_units(self.blocks.start)
-        return message_size(units, shape[0], [self.family.stream_width(self.config, streams) for streams in units], tokens)
+        widths = [self.family.stream_width(self.config, streams) for streams in units]
+        return message_size(units, shape[0] * self.family.latent.sequences(shape), widths, tokens)
