@@ -38,7 +38,8 @@ def _amend(model, config):
         return forward
 
     model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.__setitem__(slice(None), [kwargs["hidden_states"].shape[2]]), with_kwargs=True)
+        lambda module, args, kwargs: seen.__setitem__(slice(None), [kwargs["hidden_states"].shape[2]] if "hidden_states" in kwargs else []),
+        with_kwargs=True)                                      # ComfyUI's shell of it is called otherwise, and has no blocks to run
     for number, (places, frames) in enumerate(zip(model.transformer_blocks, model.temporal_transformer_blocks)):
         places.forward = both(places, frames, None if number else lambda: model.temp_pos_embed)
 
