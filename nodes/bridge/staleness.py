@@ -2,7 +2,7 @@
 
 import math
 
-ROUNDING = 1 + 1e-5                                            # a sampler may come to a step's noise level by way of its logarithm
+ROUNDING = 1 + 1e-3                                            # some samplers come to a step's noise level by differences and logarithms
 
 
 class Staleness:

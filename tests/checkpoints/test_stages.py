@@ -1,10 +1,12 @@
 """A rank of a pipeline reads its own stage's blocks and what is outside the blocks, and nothing else of the file."""
 
+import json
+
 import pytest
 import safetensors
 import torch
 
-from tests.models.zoo import FOLDERS, example
+from tests.models.zoo import FOLDERS, PIPELINES, example
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.transformer import block_sizes, load_transformer
 
@@ -72,6 +74,7 @@ def check(path, names_read, own):
 @pytest.mark.parametrize("own", [range(0, 1), range(1, 3), range(3, 4)], ids=str)
 def test_a_stage_reads_its_own_blocks_of_a_diffusers_folder(tmp_path, names_read, name, own):
     example(name, torch.float32).model.save_pretrained(tmp_path / "transformer")
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(name, "Pipeline")}))
 
     check(tmp_path, names_read, own)
 

@@ -1,12 +1,13 @@
 """A rank of tensor parallelism holds its share of a file's layers, and no more memory than that."""
 
 import contextlib
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.models.zoo import FOLDERS, example, having
+from tests.models.zoo import FOLDERS, PIPELINES, example, having
 from xdit_backend.checkpoints.gguf import dequantised
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.transformer import change_weights, held_bytes, load_transformer
@@ -51,6 +52,7 @@ def check(path, dtypes, degree=2, quantisation=""):
 @pytest.mark.parametrize("name", having("tensor", FOLDERS))
 def test_a_rank_reads_its_share_of_a_diffusers_folder(tmp_path, name):
     example(name, torch.float32).model.save_pretrained(tmp_path / "transformer")
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(name, "Pipeline")}))
 
     assert check(tmp_path / "transformer", ("float32", "float32")) < 0.97
 

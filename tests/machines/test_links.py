@@ -365,7 +365,7 @@ def test_of_a_folder_what_is_read_counts(tmp_path):
 
     assert contents.of(tmp_path / "one") == contents.of(tmp_path / "two")
     assert contents.find("other", contents.of(tmp_path / "one"), [tmp_path]) in (str(tmp_path / "one"), str(tmp_path / "two"))
-    (tmp_path / "two" / "transformer" / "config.json").write_text("[]")
+    (tmp_path / "two" / "transformer" / "config.json").write_text('{"a": 1}')
     assert contents.of(tmp_path / "one") != contents.of(tmp_path / "two")
 
 

@@ -42,6 +42,7 @@ CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
 having = lambda method, names=CONFIGS: [name for name in names if method not in FAMILIES[name].refused]  # noqa: E731
 # Of them, those that a folder has whole: the text of the others is prepared by a part that has a folder of its own there.
 FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2")]
+PIPELINES = {"LTX-Video": "LTXConditionPipeline"}              # of folders that tell by that which model they have
 # Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these with no more.
 BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]

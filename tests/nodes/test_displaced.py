@@ -16,6 +16,7 @@ from xdit_backend.forecast.cost import synchronous_steps
 from xdit_backend.partition import cut_bands
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
+ROUNDING = 1.001                           # of noise levels
 
 
 class OracleForward:
@@ -36,7 +37,7 @@ class OracleForward:
             prompt = tuple(tensor.sum().item() for tensor in given.values())
             key = prompt, seen.count(prompt)                   # of several images with one prompt, which
             seen.append(prompt)
-            is_stale = key in self.oracles and sigma <= sigmas[self.warmup_steps]
+            is_stale = key in self.oracles and sigma <= sigmas[self.warmup_steps] * ROUNDING
             if key not in self.oracles:
                 model, config = self.load()
                 bands = cut_bands(x.shape[2], self.num_ranks, 2 ** (len(config["block_out_channels"]) - 1))
@@ -137,7 +138,7 @@ def test_every_sampler_runs_displaced(comfyui, part):
                      "denoise": 0.2 if sampler == "dpm_adaptive" else 1.0}         # it makes hundreds of calls from pure noise
         with noting_noise(native) as (sigmas, schedule):
             reference = comfyui.sample(native, "sdxl", **arguments)
-        expected = ["keep"] + ["stale" if sigma <= schedule[1] * (1 + 1e-5) else "keep" for sigma in sigmas[1:]]
+        expected = ["keep"] + ["stale" if sigma <= schedule[1] * ROUNDING else "keep" for sigma in sigmas[1:]]
 
         with noting_calls(comfyui) as calls:
             result = comfyui.sample(stale, "sdxl", **arguments)
@@ -147,7 +148,9 @@ def test_every_sampler_runs_displaced(comfyui, part):
             close(result, reference, 1e-4, sampler)
             continue
         assert calls == expected and result.isfinite().all(), sampler
-        assert relative_error(result, reference) > 1e-5 if "stale" in calls else sampler == "dpm_fast", sampler
+        assert ("stale" in calls) == (sampler != "dpm_fast"), sampler
+        if calls[1] == "stale":                                # what it uses is of another noise level
+            assert relative_error(result, reference) > 1e-5, sampler
         close(comfyui.sample(synchronous, "sdxl", **arguments), reference, 1e-4, sampler)
 
 

@@ -1,7 +1,6 @@
 """Diffusers folders, sharded: what is in them, under ComfyUI's names, is what is in the single file; or they are refused by name."""
 
 import json
-import re
 import sys
 
 import pytest
@@ -106,7 +105,7 @@ def test_a_folder_that_does_not_say_which_model_it_is_is_refused(comfyui):
     folder = save_folder(comfyui, "ltx-video", "folder-ltx-video")
     (folder / "vae").rename(folder / "elsewhere")
 
-    with pytest.raises(comfyui.errors.CheckpointError, match=re.escape("LTX-Video model, of which a folder with its vae/config.json")):
+    with pytest.raises(comfyui.errors.CheckpointError, match="^folder-ltx-video is a LTX-Video model, of which a folder"):
         comfyui.shell.load_shell(str(folder), "fp32", comfyui.config())
     (folder / "elsewhere").rename(folder / "vae")
 

@@ -58,7 +58,7 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
             stale["models"][key] = StaleModel(Example(model, family, config, *[None] * 4), ParallelConfig.forecast_keys_values)
         one = stale["models"][key]
         one.example.conditioning = family.tensors(conditioning) | beside
-        if warmup_steps >= len(schedule) - 1 or sigma > schedule[warmup_steps] * (1 + 1e-5):
+        if warmup_steps >= len(schedule) - 1 or sigma > schedule[warmup_steps] * 1.001:
             prediction = one.predict(x, timestep)
         else:
             dim = patches[0][0].dim

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tolerances import close
+from tests.lora_zoo import adapters
+from tests.tolerances import close, relative_error
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 CROSS, PLAIN = "CrossAttnDownBlock2D", "DownBlock2D"
@@ -67,6 +68,42 @@ def test_a_folder_equals_native_ksampler(comfyui, folder_of, kind):
     # Of SD 2 ComfyUI guesses from its tensors; the folder's scheduler says that it predicts noise.
     native, = ModelSamplingDiscrete().patch(comfyui.native(kind), "eps", False)
     close(comfyui.sample(model, kind), comfyui.sample(native, kind), TOLERANCE)
+
+
+def one_file(comfyui, folder, kind):
+    """The name of a file with the tensors of a folder's U-Net, under diffusers' names."""
+    name = f"diffusers-{kind}.safetensors"
+    shards = sorted((folder / "unet").glob("*.safetensors"))
+    save_file({key: tensor for shard in shards for key, tensor in load_file(shard).items()}, comfyui.base / "diffusion_models" / name)
+    return name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PUBLISHED if kind != "sd2"])
+def test_a_file_under_diffusers_names_equals_native_ksampler(comfyui, folder_of, kind):
+    """As some are published, SDXL-Lightning among them."""
+    model = comfyui.load_model.execute(one_file(comfyui, folder_of(kind)[0], kind), "fp32", comfyui.config()).args[0]
+
+    close(comfyui.sample(model, kind), comfyui.sample(comfyui.native(kind), kind), TOLERANCE)
+
+
+def test_lora_on_weights_under_diffusers_names_equals_native(comfyui, folder_of):
+    import comfy.sd
+    native, (path, folder) = comfyui.native("sdxl"), folder_of("sdxl")
+    state = native.model.state_dict()
+    shapes = {name: list(state[key].shape) for name, key in sorted(comfy.lora.model_lora_keys_unet(native.model, {}).items())
+              if name.startswith("lora_unet_") and key in state and state[key].ndim == 2}
+    lora = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        lora |= adapters("lora", {name: shape}, seed)
+
+    def with_lora(model):
+        return comfyui.sample(comfy.sd.load_lora_for_models(model, None, dict(lora), 0.7, 0.0)[0], "sdxl")
+    reference = with_lora(native)
+
+    assert relative_error(reference, comfyui.reference("sdxl")) > 1e-3
+    for name in (folder, one_file(comfyui, path, "sdxl")):
+        close(with_lora(comfyui.load_model.execute(name, "fp32", comfyui.config()).args[0]), reference, TOLERANCE, name)
+    comfyui.unload_all()                                       # ComfyUI changes its own model's weights in place
 
 
 @pytest.mark.parametrize("kind, zsnr", [("sd15", False), ("sd2", False), ("sdxl", True)])

@@ -34,7 +34,8 @@ OTHERS = (
     *(((mark,), f"a {name} model, which xDiT does not run") for mark, name in NOT_RUN.items()),
     *(((mark,), f"a model of {name}, for which diffusers has no transformer") for mark, name in NOT_IN_DIFFUSERS.items()),
     ((".backbone.stem.", ".detector.backbone.", ".refinenet1."), "a model that finds things in pictures, and draws none"),
-    (("down_blocks.0.attentions.", "down_blocks.1.attentions."), "a U-Net under diffusers' names, which xDiT does not read"),
+    (("down_blocks.0.attentions.", "down_blocks.1.attentions."),
+     "part of a U-Net under diffusers' names, or a quantised one, which xDiT does not read"),
     (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
     (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", ".embed_tokens.",
       "token_embedding."),
@@ -48,6 +49,7 @@ OF_DIFFUSERS = ((("single_transformer_blocks.0.attn.", "transformer_blocks.0.att
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")     # ComfyUI saves some under model.model.
 UNET = "UNet2DConditionModel"
+IN_UNET = "up_blocks.0.resnets.0.conv1.weight"                 # of one under diffusers' names
 CLASSES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}     # by their norm_type
 MAX_HEADER_BYTES = 100 * 2 ** 20
 
@@ -57,7 +59,7 @@ class Header:
     """Names, dtypes and shapes of the diffusion model in a file or folder; names without the prefix they have there.
 
     files: the safetensors files. config: of a diffusers folder, arguments of its class; else None. folder: of a diffusers folder, all that
-    is read of it. A U-Net's tensors are under the publisher's names here, as in a file, and config is None; those of a family's further
+    is read of it. A U-Net's tensors are under the publisher's names here, and config is None; those of a family's further
     parts are under ComfyUI's. renamed: {(file, name there): name here, or None of what is left out}. beside: names of what else is in an
     all-in-one checkpoint. scales: {a scaled weight: (the tensor that is its scale, how many numbers that has)}. stored: of a GGUF file,
     {name: (first byte, shape as stored)}.
@@ -114,8 +116,10 @@ def read_header(path):
     ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
     shapes, dtypes = {key: shape for key, (_, shape) in ours.items()}, {key: dtype for key, (dtype, _) in ours.items()}
     scales, marks = scales_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path), prefix)
-    return Header(str(path), prefix, (str(path),), {key: shape for key, shape in shapes.items() if key not in marks},
-                  {key: dtype for key, dtype in dtypes.items() if key not in marks}, metadata,
+    names = publishers_names(shapes) if IN_UNET in shapes and not marks else {key: key for key in shapes}
+    return Header(str(path), prefix, (str(path),), {names[key]: shape for key, shape in shapes.items() if key not in marks},
+                  {names[key]: dtype for key, dtype in dtypes.items() if key not in marks}, metadata,
+                  renamed={(str(path), prefix + key): name for key, name in names.items() if name != key},
                   beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
                   scales={key: (scale, math.prod(shapes[scale])) for key, scale in scales.items()})
 
@@ -159,9 +163,14 @@ def _read_gguf(path):
                   stored={key: stored[prefix + key] for key in ours})
 
 
+def folder_of(path):
+    """The Folder at a path, with the parts that a family reads beside its model. Raises CheckpointError where it is none."""
+    return read_folder(path, tuple(part for family in FAMILIES.values() for part in family.further))
+
+
 def _read_folder(path):
     names = {part: name_of for family in FAMILIES.values() for part, name_of in family.further.items()}
-    folder = read_folder(path, tuple(names))
+    folder = folder_of(path)
     is_unet, renamed, tensors = _class_name(folder.config) == UNET, {}, {}
     for file in map(str, folder.files):
         read = _read_file(file)[0]

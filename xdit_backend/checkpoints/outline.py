@@ -36,6 +36,8 @@ def outline(header, family, quantisation=""):
         with torch.device("meta"):
             model = build(family, config)
         tensors = header.under_diffusers_names(tensors, family, config)
+    except CheckpointError:
+        raise
     except KeyError as error:
         raise CheckpointError(f"{name} lacks the tensor {error.args[0]}, which a {family.name} model needs. Download it again, or choose "
                               f"another file.") from error

@@ -136,8 +136,9 @@ def metadata_of(header, family):
 
 def said_settings(header, family):
     """What a file's metadata says of the family's settings, under "_" and their names. Raises CheckpointError for what is not run."""
+    metadata = metadata_of(header, family) if family.settings else {}
     try:
-        said = dict(json.loads(metadata_of(header, family).get("config", "{}")).get("transformer", {})) if family.settings else {}
+        said = dict(json.loads(metadata.get("config", "{}")).get("transformer", {}))
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{os.path.basename(header.path)} has metadata that cannot be read ({error}). Download it again.") from error
     for name, values in family.settings.items():

@@ -4,7 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from ..checkpoints.folder import read_folder
+from ..checkpoints.header import folder_of
 from ..protocol.errors import CheckpointError
 
 READ_BYTES = 2 ** 24
@@ -46,11 +46,11 @@ class Contents:
 
 
 def files_of(path):
-    """The files of a model: itself, or of a diffusers folder what checkpoints.folder reads. Raises CheckpointError for another folder."""
+    """The files of a model: itself, or of a diffusers folder what is read of it. Raises CheckpointError for another folder."""
     path = Path(path)
     if not path.is_dir():
         return [path]
-    folder = read_folder(path)
+    folder = folder_of(path)
     return [*folder.said, *folder.files]
 
 

@@ -4,19 +4,16 @@ A latent is of two parts, or of the video alone. Of the video given frames and g
 """
 
 import dataclasses
-import re
 
 from ..protocol.errors import CheckpointError
 from .describe import because, config_of, given, has
 from .keys import table
 from .ltx import LTX
+from .ltx2_folder import CONNECTORS
 from .ltx_tokens import IS_LTX, bounds
 from .plan import BlockList, ModelPlan, Tiny
 from .sound import ARGUMENTS, AUDIO, HAS_PROJECTION, RULES, SAYS, SETTINGS, TOKENS, VIDEO, as_sound, num_sounds, parted
 
-CONNECTORS_SAY = {"connector": "video_connector", "audio_connector": "audio_connector"}         # ComfyUI's words, diffusers'
-SIZES = ("attention_head_dim", "cross_attention_dim", "caption_channels", "audio_attention_head_dim", "audio_cross_attention_dim")
-CONNECTORS = ("video_embeddings_connector.", "audio_embeddings_connector.")
 SAID = ("apply_gated_attention", "caption_proj_before_connector")              # by the tensors too
 KEYS = table(
     (r"^(video|audio)_embeddings_connector\.", None),          # ComfyUI prepares the text with them
@@ -90,28 +87,6 @@ def _amend(model, config):
         at_starts(model.audio_rope)
 
 
-def _connectors_name(name):
-    """ComfyUI's name of a tensor of a folder's connectors. What projects Gemma's states before them is its text encoder's."""
-    if not name.startswith(("video_connector.", "audio_connector.")):
-        return None
-    name = name.replace("_connector.", "_embeddings_connector.", 1).replace(".transformer_blocks.", ".transformer_1d_blocks.")
-    return re.sub(r"\.norm_([qk])\.", r".\1_norm.", name)
-
-
-def _in_folder(folder):
-    """The words of the metadata for what config.json says; positions are of the middle of a frame in diffusers' model."""
-    config, connectors, early = folder.config, folder.further.get("connectors", {}), not folder.config.get("use_prompt_embeddings", True)
-    sizes = {f"{ours}_{size}": connectors[f"{theirs}_{size}"] for ours, theirs in CONNECTORS_SAY.items()
-             for size in ("attention_head_dim", "num_attention_heads", "num_layers") if f"{theirs}_{size}" in connectors}
-    return sizes | {key: config[key] for key in SIZES if key in config} | {
-        "connector_apply_gated_attention": bool(connectors.get("video_gated_attn")), "causal_temporal_positioning": True,
-        "use_middle_indices_grid": True, "rope_type": config.get("rope_type", "interleaved"),
-        "frequencies_precision": "float64" if config.get("rope_double_precision", True) else "float32",
-        "av_ca_timestep_scale_multiplier": config.get("cross_attn_timestep_scale_multiplier", 1000),
-        "apply_gated_attention": bool(config.get("gated_attn")), "cross_attention_adaln": bool(config.get("cross_attn_mod")),
-        "caption_proj_before_connector": early, "caption_projection_first_linear": not early}
-
-
 LTX2 = dataclasses.replace(
     LTX, name="LTX-2", title="LTX-2 video and sound", transformer="LTX2VideoTransformer3DModel",
     recognise=lambda shapes: IS_LTX(shapes) and has("audio_adaln_single.linear.weight")(shapes),
@@ -120,9 +95,7 @@ LTX2 = dataclasses.replace(
     config=config_of(
         **{name: rule for name, rule in LTX.config.rules.items() if name != "caption_channels"},  # type: ignore[attr-defined]
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
-    settings=LTX.settings | SETTINGS, convert=KEYS, amend=_amend, prepares=CONNECTORS,
-    in_folder=_in_folder, further={"connectors": _connectors_name}, by_tensors=("_text_width",),
-    heeded=("rope_type", "rope_double_precision", "cross_attn_timestep_scale_multiplier"),
+    settings=LTX.settings | SETTINGS, convert=KEYS, amend=_amend, by_tensors=("_text_width",), **CONNECTORS,
     conditioning=LTX.conditioning | {"context": "_text_width"}, ignored=(*LTX.ignored, "audio_denoise_mask"),
     parts={"audio": as_sound}, parted=parted, lengths={"audio": num_sounds}, stream_widths={"audio": "audio_cross_attention_dim"},
     arguments=LTX.arguments | ARGUMENTS | {
