@@ -4,6 +4,9 @@ A random U-Net of SD 1.5's structure is written as a file and run by real worker
 workers that share nothing, which is more than can be had on this machine, synchronous calls, and stale calls.
 """
 
+import dataclasses
+import functools
+import itertools
 import os
 import statistics
 import sys
@@ -16,6 +19,7 @@ from safetensors.torch import save_file
 
 from ..checkpoints.header import model_spec, read_header, recognise
 from ..checkpoints.net import told_bytes
+from ..config import ParallelConfig
 from ..demo_model.export import unet_tensors
 from ..host.client import Call, Client
 from ..protocol.errors import ConfigError
@@ -32,6 +36,8 @@ def add_arguments(parser):
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and results")
+    parser.add_argument("--forecast", type=float, nargs="+", default=(ParallelConfig.forecast_keys_values,),
+                        help="forecast_keys_values of stale calls to try, in turns")
     parser.add_argument("--rounds", type=int, default=5, help="in each of which every way has its turn")
     parser.add_argument("--calls", type=int, default=3, help="of a turn, one after the other as the steps of a run")
 
@@ -70,9 +76,13 @@ def print_size(model, spec, size, together, apart, options):
                 {"context": torch.randn(1, 77, TEXT_WIDTH, generator=generator)})
     layout = Layout(displaced_degree=options.workers)
 
-    def displaced(stale):
+    times = itertools.count()                                  # a forecast is made where the noise level has changed
+    own = {forecast: {"context": call.conditioning["context"] + forecast} for forecast in options.forecast}    # each keeps its own
+
+    def displaced(stale, forecast):
         for _ in range(options.calls):
-            together.wait([together.submit(spec, layout, 4, [call], keep=True, run="bench", stale=stale)])
+            asked = dataclasses.replace(call, timestep=call.timestep - next(times) % 100, conditioning=own[forecast])
+            together.wait([together.submit(spec, layout, 4, [asked], keep=True, run="bench", stale=stale, forecast=forecast)])
 
     def alone(client):
         for _ in range(options.calls):
@@ -89,7 +99,11 @@ def print_size(model, spec, size, together, apart, options):
         return seconds, clients[0].totals()[0].get("sent_bytes", 0)
 
     ways = {"one": (apart[:1], lambda: alone(apart[0])), "apart": (apart, all_apart),
-            "synchronous": ([together], lambda: displaced(False)), "stale": ([together], lambda: displaced(True))}
+            "synchronous": ([together], functools.partial(displaced, False, options.forecast[0]))}
+    for forecast in options.forecast:
+        displaced(False, forecast)
+        name = f"stale f={forecast:g}" if len(options.forecast) > 1 else "stale"
+        ways[name] = [together], functools.partial(displaced, True, forecast)
     seconds, processor, sent = ({way: [] for way in ways} for _ in range(3))
     for round_ in range(options.rounds + 1):                   # the first one warms up
         for way, (clients, run) in ways.items():
@@ -103,13 +117,14 @@ def print_size(model, spec, size, together, apart, options):
     kept = together.report_memory()[0]["exchange_bytes"]
     together.end_run("bench")
     told = told_bytes(model, (size, size), options.workers, getattr(torch, options.dtype))
+    in_all = told * options.workers * sum(2 if forecast else 1 for forecast in options.forecast)       # of every way's buckets
     median = {way: statistics.median(values[1:]) for way, values in seconds.items()}
     ratio = {way: (options.workers if way == "apart" else 1) * median["one"] / median[way] for way in ways}
     for way in ways:
         row = (f"{size:>4} x{size:>3} {way:<12} {min(seconds[way][1:]):>12.3f} {median[way]:>7.3f} {max(seconds[way][1:]):>7.3f} "
                f"{ratio[way]:>5.2f}x {ratio[way] / ratio['apart']:>8.1%} {statistics.median(processor[way][1:]):>16.3f}")
-        if way in ("synchronous", "stale"):
-            row += f" {int(sent[way][-1]):>16} {told * (options.workers - 1):>12} {int(kept):>16} {told * options.workers:>12}"
+        if way not in ("one", "apart"):
+            row += f" {int(sent[way][-1]):>16} {told * (options.workers - 1):>12} {int(kept):>16} {in_all:>12}"
         print(row, flush=True)
 
 
