@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -98,8 +99,9 @@ def print_size(model, spec, size, together, apart, options):
         seconds = sum(numbers["cpu_s"] for client in clients for numbers in client.report_memory().values())
         return seconds, clients[0].totals()[0].get("sent_bytes", 0)
 
-    ways = {"one": (apart[:1], lambda: alone(apart[0])), "apart": (apart, all_apart),
-            "synchronous": ([together], functools.partial(displaced, False, options.forecast[0]))}
+    ways: dict[str, tuple[list[Client], Callable[[], None]]] = {
+        "one": (apart[:1], lambda: alone(apart[0])), "apart": (apart, all_apart),
+        "synchronous": ([together], functools.partial(displaced, False, options.forecast[0]))}
     for forecast in options.forecast:
         displaced(False, forecast)
         name = f"stale f={forecast:g}" if len(options.forecast) > 1 else "stale"
