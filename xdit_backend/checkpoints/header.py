@@ -165,12 +165,16 @@ def _read_gguf(path):
 
 def folder_of(path):
     """The Folder at a path, with the parts that a family reads beside its model. Raises CheckpointError where it is none."""
-    return read_folder(path, tuple(part for family in FAMILIES.values() for part in family.further))
+    return read_folder(path, tuple(_further()))
+
+
+def _further():
+    """{a part of a folder that belongs to a family's model: a function of a tensor's name there -> its name here, or None}"""
+    return {part: name_of for family in FAMILIES.values() for part, name_of in family.further.items()}
 
 
 def _read_folder(path):
-    names = {part: name_of for family in FAMILIES.values() for part, name_of in family.further.items()}
-    folder = folder_of(path)
+    names, folder = _further(), folder_of(path)
     is_unet, renamed, tensors = _class_name(folder.config) == UNET, {}, {}
     for file in map(str, folder.files):
         read = _read_file(file)[0]
