@@ -251,3 +251,13 @@ def test_devices_that_share_a_machine_are_faster_alone():
 
     within(abs(forecast(FLUX, job, Degrees(data=2), machine(2, A100, NVLINK)).seconds
                / forecast(FLUX, job, Degrees(data=2), shared).seconds - 1.25), 0.01)
+
+
+def test_what_the_host_launches_takes_a_cpus_own_time():
+    """A block of few tokens, whose launch passes beside computing on a card, and adds to it where the host is the device."""
+    job = Job(64, 16, 1)
+    card, cpu = (forecast(FLUX, job, Degrees(), machine(1, replace(A100, launch_hidden=hidden), PCIE)).causes for hidden in (1.0, 0.0))
+
+    launched = FLUX.blocks * FLUX.kernels * A100.block_launch_s
+    within(abs((cpu["compute"] - card["compute"]) / launched - 1), 1e-6)
+    assert card["launch"] > 0 and cpu["launch"] == 0

@@ -106,6 +106,7 @@ class Device:
     busy_ring: float = 0.1                 # by how much attention is slower while a hop runs beside it
     convolution_flops_s: float = 0.0       # of a decoder's convolutions; 0: as matrix multiplications
     narrow_share: float = 1.0              # of the attention's rate, with heads of 64 instead of 128
+    launch_hidden: float = 1.0             # of launching, what can pass beside computing: nothing where the host is the device
 
     def attention_rate(self, head_size):
         """Operations a second of attention with heads of this size: that of 64 and less, of 128 and more, or in between."""
@@ -225,7 +226,7 @@ def block_parts(net, job, degrees, device, links, batch, rows, keys, text_rows):
         size = 2 * net.sums * own * width * net.element_bytes * (tensor - 1) / tensor
         link += size / links.rate("all_reduce", tensor) + net.sums * links.latency("all_reduce", tensor)
         launch += net.sums * device.collective_launch_s
-    return Parts(compute + attend, link, launch)
+    return Parts(compute + attend + (1 - device.launch_hidden) * launch, link, device.launch_hidden * launch)
 
 
 def seen_keys(net, job, keys):

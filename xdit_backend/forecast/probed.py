@@ -16,7 +16,12 @@ def machine_of_probe(ranks, names, memory_bytes, a_machine=0):
 
     A link is as slow as its slowest rank.
     """
-    devices = tuple(_device(numbers, name, size) for numbers, name, size in zip(ranks, names, memory_bytes))
+    first = ranks[0]
+    alone = waits = 1.0
+    if "round_s" in first:                                     # with others, a step ends when the last one is done
+        waits = max(1.0, min(numbers["round_of_all_s"] / numbers["round_s"] for numbers in ranks))
+        alone = max(1.0, waits * first["round_s"] / first["round_alone_s"])
+    devices = tuple(_device(numbers, name, size).slower(waits) for numbers, name, size in zip(ranks, names, memory_bytes))
     rates, latencies = {}, {}
     sizes = sorted({int(key.split()[1]) for key in ranks[0] if key.startswith("hop ")})
     for collective in COLLECTIVES:
@@ -27,14 +32,12 @@ def machine_of_probe(ranks, names, memory_bytes, a_machine=0):
             a_byte_s = max(1e-15, (large_s - small_s) / (sent * (large_bytes - SMALL_BYTES)))
             rates[collective, size] = 1 / a_byte_s
             latencies[collective, size] = max(1e-6, small_s - sent * SMALL_BYTES * a_byte_s)
-    first = ranks[0]
-    alone = first["matrix_s"] / first["alone_matrix_s"] if first.get("alone_matrix_s") else 1.0
     hidden = 1.0
     if "beside_both_s" in first:
         attention_s, hop_s, both_s = (statistics.mean(numbers[f"beside_{what}_s"] for numbers in ranks)
                                       for what in ("attention", "hop", "both"))
         hidden = min(1.0, max(0.0, (attention_s + hop_s - both_s) / min(attention_s, hop_s)))
-    return Machine(devices, Links(rates, hidden=hidden, latencies=latencies, a_machine=a_machine), max(1.0, alone))
+    return Machine(devices, Links(rates, hidden=hidden, latencies=latencies, a_machine=a_machine), alone)
 
 
 def _device(numbers, name, memory_bytes):
@@ -48,7 +51,7 @@ def _device(numbers, name, memory_bytes):
                   memory_bytes_s=numbers["move_bytes_s"], convolution_flops_s=numbers.get("convolution_flops_s", 0.0),
                   half_rows=half_rows, half_keys=half_keys,
                   block_launch_s=numbers["block_launch_s"], narrow_share=min(1.5, wide_s / narrow_s / 2), busy_ring=0.0, name=name,
-                  memory_bytes=memory_bytes, **launches)
+                  memory_bytes=memory_bytes, launch_hidden=numbers["launch_hidden"], **launches)
 
 
 def _line(full_s, short_s, full, short):

@@ -4,6 +4,7 @@ Every rank runs it at the same time, in the same order, so that what they share 
 """
 
 import math
+import statistics
 import time
 
 import torch
@@ -18,7 +19,8 @@ ACROSS_BYTES = 2 ** 20         # large, between machines: a slow network takes a
 # (width, rows of a full and of a short matrix, tokens of a long and of a short attention, elements of what is only moved)
 ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 25), (512, 1024, 128, 1024, 256, 2 ** 22)
 HEADS = 8
-LEAST_S, ROUNDS = 0.02, 3
+LEAST_S, ROUNDS = 0.02, 5
+ROUND_S, SHARED_ROUNDS = 0.05, 12         # of rounds in which all wait for the last, as in a step
 BLOCK_TOKENS, BLOCK_WIDTH = 16, 64
 
 
@@ -33,13 +35,9 @@ def measure(rank, world_size, device, dtype, traffic, report, a_machine=0):
     steps = 2 + len(sizes)
     report("measuring the devices", 0, steps)
     numbers |= of_device(watch, device, dtype)
-    if world_size > 1:                                         # the first alone, while the others rest
-        watch.together = False
-        alone = of_matrix(watch, device, dtype)[0] if rank == 0 else 0.0
-        watch.together = True
-        dist.barrier()
-        numbers["alone_matrix_s"] = alone
     report("measuring the devices", 1, steps)
+    if world_size > 1:
+        numbers |= of_waiting(watch, rank, device, dtype)
     numbers["block_launch_s"] = of_empty_block(watch, device, dtype)
     for index, size in enumerate(sizes):
         report("measuring the links", 2 + index, steps)
@@ -59,7 +57,7 @@ class Watch:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work, repeats=None, wait=True):
-        """Of one call, the best of some rounds. wait: until the device is done; else what the host takes to start it.
+        """Of one call, the median of some rounds. wait: until the device is done; else what the host takes to start it.
 
         repeats: calls a round; None: as many as take long enough. Ranks of a collective give a number, so that all make as many.
         """
@@ -70,7 +68,7 @@ class Watch:
             work()
             self.done()
             repeats = max(1, math.ceil(LEAST_S / max(1e-6, time.perf_counter() - started_s)))
-        best_s = math.inf
+        rounds_s = []
         for _ in range(ROUNDS):
             if self.together:
                 dist.barrier()
@@ -80,9 +78,9 @@ class Watch:
                 work()
             if wait:
                 self.done()
-            best_s = min(best_s, (time.perf_counter() - started_s) / repeats)
+            rounds_s.append((time.perf_counter() - started_s) / repeats)
             self.done()
-        return best_s
+        return statistics.median(rounds_s)
 
 
 def of_matrix(watch, device, dtype):
@@ -93,10 +91,43 @@ def of_matrix(watch, device, dtype):
     return [watch.seconds(lambda rows=rows: F.linear(tokens[:rows], weight)) for rows in (full, short)]
 
 
+def of_waiting(watch, rank, device, dtype):
+    """Seconds of rounds of the same work: of the first rank's while the others rest (0 of others), of this rank's beside the others', and
+    until the last rank is done, whose pace is no more even than its machine's.
+    """
+    width, full, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
+    weight = torch.randn(4 * width, width, device=device).to(dtype)
+    tokens = torch.randn(full, width, device=device).to(dtype)
+    own_s, all_s = [], []
+
+    def work(repeats):
+        for _ in range(repeats):
+            F.linear(tokens, weight)
+        watch.done()
+
+    def timed(repeats):
+        started_s = time.perf_counter()
+        work(repeats)
+        return time.perf_counter() - started_s
+    work(1)
+    repeats = max(1, round(ROUND_S / max(1e-6, timed(1))))     # each rank's own: devices that are not alike have rounds of one length
+    alone_s = [timed(repeats) for _ in range(SHARED_ROUNDS)] if rank == 0 else [0.0]
+    for _ in range(SHARED_ROUNDS):
+        dist.barrier()
+        watch.done()
+        started_s = time.perf_counter()
+        own_s.append(timed(repeats))
+        dist.barrier()
+        watch.done()
+        all_s.append(time.perf_counter() - started_s)
+    return {"round_alone_s": statistics.median(alone_s), "round_s": statistics.median(own_s), "round_of_all_s": statistics.median(all_s)}
+
+
 def of_device(watch, device, dtype):
     width, full, short, long, brief, elements = ON_CUDA if device.type == "cuda" else ON_CPU
     full_s, short_s = of_matrix(watch, device, dtype)
-    numbers = {"matrix_s": full_s, "matrix_short_s": short_s, "matrix_flops": 8.0 * full * width ** 2, "rows": full, "short_rows": short}
+    numbers = {"matrix_s": full_s, "matrix_short_s": short_s, "matrix_flops": 8.0 * full * width ** 2, "rows": full, "short_rows": short,
+               "launch_hidden": float(device.type != "cpu")}
     for head in (64, 128):
         for name, keys in (("long", long), ("short", brief)):
             query, key = (torch.randn(1, HEADS, tokens, head, device=device).to(dtype) for tokens in (long, keys))
