@@ -24,8 +24,8 @@ for number in range(50):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
-    return tmp_path / "logs"
+    monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "my logs"))
+    return tmp_path / "my logs"
 
 
 def test_the_last_groups_and_those_that_run_are_kept(place):
@@ -74,19 +74,32 @@ def test_a_file_of_output_begins_anew_when_it_is_large(tmp_path):
     assert sorted(tmp_path.iterdir()) == [path, before] and output.MOST_BYTES > 2 ** 20
 
 
+@pytest.mark.parametrize("left", ["folder", "nothing"])
+def test_output_that_is_removed_while_a_worker_runs_ends_nothing(tmp_path, left):
+    """As by who tidies /tmp: the thread that sees to the file is the one that tells the host that the worker lives."""
+    path = tmp_path / "logs" / "rank-0.log"
+    path.parent.mkdir()
+    removed = f"import shutil; shutil.rmtree({str(path.parent)!r})\n" + f"os.mkdir({str(path.parent)!r})\n" * (left == "folder")
+    begun = PRINTS.partition("for ")[0]
+    subprocess.run([sys.executable, "-c", f"{begun}{removed}output.keep_small(sys.argv[1])\nprint('on')", path], cwd=ROOT, check=True)
+
+    assert not path.exists() if left == "nothing" else path.read_text() == "on\n"
+
+
 def test_the_last_errors_are_told_without_what_is_private(place, monkeypatch):
     monkeypatch.setattr(logs.getpass, "getuser", lambda: "ada")
     monkeypatch.setattr(logs.socket, "gethostname", lambda: "engine")
     for number in range(2):
         folder = logs.make(f"xdit-{number}-00aa", None)
         for count in range(4):
-            logs.note(folder, WorkerDiedError(f"no {number} {count}\n\nin /home/ada/models/sd3.safetensors of engine, ~/x/serve.py: ada"))
+            logs.note(folder, WorkerDiedError(f"no {number} {count}\n\nin /home/ada/models/sd3.safetensors of engine, ~/x/serve.py: ada, "
+                                              f"'/mnt/ada lovelace (new)/a b.gguf', {place / 'x.log'}, it's 1/2"))
 
     told = logs.last_errors()
 
     assert [line.split(": ")[1] for line in told if "Error" in line] == ["no 1 3", "no 1 2", "no 1 1", "no 1 0", "no 0 3"]
-    assert told[1] == "  in .../sd3.safetensors of ..., .../serve.py: ..."
-    assert not any(private in line for line in told for private in ("ada", "engine", "home"))
+    assert told[1] == "  in .../sd3.safetensors of ..., .../serve.py: ..., '.../a b.gguf', .../x.log, it's 1/2"
+    assert not any(private in line for line in told for private in ("ada", "engine", "home", "lovelace", "logs"))
 
 
 def test_errors_do_not_grow_without_bound(place, monkeypatch):

@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -25,12 +26,14 @@ except ImportError:                                            # Windows, where 
 
 log = logging.getLogger(__name__)
 
+ROOT = Path(__file__).resolve().parents[2]
 KEPT = 8                                   # folders of groups, those that run included
 MOST_BYTES = 2 ** 20                       # of errors.log
 TORCHRUN, ERRORS = "torchrun.log", "errors.log"
 NAME = re.compile(r"\d{8}-\d{6}-xdit-\d+-[0-9a-f]+")
 NUM_TOLD, MOST_LINES = 5, 20               # errors that the doctor tells, and lines of each
 MACHINES = "machines-{}.txt"               # of a process, by its number
+QUOTED = re.compile(r"""(["'])~?/(?:[^"'\n]*/)?([^"'/\n]*)\1""")
 PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@=-]+)+/([\w.+@=-]*)")
 
 
@@ -109,10 +112,12 @@ def last_errors():
 
 def without_private(text):
     """The text without folders, and without this user's and this machine's names."""
-    names = {socket.gethostname()}
+    names = {socket.gethostname() or "localhost"}
     with suppress(KeyError, OSError):                          # a container's user may have no name
         names.add(getpass.getuser())
-    text = PATH.sub(r".../\1", text)
+    for folder in (ROOT, place(), Path(tempfile.gettempdir()), Path(sys.prefix)):          # whose names may have spaces
+        text = text.replace(f"{folder}/", "/.../")
+    text = PATH.sub(r".../\1", QUOTED.sub(r"\1.../\2\1", text))
     return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", "...", text)
 
 

@@ -1,6 +1,7 @@
 """A worker's output, whoever prints it, goes to a file of its own that does not grow without bound. Used by __main__ and serve."""
 
 import os
+from contextlib import suppress
 
 MOST_BYTES = 2 ** 22                       # of a file; as many are kept of what came before
 
@@ -14,7 +15,10 @@ def take_over(path):
 
 
 def keep_small(path):
-    """Begin the file anew where it has grown large; what was in it is beside it, as NAME.before."""
-    if os.path.getsize(path) > MOST_BYTES:
-        os.replace(path, f"{path}.before")
-        take_over(path)
+    """Begin the file anew where it has grown large; what was in it is beside it, as NAME.before. And where it was removed."""
+    with suppress(OSError):                                    # its folder was removed, or its disk is full: nothing else ends for that
+        if not os.path.exists(path):
+            take_over(path)
+        elif os.path.getsize(path) > MOST_BYTES:
+            os.replace(path, f"{path}.before")
+            take_over(path)
