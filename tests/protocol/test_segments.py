@@ -91,6 +91,31 @@ def test_a_full_memory_falls_back_to_disk(store, monkeypatch):
     assert segment.path.startswith(str(store.overflow_folder)) and torch.equal(map_segment(segment), torch.ones(3))
 
 
+@pytest.mark.parametrize("which", ["folder", "overflow_folder"])
+def test_a_folder_that_is_removed_while_it_is_in_use_is_made_again(store, which):
+    """By who tidies /tmp, or as a login ends (RemoveIPC of systemd's logind)."""
+    folder = getattr(store, which)
+    segments.discard(folder)
+
+    assert segments._reserve(str(folder / "1"), 10)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    store.close()
+    assert not folder.exists()
+
+
+def test_what_cannot_be_made_is_no_memory(tmp_path):
+    assert not segments._reserve(str(tmp_path / "not there" / "nor this" / "1"), 10)
+
+
+def test_a_store_that_cannot_be_made_whole_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "folders_of", lambda name: (tmp_path / name, tmp_path / "z is not there" / name))
+
+    with pytest.raises(FileNotFoundError):
+        SegmentStore()
+
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("share", [
     lambda store, tensor: store.share(tensor), lambda store, tensor: store.share_all({"good": torch.ones(2), "bad": tensor})])
 def test_what_cannot_be_shared_leaves_nothing(store, share):

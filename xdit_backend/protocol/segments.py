@@ -138,11 +138,14 @@ class SegmentStore:
 
     def __init__(self):
         self.folder, self.overflow_folder = folders_of(f"xdit-{os.getpid()}-{secrets.token_hex(8)}")
-        self._locks = []
-        for folder in sorted({self.folder, self.overflow_folder}):
-            sweep(folder.parent)
-            self._locks.append(claim(folder))
-        self._count = 0
+        self._locks, self._count = [], 0
+        try:
+            for folder in sorted({self.folder, self.overflow_folder}):
+                sweep(folder.parent)
+                self._locks.append(claim(folder))
+        except OSError:
+            self.close()
+            raise
 
     def create(self, shape, dtype, in_memory=False):
         """Make a segment and return (segment, its tensor). Its memory is reserved, so a later write cannot fail.
@@ -207,7 +210,13 @@ class SegmentStore:
 
 
 def _reserve(path, num_bytes):
-    with open(path, "wb") as file:
+    try:
+        with suppress(FileExistsError):                        # who tidies /tmp, or a login that ends, removes it after days
+            os.mkdir(os.path.dirname(path), 0o700)
+        file = open(path, "wb")
+    except OSError:
+        return False
+    with file:
         try:
             if num_bytes and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
