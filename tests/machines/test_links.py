@@ -1,7 +1,9 @@
 """Between machines: who holds the key is let in and nobody else, and what is no message harms nobody."""
 
 import contextlib
+import errno
 import hashlib
+import secrets
 import socket
 import ssl
 import struct
@@ -15,7 +17,22 @@ import torch
 from xdit_backend.host import logs
 from xdit_backend.machines import links, tensors
 from xdit_backend.machines.contents import Contents
-from xdit_backend.machines.links import HEADER, MACHINE, Hello, Key, Link, Piece, Ping, Refused, Tensor, Welcome, connect, read_key
+from xdit_backend.machines.links import (
+    HEADER,
+    MACHINE,
+    SECRET_BYTES,
+    Hello,
+    Key,
+    Link,
+    Piece,
+    Ping,
+    Refused,
+    Tensor,
+    Welcome,
+    connect,
+    identity,
+    read_key,
+)
 from xdit_backend.machines.listener import Listener, interface_of, read_address, unlike, versions
 from xdit_backend.machines.session import wait_for
 from xdit_backend.protocol import messages
@@ -246,6 +263,18 @@ def test_the_key_stays_and_is_private(listener, tmp_path):
     assert first._key == again._key != listener._key
     assert (tmp_path / "key").stat().st_mode & 0o077 == 0
     assert all(file.stat().st_mode & 0o077 == 0 for file in (tmp_path / "key").iterdir())
+
+
+def test_a_secret_that_was_not_written_whole_is_none(tmp_path, monkeypatch):
+    def full(num_bytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    folder = tmp_path / "key"
+    with monkeypatch.context() as patched:
+        patched.setattr(secrets, "token_bytes", full)
+        with pytest.raises(ConfigError, match=f"cannot be kept in {folder}: .*No space left on device. Give this user room there"):
+            identity(folder)
+
+    assert len(identity(folder).secret) == SECRET_BYTES
 
 
 @pytest.mark.parametrize("address", ["", "0.0.0.0", "all", "10.0.0.1:x", "10.0.0.1:70000", "10.1", "::"])

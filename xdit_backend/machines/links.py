@@ -165,6 +165,14 @@ def read_key(text):
 def identity(folder):
     """The host's Key, with its certificate and secret in a private folder; made where there is none. Raises ConfigError without openssl."""
     folder = Path(folder)
+    try:
+        return _identity(folder)
+    except OSError as error:
+        raise ConfigError(f"The key by which other machines join cannot be kept in {folder}: {error}. Give this user room there, and leave "
+                          f"to write.") from error
+
+
+def _identity(folder):
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
     if not all((folder / name).is_file() for name in (CERTIFICATE, PRIVATE_KEY, SECRET)):
@@ -178,8 +186,10 @@ def identity(folder):
         except (subprocess.SubprocessError, OSError) as error:
             raise ConfigError(f"openssl could not make a certificate for other machines to join: "
                               f"{getattr(error, 'stderr', None) or error}") from error
-        with open(folder / SECRET, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        unfinished = folder / f"{SECRET}.new"                  # on a full disk it ends up shorter, and would be a key that others know
+        with open(unfinished, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(secrets.token_bytes(SECRET_BYTES))
+        unfinished.replace(folder / SECRET)
     certificate = ssl.PEM_cert_to_DER_cert((folder / CERTIFICATE).read_text())
     return Key(hashlib.sha256(certificate).digest(), (folder / SECRET).read_bytes())
 
