@@ -14,9 +14,10 @@ from tests.conftest import left_behind, still_there
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from tests.tolerances import within
-from xdit_backend.host import logs, preflight
+from xdit_backend.host import launcher, logs, preflight
 from xdit_backend.host.client import Client
 from xdit_backend.host.launcher import WorkerGroup, _environment
+from xdit_backend.protocol import segments
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerStartError
 from xdit_backend.protocol.messages import ReportMemory
 from xdit_backend.protocol.segments import SegmentStore
@@ -204,6 +205,18 @@ def test_a_host_killed_while_its_workers_start_leaves_nothing_to_the_next(tmp_pa
     SegmentStore().close()
 
     assert gone(before)
+
+
+def test_what_the_system_refuses_at_the_start_is_told_with_what_to_do(tmp_path, monkeypatch):
+    place = tmp_path / ("long" * 30)
+    place.mkdir()
+    for module in (launcher, segments):
+        monkeypatch.setattr(module, "folders_of", lambda name: (place / name, place / name))
+
+    with pytest.raises(WorkerStartError, match=f"cannot be started: AF_UNIX path too long. They need a little room in {place}, where"):
+        WorkerGroup(("cpu",))
+
+    assert not list(place.iterdir())
 
 
 def test_windows_is_refused_before_anything_is_made(monkeypatch):

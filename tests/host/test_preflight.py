@@ -66,11 +66,16 @@ def test_too_little_host_memory_is_refused_in_numbers(monkeypatch):
 
 
 @pytest.mark.parametrize("free, disk_free, outcome", [
-    (GB, GB, None), (50 * 2 ** 20, GB, "remark"), (50 * 2 ** 20, 20 * 2 ** 20, "refused"), (GB, 0, None)])
+    (GB, GB, None), (50 * 2 ** 20, GB, "remark"), (50 * 2 ** 20, 20 * 2 ** 20, "refused"), (GB, 0, None),
+    (4096, GB, "full")])
 def test_little_shared_memory_is_told_and_too_little_refused(monkeypatch, free, disk_free, outcome):
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, free if folder.startswith("/dev/shm") else disk_free))
 
+    if outcome == "full":
+        with pytest.raises(WorkerStartError, match=r"/dev/shm is full, .* Remove what is not needed"):
+            preflight.check_room("/dev/shm/xdit-1", "/tmp/xdit-1")
+        return
     if outcome == "refused":
         with pytest.raises(WorkerStartError, match=r"/dev/shm, which has 50 MB free, or /tmp, which has 20 MB; at least 64 MB"):
             preflight.check_room("/dev/shm/xdit-1", "/tmp/xdit-1")

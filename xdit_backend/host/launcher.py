@@ -30,7 +30,7 @@ from ..protocol.channel import Door
 from ..protocol.devices import machine_of, machines_of, own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerFailedError, WorkerStartError, XDiTError
 from ..protocol.messages import TRYING_LINKS, Abandon, Beat, Decode, Done, Encode, LoadModel, Phase, Ready, Stop, Unready
-from ..protocol.segments import SegmentStore
+from ..protocol.segments import SegmentStore, folders_of
 from . import logs, preflight
 from .shortage import shortage_words
 
@@ -140,6 +140,10 @@ class WorkerGroup:
                 if isinstance(error, XDiTError):
                     logs.note(self._log_folder, error)
                 self.close()
+                if isinstance(error, OSError) and not isinstance(error, XDiTError):
+                    places = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders_of("of a group")))
+                    raise WorkerStartError(f"The workers cannot be started: {error}. They need a little room in {places}, where this user "
+                                           f"may write, and which have short names. {HELP}") from error
                 raise
         else:
             raise WorkerStartError(f"{', '.join(self.devices)} cannot exchange tensors: {failed[-1]} {preflight.advice(ways)}{HELP}")

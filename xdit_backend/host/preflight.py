@@ -18,6 +18,7 @@ from .shortage import gigabytes
 
 LEAST_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
 WORKER_BYTES = 2 ** 28                     # of host memory that a worker takes before it holds a model: its libraries
+DOOR_BYTES = 2 ** 16                       # in shared memory, for what is there beside tensors
 SEGMENT_BYTES = 2 ** 26                    # without room for so many bytes of tensors between host and workers, nothing can run
 ROOMY_BYTES = 2 ** 28                      # below this in shared memory, tensors will go through files on disk
 
@@ -87,6 +88,9 @@ def check_memory(num_workers):
 
 def check_room(memory_folder, disk_folder):
     free, disk_free = (shutil.disk_usage(folder).free for folder in (memory_folder, disk_folder))
+    if free < DOOR_BYTES:
+        raise WorkerStartError(f"{Path(memory_folder).parent} is full, and the workers find ComfyUI by files there. Remove what is not "
+                               f"needed. In Docker, --shm-size=2g gives /dev/shm more.")
     if max(free, disk_free) < SEGMENT_BYTES:
         raise WorkerStartError(f"Tensors travel between ComfyUI and the workers through {Path(memory_folder).parent}, which has "
                                f"{gigabytes(free)} free, or {Path(disk_folder).parent}, which has {gigabytes(disk_free)}; at least "
