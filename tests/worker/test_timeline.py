@@ -38,6 +38,17 @@ def test_events_of_a_device_become_seconds_of_the_host(monkeypatch):
     assert (span.start_s, span.end_s, span.first_row) == (93.0, 94.5, 8)
 
 
+def test_memory_is_told_where_the_system_says_little(tmp_path, monkeypatch):
+    """As in gVisor, under which some clouds run containers."""
+    monkeypatch.setattr(memory_module, "STATUS", tmp_path / "status")
+    memory_module.STATUS.write_text("Name:\tpython\nVmSize:\t  100 kB\nVmRSS:\t  90 kB\n")
+    memory = Memory(torch.device("cpu"))
+    memory.begin_run()
+    memory.give_back(1)
+
+    assert memory.report()["reserved_bytes"] > 2 ** 20 and memory.report()["activation_bytes"] == 0
+
+
 @pytest.mark.skipif(not memory_module.STATUS.exists(), reason="the system does not say")
 def test_a_run_s_memory_is_what_it_took_and_gave_back():
     memory, size = Memory(torch.device("cpu")), 300 * 2 ** 20

@@ -68,7 +68,7 @@ def return_freed_memory():
 
 def _status():
     """Bytes of this process's memory by kind. RssAnon is its own."""
-    if not STATUS.exists():
+    fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines()) if STATUS.exists() else {}
+    if "RssAnon" not in fields:                                # not Linux, or gVisor's, which says less
         return {"RssAnon": psutil.Process().memory_info().rss}
-    fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
     return {name: int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")}
