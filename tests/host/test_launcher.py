@@ -3,6 +3,7 @@
 import os
 import signal
 import stat
+import subprocess
 import sys
 import time
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from tests.conftest import left_behind, still_there
+from tests.conftest import ROOT, left_behind, still_there
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from tests.tolerances import within
@@ -162,10 +163,6 @@ def test_a_killed_torchrun_is_replaced_by_a_new_group(spec_of):
 @pytest.mark.slow
 def test_a_dying_host_takes_its_group_along(tmp_path):
     """kill -9 on the host: its workers, also one that is stopped, and files are gone within 5 seconds."""
-    import subprocess
-    import sys
-
-    from tests.conftest import ROOT
     code = ("import time; from xdit_backend.host.launcher import WorkerGroup\n"
             "group = WorkerGroup(('cpu', 'cpu')); from xdit_backend.protocol.messages import ReportMemory\n"
             "print(*(int(done.numbers['pid']) for done in group.request(ReportMemory).values()), flush=True); time.sleep(60)")
@@ -184,10 +181,6 @@ def test_a_dying_host_takes_its_group_along(tmp_path):
 
 def test_a_host_killed_while_its_workers_start_leaves_nothing_to_the_next(tmp_path):
     """No worker has connected yet that would notice."""
-    import subprocess
-    import sys
-
-    from tests.conftest import ROOT
     code = ("import time; from xdit_backend.host import launcher\n"
             "def started(phase): print(group.segments.folder, flush=True); time.sleep(60)\n"
             "class Group(launcher.WorkerGroup):\n"
@@ -205,6 +198,33 @@ def test_a_host_killed_while_its_workers_start_leaves_nothing_to_the_next(tmp_pa
     SegmentStore().close()
 
     assert gone(before)
+
+
+HOST_WITH_A_FORK = """
+import os, signal, subprocess, sys
+code = f"from xdit_backend.host.torchrun import end_with_the_host; end_with_the_host({os.getpid()})"
+torchrun = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+fork = os.fork()
+if fork:
+    print(torchrun.pid, fork, flush=True)
+signal.pause()
+"""
+
+
+def test_a_host_that_is_killed_is_missed_though_a_process_it_forked_lives_on(tmp_path):
+    """As other nodes make them: it holds the host's end of the pipe, and of the workers' connections."""
+    host = subprocess.Popen([sys.executable, "-c", HOST_WITH_A_FORK], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                            stdout=subprocess.PIPE, text=True)
+    torchrun, fork = map(psutil.Process, map(int, host.stdout.readline().split()))
+    try:
+        time.sleep(1)                                          # none is let go of while the host lives
+        assert torchrun.status() != psutil.STATUS_ZOMBIE and torchrun.is_running()
+        host.kill()
+        host.wait()
+        _, running = psutil.wait_procs([torchrun], 10)
+    finally:
+        fork.kill()
+    assert not running
 
 
 def test_what_the_system_refuses_at_the_start_is_told_with_what_to_do(tmp_path, monkeypatch):
