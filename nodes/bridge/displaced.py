@@ -14,14 +14,14 @@ from .staleness import Staleness
 class DisplacedRun:
     """One run, and the conditioning for which the workers keep what they told each other.
 
-    schedule: its sigmas. shape: of its whole latent. Raises ConfigError where the latent has too few rows for the ranks.
+    setup: a setup.Setup. schedule: its sigmas. shape: of its whole latent. Raises ConfigError where that has too few rows for the ranks.
     """
 
-    def __init__(self, client, spec, family, transformer_config, config, layout, schedule, shape):
-        self._client, self._spec, self._config, self._layout = client, spec, config, layout
-        self._num_channels, self.shape = family.num_channels(transformer_config), tuple(shape)
-        self._staleness = Staleness(schedule, config.warmup_steps)
-        _check_size(family, transformer_config, layout, shape)
+    def __init__(self, client, setup, layout, schedule, shape):
+        self._client, self._spec, self._config, self._layout = client, setup.spec, setup.config, layout
+        self._num_channels, self.shape = setup.num_channels, tuple(shape)
+        self._staleness = Staleness(schedule, setup.config.warmup_steps)
+        _check_size(setup.family, setup.transformer_config, layout, shape)
 
     def end(self):
         """Have the workers forget what they keep for this run."""

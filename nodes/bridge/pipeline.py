@@ -106,10 +106,10 @@ class PipelineRun:
     warmup_steps = 0 is a cold start: in the first step, patches see the patches before them only.
     """
 
-    def __init__(self, client, spec, family, transformer_config, config, layout, schedule, shape):
-        self._client, self._spec, self._config, self._layout = client, spec, config, layout
-        self._num_channels = family.num_channels(transformer_config)
-        self._patch_size = family.patch_size(transformer_config)
+    def __init__(self, client, setup, layout, schedule, shape):
+        config = setup.config
+        self._client, self._spec, self._config, self._layout = client, setup.spec, config, layout
+        self._num_channels, self._patch_size = setup.num_channels, setup.family.patch_size(setup.transformer_config)
         sequence_degree = layout.ring_degree * layout.ulysses_degree
         num_patches = choose_num_patches(config.patches_asked, layout.pipefusion_degree, shape, self._patch_size, sequence_degree)
         self.shape = tuple(shape)

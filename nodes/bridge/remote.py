@@ -33,7 +33,6 @@ class RemoteModel:
         self.setup, self.room, self.forecasts = setup, room, Forecasts(setup)
         self.spec, self.family, self.config, self.devices = setup.spec, setup.family, setup.config, setup.devices
         self.modules, self.load_device, self._looked_at = modules, load_device, set()
-        self.num_channels = self.family.num_channels(setup.transformer_config)
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
         self._beside_bytes = 0                                 # that ComfyUI was told a rank needs for a run
         self.how = None                                        # how this run is split, in a person's words; None before it
@@ -172,8 +171,7 @@ class RemoteModel:
         """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent. The others: see pipeline.py."""
         self._end_pipeline()
         self._schedule = schedule
-        self._pipeline = PipelineRun(self._client(), self.spec, self.family, self.setup.transformer_config, self.config,
-                                     self.setup.layout(1), schedule, shape)
+        self._pipeline = PipelineRun(self._client(), self.setup, self.setup.layout(1), schedule, shape)
         self._show(self._pipeline.describe(whole_because, drained_because))
         return self._pipeline
 
@@ -205,7 +203,7 @@ class RemoteModel:
             how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which Normalized Attention "
                    f"Guidance compares")
         self._show(how + self.config.idle, self.forecasts.words)
-        return self.forecasts.timed.call(client, lambda: client.predict(self.spec, layout, self.num_channels, calls, run=self))
+        return self.forecasts.timed.call(client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
     def _check_room(self, question, calls, layout):
         """Refuse a run that cannot fit before its first call. Calls for a patch are for the whole latent."""
@@ -235,8 +233,8 @@ class RemoteModel:
             self._end_pipeline()
             self._schedule = question.schedule
             # Called outside of a sampler, no step can be stale.
-            self._pipeline = DisplacedRun(client, self.spec, self.family, self.setup.transformer_config, self.config, layout,
-                                          torch.tensor([sigma]) if self._schedule is None else self._schedule, calls[0].latent.shape)
+            schedule = torch.tensor([sigma]) if self._schedule is None else self._schedule
+            self._pipeline = DisplacedRun(client, self.setup, layout, schedule, calls[0].latent.shape)
             self._show(self._pipeline.describe(question.whole_because))
         return self._pipeline.predict(calls, sigma, question.whole_because)
 

@@ -31,6 +31,11 @@ class Setup:
         return self.transformer_config[sampled.labels] if sampled and sampled.labels else None
 
     @property
+    def num_channels(self):
+        """Of the latent that it predicts."""
+        return self.family.num_channels(self.transformer_config)
+
+    @property
     def shares_tokens(self):
         """Can several ranks compute one picture, each a part of its tokens?"""
         return "ulysses" not in self.family.refused
