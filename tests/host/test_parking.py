@@ -1,25 +1,85 @@
-"""Memory of real workers whose weights are parked, and time to have them back: pytest -s shows the figures."""
+"""Memory of real workers that hold the same file, or whose weights are parked, and time to have them back: pytest -s shows the figures."""
 
+import threading
 import time
+from contextlib import contextmanager
 
 import psutil
 import pytest
 
+from tests.host.conftest import call_of, layout
+from tests.models.zoo import example
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.host.client import Client
 from xdit_backend.models import FAMILIES
+
+
+def large_specs(folder, *dtypes):
+    """Of an SD3 with 127 M parameters, 486 MB in float32, which is written there."""
+    from diffusers import SD3Transformer2DModel
+    config = {**FAMILIES["SD3"].tiny.config, "num_layers": 6, "num_attention_heads": 12, "attention_head_dim": 64,
+              "caption_projection_dim": 768}
+    SD3Transformer2DModel(**config).save_pretrained(folder / "transformer")
+    header = read_header(folder)
+    return [model_spec(header, recognise(header), dtype, dtype) for dtype in dtypes]
+
+
+@contextmanager
+def highest(pids):
+    """Gives a dict, which then has the most bytes, in sum over these processes, by what smaps_rollup calls them."""
+    most, ended = {}, threading.Event()
+
+    def look():
+        while True:
+            last, now = ended.is_set(), {}
+            for pid in pids:
+                with open(f"/proc/{pid}/smaps_rollup") as file:
+                    for name, number, _ in (line.split() for line in list(file)[1:]):
+                        now[name] = now.get(name, 0) + 1024 * int(number)
+            most.update({name: max(number, most.get(name, 0)) for name, number in now.items()})
+            if last:
+                return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield most
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_four_workers_hold_a_file_once_and_a_cast_once_each(tmp_path, spec_of):
+    """The most that is held while it is loaded and used. What a worker imports and makes in any case is loaded before."""
+    figures, one, specs = {}, example("SD3"), large_specs(tmp_path, "float32", "bfloat16")
+    client = Client(("cpu",) * 4)
+
+    try:
+        pids = [int(numbers["pid"]) for numbers in client.report_memory().values()]
+        client.predict(spec_of("SD3", "float32"), layout(ring=4), 4, [call_of(one)])
+        for spec in specs:
+            with highest(pids) as before:
+                pass
+            with highest(pids) as most:
+                client.predict(spec, layout(ring=4), 4, [call_of(one)])
+            weight_bytes = client.residence(spec.name).weight_bytes[0]
+            figures[spec.compute_dtype] = held, own = [(most[name] - before[name]) / weight_bytes for name in ("Pss:", "Anonymous:")]
+            print(f"\n{spec.compute_dtype}: four workers hold {held:.2f} times the weights of one, {own:.2f} times of their own")
+            client.drop(spec.name)
+    finally:
+        client.close()
+
+    assert 0.9 < figures["float32"][0] < 1.4 and figures["float32"][1] < 0.4, "as in the file: its pages, once"
+    assert 3.6 < figures["bfloat16"][1] < 4.4, "cast: one copy each, at no time two"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["as in the file", "cast"])
 def test_parked_weights_are_in_memory_once_and_come_back(tmp_path, dtype):
     """A file of 480 MB on two workers. What is in the file as the workers have it is never copied; what was cast is held once."""
-    from diffusers import SD3Transformer2DModel
-    config = {**FAMILIES["SD3"].tiny.config, "num_layers": 6, "num_attention_heads": 12, "attention_head_dim": 64,
-              "caption_projection_dim": 768}
-    SD3Transformer2DModel(**config).save_pretrained(tmp_path / "transformer")
-    header = read_header(tmp_path)
-    spec = model_spec(header, recognise(header), dtype, dtype)
+    spec, = large_specs(tmp_path, dtype)
     client = Client(("cpu", "cpu"))
     figures = []
 
