@@ -19,6 +19,13 @@ def check_latent(setup, x, channels=None):
                           + (". Or remove what puts channels beside it, such as a noise mask." if channels > own else "."))
 
 
+def check_text(family, text):
+    """Refuse a prompt of no tokens: with most families ComfyUI fails, before the workers see it. text: (B, tokens, width), or None."""
+    if torch.is_tensor(text) and text.ndim > 1 and not text.shape[1]:
+        raise ConfigError(f"The conditioning has a text of no tokens (its shape is {tuple(text.shape)}), and {family.name} takes one or "
+                          f"more. For an empty prompt use the text encoder's node with an empty text.")
+
+
 def check_conditioning(setup, conditioning, x):
     """Refuse text or reference latents of another model. conditioning: {name: tensor}. x: the latent. Raises ConfigError."""
     family, num_classes = setup.family, setup.num_classes

@@ -30,6 +30,7 @@ from .carried import hold_elsewhere, remember_modules
 from .file_weights import places, prepare_text, read_values
 from .folders import marks_of, refuse_unlike, sample_as_said, under_comfyui_names
 from .groups import GROUPS, check_packages, devices_of, load_device_of, memory_of
+from .inputs import check_text
 from .own_model import OwnConfig
 from .patcher import ShellPatcher
 from .pipeline import KEY
@@ -103,7 +104,7 @@ def load_shell(path, weight_dtype, config):
     spec = spec_of(stages, tensor_degree)
     weight_bytes = held_bytes(model, family, spec, splits)
     module, itself = base_model.diffusion_model, weakref.proxy(base_model)     # no circle: it ends with its MODEL
-    hold_elsewhere(module, lambda name: itself.current_patcher.weight(name))
+    hold_elsewhere(module, functools.partial(_weight_of, itself))
     if hasattr(module, "preprocess_text_embeds"):
         module.preprocess_text_embeds = functools.partial(prepare_text, itself, header, family.prepares)
     modules = {}
@@ -119,9 +120,7 @@ def load_shell(path, weight_dtype, config):
     base_model.remote = remote
     of_one_device = functools.partial(type(base_model).memory_required, itself)
     base_model.memory_required = functools.partial(remote.memory_required, of_one_device)
-    if "t5xxl_ids" in family.conditioning:
-        made = functools.partial(type(base_model).extra_conds, weakref.proxy(base_model))
-        base_model.extra_conds = functools.partial(_with_ids, made)
+    base_model.extra_conds = functools.partial(_extra_conds, functools.partial(type(base_model).extra_conds, itself), family)
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
     patcher.size = weight_bytes                                # what ComfyUI is to make room for
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch), (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
@@ -177,11 +176,20 @@ def fingerprint(path):
     return state_of((*header.files, *map(str, header.folder.said if header.folder else ())))
 
 
-def _with_ids(extra_conds, **arguments):
+def _weight_of(base_model, name):
+    """A weight with the patches of the MODEL that runs: clones have others."""
+    if base_model.current_patcher is None:
+        raise UnsupportedError(f"A node reads weights of this MODEL (diffusion_model.{name}) while no sampler runs it, and xDiT's workers "
+                               f"hold them. Use Load Diffusion Model for it.")
+    return base_model.current_patcher.weight(name)
+
+
+def _extra_conds(of_comfyui, family, **given):
     """What a BaseModel makes of conditioning. In inference mode ComfyUI's Anima prepares the text with weights, which the workers have;
     else it hands tokens on to its model."""
-    with torch.inference_mode(False), torch.no_grad():
-        return extra_conds(**arguments)
+    check_text(family, given.get("cross_attn"))
+    with torch.inference_mode(torch.is_inference_mode_enabled() and "t5xxl_ids" not in family.conditioning), torch.no_grad():
+        return of_comfyui(**given)
 
 
 def _dtypes(weight_dtype, tensors, model_config, device, is_quantised):

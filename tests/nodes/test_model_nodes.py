@@ -240,7 +240,8 @@ def test_merged_into_a_native_model_it_gives_its_weights(comfyui, matrix, model)
     lambda net: type(net).forward(net, torch.zeros(1, 16, 16, 16), torch.ones(1), torch.zeros(1, 20, 96), torch.zeros(1, 64)),
     lambda net: setattr(net.x_embedder.proj.weight, "data", torch.zeros(1)),
     copy.deepcopy,
-], ids=["move", "compute", "in place", "state_dict", "own forward", "data", "copy"])
+    lambda net: torch.empty(net.x_embedder.proj.weight.shape).copy_(net.x_embedder.proj.weight),
+], ids=["move", "compute", "in place", "state_dict", "own forward", "data", "copy", "copy of one"])
 def test_who_reads_the_weights_is_told_where_they_are(comfyui, model, use):
     with pytest.raises(comfyui.errors.UnsupportedError, match="xDiT's workers hold them. Use Load Diffusion Model"):
         use(model.model.diffusion_model)

@@ -159,13 +159,14 @@ def test_more_sequence_ranks_than_tokens_are_refused_and_the_group_survives(comf
     assert {numbers["pid"] for numbers in comfyui.groups.client(("cpu", "cpu")).report_memory().values()} == pids
 
 
-@pytest.mark.parametrize("text, pooled, message", [
-    (50, 64, r"has text of 50 numbers a token, and this SD3 model takes 96"), (200, 64, "text of 200 numbers"),
-    (96, 30, r"has pooled text of 30 numbers a token, and this SD3 model takes 64"),
-], ids=["narrow", "wide", "pooled"])
-def test_conditioning_of_another_model_is_refused_by_name_and_the_group_survives(comfyui, model, text, pooled, message):
+@pytest.mark.parametrize("tokens, text, pooled, message", [
+    (20, 50, 64, r"has text of 50 numbers a token, and this SD3 model takes 96"), (20, 200, 64, "text of 200 numbers"),
+    (20, 96, 30, r"has pooled text of 30 numbers a token, and this SD3 model takes 64"),
+    (0, 96, 64, r"has a text of no tokens \(its shape is \(1, 0, 96\)\), and SD3 takes one or more"),
+], ids=["narrow", "wide", "pooled", "no tokens"])
+def test_conditioning_of_another_model_is_refused_by_name_and_the_group_survives(comfyui, model, tokens, text, pooled, message):
     with pytest.raises(comfyui.errors.ConfigError, match=message):
-        comfyui.sample(model, "sd3", positive=[[torch.zeros(1, 20, text), {"pooled_output": torch.zeros(1, pooled)}]])
+        comfyui.sample(model, "sd3", positive=[[torch.zeros(1, tokens, text), {"pooled_output": torch.zeros(1, pooled)}]])
 
     comfyui.sample(model, "sd3")
 

@@ -4,6 +4,7 @@ The loader cuts weights so (transformer.py), and hooks put together what the par
 docs/algorithms.md section 10.
 """
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ LAYERS = (
 AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}     # what has the one's outputs as inputs, or their halves multiplied
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t", "k_rms_norm_t")
 MOST_TRIED = 16                            # degrees that are looked at, for a message that says which would do
+SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
 PER_RANK = ("heads", "num_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")        # of attention modules, by what they reshape
 
 
@@ -80,7 +82,10 @@ def tensor_splits(model, plan, degree=1):
 def _check_stored(splits, degree):
     """Refuse a degree by which the inputs of a quantised layer do not come to whole blocks."""
     cut = {name: split for name, split in splits.items() if split.dim == 1 and split.block[0] > 1}
-    fits = lambda degree: all(part % (degree * split.block[0]) == 0 for split in cut.values() for part in split.parts)  # noqa: E731
+
+    def fits(degree, most=math.inf):
+        return all(part % (degree * min(split.block[0], most)) == 0 for split in cut.values() for part in split.parts)
+
     if fits(degree):
         return
     name, split = next((name, split) for name, split in cut.items() if any(part % (degree * split.block[0]) for part in split.parts))
@@ -88,7 +93,8 @@ def _check_stored(splits, degree):
     words = f"{' or '.join(map(str, usable))}, " if usable else ""
     raise UnsupportedError(f"tensor_degree={degree} cannot share out these quantised weights: {name} has "
                            f"{' and '.join(map(str, split.parts))} inputs, in blocks of {split.block[0]}, and each device needs whole "
-                           f"blocks. Use {words}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8, int8 or Q8_0.")
+                           f"blocks. Use {words}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8"
+                           f"{', int8 or Q8_0' if fits(degree, SMALLEST_BLOCK) else ' or int8'}.")
 
 
 def is_splittable(model, plan, degree=1):
