@@ -61,6 +61,7 @@ WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAM
             WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL}  # all around the model
 # Wrappers inside of the model, by key and function: those that know its latent and its prediction alone. remote.py calls them.
 INSIDE = {"easycache": "easycache_forward_wrapper"}
+CONTROLNETS_TEXT = "crossattn_controlnet"                      # a prompt for ControlNets alone, which ComfyUI computes: control.py
 CALLBACKS = {value for names in (CallbacksMP, IndexListCallbacks) for value in vars(names).values()
              if isinstance(value, str)}                        # ComfyUI calls all of them itself
 MOST_NAMED = 5                                                 # changes that a message names
@@ -105,7 +106,7 @@ def refuse_call(family, transformer_options, extra):
     if beyond is not None:
         raise UnsupportedError(f"xDiT runs {family.name} without {beyond}, which this workflow has. Change the node that adds it, or use "
                                f"Load Diffusion Model.")
-    known = {"context", *family.conditioning, *family.ignored}
+    known = {"context", CONTROLNETS_TEXT, *family.conditioning, *family.ignored}
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
     if unknown:
         raise UnsupportedError(f"xDiT runs {family.name} without {', '.join(unknown)}, which this workflow's conditioning has. It "

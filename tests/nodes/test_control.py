@@ -87,6 +87,21 @@ def test_controlnets_equal_native_ksampler(comfyui, controls, name, layout):
     compare(comfyui, kind, comfyui.config(devices, **degrees), controls.apply(controls.prompts(kind), name), latent=latent)
 
 
+@pytest.mark.slow
+def test_a_prompt_for_controlnets_alone_equals_native_ksampler(comfyui, controls):
+    """As CLIP Text Encode Controlnet gives it. The model itself has the other prompt."""
+    text = comfyui.conditioning("sd3", 4)[0][0]
+    prompts = [[[tensor, {**options, "cross_attn_controlnet": text}] for tensor, options in prompt]
+               for prompt in controls.apply(controls.prompts("sd3"), "sd3-instantx")]
+    plain = controls.apply(controls.prompts("sd3"), "sd3-instantx")
+
+    compare(comfyui, "sd3", comfyui.config("cpu"), prompts)
+
+    drawn, drawn_plain = (comfyui.sample(comfyui.native("sd3"), "sd3", positive=positive, negative=negative, steps=2)
+                          for positive, negative in (prompts, plain))
+    assert relative_error(drawn, drawn_plain) > 10 * TOLERANCE
+
+
 def test_a_controlnet_copies_layers_of_a_quantised_model(comfyui, controls):
     """That of SD3.5 takes an embedder of the model."""
     folder, name = comfyui.base / "diffusion_models", "control-sd35.gguf"
