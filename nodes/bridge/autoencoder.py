@@ -30,10 +30,11 @@ def decode(vae, latent, config):
                                f"model.")
     scale = vae.spacial_compression_decode()
     frames = [kind.decoded_frames(vae, latent.shape[2])] if latent.ndim == 5 else []
-    shape = (latent.shape[0], *frames, latent.shape[-2] * scale, latent.shape[-1] * scale, vae.output_channels)
+    shape = (latent.shape[0], *frames, latent.shape[-2] * scale, latent.shape[-1] * scale,
+             getattr(vae, "conv_out_channels", vae.output_channels))           # of Wan's that upscales: pixels of a finer picture
     client = GROUPS.client_for_decode(config)
     half = half_of(vae, kind.family.decoder, kind.settings(vae.first_stage_model), client)
-    inner = kind.before_decode(vae.first_stage_model, latent.to(torch.float32))
+    inner = kind.before_decode(vae, latent.to(torch.float32))
     num_ranks, first_rank = half.make_ready(inner.shape, 1, functools.partial(_machine, client, half, config))
     started_s = time.perf_counter()
     GROUPS.runs.vae(client.devices)

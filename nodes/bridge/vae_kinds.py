@@ -31,7 +31,7 @@ class Kind:
 
     family: VaeFamily
     recognises: Callable                   # of a first_stage_model
-    before_decode: Callable = lambda model, latent: latent
+    before_decode: Callable = lambda vae, latent: latent
     after_encode: Callable = lambda model, latent: latent
     before_encode: Callable = lambda model, pixels: pixels
     decoded_frames: Callable = lambda vae, frames: vae.upscale_ratio[0](frames)
@@ -52,8 +52,9 @@ def _is_hunyuan(model):
     return _is_ldm(model) and model.decoder.carried
 
 
-def _unnormalised_flux2(model, latent):
+def _unnormalised_flux2(vae, latent):
     """(B, 4 C, H, W), normalised -> (B, C, 2 H, 2 W), as ComfyUI's AutoencoderKL does it."""
+    model = vae.first_stage_model
     mean, variance = (tensor.view(1, -1, 1, 1).to(latent) for tensor in (model.bn.running_mean, model.bn.running_var))
     latent = latent * torch.sqrt(variance + model.bn_eps) + mean
     return rearrange(latent, "b (c pi pj) i j -> b c (i pi) (j pj)", pi=model.ps[0], pj=model.ps[1])
@@ -73,9 +74,11 @@ def _is_ltx(model):
                     if isinstance(block, ltx.DepthToSpaceUpsample)))
 
 
-def _noised_ltx(model, latent):
-    if model.timestep_conditioning:                            # its decoder takes a little noise off
-        latent = torch.randn_like(latent) * model.decode_noise_scale + (1 - model.decode_noise_scale) * latent
+def _noised_ltx(vae, latent):
+    model = vae.first_stage_model
+    if model.timestep_conditioning:                            # its decoder takes a little noise off, drawn where and as ComfyUI draws it
+        noise = torch.randn_like(latent, device=vae.device, dtype=vae.vae_dtype).to(latent)
+        latent = noise * model.decode_noise_scale + (1 - model.decode_noise_scale) * latent
     return model.per_channel_statistics.un_normalize(latent)
 
 
@@ -95,9 +98,9 @@ def _cosmos_moments(model, latent):
     return of_frames(model.latent_mean), of_frames(model.latent_std)
 
 
-def _unnormalised_cosmos(model, latent):
-    mean, deviation = _cosmos_moments(model, latent)
-    return latent / model.sigma_data * deviation + mean
+def _unnormalised_cosmos(vae, latent):
+    mean, deviation = _cosmos_moments(vae.first_stage_model, latent)
+    return latent / vae.first_stage_model.sigma_data * deviation + mean
 
 
 def _normalised_cosmos(model, latent):
@@ -133,6 +136,6 @@ KINDS = (
          encoded_frames=lambda vae, frames: (-(-(frames + 3) // 4) + 1) // 2),
     Kind(FAMILIES["tiny"],
          lambda model: isinstance(model, comfy.taesd.taesd.TAESD) and model.taesd_decoder[1].weight.shape[1] != 32,
-         lambda model, latent: (latent - model.vae_shift.to(latent)) * model.vae_scale.to(latent),
+         lambda vae, latent: (latent - vae.first_stage_model.vae_shift.to(latent)) * vae.first_stage_model.vae_scale.to(latent),
          lambda model, latent: latent / model.vae_scale.to(latent) + model.vae_shift.to(latent)),
 )

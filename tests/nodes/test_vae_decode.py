@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.tiny_checkpoints import fill
 from tests.tolerances import close
 
 CHANNELS = {"vae-sd": 4, "vae-flux2": 128, "vae-wan22": 48, "vae-ltx": 128, "vae-ltx095": 128,
@@ -45,6 +46,37 @@ def test_pictures_equal_native_vae_decode(comfyui, vae_of, kind, devices, shape)
     assert picture.shape == want.shape and picture.dtype == want.dtype
     close(picture, want, 2e-5)
     assert want.std() > 0.01
+
+
+def test_noise_that_a_decoder_takes_off_is_drawn_in_the_type_that_comfyui_draws_it_in(comfyui):
+    """Another type has other random numbers."""
+    import comfy.sd
+    import comfy.utils
+    file = comfyui.base / "vae" / comfyui.file("vae-ltx095", "vae")
+    tensors, metadata = comfy.utils.load_torch_file(str(file), return_metadata=True)
+    vae, samples = comfy.sd.VAE(sd=tensors, dtype=torch.float16, metadata=metadata), {"samples": latents("vae-ltx095", 1, 1, 3, 3)}
+
+    torch.manual_seed(3)
+    picture = comfyui.vae_decode.execute(samples, vae, comfyui.config("cpu,cpu")).args[0]
+
+    torch.manual_seed(3)
+    with torch.inference_mode():
+        close(picture, comfyui.nodes.VAEDecode().decode(vae, samples)[0], 5e-3)
+
+
+def test_wans_upscaling_vae_equals_native_vae_decode(comfyui):
+    """Its decoder gives four pixels of three channels in the place of each."""
+    import comfy.ldm.wan.vae
+    import comfy.sd
+    model = comfy.ldm.wan.vae.WanVAE(dim=16, z_dim=16, temperal_downsample=[False, True, True], conv_out_channels=12)
+    fill(model, torch.Generator().manual_seed(1))
+    vae, samples = comfy.sd.VAE(sd=model.state_dict()), {"samples": latents("vae-wan", 1, 1, 5, 4)}
+
+    picture = comfyui.vae_decode.execute(samples, vae, comfyui.config("cpu,cpu")).args[0]
+
+    assert picture.shape == (1, 40, 32, 12)
+    with torch.inference_mode():
+        close(picture, comfyui.nodes.VAEDecode().decode(vae, samples)[0], 2e-5)
 
 
 def test_a_finished_decode_says_what_it_took(comfyui, vae_of, monkeypatch):
