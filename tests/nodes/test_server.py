@@ -205,6 +205,28 @@ def test_killed_worker_fails_the_prompt_by_name_and_the_next_one_runs(server):
     assert len(workers(server)) == 2
 
 
+def test_unload_models_parks_the_weights_and_free_memory_drops_what_workers_hold(server, base):
+    """ComfyUI's two buttons, which its queue heeds when nothing runs."""
+    def held(wanted):
+        deadline_s = time.monotonic() + 60
+        while not wanted(group := server.get("/xdit/state")["groups"][0]) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        return group
+    before, _ = server.run(workflow(seed=20))
+    pids = workers(server)
+    first = held(lambda group: True)
+    assert first["models"] and not any(map(sum, (model["parked"] for model in first["models"]))) and first["vaes"]
+
+    server._request("/free", {"unload_models": True})
+    unloaded = held(lambda group: all(model["parked"] == model["weights"] for model in group["models"]) and not group["vaes"])
+    assert unloaded["models"] and all(model["parked"] == model["weights"] for model in unloaded["models"]) and not unloaded["vaes"]
+    server._request("/free", {"unload_models": True, "free_memory": True})
+    assert not held(lambda group: not group["models"])["models"]
+
+    after, _ = server.run(workflow(seed=20))
+    assert picture(base, before).tobytes() == picture(base, after).tobytes() and workers(server) == pids
+
+
 def test_impossible_degrees_are_refused_once_when_queued(server):
     """ComfyUI's answer to the page: one error, on the node that has the mistake, though two nodes read it."""
     graph = workflow(ring=3)
