@@ -1,5 +1,6 @@
 """What is kept of workers' output: the last few folders, none that another user could read or change, no file without bound."""
 
+import errno
 import subprocess
 import sys
 
@@ -40,6 +41,27 @@ def test_the_last_groups_and_those_that_run_are_kept(place):
     assert left == {place / "mine", first, *ended[-logs.KEPT:]}
     logs.make("xdit-3-00aa", None)
     assert first not in set(place.iterdir())
+
+
+def test_where_files_cannot_be_locked_folders_are_made_and_stay(place, monkeypatch):
+    """As on a network's disk without a lock daemon."""
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(logs.fcntl, "flock", no_locks)
+    for number in range(logs.KEPT + 2):
+        logs.start(logs.make(f"xdit-{number}-00aa", None)).close()
+
+    assert len(list(place.iterdir())) == logs.KEPT + 2
+
+
+def test_a_clock_that_goes_back_has_no_new_folder_taken_for_an_old_one(place, monkeypatch):
+    for year in range(2040, 2040 + logs.KEPT):
+        monkeypatch.setattr(logs.time, "strftime", lambda *args, year=year: f"{year}0101-000000")
+        logs.make("xdit-1-00aa", None)
+    monkeypatch.setattr(logs.time, "strftime", lambda *args: "20200101-000000")
+
+    with logs.start(logs.make("xdit-2-00aa", None)) as file:
+        assert file.name.startswith(str(place / "2020"))
 
 
 def test_a_place_is_told_to_workers_whole(tmp_path, monkeypatch):

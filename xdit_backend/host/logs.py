@@ -52,7 +52,7 @@ def make(name, otherwise):
         log.warning("the workers' output is not kept: %s", error)
         otherwise.mkdir(mode=0o700, parents=True)
         return otherwise
-    _forget_old()
+    _forget_old(folder)
     return folder
 
 
@@ -84,7 +84,8 @@ def machines():
 def start(folder):
     """The open file for what torchrun prints, which tells that the group runs for as long as torchrun holds it."""
     file = open(folder / TORCHRUN, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
-    fcntl.flock(file, fcntl.LOCK_EX)
+    with suppress(OSError):                                    # file systems without locks, where no folder is taken for an old one
+        fcntl.flock(file, fcntl.LOCK_EX)
     return file
 
 
@@ -137,8 +138,11 @@ def _folders():
     return []
 
 
-def _forget_old():
+def _forget_old(new):
+    """new: not old, whatever the clock says."""
     for folder in _folders()[:-KEPT]:
+        if folder == new:
+            continue
         try:
             with open(folder / TORCHRUN, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
