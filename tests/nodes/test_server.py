@@ -254,6 +254,18 @@ def test_everything_listens_on_loopback_only(server):
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
+@pytest.mark.parametrize("path, body", [("/xdit/state", None), ("/xdit/trace", None), ("/xdit/do", b'{"action": "stop"}'),
+                                        ("/xdit/fit", b'{"settings": {}}'), ("/xdit/refusals", b'{"models": [], "vaes": []}')])
+@pytest.mark.parametrize("headers", [{"Origin": "http://elsewhere.example"}, {"Sec-Fetch-Site": "cross-site"}], ids=str)
+def test_another_site_s_page_is_refused(server, path, body, headers):
+    """By ComfyUI's own check, under which our routes stand."""
+    urllib.request.urlopen(urllib.request.Request(server.url + path, body)).close()
+    with pytest.raises(urllib.error.HTTPError) as answer:
+        urllib.request.urlopen(urllib.request.Request(server.url + path, body, headers))
+    answer.value.close()
+    assert answer.value.code == 403
+
+
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "sampling"])
 def test_workers_end_with_a_killed_host(base, busy):
     before = set(left_behind())
