@@ -15,6 +15,10 @@ from tests.tiny_checkpoints import SEED, families, fill
 CONTROLNETS = {
     "sd15": ("sd15", "comfy.cldm.cldm:ControlNet", lambda model: _without(model, "out_channels") | {"hint_channels": 3}),
     "sdxl": ("sdxl", "comfy.cldm.cldm:ControlNet", lambda model: _without(model, "out_channels") | {"hint_channels": 3}),
+    "sd15-t2i": ("sd15-blocks", "comfy.t2i_adapter.adapter:Adapter", {
+        "channels": [32, 64, 128, 128], "nums_rb": 2, "cin": 192, "ksize": 1, "sk": True, "use_conv": False, "xl": False}),
+    "sdxl-t2i": ("sdxl-blocks", "comfy.t2i_adapter.adapter:Adapter", {
+        "channels": [32, 64, 128, 128], "nums_rb": 2, "cin": 768, "ksize": 1, "sk": True, "use_conv": False, "xl": True}),
     "sd3-instantx": ("sd3", "diffusers:SD3ControlNetModel", {
         "patch_size": 2, "in_channels": 16, "num_layers": 3, "attention_head_dim": 64, "num_attention_heads": 4, "joint_attention_dim": 96,
         "caption_projection_dim": 256, "pooled_projection_dim": 64, "out_channels": 16, "pos_embed_max_size": 64,
@@ -42,7 +46,7 @@ def save_controlnet(name, path):
     module, _, cls = place.partition(":")
     if callable(arguments):
         arguments = arguments(families()[kind].tiny.arguments)
-    if module != "diffusers":
+    if module not in ("diffusers", "comfy.t2i_adapter.adapter"):
         import comfy.ops
         arguments = arguments | {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
     net = getattr(importlib.import_module(module), cls)(**arguments)

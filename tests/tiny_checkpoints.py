@@ -45,6 +45,10 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
             "wan-i2v": ("wan", {"model_type": "i2v", "in_dim": 36}), "wan22-i2v": ("wan", {"in_dim": 36}),
             "wan-flf": ("wan", {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 8}),
             "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}), "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48}),
+            "sd15-blocks": ("sd15", {"num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 2, 4, 4],     # as many blocks as published ones
+                                     "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0], "transformer_depth_output": [1] * 9 + [0] * 3}),
+            "sdxl-blocks": ("sdxl", {"num_res_blocks": [2, 2, 2], "transformer_depth": [0, 0, 1, 1, 2, 2],
+                                     "transformer_depth_output": [0, 0, 0, 1, 1, 1, 2, 2, 2]}),
             "sd15-inpaint": ("sd15", {"in_channels": 9}), "sd15-ip2p": ("sd15", {"in_channels": 8}),
             "sdxl-inpaint": ("sdxl", {"in_channels": 9}), "sdxl-refiner": ("sdxl", REFINER)}
 # where another class of comfy.supported_models detects a variant

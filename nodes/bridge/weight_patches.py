@@ -174,8 +174,11 @@ def _complaints():
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: complaints.append(record.getMessage())
     root = logging.getLogger()
+    level = root.level
     root.addHandler(handler)
+    root.setLevel(min(level, logging.WARNING))                 # ComfyUI's --verbose may leave warnings out
     try:
         yield complaints
     finally:
+        root.setLevel(level)
         root.removeHandler(handler)

@@ -72,7 +72,8 @@ def compare(comfyui, kind, config, prompts, **arguments):
 
 
 FILES = [("sd3-instantx", "cfg2"), ("sd15", "displaced2"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (
-    ("sdxl", "data2"), ("sd35-stability", "ulysses2"), ("sdxl", "cfg2-displaced2"), ("sd3-instantx", "ring2"),
+    ("sdxl", "data2"), ("sd15-t2i", "displaced2"), ("sdxl-t2i", "cfg2"), ("sdxl-t2i", "data2"),
+    ("sd35-stability", "ulysses2"), ("sdxl", "cfg2-displaced2"), ("sd3-instantx", "ring2"),
     ("sd3-instantx", "pipefusion2-ulysses2"), ("flux-instantx", "ulysses2"), ("flux-xlabs", "pipefusion2"), ("qwen-instantx", "ring2"),
     ("qwen-inpaint", "ring2")))]
 
