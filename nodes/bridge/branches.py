@@ -5,10 +5,14 @@ in a greenlet of its own; when all wait for the model, their calls go to the wor
 """
 
 import contextvars
+import math
 from dataclasses import dataclass
 
 import torch
 from greenlet import getcurrent, greenlet
+
+import comfy.conds
+import comfy.samplers
 
 from ...xdit_backend.host.client import Call
 
@@ -78,8 +82,37 @@ def answer(questions):
     return first.remote.predict(first, [question.call for question in questions])
 
 
+TEXT = "c_crossattn"
+
+
+def as_in_one_batch(conds, x, timestep):
+    """ComfyUI's conds with texts as long as it makes those that it puts into one batch.
+
+    There it repeats shorter texts of some families, which changes the prediction where text and image are one sequence (CogVideoX).
+    """
+    texts = [entry["model_conds"].get(TEXT) for cond in conds if cond for entry in cond]
+    if not all(isinstance(text, comfy.conds.CONDCrossAttn) for text in texts) or len({text.cond.shape[1] for text in texts}) < 2:
+        return conds
+    entries = [entry for cond in conds if cond for entry in cond if "default" not in entry]
+    waiting = [(entry, part) for entry in entries if (part := comfy.samplers.get_area_and_mult(entry, x, timestep)) is not None]
+    lengths = {}                                               # id of an entry -> tokens
+    while waiting:
+        batch = [entry for entry, part in waiting if comfy.samplers.can_concat_cond(part, waiting[0][1])]
+        lengths |= dict.fromkeys(map(id, batch), math.lcm(*(entry["model_conds"][TEXT].cond.shape[1] for entry in batch)))
+        waiting = [(entry, part) for entry, part in waiting if id(entry) not in lengths]
+
+    def lengthened(entry):
+        text = entry["model_conds"][TEXT]
+        times = lengths.get(id(entry), 0) // text.cond.shape[1]
+        if times < 2:
+            return entry
+        return {**entry, "model_conds": {**entry["model_conds"], TEXT: text._copy_with(text.cond.repeat(1, times, 1))}}
+    return [[lengthened(entry) for entry in cond] if cond else cond for cond in conds]
+
+
 def run_branches(calc_cond_batch, model, conds, x, timestep, model_options):
     """ComfyUI's calc_cond_batch with one coroutine for each branch that has conditioning."""
+    conds = as_in_one_batch(conds, x, timestep)
     live = [index for index, cond in enumerate(conds) if cond]
     outputs = [None] * len(conds)
 

@@ -98,14 +98,16 @@ def test_every_sampler_and_scheduler_equals_native_ksampler(comfyui, scheduler_o
         close(result, comfyui.reference("sd3", **arguments), TOLERANCE, arguments)
 
 
-@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"tensor": 2}], ids=str)       # side by side, and by turns
-def test_prompts_of_different_length_run_as_two_branches(comfyui, degrees):
-    positive, negative = comfyui.conditioning("sd3", 1, tokens=31), comfyui.conditioning("sd3", 2, tokens=20)
-    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees))
+@pytest.mark.parametrize("kind, tokens, degrees", [
+    ("sd3", 31, {"cfg": 2}), ("sd3", 31, {"tensor": 2}),                        # side by side, and by turns
+    ("cogvideox", 40, {"cfg": 2})], ids=str)                                   # of which ComfyUI makes one batch, with 20 tokens twice
+def test_prompts_of_different_length_run_as_two_branches(comfyui, kind, tokens, degrees):
+    positive, negative = comfyui.conditioning(kind, 1, tokens=tokens), comfyui.conditioning(kind, 2, tokens=20)
+    model = comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees))
 
-    result = comfyui.sample(model, "sd3", positive=positive, negative=negative)
+    result = comfyui.sample(model, kind, positive=positive, negative=negative)
 
-    reference = comfyui.sample(comfyui.native("sd3"), "sd3", positive=positive, negative=negative)
+    reference = comfyui.sample(comfyui.native(kind), kind, positive=positive, negative=negative)
     close(result, reference, TOLERANCE)
 
 
