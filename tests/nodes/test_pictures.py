@@ -54,6 +54,17 @@ def test_stale_patches_with_pictures_beside_the_latent_equal_the_oracle(comfyui)
     close(result, sample_oracle(comfyui, "flux-fill", 4, 1, **arguments), STALE)
 
 
+def test_a_reference_of_several_frames_equals_native_ksampler(comfyui):
+    """As an encode of a batch of pictures is for a VAE of videos. After it, a picture."""
+    positive = comfyui.conditioning("qwen-image", 1)
+    positive[0][1]["reference_latents"] = [random(1, 16, 3, 7, 6), random(1, 16, 1, 8, 9)]
+    arguments = {"positive": positive, "latent": comfyui.latent("qwen-image", size=(10, 8)), "cfg": 1.0}
+
+    result = comfyui.sample(comfyui.ours("qwen-image", comfyui.config("cpu,cpu", ulysses=2)), "qwen-image", **arguments)
+
+    close(result, comfyui.sample(comfyui.native("qwen-image"), "qwen-image", **arguments), EXACT)
+
+
 @pytest.mark.parametrize("kind, method", METHODS)
 def test_references_equal_comfyuis_own_module(comfyui, kind, method):
     """One to three of them, of other shapes than the latent, also of odd ones."""

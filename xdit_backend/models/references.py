@@ -44,5 +44,6 @@ def places(asked, side, method, step=1):
             else:
                 row = height
             height, width = max(height, reference.shape[-2] + row), max(width, reference.shape[-1] + column)
-        found.append((index, tokens(row), tokens(column)))
+        is_video = reference.ndim == 5 and reference.shape[2] > 1              # whose frames count from the latent's first
+        found.append((0 if is_video else index, tokens(row), tokens(column)))
     return found
