@@ -9,6 +9,7 @@ import torch
 from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import CheckpointError, ConfigError
+from .bridge.inputs import check_links
 
 NUM_NAMED, MOST_SHOWN = 5, 60              # names that a message gives, and of a label, characters
 MOST_DIGITS = 18                           # of a number; more are no class
@@ -33,6 +34,7 @@ class XDiTClassLabel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, label) -> io.NodeOutput:
+        check_links(model=model)
         remote = getattr(model.model, "remote", None)
         num_classes = remote and remote.setup.num_classes
         if not num_classes:

@@ -7,6 +7,7 @@ from comfy_api.latest import io
 
 from ..xdit_backend.config import ParallelConfig
 from ..xdit_backend.models import supported
+from .bridge.inputs import check_links
 from .bridge.shell import WEIGHT_DTYPES, fingerprint, load_shell
 from .parallel_config import Parallel
 
@@ -42,6 +43,7 @@ class XDiTLoadModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model_name, weight_dtype, parallel=None) -> io.NodeOutput:
+        check_links(parallel=parallel)
         return io.NodeOutput(load_shell(_path_of(model_name), weight_dtype, parallel or ParallelConfig()))
 
     @classmethod

@@ -6,7 +6,7 @@ import nodes
 from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import ConfigError, UnsupportedError
-from .bridge.inputs import check_latent
+from .bridge.inputs import check_latent, check_links
 from .bridge.patcher import ShellPatcher
 from .bridge.pipeline import PATCHWISE
 
@@ -57,6 +57,7 @@ def patchwise(model):
 
 def check(model, cfg, positive, negative, latent_image):
     """Refuse what cannot work, before anything is launched."""
+    check_links(model=model, positive=positive, negative=negative, latent_image=latent_image)
     if not isinstance(model, ShellPatcher):
         raise ConfigError("Parallel Sampler needs a MODEL from Load xDiT Model, and this one comes from another loader. "
                           "Connect Load xDiT Model, or use KSampler.")

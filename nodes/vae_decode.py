@@ -5,6 +5,7 @@ from comfy_api.latest import io
 from ..xdit_backend.autoencoders import supported
 from ..xdit_backend.config import ParallelConfig
 from .bridge.autoencoder import decode
+from .bridge.inputs import check_links
 from .parallel_config import Parallel
 
 
@@ -29,4 +30,5 @@ class XDiTVAEDecode(io.ComfyNode):
 
     @classmethod
     def execute(cls, samples, vae, parallel=None) -> io.NodeOutput:
+        check_links(samples=samples, vae=vae, parallel=parallel)
         return io.NodeOutput(decode(vae, samples["samples"], parallel or ParallelConfig()))

@@ -5,6 +5,7 @@ from comfy_api.latest import io
 from ..xdit_backend.autoencoders import supported
 from ..xdit_backend.config import ParallelConfig
 from .bridge.autoencoder import encode
+from .bridge.inputs import check_links
 from .parallel_config import Parallel
 
 
@@ -28,4 +29,5 @@ class XDiTVAEEncode(io.ComfyNode):
 
     @classmethod
     def execute(cls, pixels, vae, parallel=None) -> io.NodeOutput:
+        check_links(pixels=pixels, vae=vae, parallel=parallel)
         return io.NodeOutput({"samples": encode(vae, pixels, parallel or ParallelConfig())})

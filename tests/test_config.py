@@ -39,12 +39,25 @@ def test_accepts_what_works(config, num_devices):
     (ParallelConfig(approximate="a bit"), 1, ['approximate="a bit"', "not allowed"]),
     (replace(manual(pipefusion=2), approximate="not allowed"), 2, ['approximate="not allowed"', "pipefusion_degree=2", "tensor_degree"]),
     (replace(manual(displaced=2), approximate="not allowed"), 2, ['approximate="not allowed"', "displaced_degree=2", "full_sync"]),
+    (ParallelConfig(forecast_keys_values=7), 1, ["forecast_keys_values=7", "from 0 to 1"]),
+    (ParallelConfig(forecast_keys_values=float("nan")), 1, ["forecast_keys_values=nan", "from 0 to 1"]),
     (ParallelConfig(num_patches=-1), 1, ["num_patches=-1"])], ids=str)
 def test_refuses_what_cannot_work(config, num_devices, words):
     with pytest.raises(ConfigError) as error:
         validate(config, num_devices)
 
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"ring_degree": "2"}, "ring_degree=2 is no whole number"), ({"num_patches": 2.5}, "num_patches=2.5 is no whole number"),
+    ({"forecast_keys_values": None}, "forecast_keys_values=None is no number"), ({"stage_blocks": [1, 2]}, "stage_blocks=.* is no text"),
+    ({"devices": ["cpu"] * 99}, "devices=.{60} is no text"), ({"offload_keys_values": "on"}, "offload_keys_values=on is no yes or no"),
+], ids=str)
+def test_refuses_values_of_another_type(given, words):
+    """As a prompt of ComfyUI's API may have them."""
+    with pytest.raises(ConfigError, match=words):
+        ParallelConfig(**given)
 
 
 @pytest.mark.parametrize("config", [replace(manual(pipefusion=2), num_patches=1), replace(manual(displaced=2), displaced_mode="full_sync"),

@@ -18,6 +18,8 @@ WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = ("cfg_degree", "data_degree", "pipefusion_degree", "displaced_degree", "ring_degree", "ulysses_degree", "tensor_degree")
 APPROXIMATE = ("allowed", "not allowed")
 DISPLACED_MODES = ("corrected_async_gn", "stale_gn", "sync_gn", "separate_gn", "no_sync", "full_sync")
+KINDS = {int: "whole number", float: "number", str: "text", bool: "yes or no"}
+MOST_SHOWN = 60                            # characters of a value that is none of these
 
 PIPEFUSION = ("num_patches", "stage_blocks", "warmup", "offload_keys_values")          # what only PipeFusion reads
 BOTH = ("warmup_steps", "forecast_keys_values")                # and what displaced patches read too
@@ -48,6 +50,12 @@ class ParallelConfig:
     displaced_degree: int = 1
     displaced_mode: str = DISPLACED_MODES[0]   # how displaced patches synchronise, one of DISPLACED_MODES
     approximate: str = APPROXIMATE[0]          # may the picture differ a little from one device's? One of APPROXIMATE
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, (int, float) if field.type is float else field.type):
+                raise ConfigError(f"{field.name}={str(value)[:MOST_SHOWN]} is no {KINDS[field.type]}.")
 
     @property
     def num_stage_blocks(self):
@@ -174,6 +182,8 @@ def validate(config, num_devices):
 
     Raises ConfigError naming the field, its value and what would work (rules of docs/algorithms.md section 1).
     """
+    if not 0 <= config.forecast_keys_values <= 1:
+        raise ConfigError(f"forecast_keys_values={config.forecast_keys_values} is not from 0 to 1.")
     if config.mode not in ("auto", "manual"):
         raise ConfigError(f'mode="{config.mode}" is neither "auto" nor "manual".')
     for name in DEGREES:

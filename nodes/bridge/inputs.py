@@ -1,8 +1,32 @@
-"""Refuses latents and conditioning that no picture of a MODEL can come of, before the workers see them. Used by remote.py."""
+"""Refuses what no picture of a MODEL can come of, before the workers see it: latents, conditioning, and values in the place of links.
+Used by remote.py, and by the nodes."""
 
 import torch
 
+from ...xdit_backend.config import ParallelConfig
 from ...xdit_backend.protocol.errors import ConfigError
+
+NEEDED = {"model": "a MODEL", "vae": "a VAE", "samples": "a LATENT", "latent_image": "a LATENT", "pixels": "an IMAGE",
+          "positive": "a CONDITIONING", "negative": "a CONDITIONING", "parallel": "what xDiT Parallel Config makes"}
+PLAIN = type(None), bool, int, float, str, list, dict          # what a prompt of ComfyUI's API can have where a link belongs
+MOST_SHOWN = 60                            # characters of what was given
+
+
+def check_links(**given):
+    """Refuse what is no output of a node: ComfyUI compares the types of links, and gives nodes any other value as it is. Raises
+    ConfigError."""
+    for name, value in given.items():
+        if name in ("samples", "latent_image"):
+            fits = isinstance(value, dict) and hasattr(value.get("samples"), "shape")
+        elif name in ("positive", "negative"):
+            fits = isinstance(value, list) and all(isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[1], dict)
+                                                   and not isinstance(entry[0], PLAIN) for entry in value)
+        elif name == "parallel":
+            fits = value is None or isinstance(value, ParallelConfig)
+        else:
+            fits = torch.is_tensor(value) if name == "pixels" else not isinstance(value, PLAIN)
+        if not fits:
+            raise ConfigError(f"{name} is {str(value)[:MOST_SHOWN]}, and needs {NEEDED[name]}. Connect the output of a node that makes it.")
 
 
 def check_latent(setup, x, channels=None):

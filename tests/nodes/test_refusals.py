@@ -100,6 +100,23 @@ def test_native_model_in_parallel_sampler_is_refused(comfyui):
             comfyui.latent("sd3"), 1.0)
 
 
+@pytest.mark.parametrize("value", [None, 3, "abc", {}, {"samples": 3}, [[3, {}]]], ids=str)
+def test_a_value_in_the_place_of_a_link_is_refused_by_name(comfyui, model, value):
+    """ComfyUI compares the types of links, and hands any other value of a prompt to the node as it is."""
+    sample = {"model": model, "seed": 7, "steps": 1, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0,
+              "positive": comfyui.conditioning("sd3", 1), "negative": comfyui.conditioning("sd3", 2), "latent_image": comfyui.latent("sd3")}
+    nodes = [(comfyui.parallel_sampler, sample, ("model", "positive", "negative", "latent_image")),
+             (comfyui.vae_decode, {"samples": comfyui.latent("sd3"), "vae": object()}, ("samples", "vae", "parallel")),
+             (comfyui.vae_encode, {"pixels": torch.zeros(1, 8, 8, 3), "vae": object()}, ("pixels", "vae", "parallel")),
+             (comfyui.load_model, {"model_name": comfyui.file("sd3"), "weight_dtype": "default"}, ("parallel",)),
+             (comfyui.nodes.NODE_CLASS_MAPPINGS["XDiTClassLabel"], {"label": "207"}, ("model",))]
+    for node, given, links in nodes:
+        for name in links:
+            if (name, value) != ("parallel", None):            # as where it is not connected
+                with pytest.raises(comfyui.errors.ConfigError, match=f"^{name} is .* needs"):
+                    node.execute(**given | {name: value})
+
+
 def test_latent_of_another_model_is_refused(comfyui, model):
     with pytest.raises(comfyui.errors.ConfigError, match="shape .1, 4, 16, 16., and SD3 works on .batch, 16 channels"):
         comfyui.sample(model, "sd3", latent={"samples": torch.ones(1, 4, 16, 16)})
