@@ -101,7 +101,11 @@ def refuse_call(family, transformer_options, extra):
 
     extra: its arguments besides the latent, the timestep, ControlNet (control.py) and transformer_options.
     """
-    _refuse(_transformer_options(transformer_options))
+    rope = family.rope_options(extra)
+    if rope is None or transformer_options.get("rope_options") != rope:
+        _refuse(_transformer_options(transformer_options))
+    else:
+        _refuse(_transformer_options({**transformer_options, "rope_options": None}))
     beyond = family.beyond(extra)
     if beyond is not None:
         raise UnsupportedError(f"xDiT runs {family.name} without {beyond}, which this workflow has. Change the node that adds it, or use "

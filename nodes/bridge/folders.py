@@ -40,6 +40,11 @@ def under_comfyui_names(tensors, header):
     found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.prepares)}      # they have those names
     used = set(found)
     for name in _names(family, config):
+        part, order = _joined(family, config, name)
+        if part in tensors:
+            found |= zip(order, tensors[part].chunk(2))
+            used.add(part)
+            continue
         parts = _converted(family, config, name, 0)
         if not parts or not parts.keys() <= tensors.keys():
             continue
@@ -111,6 +116,24 @@ def _together(rows, tensors):
     for part, where in rows.items():
         whole[where.to(whole.device)] = tensors[part]
     return whole
+
+
+def _joined(family, config, name):
+    """(diffusers' name, the names of both halves in their order) of a tensor that the conversion puts together with this one, for which
+    it asks; (None, ()) where there is none."""
+    try:
+        family.convert({name: torch.zeros(1)}, config)
+    except KeyError as error:
+        other = error.args[0]
+    except (RuntimeError, IndexError, ValueError):
+        return None, ()
+    else:
+        return None, ()
+    try:
+        (part, halves), = family.convert({name: torch.zeros(1), other: torch.ones(1)}, config).items()
+        return part, (name, other) if halves.tolist() == [0, 1] else (other, name)
+    except (KeyError, RuntimeError, IndexError, ValueError):
+        return None, ()
 
 
 def _converted(family, config, name, num_rows):

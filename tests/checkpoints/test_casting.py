@@ -51,6 +51,12 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     return family.prediction(output, latent).float()
 
 
+def options_of(family, conditioning):
+    """The transformer_options that ComfyUI's BaseModel adds on the way to its model."""
+    own = family.rope_options(conditioning)
+    return {"rope_options": own} if own else {}
+
+
 def native(path, family, storage, compute="float32"):
     """The same of ComfyUI's own loader, which computes in float32 on a CPU unless told otherwise."""
     import comfy.model_management
@@ -67,6 +73,7 @@ def native(path, family, storage, compute="float32"):
     if family.name in ("LTX-Video", "LTX-2", "Mochi"):         # whose models cannot do without
         lengths["attention_mask"] = torch.ones(1, 12, dtype=torch.long) if family.name == "Mochi" else None
     given = as_comfyui(rounded(conditioning, dtype)) | lengths
+    given["transformer_options"] = options_of(family, given)
     if family.parts:
         return model.diffusion_model([latent.to(dtype), SOUND.to(dtype)], (timestep, timestep), **given)[0].float()
     return model.diffusion_model(latent.to(dtype), timestep, **given).float()

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from tests.checkpoints.test_casting import CPU, asked
+from tests.checkpoints.test_casting import CPU, asked, options_of
 from tests.models.zoo import as_comfyui
 from tests.tiers import quick
 from tests.tiny_checkpoints import VARIANTS, families
@@ -48,15 +48,16 @@ def both(path, family, options, **context):
     model, config = load_transformer(model_spec(read_header(path), family, "float32", "float32"), family, CPU)
     loaded = Loaded(model, config, family, (RowHooks if family.by_rows else Hooks)(model, family.plan), torch.float32, range(0))
     latent, timestep, conditioning = asked(family, config)
-    twice = lambda tensor: torch.cat([tensor, 0.5 * tensor]) if torch.is_tensor(tensor) else tensor  # noqa: E731
+    twice = lambda tensor: torch.cat([tensor, tensor.flip(-1)]) if torch.is_tensor(tensor) else tensor  # noqa: E731
     latent, timestep = torch.cat([latent, latent]), torch.cat([timestep, timestep])
     conditioning = {name: twice(value) for name, value in conditioning.items()}
     with torch.inference_mode():
         output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent, timestep, conditioning, **context))
         net = comfy.sd.load_diffusion_model(str(path)).model.diffusion_model
         call = functools.partial(net, latent, timestep, **as_comfyui(conditioning))
-        plain = call()
-        return family.prediction(output, latent), call(transformer_options={"cond_or_uncond": [1, 0], **options}), plain
+        own = options_of(family, conditioning)
+        plain = call(transformer_options=own)
+        return family.prediction(output, latent), call(transformer_options={"cond_or_uncond": [1, 0], **own, **options}), plain
 
 
 @pytest.mark.parametrize("kind", quick(["flux", "sd15"], HEEDING))

@@ -34,6 +34,18 @@ FLUX_SCHNELL = {
     **blocks("double_blocks.", 19, {"img_attn.norm.key_norm.scale": (128,), "img_mod.lin.weight": (18432, 3072)}),
     **blocks("single_blocks.", 38, {"linear1.weight": (21504, 3072)})}
 FLUX_DEV = {**FLUX_SCHNELL, "guidance_in.in_layer.weight": (3072, 256)}
+
+
+def flux_without_pooled_text(text_width, num_double, num_single, mlp):
+    """mlp: how wide linear1's part of the feed-forward is."""
+    return {"img_in.weight": (3072, 64), "txt_in.weight": (3072, text_width), "final_layer.linear.weight": (64, 3072),
+            **blocks("double_blocks.", num_double, {"img_attn.norm.key_norm.scale": (128,), "img_mod.lin.weight": (18432, 3072)}),
+            **blocks("single_blocks.", num_single, {"linear1.weight": (9216 + mlp, 3072)})}
+
+
+LONGCAT = flux_without_pooled_text(3584, 10, 20, 12288)
+OVIS = {**flux_without_pooled_text(2048, 6, 27, 24576), "txt_norm.scale": (2048,),
+        **blocks("double_blocks.", 6, {"img_mlp.gate_proj.weight": (12288, 3072)})}
 FLUX_FILL = {**FLUX_DEV, "img_in.weight": (3072, 384)}
 FLUX_CANNY = {**FLUX_DEV, "img_in.weight": (3072, 128)}
 
@@ -233,6 +245,10 @@ PUBLISHED = {
     "flux-schnell": ("Flux.1", FLUX_SCHNELL, {"num_layers": 19, "guidance_embeds": False}),
     "flux-fill": ("Flux.1", FLUX_FILL, {"in_channels": 384, "out_channels": 64, "guidance_embeds": True}),
     "flux-canny": ("Flux.1", FLUX_CANNY, {"in_channels": 128, "out_channels": 64, "num_layers": 19}),
+    "longcat-image": ("LongCat-Image", LONGCAT, {"num_layers": 10, "num_single_layers": 20, "num_attention_heads": 24,
+                                                 "joint_attention_dim": 3584, "in_channels": 64}),
+    "ovis-image-7b": ("Ovis-Image", OVIS, {"num_layers": 6, "num_single_layers": 27, "num_attention_heads": 24,
+                                           "joint_attention_dim": 2048, "out_channels": 64}),
     "wan-14b": ("Wan", WAN_14B, {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824, "text_dim": 4096,
                                      "in_channels": 16, "out_channels": 16, "cross_attn_norm": True, "image_dim": None}),
     "wan-1.3b": ("Wan", WAN_1B, {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}),
@@ -371,7 +387,7 @@ def needed_of(family, shapes):
 
 
 # what tells one family from the next, without which a file is as near to the other
-TELLING = {"CogVideoX": "patch_embed.proj.weight", "Kandinsky 5": "visual_embeddings.in_layer.weight"}
+TELLING = {"LongCat-Image": "txt_in.weight", "CogVideoX": "patch_embed.proj.weight", "Kandinsky 5": "visual_embeddings.in_layer.weight"}
 
 
 @pytest.mark.parametrize("name", [name for name, (family, _, _) in PUBLISHED.items() if not FAMILIES[family].by_rows])

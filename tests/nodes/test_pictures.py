@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from tests.checkpoints.test_casting import options_of
 from tests.models.zoo import conditioning_of
 from tests.nodes.test_pipefusion import EXACT, STALE, sample_oracle, staged
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
 
-EDIT = ["flux", "flux2", "qwen-image", "qwen-image-2511"]
+EDIT = ["flux", "flux2", "qwen-image", "qwen-image-2511", "longcat-image", "ovis-image"]
 METHODS = [(kind, method) for kind in EDIT for method in (None, *families()[kind].choices.get("ref_latents_method", ()))]
 SIZES = [((12, 10), [(8, 14)]), ((7, 9), [(5, 3)]), ((4, 16), [(6, 6), (3, 10)]), ((11, 6), [(12, 4), (4, 4), (9, 7)])]
 
@@ -73,6 +74,7 @@ def test_references_equal_comfyuis_own_module(comfyui, kind, method):
     for batch, (size, sizes) in enumerate(SIZES, 1):
         frames, batch = ((1,) if len(family.latent.patch) == 3 else ()), 1 + batch // 4
         given = conditioning_of(family, config, torch.Generator().manual_seed(5), {"context": 9}, batch)
+        given["transformer_options"] = options_of(family, given)
         given |= {"ref_latents": references(kind, sizes, batch)} | ({} if method is None else {"ref_latents_method": method})
         x, t = random(batch, family.taken_channels(config), *frames, *size), torch.full((batch,), 0.6)
         with torch.inference_mode():
@@ -100,6 +102,25 @@ def test_references_of_one_prompt_equal_native_ksampler(comfyui, kind, degrees):
     result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)), kind, positive=positive)
 
     close(result, comfyui.sample(comfyui.native(kind), kind, positive=positive), EXACT)
+
+
+@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 9}], ids=str)
+def test_pictures_after_texts_of_unequal_length_equal_native_ksampler(comfyui, degrees):
+    """LongCat-Image's begin where their own text ends."""
+    arguments = {"positive": edited(comfyui, "longcat-image"), "negative": comfyui.conditioning("longcat-image", 2, tokens=27),
+                 "latent": {"samples": torch.zeros(2, 16, 13, 18)}}
+
+    result = comfyui.sample(comfyui.ours("longcat-image", comfyui.config("cpu,cpu", **degrees)), "longcat-image", **arguments)
+
+    close(result, comfyui.sample(comfyui.native("longcat-image"), "longcat-image", **arguments), EXACT)
+
+
+def test_a_changed_rotary_scale_of_a_model_that_has_its_own_is_refused(comfyui):
+    model = comfyui.ours("longcat-image", comfyui.config("cpu")).clone()
+    model.set_model_rope_options(2.0, 0, 2.0, 0, 1.0, 0)
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="a changed rotary scale"):
+        comfyui.sample(model, "longcat-image")
 
 
 @pytest.mark.parametrize("kind", EDIT)

@@ -39,11 +39,11 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
     module, _, class_name = family.tiny.native.partition(":")
     import comfy.ops
     native = getattr(importlib.import_module(module), class_name)(
-        **{key: value for key, value in unet.items() if key != "image_model" or "Flux" in family_name},
+        **{key: value for key, value in unet.items() if key != "image_model" or family.tiny.native.endswith(":Flux")},
         dtype=torch.bfloat16, device="meta", operations=comfy.ops.disable_weight_init)
     tensors = native.state_dict()
     namings = [tensors]                                        # as ComfyUI saves it
-    if "Flux" in family_name or family_name == "Chroma":       # and as it is published
+    if "ldm.flux" in family.tiny.native or family_name == "Chroma":     # and as it is published
         namings += [{key.replace("_norm.weight", "_norm.scale") if "norm." in key else key: tensor for key, tensor in tensors.items()}]
 
     for tensors in namings:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.checkpoints.test_casting import options_of
 from tests.models.zoo import as_comfyui, conditioning_of, matrix
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close
@@ -68,6 +69,7 @@ def inputs(comfyui, kind, size, batch):
     x = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(5))
     given = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator().manual_seed(6), {"context": 20}, batch, size)
     given = as_comfyui(given) | ({"attention_mask": None} if family.name.startswith("LTX") else {})
+    given["transformer_options"] = options_of(family, given)
     if "num_tokens" in (*family.ignored, *family.conditioning):
         given["num_tokens"] = 20
     if family.name == "Mochi":                                 # whose module asks for it

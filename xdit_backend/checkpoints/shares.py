@@ -29,7 +29,7 @@ AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}     # what has the on
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t", "k_rms_norm_t")
 MOST_TRIED = 16                            # degrees that are looked at, for a message that says which would do
 SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
-PER_RANK = ("heads", "num_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")        # of attention modules, by what they reshape
+PER_RANK = ("heads", "num_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")        # of attentions and blocks, by what they reshape
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,9 @@ def _parts(block, path, linear):
         return (module.inner_dim,) * 3 + (module.mlp_hidden_dim,) * module.mlp_mult_factor
     if leaf == "to_out":
         return tuple(size for size in (module.inner_dim, linear.in_features - module.inner_dim) if size)
-    if path == "proj_out":
-        return linear.in_features - block.proj_mlp.out_features, block.proj_mlp.out_features
+    if path in ("proj_mlp", "proj_out"):
+        hidden = getattr(block, "mlp_hidden_dim", block.proj_mlp.out_features)
+        return (hidden,) * (linear.out_features // hidden) if path == "proj_mlp" else (linear.in_features - hidden, hidden)
     for name, following in AFTER.items():
         if path.endswith(f".{name}"):
             inputs = block.get_submodule(path.removesuffix(name) + following).in_features
@@ -168,7 +169,7 @@ def narrow(model, splits, degree, rank):
     blocks = {name.split(".")[0] + "." + name.split(".")[1] for name in splits}
     for block in blocks:
         for module in model.get_submodule(block).modules():
-            if is_attention(module):
+            if is_attention(module) or hasattr(module, "proj_mlp"):
                 for name in PER_RANK:
                     if getattr(module, name, None) is not None:
                         setattr(module, name, shard_sizes(getattr(module, name), degree)[rank])

@@ -18,10 +18,12 @@ from .hunyuan_video15 import HUNYUAN_VIDEO15
 from .kandinsky5 import KANDINSKY5
 from .kandinsky5_image import KANDINSKY5_IMAGE
 from .latte import LATTE
+from .longcat import LONGCAT
 from .ltx import LTX
 from .ltx2 import LTX2
 from .lumina2 import LUMINA2
 from .mochi import MOCHI
+from .ovis import OVIS
 from .pixart import PIXART
 from .pixart_alpha import PIXART_ALPHA
 from .qwen_image import QWEN_IMAGE
@@ -35,8 +37,8 @@ from .wan_vace import WAN_VACE
 from .z_image import Z_IMAGE
 
 FAMILIES = {family.name: family for family in (
-    SD3, FLUX, FLUX2, CHROMA, WAN, WAN_VACE, PIXART, PIXART_ALPHA, QWEN_IMAGE, Z_IMAGE, LUMINA2, HIDREAM, HUNYUAN_IMAGE, AURAFLOW,
-    HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5, KANDINSKY5_IMAGE, MOCHI,
+    SD3, FLUX, FLUX2, CHROMA, LONGCAT, OVIS, WAN, WAN_VACE, PIXART, PIXART_ALPHA, QWEN_IMAGE, Z_IMAGE, LUMINA2, HIDREAM, HUNYUAN_IMAGE,
+    AURAFLOW, HUNYUAN_DIT, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX, LTX2, COSMOS, ANIMA, KANDINSKY5, KANDINSKY5_IMAGE, MOCHI,
     COGVIDEOX, COGVIDEOX15, DIT, SANA, LATTE, SD15, SD2, SDXL, COSMOS1)}
 
 

@@ -1,11 +1,12 @@
 """Flux.1: two streams, then one; joint attention, text first; rotary positions; pictures beside the latent, or as references."""
 
-from .describe import Packed, because, blocks, config_of, given, has, size, text_positions, timestep
+from .describe import Packed, blocks, config_of, given, has, size, text_positions, timestep
 from .keys import SWAPPED, table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 
 LATENT, IMAGE, ALL = Packed((2, 2), "offset"), ("image", "reference"), ("text", "image", "reference")
 NORM = "double_blocks.0.img_attn.norm.key_norm."
+BLOCKS = has(NORM, "single_blocks.0.linear1.weight", "double_blocks.0.img_mod.lin.weight")
 
 KEYS = table(
     (r"^time_in\.", "time_text_embed.timestep_embedder."), (r"^guidance_in\.", "time_text_embed.guidance_embedder."),
@@ -24,7 +25,7 @@ KEYS = table(
     (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
 
 
-def _head_size(shapes):
+def head_size(shapes):
     """Files that ComfyUI saved call the scale of a norm its weight."""
     return next(shapes[NORM + leaf][0] for leaf in ("scale", "weight") if NORM + leaf in shapes)
 
@@ -50,13 +51,11 @@ def _pooled(asked):
 FLUX = Family(
     name="Flux.1", title="Flux.1 dev, schnell, Krea, Kontext, Fill, Canny, Depth", transformer="FluxTransformer2DModel",
     cfg="at cfg above 1",
-    recognise=lambda shapes: has(NORM, "single_blocks.0.linear1.weight",
-                                 "double_blocks.0.img_mod.lin.weight")(shapes) and len(shapes.get("img_in.weight", ())) == 2,
-    refusals=(because("it has no pooled text input (a Flux variant such as LongCat-Image)", lambda shapes: not has("vector_in.")(shapes)),),
+    recognise=lambda shapes: BLOCKS(shapes) and has("vector_in.")(shapes) and len(shapes.get("img_in.weight", ())) == 2,
     config=config_of(
         patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
-        num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=_head_size,
-        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // _head_size(shapes),
+        num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=head_size,
+        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // head_size(shapes),
         joint_attention_dim=size("txt_in.weight", 1), pooled_projection_dim=size("vector_in.in_layer.weight", 1),
         guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(16, 56, 56)),
     convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0,

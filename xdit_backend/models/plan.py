@@ -211,6 +211,7 @@ class Family:
     prepares: what names of tensors begin with that ComfyUI prepares the text with, once, before LoRA hooks are in effect.
     settings: what ComfyUI's model heeds of a file's metadata -> the values that are run, first what holds where it says none; the config
     has them under "_" and the name. beyond(arguments): what ComfyUI's arguments ask of its model that ours does not do; or None.
+    rope_options(arguments): what ComfyUI's BaseModel of the family itself puts there, of ComfyUI's arguments to its model; or None.
     marks: of diffusers folders: what config.json says -> the tensor by which files say it. further: parts beside the transformer that
     belong to it -> a function of a tensor's name there: ComfyUI's name, which begins with one of `prepares`, or None.
     in_folder(checkpoints.folder.Folder): what such a folder says of the settings, or None; heeded: arguments of the diffusers class that
@@ -252,6 +253,7 @@ class Family:
     prepares: tuple[str, ...] = ()
     settings: dict[str, tuple] = field(default_factory=dict)
     beyond: Callable = lambda arguments: None
+    rope_options: Callable = lambda arguments: None
     marks: dict[str, str] = field(default_factory=dict)
     further: dict[str, Callable] = field(default_factory=dict)
     in_folder: Callable = lambda folder: None
