@@ -62,10 +62,14 @@ def template_paths():
 
 def template_files():
     """[(folder of models, names)]: the files that the templates' own notes tell people to get."""
-    nodes = [node for path in template_paths() for node in template(path.stem)["nodes"]]
-    notes = "\n".join(node["widgets_values"][0] for node in nodes if node["type"] == "MarkdownNote")
-    rows = re.findall(r"(?m)^\| (`.+?`) \| `models/(\w+)`", notes)
-    return [(folder, re.findall("`(.+?)`", names)) for names, folder in rows]
+    return [row for path in template_paths() for row in files_of_note(path.stem)[0]]
+
+
+def files_of_note(name):
+    """([(folder of models, names)], text) of a template's note."""
+    [text] = [node["widgets_values"][0] for node in template(name)["nodes"] if node["type"] == "MarkdownNote"]
+    rows = re.findall(r"(?m)^\| (`.+?`) \| `models/(\w+)`", text)
+    return [(folder, re.findall("`(.+?)`", names)) for names, folder in rows], text
 
 
 def template(name):

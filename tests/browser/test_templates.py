@@ -1,8 +1,14 @@
 """The templates open in ComfyUI's own page without anything missing, and the page shows their pictures and help."""
 
+import functools
+import importlib.util
+import json
+import re
+from pathlib import Path
+
 import pytest
 
-from tests.browser.conftest import template, template_paths, validated
+from tests.browser.conftest import files_of_note, template, template_paths, validated
 from tests.comfyui_server import PACK
 
 pytestmark = pytest.mark.slow
@@ -65,6 +71,41 @@ def test_template_inputs_are_those_the_nodes_declare(host, name):
 
         names = {slot["name"] for slot in node["inputs"]} - PAGE_ONLY
         assert names == set(declared.get("required", {})) | set(declared.get("optional", {}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_can_offer_each_file_of_the_note_for_download(name):
+    """It reads `models` of the nodes. ComfyUI's own templates have the same addresses, where they take a file from the same repository."""
+    rows, text = files_of_note(name)
+    given = [(node, model) for node in template(name)["nodes"] for model in node.get("properties", {}).get("models", [])]
+    places = comfyuis_places()
+
+    assert {model["name"] for _, model in given} == {name for _, names in rows for name in names}
+    for node, model in given:
+        repository, file = re.fullmatch(r"https://huggingface.co/([^/]+/[^/]+)/resolve/main/(?:.+/)?([^/]+)", model["url"]).groups()
+        assert model["name"] in node["widgets_values"] and f"`{repository}`" in text
+        assert file == model["name"] or "(rename it)" in text
+        assert f"`models/{model['directory']}`" in next(line for line in text.splitlines() if f"`{model['name']}`" in line)
+        same = {place for place in places.get(model["name"], ()) if repository in place[0]}
+        assert not same or (model["url"], model["directory"]) in same
+
+
+@functools.cache
+def comfyuis_places():
+    """{name: [(address, folder)]}: from where ComfyUI's own templates take a file."""
+    found = importlib.util.find_spec("comfyui_workflow_templates_json")
+    places = {}
+    for path in (Path(found.origin).parent / "templates").glob("*.json"):
+        for graph in graphs(json.loads(path.read_text(encoding="utf-8"))):
+            for node in graph.get("nodes", []):
+                for model in (node.get("properties") or {}).get("models") or []:
+                    url = model["url"].split("?")[0].replace("/blob/", "/resolve/")
+                    places.setdefault(model["name"], []).append((url, model["directory"]))
+    return places
+
+
+def graphs(workflow):
+    return [workflow, *workflow.get("definitions", {}).get("subgraphs", [])] if isinstance(workflow, dict) else []
 
 
 def test_templates_are_listed(host):
