@@ -2,7 +2,7 @@
 
 import { element } from "./dom.js";
 
-const ROW = 34, BAR = 18, TOP = 14, WIDTH = 600;               // in the picture's own units
+const ROW = 34, BAR = 18, TOP = 14;                            // pixels
 const MIN_WIDTH = 0.4;                                         // of a span, below which its neighbours hide it
 const WORK = ["whole", "patch", "decode", "encode"];
 const WAITS = ["wait", "exchange"];
@@ -36,7 +36,7 @@ export class TimePicture {
     this.text = text;
     this.time = { ranks: [], seconds: 0, steps: 0, run: 0 };
     this.known = "";
-    this.svg = element("svg", { class: "xdit-time", tabindex: "0", role: "group", "aria-label": text("time_hint"), preserveAspectRatio: "none" });
+    this.svg = element("svg", { class: "xdit-time", tabindex: "0", role: "group", "aria-label": text("time_hint") });
     this.table = element("table");
     const button = (key, act) => element("button", { type: "button", "aria-label": text(key), title: text(key), "data-zoom": key, onclick: act },
       { zoom_in: "+", zoom_out: "−", zoom_all: text("zoom_all") }[key]);
@@ -47,6 +47,8 @@ export class TimePicture {
       element("ul", { class: "xdit-legend" }, ...[...WORK.slice(0, 3), ...WAITS].map((kind) =>
         element("li", {}, element("i", { "data-kind": kind }), text(`kind_${kind}`))), element("li", {}, element("i", { "data-kind": "idle" }), text("kind_idle"))),
       this.table);
+    this.resized = new ResizeObserver(() => this.draw());       // the sidebar's width is the person's
+    this.resized.observe(this.svg);
     this.svg.addEventListener("wheel", (event) => {
       event.preventDefault();
       this.zoom(event.deltaY > 0 ? 1.25 : 0.8, this.at(event));
@@ -57,6 +59,7 @@ export class TimePicture {
   }
 
   close() {
+    this.resized.disconnect();
     this.svg.replaceChildren();
   }
 
@@ -121,15 +124,13 @@ export class TimePicture {
   }
 
   draw() {
-    const { ranks } = this.time, height = TOP + ROW * Math.max(1, ranks.length);
-    this.svg.setAttribute("viewBox", `0 0 ${WIDTH} ${height}`);
-    this.svg.style.aspectRatio = `${WIDTH} / ${height}`;
-    this.svg.style.minHeight = `${height * 0.9}px`;
-    this.svg.replaceChildren(...[0, 0.25, 0.5, 0.75].map((share) =>
-      element("text", { x: WIDTH * share + 2, y: 10, class: "xdit-tick" }, `${(this.from + share * (this.to - this.from)).toPrecision(3)} s`)),
+    const { ranks } = this.time, width = this.svg.clientWidth || 280, numTicks = Math.max(2, Math.min(4, Math.floor(width / 70)));
+    this.svg.style.height = `${TOP + ROW * Math.max(1, ranks.length)}px`;
+    this.svg.replaceChildren(...Array.from({ length: numTicks }, (_, tick) => tick / numTicks).map((share) =>
+      element("text", { x: width * share + 2, y: 10, class: "xdit-tick" }, `${(this.from + share * (this.to - this.from)).toPrecision(3)} s`)),
     ...ranks.map(({ name, spans }, rank) => element("g", { "data-rank": rank, transform: `translate(0 ${TOP + rank * ROW})` },
-      element("title", {}, name), element("rect", { x: 0, y: 2, width: WIDTH, height: BAR, "data-kind": "idle" }),
-      ...rectangles(spans, this.from, this.to, WIDTH).map(({ x, width, span: [kind, start, end, step, row] }) =>
+      element("title", {}, name), element("rect", { x: 0, y: 2, width, height: BAR, "data-kind": "idle" }),
+      ...rectangles(spans, this.from, this.to, width).map(({ x, width, span: [kind, start, end, step, row] }) =>
         element("rect", { x, width, y: WAITS.includes(kind) ? 7 : 2, height: WAITS.includes(kind) ? BAR - 10 : BAR, "data-kind": kind, "data-step": step,
           "data-odd": String(step % 2) }, element("title", {}, this.text("span_hint", {
           kind: this.text(`kind_${kind}`), step: step || "", row, start: start.toFixed(3), seconds: (end - start).toFixed(4) })))),

@@ -2,7 +2,8 @@
 
     python -m tests.browser.pictures
 
-Writes web/panel.png (the panel after a run with PipeFusion) and web/converted.png (a template of ComfyUI's own on all GPUs).
+Writes web/graph.png (a template), web/panel.png (the panel after a run with PipeFusion) and web/converted.png (a template of ComfyUI's
+own on all GPUs).
 """
 
 import importlib.util
@@ -33,8 +34,8 @@ def main():
     from playwright.sync_api import sync_playwright
     with tempfile.TemporaryDirectory() as base, sync_playwright() as playwright:
         make_base(base)
-        template = template_of_comfyui()
-        for node in template["nodes"]:                         # with the files it names; the page marks a node that lacks one
+        template, own = template_of_comfyui(), json.loads((ROOT / "workflows" / "sd35_parallel.json").read_text(encoding="utf-8"))
+        for node in template["nodes"] + own["nodes"]:          # with the files it names; the page marks a node that lacks one
             for name in node.get("widgets_values", ()):
                 if str(name).endswith(".safetensors"):
                     for folder in ("diffusion_models", "text_encoders", "vae"):
@@ -46,13 +47,31 @@ def main():
             page = browser.new_page(viewport={"width": 1400, "height": 1180}, device_scale_factor=1)
             page.goto(host.url)
             page.wait_for_function(READY, timeout=60_000)
+            take_graph(page, own)
             take_panel(page)
             take_converted(page, template)
             browser.close()
     return 0
 
 
+def take_graph(page, template):
+    for setting, value in (("LiteGraph.Canvas.MinFontSizeForLOD", 0), ("Comfy.Minimap.Visible", False)):
+        page.evaluate("given => app.extensionManager.setting.set(...given)", [setting, value])
+    page.set_viewport_size({"width": 1700, "height": 760})
+    page.evaluate("graph => app.loadGraphData(graph)", template)
+    page.wait_for_timeout(1000)
+    page.evaluate("""() => {
+        const { ds } = app.canvas;
+        [ds.scale, ds.offset[0], ds.offset[1]] = [0.7, 540, 200];
+        app.canvas.setDirty(true, true);
+    }""")
+    page.wait_for_timeout(1500)
+    page.screenshot(path=ROOT / "web" / "graph.png", clip={"x": 70, "y": 98, "width": 1415, "height": 500})
+
+
 def take_panel(page):
+    page.set_viewport_size({"width": 1400, "height": 1180})
+
     page.evaluate("graph => app.loadGraphData(graph)", json.loads((ROOT / "workflows" / "demo.json").read_text(encoding="utf-8")))
     page.evaluate(SET, SETTINGS)
     page.locator(".xdit-tab-button").click()
@@ -75,8 +94,6 @@ def template_of_comfyui():
 def take_converted(page, template):
     template["nodes"] = [node for node in template["nodes"] if "Note" not in node["type"]]
     next(node for node in template["nodes"] if node["type"] == "SaveImage")["size"] = [280, 300]
-    for setting, value in (("LiteGraph.Canvas.MinFontSizeForLOD", 0), ("Comfy.Minimap.Visible", False)):
-        page.evaluate("given => app.extensionManager.setting.set(...given)", [setting, value])
     page.set_viewport_size({"width": 1400, "height": 760})
     page.route("**/xdit/refusals", lambda route: route.fulfill(json={"models": {}, "vaes": {}}))
     page.evaluate("graph => app.loadGraphData(graph)", template)
