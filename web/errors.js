@@ -31,7 +31,10 @@ export function markErrors() {
     }
   };
   api.addEventListener("execution_error", ({ detail }) => markRun(detail));
-  api.addEventListener("execution_start", () => unmark());
+  api.addEventListener("execution_start", () => {
+    unmark();
+    for (const node of app.rootGraph?.nodes ?? []) withdraw(node);
+  });
 }
 
 function name(reports) {
@@ -67,7 +70,7 @@ function unmark() {
   marked = [];
 }
 
-/** A button on xDiT Parallel Config, until it is pressed. It is no setting, and not saved. */
+/** A button on xDiT Parallel Config, until it is pressed or a run begins. It is no setting, and not saved. */
 function offerWhatFits(node) {
   if (node.widgets.some((widget) => widget.name === "xdit_fit")) return;
   const button = node.addWidget("button", "xdit_fit", null, async () => {
@@ -83,13 +86,20 @@ function offerWhatFits(node) {
       widget.value = value;
       widget.callback?.(value);
     }
-    node.widgets.splice(node.widgets.indexOf(button), 1);
+    withdraw(node);
     const list = Object.entries(said.settings).map(([key, value]) => `${key} = ${value}`).join(", ");
     app.extensionManager.toast.add({ severity: "success", summary: text("fit_done"), detail: list, life: 12000 });
-    node.setDirtyCanvas(true, true);
   });
   button.label = text("fit");
   button.serialize = false;
+  node.setSize([node.size[0], node.computeSize()[1]]);
+  node.setDirtyCanvas(true, true);
+}
+
+function withdraw(node) {
+  const place = node.widgets?.findIndex((widget) => widget.name === "xdit_fit") ?? -1;
+  if (place < 0) return;
+  node.widgets.splice(place, 1);
   node.setSize([node.size[0], node.computeSize()[1]]);
   node.setDirtyCanvas(true, true);
 }

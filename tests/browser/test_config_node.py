@@ -76,6 +76,18 @@ def test_a_refused_layout_marks_its_widget_and_offers_what_fits(page):
     assert page.problems == []
 
 
+def test_what_fits_is_offered_no_more_when_a_run_begins(page):
+    page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
+    for name, value in (("devices", "cpu,cpu"), ("mode", "manual"), ("ring_degree", 3)):
+        page.evaluate(SET, [name, value])
+    page.evaluate("() => app.queuePrompt(0).catch(() => null)")
+    page.wait_for_function(f"() => ({BUTTON})()", timeout=20_000)
+
+    page.evaluate("""async () => (await import("/scripts/api.js")).api.dispatchEvent(new CustomEvent("execution_start", { detail: {} }))""")
+
+    assert page.evaluate(f"() => !({BUTTON})()")
+
+
 def test_an_error_of_a_run_marks_the_widget_of_the_settings(page):
     """Heads are known when the model is loaded: the loader fails, and the widget is on another node."""
     page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
