@@ -62,20 +62,24 @@ def test_truncated_file_is_refused(comfyui):
         comfyui.load_model.execute("broken.safetensors", "default")
 
 
-@pytest.mark.parametrize("content", [b"", b"not a safetensors file at all", b"\x10" + bytes(7) + b"{" * 16])
-def test_file_that_is_no_safetensors_file_is_refused(comfyui, content):
+@pytest.mark.parametrize("content, words", [
+    (b"", "it is empty"), (b"<!DOCTYPE html><html></html>", "it is a web page"), (b"not a safetensors file at all", "Choose a"),
+    (b"\x10" + bytes(7) + b"{" * 16, "a header that cannot be read")])
+def test_file_that_is_no_safetensors_file_is_refused(comfyui, content, words):
     (comfyui.base / "diffusion_models" / "junk.safetensors").write_bytes(content)
 
-    with pytest.raises(comfyui.errors.CheckpointError, match="junk.safetensors"):
+    with pytest.raises(comfyui.errors.CheckpointError, match=f"junk.safetensors .*{words}"):
         comfyui.load_model.execute("junk.safetensors", "default")
 
 
 @pytest.mark.parametrize("shapes, message", [
-    ({"input_blocks.0.0.weight": (320, 4, 3, 3)}, "is a U-Net of a kind that xDiT does not run. xDiT runs SD3"),
+    ({"input_blocks.0.0.weight": (320, 4, 3, 3)}, "is a U-Net of a kind that xDiT does not run. For a model that ComfyUI"),
+    ({"lora_unet_double_blocks_0.lora_up.weight": (1, 1)}, "is a LoRA: load it with a LoRA node.$"),
+    ({"taesd_decoder.1.weight": (1, 1)}, "is a VAE: load it with Load VAE.$"),
     ({"double_blocks.0.img_attn.qkv.weight": (9, 3), "double_blocks.0.img_attn.qkv.scale_weight": (1,)}, "scaled"),
     ({"t_block.1.weight": (1, 1), "y_embedder.y_proj.fc1.weight": (1, 1), "ar_embedder.mlp.0.weight": (1, 1)},
      "lacks the tensor .* which a PixArt-Alpha model needs"),
-], ids=["unet", "scaled", "pixart-alpha"])
+], ids=["unet", "lora", "vae", "scaled", "pixart-alpha"])
 def test_file_of_an_unsupported_model_is_refused(comfyui, shapes, message):
     write_safetensors(comfyui.base / "diffusion_models" / "other.safetensors", shapes)
 

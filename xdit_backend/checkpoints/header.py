@@ -42,8 +42,10 @@ OTHERS = (
      "a text encoder: load it with Load CLIP"),
     (("vision_model.encoder.",), "a CLIP vision model: load it with Load CLIP Vision"),
     (("blk.0.", "token_embd.", "enc.blk."), "a text encoder or a language model in GGUF"),
-    (("decoder.conv_in.", "decoder.up.", "encoder.down.", "decoder.conv1.", "quant_conv.", "per_channel_statistics."),
+    (("decoder.conv_in.", "decoder.up.", "encoder.down.", "decoder.conv1.", "quant_conv.", "per_channel_statistics.",
+      "taesd_decoder."),
      "a VAE: load it with Load VAE"))
+ELSEWHERE = "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU."
 OF_DIFFUSERS = ((("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
                  "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"),)
 
@@ -199,7 +201,7 @@ def _read_file(path):
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER_BYTES, size):
-            raise CheckpointError(f"{name} is not a safetensors file. Choose a .safetensors file of a diffusion model.")
+            raise CheckpointError(f"{name} is not a safetensors file{_what_instead(start)}.")
         try:
             entries = json.loads(file.read(length))
             metadata = entries.pop("__metadata__", {})
@@ -219,6 +221,15 @@ def _read_file(path):
             file.seek(8 + length + start)
             return file.read(stop - start)
     return tensors, metadata, read
+
+
+def _what_instead(start):
+    """What begins so, where a safetensors file was to be, and what to do about it."""
+    if not start:
+        return ": it is empty. Download it again"
+    if start.lstrip().startswith(b"<"):
+        return ": it is a web page, which some sites send in place of a file that needs a login. Log in there and download it again"
+    return ". Choose a .safetensors file of a diffusion model"
 
 
 def _check_places(entries):
@@ -259,7 +270,7 @@ def recognise(header) -> Family:
         raise CheckpointError(f"{name} is nearly a {near[0].name} model, but {near[1]}. Download it again, or choose another file. "
                               f"xDiT runs {supported()}.")
     _refuse_others(name, header.shapes, OF_DIFFUSERS)
-    raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. It runs {supported()}, from "
+    raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. {ELSEWHERE} xDiT runs {supported()}, from "
                           f".safetensors and .gguf files in ComfyUI's or the publisher's format.")
 
 
@@ -274,7 +285,7 @@ def _asked(rule, *arguments):
 def _refuse_others(name, shapes, others):
     for marks, what in others:
         if any(mark in f".{key}" for key in shapes for mark in marks):
-            raise CheckpointError(f"{name} is {what}. xDiT runs {supported()}.")
+            raise CheckpointError(f"{name} is {what}." if ": " in what else f"{name} is {what}. {ELSEWHERE} xDiT runs {supported()}.")
 
 
 def _family_of_folder(name, folder):
