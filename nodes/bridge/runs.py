@@ -13,7 +13,8 @@ from ...xdit_backend.protocol.messages import Span
 
 SHOWN_S = 1.0                              # from one line on the node to the next
 NUM_SPANS = 20_000                         # of a rank, that are kept
-GB = 1e9
+GB, MB = 1e9, 1e6
+SLOW = GB / 20                             # bytes a second, below which a rate says nothing yet
 
 
 @dataclass
@@ -60,6 +61,11 @@ class Run:
         self.shown_s = now
         return (f"step {self.step} of {self.num_steps}, {self.a_step_s:.2f} s a step, "
                 f"{(self.num_steps - self.step) * self.a_step_s:.0f} s left, {self.how}")
+
+    @property
+    def ended_words(self):
+        """What the node says in place of the progress of a run that did not come to its end."""
+        return f"{self.state} after {self.step} of {self.num_steps} steps"
 
     def take_from_remote(self):
         """How the run is split, and its Plan, as far as the RemoteModel has chosen by now."""
@@ -132,4 +138,6 @@ class Runs:
             return phase.text
         if not slowest.counts_bytes:
             return f"{phase.text} {done} of {total}"
-        return f"{phase.text} {done / GB:.1f} of {total / GB:.1f} GB" + (f", {rate / GB:.1f} GB/s" if rate else "")
+        unit, digits, name = (GB, 1, "GB") if total >= GB else (MB, 0, "MB")
+        words = f"{phase.text} {done / unit:.{digits}f} of {total / unit:.{digits}f} {name}"
+        return f"{words}, {rate / GB:.1f} GB/s" if rate > SLOW else words

@@ -46,11 +46,15 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
         return executor(guider, sigmas, extra_args, *arguments, **options)
     refuse_controls(guider.conds.values())
     started_s, num_steps = time.perf_counter(), len(sigmas) - 1
-    with (GROUPS.runs.sampling(remote, num_steps) as run,
-          _keeping_calls(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.keeps_calls else nullcontext()):
-        if arguments:                                          # ComfyUI's callback is the first of them
-            arguments = (GROUPS.counting(run, arguments[0]), *arguments[1:])
-        result = executor(guider, sigmas, extra_args, *arguments, **options)
+    try:
+        with (GROUPS.runs.sampling(remote, num_steps) as run,
+              _keeping_calls(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.keeps_calls else nullcontext()):
+            if arguments:                                      # ComfyUI's callback is the first of them
+                arguments = (GROUPS.counting(run, arguments[0]), *arguments[1:])
+            result = executor(guider, sigmas, extra_args, *arguments, **options)
+    except BaseException:
+        show_text(GROUPS.runs.last.ended_words)                # in place of the seconds that are left
+        raise
     elapsed_s = time.perf_counter() - started_s
     if num_steps > 0 and remote.how is not None:
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"

@@ -1,5 +1,7 @@
 """Nodes that wrap or change the sampling, and guiders with two MODELs: what they see and give is as with ComfyUI's own model."""
 
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -181,3 +183,22 @@ def test_a_finished_run_says_what_it_took(comfyui, said):
     assert said[0] == "running on cpu, cpu: CFG 2"
     assert said[1].startswith("3 steps in ") and said[1].endswith(" s a step, CFG 2")
     assert said[3].startswith("1 step in ") and said[3].endswith(" s a step, PipeFusion 2, 4 patches")
+
+
+def test_a_run_that_is_cancelled_says_so_in_place_of_the_seconds_left(comfyui, said):
+    model, management = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2)), comfyui.management
+    model.add_callback("on_cleanup", lambda _: management.interrupt_current_processing(False))
+    model.set_model_sampler_post_cfg_function(lambda given: management.interrupt_current_processing() or given["denoised"])
+
+    with pytest.raises(management.InterruptProcessingException):
+        comfyui.sample(model, "sd3", steps=9)
+
+    assert said[-1] == "cancelled after 1 of 9 steps"
+
+
+@pytest.mark.parametrize("total, words", [(10 ** 7, "loading weights 5 of 10 MB"), (10 ** 10, "loading weights 5.0 of 10.0 GB")])
+def test_what_is_loaded_is_said_in_units_of_its_size(comfyui, total, words):
+    runs = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.runs"].Runs()
+    messages = sys.modules[f"{comfyui.pack.__name__}.xdit_backend.protocol.messages"]
+
+    assert runs.phase_words(messages.Phase(0, "loading weights", total // 2, total, True)).startswith(words)

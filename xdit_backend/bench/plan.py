@@ -108,7 +108,8 @@ def measured(options, dtype):
     if machine is not None:
         return machine
     client = Client(devices)
-    client.on_phase = lambda phase: print(f"\r{phase.text} {phase.done} of {phase.total} ", end="", file=sys.stderr)
+    client.on_phase = lambda phase: print("\r" + (f"{phase.text} {phase.done} of {phase.total}" if phase.total else phase.text).ljust(70),
+                                          end="", file=sys.stderr)
     try:
         machine = measurements.measure(client, dtype)
     finally:
