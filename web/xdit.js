@@ -70,6 +70,11 @@ function showWhatCounts(node) {
   node.setDirtyCanvas(true, true);
 }
 
+function fitToWhatCounts(node) {
+  showWhatCounts(node);
+  node.setSize([node.size[0], node.computeSize()[1]]);
+}
+
 app.registerExtension({
   name: "xdit",
   commands: [
@@ -82,10 +87,10 @@ app.registerExtension({
   ],
   settings: [                              // nodes/bridge/idle.py reads them; locales/ has their Chinese
     { id: "xdit.Residency", category: ["xDiT", "Workers", "Residency"], name: "Models of workers that have nothing to do", type: "combo",
-      options: ["keep", "park", "release"], defaultValue: "keep",
+      options: ["keep", "park", "release"], defaultValue: "keep", sortOrder: 2,
       tooltip: "keep: they stay on the devices. park: weights go to host memory, and VAEs are dropped. release: the workers end, and all their memory is free." },
     { id: "xdit.IdleMinutes", category: ["xDiT", "Workers", "IdleMinutes"], name: "After so many minutes without work", type: "number",
-      attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, tooltip: "With park and release." },
+      attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, sortOrder: 1, tooltip: "With park and release." },
     { id: "xdit.Address", category: ["xDiT", "Other machines", "Address"], name: "Address of this machine at which others may join",
       type: "text", defaultValue: "",
       tooltip: "Such as 192.168.1.10. Empty: nothing listens. Then name their devices in xDiT Parallel Config, such as cuda:0, other-pc/cuda:0. Only in a private network: docs/machines.md." },
@@ -101,12 +106,11 @@ app.registerExtension({
       const { callback } = widget;
       widget.callback = function (...values) {
         const result = callback?.apply(this, values);
-        showWhatCounts(node);
-        node.setSize([node.size[0], node.computeSize()[1]]);
+        fitToWhatCounts(node);
         return result;
       };
     }
-    showWhatCounts(node);
+    fitToWhatCounts(node);                 // a node of a file has the file's size after this
   },
   loadedGraphNode(node) {
     if (node.comfyClass === "XDiTParallelConfig") showWhatCounts(node);

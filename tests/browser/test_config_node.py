@@ -36,6 +36,15 @@ def test_it_shows_what_counts(page):
     assert high > low + 200
 
 
+def test_a_new_node_is_as_high_as_what_it_shows(page):
+    high, needed = page.evaluate("""() => {
+        const node = LiteGraph.createNode("XDiTParallelConfig");
+        return [node.size[1], node.computeSize()[1]];
+    }""")
+
+    assert high == needed < 200
+
+
 @pytest.mark.parametrize("name", ["demo", "flux1_pipefusion"])
 def test_a_file_opens_and_is_saved_as_it_was(page, name):
     given = template(name)
