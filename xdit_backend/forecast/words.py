@@ -29,11 +29,11 @@ def plan_words(chosen, one, ordered, measured_s=None, off=NEW):
     elif one is None:
         text += f"about {seconds_words(chosen.seconds)}: one device has too little memory"
     elif measured_s is not None:
-        text += f"{measured_words(one, measured_s)} ({seconds_words(one.seconds)} to {seconds_words(measured_s)})"
+        text += f"{measured_words(one, measured_s)} ({seconds_words(measured_s)} instead of {seconds_words(one.seconds)})"
     elif is_worth_it(chosen, one):
         faster = one.seconds / chosen.seconds
-        text += (f"about {faster:.1f}x ({faster * (1 - off):.1f}x to {faster * (1 + off):.1f}x, {seconds_words(one.seconds)} to "
-                 f"{seconds_words(chosen.seconds)})")
+        text += (f"about {faster:.1f}x as fast as one device ({faster * (1 - off):.1f}x to {faster * (1 + off):.1f}x, "
+                 f"{seconds_words(chosen.seconds)} instead of {seconds_words(one.seconds)})")
     else:
         text += f"about {seconds_words(chosen.seconds)}: one device is about as fast"
     text += f", {chosen.memory.total / 1e9:.2g} GB a card"
@@ -43,7 +43,7 @@ def plan_words(chosen, one, ordered, measured_s=None, off=NEW):
 
 def measured_words(one, measured_s):
     """one: the Forecast of one device."""
-    return f"measured {one.seconds / measured_s:.1f}x"
+    return f"measured {one.seconds / measured_s:.1f}x as fast as one device's forecast"
 
 
 def why(chosen):
