@@ -68,7 +68,7 @@ const TEXTS = {
     run_why: "Why",
     run_forecast: "Forecast",
     run_one: "On one device",
-    run_second: "Second",
+    run_second: "Second best",
     run_error: "Error",
     does_not_fit: "does not fit",
     one_device: "one device",

@@ -3,7 +3,7 @@
 import { element } from "./dom.js";
 
 const ROW = 34, BAR = 18, TOP = 14;                            // pixels
-const MIN_WIDTH = 0.4;                                         // of a span, below which its neighbours hide it
+const MIN_WIDTH = 0.2;                                         // of a span, below which its neighbours hide it
 const WORK = ["whole", "patch", "decode", "encode"];
 const WAITS = ["wait", "exchange"];
 

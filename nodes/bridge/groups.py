@@ -267,7 +267,7 @@ class Groups:
     def counting(self, run, callback):
         """A sampler's callback that also counts a Run's steps, and says on the node now and then how long the rest will take."""
         def told(step, denoised, x, total):
-            words = run.count(step + 1)
+            words, self.runs.phase = run.count(step + 1), {}   # what came before the steps is over
             if words:
                 show_text(words)
             if callback is not None:

@@ -129,12 +129,13 @@ def test_it_is_live_during_a_run_and_silent_when_closed(page, host):
         wait_for_run(page, "running")
         busy = send(host, "/xdit/do", b'{"action": "stop"}')
         page.wait_for_function("() => document.querySelector('.xdit-panel progress')?.value > 1", timeout=40_000)
-        during = bars(page)
+        during, phases = bars(page), page.locator(".xdit-phase").count()
     wait_for_run(page, "done")
     page.wait_for_function("steps => new Set([...document.querySelectorAll('.xdit-time rect[data-kind=whole]')]"
                            ".map(one => one.dataset.step)).size === steps", arg=STEPS, timeout=60_000)
 
     assert sum(during["cpu"].values()) == total and during["cpu"]["weights"] > 0
+    assert phases == 0                                         # loading is over
     assert busy == (409, {"error": "A prompt is running. Cancel it, or wait until it is done."})
     ranks = page.evaluate("""() => [...document.querySelectorAll(".xdit-time g[data-rank]")].map(row =>
         [row.querySelector("title").textContent,
