@@ -15,6 +15,8 @@ pytestmark = pytest.mark.slow
 
 PAGE_ONLY = {"upload"}                     # LoadImage's button
 NAMES = [path.stem for path in template_paths()]
+TITLE, WORDS = 30, 70                      # pixels of a node's title, and of two lines under its widgets
+SAY = {"XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced"}
 NODE_IDS = ["XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode", "XDiTLoadClipVae",
             "XDiTDemoPrompt"]
 
@@ -88,6 +90,19 @@ def test_the_page_can_offer_each_file_of_the_note_for_download(name):
         assert f"`models/{model['directory']}`" in next(line for line in text.splitlines() if f"`{model['name']}`" in line)
         same = {place for place in places.get(model["name"], ()) if repository in place[0]}
         assert not same or (model["url"], model["directory"]) in same
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_node_covers_another_also_with_what_it_says_under_its_widgets(name):
+    nodes = template(name)["nodes"]
+    places = []
+    for node in nodes:
+        (x, y), (width, height) = node["pos"], node["size"]
+        places.append((x, y - TITLE, x + width, y + height + (WORDS if node["type"] in SAY else 0)))
+
+    assert [(one["type"], other["type"]) for index, one in enumerate(nodes) for at, other in enumerate(nodes[:index])
+            if max(places[index][0], places[at][0]) < min(places[index][2], places[at][2])
+            and max(places[index][1], places[at][1]) < min(places[index][3], places[at][3])] == []
 
 
 @functools.cache
