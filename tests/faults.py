@@ -30,7 +30,8 @@ from xdit_backend.bench.sampler import sample
 from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.host import launcher
-from xdit_backend.host.client import Call, Client
+from xdit_backend.host.calls import Call
+from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import XDiTError
 from xdit_backend.protocol.messages import Layout, Stages

@@ -14,7 +14,7 @@ from greenlet import getcurrent, greenlet
 import comfy.conds
 import comfy.samplers
 
-from ...xdit_backend.host.client import Call
+from ...xdit_backend.host.calls import Call
 
 MAX_BRANCHES = 2                           # what one prediction takes
 
@@ -40,7 +40,7 @@ class Question:
         def half(part):
             cut = lambda tensor: tensor[part] if tensor.shape[0] == batch else tensor  # noqa: E731
             conditioning, beside = ({name: cut(tensor) for name, tensor in given.items()} for given in (call.conditioning, call.beside))
-            return Call(call.latent[part], call.timestep[part], conditioning, control=call.cut_control(cut), operations=call.operations,
+            return Call(call.latent[part], call.timestep[part], conditioning, control=call.control_by(cut), operations=call.operations,
                         scores=None if call.scores is None else call.scores[:, part], beside=beside,
                         parts={name: tensor[part] for name, tensor in call.parts.items()})
         return [half(part) for part in parts]

@@ -224,5 +224,5 @@ class PipelineRun:
         def cut(added_BTC):
             a_row = added_BTC.shape[1] // num_rows
             return added_BTC.narrow(1, patch.start // size * a_row, -(-rows // size) * a_row)
-        return dataclasses.replace(request, latent=request.latent.narrow(self.dim, patch.start, rows), control=request.cut_control(cut),
+        return dataclasses.replace(request, latent=request.latent.narrow(self.dim, patch.start, rows), control=request.control_by(cut),
                                    parts=request.parts if opens_step(patch) else {})

@@ -8,7 +8,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 
 from ...xdit_backend.forecast.cost import Job
 from ...xdit_backend.forecast.words import layout_words
-from ...xdit_backend.host.client import Call
+from ...xdit_backend.host.calls import Call
 from ...xdit_backend.planner import USUAL_JOB, branches_together, describe_layout
 from ...xdit_backend.protocol.errors import ConfigError
 from .carried import refuse_call, refuse_changed_modules

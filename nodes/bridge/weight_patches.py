@@ -21,7 +21,7 @@ from ...xdit_backend.checkpoints.header import read_header
 from ...xdit_backend.checkpoints.outline import outline
 from ...xdit_backend.checkpoints.packed import packed_weights, unpacked
 from ...xdit_backend.checkpoints.quantise import TYPES, quantised
-from ...xdit_backend.host.client import Change
+from ...xdit_backend.host.changes import Change
 from ...xdit_backend.protocol import messages
 from ...xdit_backend.protocol.errors import UnsupportedError
 from ...xdit_backend.protocol.segments import dtype_name

@@ -6,7 +6,7 @@ import torch
 from tests.models.zoo import example
 from tests.tolerances import within
 from xdit_backend.bench.quality import frechet_distance, naive
-from xdit_backend.host.client import Call
+from xdit_backend.host.calls import Call
 
 
 def test_the_frechet_distance_of_normal_distributions_is_the_closed_form():

@@ -10,7 +10,8 @@ from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.vae import load_autoencoder
 from xdit_backend.host import launcher
-from xdit_backend.host.client import Call, Client
+from xdit_backend.host.calls import Call
+from xdit_backend.host.client import Client
 from xdit_backend.protocol.messages import Layout
 
 

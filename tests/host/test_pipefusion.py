@@ -14,7 +14,8 @@ from tests.models.zoo import BARE, example, having
 from tests.parallel.oracle import simulate
 from tests.tolerances import within
 from xdit_backend.bench.sampler import sample as euler
-from xdit_backend.host.client import Call, Client
+from xdit_backend.host.calls import Call
+from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches
 from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError, XDiTError

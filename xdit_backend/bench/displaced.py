@@ -22,7 +22,8 @@ from ..checkpoints.header import model_spec, read_header, recognise
 from ..checkpoints.net import told_bytes
 from ..config import ParallelConfig
 from ..demo_model.export import unet_tensors
-from ..host.client import Call, Client
+from ..host.calls import Call
+from ..host.client import Client
 from ..protocol.errors import ConfigError
 from ..protocol.messages import Layout
 from .groups import count_cuda, start_clients

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ..host.client import Call
+from ..host.calls import Call
 from ..protocol.errors import ConfigError
 
 HEAD_SIZE = 64

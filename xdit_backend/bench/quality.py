@@ -22,7 +22,7 @@ from ..demo_model.autoencoder import CHANNELS, SIDE
 from ..demo_model.features import Recogniser
 from ..demo_model.text import WEIGHTS, as_unets_context, load_text_encoder
 from ..demo_model.transformer import shifted_sigmas
-from ..host.client import Call
+from ..host.calls import Call
 from ..partition import cut_bands, cut_patches
 from ..protocol.errors import ConfigError
 from ..protocol.messages import Layout, Stages

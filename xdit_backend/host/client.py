@@ -4,9 +4,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
 
@@ -16,67 +14,11 @@ from ..partition import last_stage_ranks
 from ..protocol import messages
 from ..protocol.devices import machines_of
 from ..protocol.errors import WorkerDiedError, XDiTError
+from .calls import Ticket, share_call
+from .changes import Changes, batches
+from .conditionings import Conditionings
 from .launcher import WorkerGroup
 from .residence import Residence
-
-MAX_CONDITIONINGS = 64                     # that a run has the workers hold; the one not used for longest goes first
-CHANGED_BYTES = 2 ** 29                    # of weights that workers change at a time
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}         # bytes of a number -> the type to compare it as
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the model: what ComfyUI hands to a diffusion model."""
-
-    latent: torch.Tensor                   # (B, C, H, W) or (B, C, F, H, W)
-    timestep: torch.Tensor                 # (B,)
-    conditioning: dict[str, torch.Tensor]
-    name: str = ""                         # of the conditioning, where Client.name_conditioning gave it one
-    control: dict[str, torch.Tensor] = field(default_factory=dict)         # what a ControlNet adds where: Family.control_shapes
-
-    operations: dict[str, str] = field(default_factory=dict)               # what blocks do instead: messages.Branch
-    scores: torch.Tensor | None = None     # to be filled, as Branch.scores
-    guided: tuple[messages.Nag, ...] = ()  # what is done to attentions: messages.Branch
-    beside: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
-    parts: dict[str, torch.Tensor] = field(default_factory=dict)           # predictions for the latent's other parts, to be filled
-
-    @property
-    def is_changed(self):
-        """Is the model in this call another than the file's? Then nothing is kept of it for other calls."""
-        return bool(self.operations or self.guided)
-
-    def cut_control(self, cut):
-        """`control` with every tensor cut, once where it is for many places."""
-        parts = {id(tensor): cut(tensor) for tensor in self.control.values()}
-        return {place: parts[id(tensor)] for place, tensor in self.control.items()}
-
-
-@dataclass(frozen=True)
-class Change:
-    """What becomes of one tensor of a model's file. Two are the same where `of` is equal."""
-
-    of: tuple                              # what it is made of
-    num_bytes: int = field(compare=False)  # of the tensor
-    make: Callable = field(compare=False)  # (share) -> messages.Change; share(tensor) -> its segment
-
-
-@dataclass(frozen=True, eq=False)
-class Ticket:
-    """Calls that are on their way."""
-
-    group: WorkerGroup
-    request: int
-    predictions: tuple
-    in_stages: bool
-    told: tuple                            # [(what workers have written beside predictions, what of a Call is to be filled with it)]
-
-
-@dataclass(eq=False)
-class _Run:
-    """The conditioning that the workers keep for one run, and the group that keeps it."""
-
-    group: WorkerGroup
-    conditionings: dict = field(default_factory=dict)          # name -> its tensors, as they were sent
 
 
 class Client:
@@ -95,9 +37,8 @@ class Client:
         self._group, self._models, self._autoencoders = None, {}, set()
         self._is_starting, self._starting = False, threading.RLock()           # by one thread at a time
         self._num_detours = 0                                  # ways to join these workers that did not work before
-        self._wanted, self._changed = {}, {}                   # name of a model -> {tensor of its file: Change}: asked for; in effect
-        self._left, self._num_versions = {}, 0                 # name of a model -> {number: those that a run has left}, which may be kept
-        self._runs, self._num_conditionings = {}, 0            # whose conditioning -> _Run; named since the start
+        self._changes = Changes()                              # of the models' weights
+        self._runs, self._num_conditionings = {}, 0            # whose conditioning -> Conditionings; named since the start
 
     @property
     def group(self):
@@ -170,7 +111,7 @@ class Client:
         """
         residence = self.residence(spec.name)
         if residence is None:
-            self._changed.pop(spec.name, None)
+            self._changes.loaded(spec.name)
             self.group.find_file(spec.path, self.on_phase, self.check)
             try:
                 done = self._request(lambda request: messages.LoadModel(request, spec))
@@ -181,55 +122,37 @@ class Client:
         elif any(residence.parked_bytes):
             residence.parked(self._request(lambda request: messages.RestoreModel(request, spec.name), group=self._holding))
         if changes is not None:
-            self._wanted[spec.name] = changes
-        wanted = self._wanted.get(spec.name, {})
-        if self._changed.get(spec.name, {}) != wanted:
-            self._change(spec, wanted)
+            self._changes.want(spec.name, changes)
+        if not self._changes.are_in_effect(spec.name):
+            self._change(spec)
 
-    def _change(self, spec, wanted):
-        """Have the workers change what differs, some weights at a time: there may be no room for all of them twice.
+    def _change(self, spec):
+        """Have the workers change what differs from what is asked for.
 
         In a run, they keep what they leave as far as there is room, and what they have kept is not made again.
         """
-        before, version = self._changed.pop(spec.name, {}), 0
-        as_in_the_file = lambda share: messages.Change(None, ())  # noqa: E731
-        pending = {name: Change((), change.num_bytes, as_in_the_file) for name, change in before.items() if name not in wanted}
-        pending |= {name: change for name, change in wanted.items() if before.get(name) != change}
-        total, batch, num_bytes = len(pending), {}, 0
+        pending, wanted = self._changes.pending(spec.name), self._changes.wanted(spec.name)
+        version = num_sent = 0
         try:
             if self._runs:
-                version = self._version(spec.name, before)
-                if self._has_returned(spec, wanted, version):
+                version = self._changes.leave(spec.name)
+                if self._has_returned(spec, version):
                     pending = {}
-            while pending:
-                name = next(iter(pending))
-                batch[name] = pending.pop(name)
-                num_bytes += batch[name].num_bytes
-                if not pending or num_bytes + next(iter(pending.values())).num_bytes > CHANGED_BYTES:
-                    self.on_phase(messages.Phase(0, "changing weights", total - len(pending), total))
-                    self._send_changes(spec, batch, version, len(pending) + len(batch) == total)
-                    batch, num_bytes = {}, 0
+            for batch in batches(pending):
+                num_sent += len(batch)
+                self.on_phase(messages.Phase(0, "changing weights", num_sent, len(pending)))
+                self._send_changes(spec, batch, version, num_sent == len(batch))
         except BaseException:
             self.forget(spec.name)                             # some are changed, and some are not
-            self._wanted[spec.name] = wanted
+            self._changes.want(spec.name, wanted)
             raise
-        self._changed[spec.name] = wanted
+        self._changes.take_effect(spec.name, wanted)
 
-    def _version(self, name, changes):
-        """The number of a version of a model's weights, of which a run leaves this one or has left it. No other ever has it."""
-        left = self._left.setdefault(name, {})
-        for number, others in left.items():
-            if others == changes:
-                return number
-        self._num_versions += 1
-        left[self._num_versions] = changes
-        return self._num_versions
-
-    def _has_returned(self, spec, wanted, left):
+    def _has_returned(self, spec, left):
         """Have all workers gone back to weights that they had kept? Some alone may have, which does no harm to making them again."""
-        if wanted not in self._left[spec.name].values():
+        version = self._changes.left(spec.name)
+        if version is None:
             return False
-        version = self._version(spec.name, wanted)
         done = self._request(lambda request: messages.ReturnWeights(request, spec.name, version, left), group=self._holding)
         self._models[spec.name] = Residence.told(spec, done)
         return all(each.numbers["kept"] for each in done.values())
@@ -298,7 +221,7 @@ class Client:
 
     def forget(self, name):
         """As drop, but waits for nothing, and starts nothing where the workers have ended. From any thread."""
-        self._wanted.pop(name, None)
+        self._changes.forget(name)
         if self.holds(name):
             self._models.pop(name, None)
             self._autoencoders.discard(name)
@@ -333,30 +256,11 @@ class Client:
         names = [call.name or self._name(call.conditioning, run, group) for call in calls]
         branches, predictions, told = [], [], []
         with group.segments.removed_on_failure() as segments:
-            def create(shape):
-                segment, view = group.segments.create(shape, torch.float32)
-                segments.append(segment)
-                return segment, view
-
-            def share(tensor):
-                segments.append(group.segments.share(tensor))
-                return segments[-1]
-
             for call, name in zip(calls, names):
-                prediction, view = create((call.latent.shape[0], num_channels, *call.latent.shape[2:]))
-                latent, timestep = share(call.latent), share(call.timestep)
-                added = {id(tensor): tensor for tensor in call.control.values()}       # some are for many places
-                added = {key: share(tensor) for key, tensor in added.items()}
-                control = {place: added[id(tensor)] for place, tensor in call.control.items()}
-                filled = {}
-                for key, tensor in (*call.parts.items(), ("scores", call.scores)):
-                    if tensor is not None:
-                        filled[key], written = create(tensor.shape)
-                        told.append((written, tensor))
-                scores, beside = filled.pop("scores", None), {key: share(tensor) for key, tensor in call.beside.items()}
-                branches.append(messages.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided,
-                                                beside, filled))
-                predictions.append(view)
+                branch, prediction, filled = share_call(call, name, num_channels, group.segments, segments)
+                branches.append(branch)
+                predictions.append(prediction)
+                told += filled
         request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast,
                                                               speeds=self.speeds, **displaced),
                              segments, last_stage_ranks(layout, len(self.devices)), self.step)
@@ -387,9 +291,9 @@ class Client:
         """
         held = self._runs.pop(run, None)
         if held is not None:
-            self._forget(held, list(held.conditionings))
+            self._forget(held.group, held.drop_all())
         if not self._runs:
-            self._left.clear()
+            self._changes.end_runs()
 
     def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False, settings=None, num_ranks=0, first_rank=0):
         """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].
@@ -520,17 +424,15 @@ class Client:
     def _name(self, tensors, run, group):
         held = self._runs.get(run)
         if held is None or held.group is not group:
-            held = self._runs[run] = _Run(group)
-        for name, known in held.conditionings.items():
-            if known.keys() == tensors.keys() and all(_same_bits(known[key], tensors[key]) for key in tensors):
-                held.conditionings[name] = held.conditionings.pop(name)        # the last one is the last one used
-                return name
-        self._num_conditionings += 1
-        name = f"conditioning-{self._num_conditionings}"
-        segments = group.segments.share_all(tensors)
-        held.conditionings[name] = {key: tensor.clone() for key, tensor in tensors.items()}
-        self._request(lambda request: messages.Conditioning(request, name, segments), segments.values(), group)
-        self._forget(held, list(held.conditionings)[:-MAX_CONDITIONINGS])
+            held = self._runs[run] = Conditionings(group)
+        name = held.find(tensors)
+        if name is None:
+            self._num_conditionings += 1
+            name = f"conditioning-{self._num_conditionings}"
+            segments = group.segments.share_all(tensors)
+            held.keep(name, tensors)
+            self._request(lambda request: messages.Conditioning(request, name, segments), segments.values(), group)
+            self._forget(group, held.drop_surplus())
         return name
 
     def _check_kept(self, run):
@@ -538,19 +440,9 @@ class Client:
             raise WorkerDiedError("The workers that kept this run's tensors have ended. Queue the prompt again to start a new "
                                   "group.")
 
-    def _forget(self, held, names):
-        for name in names:
-            del held.conditionings[name]
-        if names and self.running and held.group is self._group:
+    def _forget(self, group, names):
+        if names and self.running and group is self._group:
             self._group.post(lambda request: messages.DropConditioning(request, names), answering=())
 
     def _request(self, make_command, segments=(), group=None):
         return (group or self.group).request(make_command, self.on_phase, self.check, segments)
-
-
-def _same_bits(tensor, other):
-    """Are two tensors the same, NaN equal to itself? ComfyUI makes them anew for every step, and nodes may change them in place."""
-    if (tensor.shape, tensor.dtype, tensor.device) != (other.shape, other.dtype, other.device):
-        return False
-    bits = BITS[tensor.element_size()]
-    return torch.equal(tensor.view(bits), other.view(bits))

@@ -1,0 +1,72 @@
+"""Calls of a model as the bridge makes them, how they reach the workers, and the tickets of those on their way. Used by the client."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..protocol import messages
+from .launcher import WorkerGroup
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model: what ComfyUI hands to a diffusion model."""
+
+    latent: torch.Tensor                   # (B, C, H, W) or (B, C, F, H, W)
+    timestep: torch.Tensor                 # (B,)
+    conditioning: dict[str, torch.Tensor]
+    name: str = ""                         # of the conditioning, where Client.name_conditioning gave it one
+    control: dict[str, torch.Tensor] = field(default_factory=dict)         # what a ControlNet adds where: Family.control_shapes
+
+    operations: dict[str, str] = field(default_factory=dict)               # what blocks do instead: messages.Branch
+    scores: torch.Tensor | None = None     # to be filled, as Branch.scores
+    guided: tuple[messages.Nag, ...] = ()  # what is done to attentions: messages.Branch
+    beside: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)           # predictions for the latent's other parts, to be filled
+
+    @property
+    def is_changed(self):
+        """Is the model in this call another than the file's? Then nothing is kept of it for other calls."""
+        return bool(self.operations or self.guided)
+
+    def control_by(self, make):
+        """{place: what `make` gives for the tensor of `control` there}, made once of a tensor that is for many places."""
+        made = {key: make(tensor) for key, tensor in {id(tensor): tensor for tensor in self.control.values()}.items()}
+        return {place: made[id(tensor)] for place, tensor in self.control.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """Calls that are on their way."""
+
+    group: WorkerGroup
+    request: int
+    predictions: tuple
+    in_stages: bool
+    told: tuple                            # [(what workers have written beside predictions, what of a Call is to be filled with it)]
+
+
+def share_call(call, name, num_channels, store, segments):
+    """Put a call into shared memory; what is made there is added to `segments`. name: of its conditioning.
+
+    Returns (the messages.Branch, its prediction, which the workers write, as Ticket.told has it what they write beside).
+    """
+    def create(shape):
+        segment, view = store.create(shape, torch.float32)
+        segments.append(segment)
+        return segment, view
+
+    def share(tensor):
+        segments.append(store.share(tensor))
+        return segments[-1]
+
+    prediction, view = create((call.latent.shape[0], num_channels, *call.latent.shape[2:]))
+    latent, timestep, control = share(call.latent), share(call.timestep), call.control_by(share)
+    filled, told = {}, []
+    for key, tensor in (*call.parts.items(), ("scores", call.scores)):
+        if tensor is not None:
+            filled[key], written = create(tensor.shape)
+            told.append((written, tensor))
+    scores, beside = filled.pop("scores", None), {key: share(tensor) for key, tensor in call.beside.items()}
+    branch = messages.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided, beside, filled)
+    return branch, view, told

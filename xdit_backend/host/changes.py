@@ -1,0 +1,93 @@
+"""What becomes of the weights of the models' files, as LoRA nodes and the like ask for it: asked for, in effect, or left by a run.
+
+The client keeps one Changes, and has the workers do what it says.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..protocol import messages
+
+BATCH_BYTES = 2 ** 29                      # of weights that workers change at a time
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of one tensor of a model's file. Two are the same where `of` is equal."""
+
+    of: tuple                              # what it is made of
+    num_bytes: int = field(compare=False)  # of the tensor
+    make: Callable = field(compare=False)  # (share) -> messages.Change; share(tensor) -> its segment
+
+
+class Changes:
+    """Changes of each model's weights, by the name of the model: {tensor of its file: Change}; the others are as in the file."""
+
+    def __init__(self):
+        self._wanted, self._in_effect = {}, {}
+        self._left, self._num_versions = {}, 0                 # name of a model -> {number: those that a run has left}, which may be kept
+
+    def want(self, model, changes):
+        self._wanted[model] = changes
+
+    def wanted(self, model):
+        return self._wanted.get(model, {})
+
+    def forget(self, model):
+        """Nothing is asked for any more."""
+        self._wanted.pop(model, None)
+
+    def are_in_effect(self, model):
+        return self._in_effect.get(model, {}) == self.wanted(model)
+
+    def take_effect(self, model, changes):
+        """The workers have made them."""
+        self._in_effect[model] = changes
+
+    def loaded(self, model):
+        """The workers hold it as its file has it."""
+        self._in_effect.pop(model, None)
+
+    def pending(self, model):
+        """What leads from those in effect to those asked for."""
+        before, wanted = self._in_effect.get(model, {}), self.wanted(model)
+        back = {name: Change((), change.num_bytes, _as_in_the_file) for name, change in before.items() if name not in wanted}
+        return back | {name: change for name, change in wanted.items() if before.get(name) != change}
+
+    def leave(self, model):
+        """The number of the version that a run leaves now, or has left before: that in effect. No other ever has it."""
+        before = self._in_effect.get(model, {})
+        number = _number_of(before, self._left.setdefault(model, {}))
+        if number is None:
+            self._num_versions += 1
+            self._left[model][self._num_versions] = before
+        return number or self._num_versions
+
+    def left(self, model):
+        """The number of the version that is asked for, where a run has left that; else None."""
+        return _number_of(self.wanted(model), self._left.get(model, {}))
+
+    def end_runs(self):
+        """No run is under way that could go back to what it has left."""
+        self._left.clear()
+
+
+def batches(changes):
+    """Changes by some at a time, for there may be no room for all weights twice."""
+    batch, num_bytes = {}, 0
+    for name, change in changes.items():
+        if batch and num_bytes + change.num_bytes > BATCH_BYTES:
+            yield batch
+            batch, num_bytes = {}, 0
+        batch[name] = change
+        num_bytes += change.num_bytes
+    if batch:
+        yield batch
+
+
+def _as_in_the_file(share):
+    return messages.Change(None, ())
+
+
+def _number_of(changes, versions):
+    return next((number for number, others in versions.items() if others == changes), None)
