@@ -205,7 +205,7 @@ def test_workers_say_what_they_did_and_when(client, spec_of):
         assert began_s <= steps[0].start_s < steps[0].end_s <= steps[1].start_s < steps[1].end_s <= ended_s
         for span in done[rank].spans:
             assert span.kind in ("whole", "exchange") and any(step.start_s <= span.start_s and span.end_s <= step.end_s for step in steps)
-    assert client.memory[0]["reserved_bytes"] > 0 and not client.is_working
+    assert client.memory[0]["reserved_bytes"] > 0 and client.state == "idle"
     assert client.peek() is not None and client.peek()[0].spans == []
 
 

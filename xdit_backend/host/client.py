@@ -55,11 +55,8 @@ class Client:
             return self._group
 
     @property
-    def _holding(self):
-        """The group that holds what was just loaded. Where it has ended, none is started, which would hold nothing."""
-        if not self.running:
-            raise WorkerDiedError("The workers have ended. Queue the prompt again to start a new group.")
-        return self._group
+    def running(self):
+        return self._group is not None and self._group.alive
 
     @property
     def state(self):
@@ -81,14 +78,23 @@ class Client:
         group.hear()
         return group.idle_s
 
-    @property
-    def running(self):
-        return self._group is not None and self._group.alive
+    def close(self):
+        """End the worker group."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self._models, self._autoencoders = None, {}, set()
 
     @property
-    def num_runs(self):
-        """Runs that have not ended, whose conditioning the workers keep."""
-        return len(self._runs)
+    def _holding(self):
+        """The group that holds what was just loaded. Where it has ended, none is started, which would hold nothing."""
+        if not self.running:
+            raise WorkerDiedError("The workers have ended. Queue the prompt again to start a new group.")
+        return self._group
+
+    def _request(self, make_command, segments=(), group=None):
+        return (group or self.group).request(make_command, self.on_phase, self.check, segments)
+
+    # --- what the group holds ---
 
     def holds(self, name):
         """Does the running group hold this model or VAE?"""
@@ -103,6 +109,28 @@ class Client:
     def autoencoder_names(self):
         """The VAEs the running group holds."""
         return sorted(self._autoencoders) if self.running else []
+
+    def drop(self, name):
+        """Give a model's or VAE's memory back on every worker."""
+        if self.holds(name):
+            self._models.pop(name, None)
+            self._autoencoders.discard(name)
+            self._request(lambda request: messages.DropModel(request, name))
+
+    def forget(self, name):
+        """As drop, but waits for nothing, and starts nothing where the workers have ended. From any thread."""
+        self._changes.forget(name)
+        if self.holds(name):
+            self._models.pop(name, None)
+            self._autoencoders.discard(name)
+            self._post_drop(name)
+
+    def _post_drop(self, name):
+        with suppress(WorkerDiedError):                        # who needs the workers next will be told, or start new ones
+            if self.running:
+                self._group.post(lambda request: messages.DropModel(request, name), answering=())
+
+    # --- models ---
 
     def load_model(self, spec, changes=None):
         """Make sure that every worker holds the model, on its device, with these changes.
@@ -212,25 +240,7 @@ class Client:
             return None
         return segments
 
-    def drop(self, name):
-        """Give a model's or VAE's memory back on every worker."""
-        if self.holds(name):
-            self._models.pop(name, None)
-            self._autoencoders.discard(name)
-            self._request(lambda request: messages.DropModel(request, name))
-
-    def forget(self, name):
-        """As drop, but waits for nothing, and starts nothing where the workers have ended. From any thread."""
-        self._changes.forget(name)
-        if self.holds(name):
-            self._models.pop(name, None)
-            self._autoencoders.discard(name)
-            self._post_drop(name)
-
-    def _post_drop(self, name):
-        with suppress(WorkerDiedError):                        # who needs the workers next will be told, or start new ones
-            if self.running:
-                self._group.post(lambda request: messages.DropModel(request, name), answering=())
+    # --- predictions, and the conditioning of runs ---
 
     def predict(self, spec, layout, num_channels, calls, run=None):
         """Evaluate the model on one or two calls at once; returns a list of predictions, float32 on the CPU.
@@ -279,10 +289,33 @@ class Client:
             wanted.copy_(written)
         return ticket, list(ticket.predictions)
 
-    def totals(self):
-        """{rank: {name: sum}} of all measurements since the group started. Waits until all ranks have caught up."""
-        self.report_memory()
-        return {rank: dict(numbers) for rank, numbers in self.group.totals.items()}
+    def name_conditioning(self, tensors, run=None):
+        """The name under which the workers hold these tensors for a run; sends them if they do not.
+
+        run: whose they are (hashable). Runs share nothing: the workers keep stale keys and values by this name. Raises
+        WorkerDiedError where the group has ended that kept them.
+        """
+        self._check_kept(run)
+        return self._name(tensors, run, self.group)
+
+    def _name(self, tensors, run, group):
+        held = self._runs.get(run)
+        if held is None or held.group is not group:
+            held = self._runs[run] = Conditionings(group)
+        name = held.find(tensors)
+        if name is None:
+            self._num_conditionings += 1
+            name = f"conditioning-{self._num_conditionings}"
+            segments = group.segments.share_all(tensors)
+            held.keep(name, tensors)
+            self._request(lambda request: messages.Conditioning(request, name, segments), segments.values(), group)
+            self._forget(group, held.drop_surplus())
+        return name
+
+    def _check_kept(self, run):
+        if run in self._runs and not self._runs[run].group.alive:
+            raise WorkerDiedError("The workers that kept this run's tensors have ended. Queue the prompt again to start a new "
+                                  "group.")
 
     def end_run(self, run=None):
         """Forget the conditioning of a run, on both sides. Waits for nothing: a cancelled step may still be running.
@@ -294,6 +327,17 @@ class Client:
             self._forget(held.group, held.drop_all())
         if not self._runs:
             self._changes.end_runs()
+
+    def _forget(self, group, names):
+        if names and self.running and group is self._group:
+            self._group.post(lambda request: messages.DropConditioning(request, names), answering=())
+
+    @property
+    def num_runs(self):
+        """Runs that have not ended, whose conditioning the workers keep."""
+        return len(self._runs)
+
+    # --- VAEs ---
 
     def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False, settings=None, num_ranks=0, first_rank=0):
         """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].
@@ -362,14 +406,21 @@ class Client:
                              group=self._holding)
         return done[0].numbers
 
+    # --- what workers tell of themselves ---
+
     def report_memory(self):
         """{rank: measurements}, see Engine."""
         return {rank: reply.numbers for rank, reply in self._request(messages.ReportMemory).items()}
 
-    def probe(self, dtype):
-        """{rank: what it measured of its device and links, by name}; a few seconds. dtype: that models compute in, "bfloat16"."""
-        a_machine = devices_a_machine(self.devices)
-        return {rank: done.numbers for rank, done in self._request(lambda request: messages.Probe(request, dtype, a_machine)).items()}
+    def totals(self):
+        """{rank: {name: sum}} of all measurements since the group started. Waits until all ranks have caught up."""
+        self.report_memory()
+        return {rank: dict(numbers) for rank, numbers in self.group.totals.items()}
+
+    @property
+    def memory(self):
+        """{rank: what the running group's rank last said of its memory}; also while it works."""
+        return dict(self._group.memory) if self.running else {}
 
     def peek(self, since_s=-1.0):
         """{rank: Done} of ReportMemory where the workers run and have nothing to do; else None. Starts nothing, keeps nobody waiting."""
@@ -378,15 +429,6 @@ class Client:
             return group and group.ask_if_idle(lambda request: messages.ReportMemory(request, since_s))
         except XDiTError:                                      # they have ended: who needs them next is told
             return None
-
-    @property
-    def memory(self):
-        """{rank: what the running group's rank last said of its memory}; also while it works."""
-        return dict(self._group.memory) if self.running else {}
-
-    @property
-    def is_working(self):
-        return self.running and self._group.is_working
 
     def catch_up(self, patience_s, since_s=-1.0):
         """Wait until the workers have done all they were asked, but no longer than this: a step that was given up may take its time.
@@ -406,43 +448,7 @@ class Client:
         except (TimeoutError, WorkerDiedError):                # what was asked for is done: who needs the workers next starts new ones
             return {}
 
-    def close(self):
-        """End the worker group."""
-        if self._group is not None:
-            self._group.close()
-        self._group, self._models, self._autoencoders = None, {}, set()
-
-    def name_conditioning(self, tensors, run=None):
-        """The name under which the workers hold these tensors for a run; sends them if they do not.
-
-        run: whose they are (hashable). Runs share nothing: the workers keep stale keys and values by this name. Raises
-        WorkerDiedError where the group has ended that kept them.
-        """
-        self._check_kept(run)
-        return self._name(tensors, run, self.group)
-
-    def _name(self, tensors, run, group):
-        held = self._runs.get(run)
-        if held is None or held.group is not group:
-            held = self._runs[run] = Conditionings(group)
-        name = held.find(tensors)
-        if name is None:
-            self._num_conditionings += 1
-            name = f"conditioning-{self._num_conditionings}"
-            segments = group.segments.share_all(tensors)
-            held.keep(name, tensors)
-            self._request(lambda request: messages.Conditioning(request, name, segments), segments.values(), group)
-            self._forget(group, held.drop_surplus())
-        return name
-
-    def _check_kept(self, run):
-        if run in self._runs and not self._runs[run].group.alive:
-            raise WorkerDiedError("The workers that kept this run's tensors have ended. Queue the prompt again to start a new "
-                                  "group.")
-
-    def _forget(self, group, names):
-        if names and self.running and group is self._group:
-            self._group.post(lambda request: messages.DropConditioning(request, names), answering=())
-
-    def _request(self, make_command, segments=(), group=None):
-        return (group or self.group).request(make_command, self.on_phase, self.check, segments)
+    def probe(self, dtype):
+        """{rank: what it measured of its device and links, by name}; a few seconds. dtype: that models compute in, "bfloat16"."""
+        a_machine = devices_a_machine(self.devices)
+        return {rank: done.numbers for rank, done in self._request(lambda request: messages.Probe(request, dtype, a_machine)).items()}
