@@ -55,72 +55,30 @@ def load_shell(path, weight_dtype, config):
     devices = devices_of(config)
     header = read_header(path)
     family = recognise(header)
-    quantisation = weight_dtype if weight_dtype in TYPES else ""
-    if quantisation and header.quantised:
-        types = sorted({header.dtypes[name] for name in header.quantised})
-        raise ConfigError(f"weight_dtype {weight_dtype} would quantise {os.path.basename(path)} a second time: its weights are "
-                          f"{' and '.join(types)} already. Set weight_dtype to default, which leaves them so, or use the bf16 or fp16 file "
-                          f"of the same model.")
-    if quantisation:
-        check_package(TYPES[quantisation])
+    quantisation = _quantisation(weight_dtype, header)
     transformer_config, model = outline(header, family, quantisation)
     if config.mode == "manual":
-        refuse_methods(config.layout, family.refused, family.name)
-        validate_layout(config.layout, family.num_heads(transformer_config), family.name, family.num_key_heads(transformer_config))
-        if not family.by_rows:
-            validate_stages(config, family.num_blocks(transformer_config), family.name)
-
-    tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES.get(header.dtypes[name], torch.bfloat16), device="meta")
-               for name, shape in header.shapes.items()}
-    prediction = None
-    if family.sampled:
-        model_config = OwnConfig(family, transformer_config)
-    else:
-        model_config, tensors = _detected(tensors, header, family, transformer_config)
-        prediction = sample_as_said(model_config, header)
+        _refuse_degrees(config, family, transformer_config)
     load_device = load_device_of(devices)
-    storage_dtype, compute_dtype = _dtypes(weight_dtype, tensors, model_config, load_device, bool(header.quantised or quantisation))
-    if (computed := dtype_name(compute_dtype or storage_dtype)) in family.too_small:
-        raise UnsupportedError(f"{family.name} has numbers that {computed} cannot hold, and {load_device} would compute in it. "
-                               f"Set weight_dtype to fp32, or to bf16 where the device has it.")
-    model_config.set_inference_dtype(storage_dtype, compute_dtype, device=load_device)
+    model_config, tensors, prediction = _detected(header, family, transformer_config)
+    dtypes_of = functools.partial(_dtypes, tensors, model_config, load_device)
+    dtypes = storage_dtype, compute_dtype = dtypes_of(weight_dtype, bool(header.quantised or quantisation))
+    if dtype_name(compute_dtype) in family.too_small:
+        raise UnsupportedError(f"{family.name} has numbers that {dtype_name(compute_dtype)} cannot hold, and {load_device} would compute "
+                               f"in it. Set weight_dtype to fp32, or to bf16 where the device has it.")
+    model_config.set_inference_dtype(storage_dtype, None if storage_dtype == compute_dtype else compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
-    if prediction is not None and base_model.model_type != prediction:
-        raise CheckpointError(f"{os.path.basename(path)} is a {family.name} model whose scheduler says {prediction.name}, and ComfyUI "
-                              f"samples such a model by {base_model.model_type.name} only. Use another model.")
-    if header.scales:
-        _refuse_unheeded_scales(header, base_model)
-    dtypes = dtype_name(storage_dtype), dtype_name(compute_dtype or storage_dtype)
-    spec_of = functools.partial(model_spec, header, family, *dtypes, quantisation=quantisation)
+    _refuse_unheeded(header, family, base_model, prediction)
+    spec_of = functools.partial(model_spec, header, family, *map(dtype_name, dtypes), quantisation=quantisation)
     net = None if family.by_rows else net_of(family, transformer_config, spec_of(), model)
     device_bytes = list(map(memory_of, devices))
-    a_machine, is_auto = devices_a_machine(devices), config.mode == "auto" and not family.by_rows
-    machine = GROUPS.machine(devices, dtypes[1], may_measure=a_machine > 0 and is_auto) if len(devices) > 1 else None
-    stages, tensor_degree = (None, 1) if family.by_rows else choose_spread(
-        config, len(devices), net, device_bytes, machine,
-        lambda degree: "tensor" not in family.refused and is_splittable(model, family.plan, degree), a_machine,
-        "pipefusion" not in family.refused, usual_branches(transformer_config))
-    splits = tensor_splits(model, family.plan, tensor_degree) if tensor_degree > 1 else {}
-    spec = spec_of(stages, tensor_degree)
-    weight_bytes = held_bytes(model, family, spec, splits)
-    module, itself = base_model.diffusion_model, weakref.proxy(base_model)     # no circle: it ends with its MODEL
-    hold_elsewhere(module, functools.partial(_weight_of, itself))
-    if hasattr(module, "preprocess_text_embeds"):
-        module.preprocess_text_embeds = functools.partial(prepare_text, itself, header, family.prepares)
-    modules = {}
+    spec = spec_of(*_spread(config, devices, device_bytes, family, transformer_config, net, model, dtype_name(compute_dtype)))
+    weight_bytes = _held_bytes(model, family, spec)
     setup = Setup(spec, family, transformer_config, base_model.latent_format, config, devices, net, device_bytes)
     room = Room(setup, weight_bytes, functools.partial(told_bytes, model) if family.by_rows else None,
-                functools.partial(_lighter_bytes, header, family, spec,
-                                  lambda name: _dtypes(name, tensors, model_config, load_device, name in TYPES)))
+                functools.partial(_lighter_bytes, header, family, spec, dtypes_of))
     room.check_weights()
-    remote = RemoteModel(setup, room, modules, load_device)
-    module.forward = torch.compiler.disable(remote.forward)    # nodes compile the model; there is nothing to trace in a call to workers
-    module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
-    modules |= remember_modules(module)
-    base_model.remote = remote
-    of_one_device = functools.partial(type(base_model).memory_required, itself)
-    base_model.memory_required = functools.partial(remote.memory_required, of_one_device)
-    base_model.extra_conds = functools.partial(_extra_conds, functools.partial(type(base_model).extra_conds, itself), family)
+    _make_remote(base_model, RemoteModel(setup, room, load_device), header)
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
     patcher.size = weight_bytes                                # what ComfyUI is to make room for
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch), (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
@@ -128,8 +86,63 @@ def load_shell(path, weight_dtype, config):
     return patcher
 
 
-def _detected(tensors, header, family, transformer_config):
-    """What ComfyUI takes a model for, and the tensors under its names. tensors: {name: tensor} of the file."""
+def _quantisation(weight_dtype, header):
+    """A key of TYPES where linear layers are to be quantised when they are loaded, else ""."""
+    if weight_dtype not in TYPES:
+        return ""
+    if header.quantised:
+        types = sorted({header.dtypes[name] for name in header.quantised})
+        raise ConfigError(f"weight_dtype {weight_dtype} would quantise {os.path.basename(header.path)} a second time: its weights are "
+                          f"{' and '.join(types)} already. Set weight_dtype to default, which leaves them so, or use the bf16 or fp16 file "
+                          f"of the same model.")
+    check_package(TYPES[weight_dtype])
+    return weight_dtype
+
+
+def _refuse_degrees(config, family, transformer_config):
+    """Refuse degrees of manual mode that cannot work for this model."""
+    refuse_methods(config.layout, family.refused, family.name)
+    validate_layout(config.layout, family.num_heads(transformer_config), family.name, family.num_key_heads(transformer_config))
+    if not family.by_rows:
+        validate_stages(config, family.num_blocks(transformer_config), family.name)
+
+
+def _spread(config, devices, device_bytes, family, transformer_config, net, model, compute_dtype):
+    """(stages, tensor_degree) of the ModelSpec. Before, the workers are to know how fast each of several devices is, if it was measured;
+    where machines are to share the work in auto mode, it is measured now."""
+    a_machine, is_auto = devices_a_machine(devices), config.mode == "auto" and not family.by_rows
+    machine = GROUPS.machine(devices, compute_dtype, may_measure=a_machine > 0 and is_auto) if len(devices) > 1 else None
+    if family.by_rows:
+        return None, 1
+    return choose_spread(config, len(devices), net, device_bytes, machine,
+                         lambda degree: "tensor" not in family.refused and is_splittable(model, family.plan, degree), a_machine,
+                         "pipefusion" not in family.refused, usual_branches(transformer_config))
+
+
+def _make_remote(base_model, remote, header):
+    """Have ComfyUI's BaseModel ask the workers. No circle: it ends with its MODEL."""
+    module, itself, family = base_model.diffusion_model, weakref.proxy(base_model), remote.family
+    hold_elsewhere(module, functools.partial(_weight_of, itself))
+    if hasattr(module, "preprocess_text_embeds"):
+        module.preprocess_text_embeds = functools.partial(prepare_text, itself, header, family.prepares)
+    module.forward = torch.compiler.disable(remote.forward)    # nodes compile the model; there is nothing to trace in a call to workers
+    module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
+    remote.modules = remember_modules(module)
+    base_model.remote = remote
+    of_one_device = functools.partial(type(base_model).memory_required, itself)
+    base_model.memory_required = functools.partial(remote.memory_required, of_one_device)
+    base_model.extra_conds = functools.partial(_extra_conds, functools.partial(type(base_model).extra_conds, itself), family)
+
+
+def _detected(header, family, transformer_config):
+    """(What ComfyUI takes a model for, its tensors on the meta device under ComfyUI's names, the ModelType that a folder's scheduler says).
+
+    The first is an OwnConfig of a family that ComfyUI has no model of. The last is None where nothing is said.
+    """
+    tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES.get(header.dtypes[name], torch.bfloat16), device="meta")
+               for name, shape in header.shapes.items()}
+    if family.sampled:
+        return OwnConfig(family, transformer_config), tensors, None
     name = os.path.basename(header.path)
     if header.config is not None:                              # a diffusers folder: to the names that ComfyUI knows
         tensors = under_comfyui_names(tensors, header) | marks_of(header)
@@ -142,12 +155,16 @@ def _detected(tensors, header, family, transformer_config):
     if header.metadata and not heeds:
         raise CheckpointError(f"{name} says in its metadata that it differs from other {family.name} models, which xDiT would not heed. "
                               f"Use Load Diffusion Model.")
-    return model_config, tensors
+    return model_config, tensors, sample_as_said(model_config, header)
 
 
-def _refuse_unheeded_scales(header, base_model):
-    """Refuse scales that ComfyUI leaves out: of weights that are no linear layer's and no embedding's, such as the gate of experts."""
-    for name, sources in places(header.path, base_model).items():
+def _refuse_unheeded(header, family, base_model, prediction):
+    """Refuse what ComfyUI would leave out: the prediction that the scheduler says; and scales of weights that are no linear layer's and no
+    embedding's, such as the gate of experts."""
+    if prediction is not None and base_model.model_type != prediction:
+        raise CheckpointError(f"{os.path.basename(header.path)} is a {family.name} model whose scheduler says {prediction.name}, and "
+                              f"ComfyUI samples such a model by {base_model.model_type.name} only. Use another model.")
+    for name, sources in places(header.path, base_model).items() if header.scales else ():
         scaled = [source for source, _ in sources if source in header.scales]
         if not scaled:
             continue
@@ -157,6 +174,11 @@ def _refuse_unheeded_scales(header, base_model):
                                   f"file should draw is not clear. Use the bf16, fp16, plain fp8 or GGUF file of the same model.")
 
 
+def _held_bytes(model, family, spec):
+    """Bytes that a rank with all blocks holds."""
+    return held_bytes(model, family, spec, tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {})
+
+
 def _lighter_bytes(header, family, spec, dtypes_of):
     """{weight_dtype: bytes that a rank with all blocks would hold} of fp8, and of what quantises a file that is not, with its package."""
     found = {}
@@ -164,9 +186,8 @@ def _lighter_bytes(header, family, spec, dtypes_of):
         model = outline(header, family, name if name in TYPES else "")[1]
         if spec.tensor_degree > 1 and not is_splittable(model, family.plan, spec.tensor_degree):
             continue
-        splits = tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
-        storage, compute = (dtype and dtype_name(dtype) for dtype in dtypes_of(name))
-        found[name] = held_bytes(model, family, dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute or storage), splits)
+        storage, compute = map(dtype_name, dtypes_of(name, name in TYPES))
+        found[name] = _held_bytes(model, family, dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute))
     return found
 
 
@@ -192,17 +213,18 @@ def _extra_conds(of_comfyui, family, **given):
         return of_comfyui(**given)
 
 
-def _dtypes(weight_dtype, tensors, model_config, device, is_quantised):
-    """(storage, compute) as ComfyUI's own loader chooses them; compute is None where it equals storage.
+def _dtypes(tensors, model_config, device, weight_dtype, is_quantised):
+    """(storage, compute) as ComfyUI's own loader chooses them.
 
     Where weights are quantised, they are those of the rest, which the file's types do not tell.
     """
     supported = model_config.supported_inference_dtypes
     storage = WEIGHT_DTYPES[weight_dtype]
     if storage is None and is_quantised:
-        return comfy.model_management.unet_manual_cast(None, device, supported), None
+        storage = comfy.model_management.unet_manual_cast(None, device, supported)
+        return storage, storage
     if storage is None:
         storage = comfy.model_management.unet_dtype(
             model_params=comfy.utils.calculate_parameters(tensors), supported_dtypes=list(supported),
             weight_dtype=comfy.utils.weight_dtype(tensors))
-    return storage, comfy.model_management.unet_manual_cast(storage, device, supported)
+    return storage, comfy.model_management.unet_manual_cast(storage, device, supported) or storage
