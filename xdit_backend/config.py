@@ -11,13 +11,14 @@ import re
 from dataclasses import dataclass
 
 from .protocol.devices import MACHINE_NAME, machine_of, machines_of, own_name
+from .protocol.displaced_modes import MODES
 from .protocol.errors import ConfigError
 from .protocol.messages import Layout
 
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = ("cfg_degree", "data_degree", "pipefusion_degree", "displaced_degree", "ring_degree", "ulysses_degree", "tensor_degree")
 APPROXIMATE = ("allowed", "not allowed")
-DISPLACED_MODES = ("corrected_async_gn", "stale_gn", "sync_gn", "separate_gn", "no_sync", "full_sync")
+DISPLACED_MODES = tuple(MODES)
 KINDS = {int: "whole number", float: "number", str: "text", bool: "yes or no"}
 MOST_SHOWN = 60                            # characters of a value that is none of these
 
@@ -90,7 +91,8 @@ class ParallelConfig:
     @property
     def steps_kept(self):
         """Of how many steps stale keys and values are kept: of two, where they are forecast."""
-        frozen = self.mode == "manual" and self.displaced_degree > 1 and self.displaced_mode in ("no_sync", "full_sync")
+        displaced = MODES[self.displaced_mode] if self.mode == "manual" and self.displaced_degree > 1 else None
+        frozen = displaced is not None and not (displaced.is_stale and displaced.keeps)
         return 2 if self.forecast_keys_values > 0 and not frozen else 1
 
     @property
@@ -230,7 +232,7 @@ def _refuse_approximate(config):
         raise ConfigError(f'approximate="{config.approximate}" and pipefusion_degree={config.pipefusion_degree}: its patches use keys and '
                           f'values of the step before. Use tensor_degree, num_patches 1, with which stages wait for each other, or set '
                           f'approximate to allowed.')
-    if config.displaced_degree > 1 and config.displaced_mode != "full_sync":
+    if config.displaced_degree > 1 and MODES[config.displaced_mode].is_stale:
         raise ConfigError(f'approximate="{config.approximate}" and displaced_degree={config.displaced_degree}: in the mode '
                           f'{config.displaced_mode} devices use rows of the step before. Set displaced_mode to full_sync, or approximate '
                           f'to allowed.')

@@ -7,6 +7,7 @@ import dataclasses
 
 from ...xdit_backend.partition import cut_bands, num_tokens
 from ...xdit_backend.planner import branches_together, describe_layout
+from ...xdit_backend.protocol.displaced_modes import MODES
 from ...xdit_backend.protocol.errors import ConfigError
 from .staleness import Staleness
 
@@ -40,7 +41,7 @@ class DisplacedRun:
         # Ranks of each CFG branch keep their own.
         names = {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
         # Nodes may call the model for a piece of the latent, or for another one.
-        keep = (whole_because is None and self._config.displaced_mode != "full_sync" and self._staleness.ends
+        keep = (whole_because is None and MODES[self._config.displaced_mode].is_stale and self._staleness.ends
                 and all(tuple(request.latent.shape) == self.shape and not request.is_changed for request in requests))
         stale = keep and not self._staleness.is_synchronous(names, sigma)
         layout = branches_together(self._layout) if any(request.guided for request in requests) else self._layout

@@ -16,14 +16,14 @@ from tests.ranks import run_ranks
 from tests.tiers import quick
 from tests.tolerances import InDouble, within
 from xdit_backend.checkpoints.net import told_bytes
-from xdit_backend.config import DISPLACED_MODES
 from xdit_backend.parallel.collectives import Traffic, all_gather
-from xdit_backend.parallel.displaced import MODES, StaleSplit, corrected_moments, correction_of, image_moments
+from xdit_backend.parallel.displaced import StaleSplit, corrected_moments, correction_of, image_moments
 from xdit_backend.parallel.exchange import Exchange, fill_buckets
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import build_mesh, paced
 from xdit_backend.parallel.row_hooks import RowHooks
 from xdit_backend.partition import cut_bands, halved
+from xdit_backend.protocol.displaced_modes import MODES
 from xdit_backend.protocol.messages import Layout
 from xdit_backend.worker.models import Loaded
 
@@ -511,10 +511,6 @@ def test_a_negative_variance_is_replaced_by_the_ranks_own():
     _, variance = corrected_moments(torch.tensor([[[0.0]], [[0.1]]]), *correction_of(stale, known[1]))
 
     assert variance.item() == pytest.approx(0.1)
-
-
-def test_the_widget_offers_the_modes():
-    assert tuple(MODES) == DISPLACED_MODES
 
 
 @pytest.mark.parametrize("rows, ranks, multiple, starts", [

@@ -16,22 +16,6 @@ from .usp import heads_apart, heads_together, repeat_heads
 
 
 @dataclass(frozen=True)
-class Mode:
-    """One of the paper's ways to synchronise, after the warm-up.
-
-    norms: moments of a group norm are "corrected" stale ones, "stale" ones with the own fresh, exchanged at "once", or the rank's "own".
-    """
-
-    norms: str = "corrected"
-    is_stale: bool = True
-    keeps: bool = True                     # are later calls told what this one has?
-
-
-MODES = {"corrected_async_gn": Mode(), "stale_gn": Mode("stale"), "sync_gn": Mode("once"), "separate_gn": Mode("own"),
-         "no_sync": Mode("own", keeps=False), "full_sync": Mode(is_stale=False)}
-
-
-@dataclass(frozen=True)
 class StaleSplit(RowSplit):
     """The rows of one layer's image on each rank, where the others' come from an exchange. Kept for the run."""
 

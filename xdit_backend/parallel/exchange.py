@@ -70,7 +70,7 @@ class Exchange:
 
     @contextmanager
     def call(self, traffic, is_stale, keeps=True, norms="corrected", time=0.0):
-        """One call of the model runs under this. keeps: what it tells is for the next call, too. norms: see displaced.MODES. time: what
+        """One call of the model runs under this. keeps: what it tells is for the next call, too. norms: of displaced_modes.Mode. time: what
         the model is told of its noise; calls at one time overwrite each other.
 
         A stale call that keeps nothing leaves what the last one that did has told.

@@ -215,7 +215,7 @@ class Predict:
     by_image: bool = False         # send the images of a batch through the stages one after the other
     forecast: Share = 0.0          # how far stale keys and values go on as they went before
     stale: bool = False            # with displaced_degree: use what the last call with the same conditioning left of other ranks
-    displaced_mode: str = "corrected_async_gn"                 # one of parallel.displaced.MODES
+    displaced_mode: str = "corrected_async_gn"                 # one of displaced_modes.MODES
     speeds: tuple[Speed, ...] = ()                          # of each rank, relative, the same for all calls of a run; (): alike
 
 

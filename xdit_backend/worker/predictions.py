@@ -4,12 +4,12 @@ from contextlib import nullcontext
 
 import torch
 
-from ..parallel.displaced import MODES
 from ..parallel.exchange import Exchange
 from ..parallel.mesh import build_mesh, paced
 from ..parallel.pipefusion import KeyValues, Link, Offload
 from ..parallel.vae_memory import free_bytes
 from ..partition import FULL, shard_sizes
+from ..protocol.displaced_modes import MODES
 from ..protocol.segments import map_segment
 from ..protocol.transfers import on_device
 from .clock import Clock
