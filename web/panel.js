@@ -7,7 +7,6 @@ import { LANGUAGES, say } from "./texts.js";
 import { TimePicture } from "./timeline.js";
 
 const OWNERS = ["weights", "keys_values", "activations", "vae", "workers", "parked", "comfyui", "other", "free"];
-const METHODS = { cfg: "CFG", data: "data", pipefusion: "PipeFusion", displaced: "DistriFusion", tensor: "Tensor", ring: "Ring", ulysses: "Ulysses" };
 const EVENT = "xdit.state";
 
 const text = (key, values) => say(app.extensionManager.setting.get("Comfy.Locale"), key, values);
@@ -153,10 +152,7 @@ function planFacts({ plan, mode }) {
     ["run_second", second ? `${layout(second)}, ${seconds(second.seconds)}` : ""]];
 }
 
-function layout({ degrees }) {
-  const parts = Object.entries(METHODS).filter(([axis]) => degrees[axis] > 1).map(([axis, name]) => `${name} ${degrees[axis]}`);
-  return parts.join(" x ") || text("one_device");
-}
+const layout = ({ methods }) => methods.join(" x ") || text("one_device");
 
 const sum = (numbers) => numbers.reduce((all, number) => all + number, 0);
 const seconds = (value) => `${value >= 100 ? Math.round(value) : Number(value.toPrecision(2))} s`;

@@ -11,6 +11,7 @@ from .forecast.choice import WORTH, Forecast, Machine, are_alike, candidates, ch
 from .forecast.cost import Degrees, Device, Job, Links
 from .forecast.decoding import work_seconds
 from .forecast.memory import rank_memory, weight_bytes
+from .forecast.words import method_words
 from .partition import FULL, num_tokens, patch_dim, stage_of
 from .protocol.messages import Layout, Stages
 
@@ -226,7 +227,4 @@ def branches_together(layout):
 
 def describe_layout(layout):
     """A layout in a person's words, e.g. "CFG 2 x Ulysses 2"."""
-    names = {"cfg_degree": "CFG", "data_degree": "data", "pipefusion_degree": "PipeFusion", "displaced_degree": "DistriFusion",
-             "ring_degree": "Ring", "ulysses_degree": "Ulysses", "tensor_degree": "tensor"}
-    parts = [f"{text} {getattr(layout, name)}" for name, text in names.items() if getattr(layout, name) > 1]
-    return " x ".join(parts) or "one device"
+    return " x ".join(method_words(lambda axis: getattr(layout, f"{axis}_degree"))) or "one device"

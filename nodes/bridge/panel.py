@@ -6,6 +6,7 @@ import psutil
 import torch
 
 from ...xdit_backend.config import ParallelConfig
+from ...xdit_backend.forecast.words import method_words
 from ...xdit_backend.host_memory import memory_room
 from ...xdit_backend.protocol.errors import ConfigError
 from .groups import GROUPS, devices_of, memory_of
@@ -172,6 +173,6 @@ def _run(run):
 
 
 def _forecast(one):
-    degrees = {name: degree for name, degree in vars(one.degrees).items() if isinstance(degree, int) and degree > 1}
-    return {"degrees": degrees if one.working > 1 else {}, "seconds": one.seconds, "memory": one.memory.total, "fits": one.fits,
+    methods = method_words(lambda axis: getattr(one.degrees, axis)) if one.working > 1 else []
+    return {"methods": methods, "seconds": one.seconds, "memory": one.memory.total, "fits": one.fits,
             "limited_by": one.limited_by, "share": one.causes[one.limited_by] / one.seconds}

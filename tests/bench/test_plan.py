@@ -78,7 +78,7 @@ def test_a_plan_spreads_what_does_not_fit(flux, tmp_path, capsys):
 def test_an_exact_plan_spreads_the_layers(flux, tmp_path, capsys):
     text = planned(flux, tmp_path, capsys, "--branches", "1", "--exact")
 
-    assert re.search(r"^\* Tensor 2 .* compute|^\* Tensor 2 .* link", text, re.MULTILINE) and "Plan: Tensor 2, about " in text
+    assert re.search(r"^\* tensor 2 .* compute|^\* tensor 2 .* link", text, re.MULTILINE) and "Plan: tensor 2, about " in text
     assert "its layers are spread, and the picture is one device's" in text
 
 

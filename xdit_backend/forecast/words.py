@@ -3,18 +3,23 @@
 from .choice import is_worth_it
 from .learning import NEW
 
-METHODS = {"cfg": "CFG", "data": "data", "pipefusion": "PipeFusion", "displaced": "DistriFusion", "tensor": "Tensor", "ring": "Ring",
-           "ulysses": "Ulysses"}
+METHODS = {"cfg": "CFG", "data": "data", "pipefusion": "PipeFusion", "displaced": "DistriFusion", "ring": "Ring", "ulysses": "Ulysses",
+           "tensor": "tensor"}
 REASONS = {"compute": "devices are busy, and more of them help", "link": "devices wait for transfers {share:.0%} of the time",
            "launch": "there is little to compute: starting kernels takes {share:.0%} of the time",
            "warm-up": "few steps: whole steps and empty slots take {share:.0%} of the time"}
+
+
+def method_words(degree_of):
+    """Of each method that is on, e.g. ["CFG 2", "Ulysses 2"]. degree_of(axis): its degree."""
+    return [f"{name} {degree_of(axis)}" for axis, name in METHODS.items() if degree_of(axis) > 1]
 
 
 def layout_words(one):
     """Of a Forecast, e.g. "CFG 2 x Ulysses 2" or "PipeFusion 2, 4 patches"."""
     if one.working == 1:
         return "one device"
-    text = " x ".join(f"{name} {getattr(one.degrees, axis)}" for axis, name in METHODS.items() if getattr(one.degrees, axis) > 1)
+    text = " x ".join(method_words(lambda axis: getattr(one.degrees, axis)))
     return f"{text}, {one.degrees.num_patches} patches" if one.degrees.num_patches else text
 
 
