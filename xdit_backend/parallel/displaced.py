@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .collectives import all_gather
 from .exchange import Exchange
 from .rows import Padding, RowSplit, input_rows, output_starts, overlap
-from .usp import heads_apart, heads_together, repeat_heads
+from .usp import all_keys, heads_apart, repeat_heads
 
 
 @dataclass(frozen=True)
@@ -138,20 +137,15 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, 
     attention(q, k, v, attn_mask): plain attention. mask: (B, 1, 1, T of all ranks). Returns like q.
     """
     mesh, traffic, exchange = context.mesh, context.traffic, context.exchange
-    each, degree = len(sizes) // exchange.num_ranks, mesh.degrees["ulysses"]
     if not any(sizes):
         return q_BNTH
+    each = len(sizes) // exchange.num_ranks
     parts = [(key_sizes or sizes)[rank * each:][:each] for rank in range(exchange.num_ranks)]
-    own, start = parts[exchange.rank], mesh.ranks["ring"] * degree
-    region = sizes[exchange.rank * each + start:][:degree]
-    if degree > 1:
-        (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic, key_sizes and own[start:][:degree])
-    if mesh.degrees["ring"] > 1:
-        regions = [sum(own[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
-        k_BNTH, v_BNTH = all_gather(torch.stack([k_BNTH, v_BNTH]), regions, 3, mesh.ring_group, traffic)
+    own, own_keys = sizes[exchange.rank * each:][:each], parts[exchange.rank]
+    (q_BNTH, k_BNTH, v_BNTH), together = heads_apart(q_BNTH, k_BNTH, v_BNTH, own, mesh, traffic, key_sizes and own_keys)
+    k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, own_keys, mesh, traffic)
     every = keys_and_values(k_BNTH, v_BNTH, [sum(part) for part in parts], exchange, key)
-    out = attention(q_BNTH, *repeat_heads(q_BNTH, *every), attn_mask=mask)
-    return heads_together(out, heads, region, mesh, traffic) if degree > 1 else out
+    return together(attention(q_BNTH, *repeat_heads(q_BNTH, *every), attn_mask=mask))
 
 
 def keys_and_values(k_BNTH, v_BNTH, sizes, exchange, key):

@@ -19,7 +19,7 @@ from ..protocol.errors import UnsupportedError, XDiTError
 from .collectives import all_gather, on_wire
 from .masks import gathered_mask
 from .mesh import wait_timeout_s
-from .usp import heads_apart, heads_together, repeat_heads
+from .usp import all_keys, heads_apart, repeat_heads
 
 MAX_SENT = 16                  # messages that are kept for the stage after
 MAX_STRIDE = 2.0               # a step is forecast as at most so many times as long as the one before it
@@ -171,6 +171,26 @@ class KeyValues:
         (warmup_steps = 0) are left out, not zero.
         """
         entry = self.kept.get(key) or self._begin(key, keys_BNTH, context, streams)
+        here, has_turned = self._ready(key, entry, context)
+        rows, slots = slice(context.first_image, context.first_image + keys_BNTH.shape[0]), _slots(entry, context, streams)
+        for place, fresh in zip(here, (keys_BNTH, values_BNTH)):
+            for slot, piece in zip(slots, fresh.split([slot.stop - slot.start for slot in slots], 2)):
+                place[rows, :, slot].copy_(piece)
+        if self.offload is not None:
+            self.offload.keep(entry, here, rows, [slice(None)] if has_turned else slots)
+        if context.patch is None:
+            entry.num_filled = entry.both_KBNTH.shape[3]
+            return keys_BNTH, values_BNTH
+        if "image" in streams:
+            start = entry.num_text + context.first_token
+            assert context.opens or start <= entry.num_filled, "patches came out of order"
+            entry.num_filled = max(entry.num_filled, start + context.tokens.counts["image"])
+        else:
+            entry.num_filled = entry.num_text                  # the first patch has brought all of them
+        return here[0][rows, :, :entry.num_filled], here[1][rows, :, :entry.num_filled]
+
+    def _ready(self, key, entry, context):
+        """An entry's keys and values on the device, where the forward's are to go, and whether they are turned as another call begins."""
         whole = context.patch is None
         if self.offload is not None:
             here = self.offload.room(entry) if whole else self.offload.take(entry, self._following(key))
@@ -179,26 +199,7 @@ class KeyValues:
             here = entry.both_KBNTH
         if weight is not None and not whole:
             self._forecast(entry, here, weight)
-        rows = slice(context.first_image, context.first_image + keys_BNTH.shape[0])
-        others = [stream for stream in streams if stream != "image"]
-        starts = dict(zip(others, itertools.accumulate((context.tokens.held(stream) for stream in others), initial=0)))
-        starts["image"], offset, slots = entry.num_text + context.first_token, 0, []
-        for stream, start, size in context.tokens.pieces(streams):
-            slots.append(slice(starts[stream] + start, starts[stream] + start + size))
-            for place, fresh in zip(here, (keys_BNTH, values_BNTH)):
-                place[rows, :, slots[-1]].copy_(fresh[:, :, offset:offset + size])
-            offset += size
-        if self.offload is not None:
-            self.offload.keep(entry, here, rows, slots if weight is None else [slice(None)])
-        if whole:
-            entry.num_filled = entry.both_KBNTH.shape[3]
-            return keys_BNTH, values_BNTH
-        if "image" in streams:
-            assert context.opens or starts["image"] <= entry.num_filled, "patches came out of order"
-            entry.num_filled = max(entry.num_filled, starts["image"] + context.tokens.counts["image"])
-        else:
-            entry.num_filled = entry.num_text                  # the first patch has brought all of them
-        return here[0][rows, :, :entry.num_filled], here[1][rows, :, :entry.num_filled]
+        return here, weight is not None
 
     def _forecast(self, entry, here, weight):
         """Fill an entry that has turned for a call's patches: what no patch has brought yet goes on as it went before."""
@@ -224,6 +225,14 @@ class KeyValues:
         return self.kept[keys[(keys.index(key) + 1) % len(keys)]]
 
 
+def _slots(entry, context, streams):
+    """Where in an entry each piece of a forward's tokens belongs, as slices, in the order of Tokens.pieces."""
+    others = [stream for stream in streams if stream != "image"]
+    starts = dict(zip(others, itertools.accumulate((context.tokens.held(stream) for stream in others), initial=0)))
+    starts["image"] = entry.num_text + context.first_token
+    return [slice(starts[stream] + start, starts[stream] + start + size) for stream, start, size in context.tokens.pieces(streams)]
+
+
 def patch_attention(q_BNTH, k_BNTH, v_BNTH, context, key, streams, read, attention):
     """Attention of a forward's queries over all tokens of the image, most of them stale. Every rank of the axes calls it.
 
@@ -233,14 +242,9 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, context, key, streams, read, attenti
     attention. Returns like q.
     """
     mesh, traffic, sizes, given = context.mesh, context.traffic, context.tokens.sizes(streams), q_BNTH
-    degree, key_sizes = mesh.degrees["ulysses"], context.tokens.sizes(read)
-    if degree > 1:
-        start = mesh.ranks["ring"] * degree
-        region, key_region = sizes[start:][:degree], None if read == streams else key_sizes[start:][:degree]
-        (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic, key_region)
-    if mesh.degrees["ring"] > 1 and any(key_sizes):
-        regions = [sum(key_sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
-        k_BNTH, v_BNTH = all_gather(torch.stack([k_BNTH, v_BNTH]), regions, 3, mesh.ring_group, traffic)
+    key_sizes = None if read == streams else context.tokens.sizes(read)
+    (q_BNTH, k_BNTH, v_BNTH), together = heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
+    k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, key_sizes or sizes, mesh, traffic)
     pieces = context.tokens.pieces(read)
     if context.keeps(key[0]):
         k_BNTH, v_BNTH = context.key_values.update(key, k_BNTH, v_BNTH, context, read)
@@ -248,8 +252,7 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, context, key, streams, read, attenti
     if not any(sizes):                                         # this patch only brings keys for the next step's first
         return given
     mask = gathered_mask(context.masks, pieces, q_BNTH)
-    out = attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask)
-    return heads_together(out, heads, region, mesh, traffic) if degree > 1 else out
+    return together(attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask))
 
 
 def _kept_pieces(context, streams, num_keys):

@@ -77,10 +77,6 @@ class RowSplit:
         """Every rank's tensor, along `dim`, where they have `sizes`."""
         return tensor if len(sizes) == 1 else all_gather(tensor, sizes, dim, self.group, self.traffic)
 
-    def borrow(self, x, wanted):
-        """See start_borrowing."""
-        return start_borrowing(x, wanted, self)
-
     def moments(self, mean_BG, variance_BG):
         """See global_moments."""
         return global_moments(mean_BG, variance_BG, self)
@@ -135,7 +131,7 @@ def conv_rows(x, weight, bias, stride, padding, dilation, groups, split, edges=N
     across = (weight.shape[other], stride[other], Padding(padding[other], padding[other]))
     out_starts = output_starts(split.starts, *along)
     needs = [input_rows(first, end, split.num_rows, *along) for first, end in zip(out_starts, out_starts[1:])]
-    arrive = split.borrow(x, [(first, end) for _, first, end, _ in needs])
+    arrive = start_borrowing(x, [(first, end) for _, first, end, _ in needs], split)
     first, end = out_starts[split.rank], out_starts[split.rank + 1]
     num_across = num_outputs(x.shape[other], *across)
     convolve = {2: conv2d, 3: conv3d}[weight.dim() - 2]
@@ -329,16 +325,15 @@ def global_moments(mean_BG, variance_BG, split):
     return mean_BG, (shares * (variances + (means - mean_BG) ** 2)).sum(0)
 
 
-def attention_rows(query_BNTH, key_BNTH, value_BNTH, sizes, split, attention=scaled_dot_product_attention, **options):
+def attention_rows(query_BNTH, key_BNTH, value_BNTH, sizes, split, **options):
     """Attention of this rank's tokens to the tokens of all ranks, which hold `sizes` of them. Every rank calls it.
 
-    attention: torch's, or what is to be called in its place.
-
-    Where columns are split the keys come in another order than the image's, which attention does not notice.
+    Where columns are split the keys come in another order than the image's, which attention does not notice. options: of torch's
+    attention.
     """
     assert query_BNTH.shape[-2] == sizes[split.rank], f"{query_BNTH.shape[-2]} tokens, the split says {sizes}"
     key_BNTH, value_BNTH = all_tokens(torch.stack([key_BNTH, value_BNTH]), sizes, split)
-    return attention(query_BNTH, key_BNTH, value_BNTH, **options)
+    return scaled_dot_product_attention(query_BNTH, key_BNTH, value_BNTH, **options)
 
 
 def all_tokens(tensor, sizes, split):

@@ -9,7 +9,7 @@ import torch
 
 from ..partition import shard_sizes
 from .attention import attention_with_lse, merge_attention
-from .collectives import RingExchange, all_to_all
+from .collectives import RingExchange, all_gather, all_to_all
 
 
 def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic, mask=None, key_sizes=None):
@@ -20,19 +20,26 @@ def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic
     (B, 1, 1, T of all ranks), which keys may be attended to, rank after rank. attention: the plain attention to use where no merge is
     needed. The order of keys is irrelevant, so text and image shards need no rearranging. Returns (B, N, T of this rank, H).
     """
-    degree = mesh.degrees["ulysses"]
     if not any(sizes):
         return q_BNTH
-    if degree > 1:
-        start = mesh.ranks["ring"] * degree
-        region, key_region = sizes[start:][:degree], key_sizes and key_sizes[start:][:degree]
-        (q_BNTH, k_BNTH, v_BNTH), heads = heads_apart(q_BNTH, k_BNTH, v_BNTH, region, mesh, traffic, key_region)
+    (q_BNTH, k_BNTH, v_BNTH), together = heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
     if mesh.degrees["ring"] > 1:
-        region_sizes = [sum((key_sizes or sizes)[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
-        out = ring_attention(q_BNTH, k_BNTH, v_BNTH, region_sizes, mesh, scale, traffic, mask)
+        out = ring_attention(q_BNTH, k_BNTH, v_BNTH, _ring_sizes(key_sizes or sizes, mesh), mesh, scale, traffic, mask)
     else:
         out = attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask, scale=scale)
-    return heads_together(out, heads, region, mesh, traffic) if degree > 1 else out
+    return together(out)
+
+
+def all_keys(k_BNTH, v_BNTH, sizes, mesh, traffic):
+    """Keys and values of all ring ranks, from what heads_apart gives. sizes: T of every ring x Ulysses rank, of keys."""
+    if mesh.degrees["ring"] == 1 or not any(sizes):
+        return k_BNTH, v_BNTH
+    return all_gather(torch.stack([k_BNTH, v_BNTH]), _ring_sizes(sizes, mesh), 3, mesh.ring_group, traffic)
+
+
+def _ring_sizes(sizes, mesh):
+    degree = mesh.degrees["ulysses"]
+    return [sum(sizes[rank * degree:][:degree]) for rank in range(mesh.degrees["ring"])]
 
 
 def repeat_heads(q_BNTH, k_BNTH, v_BNTH):
@@ -86,21 +93,28 @@ def head_shares(num_heads, num_key_heads, mesh):
 def heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes=None):
     """Ulysses all-to-all (arXiv 2309.14509): from all heads of this rank's tokens to its heads of the group's tokens.
 
-    sizes: tokens of each rank of the group; key_sizes: of keys and values, where they are others, which then travel in an exchange of their
-    own. Returns (q, k, v) and how many query heads each rank has, which heads_together asks for.
+    sizes: T of every ring x Ulysses rank; key_sizes: of keys and values, where they are others, which then travel in an exchange of their
+    own. Returns (q, k, v) and the way back for what attention makes of them.
     """
+    degree = mesh.degrees["ulysses"]
+    if degree == 1:
+        return (q_BNTH, k_BNTH, v_BNTH), lambda out_BNTH: out_BNTH
+    start = mesh.ranks["ring"] * degree
+    sizes, key_sizes = sizes[start:][:degree], key_sizes and key_sizes[start:][:degree]
     shares, repeats = head_shares(q_BNTH.shape[1], k_BNTH.shape[1], mesh)
     if repeats > 1:
         k_BNTH, v_BNTH = k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)
     of_queries, of_keys = zip(*shares)
     queries, others = [(q_BNTH, of_queries)], [(k_BNTH, of_keys), (v_BNTH, of_keys)]
     if key_sizes is None:
-        return _apart(queries + others, sizes, mesh, traffic), of_queries
-    return _apart(queries, sizes, mesh, traffic) + _apart(others, key_sizes, mesh, traffic), of_queries
+        tensors = _apart(queries + others, sizes, mesh, traffic)
+    else:
+        tensors = _apart(queries, sizes, mesh, traffic) + _apart(others, key_sizes, mesh, traffic)
+    return tensors, lambda out_BNTH: heads_together(out_BNTH, of_queries, sizes, mesh, traffic)
 
 
 def _apart(tensors, sizes, mesh, traffic):
-    """tensors: [((B, N, T of this rank, H), how many heads each rank has)], which travel together."""
+    """tensors: [((B, N, T of this rank, H), how many heads each rank of the group has)], which travel together. sizes: T of each of it."""
     batch, _, num_tokens, head_size = tensors[0][0].shape
     counts, own = [sum(parts) for parts in zip(*(heads for _, heads in tensors))], mesh.ranks["ulysses"]
     if not any(sizes):
@@ -117,7 +131,7 @@ def _apart(tensors, sizes, mesh, traffic):
 
 
 def heads_together(out_BNTH, heads, sizes, mesh, traffic):
-    """The way back: from this rank's heads of the group's tokens to all heads of its own tokens. heads: of each rank."""
+    """From this rank's heads of the group's tokens to all heads of its own tokens. heads, sizes: of each rank of the group."""
     batch, _, _, head_size = out_BNTH.shape
     own = sizes[mesh.ranks["ulysses"]]
     shapes = [(batch, count, own, head_size) for count in heads]
