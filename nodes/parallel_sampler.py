@@ -8,7 +8,7 @@ from comfy_api.latest import io
 from ..xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from .bridge.inputs import check_latent, check_links
 from .bridge.patcher import ShellPatcher
-from .bridge.pipeline import PATCHWISE
+from .bridge.reasons import PATCHWISE
 
 
 class XDiTParallelSampler(io.ComfyNode):

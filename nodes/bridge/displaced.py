@@ -29,7 +29,7 @@ class DisplacedRun:
         self._client.end_run(self)
 
     def describe(self, whole_because):
-        """How the run is split, in a person's words. whole_because: as pipeline.why_whole says."""
+        """How the run is split, in a person's words. whole_because: as reasons.why_whole says."""
         text = describe_layout(self._layout) + self._config.idle
         if whole_because is not None:
             return f"{text}, every step synchronous, because this workflow uses {whole_because}"

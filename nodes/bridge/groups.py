@@ -21,8 +21,9 @@ from ...xdit_backend.host_memory import memory_room
 from ...xdit_backend.machines.listener import Listener, own_addresses, read_address
 from ...xdit_backend.protocol.devices import machine_of, machines_of, own_name
 from ...xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
-from .idle import chosen_address, watch
+from .idle import watch
 from .runs import Runs
+from .settings import chosen_address
 
 log = logging.getLogger(__name__)
 

@@ -1,61 +1,16 @@
-"""What becomes of the memory of workers that have nothing to do for a while, as ComfyUI's settings say. Used by groups and the panel.
+"""What becomes of the memory of workers that have nothing to do for a while, as ComfyUI's settings say. Started by groups.py."""
 
-The address at which other machines may join is a setting too, not a widget: what a workflow says opens no port.
-"""
-
-import json
 import logging
-import os
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 
-import folder_paths
-
-from ...xdit_backend.protocol.errors import ConfigError, XDiTError
+from ...xdit_backend.protocol.errors import XDiTError
+from .settings import chosen_residency
 
 log = logging.getLogger(__name__)
 
-HOW, MINUTES, ADDRESS = "xdit.Residency", "xdit.IdleMinutes", "xdit.Address"        # the ids of the settings in web/xdit.js
-RESIDENCIES = ("keep", "park", "release")
-LONGEST_MINUTES = 24 * 60
 TICK_S = 5.0
-
-
-@dataclass(frozen=True)
-class Residency:
-    """keep: weights stay on the devices. park: they go to host memory, and VAEs are dropped. release: the workers end."""
-
-    how: str = "keep"
-    minutes: float = 10.0          # without anything to do, until then
-
-
-def chosen_residency():
-    """What a person has chosen in ComfyUI's settings, which it keeps in a file of its user. Raises ConfigError where that is none."""
-    settings = _settings()
-    how, minutes = settings.get(HOW, Residency.how), settings.get(MINUTES, Residency.minutes)
-    if how not in RESIDENCIES:
-        raise ConfigError(f"{HOW} is {how!r} in ComfyUI's settings. There are {', '.join(RESIDENCIES)}.")
-    if type(minutes) not in (int, float) or not 0 < minutes <= LONGEST_MINUTES:
-        raise ConfigError(f"{MINUTES} is {minutes!r} in ComfyUI's settings. It takes minutes, above 0, at most {LONGEST_MINUTES}.")
-    return Residency(how, float(minutes))
-
-
-def chosen_address():
-    """The address of this machine at which others may join; "" where none is set. Raises ConfigError where that is no text."""
-    address = _settings().get(ADDRESS, "")
-    if not isinstance(address, str):
-        raise ConfigError(f"{ADDRESS} is {address!r} in ComfyUI's settings. It takes an address of this machine, as text, or nothing.")
-    return address.strip()
-
-
-def _settings():
-    try:
-        with open(os.path.join(folder_paths.get_user_directory(), "default", "comfy.settings.json"), encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError):                              # none has been chosen yet, or it is being written
-        return {}
 
 
 def tend(groups, residency):

@@ -18,7 +18,8 @@ from .forecasts import Forecasts
 from .groups import GROUPS, ask_for_room, parking_room, show_text
 from .inputs import check_conditioning, check_finite, check_latent
 from .operations import guided_of, operations_of, scores_of
-from .pipeline import DRAINED, WHOLE, PipelineRun
+from .pipeline import PipelineRun
+from .reasons import DRAINED, WHOLE
 
 PATIENCE_S = 0.5                           # to wait for the workers' memory when a run ends
 
@@ -169,7 +170,7 @@ class RemoteModel:
         return self.spec.stages is not None or (self.config.mode == "manual" and self.config.displaced_degree > 1)
 
     def begin_run(self, schedule, shape, whole_because=None, drained_because=None):
-        """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent. The others: see pipeline.py."""
+        """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent. The others: see reasons.py."""
         self._end_pipeline()
         self._schedule = schedule
         self._pipeline = PipelineRun(self._client(), self.setup, self.setup.layout(1), schedule, shape)

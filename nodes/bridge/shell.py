@@ -33,7 +33,7 @@ from .groups import GROUPS, check_packages, devices_of, load_device_of, memory_o
 from .inputs import check_text
 from .own_model import OwnConfig
 from .patcher import ShellPatcher
-from .pipeline import KEY
+from .reasons import KEY
 from .remote import RemoteModel
 from .room import Room
 from .setup import Setup

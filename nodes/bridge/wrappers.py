@@ -9,7 +9,7 @@ from comfy.patcher_extension import WrapperExecutor
 from .carried import refuse_model_options
 from .control import refuse_controls
 from .groups import GROUPS, show_text
-from .pipeline import DRAINED, PATCHWISE, WHOLE, why_drained, why_one_call, why_whole, why_whole_run
+from .reasons import DRAINED, PATCHWISE, WHOLE, why_drained, why_one_call, why_whole, why_whole_run
 
 
 def calc_cond_batch(executor, *arguments):

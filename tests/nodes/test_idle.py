@@ -17,9 +17,14 @@ def idle(comfyui):
 
 
 @pytest.fixture
-def choose(idle, tmp_path, monkeypatch):
+def kept(comfyui):
+    return importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.settings")
+
+
+@pytest.fixture
+def choose(kept, tmp_path, monkeypatch):
     """Save settings as ComfyUI does."""
-    monkeypatch.setattr(idle.folder_paths, "get_user_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(kept.folder_paths, "get_user_directory", lambda: str(tmp_path))
     (tmp_path / "default").mkdir()
 
     def save(**settings):
@@ -29,55 +34,55 @@ def choose(idle, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("settings, how, minutes", [
     (None, "keep", 10), ({}, "keep", 10), ({"Residency": "park"}, "park", 10), ({"Residency": "release", "IdleMinutes": 3}, "release", 3)])
-def test_settings_are_read_as_comfyui_keeps_them(idle, choose, settings, how, minutes):
+def test_settings_are_read_as_comfyui_keeps_them(kept, choose, settings, how, minutes):
     if settings is not None:
         choose(**settings)
 
-    assert idle.chosen_residency() == idle.Residency(how, minutes)
+    assert kept.chosen_residency() == kept.Residency(how, minutes)
 
 
 @pytest.mark.parametrize("settings, words", [
     ({"Residency": "parked"}, "'parked' .* There are keep, park, release"), ({"IdleMinutes": 0}, "IdleMinutes is 0 .* above 0"),
     ({"IdleMinutes": "5"}, "IdleMinutes is '5'"), ({"IdleMinutes": True}, "IdleMinutes is True")])
-def test_other_settings_are_refused_by_name(idle, choose, settings, words):
+def test_other_settings_are_refused_by_name(kept, choose, settings, words):
     choose(**settings)
 
-    with pytest.raises(idle.ConfigError, match=words):
-        idle.chosen_residency()
+    with pytest.raises(kept.ConfigError, match=words):
+        kept.chosen_residency()
 
 
-def test_no_address_for_other_machines_is_chosen_by_itself(idle, choose):
-    assert idle.chosen_address() == ""
+def test_no_address_for_other_machines_is_chosen_by_itself(kept, choose):
+    assert kept.chosen_address() == ""
     choose(Address=" 192.168.1.10 ")
-    assert idle.chosen_address() == "192.168.1.10"
+    assert kept.chosen_address() == "192.168.1.10"
     choose(Address=7)
-    with pytest.raises(idle.ConfigError, match="xdit.Address is 7"):
-        idle.chosen_address()
+    with pytest.raises(kept.ConfigError, match="xdit.Address is 7"):
+        kept.chosen_address()
 
 
-def test_the_page_has_these_settings_in_both_languages(idle):
+def test_the_page_has_these_settings_in_both_languages(kept):
     page, chinese = (ROOT / "web/xdit.js").read_text(), json.loads((ROOT / "locales/zh/settings.json").read_text(encoding="utf-8"))
 
-    for name in (idle.HOW, idle.MINUTES, idle.ADDRESS):
+    for name in (kept.HOW, kept.MINUTES, kept.ADDRESS):
         assert f'id: "{name}"' in page and chinese[name.replace(".", "_")]["name"]
-    assert f"options: {json.dumps(idle.RESIDENCIES)}" in page and tuple(chinese["xdit_Residency"]["options"]) == idle.RESIDENCIES
+    assert f"options: {json.dumps(kept.RESIDENCIES)}" in page and tuple(chinese["xdit_Residency"]["options"]) == kept.RESIDENCIES
 
 
 @pytest.mark.slow
-def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, idle):
+def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, idle, kept):
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
     groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups").GROUPS
     want = comfyui.sample(model, "sd3", steps=2)
     client = groups.client(("cpu", "cpu"))
     parked = lambda: [sum(client.residence(name).parked_bytes) for name in client.model_names]  # noqa: E731
 
-    for residency, since_s in ((idle.Residency("keep", 1), -math.inf), (idle.Residency("park", 1), time.monotonic()),
-                               (idle.Residency("release", 1), time.monotonic())):
+    for residency, since_s in ((kept.Residency("keep", 1), -math.inf), (kept.Residency("park", 1), time.monotonic()),
+                               (kept.Residency("release", 1), time.monotonic())):
         client.group._used_s = since_s
         idle.tend(groups, residency)
         assert client.running and sum(parked()) == 0, residency
     client.group._used_s = -math.inf
-    idle.tend(groups, idle.Residency("park", 1))
+    idle.tend(groups, kept.Residency("park", 1))
     assert client.running and all(parked()) and client.idle_s < 60
     client.peek()                                              # a panel that looks gives no work
     client.group._used_s = -math.inf
@@ -85,7 +90,7 @@ def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, i
     assert client.idle_s == math.inf
     assert torch.equal(comfyui.sample(model, "sd3", steps=2), want) and sum(parked()) == 0 and client.idle_s < 60
     client.group._used_s = -math.inf
-    idle.tend(groups, idle.Residency("release", 1))
+    idle.tend(groups, kept.Residency("release", 1))
     assert client.state == "stopped"
     assert torch.equal(comfyui.sample(model, "sd3", steps=2), want)
 
