@@ -69,23 +69,29 @@ class Hooks:
         starts = [index == 0 or list_.streams != blocks[index - 1][1].streams for index, (_, list_) in enumerate(blocks)] + [True]
         numbers = [number for list_ in plan.lists for number in range(len(model.get_submodule(list_.name)))]
         self._places = [Place(index, list_, numbers[index], starts[index], starts[index + 1]) for index, (_, list_) in enumerate(blocks)]
-        for place, (block, list_) in zip(self._places, blocks):
-            within = {name: (streams, streams) for name, streams in list_.attention.items()}
-            for name, (streams, read) in (within | plan.across).items():
-                module = _inside(block, name)
-                if module is not None:
-                    module.forward = self._hook_attention(module, module.forward, place, name, streams, read)
-            for path, span in plan.once.items():
-                module = _inside(block, path)
-                if module is not None:
-                    module.forward = self._hook_once(module.forward, (place.index, path), span)
-            for path in plan.sums:
-                module = block.get_submodule(path)
-                module.forward = self._hook_sums(module.forward)
-            for path in plan.halos:
-                module = block.get_submodule(path)
-                module.forward = self._hook_halos(module.forward)
+        for place, (block, _) in zip(self._places, blocks):
+            self._place_inside(block, place)
             block.forward = self._hook_block(block.forward, place)
+        self._place_outside()
+
+    def _place_inside(self, block, place):
+        plan = self.plan
+        within = {name: (streams, streams) for name, streams in place.list_.attention.items()}
+        for name, (streams, read) in (within | plan.across).items():
+            module = _inside(block, name)
+            if module is not None:
+                module.forward = self._hook_attention(module, module.forward, place, name, streams, read)
+        for path, span in plan.once.items():
+            module = _inside(block, path)
+            if module is not None:
+                module.forward = self._hook_once(module.forward, (place.index, path), span)
+        for paths, hook in ((plan.sums, self._hook_sums), (plan.halos, self._hook_halos)):
+            for path in paths:
+                module = block.get_submodule(path)
+                module.forward = hook(module.forward)
+
+    def _place_outside(self):
+        plan, model = self.plan, self._model
         for path, span in plan.once_outside.items():
             module = _inside(model, path)
             for index, each in enumerate(module if isinstance(module, torch.nn.ModuleList) else [module] if module is not None else []):
@@ -305,7 +311,6 @@ class Hooks:
     def _hook_attention(self, module, forward, place, name, streams, read):
         """streams: of the queries. read: of keys and values; mostly the same."""
         plain = F.scaled_dot_product_attention
-        kept = "image" in (*streams, *read)                    # what no later patch brings anew, the first attends to alone
 
         @functools.wraps(forward)
         def scoped(*args, **kwargs):
@@ -322,16 +327,7 @@ class Hooks:
                 key, value = _one_for_a_group(module, query, key), _one_for_a_group(module, query, value)
                 query, pad = self._without_stand_ins(now, place, streams, query)
                 (key, _), (value, _) = (self._without_stand_ins(now, place, read, each) for each in (key, value))
-                local = functools.partial(plain, scale=scale)
-                sizes, read_sizes = now.tokens.sizes(streams), None if read == streams else now.tokens.sizes(read)
-                if now.exchange is not None:
-                    mask = gathered_mask(now.masks, now.tokens.pieces(read), query)
-                    out = displaced_attention(query, key, value, sizes, now, (place.index, name, num_calls), local, mask, read_sizes)
-                elif now.key_values is None or not kept:
-                    mask = gathered_mask(now.masks, now.tokens.pieces(read), query)
-                    out = usp_attention(query, key, value, sizes, now.mesh, plain, scale, now.traffic, mask, read_sizes)
-                else:
-                    out = patch_attention(query, key, value, now, (place.index, name, num_calls), streams, read, local)
+                out = _attend(query, key, value, now, (place.index, name, num_calls), streams, read, plain, scale)
                 for nag in now.guided:
                     guide(out, nag, (1, 3), now.tokens.image_slice(streams), True, now.mesh, now.traffic)
                 return out if pad is None else F.pad(out, pad)
@@ -356,6 +352,17 @@ class Hooks:
         assert where in ([0], [len(streams) - 1]), "a stand-in is the first or the last token"
         start = int(where == [0])
         return tensor_BNTH.narrow(2, start, tensor_BNTH.shape[2] - 1), (0, 0, start, 1 - start)
+
+
+def _attend(query, key, value, now, which, streams, read, plain, scale):
+    """Attention by the method of this forward, where all methods meet. which: (block, name and number of the attention)."""
+    local, sizes = functools.partial(plain, scale=scale), now.tokens.sizes(streams)
+    if now.key_values is not None and "image" in (*streams, *read):            # what no later patch brings anew, the first attends to alone
+        return patch_attention(query, key, value, now, which, streams, read, local)
+    read_sizes, mask = None if read == streams else now.tokens.sizes(read), gathered_mask(now.masks, now.tokens.pieces(read), query)
+    if now.exchange is not None:
+        return displaced_attention(query, key, value, sizes, now, which, local, mask, read_sizes)
+    return usp_attention(query, key, value, sizes, now.mesh, plain, scale, now.traffic, mask, read_sizes)
 
 
 def _inside(block, path):
