@@ -1,6 +1,7 @@
 """Predictions on this rank: conditioning that is kept for a run, process groups, and the traffic between stages. Used by the engine."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -96,34 +97,39 @@ class Predictions:
             contexts = [self._context(loaded, mesh, command, branch, latent, first, traffic, exchange)
                         for (branch, first, _), latent in zip(parts, latents)]
             if handles:
-                handle = handles.pop(0)
-
-                def arrive(handle=handle):
-                    asked = clock.mark()
-                    message = link.receive(handle, traffic)
-                    waits.append((asked, clock.mark()))
-                    return message
-                contexts[0].arrive = arrive
+                contexts[0].arrive = partial(self._receive, link, handles.pop(0), traffic, waits)
             with nullcontext() if exchange is None else _call(exchange, command, parts[0][0], traffic):
                 results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
-            for (branch, first, last), latent, context, (output, message) in zip(parts, latents, contexts, results):
-                if message is not None:
+            for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
+                if message is None:
+                    self._write(loaded.family, *part, latent, context, output)
+                else:
                     link.send(message, traffic)
-                elif context.bands is not None:                # each rank's own rows
-                    band, next_band = context.bands[exchange.rank:][:2]
-                    self._ferry.fetch(loaded.family.prediction(output, latent),
-                                      map_segment(branch.prediction)[first:last].narrow(2, band, next_band - band))
-                elif mesh.sequence_rank == mesh.ranks["tensor"] == 0:
-                    self._ferry.fetch(loaded.family.prediction(output, latent), map_segment(branch.prediction)[first:last])
-                    for name, part in loaded.family.part_predictions(output).items():
-                        if name in branch.parts:
-                            self._ferry.fetch(part, map_segment(branch.parts[name])[first:last])
         if command.patch is not None and not loaded.casts.are_kept:        # by now activations have taken what they need
             loaded.casts.keep(FULL * self.unused_bytes)
         end = clock.mark()
         clock.add(start, end, waits)
         self._tell(command, start, end, waits, traffic)
         return {"sent_bytes": traffic.sent_bytes, "busy_s": clock.take()}
+
+    def _receive(self, link, handle, traffic, waits):
+        asked = self._clock.mark()
+        message = link.receive(handle, traffic)
+        waits.append((asked, self._clock.mark()))
+        return message
+
+    def _write(self, family, branch, first, last, latent, context, output):
+        """Write the prediction for these images to where the host reads it: this rank's rows, or all, by the first rank that has them."""
+        mesh = context.mesh
+        if context.bands is not None:
+            band, next_band = context.bands[context.exchange.rank:][:2]
+            rows = map_segment(branch.prediction)[first:last].narrow(2, band, next_band - band)
+            self._ferry.fetch(family.prediction(output, latent), rows)
+        elif mesh.sequence_rank == mesh.ranks["tensor"] == 0:
+            self._ferry.fetch(family.prediction(output, latent), map_segment(branch.prediction)[first:last])
+            for name, part in family.part_predictions(output).items():
+                if name in branch.parts:
+                    self._ferry.fetch(part, map_segment(branch.parts[name])[first:last])
 
     def _tell(self, command, start, end, waits, traffic):
         """Put a step, and what it waited for, into the timeline. Exchanges over NCCL are the device's own work, and not told apart."""
