@@ -27,13 +27,13 @@ PATIENCE_S = 0.5                           # to wait for the workers' memory whe
 class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
-    setup: a setup.Setup. room: a room.Room. load_device, modules: of the shell as it was made, to compare with; see carried.py.
+    setup: a setup.Setup. room: a room.Room. load_device, modules: of the shell as it was made, to compare with; see modules.py.
     """
 
     def __init__(self, setup, room, load_device):
         self.setup, self.room, self.forecasts = setup, room, Forecasts(setup)
         self.spec, self.family, self.config, self.devices = setup.spec, setup.family, setup.config, setup.devices
-        self.load_device, self.modules = load_device, {}       # the second: carried.remember_modules
+        self.load_device, self.modules = load_device, {}       # the second: modules.remember_modules
         self._looked_at = set()                                # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
         self._beside_bytes = 0                                 # that ComfyUI was told a rank needs for a run

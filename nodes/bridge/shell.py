@@ -26,11 +26,11 @@ from ...xdit_backend.planner import choose_spread, usual_branches
 from ...xdit_backend.protocol.errors import CheckpointError, ConfigError, UnsupportedError
 from ...xdit_backend.protocol.segments import dtype_name
 from . import wrappers
-from .carried import hold_elsewhere, remember_modules
 from .file_weights import places, prepare_text, read_values
 from .folders import marks_of, refuse_unlike, sample_as_said, under_comfyui_names
 from .groups import GROUPS, check_packages, devices_of, load_device_of, memory_of
 from .inputs import check_text
+from .modules import hold_elsewhere, remember_modules
 from .own_model import OwnConfig
 from .patcher import ShellPatcher
 from .reasons import KEY
