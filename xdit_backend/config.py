@@ -16,7 +16,7 @@ from .protocol.errors import ConfigError
 from .protocol.messages import Layout
 
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
-DEGREES = ("cfg_degree", "data_degree", "pipefusion_degree", "displaced_degree", "ring_degree", "ulysses_degree", "tensor_degree")
+DEGREES = tuple(field.name for field in dataclasses.fields(Layout))
 APPROXIMATE = ("allowed", "not allowed")
 DISPLACED_MODES = tuple(MODES)
 KINDS = {int: "whole number", float: "number", str: "text", bool: "yes or no"}
@@ -98,7 +98,7 @@ class ParallelConfig:
     @property
     def layout(self):
         """The degrees of manual mode."""
-        return Layout(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Layout)})
+        return Layout(**{name: getattr(self, name) for name in DEGREES})
 
 
 def resolve_devices(devices, num_cuda_devices, mode="manual"):

@@ -18,7 +18,7 @@ GUIDANCE = {"sampler_cfg_function": "a node that changes guidance", "sampler_pos
 HARMLESS = {"transformer_options", "disable_cfg1_optimization", "to_load_options", "torch_compile_kwargs"}
 OPTIONS = {"model_function_wrapper": "a node that wraps the model's function", "context_handler": "context windows"}
 # Of the MODEL: objects that may be replaced
-OBJECTS = {"model_sampling", "latent_format", "diffusion_model"}               # the last: compiled, see carried.py
+OBJECTS = {"model_sampling", "latent_format", "diffusion_model"}               # the last: compiled, see modules.py
 # Samplers whose steps are element by element in space, by the names of their functions
 ELEMENTWISE = {f"sample_{name}" for name in (
     "euler", "euler_cfg_pp", "euler_ancestral", "euler_ancestral_cfg_pp", "heun", "heunpp2", "exp_heun_2_x0", "exp_heun_2_x0_sde",
