@@ -53,7 +53,7 @@ def encode(vae, pixels, config):
     pixels = vae.vae_encode_crop_pixels(pixels)
     scale = vae.spacial_compression_encode()
     if 0 in pixels.shape:
-        raise UnsupportedError(f"The picture is smaller than {scale} x {scale} pixels, the least that this VAE encodes.")
+        raise UnsupportedError(f"The picture is smaller than {scale} x {scale} pixels, the least that this VAE encodes. Use a larger one.")
     pixels = pixels.movedim(-1, 1)
     if vae.latent_dim == 3:
         pixels = pixels.movedim(1, 0).unsqueeze(0)             # the batch is a video: (1, C, F, H, W)

@@ -145,7 +145,8 @@ class Groups:
             return measurements.card_of(device)
         cards = self.listener().cards(machine_of(device), show_text, comfy.model_management.throw_exception_if_processing_interrupted)
         if own_name(device) not in cards:
-            raise ConfigError(f"{device}: there is no such device. {machine_of(device)} has {', '.join(cards)}.")
+            raise ConfigError(f"{device}: there is no such device. {machine_of(device)} has {', '.join(cards)}. Name one of "
+                              f"these in xDiT Parallel Config.")
         return cards[own_name(device)]
 
     @property

@@ -150,7 +150,7 @@ def _detected(header, family, transformer_config):
     tensors = tensors | read_values(header, family.values)
     model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata_of(header, family))
     if model_config is None:
-        raise CheckpointError(f"ComfyUI does not recognise {name} as a {family.name} model.")
+        raise CheckpointError(f"ComfyUI does not recognise {name} as a {family.name} model. Use another file of this model.")
     heeds = bool(family.settings) or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config
     if header.metadata and not heeds:
         raise CheckpointError(f"{name} says in its metadata that it differs from other {family.name} models, which xDiT would not heed. "

@@ -54,7 +54,8 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     missing = [name for name in missing if name not in to_quantise and name.removesuffix("_scale") not in to_quantise]
     if missing or unexpected:
         raise CheckpointError(f"{spec.path} does not fit {family.transformer}: {len(missing)} tensors are missing "
-                              f"({', '.join(missing[:3])} ...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...).")
+                              f"({', '.join(missing[:3])} ...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...). "
+                              f"Use another file of this model, or Load Diffusion Model.")
     model.eval().requires_grad_(False)
     homes = _move(model, device, family, spec, on_progress, _addresses(maps), splits, tensor_rank, to_quantise)
     if files is not None:

@@ -67,7 +67,7 @@ def map_segment(segment):
             raise OSError(f"it has fewer than {num_bytes} bytes")
         flat = torch.from_file(segment.path, shared=True, size=segment.num_elements, dtype=DTYPES[segment.dtype])
     except (RuntimeError, OSError) as error:
-        raise XDiTError(f"Shared memory {segment.path} cannot be opened: {error}") from error
+        raise XDiTError(f"Shared memory {segment.path} cannot be opened: {error}. Queue the prompt again.") from error
     return flat.view(segment.shape)
 
 
