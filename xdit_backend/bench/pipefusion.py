@@ -14,10 +14,11 @@ import torch
 from ..checkpoints.header import model_spec, read_header, recognise
 from ..checkpoints.transformer import block_sizes
 from ..config import ParallelConfig, validate, validate_layout
+from ..host.client import Client
 from ..partition import cut_patches, split_stages, stage_blocks, stage_of
 from ..planner import choose_num_patches
 from ..protocol.errors import ConfigError
-from ..protocol.messages import Stages
+from ..protocol.messages import Layout, ModelSpec, Stages
 from .sampler import sample
 
 BASELINE_STEPS = 4             # of one worker, before and after each run of a pipeline
@@ -53,29 +54,25 @@ def run(client, spec, layout, call, num_steps, warmup_steps, patches, forecast=0
     return sample(client, spec, layout, call, torch.linspace(1, 0, num_steps + 1).tolist(), warmup_steps, patches, 16, forecast=forecast)
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is timed: a layout with so many patches, on its workers."""
+
+    degrees: dict
+    client: Client
+    spec: ModelSpec
+    layout: Layout
+    patches: list
+    forecast: float
+
+
 def measure(setting, folder, layouts, clients, call, options):
     """{name: Row} for layouts {name: degrees} with stages; clients: {number of devices: Client},
     and under "second" another one of one device."""
     header = read_header(folder)
     family = recognise(header)
-    one_spec = model_spec(header, family, setting.dtype, setting.dtype)
-    one_layout = ParallelConfig(mode="manual").layout
-    jobs = {}
-    for name, degrees in layouts.items():
-        if degrees["tensor"] > 1:
-            raise ConfigError(f'layout "{name}": stages are timed without tensor parallelism. Use tensor{degrees["tensor"]} by itself.')
-        config = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})
-        size = degrees["pipefusion"] * degrees["ring"] * degrees["ulysses"]
-        validate(config, size)
-        validate_layout(config.layout, family.num_heads(header.config), "this model")
-        stages = Stages(degrees["pipefusion"], degrees["ring"] * degrees["ulysses"], every_block=options.warmup == "sequence")
-        spec = model_spec(header, family, setting.dtype, setting.dtype, stages)
-        for asked in options.patches:
-            num_patches = choose_num_patches(asked, degrees["pipefusion"], call.latent.shape, (2, 2), stages.sequence_degree)
-            patches = cut_patches(call.latent.shape, (2, 2), num_patches)
-            for forecast in options.forecast:                  # in turns, so that their ratio is not the machine's mood
-                key = f"{name} M={num_patches}" + (f",f={forecast:g}" if len(options.forecast) > 1 else "")
-                jobs[key] = (degrees, clients[size], spec, config.layout, patches, forecast)
+    one_spec, one_layout = model_spec(header, family, setting.dtype, setting.dtype), ParallelConfig(mode="manual").layout
+    jobs = find_jobs(setting, header, family, layouts, clients, call, options)
     times, facts = {key: [] for key in jobs}, {}
 
     def whole_steps(client):
@@ -92,35 +89,61 @@ def measure(setting, folder, layouts, clients, call, options):
         run(client, one_spec, one_layout, call, 1, 0, None)    # loads the model
     for round_ in range(options.rounds + 1):                   # the first one warms up
         steps = options.steps if round_ else options.warmup_steps + 1
-        for key, (degrees, client, spec, layout, patches, forecast) in jobs.items():
-            run(client, spec, layout, call, 1, 1, [])          # loads the model
-            before = _sent(client)
-            run(client, spec, layout, call, options.warmup_steps, options.warmup_steps, [])
-            warmup_sent = [now - then for now, then in zip(_sent(client), before)]
-            before = _sent(client)
+        for key, job in jobs.items():
+            warmup_sent = warm_up(job, call, options.warmup_steps)
+            before = _sent(job.client)
             one_before_s = whole_steps(clients[1])
             started_s = time.perf_counter()
-            run(client, spec, layout, call, steps, options.warmup_steps, patches, forecast)
+            run(job.client, job.spec, job.layout, call, steps, options.warmup_steps, job.patches, job.forecast)
             elapsed_s = time.perf_counter() - started_s
             one_s = (one_before_s + whole_steps(clients[1])) / 2
             times[key].append((elapsed_s / steps, one_s * steps / elapsed_s, 2 * one_s / both_at_once(), one_s))
-            sent = [now - then - warm for now, then, warm in zip(_sent(client), before, warmup_sent)]
-            memory = client.report_memory()
-            client.end_run()
-            stale = max(1, steps - options.warmup_steps)
-            facts[key] = (max(sent) / stale, [memory[rank]["weight_bytes"] for rank in sorted(memory)],
-                          [memory[rank]["key_value_bytes"] for rank in sorted(memory)])
+            sent = max(now - then - warm for now, then, warm in zip(_sent(job.client), before, warmup_sent))
+            memory = job.client.report_memory()
+            job.client.end_run()
+            facts[key] = sent / max(1, steps - options.warmup_steps), [memory[rank] for rank in sorted(memory)]
             print(f"\r{key}: round {round_} of {options.rounds}", end="", file=sys.stderr, flush=True)
-    rows = {}
-    for key, (degrees, client, spec, layout, patches, forecast) in jobs.items():
-        sent, weights, kept = facts[key]
-        seconds, ratio, apart, _ = (statistics.median(column) for column in zip(*times[key][1:]))
-        bubble = bubble_ratio(options.steps, options.warmup_steps, degrees["pipefusion"], len(patches), spec.stages.every_block)
-        weight_formula, key_value_formula = memory_formulas(header, family, spec, len(weights), setting, degrees)
-        key_value_formula = [kept * (2 if forecast else 1) for kept in key_value_formula]
-        rows[key] = Row(key, seconds, ratio, bubble * degrees["ring"] * degrees["ulysses"], apart, sent,
-                        sent_formula(degrees, setting), weights, weight_formula, kept, key_value_formula)
+    rows = {key: row_of(key, job, times[key], *facts[key], setting, header, family, options) for key, job in jobs.items()}
     return statistics.median(row[3] for rows_ in times.values() for row in rows_[1:]), rows
+
+
+def find_jobs(setting, header, family, layouts, clients, call, options):
+    """{name: Job}, for each layout all numbers of patches and forecasts, in turns, so that their ratio is not the machine's mood."""
+    jobs = {}
+    for name, degrees in layouts.items():
+        if degrees["tensor"] > 1:
+            raise ConfigError(f'layout "{name}": stages are timed without tensor parallelism. Use tensor{degrees["tensor"]} by itself.')
+        config = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})
+        size = degrees["pipefusion"] * degrees["ring"] * degrees["ulysses"]
+        validate(config, size)
+        validate_layout(config.layout, family.num_heads(header.config), "this model")
+        stages = Stages(degrees["pipefusion"], degrees["ring"] * degrees["ulysses"], every_block=options.warmup == "sequence")
+        spec = model_spec(header, family, setting.dtype, setting.dtype, stages)
+        for asked in options.patches:
+            num_patches = choose_num_patches(asked, degrees["pipefusion"], call.latent.shape, (2, 2), stages.sequence_degree)
+            patches = cut_patches(call.latent.shape, (2, 2), num_patches)
+            for forecast in options.forecast:
+                key = f"{name} M={num_patches}" + (f",f={forecast:g}" if len(options.forecast) > 1 else "")
+                jobs[key] = Job(degrees, clients[size], spec, config.layout, patches, forecast)
+    return jobs
+
+
+def warm_up(job, call, warmup_steps):
+    """Load a job's model, and run its warm-up alone; returns the bytes that each rank sends in that."""
+    run(job.client, job.spec, job.layout, call, 1, 1, [])
+    before = _sent(job.client)
+    run(job.client, job.spec, job.layout, call, warmup_steps, warmup_steps, [])
+    return [now - then for now, then in zip(_sent(job.client), before)]
+
+
+def row_of(key, job, times, sent_bytes, memory, setting, header, family, options):
+    """times: of each round, (seconds a step, ratio, apart, seconds of one worker). memory: of each rank."""
+    degrees, weights, kept = job.degrees, *([rank[name] for rank in memory] for name in ("weight_bytes", "key_value_bytes"))
+    seconds, ratio, apart, _ = (statistics.median(column) for column in zip(*times[1:]))
+    bubble = bubble_ratio(options.steps, options.warmup_steps, degrees["pipefusion"], len(job.patches), job.spec.stages.every_block)
+    weight_formula, kept_formula = memory_formulas(header, family, job.spec, len(weights), setting, degrees)
+    return Row(key, seconds, ratio, bubble * degrees["ring"] * degrees["ulysses"], apart, sent_bytes, sent_formula(degrees, setting),
+               weights, weight_formula, kept, [num_bytes * (2 if job.forecast else 1) for num_bytes in kept_formula])
 
 
 def sent_formula(degrees, setting):
