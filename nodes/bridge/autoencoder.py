@@ -35,12 +35,7 @@ def decode(vae, latent, config):
     client = GROUPS.client_for_decode(config)
     half = half_of(vae, kind.family.decoder, kind.settings(vae.first_stage_model), client)
     inner = kind.before_decode(vae, latent.to(torch.float32))
-    num_ranks, first_rank = half.make_ready(inner.shape, 1, functools.partial(_machine, client, half, config))
-    started_s = time.perf_counter()
-    GROUPS.runs.vae(client.devices)
-    picture = client.decode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings, num_ranks=num_ranks,
-                            first_rank=first_rank)
-    _show_done("decoded", started_s, client, num_ranks)
+    picture = _transformed("decoded", client.decode, half, config, inner, shape, 1)
     return picture.reshape(-1, *picture.shape[-3:]).to(vae.output_device)
 
 
@@ -64,13 +59,19 @@ def encode(vae, pixels, config):
     client = GROUPS.client_for_decode(config)
     half = half_of(vae, kind.family.encoder, kind.settings(vae.first_stage_model), client)
     inner = vae.process_input(pixels.to(torch.float32))
-    num_ranks, first_rank = half.make_ready(inner.shape, inner.shape[-1] // shape[-1], functools.partial(_machine, client, half, config))
+    latent = _transformed("encoded", client.encode, half, config, inner, shape, inner.shape[-1] // shape[-1])
+    return kind.after_encode(vae.first_stage_model, latent).to(vae.output_device)
+
+
+def _transformed(done, how, half, config, given, shape, scale):
+    """What the workers make of a tensor, of this shape. done: what to say of it. how: the Client's decode or encode. scale: see make_ready."""
+    client = half.client
+    num_ranks, first_rank = half.make_ready(given.shape, scale, functools.partial(_machine, client, half, config))
     started_s = time.perf_counter()
     GROUPS.runs.vae(client.devices)
-    latent = client.encode(half.name, half.dtype, half.weights, inner, shape, settings=half.settings, num_ranks=num_ranks,
-                           first_rank=first_rank)
-    _show_done("encoded", started_s, client, num_ranks)
-    return kind.after_encode(vae.first_stage_model, latent).to(vae.output_device)
+    result = how(half.name, half.dtype, half.weights, given, shape, settings=half.settings, num_ranks=num_ranks, first_rank=first_rank)
+    _show_done(done, started_s, client, num_ranks)
+    return result
 
 
 def _machine(client, half, config, work):
