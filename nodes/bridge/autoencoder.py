@@ -64,7 +64,7 @@ def encode(vae, pixels, config):
 
 
 def _transformed(done, how, half, config, given, shape, scale):
-    """What the workers make of a tensor, of this shape. done: what to say of it. how: the Client's decode or encode. scale: see make_ready."""
+    """What the workers make of a tensor, of this shape. done: what to say of it. how: the client's method. scale: make_ready's."""
     client = half.client
     num_ranks, first_rank = half.make_ready(given.shape, scale, functools.partial(_machine, client, half, config))
     started_s = time.perf_counter()

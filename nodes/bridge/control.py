@@ -1,4 +1,4 @@
-"""What a ControlNet gives for a call of the model: ComfyUI's lists, as what workers add at which place. Called by remote.py.
+"""What a ControlNet gives for a call of the model: ComfyUI's lists, as what workers add where. Called by remote.py and wrappers.py.
 
 ComfyUI computes it, with its own ControlNet, on the device where it samples. A T2I-Adapter gives lists of the same kind.
 """

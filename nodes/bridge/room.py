@@ -1,4 +1,4 @@
-"""Has a MODEL room on its devices? Its weights before they are read, a run before its first call. Used by remote.py."""
+"""Has a MODEL room on its devices? Its weights before they are read, a run before its first call. Made by shell.py, asked by remote.py."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What the calls of one run of a MODEL took, beside its forecast. Used by remote.py."""
+"""What the calls of one run of a MODEL took, beside its forecast. Used by forecasts.py."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""What a model's files say of themselves, read without their tensors. Used by the host to recognise a model offline."""
+"""What a model's files say of themselves, read without their tensors. Used by the host to recognise a model offline, and by the loader."""
 
 import hashlib
 import json

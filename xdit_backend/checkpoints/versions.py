@@ -1,5 +1,5 @@
 """Values that a model's weights had before they were changed, kept for a run that goes back and forth between some of them (LoRA hooks do
-so in every step). Used by the engine on each rank.
+so in every step). Used by worker/models.py.
 """
 
 MOST_KEPT = 4                              # versions; a strength that changes with every step is never gone back to

@@ -1,4 +1,4 @@
-"""torch's convolution, norm and attention of a whole image, for the rows that one rank holds. Used by vae and by row_hooks.
+"""torch's convolution, norm and attention of a whole image, for the rows that one rank holds. Used by vae, displaced and row_hooks.
 
 A split says which rows those are, and where the others come from.
 

@@ -1,5 +1,7 @@
 """Unified sequence parallelism: Ulysses inside, Ring outside (USP, arXiv 2405.07719). Called by the attention hook.
 
+PipeFusion and displaced patches begin and end as it does: heads_apart and all_keys.
+
 # B batch, N heads, T tokens, H head size
 """
 

@@ -1,4 +1,4 @@
-"""How long this rank's device has worked on commands. Used by the engine."""
+"""How long this rank's device has worked on commands. Used by predictions and autoencoders."""
 
 import collections
 import time

@@ -1,4 +1,4 @@
-"""Where the weights of one model are on this rank: on its device, or parked in host memory. Used by the engine.
+"""Where the weights of one model are on this rank: on its device, or parked in host memory. Used by models.py.
 
 A weight's home is its place in host memory. It is the map of the checkpoint file, where the file has the weight as the device does: all
 processes share its pages, and writing them anywhere else would only take memory twice. What was cast or computed when it was loaded
