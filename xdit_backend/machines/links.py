@@ -24,6 +24,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass as message
 
+from ..protocol import timeouts
 from ..protocol.channel import MAX_BYTES
 from ..protocol.devices import MACHINE_NAME
 from ..protocol.errors import ChannelClosedError, ConfigError, XDiTError
@@ -34,8 +35,7 @@ from ..protocol.strict import STRICT, Degree, Natural, Printable, Rank
 PORT = 29431                               # where the host listens, unless it is told another
 PIECE_BYTES = 2 ** 20                      # of a tensor that travels at a time; between two, other messages pass
 SEND_BYTES = 2 ** 16                       # that have to be on their way within the time of silence: a slow link is no lost one
-# Where nothing passes for 3 s, TCP tries again 3.0 or 6.2 s after it began: sooner than the second, a short fault would be the end.
-HANDSHAKE_S, SILENCE_S = 10.0, 8.0
+HANDSHAKE_S = 10.0
 PINGS = 16                                 # in the time after which silence counts as the end
 HEADER = struct.Struct("!iI")              # the rank that a message is for, or comes from, or MACHINE; its bytes
 MACHINE = -1
@@ -314,7 +314,7 @@ def ping(link, is_over):
 def exchange(link, plain):
     """Pass bytes between a Link and a socket of this machine, both ways, until one of them ends. One thread: TLS takes no two at once."""
     secure = link.raw
-    secure.settimeout(SILENCE_S)                               # of one send, or of the rest of a record
+    secure.settimeout(silence_s())                             # of one send, or of the rest of a record
     try:
         while True:
             if not secure.pending():
@@ -337,7 +337,7 @@ def exchange(link, plain):
 
 
 def silence_s():
-    return float(os.environ.get("XDIT_LINK_TIMEOUT_S", SILENCE_S))
+    return timeouts.seconds("XDIT_LINK_TIMEOUT_S")
 
 
 def _words(error):

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import logging
-import os
 import re
 import secrets
 import socket
@@ -15,6 +14,7 @@ import psutil
 
 from ..host import logs
 from ..host.doctor import gigabytes, package_versions
+from ..protocol import timeouts
 from ..protocol.devices import MACHINE_NAME
 from ..protocol.errors import ChannelClosedError, ConfigError, WorkerStartError
 from .contents import Contents
@@ -23,7 +23,6 @@ from .session import Session, wait_for
 
 log = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 300
 MAX_GREETED = 16                           # connections that have not shown a key yet
 PACKAGE = Path(__file__).resolve().parent.parent
 COMPARED = ("torch", "diffusers")          # packages whose versions must be the same on all machines
@@ -36,6 +35,7 @@ class Listener:
     """
 
     def __init__(self, address, folder):
+        timeouts.check()                                       # else a thread would meet what cannot be read, when a machine joins
         self.wanted = read_address(address)
         self.address, self.port = self.wanted
         self.contents = Contents()
@@ -112,14 +112,15 @@ class Listener:
 
         session = found()
         if session is None:
+            patience_s = timeouts.seconds("XDIT_JOIN_TIMEOUT_S")
             words = f"waiting for {name} to join. There, in the folder of the xDiT nodes, run: {self.command(name)}"
             log.warning("%s", words)
             on_phase(words)
-            session = wait_for(found, time.monotonic() + join_timeout_s(), check)
+            session = wait_for(found, time.monotonic() + patience_s, check)
         if session is None:
             others = f" Joined are: {', '.join(self.joined())}." if self.joined() else ""
             raise WorkerStartError(
-                f"{name} has not joined after {join_timeout_s():.0f} s.{others} On that machine, in the folder of the xDiT nodes (it needs "
+                f"{name} has not joined after {patience_s:.0f} s.{others} On that machine, in the folder of the xDiT nodes (it needs "
                 f"them, the same versions of {' and '.join(COMPARED)}, and the model files, but not ComfyUI), run:\n{self.command(name)}\n"
                 f"When it says that it has joined, queue the prompt again. If it cannot connect, let port {self.port} through this "
                 f"machine's firewall. Or leave {name} out of devices in xDiT Parallel Config.")
@@ -245,7 +246,3 @@ def unlike(theirs, ours):
 
 def is_name(text):
     return re.fullmatch(MACHINE_NAME, text) is not None
-
-
-def join_timeout_s():
-    return float(os.environ.get("XDIT_JOIN_TIMEOUT_S", JOIN_TIMEOUT_S))

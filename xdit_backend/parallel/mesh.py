@@ -7,17 +7,16 @@ tensor + tensor_degree * (ulysses + ulysses_degree * (ring + ring_degree * (disp
 import dataclasses
 import datetime
 import math
-import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from ..protocol import timeouts
 from ..protocol.devices import own_name
 from ..protocol.errors import ConfigError
 
 AXES = ("data", "cfg", "pipefusion", "displaced", "ring", "ulysses", "tensor")
-WAIT_TIMEOUT_S = 1800
 LEAST_GROUP_TIMEOUT_S = 60     # making a group takes seconds, and is under its time-out too
 PAIR_MAX_CTAS = 2              # a receive that is posted ahead is a kernel that waits: so many thread blocks at most
 
@@ -83,7 +82,7 @@ def backend_for(devices, has_nccl):
 
 def wait_timeout_s():
     """Seconds after which a rank that waits for another gives up."""
-    return float(os.environ.get("XDIT_STAGE_TIMEOUT_S", WAIT_TIMEOUT_S))
+    return timeouts.seconds("XDIT_STAGE_TIMEOUT_S")
 
 
 def group_timeout():
