@@ -10,6 +10,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import weakref
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -83,8 +84,19 @@ def claim(folder):
             fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_there(lock):
             folder.mkdir(mode=0o700)
+            _keep_from_forks(weakref.ref(lock))
             return lock
         lock.close()                                           # another host took it for one that was left, before it was locked
+
+
+def _keep_from_forks(reference):
+    """A process that this one forks would hold the lock for as long as it lives itself."""
+    def close():
+        lock = reference()
+        if lock is not None:
+            lock.close()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=close)
 
 
 def sweep(base):
@@ -138,7 +150,7 @@ class SegmentStore:
 
     def __init__(self):
         self.folder, self.overflow_folder = folders_of(f"xdit-{os.getpid()}-{secrets.token_hex(8)}")
-        self._locks, self._count = [], 0
+        self._owner, self._locks, self._count = os.getpid(), [], 0
         try:
             for folder in sorted({self.folder, self.overflow_folder}):
                 sweep(folder.parent)
@@ -202,7 +214,9 @@ class SegmentStore:
                       for p in folder.iterdir() if p.name.isdecimal())
 
     def close(self):
-        """Remove the folders and everything in them. May be called twice."""
+        """Remove the folders and everything in them. May be called twice, and does nothing in a process that the owner has forked."""
+        if os.getpid() != self._owner:
+            return
         for folder in (self.folder, self.overflow_folder):
             discard(folder)
         while self._locks:
