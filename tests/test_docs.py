@@ -11,6 +11,7 @@ import pytest
 
 from tests.architecture import PICTURE, ROOT, draw, sources
 from xdit_backend.models import FAMILIES
+from xdit_backend.protocol.timeouts import TIMEOUTS
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "web" / "docs").glob("*.md")),
          *sorted((ROOT / "xdit_backend").rglob("*.md"))]
@@ -118,6 +119,7 @@ def test_versions_agree():
 def test_environment_variables_are_listed():
     read = {name for path in [*sources("xdit_backend"), *sources("nodes"), *sources("tests"), ROOT / "start.py"]
             for name in re.findall(r"environ(?:\.get\(|\[)\"(XDIT_\w+)\"", path.read_text(encoding="utf-8"))}
-    listed = set(re.findall(r"^\| `(XDIT_\w+)` \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M))
+    listed = dict(re.findall(r"^\| `(XDIT_\w+)` \| (.*)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M))
 
-    assert listed == read
+    assert listed.keys() == read | TIMEOUTS.keys()
+    assert all(f"({usual_s:g})" in listed[name] for name, (usual_s, _) in TIMEOUTS.items())

@@ -1,11 +1,13 @@
 """Worker groups start, fail and end in defined ways, and leave nothing behind."""
 
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -20,7 +22,7 @@ from xdit_backend.host.client import Client
 from xdit_backend.host.launcher import WorkerGroup, _environment
 from xdit_backend.protocol import segments
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerStartError
-from xdit_backend.protocol.messages import ReportMemory
+from xdit_backend.protocol.messages import TRYING_LINKS, ReportMemory
 from xdit_backend.protocol.segments import SegmentStore
 
 
@@ -82,7 +84,12 @@ def test_giving_up_while_starting_leaves_nothing():
     assert gone(before)
 
 
-def test_a_group_starts_serves_and_ends():
+def test_a_group_starts_serves_and_ends(tmp_path, monkeypatch):
+    """Also where the nodes are in a folder whose name has a colon, which Python takes for two in PYTHONPATH."""
+    place = tmp_path / "a:b"
+    place.mkdir()
+    (place / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
+    monkeypatch.setattr(launcher, "ROOT", place)
     before = set(left_behind())
     group = WorkerGroup(("cpu", "cpu"))
 
@@ -97,15 +104,21 @@ def test_a_group_starts_serves_and_ends():
 
 @pytest.mark.slow
 def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(spec_of, tmp_path, monkeypatch):
-    """What the workers printed stays, in the private folder that the error names; the doctor tells of the error, but not of folders."""
+    """What the workers printed stays, in the private folder that the error names; the doctor tells of the error, but not of folders.
+
+    The exit code is known though torchrun could write nothing, as on a full disk.
+    """
     monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
     before = set(left_behind())
     client, call = Client(("cpu", "cpu")), call_of(example("SD3"))
     try:
         want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
-        os.kill(int(client.report_memory()[1]["pid"]), signal.SIGKILL)
+        victim = int(client.report_memory()[1]["pid"])
+        (client.group._log_folder / logs.TORCHRUN).unlink()
+        monkeypatch.setattr(logs, "LEAST_BYTES", 2 ** 62)
+        os.kill(victim, signal.SIGKILL)
         started_s = time.monotonic()
-        with pytest.raises(WorkerDiedError, match=r"Worker rank . \(cpu\) died") as died:
+        with pytest.raises(WorkerDiedError, match=r"Worker rank 1 \(cpu\) died \(exit code -9, killed\)") as died:
             client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
         took_s = time.monotonic() - started_s
         result, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
@@ -115,10 +128,12 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(sp
     assert took_s < 40                                         # sooner than a worker that is silent is given up
     assert torch.equal(result, want)
     assert gone(before)
-    folder, _ = sorted((tmp_path / "logs").iterdir())
+    folder, second = sorted((tmp_path / "logs").iterdir())
     assert f"All output of the workers is in {folder}." in str(died.value)
-    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())} == {
-        folder.name: 0o700, "torchrun.log": 0o600, "rank-0.log": 0o600, "rank-1.log": 0o600, "errors.log": 0o600}
+    assert str(died.value).endswith(f"(What came last could not be written: the disk of {folder} is full.)")
+    assert {(path.name, stat.S_IMODE(path.stat().st_mode)) for path in (*folder.iterdir(), *second.iterdir())} == {
+        ("torchrun.log", 0o600), ("rank-0.log", 0o600), ("rank-1.log", 0o600), ("errors.log", 0o600)}
+    assert {stat.S_IMODE(each.stat().st_mode) for each in (folder, second)} == {0o700}
     told = "\n".join(logs.last_errors())
     assert "WorkerDiedError: Worker rank" in told and f".../{folder.name}" in told and str(tmp_path) not in told
 
@@ -138,6 +153,40 @@ def test_a_stopped_rank_is_noticed_and_replaced(spec_of, monkeypatch):
         client.close()
 
     assert all(torch.equal(*pair) for pair in zip(again, both))
+
+
+SLOW = """
+import os, time
+if os.environ.get("RANK") == "1":
+    for _ in range(100):
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("doing", ["loading its libraries", TRYING_LINKS])
+def test_a_rank_that_is_stopped_while_the_group_starts_is_noticed_and_named(tmp_path, monkeypatch, doing):
+    """But not one whose libraries come slowly, for longer than a silence may last, nor the one that waits for it."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
+    monkeypatch.setattr(launcher, "ROOT", tmp_path)
+    monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "6")
+    before = set(left_behind())
+
+    def stop(rank):
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if process.environ().get("RANK") == str(rank):
+                    process.suspend()
+
+    def on_phase(phase):
+        if phase.text == doing and phase.rank == 1:
+            stop(1)
+    with pytest.raises(WorkerStartError) as error:
+        WorkerGroup(("cpu", "cpu"), on_phase, check=(lambda: None) if doing == TRYING_LINKS else lambda: stop(1))
+
+    assert re.match(rf"Worker rank 1 \(cpu\) has given no sign of life for \d+ s while {doing}: it was stopped", str(error.value))
+    assert gone(before)
 
 
 @pytest.mark.slow
@@ -225,6 +274,38 @@ def test_a_host_that_is_killed_is_missed_though_a_process_it_forked_lives_on(tmp
     finally:
         fork.kill()
     assert not running
+
+
+HOST_WITH_SEGMENTS = """
+import atexit, os, sys, time
+from xdit_backend.protocol.segments import SegmentStore
+store = SegmentStore()
+atexit.register(store.close)
+if os.fork() == 0:
+    if os.fork() == 0:
+        print(os.getpid(), *{store.folder, store.overflow_folder}, flush=True)
+        time.sleep(600)
+    sys.exit()                                                 # with what is to be done at the end of Python, as the host would
+os.wait()
+assert store.folder.is_dir() and store.overflow_folder.is_dir()
+time.sleep(600)
+"""
+
+
+def test_a_process_that_a_host_forked_neither_removes_its_files_nor_keeps_them_when_it_is_killed(tmp_path):
+    host = subprocess.Popen([sys.executable, "-c", HOST_WITH_SEGMENTS], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                            stdout=subprocess.PIPE, text=True)
+    fork, *folders = host.stdout.readline().split()
+    try:
+        time.sleep(0.5)
+        assert host.poll() is None and all(map(os.path.isdir, folders))
+        host.kill()
+        host.wait()
+        SegmentStore().close()
+        left = [folder for folder in folders if os.path.exists(folder)]
+    finally:
+        psutil.Process(int(fork)).kill()
+    assert not left
 
 
 def test_what_the_system_refuses_at_the_start_is_told_with_what_to_do(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """What is kept of workers' output: the last few folders, none that another user could read or change, no file without bound."""
 
 import errno
+import os
+import shutil
 import subprocess
 import sys
 
@@ -71,19 +73,28 @@ def test_a_place_is_told_to_workers_whole(tmp_path, monkeypatch):
     assert logs.place() == tmp_path / "logs"
 
 
-@pytest.mark.parametrize("spoil", ["link", "open to others", "file"])
-def test_a_place_that_is_not_ours_alone_is_not_used(place, tmp_path, caplog, spoil):
+@pytest.mark.parametrize("spoil", ["link", "open to others", "file", "another user's"])
+def test_a_place_that_is_not_ours_alone_is_not_used(place, tmp_path, caplog, monkeypatch, spoil):
+    """Nor read by the doctor."""
+    logs.note(logs.make("xdit-0-00aa", None), "an error of before")
+    logs.tell_machines(["other joined"])
+    assert logs.last_errors() and logs.machines()
+    shutil.move(place, tmp_path / "elsewhere")
     if spoil == "link":
-        (tmp_path / "elsewhere").mkdir(mode=0o700)
         place.symlink_to(tmp_path / "elsewhere")
     elif spoil == "file":
         place.touch()
     else:
-        place.mkdir()
-        place.chmod(0o777)
+        shutil.move(tmp_path / "elsewhere", place)
+        if spoil == "open to others":
+            place.chmod(0o777)
+        else:
+            monkeypatch.setattr(os, "getuid", lambda: place.stat().st_uid + 1)
 
     assert logs.make("xdit-1-00aa", tmp_path / "own" / "logs") == tmp_path / "own" / "logs"
     assert (tmp_path / "own" / "logs").stat().st_mode & 0o777 == 0o700 and "not kept" in caplog.text
+    assert "Name a folder that is yours alone in XDIT_LOG_FOLDER" in caplog.text or spoil == "file"
+    assert not logs.last_errors() and not logs.machines()
 
 
 def test_a_file_of_output_begins_anew_when_it_is_large(tmp_path):

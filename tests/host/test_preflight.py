@@ -5,8 +5,10 @@ import functools
 import importlib.metadata
 import itertools
 import multiprocessing.connection
+import os
 import re
 import shutil
+import types
 
 import psutil
 import pytest
@@ -115,7 +117,8 @@ def faulty(tmp_path, monkeypatch):
     """Have the workers' transfers fail so, where peer-to-peer copies are not off."""
     def make(fault, ways=2):
         (tmp_path / "sitecustomize.py").write_text(FAULTY.format(fault=fault))
-        monkeypatch.setattr(launcher, "ROOT", f"{tmp_path}:{launcher.ROOT}")
+        (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
+        monkeypatch.setattr(launcher, "ROOT", tmp_path)
         monkeypatch.setattr(launcher, "LINK_TIMEOUT_S", 5)
         monkeypatch.setattr(preflight, "detours", lambda devices: list(preflight.DETOURS[:ways]))
     return make
@@ -158,7 +161,7 @@ class Torchrun:
     """What the launcher asks of torchrun's process, and of the door that its workers come to."""
 
     def __init__(self, folder, num_workers):
-        self.log, self.code = folder / "torchrun.log", None
+        self.pid, self.failed, self.code = os.getpid(), folder / launcher.FAILED, None
         pairs = [multiprocessing.connection.Pipe() for _ in range(num_workers)]
         self.hosts, self.workers = [Channel(host) for host, _ in pairs], [Channel(worker) for _, worker in pairs]
 
@@ -174,7 +177,7 @@ class Torchrun:
     def loses(self, rank, code):
         """A worker ends; torchrun ends the others for it."""
         self.workers[rank].close()
-        self.log.write_text(f"failed (exitcode: {code}) local_rank: {rank} (pid: 7) of binary: python\n")
+        self.failed.write_text(f"failed (exitcode: {code}) local_rank: {rank} (pid: 7) of binary: python\n")
 
     def ends(self):
         self.code = 1
@@ -191,7 +194,6 @@ NO_DEVICE, NO_LINK = Unready(0, "cuda:0 cannot be used"), Unready(0, "cuda:1 sen
     (NO_LINK, -6, LinkError, "cuda:1 sent cuda:0"), (NO_LINK, -9, None, "exit code -9, killed")])
 def test_why_workers_cannot_start_does_not_hang_on_who_is_seen_first(tmp_path, monkeypatch, told, code, error, words, ways):
     """A rank says why, another ends, and torchrun ends: in every order, each as the host looks, or all before."""
-    (tmp_path / "torchrun.log").touch()
     for order, at_once in itertools.product(itertools.permutations(range(3)), (False, True)):
         if order.index(0) > order.index(2):                    # torchrun ends the worker that would say why
             continue
@@ -200,12 +202,12 @@ def test_why_workers_cannot_start_does_not_hang_on_who_is_seen_first(tmp_path, m
             torchrun.says(rank, Phase(rank, TRYING_LINKS))
         whys = functools.partial(torchrun.says, 0, told), functools.partial(torchrun.loses, 1, code), torchrun.ends
         events = [whys[number] for number in order]
-        torchrun.log.write_text("")
+        torchrun.failed.write_text("")
         group = object.__new__(WorkerGroup)
         group.devices, group._channels, group._ways = ("cuda:0", "cuda:1"), {}, preflight.DETOURS[:ways]
         group._process = group._door = torchrun
         group._own, group._sessions, group._at_once = [0, 1], {}, []           # there is one machine
-        group._log_folder = tmp_path
+        group._log_folder, group.segments = tmp_path, types.SimpleNamespace(folder=tmp_path)
 
         def look(events=events, at_once=at_once):
             for event in events[:] if at_once else events[:1]:

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from ..protocol import errors
+from ..protocol import errors, timeouts
 from ..protocol.channel import Door
 from ..protocol.devices import machine_of, machines_of, own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerFailedError, WorkerStartError, XDiTError
@@ -33,10 +33,12 @@ from ..protocol.messages import TRYING_LINKS, Abandon, Beat, Decode, Done, Encod
 from ..protocol.segments import SegmentStore, folders_of
 from . import logs, preflight
 from .shortage import shortage_words
+from .starting import TORCHRUN, Signs
 
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]         # the folder that holds the package, for the workers' PYTHONPATH
+FAILED = "failed"                                  # in a group's folder in memory: what torchrun says of workers that fail
 # CPU workers: activations are allocated anew by every layer, and returned to the system each time they cost page faults.
 # In two alternating pairs of runs a Flux forward of 2,432 tokens took 3.59 s with these instead of 3.75 s.
 CPU_ALLOCATOR = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_TRIM_THRESHOLD_": str(2 ** 32), "MALLOC_MMAP_THRESHOLD_": str(2 ** 25),
@@ -54,13 +56,13 @@ INHERITED_PREFIXES = ("XDIT_", "NCCL_", "LC_")
 # CUDA workers: ComfyUI sets cudaMallocAsync for itself, under which later allocations may wait for receives that are posted ahead.
 CUDA_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if sys.platform == "linux" else {}
 
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 1800                             # of workers that get on, however slowly; who does not is noticed sooner
 SETTLE_S = 8                                       # from the first worker that cannot start until all have said or shown why, at most
 LINK_TIMEOUT_S = 60                                # of joining all ranks and a short transfer, once all have begun
+QUIET_S = 20                                       # a worker that says nothing for so long then is what fails, not its links
 HELP = "What to try stands in docs/troubleshooting.md, in the folder of the xDiT nodes."
 STRAGGLER_S = 10                                   # how long the others may take to answer after one rank has failed
 POLL_S = 0.05
-SILENCE_S = 60.0                                   # after which a worker that owes an answer and gives no sign of life is ended
 AWAY_S = 5.0                                       # for so long nobody listened, or this process itself was stopped
 
 # What workers do, for a person
@@ -111,6 +113,7 @@ class WorkerGroup:
         if sys.platform == "win32":
             raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to use its nodes. "
                                    f"{HELP}")
+        timeouts.check()
         self.devices = tuple(devices)
         self._own = [rank for rank, device in enumerate(self.devices) if not machine_of(device)]           # ranks of this machine
         self._machines, self._sessions = machines, {}          # name of another machine -> its Session
@@ -124,7 +127,7 @@ class WorkerGroup:
         self._ended_by = ""                                    # what ended the group, where it was not the host
         self._heard_s, self._listened_s = {}, 0.0              # when each rank last gave a sign of life; when anyone listened
         self._phases, self._beats = {}, {}                     # of each rank at a command: its last Phase; (how far it is, since when)
-        self._close_at_exit = _closer(weakref.ref(self))
+        self._close_at_exit = _closer(weakref.ref(self), os.getpid())
         self.remarks, self.num_detours = [], 0                 # what a person should know of how it runs; ways around links that failed
         started_s, failed = time.monotonic(), []
         self._ways = ways = preflight.detours(self.devices)
@@ -345,6 +348,7 @@ class WorkerGroup:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         greeted, trying, trying_s = [*self._at_once], set(), math.inf          # trying: ranks that have begun on links; since when all have
         told, silent, failed_s = [], [], math.inf              # Unready of ranks; channels that nothing more comes from; since when one
+        signs = Signs(self._process.pid, len(self._own))
         while len(self._channels) < len(self.devices):
             check()
             for name, session in self._sessions.items():
@@ -354,12 +358,19 @@ class WorkerGroup:
                                              f"{session.ended}\n{self._last_lines(rank)}".rstrip())
                     self.close(is_broken=True)                 # those here wait for it
                     raise error
+            late = [rank for rank in range(len(self.devices)) if rank not in self._channels]
             if time.monotonic() > deadline_s:
-                raise WorkerStartError(f"Only {len(self._channels)} of {len(self.devices)} workers were ready after {START_TIMEOUT_S} s. "
+                raise WorkerStartError(f"{', '.join(map(self._called, late))}: not ready after {START_TIMEOUT_S} s. "
                                        f"{HELP} {self._where()}Their last lines:\n{self._last_lines()}")
-            if time.monotonic() - trying_s > LINK_TIMEOUT_S:
-                late = [f"rank {rank} ({device})" for rank, device in enumerate(self.devices) if rank not in self._channels]
-                raise LinkError(f"a transfer between them was not over after {LINK_TIMEOUT_S} s on {', '.join(late)}.")
+            has_tried = time.monotonic() - trying_s > LINK_TIMEOUT_S
+            found = signs.silent(late, min(QUIET_S, _silence_s()) if has_tried else _silence_s())
+            if found is not None and not silent:               # they wait to be ended who have said that they cannot start
+                who = "torchrun, which starts the workers," if found[0] == TORCHRUN else f"Worker {self._called(found[0])}"
+                lines = self._last_lines(None if found[0] == TORCHRUN else found[0])
+                raise WorkerStartError(f"{who} {found[1]}. Queue the prompt again to start a new group. {HELP} {self._where()}"
+                                       f"Its last lines:\n{lines or '(none)'}")
+            if has_tried:
+                raise LinkError(f"a transfer between them was not over after {LINK_TIMEOUT_S} s on {', '.join(map(self._called, late))}.")
             has_ended = self._process.poll() is not None       # asked before what workers have said until then is read
             if len(greeted) < len(self.devices):
                 channel = self._door.accept(POLL_S)
@@ -373,6 +384,7 @@ class WorkerGroup:
                 except ChannelClosedError:
                     silent.append(channel)
                     continue
+                signs.hear(message.rank, getattr(message, "text", None))
                 if isinstance(message, Unready):
                     silent.append(channel)
                     told.append(message)
@@ -511,7 +523,7 @@ class WorkerGroup:
             self._give_up(self._rank_of(name), f"was lost with its machine, {name} (all of rank {ranks}){doing}: "
                                                f"{ended.rstrip('. ')}. {name} joins again by itself when it can")
         process, worker = self._process, self._workers.get(rank)
-        for _ in range(20):                                    # torchrun notices within a tenth of a second
+        for _ in range(50):                                    # torchrun notices within a tenth of a second, then ends the others
             if process is None or process.poll() is not None:
                 break
             time.sleep(0.1)
@@ -530,9 +542,12 @@ class WorkerGroup:
         logs.note(self._log_folder, error)
         raise error
 
+    def _called(self, rank):
+        return f"rank {rank} ({self.devices[rank]})"
+
     def _first_ended(self):
         """(rank, exit code) of the first that failed, as torchrun says it. None where it says nothing."""
-        found = first_ended(self._log_folder)
+        found = first_ended(self.segments)
         return None if found is None or found[0] >= len(self.devices) else found
 
     def _rank_of(self, name):
@@ -553,7 +568,10 @@ class WorkerGroup:
         texts = [read_text(self._log_folder / f"rank-{rank}.log") for rank in ranks]
         if not any(texts):
             texts = [read_text(self._log_folder / logs.TORCHRUN)]
-        return "\n".join("\n".join(text.splitlines()[-num_lines:]) for text in texts if text.strip())
+        lines = ["\n".join(text.splitlines()[-num_lines:]) for text in texts if text.strip()]
+        if logs.is_full(self._log_folder):
+            lines.append(f"(What came last could not be written: the disk of {self._log_folder} is full.)")
+        return "\n".join(lines)
 
 
 def cause_of(told, exit_code):
@@ -591,19 +609,22 @@ def start_torchrun(segments, devices, num_own, store_port, log_folder, variables
     # The store ranks machines by this name, as text: the host is the first, and others follow in the order of their devices.
     name = "127.0.0.1" if num_nodes == 1 else f"machine-{node:06d}"
     command = [
-        sys.executable, "-m", "xdit_backend.host.torchrun", f"--nnodes={num_nodes}", f"--nproc-per-node={num_own}",
+        sys.executable, "-m", "xdit_backend.host.torchrun", str(segments.folder / FAILED),
+        f"--nnodes={num_nodes}", f"--nproc-per-node={num_own}",
         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store_port}", "--rdzv-conf=is_host=0", "--max-restarts=0",
         f"--local-addr={name}", f"--log-dir={segments.overflow_folder}", "-m", "xdit_backend.worker",
         str(segments.folder), ",".join(devices), str(store_port), str(log_folder)]
+    # A path with a colon would be two in PYTHONPATH; Python also looks where it was started.
+    folder = ROOT if os.pathsep in str(ROOT) else segments.overflow_folder
     with logs.start(log_folder) as output:
         return subprocess.Popen(
-            command, cwd=segments.overflow_folder, env=_environment(devices, num_own, interface) | variables, stdin=subprocess.PIPE,
+            command, cwd=folder, env=_environment(devices, num_own, interface) | variables, stdin=subprocess.PIPE,
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def first_ended(log_folder):
-    """(place among its machine's ranks, exit code) of the first worker that failed, as torchrun says it there; None: it says nothing."""
-    found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", read_text(log_folder / logs.TORCHRUN))
+def first_ended(segments):
+    """(place among its machine's ranks, exit code) of the first worker that failed, as torchrun says it; None: it says nothing."""
+    found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", read_text(segments.folder / FAILED))
     return None if found is None else (int(found[2]), int(found[1]))
 
 
@@ -616,7 +637,7 @@ def exit_words(code):
 
 
 def _silence_s():
-    return float(os.environ.get("XDIT_SILENCE_TIMEOUT_S", SILENCE_S))
+    return timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
 
 
 def _environment(devices, num_own=0, interface=""):
@@ -659,10 +680,11 @@ def children(pid):
     return []
 
 
-def _closer(reference):
+def _closer(reference, owner):
+    """What closes a group as its host ends, but not as a process does that the host has forked. owner: the host's number."""
     def close_group():
         group = reference()
-        if group is not None:
+        if group is not None and os.getpid() == owner:
             group.close()
     return close_group
 

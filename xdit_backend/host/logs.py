@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = 8                                   # folders of groups, those that run included
 MOST_BYTES = 2 ** 20                       # of errors.log
+LEAST_BYTES = 2 ** 12                      # below this a disk takes no line more
 TORCHRUN, ERRORS = "torchrun.log", "errors.log"
 NAME = re.compile(r"\d{8}-\d{6}-xdit-\d+-[0-9a-f]+")
 NUM_TOLD, MOST_LINES = 5, 20               # errors that the doctor tells, and lines of each
@@ -71,7 +72,7 @@ def tell_machines(lines):
 def machines():
     """Lines that tell of the other machines of each process that runs, with nothing private."""
     lines = []
-    for path in sorted(place().glob(MACHINES.format("*"))):
+    for path in sorted(place().glob(MACHINES.format("*"))) if _is_ours() else ():
         pid = path.stem.partition("-")[2]
         with suppress(OSError):                                # it ends at this moment
             if pid.isdigit() and psutil.pid_exists(int(pid)):
@@ -87,6 +88,13 @@ def start(folder):
     with suppress(OSError):                                    # file systems without locks, where no folder is taken for an old one
         fcntl.flock(file, fcntl.LOCK_EX)
     return file
+
+
+def is_full(folder):
+    """Has its disk no room for a line?"""
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free < LEAST_BYTES
+    return False
 
 
 def note(folder, error):
@@ -125,17 +133,23 @@ def without_private(text):
 def _own_place():
     """place(), made where it is not there. Raises OSError where it is not ours alone."""
     place().mkdir(mode=0o700, parents=True, exist_ok=True)
-    about = place().lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise PermissionError(f"{place()} is a link, another user's, or others can write there")
+    if not _is_ours():
+        raise PermissionError(f"{place()} is a link, another user's, or others can write there. Name a folder that is yours alone in "
+                              f"XDIT_LOG_FOLDER")
     return place()
+
+
+def _is_ours():
+    """Is place() there, and no other user's, who may have put links there to what is private?"""
+    with suppress(OSError):
+        about = place().lstat()
+        return stat.S_ISDIR(about.st_mode) and (not hasattr(os, "getuid") or about.st_uid == os.getuid()) and not about.st_mode & 0o022
+    return False
 
 
 def _folders():
     """From the oldest on."""
-    with suppress(OSError):
-        return sorted(path for path in place().iterdir() if NAME.fullmatch(path.name))
-    return []
+    return sorted(path for path in place().iterdir() if NAME.fullmatch(path.name)) if _is_ours() else []
 
 
 def _forget_old(new):

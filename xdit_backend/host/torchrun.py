@@ -1,11 +1,15 @@
 """torchrun, which ends when the host does: its standard input is a pipe of the host's, whose child it is. Started by the launcher.
 
+Its first argument names a file, for what it says of workers that fail: in memory, since the disk that its output goes to may be full.
+
 Left to itself, torchrun waits for minutes for the store of a host that was killed. Workers notice by their own connection; one
 that is stopped, or hangs, does not, nor does any while a process lives that the host has forked, which holds the host's end of all.
 """
 
+import logging
 import os
 import select
+import sys
 import threading
 import time
 
@@ -17,6 +21,7 @@ WORKERS_S = 2.0                # which workers have to notice, and to remove the
 
 def main():
     threading.Thread(target=end_with_the_host, args=(os.getppid(),), daemon=True).start()
+    logging.getLogger("torch.distributed.elastic").addHandler(logging.FileHandler(sys.argv.pop(1)))
     from torch.distributed.run import main as torchrun  # takes seconds, in which the host may end
     torchrun()
 

@@ -17,7 +17,8 @@ from ..checkpoints.header import read_header, state_of
 from ..host import logs, preflight
 from ..host.launcher import ROOT, children, end_torchrun, exit_words, first_ended, read_text, start_torchrun
 from ..host.measurements import card_of
-from ..protocol import messages
+from ..host.starting import TORCHRUN, Signs
+from ..protocol import messages, timeouts
 from ..protocol.channel import Door
 from ..protocol.devices import machine_of, own_name
 from ..protocol.errors import ChannelClosedError, ConfigError, WorkerStartError, XDiTError
@@ -62,6 +63,7 @@ def add_arguments(parser):
 def main(options):
     if sys.platform == "win32":
         raise ConfigError("xDiT's workers run on Linux, and this is Windows: run this inside WSL2.")
+    timeouts.check()
     address, key = read_address(options.address), read_key(options.key)
     if not is_name(options.name):
         raise ConfigError(f'"{options.name}" is no name for a machine: small letters, digits, dots and hyphens, as "other-pc".')
@@ -340,7 +342,7 @@ class Workers:
 
     def _watch(self):
         """Let the workers in, and see that torchrun runs."""
-        num_greeted = 0
+        num_greeted, signs = 0, Signs(self._process.pid, len(self._ranks))
         while not self._is_over.is_set():
             if num_greeted == len(self._ranks):
                 self._is_over.wait(POLL_S)
@@ -350,17 +352,24 @@ class Workers:
             if self._process.poll() is not None and not self._is_over.is_set():
                 self._failed(self._ranks[0])
                 return
+            unheard = [rank for rank in self._ranks if rank not in self._channels]         # the host hears the others
+            if unheard and (found := signs.silent(unheard, timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))) is not None:
+                rank, who = (unheard[0], "torchrun") if found[0] == TORCHRUN else (found[0], f"the worker of rank {found[0]}")
+                self._session.tell_ended(rank, f"there, {who} {found[1]}", self._last_lines(rank))
+                return
 
     def _failed(self, rank):
         """A worker here has ended: say which one was the first, and how. One that was told to stop needs no word."""
         if self._is_stopping:
             return
-        found = first_ended(self._log_folder)
+        found = first_ended(self.segments)
         place, code = found if found is not None and found[0] < len(self._ranks) else (self._ranks.index(rank), None)
         rank = self._ranks[place]
+        self._session.tell_ended(rank, f"the worker of rank {rank} ended there{exit_words(code)}", self._last_lines(rank))
+
+    def _last_lines(self, rank):
         text = read_text(self._log_folder / f"rank-{rank}.log") or read_text(self._log_folder / logs.TORCHRUN)
-        lines = "\n".join(text.splitlines()[-NUM_LINES:])
-        self._session.tell_ended(rank, f"the worker of rank {rank} ended there{exit_words(code)}", lines)
+        return "\n".join(text.splitlines()[-NUM_LINES:])
 
     def _listen(self, channel):
         """Pass on what one worker says."""

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -34,7 +35,8 @@ def serve(folder, rank, devices, store_port, log_file):
     """Join the process group at the host's store, greet the host, and serve until it says stop or is gone. log_file: what is printed."""
     channel = connect(folder)
     channel.send(Phase(rank, "starting workers"))
-    commands, busy, abandoned = queue.SimpleQueue(), threading.Event(), set()
+    commands, busy, ready, abandoned = queue.SimpleQueue(), threading.Event(), threading.Event(), set()
+    threading.Thread(target=_beat_until, args=(ready, channel, rank), daemon=True).start()
     threading.Thread(target=_read, args=(channel, commands, abandoned, folder), daemon=True).start()
     device = torch.device(own_name(devices[rank]))
     torch.set_grad_enabled(False)
@@ -47,6 +49,7 @@ def serve(folder, rank, devices, store_port, log_file):
         threading.Event().wait()                               # for the host to end all: without this rank, others would abort
     gc.freeze()                                                # the libraries' objects stay: what is dropped is found sooner without them
     engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), abandoned)
+    ready.set()
     channel.send(Ready(rank, os.getpid(), devices[rank]))
     threading.Thread(target=_beat, args=(channel, engine, busy, log_file), daemon=True).start()
     waiting = collections.deque()
@@ -95,6 +98,13 @@ def _prefetch(engine, command):
     except Exception:                                          # it fails again, and is reported, when its turn comes
         log.exception("cannot prepare %s", type(command).__name__)
         return False
+
+
+def _beat_until(ready, channel, rank):
+    """Tell the host that this process lives while it has no engine to tell of: it may wait for the others to come."""
+    with suppress(ChannelClosedError):                         # _read ends the process
+        while not ready.wait(BEAT_S):
+            channel.send(Beat(rank, 0, 0, False))
 
 
 def _beat(channel, engine, busy, log_file):

@@ -1,0 +1,68 @@
+"""Which processes of a group that starts get on. Used by the launcher, and where other machines join.
+
+Libraries that come from a slow disk may take minutes, in which a worker says nothing; but each piece that comes wakes it, and the
+system counts that. What is stopped, or waits for what never comes, is not woken. Later a worker waits for others, and says that it lives.
+"""
+
+import time
+from contextlib import suppress
+
+import psutil
+
+from ..protocol.messages import TRYING_LINKS
+
+LOOK_S = 1.0                               # from look to look
+AWAY_S = 5.0                               # for so long this process did not look: it was stopped itself
+TORCHRUN = -1                              # stands for it beside the ranks
+DOING = {None: "loading its libraries", TRYING_LINKS: TRYING_LINKS}           # after what it has said last; else it prepares its device
+
+
+class Signs:
+    """When torchrun and its workers have last given a sign of life. torchrun: its process number; it starts num_own workers here."""
+
+    def __init__(self, torchrun, num_own):
+        self._torchrun, self._num_own, self._looked_s = torchrun, num_own, time.monotonic()
+        self._counts = {}                                      # rank, or TORCHRUN -> what the system counted at the last look
+        self._since_s = {TORCHRUN: self._looked_s}             # rank, or TORCHRUN -> when it last gave a sign
+        self._said = {}                                        # rank -> the text of its last Phase
+
+    def hear(self, rank, text=None):
+        """A rank has said something: what it does now, or only that it lives."""
+        self._since_s[rank] = time.monotonic()
+        if text is not None:
+            self._said[rank] = text
+
+    def silent(self, ranks, limit_s):
+        """Which of these ranks has given no sign for so long, or is torchrun it, and what it did: (rank or TORCHRUN, words), else None."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > AWAY_S:
+            self._since_s = dict.fromkeys(self._since_s, now_s)
+        if now_s - self._looked_s >= LOOK_S:
+            self._looked_s = now_s
+            self._look()
+        late = [rank for rank in (*ranks, TORCHRUN) if now_s - self._since_s.get(rank, now_s) > limit_s]
+        if not late:
+            return None
+        rank = min(late, key=self._since_s.get)
+        doing = "starting the workers" if rank == TORCHRUN else DOING.get(self._said.get(rank), "preparing its device")
+        return rank, (f"has given no sign of life for {now_s - self._since_s[rank]:.0f} s while {doing}: it was stopped, or hung, and is "
+                      f"ended")
+
+    def _look(self):
+        with suppress(psutil.Error):                           # torchrun has ended, as others notice
+            torchrun = psutil.Process(self._torchrun)
+            children = torchrun.children()
+            for child in children:
+                with suppress(psutil.Error, KeyError, ValueError):             # it has ended, or is not a worker yet
+                    self._count(int(child.environ()["RANK"]), child)
+            if len(children) < self._num_own:
+                self._count(TORCHRUN, torchrun)
+            else:
+                self._since_s.pop(TORCHRUN, None)              # it has done its part
+
+    def _count(self, whose, process):
+        counts = [process.cpu_times(), process.memory_info().rss]
+        with suppress(NotImplementedError):                    # a kernel that does not tell, as that of some containers
+            counts.append(process.num_ctx_switches())
+        if counts != self._counts.get(whose):
+            self._counts[whose], self._since_s[whose] = counts, time.monotonic()
