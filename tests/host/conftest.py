@@ -34,9 +34,9 @@ def spec_of(folders):
 @pytest.fixture(scope="package")
 def client():
     """Two workers, which can count what lives in them: tests/host/counting."""
-    client, counting = Client(("cpu", "cpu")), Path(__file__).parent / "counting"
+    client, counting, environment = Client(("cpu", "cpu")), Path(__file__).parent / "counting", launcher._environment
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "ROOT", f"{counting}:{launcher.ROOT}")
+        patch.setattr(launcher, "_environment", lambda *of: environment(*of) | {"PYTHONPATH": f"{counting}:{launcher.ROOT}"})
         client.report_memory()
     yield client
     client.close()
