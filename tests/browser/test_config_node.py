@@ -19,10 +19,14 @@ DEGREES = {f"{name}_degree" for name in ("cfg", "data", "pipefusion", "ring", "u
 PIPEFUSION = {"num_patches", "warmup_steps", "stage_blocks", "warmup", "offload_keys_values", "forecast_keys_values"}
 
 
-def test_it_shows_what_counts(page):
+def open_demo(page, **values):
+    """Open the template Demo and set these widgets, one after the other. Returns the node's height, as the last one leaves it."""
     page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
-    for name, value in (("mode", "auto"), ("warmup_steps", 1), ("num_patches", 0)):
-        low = page.evaluate(SET, [name, value])
+    return [page.evaluate(SET, [name, value]) for name, value in values.items()][-1]
+
+
+def test_it_shows_what_counts(page):
+    low = open_demo(page, mode="auto", warmup_steps=1, num_patches=0)
     steps = [("mode", "auto", {"devices", "mode", "approximate"}),
              ("num_patches", 8, {"devices", "mode", "approximate", "num_patches"}),
              ("mode", "manual", {"devices", "mode"} | DEGREES),
@@ -65,9 +69,7 @@ BUTTON = """() => app.graph.nodes.find(node => node.type === "XDiTParallelConfig
 
 
 def test_a_refused_layout_marks_its_widget_and_offers_what_fits(page):
-    page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
-    for name, value in (("devices", "cpu,cpu"), ("mode", "manual"), ("ring_degree", 3)):
-        page.evaluate(SET, [name, value])
+    open_demo(page, devices="cpu,cpu", mode="manual", ring_degree=3)
     saved = page.evaluate("() => app.rootGraph.serialize().nodes")
 
     page.evaluate("() => app.queuePrompt(0).catch(() => null)")
@@ -86,9 +88,7 @@ def test_a_refused_layout_marks_its_widget_and_offers_what_fits(page):
 
 
 def test_what_fits_is_offered_no_more_when_a_run_begins(page):
-    page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
-    for name, value in (("devices", "cpu,cpu"), ("mode", "manual"), ("ring_degree", 3)):
-        page.evaluate(SET, [name, value])
+    open_demo(page, devices="cpu,cpu", mode="manual", ring_degree=3)
     page.evaluate("() => app.queuePrompt(0).catch(() => null)")
     page.wait_for_function(f"() => ({BUTTON})()", timeout=20_000)
 
@@ -99,9 +99,7 @@ def test_what_fits_is_offered_no_more_when_a_run_begins(page):
 
 def test_an_error_of_a_run_marks_the_widget_of_the_settings(page):
     """Heads are known when the model is loaded: the loader fails, and the widget is on another node."""
-    page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
-    for name, value in (("devices", "cpu,cpu,cpu,cpu,cpu"), ("mode", "manual"), ("ulysses_degree", 5)):
-        page.evaluate(SET, [name, value])
+    open_demo(page, devices="cpu,cpu,cpu,cpu,cpu", mode="manual", ulysses_degree=5)
 
     page.evaluate("() => app.queuePrompt(0)")
     page.wait_for_function(f"() => JSON.stringify(({MARKED})()) !== '{{}}'", timeout=60_000)
