@@ -97,11 +97,8 @@ def refuse_call(family, transformer_options, extra):
 
     extra: its arguments besides the latent, the timestep, ControlNet (control.py) and transformer_options.
     """
-    rope = family.rope_options(extra)
-    if rope is None or transformer_options.get("rope_options") != rope:
-        _refuse(_transformer_options(transformer_options))
-    else:
-        _refuse(_transformer_options({**transformer_options, "rope_options": None}))
+    own = "rope_options", family.rope_options(extra)
+    _refuse(_transformer_options(dict(option for option in transformer_options.items() if option != own)))
     beyond = family.beyond(extra)
     if beyond is not None:
         raise UnsupportedError(f"xDiT runs {family.name} without {beyond}, which this workflow has. Change the node that adds it, or use "

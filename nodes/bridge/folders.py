@@ -7,6 +7,7 @@ tells where each row comes from.
 import importlib
 import os
 import re
+from contextlib import suppress
 
 import torch
 
@@ -40,17 +41,16 @@ def under_comfyui_names(tensors, header):
     found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.prepares)}      # they have those names
     used = set(found)
     for name in _names(family, config):
-        part, order = _joined(family, config, name)
-        if part in tensors:
-            found |= zip(order, tensors[part].chunk(2))
-            used.add(part)
-            continue
         parts = _converted(family, config, name, 0)
-        if not parts or not parts.keys() <= tensors.keys():
-            continue
-        rows = _converted(family, config, name, sum(len(tensors[part]) if tensors[part].ndim else 1 for part in parts))
-        found[name] = _together(rows, tensors)
-        used |= parts.keys()
+        if not parts:
+            part, order = _joined(family, config, name)
+            if part in tensors:
+                found |= zip(order, tensors[part].chunk(2))
+                used.add(part)
+        elif parts.keys() <= tensors.keys():
+            rows = _converted(family, config, name, sum(len(tensors[part]) if tensors[part].ndim else 1 for part in parts))
+            found[name] = _together(rows, tensors)
+            used |= parts.keys()
     if used != tensors.keys():
         found = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or {}         # which takes some for other families
         if sum(tensor.numel() for tensor in found.values()) != sum(tensor.numel() for tensor in tensors.values()):
@@ -121,19 +121,14 @@ def _together(rows, tensors):
 def _joined(family, config, name):
     """(diffusers' name, the names of both halves in their order) of a tensor that the conversion puts together with this one, for which
     it asks; (None, ()) where there is none."""
-    try:
-        family.convert({name: torch.zeros(1)}, config)
-    except KeyError as error:
-        other = error.args[0]
-    except (RuntimeError, IndexError, ValueError):
-        return None, ()
-    else:
-        return None, ()
-    try:
-        (part, halves), = family.convert({name: torch.zeros(1), other: torch.ones(1)}, config).items()
-        return part, (name, other) if halves.tolist() == [0, 1] else (other, name)
-    except (KeyError, RuntimeError, IndexError, ValueError):
-        return None, ()
+    with suppress(KeyError, RuntimeError, IndexError, ValueError):
+        try:
+            family.convert({name: torch.zeros(1)}, config)
+        except KeyError as error:
+            other = error.args[0]
+            (part, halves), = family.convert({name: torch.zeros(1), other: torch.ones(1)}, config).items()
+            return part, (name, other) if halves.tolist() == [0, 1] else (other, name)
+    return None, ()
 
 
 def _converted(family, config, name, num_rows):

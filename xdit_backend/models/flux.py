@@ -25,7 +25,7 @@ KEYS = table(
     (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
 
 
-def head_size(shapes):
+def _head_size(shapes):
     """Files that ComfyUI saved call the scale of a norm its weight."""
     return next(shapes[NORM + leaf][0] for leaf in ("scale", "weight") if NORM + leaf in shapes)
 
@@ -54,8 +54,8 @@ FLUX = Family(
     recognise=lambda shapes: BLOCKS(shapes) and has("vector_in.")(shapes) and len(shapes.get("img_in.weight", ())) == 2,
     config=config_of(
         patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
-        num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=head_size,
-        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // head_size(shapes),
+        num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=_head_size,
+        num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // _head_size(shapes),
         joint_attention_dim=size("txt_in.weight", 1), pooled_projection_dim=size("vector_in.in_layer.weight", 1),
         guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(16, 56, 56)),
     convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0,

@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 
-from .describe import blocks, config_of, given, has, size, timestep
-from .flux import BLOCKS, FLUX, LATENT, head_size
+from .describe import config_of, given, has, timestep
+from .flux import BLOCKS, FLUX, LATENT
 from .keys import table
 from .plan import Tiny
 
@@ -15,7 +15,12 @@ WIDTH = 3584                                                   # of the text, by
 KEYS = table((r"^time_in\.", "time_embed.timestep_embedder."))
 
 
-def text_places(asked):
+def _of_longcat(settings):
+    """Flux.1's without those that the class lacks."""
+    return {name: value for name, value in settings.items() if name not in ("out_channels", "pooled_projection_dim", "guidance_embeds")}
+
+
+def _text_places(asked):
     """(T, 3): the text's tokens along the diagonal of rows and columns."""
     places = torch.arange(float(asked.conditioning["context"].shape[1]), device=asked.latent.device)
     return torch.stack([torch.zeros_like(places), places, places], 1)
@@ -34,18 +39,13 @@ def _places(asked):
 LONGCAT = dataclasses.replace(
     FLUX, name="LongCat-Image", title="LongCat-Image", transformer="LongCatImageTransformer2DModel", cfg="yes",
     recognise=lambda shapes: BLOCKS(shapes) and not has("vector_in.")(shapes) and shapes.get("txt_in.weight", ())[1:] == (WIDTH,),
-    config=config_of(
-        patch_size=1, in_channels=size("img_in.weight", 1), num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."),
-        attention_head_dim=head_size, num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // head_size(shapes),
-        joint_attention_dim=size("txt_in.weight", 1), axes_dims_rope=(16, 56, 56)),
+    config=config_of(**_of_longcat(FLUX.config.rules)),        # type: ignore[attr-defined]
     convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), amend=lambda model, config: None,
     num_channels=lambda config: config["in_channels"] // 4,
     rope_options=_shifts, conditioning={"context": "joint_attention_dim", "ref_latents": None, "ref_latents_method": None},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"), "img_ids": _places,
-               "txt_ids": text_places},
+               "txt_ids": _text_places},
     plan=dataclasses.replace(FLUX.plan, exact={"time_embed": (("timestep",), 1000.0)}),
     tiny=Tiny(
-        {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4,
-         "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 8)},
-        FLUX.tiny.native, FLUX.tiny.arguments | {"vec_in_dim": None, "context_in_dim": WIDTH, "guidance_embed": False,
-                                                 "txt_ids_dims": [1, 2]}))
+        _of_longcat(FLUX.tiny.config), FLUX.tiny.native,
+        FLUX.tiny.arguments | {"vec_in_dim": None, "context_in_dim": WIDTH, "guidance_embed": False, "txt_ids_dims": [1, 2]}))

@@ -4,10 +4,10 @@ import dataclasses
 
 import torch
 
-from .describe import config_of, given, has, timestep
+from .describe import config_of, has, size
 from .flux import BLOCKS, FLUX, LATENT
 from .keys import table
-from .longcat import LONGCAT, text_places
+from .longcat import LONGCAT
 from .plan import Tiny
 
 GATE, UP = ".gate_proj.", ".up_proj."
@@ -34,10 +34,10 @@ def _amend(model, config):
 OVIS = dataclasses.replace(
     LONGCAT, name="Ovis-Image", title="Ovis-Image", transformer="OvisImageTransformer2DModel",
     recognise=lambda shapes: BLOCKS(shapes) and has("txt_norm.", "double_blocks.0.img_mlp.gate_proj.weight")(shapes),
-    config=config_of(**LONGCAT.config.rules | {"out_channels": lambda shapes: shapes["final_layer.linear.weight"][0]}),  # type: ignore[attr-defined]
+    config=config_of(**LONGCAT.config.rules | {                # type: ignore[attr-defined]
+        "out_channels": size("final_layer.linear.weight", 0)}),
     convert=_convert, amend=_amend, rope_options=FLUX.rope_options, ignored=("y", "guidance"), num_channels=FLUX.num_channels,
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"), "img_ids": LATENT.positions,
-               "txt_ids": text_places},
+    arguments=LONGCAT.arguments | {"img_ids": LATENT.positions},
     plan=dataclasses.replace(FLUX.plan, exact={"time_proj": (("timestep",), 1000.0)},
                              once_outside={"context_embedder_norm": "run", "context_embedder": "run"}),
     tiny=Tiny(LONGCAT.tiny.config, FLUX.tiny.native, LONGCAT.tiny.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))
