@@ -171,10 +171,10 @@ def test_a_rank_that_is_stopped_while_the_group_starts_is_noticed_and_named(tmp_
     (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
     monkeypatch.setattr(launcher, "ROOT", tmp_path)
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "6")
-    before = set(left_behind())
+    before, others = set(left_behind()), set(psutil.Process().children(recursive=True))        # of groups that other tests use
 
     def stop(rank):
-        for process in psutil.Process().children(recursive=True):
+        for process in set(psutil.Process().children(recursive=True)) - others:
             with suppress(psutil.Error):
                 if process.environ().get("RANK") == str(rank):
                     process.suspend()
