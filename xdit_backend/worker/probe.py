@@ -3,6 +3,7 @@
 Every rank runs it at the same time, in the same order, so that what they share (memory, processors, a bus) is shared as in a run.
 """
 
+import itertools
 import math
 import statistics
 import time
@@ -17,9 +18,9 @@ from ..parallel.mesh import group_timeout
 SMALL_BYTES, LARGE_BYTES = 2 ** 16, 2 ** 24
 ACROSS_BYTES = 2 ** 20         # large, between machines: a slow network takes a second for it
 # (width, rows of a full and of a short matrix, tokens of a long and of a short attention, elements of what is only moved)
-ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 25), (512, 1024, 128, 1024, 256, 2 ** 22)
+ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 25), (512, 1024, 128, 768, 192, 2 ** 22)
 HEADS = 8
-LEAST_S, ROUNDS = 0.02, 5
+LEAST_S, ROUNDS = 0.01, 7
 ROUND_S, SHARED_ROUNDS = 0.05, 12         # of rounds in which all wait for the last, as in a step
 BLOCK_TOKENS, BLOCK_WIDTH = 16, 64
 
@@ -56,39 +57,36 @@ class Watch:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def seconds(self, work, repeats=None, wait=True):
-        """Of one call, the median of some rounds. wait: until the device is done; else what the host takes to start it.
+    def seconds(self, works, repeats=None, wait=True):
+        """{name: seconds of one call of works[name]}, means over rounds, without the longest and the shortest, in which each has its turn: a
+        machine that others slow for a moment slows all alike. wait: until the device is done; else what the host takes to start it.
 
-        repeats: calls a round; None: as many as take long enough. Ranks of a collective give a number, so that all make as many.
+        repeats: calls in a turn; None: as many as take long enough. Ranks of a collective give a number, so that all make as many.
         """
+        often = {name: repeats or self._often(work) for name, work in works.items()}
+        turns_s: dict[str, list] = {name: [] for name in works}
+        for round_ in range(ROUNDS + 1):                       # the first one warms up
+            for name, work in works.items():
+                if self.together:
+                    dist.barrier()
+                    self.done()
+                started_s = time.perf_counter()
+                for _ in range(often[name] if round_ else 1):
+                    work()
+                if wait:
+                    self.done()
+                if round_:
+                    turns_s[name].append((time.perf_counter() - started_s) / often[name])
+                self.done()
+        return {name: statistics.mean(sorted(turns)[ROUNDS // 6:ROUNDS - ROUNDS // 6]) for name, turns in turns_s.items()}
+
+    def _often(self, work):
         work()
         self.done()
-        if repeats is None:
-            started_s = time.perf_counter()
-            work()
-            self.done()
-            repeats = max(1, math.ceil(LEAST_S / max(1e-6, time.perf_counter() - started_s)))
-        rounds_s = []
-        for _ in range(ROUNDS):
-            if self.together:
-                dist.barrier()
-                self.done()
-            started_s = time.perf_counter()
-            for _ in range(repeats):
-                work()
-            if wait:
-                self.done()
-            rounds_s.append((time.perf_counter() - started_s) / repeats)
-            self.done()
-        return statistics.median(rounds_s)
-
-
-def of_matrix(watch, device, dtype):
-    """Seconds of a feed-forward's matrix multiplication with many rows, and with few."""
-    width, full, short, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
-    weight = torch.randn(4 * width, width, device=device).to(dtype)
-    tokens = torch.randn(full, width, device=device).to(dtype)
-    return [watch.seconds(lambda rows=rows: F.linear(tokens[:rows], weight)) for rows in (full, short)]
+        started_s = time.perf_counter()
+        work()
+        self.done()
+        return max(1, math.ceil(LEAST_S / max(1e-6, time.perf_counter() - started_s)))
 
 
 def of_waiting(watch, rank, device, dtype):
@@ -124,22 +122,23 @@ def of_waiting(watch, rank, device, dtype):
 
 
 def of_device(watch, device, dtype):
+    """Of a feed-forward's matrix multiplication with many rows and with few, attention with many keys and with few, a convolution, and of
+    what is only moved.
+    """
     width, full, short, long, brief, elements = ON_CUDA if device.type == "cuda" else ON_CPU
-    full_s, short_s = of_matrix(watch, device, dtype)
-    numbers = {"matrix_s": full_s, "matrix_short_s": short_s, "matrix_flops": 8.0 * full * width ** 2, "rows": full, "short_rows": short,
-               "launch_hidden": float(device.type != "cpu")}
-    for head in (64, 128):
-        for name, keys in (("long", long), ("short", brief)):
-            query, key = (torch.randn(1, HEADS, tokens, head, device=device).to(dtype) for tokens in (long, keys))
-            numbers[f"attention_{head}_{name}_s"] = watch.seconds(
-                lambda query=query, key=key: F.scaled_dot_product_attention(query, key, key))
-    numbers |= {"attention_flops": 4.0 * HEADS * long * long * 128, "keys": long, "short_keys": brief}
+    weight, tokens = torch.randn(4 * width, width, device=device).to(dtype), torch.randn(full, width, device=device).to(dtype)
+    works = {"matrix_s": lambda: F.linear(tokens, weight), "matrix_short_s": lambda: F.linear(tokens[:short], weight)}
+    for head, (name, keys) in itertools.product((64, 128), (("long", long), ("short", brief))):
+        query, key = (torch.randn(1, HEADS, count, head, device=device).to(dtype) for count in (long, keys))
+        works[f"attention_{head}_{name}_s"] = lambda query=query, key=key: F.scaled_dot_product_attention(query, key, key)
     channels, side = (256, 128) if device.type == "cuda" else (64, 64)
     image, kernel = (torch.randn(shape, device=device).to(dtype) for shape in ((1, channels, side, side), (channels, channels, 3, 3)))
-    numbers["convolution_flops_s"] = 18.0 * (channels * side) ** 2 / watch.seconds(lambda: F.conv2d(image, kernel, padding=1))
     one, other = (torch.randn(elements, device=device).to(dtype) for _ in range(2))
-    numbers["move_bytes_s"] = 3 * one.nbytes / watch.seconds(lambda: torch.add(one, other))
-    return numbers
+    seconds = watch.seconds(works | {"convolution": lambda: F.conv2d(image, kernel, padding=1), "move": lambda: torch.add(one, other)})
+    return {name: seconds[name] for name in works} | {
+        "matrix_flops": 8.0 * full * width ** 2, "rows": full, "short_rows": short, "launch_hidden": float(device.type != "cpu"),
+        "attention_flops": 4.0 * HEADS * long * long * 128, "keys": long, "short_keys": brief,
+        "convolution_flops_s": 18.0 * (channels * side) ** 2 / seconds["convolution"], "move_bytes_s": 3 * one.nbytes / seconds["move"]}
 
 
 def of_empty_block(watch, device, dtype):
@@ -149,7 +148,7 @@ def of_empty_block(watch, device, dtype):
                                   norm_type="ada_norm_single").to(device, dtype)
     tokens = torch.randn(1, BLOCK_TOKENS, BLOCK_WIDTH, device=device).to(dtype)
     times = torch.randn(1, 6 * BLOCK_WIDTH, device=device).to(dtype)
-    return watch.seconds(lambda: block(tokens, encoder_hidden_states=tokens, timestep=times), wait=False)
+    return watch.seconds({"launch": lambda: block(tokens, encoder_hidden_states=tokens, timestep=times)}, wait=False)["launch"]
 
 
 def of_links(watch, rank, world_size, size, device, dtype, traffic, large_bytes, is_first):
@@ -165,17 +164,16 @@ def of_links(watch, rank, world_size, size, device, dtype, traffic, large_bytes,
         piece = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         pieces = piece[:len(piece) // size * size].view(size, -1)
         shapes = [pieces[0].shape] * size
-        works = {"all_to_all": lambda pieces=pieces, shapes=shapes: all_to_all(pieces, shapes, own, traffic, pieces),
-                 "hop": lambda piece=piece: RingExchange(piece, piece.shape, own, traffic).wait(),
-                 "all_reduce": lambda piece=piece: dist.all_reduce(piece, group=own),
-                 "gather": lambda pieces=pieces: all_gather(pieces[0], [len(pieces[0])] * size, 0, own, traffic)}
-        for collective, work in works.items():
-            numbers[f"{collective} {size} {name}_s"] = watch.seconds(work, repeats=10 if name == "small" else 2)
+        works = {f"all_to_all {size} {name}_s": lambda pieces=pieces, shapes=shapes: all_to_all(pieces, shapes, own, traffic, pieces),
+                 f"hop {size} {name}_s": lambda piece=piece: RingExchange(piece, piece.shape, own, traffic).wait(),
+                 f"all_reduce {size} {name}_s": lambda piece=piece: dist.all_reduce(piece, group=own),
+                 f"gather {size} {name}_s": lambda pieces=pieces: all_gather(pieces[0], [len(pieces[0])] * size, 0, own, traffic)}
+        numbers |= watch.seconds(works, repeats=10 if name == "small" else 1)
     piece = torch.zeros(16, dtype=dtype, device=device)
     pieces = torch.zeros(size, 8, dtype=dtype, device=device)
-    numbers[f"launch {size} all_to_all_s"] = watch.seconds(lambda: all_to_all(pieces, [(8,)] * size, own, traffic, pieces), repeats=10,
-                                                           wait=False)
-    numbers[f"launch {size} hop_s"] = watch.seconds(lambda: RingExchange(piece, piece.shape, own, traffic).wait(), repeats=10, wait=False)
+    numbers |= watch.seconds({f"launch {size} all_to_all_s": lambda: all_to_all(pieces, [(8,)] * size, own, traffic, pieces),
+                              f"launch {size} hop_s": lambda: RingExchange(piece, piece.shape, own, traffic).wait()}, repeats=10,
+                             wait=False)
     if is_first:
         numbers |= of_both(watch, own, device, dtype, traffic, large_bytes)
     if size < world_size:
@@ -198,6 +196,5 @@ def of_both(watch, group, device, dtype, traffic, large_bytes):
         exchange = RingExchange(piece, piece.shape, group, traffic)
         attend()
         exchange.wait()
-    return {"beside_attention_s": watch.seconds(attend, repeats=4),
-            "beside_hop_s": watch.seconds(lambda: RingExchange(piece, piece.shape, group, traffic).wait(), repeats=2),
-            "beside_both_s": watch.seconds(both, repeats=2)}
+    return watch.seconds({"beside_attention_s": attend, "beside_both_s": both,
+                          "beside_hop_s": lambda: RingExchange(piece, piece.shape, group, traffic).wait()}, repeats=1)
