@@ -34,7 +34,7 @@ class XDiTClassLabel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, label) -> io.NodeOutput:
-        check_links(model=model)
+        check_links(model=model, label=label)
         remote = getattr(model.model, "remote", None)
         num_classes = remote and remote.setup.num_classes
         if not num_classes:

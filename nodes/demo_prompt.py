@@ -3,6 +3,7 @@
 from comfy_api.latest import io
 
 from ..xdit_backend.demo_model.text import MAX_WORDS, load_text_encoder
+from .bridge.inputs import check_links
 
 
 class XDiTDemoPrompt(io.ComfyNode):
@@ -25,5 +26,6 @@ class XDiTDemoPrompt(io.ComfyNode):
 
     @classmethod
     def execute(cls, text) -> io.NodeOutput:
+        check_links(text=text)
         context, pooled = load_text_encoder().encode([text])
         return io.NodeOutput([[context, {"pooled_output": pooled}]])

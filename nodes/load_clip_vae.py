@@ -5,6 +5,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import CheckpointError
+from .bridge.inputs import check_links
 
 
 class XDiTLoadClipVae(io.ComfyNode):
@@ -26,6 +27,7 @@ class XDiTLoadClipVae(io.ComfyNode):
 
     @classmethod
     def execute(cls, ckpt_name) -> io.NodeOutput:
+        check_links(ckpt_name=ckpt_name)
         path = folder_paths.get_full_path_or_raise("checkpoints", ckpt_name)
         _, clip, vae, _ = comfy.sd.load_checkpoint_guess_config(
             path, output_model=False, embedding_directory=folder_paths.get_folder_paths("embeddings"))

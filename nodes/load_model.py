@@ -43,7 +43,7 @@ class XDiTLoadModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model_name, weight_dtype, parallel=None) -> io.NodeOutput:
-        check_links(parallel=parallel)
+        check_links(model_name=model_name, weight_dtype=weight_dtype, parallel=parallel)
         return io.NodeOutput(load_shell(_path_of(model_name), weight_dtype, parallel or ParallelConfig()))
 
     @classmethod

@@ -28,7 +28,11 @@ def decode(vae, latent, config):
         raise UnsupportedError(f"The latent has {latent.shape[1]} channels and {latent.ndim} dims, and this VAE decodes "
                                f"{vae.latent_channels} channels and {vae.latent_dim + 2} dims. Connect the VAE that belongs to the "
                                f"model.")
-    scale = vae.spacial_compression_decode()
+    least, scale = kind.least_side(vae.first_stage_model), vae.spacial_compression_decode()
+    if min(latent.shape[-2:]) < least:                         # ComfyUI's own node ends in an error of torch's
+        rows, columns = latent.shape[-2:]
+        raise UnsupportedError(f"The latent has {rows} x {columns} rows and columns, and this VAE decodes {least} x {least} or more. Use a "
+                               f"picture of at least {least * scale} x {least * scale} pixels.")
     frames = [kind.decoded_frames(vae, latent.shape[2])] if latent.ndim == 5 else []
     shape = (latent.shape[0], *frames, latent.shape[-2] * scale, latent.shape[-1] * scale,
              getattr(vae, "conv_out_channels", vae.output_channels))           # of Wan's that upscales: pixels of a finer picture
@@ -66,10 +70,14 @@ def encode(vae, pixels, config):
 def _transformed(done, how, half, config, given, shape, scale):
     """What the workers make of a tensor, of this shape. done: what to say of it. how: the client's method. scale: make_ready's."""
     client = half.client
-    num_ranks, first_rank = half.make_ready(given.shape, scale, functools.partial(_machine, client, half, config))
-    started_s = time.perf_counter()
-    GROUPS.runs.vae(client.devices)
-    result = how(half.name, half.dtype, half.weights, given, shape, settings=half.settings, num_ranks=num_ranks, first_rank=first_rank)
+    try:
+        num_ranks, first_rank = half.make_ready(given.shape, scale, functools.partial(_machine, client, half, config))
+        started_s = time.perf_counter()
+        GROUPS.runs.vae(client.devices)
+        result = how(half.name, half.dtype, half.weights, given, shape, settings=half.settings, num_ranks=num_ranks, first_rank=first_rank)
+    except BaseException as error:
+        show_text(GROUPS.runs.given_up(error))                 # in place of how far it is
+        raise
     _show_done(done, started_s, client, num_ranks)
     return result
 

@@ -98,6 +98,9 @@ def refuse_call(family, transformer_options, extra):
     extra: its arguments besides the latent, the timestep, ControlNet (control.py) and transformer_options.
     """
     own = "rope_options", family.rope_options(extra)
+    if own[1] and not transformer_options.get("rope_options"):
+        raise UnsupportedError(f"A node calls this MODEL's diffusion model itself, without the places that ComfyUI gives "
+                               f"{family.name}'s tokens (rope_options). Use a sampler node, or Load Diffusion Model.")
     _refuse(_transformer_options(dict(option for option in transformer_options.items() if option != own)))
     beyond = family.beyond(extra)
     if beyond is not None:

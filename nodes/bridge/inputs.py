@@ -6,8 +6,10 @@ import torch
 from ...xdit_backend.config import ParallelConfig
 from ...xdit_backend.protocol.errors import ConfigError
 
+TEXTS = "text", "label", "model_name", "weight_dtype", "ckpt_name"         # which links of any type can bring, such as a reroute's
 NEEDED = {"model": "a MODEL", "vae": "a VAE", "samples": "a LATENT", "latent_image": "a LATENT", "pixels": "an IMAGE",
-          "positive": "a CONDITIONING", "negative": "a CONDITIONING", "parallel": "what xDiT Parallel Config makes"}
+          "positive": "a CONDITIONING", "negative": "a CONDITIONING", "parallel": "what xDiT Parallel Config makes",
+          **dict.fromkeys(TEXTS, "a text")}
 PLAIN = type(None), bool, int, float, str, list, dict          # what a prompt of ComfyUI's API can have where a link belongs
 MOST_SHOWN = 60                            # characters of what was given
 
@@ -21,6 +23,8 @@ def check_links(**given):
         elif name in ("positive", "negative"):
             fits = isinstance(value, list) and all(isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[1], dict)
                                                    and not isinstance(entry[0], PLAIN) for entry in value)
+        elif name in TEXTS:
+            fits = isinstance(value, str)
         elif name == "parallel":
             fits = value is None or isinstance(value, ParallelConfig)
         else:

@@ -96,7 +96,7 @@ class Runs:
             yield run
             run.state = "done"
         except BaseException as error:
-            run.state = "cancelled" if type(error).__name__ == "InterruptProcessingException" else "failed"
+            run.state = _state_after(error)
             run.error = "" if run.state == "cancelled" else str(error)
             raise
         finally:
@@ -109,6 +109,12 @@ class Runs:
             self._number += 1
             now = time.perf_counter()
             self.last = Run(self._number, "", tuple(devices), 0, now, state="done", ended_s=now)
+
+    def given_up(self, error):
+        """What the node says in place of the phase that this has ended."""
+        phase, self.phase = self.phase, {}
+        far = f", {phase['text']} {phase['done']} of {phase['total']}" if phase.get("total") and not phase["counts_bytes"] else ""
+        return _state_after(error) + far
 
     def collect(self, client, ask):
         """Take in what the ranks of a Client did since they were asked last. ask(since_s): {rank: Done}, or nothing."""
@@ -141,3 +147,7 @@ class Runs:
         unit, digits, name = (GB, 1, "GB") if total >= GB else (MB, 0, "MB")
         words = f"{phase.text} {done / unit:.{digits}f} of {total / unit:.{digits}f} {name}"
         return f"{words}, {rate / GB:.1f} GB/s" if rate > SLOW else words
+
+
+def _state_after(error):
+    return "cancelled" if type(error).__name__ == "InterruptProcessingException" else "failed"

@@ -37,6 +37,7 @@ class Kind:
     decoded_frames: Callable = lambda vae, frames: vae.upscale_ratio[0](frames)
     encoded_frames: Callable = lambda vae, frames: vae.downscale_ratio[0](frames)
     settings: Callable = lambda model: {}  # what the tensors do not tell
+    least_side: Callable = lambda model: 1         # rows and columns of a latent that it decodes
     latent_patch: int = 1                  # rows of the network's latent to a row of ComfyUI's
 
 
@@ -120,7 +121,8 @@ KINDS = (
     Kind(FAMILIES["wan"], lambda model: isinstance(model, (comfy.ldm.wan.vae.WanVAE, comfy.ldm.wan.vae2_2.WanVAE))),
     Kind(FAMILIES["ltx"], _is_ltx, _noised_ltx, lambda model, latent: model.per_channel_statistics.normalize(latent),
          # Eight frames are one of the latent's, after the first; what is left over is cut off.
-         lambda model, pixels: pixels[:, :, :1 + (pixels.shape[2] - 1) // 8 * 8], settings=_ltx_settings),
+         lambda model, pixels: pixels[:, :, :1 + (pixels.shape[2] - 1) // 8 * 8], settings=_ltx_settings,
+         least_side=lambda model: 2 if _ltx_settings(model)["decoder_padding"] == "reflect" else 1),
     Kind(FAMILIES["hunyuan_video"], _is_hunyuan),
     Kind(FAMILIES["hunyuan_video15"], lambda model: isinstance(model, autoencoder.AutoencodingEngine)
          and type(model.decoder) is comfy.ldm.hunyuan_video.vae_refiner.Decoder and model.decoder.refiner_vae),

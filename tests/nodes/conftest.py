@@ -188,6 +188,6 @@ def vae_of(comfyui):
 def said(comfyui, monkeypatch):
     """What the node tells a person about the run."""
     texts = []
-    for module in ("remote", "wrappers"):
+    for module in ("remote", "wrappers", "autoencoder"):
         monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.{module}"], "show_text", texts.append)
     return texts

@@ -123,6 +123,23 @@ def test_a_changed_rotary_scale_of_a_model_that_has_its_own_is_refused(comfyui):
         comfyui.sample(model, "longcat-image")
 
 
+def test_a_model_whose_tokens_places_comfyui_gives_is_not_called_without_them(comfyui):
+    """As a node does that calls the diffusion model itself: ComfyUI's own then has all pictures at the text's places."""
+    model, (text, _) = comfyui.ours("longcat-image", comfyui.config("cpu")), comfyui.conditioning("longcat-image", 1)[0]
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="without the places that ComfyUI gives LongCat-Image.* Use a sampler"):
+        model.model.diffusion_model(torch.zeros(1, 16, 8, 8), torch.ones(1), text)
+
+
+def test_references_that_comfyuis_model_leaves_out_change_nothing(comfyui):
+    positive = comfyui.conditioning("chroma", 1)
+    positive[0][1].update(reference_latents=[random(1, 16, 8, 6)], reference_latents_method="index")
+
+    result = comfyui.sample(comfyui.ours("chroma", comfyui.config("cpu,cpu")), "chroma", positive=positive)
+
+    close(result, comfyui.sample(comfyui.native("chroma"), "chroma", positive=positive), EXACT)
+
+
 @pytest.mark.parametrize("kind", EDIT)
 def test_stale_patches_with_references_equal_the_oracle(comfyui, kind):
     positive = edited(comfyui, kind)

@@ -9,6 +9,8 @@ import torch
 
 from tests.tiny_checkpoints import metadata_of
 
+TEXTS = ("model_name", "weight_dtype", "label", "text", "ckpt_name")           # which a reroute can bring anything to
+
 
 @pytest.fixture
 def model(comfyui):
@@ -107,16 +109,18 @@ def test_native_model_in_parallel_sampler_is_refused(comfyui):
 @pytest.mark.parametrize("value", [None, 3, "abc", {}, {"samples": 3}, [[3, {}]]], ids=str)
 def test_a_value_in_the_place_of_a_link_is_refused_by_name(comfyui, model, value):
     """ComfyUI compares the types of links, and hands any other value of a prompt to the node as it is."""
+    classes = comfyui.nodes.NODE_CLASS_MAPPINGS
     sample = {"model": model, "seed": 7, "steps": 1, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0,
               "positive": comfyui.conditioning("sd3", 1), "negative": comfyui.conditioning("sd3", 2), "latent_image": comfyui.latent("sd3")}
     nodes = [(comfyui.parallel_sampler, sample, ("model", "positive", "negative", "latent_image")),
              (comfyui.vae_decode, {"samples": comfyui.latent("sd3"), "vae": object()}, ("samples", "vae", "parallel")),
              (comfyui.vae_encode, {"pixels": torch.zeros(1, 8, 8, 3), "vae": object()}, ("pixels", "vae", "parallel")),
-             (comfyui.load_model, {"model_name": comfyui.file("sd3"), "weight_dtype": "default"}, ("parallel",)),
-             (comfyui.nodes.NODE_CLASS_MAPPINGS["XDiTClassLabel"], {"label": "207"}, ("model",))]
+             (comfyui.load_model, {"model_name": comfyui.file("sd3"), "weight_dtype": "default"}, ("parallel", *TEXTS[:2])),
+             (classes["XDiTClassLabel"], {"model": model, "label": "207"}, ("model", "label")),
+             (classes["XDiTDemoPrompt"], {}, ("text",)), (classes["XDiTLoadClipVae"], {}, ("ckpt_name",))]
     for node, given, links in nodes:
         for name in links:
-            if (name, value) != ("parallel", None):            # as where it is not connected
+            if (name, value) != ("parallel", None) and (name not in TEXTS or value != "abc"):      # the first: as not connected
                 with pytest.raises(comfyui.errors.ConfigError, match=f"^{name} is .* needs"):
                     node.execute(**given | {name: value})
 

@@ -170,6 +170,18 @@ def test_latent_of_another_model_is_refused(comfyui, vae_of):
         comfyui.vae_decode.execute({"samples": latents("vae-sd", 1, 8, 8)}, vae_of("vae-sd3"), comfyui.config("cpu,cpu"))
 
 
+@pytest.mark.parametrize("shape, message", [((1, 1, 4), "1 x 4"), ((2, 3, 1), "3 x 1")], ids=str)
+def test_a_latent_that_reflection_cannot_pad_is_refused(comfyui, vae_of, shape, message):
+    """ComfyUI's own node ends in an error of torch's."""
+    samples = {"samples": latents("vae-ltx095", 1, *shape)}
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="[Pp]adding"):
+        comfyui.nodes.VAEDecode().decode(vae_of("vae-ltx095"), samples)
+
+    message = f"has {message} rows and columns, and this VAE decodes 2 x 2 or more. .* 64 x"
+    with pytest.raises(comfyui.errors.UnsupportedError, match=message):
+        comfyui.vae_decode.execute(samples, vae_of("vae-ltx095"), comfyui.config("cpu,cpu"))
+
+
 @pytest.mark.slow
 def test_the_memory_manager_takes_the_weights_back_and_they_are_sent_again(comfyui, vae_of):
     samples = {"samples": latents("vae-sd3", 1, 8, 8)}
@@ -187,12 +199,8 @@ def test_the_memory_manager_takes_the_weights_back_and_they_are_sent_again(comfy
     assert torch.equal(first, again)
 
 
-class Cancelled(Exception):
-    pass
-
-
-def test_reports_progress_and_can_be_cancelled(comfyui, vae_of):
-    """The workers leave a cancelled decode, and take the next."""
+def test_reports_progress_and_can_be_cancelled(comfyui, vae_of, said):
+    """The workers leave a cancelled decode, and take the next; the node says no longer that it goes on."""
     samples, config = {"samples": latents("vae-sd3", 1, 24, 24)}, comfyui.config("cpu,cpu")
     first = comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0].clone()
     client = comfyui.groups.client(("cpu", "cpu"))
@@ -200,15 +208,20 @@ def test_reports_progress_and_can_be_cancelled(comfyui, vae_of):
 
     def cancel_in_the_middle():
         if any(phase.text == "decoding" and 0 < phase.done < phase.total for phase in phases):
-            raise Cancelled
+            raise comfyui.management.InterruptProcessingException
+
+    def told(phase):
+        phases.append(phase)
+        on_phase(phase)
 
     try:
-        client.on_phase, client.check = phases.append, cancel_in_the_middle
-        with pytest.raises(Cancelled):
+        client.on_phase, client.check = told, cancel_in_the_middle
+        with pytest.raises(comfyui.management.InterruptProcessingException):
             comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config)
     finally:
         client.on_phase, client.check = on_phase, check
 
+    assert re.fullmatch(r"cancelled, decoding \d+ of \d+", said[-1]) and not comfyui.groups.runs.phase
     assert torch.equal(comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0], first)
     assert client.group.segments.names() == []
 

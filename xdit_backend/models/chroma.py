@@ -53,7 +53,7 @@ CHROMA = Family(
         approximator_layers=blocks("distilled_guidance_layer.norms.")),
     convert=lambda tensors, config: FLUX_KEYS(KEYS(tensors, config), config), latent=LATENT, amend=_amend, time_scale=1.0,
     num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
-    conditioning={"context": "joint_attention_dim", "guidance": None}, ignored=("y",),
+    conditioning={"context": "joint_attention_dim", "guidance": None}, ignored=("y", "ref_latents", "ref_latents_method"),
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"), "guidance": _guidance,
                "img_ids": LATENT.positions, "txt_ids": text_positions},
     plan=ModelPlan(

@@ -58,7 +58,7 @@ class Watch:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, works, repeats=None, wait=True):
-        """{name: seconds of one call of works[name]}, means over rounds, without the longest and the shortest, in which each has its turn: a
+        """{name: seconds of one call of works[name]}, means over rounds, without the longest and shortest, in which each has its turn: a
         machine that others slow for a moment slows all alike. wait: until the device is done; else what the host takes to start it.
 
         repeats: calls in a turn; None: as many as take long enough. Ranks of a collective give a number, so that all make as many.
