@@ -15,7 +15,7 @@ from tests.parallel.oracle import StaleModel
 from xdit_backend.bench.quality import DEMO, conditioning_of, decode, load_recogniser, noise_of
 from xdit_backend.bench.sampler import SAMPLERS
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from xdit_backend.checkpoints.transformer import load_transformer
+from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.demo_model.transformer import shifted_sigmas
 
 GUIDANCE = 3.0
@@ -118,7 +118,8 @@ def draw(way, options):
     prompts = load_recogniser()[2][:options.prompts]
     header = read_header(str(DEMO))
     family = recognise(header)
-    model, config = load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
+    loaded = load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
+    model, config = loaded.model, loaded.config
     example = SimpleNamespace(model=model, family=family, config=config, conditioning=conditioning_of(family, prompts))
     example.run = lambda: model(**family.inputs(example.latent, example.timestep, example.conditioning, config), return_dict=False)[0]
     example.run_parts = lambda: (example.run(),)

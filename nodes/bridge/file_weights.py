@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from ...xdit_backend.checkpoints.gguf import read_tensors
 from ...xdit_backend.checkpoints.header import read_header
-from ...xdit_backend.checkpoints.transformer import read_file, read_plain
+from ...xdit_backend.checkpoints.reading import read_file, read_plain
 from ...xdit_backend.protocol.errors import CheckpointError, UnsupportedError
 from .folders import marks_of, under_comfyui_names
 

@@ -6,7 +6,7 @@ import time
 import weakref
 
 from ...xdit_backend.protocol.errors import XDiTError
-from .settings import chosen_residency
+from .settings import chosen_idle
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def _watch(reference):
             return
         try:
             if any(client.running for client in groups.clients) and not _is_prompt_running():
-                tend(groups, chosen_residency())
+                tend(groups, chosen_idle())
         except XDiTError as error:                             # of a setting: said once; of workers: who needs them next is told
             if str(error) != told:
                 log.warning("%s", error)

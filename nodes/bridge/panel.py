@@ -10,7 +10,7 @@ from ...xdit_backend.forecast.words import method_words
 from ...xdit_backend.host_memory import memory_room
 from ...xdit_backend.protocol.errors import ConfigError
 from .groups import GROUPS, devices_of, memory_of
-from .settings import Residency, chosen_residency
+from .settings import Idle, chosen_idle
 
 OWNERS = ("weights", "keys_values", "activations", "vae", "workers", "parked", "comfyui", "other", "free")
 SHORT_S = 1e-3                             # an exchange that a picture of a run does not show
@@ -20,7 +20,7 @@ def state():
     """All that the panel shows, but for the picture of time.
 
     devices: [{"name", "title", "total", "owners": {one of OWNERS: bytes}}], whose owners add up to the total. groups, run, phase: below.
-    residency: {"how": one of settings.RESIDENCIES, "minutes"}, what becomes of memory when workers have nothing to do.
+    residency: {"how": one of settings.IDLE_WAYS, "minutes"}, what becomes of memory when workers have nothing to do.
     """
     if not GROUPS.runs.is_running:                             # else heartbeats tell, and nothing comes between two steps
         for client in GROUPS.clients:
@@ -156,9 +156,9 @@ def _group(client):
 
 def _residency():
     try:
-        return chosen_residency()
+        return chosen_idle()
     except ConfigError:                                        # the log says why: weights stay
-        return Residency()
+        return Idle()
 
 
 def _run(run):

@@ -12,28 +12,31 @@ import folder_paths
 from ...xdit_backend.protocol.errors import ConfigError
 
 HOW, MINUTES, ADDRESS = "xdit.Residency", "xdit.IdleMinutes", "xdit.Address"        # the ids of the settings in web/xdit.js
-RESIDENCIES = ("keep", "park", "release")
+IDLE_WAYS = ("keep", "park", "release")
 LONGEST_MINUTES = 24 * 60
 
 
 @dataclass(frozen=True)
-class Residency:
-    """keep: weights stay on the devices. park: they go to host memory, and VAEs are dropped. release: the workers end."""
+class Idle:
+    """What becomes of the memory of workers that are idle.
+
+    keep: weights stay on the devices. park: they go to host memory, and VAEs are dropped. release: the workers end.
+    """
 
     how: str = "keep"
     minutes: float = 10.0          # without anything to do, until then
 
 
-def chosen_residency():
-    """The Residency. Raises ConfigError where what the file has is none."""
+def chosen_idle():
+    """What is to become of it, an Idle. Raises ConfigError where what the file has is none."""
     settings = _settings()
-    how, minutes = settings.get(HOW, Residency.how), settings.get(MINUTES, Residency.minutes)
-    if how not in RESIDENCIES:
-        raise ConfigError(f"{HOW} is {how!r} in ComfyUI's settings. There are {', '.join(RESIDENCIES)}: choose one in "
+    how, minutes = settings.get(HOW, Idle.how), settings.get(MINUTES, Idle.minutes)
+    if how not in IDLE_WAYS:
+        raise ConfigError(f"{HOW} is {how!r} in ComfyUI's settings. There are {', '.join(IDLE_WAYS)}: choose one in "
                           f"Settings > xDiT.")
     if type(minutes) not in (int, float) or not 0 < minutes <= LONGEST_MINUTES:
         raise ConfigError(f"{MINUTES} is {minutes!r} in ComfyUI's settings. It takes minutes, above 0, at most {LONGEST_MINUTES}.")
-    return Residency(how, float(minutes))
+    return Idle(how, float(minutes))
 
 
 def chosen_address():

@@ -12,7 +12,8 @@ from tests.tiers import QUICK_FAMILIES, quick
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error, within
 from xdit_backend.checkpoints.header import model_spec, read_header
-from xdit_backend.checkpoints.transformer import block_bytes, build, held_bytes, load_transformer
+from xdit_backend.checkpoints.loading import load_transformer
+from xdit_backend.checkpoints.transformer import block_bytes, build, held_bytes
 from xdit_backend.models import FAMILIES
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
@@ -40,9 +41,10 @@ def rounded(conditioning, dtype):
 def ours(path, family, storage, compute="float32", quantisation=""):
     """One prediction of our model, as a worker computes it; its weights must take the bytes that are planned."""
     spec, dtype = model_spec(read_header(path), family, storage, compute, quantisation=quantisation), getattr(torch, compute)
-    model, config = load_transformer(spec, family, CPU)
+    transformer = load_transformer(spec, family, CPU)
+    model, config = transformer.model, transformer.config
     assert sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) == held_bytes(model, family, spec)
-    loaded = Loaded(model, config, family, (RowHooks if family.by_rows else Hooks)(model, family.plan), dtype, range(0))
+    loaded = Loaded(transformer, (RowHooks if family.by_rows else Hooks)(model, family.plan), dtype, range(0))
     latent, timestep, conditioning = asked(family, config)
     conditioning = rounded(conditioning, dtype)
     if family.parts:

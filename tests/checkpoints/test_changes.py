@@ -9,10 +9,11 @@ from safetensors.torch import load_file, save_file
 from tests.models.zoo import example
 from tests.tiny_checkpoints import families, save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
-from xdit_backend.checkpoints import transformer
+from xdit_backend.checkpoints import changes
+from xdit_backend.checkpoints.changes import change_weights
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.quantise import TYPES
-from xdit_backend.checkpoints.transformer import change_weights, load_transformer
 from xdit_backend.protocol.errors import CheckpointError
 from xdit_backend.protocol.messages import Change, LowRank
 from xdit_backend.protocol.segments import Segment, SegmentStore
@@ -36,17 +37,18 @@ def spec(tmp_path):
 
 
 def test_changes_are_made_and_taken_back_bit_for_bit(store, spec, monkeypatch):
-    family, files, read = recognise(read_header(spec.path)), {}, []
-    model, config = load_transformer(spec, family, CPU, files=files)
+    family, read = recognise(read_header(spec.path)), []
+    loaded = load_transformer(spec, family, CPU)
+    model, files = loaded.model, loaded.files
     before, homes = {name: tensor.clone() for name, tensor in model.state_dict().items()}, dict(files)
     assert homes
     up, down, other = torch.randn(32, 2), torch.randn(2, 16), torch.randn(32, 32).double()
     product = LowRank(store.share(up), store.share(down), 0.5, (1, 8, 16))
-    monkeypatch.setattr(transformer, "read_file", lambda header, wanted, _read=transformer.read_file: _read(
+    monkeypatch.setattr(changes, "read_file", lambda header, wanted, _read=changes.read_file: _read(
         header, lambda name: wanted(name) and (read.append(name) or True)))
 
     summed, replaced = Change(None, (product, product), "float64", "float64"), Change(store.share(other), ())
-    change_weights(model, config, family, spec, CPU, {NAME.format(0): summed, NAME.format(1): replaced}, files=files)
+    change_weights(loaded, {NAME.format(0): summed, NAME.format(1): replaced})
 
     wanted = dict(before)
     wanted[NAME.format(0)] = before[NAME.format(0)].clone()
@@ -56,7 +58,7 @@ def test_changes_are_made_and_taken_back_bit_for_bit(store, spec, monkeypatch):
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
     assert read == [NAME.format(0)] and len(files) == len(homes) - 2
 
-    change_weights(model, config, family, spec, CPU, {NAME.format(0): Change(None, ()), NAME.format(1): Change(None, ())}, files=files)
+    change_weights(loaded, {NAME.format(0): Change(None, ()), NAME.format(1): Change(None, ())})
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert files.keys() == homes.keys()
@@ -64,19 +66,19 @@ def test_changes_are_made_and_taken_back_bit_for_bit(store, spec, monkeypatch):
 
 def test_a_file_that_was_replaced_is_not_mixed_with_what_was_loaded(store, spec):
     family, other = recognise(read_header(spec.path)), torch.randn(32, 32).double()
-    model, config = load_transformer(spec, family, CPU)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    loaded = load_transformer(spec, family, CPU)
+    before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
     change = {NAME.format(0): Change(None, (LowRank(store.share(other), store.share(other), 0.5, None),), "float64", "float64")}
     file, = read_header(spec.path).files
     save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, f"{file}.new")
     os.replace(f"{file}.new", file)
 
     with pytest.raises(CheckpointError, match="has changed on disk since Load xDiT Model read it"):
-        change_weights(model, config, family, spec, CPU, change)
+        change_weights(loaded, change)
     with pytest.raises(CheckpointError, match="has changed on disk since Load xDiT Model read it"):
         load_transformer(spec, family, CPU)
 
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
     load_transformer(model_spec(read_header(spec.path), family, "float64", "float64"), family, CPU)
 
 
@@ -95,19 +97,20 @@ def test_a_quantised_weight_stays_so_beside_factors_and_is_plain_where_it_is_rep
         save_file(save_scaled(path, file_of("sd3"), per_row=True) if how == "scaled" else save_gguf(path, file_of("sd3"), how), plain_path)
     specs = [model_spec(read_header(file), family, "float32", "float32", quantisation=quantisation)
              for file, quantisation in ((path, quantisation), (plain_path, ""))]
-    (model, config), (plain, _) = (load_transformer(spec, family, CPU) for spec in specs)
+    loaded, plain = (load_transformer(spec, family, CPU) for spec in specs)
+    model = loaded.model
     before, data = outputs(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     rows, columns = (messages_of(store, *shapes) for shapes in (((256, 2), (2, 256), (0, 256, 256)), ((256, 2), (2, 64), (1, 128, 64))))
     added = {QKV: Change(None, (rows, rows), "float32", "float32"), PROJ: Change(None, (columns,), "float32", "float32")}
     replaced = {QKV: Change(store.share(torch.randn(768, 256)), ()), PROJ: Change(None, ())}
 
-    for changes in (added, replaced):
-        for each, spec in zip((model, plain), specs):
-            change_weights(each, config, family, spec, CPU, changes)
-        close(outputs(model), outputs(plain), 1e-6)
+    for change in (added, replaced):
+        for each in (loaded, plain):
+            change_weights(each, change)
+        close(outputs(model), outputs(plain.model), 1e-6)
         assert relative_error(outputs(model), before) > 1e-3
-        assert is_same(model.state_dict(), data) == (changes is added)
-    change_weights(model, config, family, specs[0], CPU, {QKV: Change(None, ()), PROJ: Change(None, ())})
+        assert is_same(model.state_dict(), data) == (change is added)
+    change_weights(loaded, {QKV: Change(None, ()), PROJ: Change(None, ())})
 
     assert torch.equal(outputs(model), before) and is_same(model.state_dict(), data)
 
@@ -115,17 +118,17 @@ def test_a_quantised_weight_stays_so_beside_factors_and_is_plain_where_it_is_rep
 def test_ranks_of_tensor_parallelism_have_their_rows_or_columns_of_the_factors(file_of, store, tmp_path):
     family, path = families()["sd3"], tmp_path / "model.safetensors"
     save_scaled(path, file_of("sd3"), per_row=True)
-    whole, config = load_transformer(model_spec(read_header(path), family, "float32", "float32"), family, CPU)
+    loaded = load_transformer(model_spec(read_header(path), family, "float32", "float32"), family, CPU)
+    whole = loaded.model
     added = {QKV: Change(None, (messages_of(store, (768, 2), (2, 256), None),), "float32", "float32"),
              PROJ: Change(None, (messages_of(store, (256, 2), (2, 256), None),), "float32", "float32")}
     spec, parts = model_spec(read_header(path), family, "float32", "float32", tensor_degree=2), []
     before, x = outputs(whole), torch.randn(3, 256)
-    change_weights(whole, config, family, spec, CPU, added)
+    change_weights(loaded, added)
     for rank in range(2):
-        splits = {}
-        model, _ = load_transformer(spec, family, CPU, splits=splits, tensor_rank=rank)
-        change_weights(model, config, family, spec, CPU, added, splits=splits, tensor_rank=rank)
-        first, second = (block.attn for block in model.transformer_blocks[:2])
+        share = load_transformer(spec, family, CPU, tensor_rank=rank)
+        change_weights(share, added)
+        first, second = (block.attn for block in share.model.transformer_blocks[:2])
         parts.append((first.to_q(x), second.to_out[0](x.chunk(2, 1)[rank])))
 
     queries, results = zip(*parts)
@@ -153,10 +156,10 @@ def outputs(model):
 def test_a_stage_takes_the_changes_of_its_own_blocks(store, spec):
     """What is for others, it does not even open."""
     family = recognise(read_header(spec.path))
-    model, config = load_transformer(spec, family, CPU, choose_blocks=lambda model: range(1, 3))
+    loaded = load_transformer(spec, family, CPU, choose_blocks=lambda model: range(1, 3))
     mine, others = torch.randn(32, 32).double(), Change(Segment("/dev/shm/nothing", "float64", (32, 32)), ())
 
-    change_weights(model, config, family, spec, CPU, {
-        NAME.format(0): others, NAME.format(1): Change(store.share(mine), ()), NAME.format(3): others}, range(1, 3))
+    change_weights(loaded, {NAME.format(0): others, NAME.format(1): Change(store.share(mine), ()), NAME.format(3): others})
 
-    assert torch.equal(model.state_dict()[NAME.format(1)], mine) and model.state_dict()[NAME.format(0)].is_meta
+    state = loaded.model.state_dict()
+    assert torch.equal(state[NAME.format(1)], mine) and state[NAME.format(0)].is_meta

@@ -13,8 +13,9 @@ from tests.tiny_checkpoints import families, matrices, metadata_of, save_gguf
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.gguf import STAYING, UNPACKED, dequantised, row_bytes
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.outline import outline
-from xdit_backend.checkpoints.transformer import held_bytes, load_transformer
+from xdit_backend.checkpoints.transformer import held_bytes
 from xdit_backend.protocol.errors import CheckpointError
 
 
@@ -37,8 +38,8 @@ def test_types_that_are_unpacked_when_read_equal_the_dequantised_file(file_of, t
     family, path = families()["sd3"], tmp_path / "model.gguf"
     want = save_gguf(path, file_of("sd3"), type_)
     spec = model_spec(read_header(path), family, "float32", "float32")
-    model, config = load_transformer(spec, family, torch.device("cpu"))
-    wanted = family.convert(want, config)
+    loaded = load_transformer(spec, family, torch.device("cpu"))
+    model, wanted = loaded.model, family.convert(want, loaded.config)
 
     assert len(read_header(path).quantised) > 10
     assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.named_parameters())

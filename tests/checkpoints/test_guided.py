@@ -11,7 +11,7 @@ from tests.tiers import quick
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header
-from xdit_backend.checkpoints.transformer import load_transformer
+from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import SINGLE
@@ -45,9 +45,9 @@ class Recorded:
 def both(path, family, options, **context):
     """(ours, native): a prediction for a negative and a positive prompt in one batch. context: fields of our ForwardContext."""
     import comfy.sd
-    model, config = load_transformer(model_spec(read_header(path), family, "float32", "float32"), family, CPU)
-    loaded = Loaded(model, config, family, (RowHooks if family.by_rows else Hooks)(model, family.plan), torch.float32, range(0))
-    latent, timestep, conditioning = asked(family, config)
+    transformer = load_transformer(model_spec(read_header(path), family, "float32", "float32"), family, CPU)
+    loaded = Loaded(transformer, (RowHooks if family.by_rows else Hooks)(transformer.model, family.plan), torch.float32, range(0))
+    latent, timestep, conditioning = asked(family, transformer.config)
     twice = lambda tensor: torch.cat([tensor, tensor.flip(-1)]) if torch.is_tensor(tensor) else tensor  # noqa: E731
     latent, timestep = torch.cat([latent, latent]), torch.cat([timestep, timestep])
     conditioning = {name: twice(value) for name, value in conditioning.items()}

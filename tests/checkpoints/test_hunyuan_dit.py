@@ -8,7 +8,7 @@ from tests.models.zoo import conditioning_of, example
 from tests.tiny_checkpoints import families, fill
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from xdit_backend.checkpoints.transformer import load_transformer
+from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.protocol.errors import ConfigError
 
 FAMILY = families()["hunyuandit"]
@@ -29,7 +29,8 @@ def models(file_of, tmp_path_factory):
     save_file({name: tensor.contiguous() for name, tensor in native.state_dict().items()}, str(path))
     header = read_header(path)
     assert recognise(header) is FAMILY
-    return native, *load_transformer(model_spec(header, FAMILY, "float32", "float32"), FAMILY, torch.device("cpu"))
+    loaded = load_transformer(model_spec(header, FAMILY, "float32", "float32"), FAMILY, torch.device("cpu"))
+    return native, loaded.model, loaded.config
 
 
 @pytest.mark.parametrize("tokens, masked", [(20, 20), (20, 12), (8, 8)], ids=str)

@@ -8,8 +8,9 @@ from tests.models.zoo import example
 from tests.tiny_checkpoints import families, matrices, save_dequantised
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.outline import outline
-from xdit_backend.checkpoints.transformer import block_bytes, held_bytes, load_transformer
+from xdit_backend.checkpoints.transformer import block_bytes, held_bytes
 
 CPU = torch.device("cpu")
 
@@ -32,7 +33,7 @@ def test_quantised_weights_equal_the_dequantised_ones(file_of, tmp_path, kind, q
     header = read_header(path)
     model, spec = outline(header, family, quantisation)[1], model_spec(header, family, "float32", "float32", quantisation=quantisation)
     held = held_bytes(model, family, spec)
-    loaded, _ = load_transformer(spec, family, CPU)
+    loaded = load_transformer(spec, family, CPU).model
     assert held == sum(tensor.nbytes for tensor in (*loaded.parameters(), *loaded.buffers()))
     assert block_bytes(model, family, spec) == block_bytes(loaded, family, spec)
     shapes = [header.shapes[name.removeprefix(header.prefix)] for name in matrices(path)]
@@ -49,7 +50,7 @@ def test_a_diffusers_folder_is_quantised_too(tmp_path):
     header = read_header(tmp_path)
     spec = model_spec(header, recognise(header), "bfloat16", "bfloat16", quantisation="int8")
 
-    model, _ = load_transformer(spec, recognise(header), CPU)
+    model = load_transformer(spec, recognise(header), CPU).model
 
     linears, others = ({module.weight.dtype for module in model.modules() if isinstance(module, kind)} for kind in (
         torch.nn.Linear, torch.nn.Conv2d))

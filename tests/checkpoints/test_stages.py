@@ -8,7 +8,8 @@ import torch
 
 from tests.models.zoo import FOLDERS, PIPELINES, example
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from xdit_backend.checkpoints.transformer import block_sizes, load_transformer
+from xdit_backend.checkpoints.loading import load_transformer
+from xdit_backend.checkpoints.transformer import block_sizes
 
 CPU = torch.device("cpu")
 
@@ -44,7 +45,7 @@ def load(path, blocks=None):
     header = read_header(path)
     family = recognise(header)
     choose = None if blocks is None else lambda model: blocks
-    return family, load_transformer(model_spec(header, family, "float32", "float32"), family, CPU, choose_blocks=choose)[0]
+    return family, load_transformer(model_spec(header, family, "float32", "float32"), family, CPU, choose_blocks=choose).model
 
 
 def check(path, names_read, own):

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tests.models.zoo import FOLDERS, PIPELINES, example, having
+from xdit_backend.checkpoints.changes import change_weights
 from xdit_backend.checkpoints.gguf import dequantised
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from xdit_backend.checkpoints.transformer import change_weights, held_bytes, load_transformer
+from xdit_backend.checkpoints.loading import load_transformer
+from xdit_backend.checkpoints.transformer import held_bytes
 from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.messages import Change, LowRank
 from xdit_backend.protocol.segments import SegmentStore
@@ -24,13 +26,13 @@ def check(path, dtypes, degree=2, quantisation=""):
     family = recognise(header)
     read = []                                                  # (bytes so far, in all) that a loader says
     spec = model_spec(header, family, *dtypes, quantisation=quantisation)
-    whole, _ = load_transformer(spec, family, CPU, lambda *said: read.append(said))
+    whole = load_transformer(spec, family, CPU, lambda *said: read.append(said)).model
     spec, parts = replace(spec, tensor_degree=degree), dict(whole.named_parameters())
     of_whole, in_all = read[-1][1], sum(parameter.nbytes for parameter in parts.values())
     buffers = dict(whole.named_buffers())
     for rank in range(degree):
-        splits = {}
-        model, _ = load_transformer(spec, family, CPU, lambda *said: read.append(said), splits=splits, tensor_rank=rank)
+        loaded = load_transformer(spec, family, CPU, lambda *said: read.append(said), tensor_rank=rank)
+        model, splits = loaded.model, loaded.splits
         for name, parameter in model.named_parameters():
             wanted = splits[name].own(parts[name].data, degree, rank) if name in splits else parts[name]
             assert torch.equal(parameter.float(), wanted.float()), name
@@ -95,11 +97,11 @@ def check_numbers(path, type_):
     """The numbers that a rank's blocks come to are its share of the inputs."""
     header = read_header(path)
     family, dtypes = recognise(header), ("float32", "float32")
-    whole = dict(load_transformer(model_spec(header, family, *dtypes), family, CPU)[0].named_parameters())
+    whole = dict(load_transformer(model_spec(header, family, *dtypes), family, CPU).model.named_parameters())
     for rank in range(2):
-        splits = {}
-        model, _ = load_transformer(model_spec(header, family, *dtypes, tensor_degree=2), family, CPU, splits=splits, tensor_rank=rank)
-        cut = {name: weight for name, weight in model.named_parameters()
+        loaded = load_transformer(model_spec(header, family, *dtypes, tensor_degree=2), family, CPU, tensor_rank=rank)
+        splits = loaded.splits
+        cut = {name: weight for name, weight in loaded.model.named_parameters()
                if name in splits and splits[name].dim == 1 and weight.dtype == torch.uint8}
         assert len(cut) > 5
         for name, weight in cut.items():
@@ -138,9 +140,9 @@ def test_a_rank_takes_its_share_of_a_lora(store, tmp_path, rank):
     example("SD3", torch.float32).model.save_pretrained(tmp_path / "transformer")
     header = read_header(tmp_path / "transformer")
     family, dtypes = recognise(header), ("float32", "float32")
-    whole, config = load_transformer(model_spec(header, family, *dtypes), family, CPU)
-    spec, splits, files = model_spec(header, family, *dtypes, tensor_degree=2), {}, {}
-    model, _ = load_transformer(spec, family, CPU, files=files, splits=splits, tensor_rank=rank)
+    whole = load_transformer(model_spec(header, family, *dtypes), family, CPU)
+    share = load_transformer(model_spec(header, family, *dtypes, tensor_degree=2), family, CPU, tensor_rank=rank)
+    model, splits, files = share.model, share.splits, share.files
     before, homes = {name: tensor.clone() for name, tensor in model.state_dict().items()}, files.keys() | set()
     product = LowRank(store.share(torch.randn(32, 2)), store.share(torch.randn(2, 32)), 0.5)
     attention = "transformer_blocks.0.attn"
@@ -148,17 +150,17 @@ def test_a_rank_takes_its_share_of_a_lora(store, tmp_path, rank):
     changes = {f"{attention}.to_q.weight": summed, f"{attention}.to_out.0.weight": summed,
                f"{attention}.to_out.0.bias": Change(store.share(torch.ones(32)), ())}
 
-    change_weights(whole, config, family, spec, CPU, changes)
-    change_weights(model, config, family, spec, CPU, changes, None, files, splits, rank)
+    change_weights(whole, changes)
+    change_weights(share, changes)
 
-    changed = dict(whole.named_parameters())
+    changed = dict(whole.model.named_parameters())
     for name, parameter in model.named_parameters():
         wanted = splits[name].own(changed[name].data, 2, rank) if name in splits else changed[name]
         assert torch.equal(parameter, wanted), name
         assert parameter.untyped_storage().nbytes() == parameter.nbytes or id(parameter) in files, name
     assert not torch.equal(model.get_submodule(attention).to_q.weight, before[f"{attention}.to_q.weight"])
 
-    change_weights(model, config, family, spec, CPU, dict.fromkeys(changes, Change(None, ())), None, files, splits, rank)
+    change_weights(share, dict.fromkeys(changes, Change(None, ())))
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert files.keys() == homes

@@ -7,7 +7,7 @@ import torch
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from xdit_backend.checkpoints.transformer import load_transformer
+from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.demo_model import autoencoder, export, loop, pictures, small, transformer
 
 
@@ -141,7 +141,7 @@ def test_a_small_unet_is_read_back_as_it_was_trained(tmp_path, monkeypatch):
                         lambda step, weights: shown.append(step))
     export.write(tmp_path / "unet.safetensors", export.unet_tensors(state, small.NUM_LAYERS, torch.float32))
     header = read_header(str(tmp_path / "unet.safetensors"))
-    read, _ = load_transformer(model_spec(header, recognise(header), "float32", "float32"), recognise(header), torch.device("cpu"))
+    read = load_transformer(model_spec(header, recognise(header), "float32", "float32"), recognise(header), torch.device("cpu")).model
 
     assert shown == [2] and recognise(header).name == "SD 1.5"
     assert all(torch.equal(tensor, state[name]) for name, tensor in read.state_dict().items())

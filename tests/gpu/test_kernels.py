@@ -18,7 +18,6 @@ from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import SINGLE
 from xdit_backend.parallel.rows import RowSplit, group_norm_rows
-from xdit_backend.worker.models import Loaded
 
 pytestmark = pytest.mark.gpu
 
@@ -100,7 +99,7 @@ def test_a_norm_does_not_wait_for_the_device():
 def test_a_forward_does_not_wait_for_the_device(name):
     one = example(name, torch.float32)
     hooks = Hooks(one.model.to(CUDA), one.family.plan)
-    loaded = Loaded(one.model, one.config, one.family, hooks, torch.float32, range(hooks.num_blocks))
+    loaded = one.loaded(hooks)
     conditioning = {key: tensor.to(CUDA) for key, tensor in one.conditioning.items()}
     context = loaded.context(SINGLE, Traffic(), one.latent.to(CUDA), one.timestep.to(CUDA), conditioning)
     with torch.inference_mode():

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from xdit_backend.checkpoints.loading import Transformer
 from xdit_backend.checkpoints.shares import narrow, tensor_splits
 from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
+from xdit_backend.worker.models import Loaded
 
 
 @dataclass
@@ -24,6 +26,11 @@ class Example:
     def at(self, sigma):
         """The timestep at a noise level."""
         return self.times * sigma * self.family.time_scale
+
+    def loaded(self, hooks, blocks=None):
+        """As a worker has it, with these blocks of it; None: all."""
+        transformer = Transformer(self.model, self.config, self.family, None, torch.device("cpu"))
+        return Loaded(transformer, hooks, self.latent.dtype, range(hooks.num_blocks) if blocks is None else blocks)
 
     def run(self):
         """The model's own prediction, like the latent."""

@@ -10,7 +10,7 @@ from tests.parallel.displaced_oracle import StaleUNet
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header
-from xdit_backend.checkpoints.transformer import load_transformer
+from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.config import ParallelConfig
 from xdit_backend.forecast.cost import synchronous_steps
 from xdit_backend.partition import cut_bands
@@ -39,7 +39,8 @@ class OracleForward:
             seen.append(prompt)
             is_stale = key in self.oracles and sigma <= sigmas[self.warmup_steps] * ROUNDING
             if key not in self.oracles:
-                model, config = self.load()
+                loaded = self.load()
+                model, config = loaded.model, loaded.config
                 bands = cut_bands(x.shape[2], self.num_ranks, 2 ** (len(config["block_out_channels"]) - 1))
                 self.oracles[key] = StaleUNet(model, list(zip(bands, bands[1:])), "corrected_async_gn",
                                               ParallelConfig.forecast_keys_values), config

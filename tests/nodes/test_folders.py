@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from tests.tiny_checkpoints import families, said_of
 from tests.tolerances import close
 from xdit_backend.checkpoints.header import model_spec, read_header
-from xdit_backend.checkpoints.transformer import load_transformer, read_file
+from xdit_backend.checkpoints.loading import load_transformer
+from xdit_backend.checkpoints.reading import read_file
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 REFUSED = {"sd35-text": "has tensors of shapes|has tensors that a SD3 model does not|names are not known for all"}  # nobody publishes one
@@ -28,7 +29,7 @@ def save_folder(comfyui, kind, name):
     comfyui.folder_paths.add_model_folder_path("diffusers", str(comfyui.base / "diffusers"), is_default=True)
     if folder.exists():
         return folder
-    model, _ = load_transformer(model_spec(read_header(file), family, "float32", "float32"), family, torch.device("cpu"))
+    model = load_transformer(model_spec(read_header(file), family, "float32", "float32"), family, torch.device("cpu")).model
     if kind == "anima":
         conditioner = model.text_conditioner
         del model.text_conditioner

@@ -38,7 +38,7 @@ def test_settings_are_read_as_comfyui_keeps_them(kept, choose, settings, how, mi
     if settings is not None:
         choose(**settings)
 
-    assert kept.chosen_residency() == kept.Residency(how, minutes)
+    assert kept.chosen_idle() == kept.Idle(how, minutes)
 
 
 @pytest.mark.parametrize("settings, words", [
@@ -48,7 +48,7 @@ def test_other_settings_are_refused_by_name(kept, choose, settings, words):
     choose(**settings)
 
     with pytest.raises(kept.ConfigError, match=words):
-        kept.chosen_residency()
+        kept.chosen_idle()
 
 
 def test_no_address_for_other_machines_is_chosen_by_itself(kept, choose):
@@ -65,7 +65,7 @@ def test_the_page_has_these_settings_in_both_languages(kept):
 
     for name in (kept.HOW, kept.MINUTES, kept.ADDRESS):
         assert f'id: "{name}"' in page and chinese[name.replace(".", "_")]["name"]
-    assert f"options: {json.dumps(kept.RESIDENCIES)}" in page and tuple(chinese["xdit_Residency"]["options"]) == kept.RESIDENCIES
+    assert f"options: {json.dumps(kept.IDLE_WAYS)}" in page and tuple(chinese["xdit_Residency"]["options"]) == kept.IDLE_WAYS
 
 
 @pytest.mark.slow
@@ -76,13 +76,13 @@ def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, i
     client = groups.client(("cpu", "cpu"))
     parked = lambda: [sum(client.residence(name).parked_bytes) for name in client.model_names]  # noqa: E731
 
-    for residency, since_s in ((kept.Residency("keep", 1), -math.inf), (kept.Residency("park", 1), time.monotonic()),
-                               (kept.Residency("release", 1), time.monotonic())):
+    for residency, since_s in ((kept.Idle("keep", 1), -math.inf), (kept.Idle("park", 1), time.monotonic()),
+                               (kept.Idle("release", 1), time.monotonic())):
         client.group._used_s = since_s
         idle.tend(groups, residency)
         assert client.running and sum(parked()) == 0, residency
     client.group._used_s = -math.inf
-    idle.tend(groups, kept.Residency("park", 1))
+    idle.tend(groups, kept.Idle("park", 1))
     assert client.running and all(parked()) and client.idle_s < 60
     client.peek()                                              # a panel that looks gives no work
     client.group._used_s = -math.inf
@@ -90,7 +90,7 @@ def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, i
     assert client.idle_s == math.inf
     assert torch.equal(comfyui.sample(model, "sd3", steps=2), want) and sum(parked()) == 0 and client.idle_s < 60
     client.group._used_s = -math.inf
-    idle.tend(groups, kept.Residency("release", 1))
+    idle.tend(groups, kept.Idle("release", 1))
     assert client.state == "stopped"
     assert torch.equal(comfyui.sample(model, "sd3", steps=2), want)
 

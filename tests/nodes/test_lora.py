@@ -13,8 +13,8 @@ from tests.tiers import quick
 from tests.tiny_checkpoints import VARIANTS, families, save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.quantise import TYPES
-from xdit_backend.checkpoints.transformer import load_transformer
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 NAMINGS = {"publisher": "diffusion_model.", "kohya": "lora_unet_", "diffusers": "transformer."}
@@ -223,7 +223,7 @@ def test_a_diffusers_folder_equals_native(comfyui, loras, kind):
     """Its matrices are parts of those that ComfyUI's names mean, some with halves in other places: they go where their rows are."""
     path = comfyui.base / "diffusion_models" / comfyui.file(kind)
     family = families()[kind]
-    transformer, _ = load_transformer(model_spec(read_header(path), family, "float32", "float32"), family, torch.device("cpu"))
+    transformer = load_transformer(model_spec(read_header(path), family, "float32", "float32"), family, torch.device("cpu")).model
     comfyui.folder_paths.add_model_folder_path("diffusers", str(comfyui.base / "diffusers"), is_default=True)
     transformer.save_pretrained(comfyui.base / "diffusers" / f"lora-{kind}" / "transformer", max_shard_size="2MB")
     ours, native = comfyui.load_model.execute(f"lora-{kind}", "fp32", comfyui.config()).args[0], comfyui.native(kind)

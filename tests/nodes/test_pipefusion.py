@@ -14,7 +14,7 @@ from tests.parallel.oracle import StaleModel
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from xdit_backend.checkpoints.transformer import load_transformer
+from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.config import ParallelConfig
 from xdit_backend.partition import cut_patches
 from xdit_backend.planner import choose_num_patches
@@ -34,7 +34,8 @@ def kinds(settings, one):
 def transformer(path):
     header = read_header(path)
     family = recognise(header)
-    return family, *load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
+    loaded = load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
+    return family, loaded.model, loaded.config
 
 
 def oracle(comfyui, kind, num_patches, warmup_steps):

@@ -278,10 +278,10 @@ def test_float8_in_stages_equals_native_ksampler(comfyui, kind):
 def test_diffusers_folder_equals_the_single_file(comfyui):
     """The same weights as diffusers saves them, in a folder of models/diffusers."""
     from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-    from xdit_backend.checkpoints.transformer import load_transformer
+    from xdit_backend.checkpoints.loading import load_transformer
     header = read_header(comfyui.base / "diffusion_models" / comfyui.file("sd3"))
-    transformer, _ = load_transformer(model_spec(header, recognise(header), "float32", "float32"), recognise(header),
-                                      torch.device("cpu"))
+    transformer = load_transformer(model_spec(header, recognise(header), "float32", "float32"), recognise(header),
+                                   torch.device("cpu")).model
     comfyui.folder_paths.add_model_folder_path("diffusers", str(comfyui.base / "diffusers"), is_default=True)
     transformer.save_pretrained(comfyui.base / "diffusers" / "tiny-sd3" / "transformer")
     assert "tiny-sd3" in comfyui.load_model.define_schema().inputs[0].options

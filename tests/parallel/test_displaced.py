@@ -80,7 +80,7 @@ def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), forecast=0.0
     one = example(name, **cases[0][0])
     projected = count_projections(one)
     hooks = RowHooks(one.model, one.family.plan)
-    loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(0))
+    loaded = one.loaded(hooks, range(0))
     results, seen, projections = [], [], []
     for shape, warmup_steps, heun, mode_name, bucket_bytes in cases:
         projected.clear()
@@ -201,7 +201,7 @@ def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds):
         MUTANTS[mutant]()
     mesh, one, results = paced(build_mesh(layout, world_size), speeds), example(name, **shape), []
     hooks = Hooks(one.model, one.family.plan, hold_share(one.model, one.family.plan, layout.tensor_degree, mesh.ranks["tensor"]))
-    loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
+    loaded = one.loaded(hooks)
     for warmup_steps in (1, ALL):
         exchange = Exchange(mesh.displaced_group, layout.displaced_degree, mesh.ranks["displaced"], 4096)
         predict = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning)
@@ -295,7 +295,7 @@ def foretold_on_ranks(rank, world_size, name, layout, shape, mutant):
         MUTANTS[mutant]()
     mesh, one, results, kept, addresses = build_mesh(layout, world_size), example(name, **shape), [], [], []
     hooks = Hooks(one.model, one.family.plan)
-    loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
+    loaded = one.loaded(hooks)
     for warmup_steps, second in FORETOLD:
         exchange = Exchange(mesh.displaced_group, layout.displaced_degree, mesh.ranks["displaced"], 4096, FORECAST)
         predict, seen = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning), set()

@@ -18,7 +18,6 @@ from xdit_backend.parallel.tokens import Tokens
 from xdit_backend.partition import shard_start
 from xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from xdit_backend.protocol.messages import Layout
-from xdit_backend.worker.models import Loaded
 
 EXACT = 1e-12
 LAYOUTS = {"ulysses2": Layout(ulysses_degree=2), "ring2": Layout(ring_degree=2), "ring3": Layout(ring_degree=3),
@@ -30,7 +29,7 @@ SHAPES = {"even": {"rows": 8, "columns": 8, "num_text_tokens": 8}, "uneven": {"r
 
 def whole(mesh, one, hooks):
     """A forward of the whole model, with nothing kept."""
-    loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
+    loaded = one.loaded(hooks)
     return loaded.context(mesh, Traffic(), one.latent, one.timestep, one.conditioning)
 
 

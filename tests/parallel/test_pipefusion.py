@@ -19,7 +19,6 @@ from xdit_backend.parallel.pipefusion import Kept, KeyValues, Link, Offload
 from xdit_backend.partition import cut_patches, split_stages, stage_blocks
 from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol.messages import Layout
-from xdit_backend.worker.models import Loaded
 
 EXACT = 1e-12
 SIGMAS = [1.0, 0.75, 0.5, 0.25]                               # three steps
@@ -41,7 +40,7 @@ class Pipeline:
         self.key_values = KeyValues(Offload(torch.device("cpu")) if offload else None)
         sizes = num_blocks or split_stages([1] * hooks.num_blocks, layout.pipefusion_degree)
         blocks = stage_blocks(sizes, self.mesh.ranks["pipefusion"])
-        self.loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, blocks)
+        self.loaded = one.loaded(hooks, blocks)
         self.link = Link(self.mesh, torch.device("cpu")) if layout.pipefusion_degree > 1 else None
         self.traffic = Traffic()
 

@@ -17,7 +17,6 @@ from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import build_mesh
 from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.messages import Layout
-from xdit_backend.worker.models import Loaded
 
 EXACT = 1e-12
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,7 +44,7 @@ def _forward(rank, world_size, name, layout, shapes, mutant):
             splits = hold_share(model, one.family.plan, layout.tensor_degree, mesh.ranks["tensor"])
             hooks = Hooks(model, one.family.plan, splits)
         one.model = model
-        loaded = Loaded(model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
+        loaded = one.loaded(hooks)
         with hooks.serving(loaded.context(mesh, traffic, one.latent, one.timestep, one.conditioning)):
             error = (one.run() - want).abs().max().item()
         results.append((error, traffic.num_exchanges, traffic.sent_bytes))
@@ -123,7 +122,7 @@ def in_bfloat16(rank, world_size, name, layout):
         want, one = example(name, torch.float32, **SHAPES[1]).run(), example(name, torch.bfloat16, **SHAPES[1])
         whole, mesh = one.run(), build_mesh(layout, world_size)
         hooks = Hooks(one.model, one.family.plan, hold_share(one.model, one.family.plan, layout.tensor_degree, mesh.ranks["tensor"]))
-        loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
+        loaded = one.loaded(hooks)
         with hooks.serving(loaded.context(mesh, Traffic(), one.latent, one.timestep, one.conditioning)):
             return relative_error(whole.float(), want), relative_error(one.run().float(), want)
 
@@ -143,7 +142,7 @@ def in_turn(rank, world_size, name, layout, mutant=False):
         mesh, counts, examples = build_mesh(layout, world_size), [], [example(name, **shape) for shape in SHAPES]
         wanted, one = [each.run() for each in examples], examples[0]
         hooks = Hooks(one.model, one.family.plan, hold_share(one.model, one.family.plan, 2, mesh.ranks["tensor"]))
-        loaded = Loaded(one.model, one.config, one.family, hooks, one.latent.dtype, range(hooks.num_blocks))
+        loaded = one.loaded(hooks)
 
         def contexts():
             counts.append(Traffic())

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..autoencoders.family import replaced
 from ..checkpoints.header import model_spec, read_header, recognise
-from ..checkpoints.transformer import load_transformer
+from ..checkpoints.loading import load_transformer
 from ..demo_model.transformer import shifted_sigmas
 from ..protocol.errors import ConfigError
 from .quality import DEMO, conditioning_of, load_recogniser, noise_of
@@ -54,7 +54,8 @@ def seen_by_attentions(file, prompts, options):
     """[[(time, keys and values (2, B, N, T, H) in half precision) of each step] of each self-attention], of a run of whole latents."""
     header = read_header(str(file))
     family = recognise(header)
-    model, config = load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
+    loaded = load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
+    model, config = loaded.model, loaded.config
     seen, now = {}, None
 
     def attention(query, key, value, *args, **kwargs):

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoints.header import model_spec, read_header, recognise
-from ..checkpoints.transformer import load_transformer
+from ..checkpoints.loading import load_transformer
 from ..protocol.errors import ConfigError
 from ..protocol.transfers import PIECE_BYTES
 from .groups import count_cuda
@@ -81,7 +81,7 @@ def read(path, device):
 def load(path, device):
     header = read_header(path)
     family = recognise(header)
-    model, _ = load_transformer(model_spec(header, family, "bfloat16", "bfloat16"), family, device)
+    model = load_transformer(model_spec(header, family, "bfloat16", "bfloat16"), family, device).model
     if device.type == "cpu":
         piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
         for weight in (*model.parameters(), *model.buffers()):

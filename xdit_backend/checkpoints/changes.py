@@ -1,4 +1,4 @@
-"""One tensor of a model's file as a LoRA or another weight patch changes it. Called by the loader on each rank.
+"""Tensors of a loaded model's file as a LoRA or another weight patch changes them. Called by the engine on each rank.
 
 The order of casts and sums is that of ComfyUI's ModelPatcher, so that its bits are those of ComfyUI's own.
 """
@@ -7,6 +7,58 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.segments import DTYPES, map_segment
+from ..protocol.transfers import Ferry
+from .casting import add_at_use
+from .header import header_of
+from .loading import addresses_of, moved
+from .packed import packed_weights
+from .quantise import quantised
+from .reading import read_file, read_plain
+from .transformer import held
+
+
+def change_weights(loaded, changes, leave=lambda weights: None):
+    """Give a Transformer other values of some tensors of its file. Nothing is read of the others.
+
+    changes: {name in the file, without its prefix: messages.Change}. leave(weights) is called before these get other values; with None
+    where what changes is not values of weights alone. Of what is changed to how the file has it, every bit is as when it was loaded.
+    """
+    model, family, spec, splits = loaded.model, loaded.family, loaded.spec, loaded.splits
+    header, ferry = header_of(spec), Ferry(loaded.device)
+    here = {name: change for name, change in changes.items() if loaded.needs(name, header)}
+    packed = {name: how for name, how in packed_weights(header, family, loaded.config, model, spec.quantisation).items()
+              if how.source in here}
+    tensors = read_file(header, lambda name: name in here and here[name].whole is None)
+    addresses = addresses_of(tensors.values())
+    maps = list(tensors.values())
+    plain = read_plain(header, tensors, {how.source for how in packed.values()})
+    for name, change in here.items():
+        if change.whole is not None or not plain[name].is_meta:
+            plain[name] = changed(plain[name], change, ferry)
+    converted = header.under_diffusers_names(plain, family, loaded.config)
+    weights = {name: (weight, dtype) for name, weight, dtype in held(model, family, spec)}
+    for name, how in packed.items():
+        terms = here[how.source].terms + here[how.source].hooked
+        if here[how.source].whole is None and weights[name][0].dtype.itemsize == 1:
+            del converted[name]                                # it is as it was loaded
+        elif here[how.source].whole is None:
+            rows = how.take(tensors[how.source])
+            converted[name] = rows if how.is_in_file else quantised(moved(rows, loaded.device, torch.float32, ferry), how.type)[0]
+        if name in converted:
+            plain_dtype = getattr(torch, spec.compute_dtype)
+            weights[name] = weights[name][0], plain_dtype if converted[name].dtype.itemsize > 1 else converted[name].dtype
+        product = factors(terms, how, header.shapes[how.source], ferry) if terms else (None, None)
+        if terms and name in splits:                           # of the matrix a rank has some rows, or some columns
+            own = splits[name].own(product[splits[name].dim], spec.tensor_degree, loaded.tensor_rank)
+            product = (own, product[1]) if splits[name].dim == 0 else (product[0], own)
+        add_at_use(model.get_submodule(name.removesuffix(".weight")), *product)
+    shares = {name: loaded.share(name, tensor, addresses) for name, tensor in converted.items()}
+    shares = {name: share for name, share in shares.items() if share is not None and not share.is_meta}
+    leave(None if packed else [weights[name][0] for name in shares])
+    for name, tensor in shares.items():
+        weight, dtype = weights[name]
+        loaded.hold(weight, tensor, dtype, ferry, addresses)
+    del maps                                                   # kept until now, so that no other tensor got their addresses
 
 
 def changed(tensor, change, ferry):

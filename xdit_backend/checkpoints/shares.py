@@ -1,6 +1,6 @@
 """Which part of each layer a rank has under tensor parallelism, derived from what diffusers calls the layers. Arithmetic alone.
 
-The loader cuts weights so (transformer.py), and hooks put together what the parts give (parallel/tensor.py).
+The loader cuts weights so (loading.py), and hooks put together what the parts give (parallel/tensor.py).
 docs/algorithms.md section 10.
 """
 

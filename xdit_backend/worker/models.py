@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ..checkpoints.casting import Casts
-from ..checkpoints.transformer import block_bytes, block_sizes, change_weights, load_transformer
+from ..checkpoints.changes import change_weights
+from ..checkpoints.loading import Transformer, load_transformer
+from ..checkpoints.transformer import block_bytes, block_sizes
 from ..checkpoints.versions import Versions
 from ..models import FAMILIES
-from ..models.plan import Family
 from ..parallel.collectives import Traffic, all_gather
 from ..parallel.context import ForwardContext, rows_of, tokens_of
 from ..parallel.hooks import Hooks
@@ -23,7 +23,6 @@ from ..parallel.regions import message_size
 from ..parallel.row_hooks import RowHooks
 from ..partition import FULL, cut_bands, holders, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
-from ..protocol.messages import ModelSpec
 from ..protocol.transfers import on_device
 from .residency import Residency
 
@@ -55,7 +54,7 @@ class Models:
             return self._loaded[spec.name].residency.numbers
         family = FAMILIES[spec.family]
         count = itertools.count()
-        blocks = held = range(0)
+        blocks = range(0)
 
         def report(done, total):
             check()
@@ -63,21 +62,18 @@ class Models:
                 self._report_phase("loading weights", done, total, True)
 
         def held_blocks(model):
-            nonlocal blocks, held
+            nonlocal blocks
             blocks = every_block = range(len(block_sizes(model, family.plan)))
             if spec.stages is not None:
                 counts = spec.stages.num_blocks or self._balanced(spec, model, family)
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
-            held = every_block if spec.stages is None or spec.stages.every_block else blocks
-            return held
+            return every_block if spec.stages is None or spec.stages.every_block else blocks
 
-        files, casts, splits = {}, Casts(), {}
-        model, config = load_transformer(spec, family, self._device, report, held_blocks, files, casts, splits, self._tensor_rank(spec))
-        hooks = RowHooks(model, family.plan) if family.by_rows else Hooks(model, family.plan, splits)
-        residency = Residency(model, files, self._bring, self._ferry.fetch)
-        self._loaded[spec.name] = Loaded(model, config, family, hooks, getattr(torch, spec.compute_dtype), blocks, spec, residency, casts,
-                                         held, files, splits)
-        return residency.numbers
+        transformer = load_transformer(spec, family, self._device, report, held_blocks, self._rank % spec.tensor_degree)
+        model = transformer.model
+        hooks = RowHooks(model, family.plan) if family.by_rows else Hooks(model, family.plan, transformer.splits)
+        self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks, self._residency(transformer))
+        return self._loaded[spec.name].residency.numbers
 
     def change(self, command, room_bytes):
         """Give tensors of a model's file other values. The model is on the device. Returns the numbers of its residency.
@@ -90,32 +86,35 @@ class Models:
             if weights is None or not command.version:
                 loaded.versions.drop()
             else:
-                loaded.versions.leave(command.version, command.begins, weights, loaded.files, room_bytes)
+                loaded.versions.leave(command.version, command.begins, weights, loaded.transformer.files, room_bytes)
 
-        loaded.casts.drop()
-        change_weights(loaded.model, loaded.config, loaded.family, loaded.spec, self._device, command.changes, loaded.held, loaded.files,
-                       loaded.splits, self._tensor_rank(loaded.spec), leave)
+        loaded.transformer.casts.drop()
+        change_weights(loaded.transformer, command.changes, leave)
         return self._changed(loaded)
 
     def go_back(self, command):
         """Give a model weights that were kept, where they were: "kept" of the numbers. The model is on the device."""
         loaded = self[command.name]
-        loaded.casts.drop()
-        was_kept = loaded.versions.go_back(command.version, command.left, loaded.files)
+        loaded.transformer.casts.drop()
+        was_kept = loaded.versions.go_back(command.version, command.left, loaded.transformer.files)
         return {**self._changed(loaded), "kept": float(was_kept)}
 
     def _changed(self, loaded):
-        loaded.residency = Residency(loaded.model, loaded.files, self._bring, self._ferry.fetch)
+        loaded.residency = self._residency(loaded.transformer)
         return loaded.residency.numbers
+
+    def _residency(self, transformer):
+        return Residency(transformer.model, transformer.files, self._bring, self._ferry.fetch)
 
     def drop(self, name):
         self._loaded.pop(name, None)
 
     def park(self, command):
         """Let go of weights on the device, which then are in host memory alone."""
-        self[command.name].casts.drop()                        # memory is wanted
-        self[command.name].versions.drop()
-        residency, parts = self[command.name].residency, holders(self._world_size, self[command.name].spec)
+        loaded = self[command.name]
+        loaded.transformer.casts.drop()                        # memory is wanted
+        loaded.versions.drop()
+        residency, parts = loaded.residency, holders(self._world_size, loaded.transformer.spec)
         number = next(number for number, ranks in enumerate(parts) if self._rank in ranks)
         targets = [command.targets[rank] for rank in parts[number]]
         residency.park(targets, parts[number].index(self._rank), command.segments[number])
@@ -130,7 +129,7 @@ class Models:
     def drop_casts(self):
         """Let go of the casts that were kept for a run's patches."""
         for loaded in self._loaded.values():
-            loaded.casts.drop()
+            loaded.transformer.casts.drop()
 
     def drop_versions(self):
         """Let go of weights that were kept for a run that goes back to them."""
@@ -140,7 +139,7 @@ class Models:
     @property
     def cast_bytes(self):
         """Bytes of weights that are held a second time: in the type they are computed with, or as another version of them."""
-        return sum(loaded.casts.num_bytes + loaded.versions.num_bytes for loaded in self._loaded.values())
+        return sum(loaded.transformer.casts.num_bytes + loaded.versions.num_bytes for loaded in self._loaded.values())
 
     @property
     def weight_bytes(self):
@@ -151,9 +150,6 @@ class Models:
     def parked_bytes(self):
         """Bytes of weights in host memory alone."""
         return sum(loaded.residency.parked_bytes for loaded in self._loaded.values())
-
-    def _tensor_rank(self, spec):
-        return self._rank % spec.tensor_degree
 
     def _bring(self, weight):
         """A weight in host memory on the device, with the same order of dims."""
@@ -186,19 +182,16 @@ class Models:
 class Loaded:
     """A model on this rank."""
 
-    model: torch.nn.Module
-    config: dict
-    family: Family
+    transformer: Transformer
     hooks: Hooks | RowHooks
     dtype: torch.dtype             # of its arithmetic
     blocks: range                  # the blocks of this rank's stage; all, where there are no stages
-    spec: ModelSpec | None = None
     residency: Residency | None = None
-    casts: Casts = field(default_factory=Casts)
-    held: range | None = None      # the blocks whose weights are here; None: all
-    files: dict | None = None      # of load_transformer
-    splits: dict = field(default_factory=dict)                 # likewise
     versions: Versions = field(default_factory=Versions)
+
+    @property
+    def family(self):
+        return self.transformer.family
 
     def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, exchange=None, **keeping):
         """The ForwardContext of a latent or its patch. keeping: where keys and values are kept, ForwardContext's fields for that."""
@@ -210,7 +203,7 @@ class Loaded:
         if exchange is not None and family.by_rows:
             keeping["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1), mesh.sequence_speeds)
         return ForwardContext(
-            family.inputs(latent, on_device(timestep, latent.device), conditioning, self.config, patch), mesh, traffic,
+            family.inputs(latent, on_device(timestep, latent.device), conditioning, self.transformer.config, patch), mesh, traffic,
             self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,
             tokens_of(family, mesh, latent.shape, conditioning, patch), patch,
             None if patch is None else rows_of(family, latent.shape, patch), exchange=exchange, **keeping)
@@ -219,5 +212,5 @@ class Loaded:
         """Elements of the message that the stage before sends for a latent (or patch) of this shape."""
         tokens = tokens_of(self.family, mesh, shape, conditioning, patch)
         units = self.hooks.message_units(self.blocks.start)
-        widths = [self.family.stream_width(self.config, streams) for streams in units]
+        widths = [self.family.stream_width(self.transformer.config, streams) for streams in units]
         return message_size(units, shape[0] * self.family.latent.sequences(shape), widths, tokens)

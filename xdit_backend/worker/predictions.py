@@ -105,8 +105,8 @@ class Predictions:
                     self._write(loaded.family, *part, latent, context, output)
                 else:
                     link.send(message, traffic)
-        if command.patch is not None and not loaded.casts.are_kept:        # by now activations have taken what they need
-            loaded.casts.keep(FULL * self.unused_bytes)
+        if command.patch is not None and not loaded.transformer.casts.are_kept:        # by now activations have taken what they need
+            loaded.transformer.casts.keep(FULL * self.unused_bytes)
         end = clock.mark()
         clock.add(start, end, waits)
         self._tell(command, start, end, waits, traffic)
@@ -199,7 +199,7 @@ class Predictions:
     def _kept(self, loaded, conditioning):
         """The keys and values of a conditioning, made when they are first kept."""
         if conditioning not in self._key_values:
-            offload = loaded.spec.stages is not None and loaded.spec.stages.offload
+            offload = loaded.transformer.spec.stages is not None and loaded.transformer.spec.stages.offload
             self._key_values[conditioning] = KeyValues(Offload(self._device) if offload else None)
         return self._key_values[conditioning]
 
