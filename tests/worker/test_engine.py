@@ -169,7 +169,7 @@ def load_and_drop(rank, world_size, spec):
     gc.disable()
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     engine.carry_out(messages.LoadModel(1, spec))
-    weights = [weakref.ref(weight) for weight in engine._models[spec.name].model.parameters()]
+    weights = [weakref.ref(weight) for weight in engine._models[spec.name].transformer.model.parameters()]
     engine.carry_out(messages.DropModel(2, spec.name))
     return sum(weight() is not None for weight in weights), len(weights)
 
