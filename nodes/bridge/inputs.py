@@ -45,6 +45,9 @@ def check_latent(setup, x, channels=None):
         raise ConfigError(f"The latent has {given}, and {family.name} works on (batch, {needs}). It was made for another model: "
                           f"use the VAE or the empty latent node that belongs to this one"
                           + (". Or remove what puts channels beside it, such as a noise mask." if channels > own else "."))
+    if 0 in x.shape:
+        raise ConfigError(f"The latent, or the area of it that a prompt is for, is empty: its shape is {tuple(x.shape)}. Move or enlarge "
+                          f"an area that lies outside of the picture, or remove it.")
 
 
 def check_text(family, text):

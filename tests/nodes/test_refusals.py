@@ -140,6 +140,16 @@ def test_latent_of_another_model_is_refused_in_any_sampler_node(comfyui, degrees
                                         comfyui.conditioning("sd3", 2), {"samples": torch.ones(shape)}, 1.0)
 
 
+@pytest.mark.parametrize("kind", ["sd3", "sd15"])
+def test_an_area_outside_of_the_picture_is_refused(comfyui, kind):
+    """ComfyUI cuts it down to nothing, and its models fail."""
+    (text, options), = comfyui.conditioning(kind, 1)
+    positive = [[text, {**options, "area": (8, 8, 0, comfyui.latent(kind)["samples"].shape[-1])}], *comfyui.conditioning(kind, 3)]
+
+    with pytest.raises(comfyui.errors.ConfigError, match="or the area of it that a prompt is for, is empty: .*Move or enlarge"):
+        comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu")), kind, positive=positive, steps=1)
+
+
 def test_cfg_degree_without_guidance_is_refused(comfyui):
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
 
