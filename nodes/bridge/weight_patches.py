@@ -39,25 +39,31 @@ def changes_of(patcher, hooked={}):
     if not patcher.patches and not hooked:
         return {}
     header, found, weight_of = file_of(patcher)
-    device, changes = patcher.load_device, {}
+    device, changes, within = patcher.load_device, {}, {}      # the last: name in the file -> [(weight with rows of it, rows as of places)]
     lasting = effective_patches(patcher)
     for key in lasting | hooked:                               # hooks reach buffers too, and parameters beside submodules
-        patches, more = lasting.get(key, ()), hooked.get(key, ())
         if not found.get(key.removeprefix(PREFIX)) or not key.startswith(PREFIX):
             raise UnsupportedError(f"A LoRA or another node changes {key}, which the file of this MODEL does not have. Remove it, or use "
                                    f"Load Diffusion Model.")
+    for weight, sources in found.items():
+        for name, rows in sources:
+            within.setdefault(name, []).append((PREFIX + weight, rows))
+    for name, parts in within.items():
+        patches = {key: (lasting.get(key, ()), hooked.get(key, ())) for key, _ in parts}
+        if not any(some for both in patches.values() for some in both):
+            continue
+        key, rows = next((key, rows) for key, rows in parts if any(patches[key]))
         held = comfy.utils.get_attr(patcher.model, key)
-        if any(name in header.quantised for name, _ in found[key.removeprefix(PREFIX)]):     # what is changed of it, or it then, is plain
+        if any(source in header.quantised for source, _ in found[key.removeprefix(PREFIX)]):           # what is changed then is plain
             held = torch.empty(held.shape, dtype=getattr(torch, patcher.remote.spec.compute_dtype), device="meta")
         of = tuple(tuple((strength, id(what), strength_model, offset, id(function))
-                         for strength, what, strength_model, offset, function in some) for some in (patches, more))
-        whole = functools.partial(_whole, key, patches, more, held, device, weight_of)
-        for name, rows in found[key.removeprefix(PREFIX)]:
-            if rows is None and held.dtype in ROUNDED and all(_is_plain(patch) for patch in (*patches, *more)):
-                make = functools.partial(_factors, key, patches, more, held, device)
-            else:
-                make = functools.partial(_sent, whole, rows)
-            changes[name] = Change(of, held.numel() * held.dtype.itemsize, make)
+                         for strength, what, strength_model, offset, function in some) for both in patches.values() for some in both)
+        if rows is None and held.dtype in ROUNDED and all(_is_plain(patch) for some in patches[key] for patch in some):
+            make = functools.partial(_factors, key, *patches[key], held, device)
+        else:
+            make = functools.partial(_sent, [(functools.partial(_whole, part, *patches[part], held, device, weight_of), where)
+                                             for part, where in parts if rows is not None or part == key])
+        changes[name] = Change(of, sum(comfy.utils.get_attr(patcher.model, part).numel() for part, _ in parts) * held.dtype.itemsize, make)
     return changes
 
 
@@ -151,15 +157,15 @@ def _whole(key, patches, hooked, held, device, weight_of):
     return patched(key, hooked, weight, held.dtype, device, torch.float32) if hooked else weight
 
 
-def _sent(whole, rows, share):
-    """The whole weight; or, where the file has it in parts, the part whose rows these are."""
-    weight = whole()
-    if rows is None:
-        return messages.Change(share(weight), ())
-    here, there = (rows >= 0).nonzero()[:, 0].to(weight.device), rows[rows >= 0].to(weight.device)
-    part = torch.empty_like(weight[:len(there)])
-    part[there] = weight[here]
-    return messages.Change(share(part), ())
+def _sent(parts, share):
+    """A tensor of the file as a whole. parts: [(makes a weight, its rows in the tensor, as of places)], which together are all of it."""
+    if len(parts) == 1 and parts[0][1] is None:
+        return messages.Change(share(parts[0][0]()), ())
+    pieces = [(whole()[rows >= 0], rows[rows >= 0]) for whole, rows in parts]
+    tensor = pieces[0][0].new_empty(sum(len(there) for _, there in pieces), *pieces[0][0].shape[1:])
+    for piece, there in pieces:
+        tensor[there.to(tensor.device)] = piece
+    return messages.Change(share(tensor), ())
 
 
 def _misfit(key, why):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.nodes.test_lora import Loras
 from tests.tiny_checkpoints import families, said_of
-from tests.tolerances import close
+from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.reading import read_file
@@ -100,6 +101,20 @@ def test_what_a_folder_says_beside_its_tensors_is_heeded(comfyui, kind):
     model = comfyui.load_model.execute(f"folder-{kind}", "fp32", comfyui.config()).args[0]
 
     close(comfyui.sample(model, kind, steps=2), comfyui.reference(kind, steps=2), TOLERANCE)
+
+
+def test_lora_for_a_part_of_a_folders_tensor_equals_native(comfyui):
+    """A folder of Ovis-Image has what is gated and its gate as one tensor; ComfyUI has two, and a LoRA may be for one of them."""
+    loras = Loras(comfyui)
+    save_folder(comfyui, "ovis-image", "folder-ovis-image")
+    name = loras.file("ovis-image", adapter="lora", part="gate_proj")
+    models = comfyui.load_model.execute("folder-ovis-image", "fp32", comfyui.config("cpu,cpu")).args[0], comfyui.native("ovis-image")
+
+    result, reference = (comfyui.sample(loras.load(model, name), "ovis-image", steps=2) for model in models)
+    comfyui.unload_all()                                       # the native model's weights are as they were
+
+    close(result, reference, TOLERANCE)
+    assert relative_error(reference, comfyui.reference("ovis-image", steps=2)) > 1e-3
 
 
 def test_a_folder_that_does_not_say_which_model_it_is_is_refused(comfyui):
