@@ -104,6 +104,10 @@ Z_IMAGE = {
     "t_embedder.mlp.0.weight": (1024, 256), **blocks("noise_refiner.", 2, {"attention.k_norm.weight": (128,)}),
     **blocks("context_refiner.", 2, {"attention_norm1.weight": (3840,)}),
     **blocks("layers.", 30, {"attention.q_norm.weight": (128,), "attention.qkv.weight": (11520, 3840)})}
+ERNIE = {
+    "x_embedder.proj.weight": (4096, 128, 1, 1), "text_proj.weight": (4096, 3072), "final_linear.weight": (128, 4096),
+    **blocks("layers.", 36, {"adaLN_mlp_ln.weight": (4096,), "self_attention.norm_q.weight": (128,),
+                             "mlp.linear_fc2.weight": (4096, 12288)})}
 HUNYUAN_VIDEO = {
     "img_in.proj.weight": (3072, 16, 1, 2, 2), "txt_in.input_embedder.weight": (3072, 4096), "vector_in.in_layer.weight": (3072, 768),
     "guidance_in.in_layer.weight": (3072, 256), "final_layer.linear.weight": (64, 3072),
@@ -270,6 +274,9 @@ PUBLISHED = {
                                       "num_kv_heads": 8, "cap_feat_dim": 2304, "axes_dim_rope": (32, 32, 32), "in_channels": 16}),
     "z-image-turbo": ("Z-Image", Z_IMAGE, {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
                                            "axes_dims": [32, 48, 48], "in_channels": 16}),
+    "ernie-image": ("ERNIE-Image", ERNIE, {
+        "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36, "ffn_hidden_size": 12288, "in_channels": 128, "out_channels": 128,
+        "text_in_dim": 3072}),
     "hidream-i1": ("HiDream-I1", HIDREAM, {
         "num_layers": 16, "num_single_layers": 32, "num_attention_heads": 20, "caption_channels": [4096, 4096], "text_emb_dim": 2048,
         "num_routed_experts": 4, "llama_layers": [*range(32), *[31] * 16], "in_channels": 16, "out_channels": 16}),

@@ -22,7 +22,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 # models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
 NOT_RUN = {".audio_patch_proj.": "MiniMax H3", ".txtfusion.": "Krea 2",
            ".genre_embedder.": "ACE-Step", ".embed_image_indicator.": "Ideogram 4", ".clf.1.": "Stable Cascade",
-           ".rotary_pos_emb.inv_freq": "Stable Audio", ".adaLN_mlp_ln.": "ERNIE-Image", ".img_mod.modulate_table": "JoyImage"}
+           ".rotary_pos_emb.inv_freq": "Stable Audio", ".img_mod.modulate_table": "JoyImage"}
 NOT_IN_DIFFUSERS = {".double_stream_layers.": "Boogu-Image", ".ref_image_refiner.": "OmniGen 2", ".t_embedder1.": "HiDream-O1",
                     ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D", ".context_repo_layers.": "TripoSplat",
                     ".mlp.all.proj_in_gate.": "SeedVR2", ".pixel_embedder.": "PixelDiT", ".attn.img_qkv.": "Lens"}

@@ -16,13 +16,15 @@ from ..protocol.errors import UnsupportedError
 # Linears of a block, by their paths in it. The outputs of "columns" are split, the inputs of "rows", whose results are added up; of
 # "gathered", which see no tokens but a time or a pooled text, the outputs are split and put together again, for their weights' sake.
 LAYERS = (
-    (r"^\w*attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate_logits)$|^attention\.to_[qkv]$"
+    (r"^\w*attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate_logits)$|^(self_)?attention\.to_[qkv]$"
      r"|^\w+_attention\.to_(query|key|value)$",
      "columns"),
-    (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^attention\.to_out\.0$|^\w+_attention\.out_layer$", "rows"),
-    (r"^proj_mlp$|^\w+\.net\.0\.proj$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$|^feed_forward\.in_layer$",
+    (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^(self_)?attention\.to_out\.0$|^\w+_attention\.out_layer$", "rows"),
+    (r"^proj_mlp$|^\w+\.net\.0\.proj$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
+     r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$",
      "columns"),
-    (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$|^feed_forward\.out_layer$",
+    (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$"
+     r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$",
      "rows"),
     (r"^(norm\w*\.linear(_[12])?|\w+_mod\.1|\w+_modulation\.out_layer|adaLN_modulation\.\d+)$", "gathered"))
 AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}     # what has the one's outputs as inputs, or their halves multiplied

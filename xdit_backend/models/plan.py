@@ -85,6 +85,7 @@ class ModelPlan:
     skips(num_blocks): in U-shaped models, blocks that take a `skip` -> the earlier block whose output it is.
     sums: modules inside a block that mix tokens by sums over them alone (linear attention). They call `total`, an argument of their
     forward that amend has given them, with the sums over this rank's tokens, for those over all.
+    tokens_first: blocks take and return hidden states as (T, B, C).
     rows: the block argument that says how many rows of tokens there are; each rank then has whole rows. halos: modules inside a block
     that take (B, C, rows, columns) and read one row beyond each.
     outside: what names of tensors of blocks begin with that the forward uses outside of these too, so that every stage has them.
@@ -108,6 +109,7 @@ class ModelPlan:
     heeds_output: bool = False
     skips: Callable = lambda num_blocks: {}
     sums: tuple[str, ...] = ()
+    tokens_first: bool = False
     rows: str | None = None
     halos: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()

@@ -71,7 +71,10 @@ class Hooks:
         self._places = [Place(index, list_, numbers[index], starts[index], starts[index + 1]) for index, (_, list_) in enumerate(blocks)]
         for place, (block, _) in zip(self._places, blocks):
             self._place_inside(block, place)
-            block.forward = self._hook_block(block.forward, place)
+            if plan.tokens_first:
+                block.forward = _turned(self._hook_block(_turned(block.forward, place), place), place)
+            else:
+                block.forward = self._hook_block(block.forward, place)
         self._place_outside()
 
     def _place_inside(self, block, place):
@@ -363,6 +366,18 @@ def _attend(query, key, value, now, which, streams, read, plain, scale):
     if now.exchange is not None:
         return displaced_attention(query, key, value, sizes, now, which, local, mask, read_sizes)
     return usp_attention(query, key, value, sizes, now.mesh, plain, scale, now.traffic, mask, read_sizes)
+
+
+def _turned(forward, place):
+    """A block's forward whose hidden states are (T, B, C), of one whose are (B, T, C), or the other way round."""
+    names = list(inspect.signature(forward).parameters)
+
+    @functools.wraps(forward)
+    def turned(*args, **kwargs):
+        arguments = {**dict(zip(names, args)), **kwargs}
+        output = forward(**arguments | {name: arguments[name].transpose(0, 1) for name in place.list_.streams})
+        return tuple(each.transpose(0, 1) for each in output) if isinstance(output, tuple) else output.transpose(0, 1)
+    return turned
 
 
 def _inside(block, path):
