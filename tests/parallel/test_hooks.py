@@ -244,6 +244,20 @@ def test_one_rank_is_bitwise_the_model(name):
     assert list(one.model.state_dict()) == keys
 
 
+def test_blocks_on_one_rank_get_no_mask_that_masks_nothing():
+    """PyTorch's attention is slower with one, as ComfyUI's own model never has it."""
+    one, seen = example("ERNIE-Image"), []
+    one.model.layers[0].self_attention.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
+    hooks = Hooks(one.model, one.family.plan)
+
+    one.run()
+    with hooks.serving(whole(SINGLE, one, hooks)):
+        one.run()
+
+    assert seen[0] is not None and seen[1] is None
+
+
 @pytest.mark.parametrize("name, hooks", [("SD3", Hooks), ("SD 1.5", RowHooks)], ids=["tokens", "rows"])
 def test_hooks_are_placed_once(name, hooks):
     """Twice, a rank would cut its shard of its shard."""

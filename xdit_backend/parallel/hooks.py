@@ -157,13 +157,16 @@ class Hooks:
 
     def _hook_block(self, forward, place):
         names = list(inspect.signature(forward).parameters)
+        unmasked = dict.fromkeys(name for name, streams in place.list_.masks.items() if not streams and name in names)
 
         @functools.wraps(forward)
         def block(*args, **kwargs):
             now = self._now
-            if now is None or now.is_plain:
+            if now is None:
                 return forward(*args, **kwargs)
             arguments = {**dict(zip(names, args)), **kwargs}
+            if now.is_plain:                                   # with a mask that masks nothing, attention is slower
+                return forward(**arguments | unmasked)
             if place.index < now.blocks.start:
                 return place.returned(self._passed_by(now, place, arguments))
             outputs = self._computed(forward, now, place, arguments)
