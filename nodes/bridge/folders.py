@@ -40,7 +40,7 @@ def under_comfyui_names(tensors, header):
     config = model_config(header, family)
     found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.prepares)}      # they have those names
     used = set(found)
-    for name in _names(family, config):
+    for name, num_dims in _names(family, config).items():
         parts = _converted(family, config, name, 0)
         if not parts:
             part, order = _joined(family, config, name)
@@ -49,7 +49,8 @@ def under_comfyui_names(tensors, header):
                 used.add(part)
         elif parts.keys() <= tensors.keys():
             rows = _converted(family, config, name, sum(len(tensors[part]) if tensors[part].ndim else 1 for part in parts))
-            found[name] = _together(rows, tensors)
+            whole = _together(rows, tensors)
+            found[name] = whole.flatten() if num_dims == 1 else whole          # one row there, several here
             used |= parts.keys()
     if used != tensors.keys():
         found = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or {}         # which takes some for other families
@@ -109,6 +110,7 @@ def _plain(value):
 
 
 def _together(rows, tensors):
+    rows = {part: where.flatten() for part, where in rows.items()}
     part, where = next(iter(rows.items()))
     if len(rows) == 1 and torch.equal(where, torch.arange(len(where))):
         return tensors[part]
@@ -140,12 +142,14 @@ def _converted(family, config, name, num_rows):
 
 
 def _names(family, config):
-    """ComfyUI's names of the tensors of such a model, and of some that it may lack."""
-    names = dict.fromkeys([*_template(family.tiny), *_template(family.tiny, family.tiny.more)])
+    """{ComfyUI's name of each tensor of such a model, and of some that it may lack: how many dims it has}."""
+    names = {name: tensor.ndim for name, tensor in (_template(family.tiny) | _template(family.tiny, family.tiny.more)).items()}
     for list_ in family.plan.blocks:
-        inside = {name.removeprefix(list_.in_file).partition(".")[2]: None for name in names if name.startswith(list_.in_file)}
-        names |= dict.fromkeys(f"{list_.in_file}{number}.{name}" for number in range(config[list_.count]) for name in inside)
-    return list(names)
+        inside = {name.removeprefix(list_.in_file).partition(".")[2]: num_dims for name, num_dims in names.items()
+                  if name.startswith(list_.in_file)}
+        names |= {f"{list_.in_file}{number}.{name}": num_dims for number in range(config[list_.count])
+                  for name, num_dims in inside.items()}
+    return names
 
 
 def _template(tiny, more={}):

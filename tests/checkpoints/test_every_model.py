@@ -33,8 +33,8 @@ FAMILY = {
     "CosmosI2VPredict2": "Cosmos-Predict2", "ZImage": "Z-Image", "Lumina2": "Lumina 2", "WAN21_T2V": "Wan", "WAN21_I2V": "Wan",
     "WAN22_T2V": "Wan", "WAN21_FunControl2V": "Wan", "WAN21_Vace": "Wan VACE", "HiDream": "HiDream-I1", "Chroma": "Chroma",
     "QwenImage": "Qwen-Image", "Kandinsky5": "Kandinsky 5", "Kandinsky5Image": "Kandinsky 5 Image", "Anima": "Anima",
-    "LongCatImage": "LongCat-Image", "ErnieImage": "ERNIE-Image", "CogVideoX_T2V": "CogVideoX", "CogVideoX_I2V": "CogVideoX",
-    "CogVideoX_Inpaint": "CogVideoX",
+    "LongCatImage": "LongCat-Image", "ErnieImage": "ERNIE-Image", "Krea2": "Krea 2",
+    "CogVideoX_T2V": "CogVideoX", "CogVideoX_I2V": "CogVideoX", "CogVideoX_Inpaint": "CogVideoX",
     # whose tensors are Wan's: ComfyUI tells them by what a loader of theirs says, and no file
     "WAN21_CausalAR_T2V": "Wan", "WAN21_FlowRVS": "Wan"}
 # class of ComfyUI's -> (a family's tensors, what it has beside those, what the refusal says)
@@ -51,7 +51,7 @@ REFUSED = {
     **dict.fromkeys(("Stable_Cascade_B", "Stable_Cascade_C"), ({}, {"clf.1.weight": (2, 2)}, "Stable Cascade")),
     **dict.fromkeys(("StableAudio", "StableAudio3"), ({}, {"transformer.rotary_pos_emb.inv_freq": (2,)}, "Stable Audio")),
     "ACEStep": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step"), "ACEStep15": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step"),
-    "MiniMaxH3": ({}, {"audio_patch_proj.weight": (2, 2)}, "MiniMax H3"), "Krea2": ({}, {"txtfusion.projector.weight": (2, 2)}, "Krea 2"),
+    "MiniMaxH3": ({}, {"audio_patch_proj.weight": (2, 2)}, "MiniMax H3"),
     "Ideogram4": ({}, {"embed_image_indicator.weight": (2, 2)}, "Ideogram 4"),
     "JoyImage": ({}, {"double_blocks.0.img_mod.modulate_table": (2, 2), "double_blocks.0.attn.img_attn_qkv.weight": (2, 2)}, "JoyImage"),
     "Lens": ({}, {"transformer_blocks.0.attn.img_qkv.weight": (2, 2), "transformer_blocks.0.img_mod.1.weight": (2, 2),

@@ -108,6 +108,14 @@ ERNIE = {
     "x_embedder.proj.weight": (4096, 128, 1, 1), "text_proj.weight": (4096, 3072), "final_linear.weight": (128, 4096),
     **blocks("layers.", 36, {"adaLN_mlp_ln.weight": (4096,), "self_attention.norm_q.weight": (128,),
                              "mlp.linear_fc2.weight": (4096, 12288)})}
+KREA2 = {
+    "first.weight": (6144, 64), "tmlp.0.weight": (6144, 256), "txtmlp.0.scale": (2560,), "txtfusion.projector.weight": (1, 12),
+    **blocks("blocks.", 28, {"attn.wq.weight": (6144, 6144), "attn.wk.weight": (1536, 6144), "attn.gate.weight": (6144, 6144),
+                             "attn.qknorm.qnorm.scale": (128,), "mlp.gate.weight": (16384, 6144)}),
+    **blocks("txtfusion.layerwise_blocks.", 2, {"attn.wq.weight": (2560, 2560), "attn.wk.weight": (2560, 2560),
+                                                "attn.qknorm.qnorm.scale": (128,), "mlp.gate.weight": (6912, 2560),
+                                                "prenorm.scale": (2560,)}),
+    **blocks("txtfusion.refiner_blocks.", 2, {"prenorm.scale": (2560,)})}
 HUNYUAN_VIDEO = {
     "img_in.proj.weight": (3072, 16, 1, 2, 2), "txt_in.input_embedder.weight": (3072, 4096), "vector_in.in_layer.weight": (3072, 768),
     "guidance_in.in_layer.weight": (3072, 256), "final_layer.linear.weight": (64, 3072),
@@ -277,6 +285,11 @@ PUBLISHED = {
     "ernie-image": ("ERNIE-Image", ERNIE, {
         "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36, "ffn_hidden_size": 12288, "in_channels": 128, "out_channels": 128,
         "text_in_dim": 3072}),
+    "krea-2": ("Krea 2", KREA2, {
+        "in_channels": 64, "num_layers": 28, "attention_head_dim": 128, "num_attention_heads": 48, "num_key_value_heads": 12,
+        "intermediate_size": 16384, "text_hidden_dim": 2560, "num_text_layers": 12, "text_num_attention_heads": 20,
+        "text_num_key_value_heads": 20, "text_intermediate_size": 6912, "num_layerwise_text_blocks": 2, "num_refiner_text_blocks": 2,
+        "axes_dims_rope": (32, 48, 48), "timestep_embed_dim": 256, "_text_width": 30720}),
     "hidream-i1": ("HiDream-I1", HIDREAM, {
         "num_layers": 16, "num_single_layers": 32, "num_attention_heads": 20, "caption_channels": [4096, 4096], "text_emb_dim": 2048,
         "num_routed_experts": 4, "llama_layers": [*range(32), *[31] * 16], "in_channels": 16, "out_channels": 16}),

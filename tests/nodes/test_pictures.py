@@ -9,8 +9,9 @@ from tests.nodes.test_pipefusion import EXACT, STALE, sample_oracle, staged
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
 
-EDIT = ["flux", "flux2", "qwen-image", "qwen-image-2511", "longcat-image", "ovis-image"]
-METHODS = [(kind, method) for kind in EDIT for method in (None, *families()[kind].choices.get("ref_latents_method", ()))]
+EDIT = ["flux", "flux2", "qwen-image", "qwen-image-2511", "longcat-image", "ovis-image", "krea-2"]
+METHODS = [(kind, method) for kind in EDIT for method in (None, *families()[kind].choices.get("ref_latents_method", ()))
+           if method or kind != "krea-2"]
 SIZES = [((12, 10), [(8, 14)]), ((7, 9), [(5, 3)]), ((4, 16), [(6, 6), (3, 10)]), ((11, 6), [(12, 4), (4, 4), (9, 7)])]
 
 
@@ -89,8 +90,29 @@ def test_references_equal_comfyuis_own_module(comfyui, kind, method):
 def edited(comfyui, kind, sizes=((10, 8), (5, 7))):
     """A prompt with references, as ReferenceLatent gives it."""
     positive = comfyui.conditioning(kind, 1)
-    positive[0][1]["reference_latents"] = references(kind, sizes)
+    positive[0][1] |= {"reference_latents": references(kind, sizes)} | ({"reference_latents_method": "index"} if kind == "krea-2" else {})
     return positive
+
+
+def test_references_that_krea_2_ignores_are_ignored(comfyui):
+    """Its model in ComfyUI heeds them where a workflow says their method."""
+    positive = edited(comfyui, "krea-2")
+    del positive[0][1]["reference_latents_method"]
+
+    result = comfyui.sample(comfyui.ours("krea-2", comfyui.config("cpu")), "krea-2", positive=positive)
+
+    close(result, comfyui.reference("krea-2"), EXACT)
+
+
+@pytest.mark.parametrize("more, words", [
+    ({"reference_latents_method": "index_timestep_zero"}, "runs Krea 2 with ref_latents_method = index or offset or uxo"),
+    ({"reference_latents": [random(1, 16, 3, 6, 6)]}, "runs Krea 2 without reference latents of several frames")], ids=["method", "frames"])
+def test_references_that_krea_2_is_not_run_with_are_refused(comfyui, more, words):
+    positive = edited(comfyui, "krea-2")
+    positive[0][1] |= more
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match=words):
+        comfyui.sample(comfyui.ours("krea-2", comfyui.config("cpu")), "krea-2", positive=positive)
 
 
 @pytest.mark.parametrize("kind", EDIT)

@@ -100,6 +100,7 @@ def test_every_sampler_and_scheduler_equals_native_ksampler(comfyui, scheduler_o
 
 @pytest.mark.parametrize("kind, tokens, degrees", [
     ("sd3", 31, {"cfg": 2}), ("sd3", 31, {"tensor": 2}),                        # side by side, and by turns
+    pytest.param("ernie-image", 31, {"pipefusion": 2, "warmup_steps": 9}, marks=pytest.mark.slow),     # whose picture stands after its text
     ("cogvideox", 40, {"cfg": 2})], ids=str)                                   # of which ComfyUI makes one batch, with 20 tokens twice
 def test_prompts_of_different_length_run_as_two_branches(comfyui, kind, tokens, degrees):
     positive, negative = comfyui.conditioning(kind, 1, tokens=tokens), comfyui.conditioning(kind, 2, tokens=20)

@@ -20,9 +20,8 @@ from .scaled import scales_of
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
               "BOOL": 1}                   # of safetensors' types
 # models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
-NOT_RUN = {".audio_patch_proj.": "MiniMax H3", ".txtfusion.": "Krea 2",
-           ".genre_embedder.": "ACE-Step", ".embed_image_indicator.": "Ideogram 4", ".clf.1.": "Stable Cascade",
-           ".rotary_pos_emb.inv_freq": "Stable Audio", ".img_mod.modulate_table": "JoyImage"}
+NOT_RUN = {".audio_patch_proj.": "MiniMax H3", ".genre_embedder.": "ACE-Step", ".embed_image_indicator.": "Ideogram 4",
+           ".clf.1.": "Stable Cascade", ".rotary_pos_emb.inv_freq": "Stable Audio", ".img_mod.modulate_table": "JoyImage"}
 NOT_IN_DIFFUSERS = {".double_stream_layers.": "Boogu-Image", ".ref_image_refiner.": "OmniGen 2", ".t_embedder1.": "HiDream-O1",
                     ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D", ".context_repo_layers.": "TripoSplat",
                     ".mlp.all.proj_in_gate.": "SeedVR2", ".pixel_embedder.": "PixelDiT", ".attn.img_qkv.": "Lens"}

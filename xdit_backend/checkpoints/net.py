@@ -31,7 +31,7 @@ def net_of(family: Family, config, spec=None, model=None):
     joint = any("text" in streams for streams in family.plan.attention.values())
     net = Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
-              key_heads=model.config.get("num_kv_heads") or heads, skips=bool(family.plan.skips(num_blocks)), text_once=True,
+              key_heads=family.num_key_heads(model.config) or heads, skips=bool(family.plan.skips(num_blocks)), text_once=True,
               branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks))
     return net if spec is None else _held_as(net, model, family, spec)
 

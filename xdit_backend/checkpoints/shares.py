@@ -16,22 +16,22 @@ from ..protocol.errors import UnsupportedError
 # Linears of a block, by their paths in it. The outputs of "columns" are split, the inputs of "rows", whose results are added up; of
 # "gathered", which see no tokens but a time or a pooled text, the outputs are split and put together again, for their weights' sake.
 LAYERS = (
-    (r"^\w*attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate_logits)$|^(self_)?attention\.to_[qkv]$"
+    (r"^\w*attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate|to_gate_logits)$|^(self_)?attention\.to_[qkv]$"
      r"|^\w+_attention\.to_(query|key|value)$",
      "columns"),
     (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^(self_)?attention\.to_out\.0$|^\w+_attention\.out_layer$", "rows"),
     (r"^proj_mlp$|^\w+\.net\.0\.proj$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
-     r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$",
+     r"|^feed_forward\.in_layer$|^mlp\.(gate|up)_proj$|^ff\.(gate|up)$",
      "columns"),
     (r"^\w+\.net\.2$|^ff\w*\.(linear_out|out_projection)$|^feed_forward\.(w|linear_)2$|^ff_\w\.(\w+\.)*w2$"
-     r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$",
+     r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$|^ff\.down$",
      "rows"),
     (r"^(norm\w*\.linear(_[12])?|\w+_mod\.1|\w+_modulation\.out_layer|adaLN_modulation\.\d+)$", "gathered"))
 AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}     # what has the one's outputs as inputs, or their halves multiplied
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t", "k_rms_norm_t")
 MOST_TRIED = 16                            # degrees that are looked at, for a message that says which would do
 SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
-PER_RANK = ("heads", "num_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")        # of attentions and blocks, by what they reshape
+PER_RANK = ("heads", "num_heads", "num_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")    # of attentions and blocks
 
 
 @dataclass(frozen=True)
