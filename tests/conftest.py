@@ -3,9 +3,12 @@
 The repository's folder is not on sys.path: its nodes/ would shadow ComfyUI's nodes.py.
 """
 
+import gc
 import importlib.util
+import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,6 +81,25 @@ def nothing_left_behind(tmp_path_factory):
     before = set(left_behind())
     yield
     assert not (left := still_there(before)), f"left behind: {sorted(left)}"
+
+
+def _common_state():
+    """What the tests of a process have in common, and a careless one would leave otherwise than it found it."""
+    import torch
+    environment = {name: value for name, value in os.environ.items() if name.startswith(("XDIT_", "NCCL_", "DIFFUSERS_", "PYTHON", "LC_"))}
+    return {"gradients": torch.is_grad_enabled(), "default type": torch.get_default_dtype(), "threads": torch.get_num_threads(),
+            "folder": os.getcwd(), "log level": logging.getLogger().level, "garbage collection": gc.isenabled(),
+            "alarm": signal.getsignal(signal.SIGALRM), **environment}
+
+
+@pytest.fixture(autouse=True)
+def nothing_changed_for_others():
+    """Tests may run in any order, and alone."""
+    before = _common_state()
+    yield
+    after = _common_state()
+    changed = {name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)}
+    assert not changed, f"changed for the tests that follow: {changed}"
 
 
 @pytest.fixture(autouse=True)

@@ -103,6 +103,7 @@ class Host:
             self.one.model.save_pretrained(Path(folder, "transformer"))
         self._header = read_header(folder)
         self._vae = random_decoder(32)
+        self._others = set(psutil.Process().children(recursive=True))          # of groups that other tests use
         self._latent = torch.randn(2, 4, 24, 24, generator=torch.Generator().manual_seed(0))
 
     def spec(self, layout):
@@ -134,7 +135,7 @@ class Host:
 
     def processes(self):
         """(torchrun, [workers by rank]) as far as they are there."""
-        mine = psutil.Process().children(recursive=True)
+        mine = [process for process in psutil.Process().children(recursive=True) if process not in self._others]
         with_lines = [(process, line) for process in mine if (line := _line(process))]
         torchrun = next((process for process, line in with_lines if "xdit_backend.host.torchrun" in line), None)
         return torchrun, [process for process, line in with_lines if "xdit_backend.worker" in line and process != torchrun]
@@ -246,9 +247,8 @@ def suffer_all(numbers, report=lambda text: None, num_workers=2):
     """{outcome: count} of these faults. Raises at the first that must not be."""
     os.environ["XDIT_SILENCE_TIMEOUT_S"] = str(SILENCE_S)
     launcher.START_TIMEOUT_S = START_S
-    torch.set_grad_enabled(False)
     outcomes, before = collections.Counter(), set(left_behind())
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         host = Host(folder, num_workers)
         try:
             assert host.client.group.alive

@@ -2,7 +2,6 @@
 
 import functools
 import multiprocessing
-import time
 from unittest import mock
 
 import pytest
@@ -48,8 +47,28 @@ def failure(rank, exchanged, request=1, kind="OutOfMemoryError", message="no roo
     return Failed(request, rank, f"device {rank}", kind, message, "Traceback", exchanged)
 
 
+class Clock:
+    """What the launcher takes for the module time: it goes on when a test says so, however busy the machine is."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
 @pytest.fixture
-def group(request):
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(launcher, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def group(request, clock):
     group = PretendedGroup(request.param)
     yield group
     group.close()
@@ -142,26 +161,25 @@ def test_ranks_are_told_of_a_load_or_a_decode_that_was_given_up_and_of_nothing_t
 
 
 @with_devices(("cpu", "cpu"))
-def test_a_rank_that_is_stuck_in_a_cancelled_step_ends_the_next(group, monkeypatch):
-    monkeypatch.setattr(launcher, "STRAGGLER_S", 0.2)
+def test_a_rank_that_is_stuck_in_a_cancelled_step_ends_the_next(group, clock):
     cancelled, request = abandon(group)
     group.answer(cancelled, failed=[0])
 
     with pytest.raises(WorkerDiedError, match="Queue the prompt again"):
-        group.wait([request])
+        group.wait([request], check=lambda: clock.sleep(launcher.STRAGGLER_S / 2))
 
     assert not group.goes_on
 
 
 @with_devices(("cpu", "cpu"))
-def test_a_worker_that_beats_may_take_as_long_as_it_needs(group, monkeypatch):
+def test_a_worker_that_beats_may_take_as_long_as_it_needs(group, clock, monkeypatch):
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
     request = group.post(lambda request: Decode(request, "vae", Segment("/a", "float32", (1,)), Segment("/b", "float32", (1,))))
     group.answer(request, done=[0])
     beats = iter(range(8))
 
     def beat():
-        time.sleep(0.1)
+        clock.sleep(0.1)
         if next(beats, None) is not None:
             group.workers[1].send(Beat(1, request, 0, False))
     with pytest.raises(WorkerDiedError, match=r"rank 1 \(cpu\) has given no sign of life for \d s while decoding"):
@@ -171,14 +189,14 @@ def test_a_worker_that_beats_may_take_as_long_as_it_needs(group, monkeypatch):
 
 
 @with_devices(("cpu", "cpu"))
-def test_ranks_that_all_wait_for_each_other_and_get_nothing_hang(group, monkeypatch):
+def test_ranks_that_all_wait_for_each_other_and_get_nothing_hang(group, clock, monkeypatch):
     """Rank 0 has done its part, or lies in another exchange; rank 1 beats, and waits, for ever."""
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
     request = group.post(lambda request: Probe(request, "float32"), doing="step 2 of 9")
     group.workers[0].send(Phase(0, "measuring", 3, 4))
 
     def beat():
-        time.sleep(0.1)
+        clock.sleep(0.1)
         group.workers[0].send(Beat(0, request, 7, True))
         group.workers[1].send(Beat(1, request, 8, True))
     with pytest.raises(WorkerDiedError, match=r"rank 0 \(cpu\) hangs while measuring \(step 2 of 9\), measuring 3 of 4: rank 0 \(cpu\) and "
@@ -190,13 +208,13 @@ def test_ranks_that_all_wait_for_each_other_and_get_nothing_hang(group, monkeypa
 
 @pytest.mark.parametrize("gets_on", ["computes", "gets what it waits for", "began anew", "answers"])
 @with_devices(("cpu", "cpu"))
-def test_who_waits_for_a_rank_that_gets_on_does_not_hang(group, monkeypatch, gets_on):
+def test_who_waits_for_a_rank_that_gets_on_does_not_hang(group, clock, monkeypatch, gets_on):
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
     request = group.post(ReportMemory)
     beats = iter(range(12))
 
     def beat():
-        time.sleep(0.1)
+        clock.sleep(0.1)
         if (index := next(beats, None)) is None:
             group.answer(request, done=[0, 1])
         elif gets_on == "answers" and index == 8:              # the other one got what it waited for then, and beats later
@@ -213,11 +231,10 @@ def test_who_waits_for_a_rank_that_gets_on_does_not_hang(group, monkeypatch, get
 
 
 @with_devices(("cpu", "cpu"))
-def test_time_in_which_nobody_listened_or_a_rank_owed_nothing_is_no_silence(group, monkeypatch):
+def test_time_in_which_nobody_listened_or_a_rank_owed_nothing_is_no_silence(group, clock, monkeypatch):
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
-    monkeypatch.setattr(launcher, "AWAY_S", 0.3)
     cancelled, request = abandon(group)
-    time.sleep(0.8)                                            # ComfyUI did something else
+    clock.sleep(launcher.AWAY_S + 1)                           # ComfyUI did something else
     group.answer(request, done=[1])
     assert group.wait([request])[0] == request
 

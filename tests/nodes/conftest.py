@@ -36,6 +36,9 @@ class ComfyUI:
         for name in ("diffusion_models", "checkpoints", "vae"):
             (self.base / name).mkdir()
             self.folder_paths.add_model_folder_path(name, str(self.base / name), is_default=True)
+        for name in ("user", "output", "temp"):                # what whoever uses this ComfyUI has set and measured is theirs
+            (self.base / name).mkdir()
+            getattr(self.folder_paths, f"set_{name}_directory")(str(self.base / name))
         self.nodes, self.samplers = importlib.import_module("nodes"), importlib.import_module("comfy.samplers")
         self.management = importlib.import_module("comfy.model_management")
         assert run_async(self.nodes.load_custom_node(str(ROOT))), "ComfyUI could not load the pack"
@@ -44,7 +47,8 @@ class ComfyUI:
         self.load_model, self.parallel_config = classes["XDiTLoadModel"], classes["XDiTParallelConfig"]
         self.parallel_sampler = classes["XDiTParallelSampler"]
         self.vae_decode, self.vae_encode = classes["XDiTVAEDecode"], classes["XDiTVAEEncode"]
-        self.groups = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.groups").GROUPS
+        groups = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.groups")
+        self.groups, groups.MAX_SHARING = groups.GROUPS, 3     # which take long to start: tests take turns with one, two and four workers
         self.shell = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.shell")
         self.errors = importlib.import_module(f"{self.pack.__name__}.xdit_backend.protocol.errors")
         self._native, self._references = {}, {}
@@ -62,6 +66,12 @@ class ComfyUI:
         if name not in self._native:
             self._native[name] = self.nodes.UNETLoader().load_unet(name, "default")[0]
         return self._native[name]
+
+    def module(self, kind, **options):
+        """ComfyUI's own module, to be called by itself: the weights are the file's, whatever nodes have changed of them in place."""
+        model = self.native(kind, **options)
+        self.management.load_models_gpu([model])
+        return model.model.diffusion_model
 
     def config(self, devices="cpu", **degrees):
         """XDIT_PARALLEL: auto mode, or manual where degrees are given, as cfg=2. Other settings by their names."""
@@ -164,7 +174,11 @@ def comfyui(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def runs_end(request):
-    """No test leaves conditioning with the workers that other tests share."""
+    """No test leaves conditioning with the workers that other tests share, nor a MODEL that is gone in ComfyUI's list, at which it fails
+    where a ControlNet asks for all that are loaded."""
+    if "comfyui" in request.fixturenames:
+        listed = request.getfixturevalue("comfyui").management.current_loaded_models
+        listed[:] = [loaded for loaded in listed if loaded.model is not None]
     yield
     if "comfyui" in request.fixturenames:
         assert not any(client.num_runs for client in request.getfixturevalue("comfyui").groups.clients), "a run has not ended"

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import sys
 import time
 
 import pytest
@@ -54,8 +55,9 @@ def groups(comfyui):
     groups.close()
 
 
-def test_a_third_group_on_a_device_ends_the_one_not_used_for_longest(groups):
+def test_a_third_group_on_a_device_ends_the_one_not_used_for_longest(groups, monkeypatch):
     """Their workers are not started here: clients start them when they are needed."""
+    monkeypatch.setattr(sys.modules[type(groups).__module__], "MAX_SHARING", 2)
     one, two = groups.client(("cpu",)), groups.client(("cpu", "cpu"))
     elsewhere = groups.client(("cuda:7",))
     assert groups.client(("cpu",)) is one                      # used again, after two

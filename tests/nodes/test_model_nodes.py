@@ -149,7 +149,7 @@ def test_what_comfyui_carries_out_itself_is_honoured(comfyui, model):
         return model
 
     hook = model.model.diffusion_model.register_forward_hook(lambda module, args, output: 0.8 * output)
-    native = copy.copy(comfyui.native("sd3"))
+    native = comfyui.native("sd3")
     native_hook = native.model.diffusion_model.register_forward_hook(lambda module, args, output: 0.8 * output)
     try:
         result = sample(comfyui, hang(model))
@@ -255,7 +255,7 @@ def test_the_models_forward_before_there_is_a_group_starts_one(comfyui, model):
     generator = torch.Generator().manual_seed(3)
     arguments = (torch.randn(1, 16, 16, 18, generator=generator), torch.full((1,), 500.0))
     conditioning = {"context": torch.randn(1, 20, 96, generator=generator), "y": torch.randn(1, 64, generator=generator)}
-    native = comfyui.native("sd3").model.diffusion_model
+    native = comfyui.module("sd3")
 
     comfyui.groups.close()
     with torch.inference_mode():

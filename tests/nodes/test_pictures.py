@@ -71,7 +71,7 @@ def test_a_reference_of_several_frames_equals_native_ksampler(comfyui):
 def test_references_equal_comfyuis_own_module(comfyui, kind, method):
     """One to three of them, of other shapes than the latent, also of odd ones."""
     family, config = families()[kind], comfyui.transformer_config(kind)
-    ours, native = comfyui.ours(kind, comfyui.config("cpu")), comfyui.native(kind)
+    ours, native = comfyui.ours(kind, comfyui.config("cpu")), comfyui.module(kind)
     for batch, (size, sizes) in enumerate(SIZES, 1):
         frames, batch = ((1,) if len(family.latent.patch) == 3 else ()), 1 + batch // 4
         given = conditioning_of(family, config, torch.Generator().manual_seed(5), {"context": 9}, batch)
@@ -80,8 +80,8 @@ def test_references_equal_comfyuis_own_module(comfyui, kind, method):
         x, t = random(batch, family.taken_channels(config), *frames, *size), torch.full((batch,), 0.6)
         with torch.inference_mode():
             result = ours.model.diffusion_model.forward(x, t, **given)
-            want = native.model.diffusion_model(x, t, **given)
-            without = native.model.diffusion_model(x, t, **{**given, "ref_latents": None})
+            want = native(x, t, **given)
+            without = native(x, t, **{**given, "ref_latents": None})
 
         close(result, want, EXACT, size)
         assert relative_error(want, without) > 100 * EXACT

@@ -13,8 +13,7 @@ KINDS = ("sd3", "sd35", "flux", "flux-schnell", "wan", "qwen-image", "hunyuanvid
 
 @pytest.fixture(scope="module")
 def runner(comfyui):
-    yield Runner(comfyui)
-    comfyui.unload_all()                                       # the weights of native models are as they were, without LoRA
+    return Runner(comfyui)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from xdit_backend.parallel.collectives import Traffic
@@ -90,22 +91,18 @@ def test_a_silent_stage_is_named():
 
 
 def send_long_before(rank, world_size):
-    """Seconds that the sender and the receiver spend on a message that nobody has asked for yet."""
-    link = Link(build_mesh(Layout(pipefusion_degree=world_size), world_size), torch.device("cpu"))
-    started_s = time.monotonic()
+    """The sum of a message that the receiver asks for when the sender has gone on."""
+    link, gone_on = Link(build_mesh(Layout(pipefusion_degree=world_size), world_size), torch.device("cpu")), torch.zeros(1)
     if rank == 0:
         link.send(torch.ones(1_000_000), Traffic())
-        seconds = time.monotonic() - started_s
-        link.drain()
-        return seconds
-    time.sleep(1.0)
+        dist.send(gone_on, 1)
+        return link.drain()
+    dist.recv(gone_on, 0)
     return link.receive(link.post_receive(1_000_000, torch.float32)).sum().item()
 
 
 def test_a_send_does_not_wait_for_the_next_stage():
-    seconds, total = run_ranks(send_long_before, 2)
-
-    assert seconds < 0.9 and total == 1_000_000
+    assert run_ranks(send_long_before, 2, timeout_s=30) == [None, 1_000_000]
 
 
 class StreamWork:

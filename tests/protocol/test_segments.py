@@ -161,9 +161,9 @@ def other_host():
 
 def test_what_a_killed_host_has_left_is_removed_by_the_next(other_host):
     process, folders = other_host
+    assert len(folders) == 2 and all(folder.is_dir() for folder in folders)    # asked now: when it is killed, any host may be the next
     process.kill()
     process.wait()
-    assert len(folders) == 2 and all(folder.is_dir() for folder in folders)
 
     SegmentStore().close()
 
@@ -172,8 +172,8 @@ def test_what_a_killed_host_has_left_is_removed_by_the_next(other_host):
 
 def test_the_folders_of_a_living_host_stay_whatever_they_are_called(other_host):
     """Containers that share /dev/shm have process numbers of their own: the number in a name may be that of nobody here."""
-    _, folders = other_host
-    renamed = [folder.with_name(f"xdit-{2 ** 22 + 1}-{index}") for index, folder in enumerate(folders)]
+    process, folders = other_host
+    renamed = [folder.with_name(f"xdit-{2 ** 22 + 1}-{process.pid}-{index}") for index, folder in enumerate(folders)]
     for folder, name in zip(folders, renamed):
         folder.rename(name)
         folder.with_name(f"{folder.name}.lock").rename(name.with_name(f"{name.name}.lock"))

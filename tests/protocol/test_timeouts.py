@@ -25,7 +25,7 @@ def test_what_is_no_number_of_seconds_is_refused_by_name(monkeypatch, tmp_path, 
     if (name, text) == ("XDIT_JOIN_TIMEOUT_S", "0"):           # a prompt that waits for no machine
         assert timeouts.seconds(name) == 0
         return
-    for start in (lambda: WorkerGroup(("cpu",)), lambda: Listener("127.0.0.1:0", tmp_path / "key")):
+    for start in (timeouts.check, lambda: WorkerGroup(("cpu",)), lambda: Listener("127.0.0.1:0", tmp_path / "key")):
         with pytest.raises(ConfigError, match=f"^{name}={text} in the environment is no such number .* to 1000000. Set it to one, or"):
             start()
     assert set(left_behind()) <= before
