@@ -5,7 +5,7 @@ import pytest
 from tests.faults import FAULTS, LAYOUTS, NEVER, PHASES, draw, suffer_all
 from xdit_backend.host import launcher
 
-SLICE = (2, 6, 11, 17)                      # idle, decoding, computing; killed, cancelled
+SLICE = (6, 11, 17)                        # decoding, computing; killed, its torchrun killed, cancelled
 
 
 @pytest.mark.slow
@@ -15,7 +15,7 @@ def test_workers_that_are_killed_stopped_or_cancelled_leave_words_or_a_picture_a
 
     outcomes = suffer_all(SLICE)
 
-    assert outcomes.total() == 4 and outcomes["said so"] >= 1
+    assert outcomes.total() == len(SLICE) and outcomes["said so"] >= 1
 
 
 def test_every_fault_is_drawn_in_every_phase():

@@ -26,7 +26,7 @@ if os.environ.get("RANK") == "1":
             return Nothing()
         if os.path.exists({folder!r} + "/late"):
             os.unlink({folder!r} + "/late")
-            time.sleep(9)
+            time.sleep(7)
         return transfer(*args, **kwargs)
     dist.all_to_all_single = faulty
 """

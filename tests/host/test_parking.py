@@ -1,5 +1,6 @@
 """Memory of real workers that hold the same file, or whose weights are parked, and time to have them back: pytest -s shows the figures."""
 
+import shutil
 import threading
 import time
 from contextlib import contextmanager
@@ -14,14 +15,17 @@ from xdit_backend.host.client import Client
 from xdit_backend.models import FAMILIES
 
 
-def large_specs(folder, *dtypes):
-    """Of an SD3 with 127 M parameters, 486 MB in float32, which is written there."""
+@pytest.fixture(scope="module")
+def large_spec(tmp_path_factory):
+    """large_spec(dtype): of an SD3 with 127 M parameters, 486 MB in float32."""
     from diffusers import SD3Transformer2DModel
+    folder = tmp_path_factory.mktemp("large")
     config = {**FAMILIES["SD3"].tiny.config, "num_layers": 6, "num_attention_heads": 12, "attention_head_dim": 64,
               "caption_projection_dim": 768}
     SD3Transformer2DModel(**config).save_pretrained(folder / "transformer")
     header = read_header(folder)
-    return [model_spec(header, recognise(header), dtype, dtype) for dtype in dtypes]
+    yield lambda dtype: model_spec(header, recognise(header), dtype, dtype)
+    shutil.rmtree(folder)
 
 
 @contextmanager
@@ -51,9 +55,9 @@ def highest(pids):
 
 
 @pytest.mark.slow
-def test_four_workers_hold_a_file_once_and_a_cast_once_each(tmp_path, spec_of):
+def test_four_workers_hold_a_file_once_and_a_cast_once_each(large_spec, spec_of):
     """The most that is held while it is loaded and used. What a worker imports and makes in any case is loaded before."""
-    figures, one, specs = {}, example("SD3"), large_specs(tmp_path, "float32", "bfloat16")
+    figures, one, specs = {}, example("SD3"), [large_spec(dtype) for dtype in ("float32", "bfloat16")]
     client = Client(("cpu",) * 4)
 
     try:
@@ -75,13 +79,18 @@ def test_four_workers_hold_a_file_once_and_a_cast_once_each(tmp_path, spec_of):
     assert 3.6 < figures["bfloat16"][1] < 4.4, "cast: one copy each, at no time two"
 
 
+@pytest.fixture(scope="module")
+def two_workers():
+    client = Client(("cpu", "cpu"))
+    yield client
+    client.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["as in the file", "cast"])
-def test_parked_weights_are_in_memory_once_and_come_back(tmp_path, dtype):
+def test_parked_weights_are_in_memory_once_and_come_back(large_spec, two_workers, dtype):
     """A file of 480 MB on two workers. What is in the file as the workers have it is never copied; what was cast is held once."""
-    spec, = large_specs(tmp_path, dtype)
-    client = Client(("cpu", "cpu"))
-    figures = []
+    spec, client, figures = large_spec(dtype), two_workers, []
 
     def held_bytes():
         """Of both ranks; what they share is counted once."""
@@ -92,19 +101,17 @@ def test_parked_weights_are_in_memory_once_and_come_back(tmp_path, dtype):
         step()
         figures.append((what, time.perf_counter() - started_s, held_bytes() - before))
 
-    try:
-        pids = [int(numbers["pid"]) for numbers in client.report_memory().values()]
-        before = held_bytes()
-        measured("read from the file", lambda: client.load_model(spec))
-        rank_bytes = client.residence(spec.name).weight_bytes[0]
-        measured("parked", lambda: client.park(spec.name, 2 ** 40))
-        measured("back", lambda: client.load_model(spec))
-        measured("parked again", lambda: client.park(spec.name, 2 ** 40))
-        client.drop(spec.name)
-        measured("read again", lambda: client.load_model(spec))
-        homeless_bytes = client.residence(spec.name).homeless_bytes[0]
-    finally:
-        client.close()
+    pids = [int(numbers["pid"]) for numbers in client.report_memory().values()]
+    before = held_bytes()
+    measured("read from the file", lambda: client.load_model(spec))
+    rank_bytes = client.residence(spec.name).weight_bytes[0]
+    measured("parked", lambda: client.park(spec.name, 2 ** 40))
+    measured("back", lambda: client.load_model(spec))
+    measured("parked again", lambda: client.park(spec.name, 2 ** 40))
+    client.drop(spec.name)
+    measured("read again", lambda: client.load_model(spec))
+    homeless_bytes = client.residence(spec.name).homeless_bytes[0]
+    client.drop(spec.name)
 
     print(f"\n{dtype}: {rank_bytes / 2**20:.0f} MB of weights on each of two ranks, {homeless_bytes / 2**20:.0f} MB not in the file so")
     for what, took_s, held in figures:

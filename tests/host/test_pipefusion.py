@@ -14,6 +14,7 @@ from tests.models.zoo import BARE, example, having
 from tests.parallel.oracle import simulate
 from tests.tolerances import within
 from xdit_backend.bench.sampler import sample as euler
+from xdit_backend.host import launcher
 from xdit_backend.host.calls import Call
 from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches
@@ -54,9 +55,10 @@ def oracle(one, num_patches, warmup_steps, forecast=0.0):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", having("pipefusion", BARE))
 def test_host_driven_patches_equal_the_oracle(client, spec_of, name):
-    """Requests of different shapes one after the other: a run leaves nothing that the next can see."""
-    for settings, forecast, more in [((4, 1), 0.8, {}), ((2, 0), 0.0, {"rows": 8}), ((3, 2), 0.0, {"num_text_tokens": 5}),
-                                     ((4, 4), 0.8, {}), ((1, 1), 0.0, {}), ((3, 0), 0.5, {"batch": 2})]:
+    """Requests of different shapes one after the other: a run leaves nothing that the next can see. Of most families two."""
+    runs = [((4, 1), 0.8, {}), ((3, 0), 0.5, {"batch": 2}), ((2, 0), 0.0, {"rows": 8}), ((3, 2), 0.0, {"num_text_tokens": 5}),
+            ((4, 4), 0.8, {}), ((1, 1), 0.0, {})]
+    for settings, forecast, more in runs if name in ("SD3", "Flux.1", "Wan") else runs[:2]:
         one = small(name, **more)
 
         result = sample(client, spec_of(name, stages=STAGES), one, Layout(pipefusion_degree=2), *settings, forecast=forecast)
@@ -130,8 +132,9 @@ def test_a_cancelled_run_leaves_the_group_ready_and_nothing_behind(client, spec_
 
 
 @pytest.mark.slow
-def test_an_error_in_a_stage_is_told_and_the_next_run_works(client, spec_of):
+def test_an_error_in_a_stage_is_told_and_the_next_run_works(client, spec_of, monkeypatch):
     """A stage may wait for what another never sent, so the group is started anew."""
+    monkeypatch.setattr(launcher, "STRAGGLER_S", 1)
     one, spec = small("SD3"), spec_of("SD3", stages=STAGES)
     wrong = Call(torch.zeros(1, 3, 12, 6, dtype=torch.float64), one.timestep, one.conditioning)
 
@@ -190,6 +193,7 @@ def test_a_run_whose_workers_died_is_not_continued_by_a_new_group(client, spec_o
 @pytest.mark.slow
 def test_a_stage_that_hangs_is_named(spec_of, monkeypatch):
     monkeypatch.setenv("XDIT_STAGE_TIMEOUT_S", "3")
+    monkeypatch.setattr(launcher, "STRAGGLER_S", 1)            # the stopped one will not answer
     one, spec = small("SD3"), spec_of("SD3", stages=STAGES)
     client = Client(("cpu", "cpu"))
     try:

@@ -109,7 +109,7 @@ if "RANK" in os.environ and not os.environ.get("NCCL_P2P_DISABLE"):
         return transfer(receive, send, *args, **kwargs)
     dist.all_to_all_single = faulty
 """
-HANG, CRASH, WRONG = "signal.pause()", "os.kill(os.getpid(), signal.SIGBUS)", "send = send + 1"
+HANG, WRONG = "signal.pause()", "send = send + 1"
 
 
 @pytest.fixture
@@ -125,12 +125,9 @@ def faulty(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault, words", [
-    (HANG, r"a transfer between them was not over after 5 s on rank 0 \(cpu\), rank 1 \(cpu\)"),
-    (CRASH, "a worker ended in a transfer between them")], ids=["hang", "crash"])
-def test_workers_whose_peer_to_peer_copies_fail_start_without_and_say_so(faulty, fault, words):
+def test_workers_whose_peer_to_peer_copies_fail_start_without_and_say_so(faulty):
     before, phases = set(left_behind()), []
-    faulty(fault)
+    faulty(HANG)
 
     group = WorkerGroup(("cpu", "cpu"), phases.append)
     try:
@@ -141,7 +138,7 @@ def test_workers_whose_peer_to_peer_copies_fail_start_without_and_say_so(faulty,
     assert environment["NCCL_P2P_DISABLE"] == "1" and group.num_detours == 1
     remark, = (remark for remark in group.remarks if not remark.startswith("/dev/shm"))
     assert remark.startswith("Peer-to-peer copies are off between cpu, cpu") and "NCCL_P2P_DISABLE=1" in remark
-    assert re.search(words, remark)
+    assert re.search(r"a transfer between them was not over after 5 s on rank 0 \(cpu\), rank 1 \(cpu\)", remark)
     assert remark in [phase.text for phase in phases]
     assert not still_there(before)
 

@@ -12,8 +12,8 @@ GB = 2 ** 30
 class Pretended:
     """ComfyUI as on a machine with CUDA devices, of which it is told how much memory is free; and what the workers are sent."""
 
-    def __init__(self, comfyui, monkeypatch):
-        self.comfyui, self.management, self.monkeypatch = comfyui, comfyui.management, monkeypatch
+    def __init__(self, comfyui, monkeypatch, workers):
+        self.comfyui, self.management, self.monkeypatch, self._workers = comfyui, comfyui.management, monkeypatch, workers
         self.free_bytes, self.sent, self.emptied, self.pins = 20 * GB, [], 0, []
         groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups")
         self.groups = type(comfyui.groups)()
@@ -41,10 +41,9 @@ class Pretended:
 
     def client(self, *devices):
         """The Client of a group with these devices' names, on as many CPU workers."""
-        client = self.groups.client(("cpu",) * len(devices))
-        assert client.group.alive
-        client.devices = devices
-        self.groups._clients = {**{key: other for key, other in self.groups._clients.items() if other is not client}, devices: client}
+        client = self._workers(len(devices))
+        self.monkeypatch.setattr(client, "devices", devices)
+        self.groups._clients[devices] = client
         post = client.group.post
 
         def counted(make_command, *args, **kwargs):
@@ -53,7 +52,7 @@ class Pretended:
                 self.sent.append(type(command).__name__)
                 return command
             return post(named, *args, **kwargs)
-        client.group.post = counted
+        self.monkeypatch.setattr(client.group, "post", counted)
         return client
 
     def model(self, *devices, kind="sd3", weight_dtype="fp32", options=None, **degrees):
@@ -74,12 +73,27 @@ class Pretended:
         return result
 
 
+@pytest.fixture(scope="module")
+def workers(comfyui):
+    """workers(count): the Client of so many on the CPU, which holds nothing. Of these tests' own: they count what it is sent."""
+    make, clients = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.host.client").Client, {}
+
+    def of(count):
+        client = clients.setdefault(count, make(("cpu",) * count))
+        for name in (*client.model_names, *client.autoencoder_names):
+            client.drop(name)
+        assert client.group.alive
+        return client
+    yield of
+    for client in clients.values():
+        client.close()
+
+
 @pytest.fixture
-def pretended(comfyui, monkeypatch):
-    comfyui.groups.close()                                     # room for other workers
-    pretended = Pretended(comfyui, monkeypatch)
+def pretended(comfyui, monkeypatch, workers):
+    pretended = Pretended(comfyui, monkeypatch, workers)
     yield pretended
-    pretended.groups.close()
+    pretended.groups._clients.clear()                          # these go on, and what the test leaves them is not theirs any more
 
 
 FP16 = {"dtype": torch.float16}                                # held in float32, so that no weight is in the file as it is on the device
@@ -210,7 +224,7 @@ def test_a_group_parks_what_another_has_on_its_device(pretended):
     two = pretended.model("cuda:1")
     spare = int(pretended.management.minimum_inference_memory()) + two.model_size()
     report = second.report_memory
-    second.report_memory = lambda: {0: report()[0] | {"free_bytes": spare - own // 3}}
+    pretended.monkeypatch.setattr(second, "report_memory", lambda: {0: report()[0] | {"free_bytes": spare - own // 3}})
 
     pretended.management.load_models_gpu([two])
 

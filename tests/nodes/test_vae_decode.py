@@ -33,8 +33,9 @@ CASES = [(kind, shape) for kind in ("vae-sd", "vae-sd3") for shape in IMAGES] + 
     ("vae-ltx", (2, 2, 3, 3))]                                 # of 0.9.5, ComfyUI decodes no batches
 
 
-@pytest.mark.parametrize("kind, shape", CASES, ids=str)
-@pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("cpu,cpu,cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind, shape, devices", [
+    *((*case, "cpu,cpu") for case in CASES), *(pytest.param(*case, "cpu,cpu,cpu", marks=pytest.mark.slow) for case in (
+        ("vae-sd", (1, 2, 5)), ("vae-wan", (2, 3, 5, 7)), ("vae-ltx", (1, 6, 2, 3))))], ids=str)
 def test_pictures_equal_native_vae_decode(comfyui, vae_of, kind, devices, shape):
     samples, vae = {"samples": latents(kind, *shape)}, vae_of(kind)
     with torch.inference_mode():

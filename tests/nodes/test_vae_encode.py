@@ -26,8 +26,9 @@ def vae_with_encoder(vae_of, kind):
     return vae_of(kind, **({"encoder": True} if kind in ("vae-sd", "vae-sd3", "vae-flux2") else {}))
 
 
-@pytest.mark.parametrize("kind, shape", CASES, ids=str)
-@pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("cpu,cpu,cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind, shape, devices", [
+    *((*case, "cpu,cpu") for case in CASES), *(pytest.param(*case, "cpu,cpu,cpu", marks=pytest.mark.slow) for case in (
+        ("vae-sd", (2, 77, 100, 3)), ("vae-wan", (9, 41, 56, 3))))], ids=str)
 def test_latents_equal_native_vae_encode(comfyui, vae_of, kind, devices, shape):
     vae = vae_with_encoder(vae_of, kind)
     with torch.inference_mode():

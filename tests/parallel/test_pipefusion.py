@@ -1,5 +1,6 @@
 """PipeFusion equals its oracle, whatever the number of stages and the sequence degree; without one of its parts it does not."""
 
+import functools
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -81,33 +82,47 @@ def cuts(one, num_patches, sequence_degree=1):
     return cut_patches(one.latent.shape, size, choose_num_patches(num_patches, 1, one.latent.shape, size, sequence_degree))
 
 
-def errors(rank, world_size, name, layout, *arguments):
-    """Largest difference from the oracle for each (num_patches, warmup_steps), one after the other on one model."""
-    with torch.no_grad(), InDouble() if layout.tensor_degree > 1 else nullcontext():
-        return _errors(rank, world_size, name, layout, *arguments)
+def made(name, options):
+    return example(name, **SHAPES.get(name, {"rows": 12, "columns": 6}), **options)
 
 
-def _errors(rank, world_size, name, layout, settings, num_blocks=None, mutant=None, options={}):
-    one = example(name, **SHAPES.get(name, {"rows": 12, "columns": 6}), **options)
-    patches = {num: cuts(one, num, layout.ring_degree * layout.ulysses_degree) for num, _ in settings}
-    latent, results = one.latent, []
-    dim = patches[settings[0][0]][0][0].dim
-    want = {}
-    for num, warmup_steps in settings:
-        one.latent = latent
-        want[num, warmup_steps] = simulate(one, [(p.start, p.start + rows) for p, rows in patches[num]], warmup_steps, SIGMAS, dim)
+def samples(rank, world_size, name, layout, settings, num_blocks=None, mutant=None, options={}, forecast=0.0, offload=False, sigmas=SIGMAS):
+    """The latents of each (num_patches, warmup_steps), one after the other on one model."""
     if mutant:
         MUTANTS[mutant]()
-    one.latent = latent
-    pipeline = Pipeline(rank, world_size, one, layout, num_blocks)
-    for num, warmup_steps in settings:
-        one.latent = latent
-        got = pipeline.sample(patches[num], warmup_steps, dim)
-        results.append((got - want[num, warmup_steps]).abs().max().item())
-    if pipeline.link:
-        pipeline.link.drain()
-        assert pipeline.link.num_received == pipeline.link.num_posted
-    return results
+    with torch.no_grad(), InDouble() if layout.tensor_degree > 1 else nullcontext():
+        one = made(name, options)
+        pipeline, latent, results = Pipeline(rank, world_size, one, layout, num_blocks, offload, forecast), one.latent, []
+        for num, warmup_steps in settings:
+            one.latent = latent
+            patches = cuts(one, num, layout.ring_degree * layout.ulysses_degree)
+            results.append(pipeline.sample(patches, warmup_steps, patches[0][0].dim, sigmas))
+        if pipeline.link:
+            pipeline.link.drain()
+            assert pipeline.link.num_received == pipeline.link.num_posted
+        return results
+
+
+def oracle(name, layout, num_patches, warmup_steps, options={}, forecast=0.0, sigmas=SIGMAS):
+    """The latent of one process; once for all layouts whose patches are the same."""
+    sequence_degree, in_double = layout.ring_degree * layout.ulysses_degree, layout.tensor_degree > 1
+    return _oracle(name, sequence_degree, in_double, num_patches, warmup_steps, tuple(options.items()), forecast, tuple(sigmas))
+
+
+@functools.cache
+def _oracle(name, sequence_degree, in_double, num_patches, warmup_steps, options, forecast, sigmas):
+    with torch.no_grad(), InDouble() if in_double else nullcontext():
+        one = made(name, dict(options))
+        patches = cuts(one, num_patches, sequence_degree)
+        return simulate(one, [(patch.start, patch.start + rows) for patch, rows in patches], warmup_steps, sigmas, patches[0][0].dim,
+                        forecast)
+
+
+def error(name, layout, settings, num_blocks=None, mutant=None, options={}):
+    """The largest difference of a rank's latents from the oracle's."""
+    by_rank = run_ranks(samples, num_ranks(layout), name, layout, settings, num_blocks, mutant, options)
+    wanted = [oracle(name, layout, *each, options) for each in settings]
+    return max((got - want).abs().max().item() for results in by_rank for got, want in zip(results, wanted, strict=True))
 
 
 ALL = [(num_patches, (num_patches + more) % len(SIGMAS)) for num_patches in range(1, 6) for more in (0, 2)]
@@ -118,26 +133,20 @@ ALL = [(num_patches, (num_patches + more) % len(SIGMAS)) for num_patches in rang
     *(pytest.param(name, stages, marks=pytest.mark.slow) for name in KINDS for stages in (1, 2, 4))])
 def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(name, num_stages):
     """num_patches below, equal to and above the stages; warm-up from none (a cold start) to all steps."""
-    results = run_ranks(errors, num_stages, name, Layout(pipefusion_degree=num_stages), ALL)
-
-    within(max(max(result) for result in results), EXACT)
+    within(error(name, Layout(pipefusion_degree=num_stages), ALL), EXACT)
 
 
 @pytest.mark.parametrize("name", [name for name in having("pipefusion", FAMILIES) if "attention_mask" in FAMILIES[name].conditioning])
 @pytest.mark.parametrize("layout", [Layout(pipefusion_degree=2), Layout(ulysses_degree=2), Layout(pipefusion_degree=2, ring_degree=2)],
                          ids=str)
 def test_masked_text_equals_the_oracle(name, layout):
-    results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 0), (2, 3)], None, None, {"masked": True})
-
-    within(max(max(result) for result in results), EXACT)
+    within(error(name, layout, [(4, 1), (3, 0), (2, 3)], options={"masked": True}), EXACT)
 
 
 @pytest.mark.parametrize("name", APART)
 @pytest.mark.parametrize("layout", [Layout(pipefusion_degree=2, ring_degree=2)], ids=str)
 def test_times_that_differ_within_a_latent_equal_the_oracle(name, layout):
-    results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 0), (2, 3)], None, None, {"apart": True})
-
-    within(max(max(result) for result in results), EXACT)
+    within(error(name, layout, [(4, 1), (3, 0), (2, 3)], options={"apart": True}), EXACT)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "ref_latents" in FAMILIES[name].conditioning])
@@ -145,11 +154,7 @@ def test_times_that_differ_within_a_latent_equal_the_oracle(name, layout):
                          ids=str)
 def test_reference_latents_equal_the_oracle(name, layout):
     """They come with a step's first patch, and later patches attend to them."""
-    options = {"references": [(6, 8), (3, 4)], "batch": 2}
-
-    results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 0), (2, 3)], None, None, options)
-
-    within(max(max(result) for result in results), EXACT)
+    within(error(name, layout, [(4, 1), (3, 0), (2, 3)], options={"references": ((6, 8), (3, 4)), "batch": 2}), EXACT)
 
 
 HYBRIDS = {"2x ulysses2": Layout(pipefusion_degree=2, ulysses_degree=2), "2x ring2": Layout(pipefusion_degree=2, ring_degree=2),
@@ -169,18 +174,14 @@ def num_ranks(layout):
     *(pytest.param(name, HYBRIDS[layout], marks=pytest.mark.slow)
       for name in KINDS for layout in ("2x ulysses2", "1x ring2", "1x ring3"))], ids=str)
 def test_hybrids_with_sequence_parallelism_equal_the_oracle(name, layout):
-    results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 1), (4, 0), (2, 3), (1, 1)])
-
-    within(max(max(result) for result in results), EXACT)
+    within(error(name, layout, [(4, 1), (3, 1), (4, 0), (2, 3), (1, 1)]), EXACT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("layout", LARGE.values(), ids=LARGE)
 def test_hybrids_on_six_and_eight_ranks_equal_the_oracle(name, layout):
-    results = run_ranks(errors, num_ranks(layout), name, layout, [(4, 1), (3, 2)])
-
-    within(max(max(result) for result in results), EXACT)
+    within(error(name, layout, [(4, 1), (3, 2)]), EXACT)
 
 
 @pytest.mark.parametrize("name, num_blocks", [
@@ -188,36 +189,20 @@ def test_hybrids_on_six_and_eight_ranks_equal_the_oracle(name, layout):
     ("HunyuanDiT", [2, 4, 2]), ("HunyuanDiT", [1, 1, 1, 5])], ids=str)
 def test_uneven_stages_equal_the_oracle(name, num_blocks):
     """HunyuanDiT is U-shaped: blocks of the second half take the output of blocks of the first, across stages."""
-    layout = Layout(pipefusion_degree=len(num_blocks))
-
-    results = run_ranks(errors, len(num_blocks), name, layout, [(4, 1), (3, 0), (2, 3)], num_blocks)
-
-    within(max(max(result) for result in results), EXACT)
+    within(error(name, Layout(pipefusion_degree=len(num_blocks)), [(4, 1), (3, 0), (2, 3)], num_blocks), EXACT)
 
 
 FORECAST = 0.7
 UNEVEN = [1.0, 0.9, 0.4, 0.4, 0.7, 0.65, 0.1, 0.0]             # long steps, one back, and two calls at one time
 
 
-def forecast_errors(rank, world_size, name, layout, settings, offload=False, batch=1, mutant=None):
+def forecast_errors(name, layout, settings, offload=False, batch=1, mutant=None):
     """For each (num_patches, warmup_steps), the largest differences from the oracle with forecast keys and values, and without."""
-    torch.set_grad_enabled(False)
-    one, want, results = example(name, **SHAPES.get(name, {"rows": 12, "columns": 6}), batch=batch), {}, []
-    patches = {num: cuts(one, num, layout.ring_degree * layout.ulysses_degree) for num, _ in settings}
-    latent, dim = one.latent, patches[settings[0][0]][0][0].dim
-    for num, warmup_steps in settings:
-        for strength in (FORECAST, 0.0):
-            one.latent = latent
-            rows = [(patch.start, patch.start + rows) for patch, rows in patches[num]]
-            want[num, warmup_steps, strength] = simulate(one, rows, warmup_steps, UNEVEN, dim, strength)
-    if mutant:
-        MUTANTS[mutant]()
-    pipeline = Pipeline(rank, world_size, one, layout, None, offload, FORECAST)
-    for num, warmup_steps in settings:
-        one.latent = latent
-        got = pipeline.sample(patches[num], warmup_steps, dim, UNEVEN)
-        results.append([(got - want[num, warmup_steps, strength]).abs().max().item() for strength in (FORECAST, 0.0)])
-    return results
+    options, by_rank = {"batch": batch}, run_ranks(
+        samples, num_ranks(layout), name, layout, settings, None, mutant, {"batch": batch}, FORECAST, offload, UNEVEN)
+    wanted = [[oracle(name, layout, *each, options, strength, UNEVEN) for strength in (FORECAST, 0.0)] for each in settings]
+    return [[max((got - want).abs().max().item() for got in results) for want in both]
+            for results, both in zip(zip(*by_rank, strict=True), wanted, strict=True)]
 
 
 @pytest.mark.parametrize("name, layout, offload, batch", [
@@ -226,14 +211,15 @@ def forecast_errors(rank, world_size, name, layout, settings, offload=False, bat
     pytest.param("Flux.1", Layout(pipefusion_degree=2, ring_degree=2), True, 1, marks=pytest.mark.slow),
     pytest.param("SD3", Layout(pipefusion_degree=2, tensor_degree=2), True, 2, marks=pytest.mark.slow)], ids=str)
 def test_forecast_keys_and_values_equal_the_oracle(name, layout, offload, batch):
-    for result in run_ranks(forecast_errors, num_ranks(layout), name, layout, [(3, 1), (4, 0), (2, 3)], offload, batch):
-        within(max(error for error, _ in result), EXACT)
-        assert min(other for _, other in result) > 1e-6
+    errors = forecast_errors(name, layout, [(3, 1), (4, 0), (2, 3)], offload, batch)
+
+    within(max(error for error, _ in errors), EXACT)
+    assert min(other for _, other in errors) > 1e-6
 
 
 @pytest.mark.parametrize("mutant", ["forecast_in_steps_not_in_time", "forecast_of_a_forecast"])
 def test_a_wrong_forecast_is_noticed(mutant):
-    assert run_ranks(forecast_errors, 1, "SD3", Layout(), [(3, 1)], False, 1, mutant)[0][0][0] > 1e-6
+    assert forecast_errors("SD3", Layout(), [(3, 1)], mutant=mutant)[0][0] > 1e-6
 
 
 @pytest.mark.parametrize("order, drift", [(1, lambda time: 3 - 2 * time), (2, lambda time: 3 - 2 * time + 5 * time ** 2)])
@@ -437,9 +423,7 @@ MUTANTS = {function.__name__: function for function in (
     ("text_with_every_patch_forgotten", "SD3", Layout(pipefusion_degree=2), (4, 1)),
     ("cold_tokens_are_zero", "PixArt-Sigma", Layout(pipefusion_degree=2), (4, 0))])
 def test_exactness_notices_a_broken_method(mutant, name, layout, setting):
-    results = run_ranks(errors, num_ranks(layout), name, layout, [setting], None, mutant)
-
-    assert max(max(result) for result in results) > 1e-6
+    assert error(name, layout, [setting], mutant=mutant) > 1e-6
 
 
 def stale_share(rank, world_size):

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from tests.ranks import run_ranks
 from tests.row_splits import WORLD_SIZES, apply_mutant, of_this_rank, sizes_of, split_of
-from tests.tiers import quick
 from tests.tolerances import within
 from xdit_backend.parallel import rows
 from xdit_backend.parallel.vae_memory import LiveBytes
@@ -106,16 +105,16 @@ def conv_errors(world_size, dim=-2, num_dims=2, block_size=None, mutant=None):
         yield (sizes, kernel, stride, padding), (torch.cat(pieces, dim) - whole).abs().max().item()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("num_dims", [2, 3])
-@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("dim, num_dims, world_size", [
+    *((dim, 2, world_size) for dim in (-2, -1) for world_size in WORLD_SIZES), (-2, 3, 3), (-1, 3, 3)])
 def test_convolution_by_rows_equals_convolution(world_size, dim, num_dims):
     for case, error in conv_errors(world_size, dim, num_dims):
         within(error, 1e-12, case)
 
 
-@pytest.mark.parametrize("block_size", quick(BLOCK_SIZES[1:4], BLOCK_SIZES[1:]), ids=str)
-@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("dim, block_size", [
+    *((-2, size) for size in BLOCK_SIZES[1:4]), *(pytest.param(-2, size, marks=pytest.mark.slow) for size in BLOCK_SIZES[4:]), (-1, 4),
+    (-1, (2, 3))], ids=str)
 def test_convolution_in_blocks_equals_convolution(dim, block_size):
     for case, error in conv_errors(3, dim, block_size=block_size):
         within(error, 1e-12, case)

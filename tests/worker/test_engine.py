@@ -1,5 +1,6 @@
 """The engine on every rank of every mixture of methods: predictions equal the oracle, and each rank does its part only."""
 
+import functools
 import gc
 import itertools
 import math
@@ -64,44 +65,58 @@ def folder(tmp_path_factory):
     return folder
 
 
+def branches_of_three_images():
+    return [example("SD3", rows=12, columns=6, batch=3), example("SD3", rows=12, columns=6, batch=3, num_text_tokens=9)]
+
+
+def pieces(shape, num_patches):
+    """Of each prediction: (its step, its patch and the rows of that; None and None: it is of the whole latent)."""
+    yield 0, None, None
+    for step in range(1, 1 + NUM_STEPS):
+        for patch, rows in cut_patches(shape, (2, 2), num_patches):
+            yield step, patch, rows
+
+
+def time_of(step):
+    return torch.full((3,), TIMES[step], dtype=torch.float64)
+
+
+@functools.cache
+def oracle(num_patches, tensor_degree):
+    """What each prediction of each branch is to be, whatever the layout."""
+    branches = branches_of_three_images()
+    with torch.no_grad(), unrounded(tensor_degree):
+        start, models, wanted = [one.latent.clone() for one in branches], [StaleModel(one) for one in branches], []
+        for step, patch, rows in pieces(start[0].shape, num_patches):
+            for latent, model in zip(start, models):
+                want = model.predict(latent + step, time_of(step), None if patch is None else (patch.start, patch.start + rows))
+                wanted.append(want if patch is None else want.narrow(2, patch.start, rows))
+        return wanted
+
+
 def play(store, folder, layout, stages, speeds=()):
     """A warm-up step and two stale steps of two branches with three images, on all ranks: [(predictions, oracle's)], measurements."""
     header = read_header(folder)
     spec = model_spec(header, recognise(header), "float64", "float64", stages, layout.tensor_degree)
-    branches = [example("SD3", rows=12, columns=6, batch=3), example("SD3", rows=12, columns=6, batch=3, num_text_tokens=9)]
-    request, made = itertools.count(1), []
+    branches, request, made = branches_of_three_images(), itertools.count(1), []
     commands = [messages.LoadModel(next(request), spec)]
     for index, one in enumerate(branches):
         tensors = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
         commands.append(messages.Conditioning(next(request), f"branch {index}", tensors))
-    models = [StaleModel(one) for one in branches]
-    wanted = []
-
-    def predict(step, patch, rows):
+    shape = branches[0].latent.shape
+    num_patches = choose_num_patches(NUM_PATCHES, 1, shape, (2, 2), layout.ring_degree * layout.ulysses_degree)
+    for step, patch, rows in pieces(shape, num_patches):
         named = []
         for index, one in enumerate(branches):
-            latent = start[index] + step
-            piece = latent if patch is None else latent.narrow(2, patch.start, rows)
-            time = torch.full((3,), TIMES[step], dtype=torch.float64)
+            piece = one.latent + step if patch is None else (one.latent + step).narrow(2, patch.start, rows)
             prediction, _ = store.create(tuple(piece.shape), torch.float64)
             made.append(prediction)
-            want = models[index].predict(latent, time, None if patch is None else (patch.start, patch.start + rows))
-            wanted.append(want if patch is None else want.narrow(2, patch.start, rows))
-            named.append(messages.Branch(store.share(piece.contiguous()), store.share(time), f"branch {index}", prediction))
+            named.append(messages.Branch(store.share(piece.contiguous()), store.share(time_of(step)), f"branch {index}", prediction))
         commands.append(messages.Predict(next(request), spec.name, layout, named, patch, keep=True, speeds=speeds))
-
-    with torch.no_grad(), unrounded(layout.tensor_degree):
-        start = [one.latent.clone() for one in branches]
-        predict(0, None, None)
-        shape, sequence_degree = start[0].shape, layout.ring_degree * layout.ulysses_degree
-        num_patches = choose_num_patches(NUM_PATCHES, 1, shape, (2, 2), sequence_degree)
-        for step in range(1, 1 + NUM_STEPS):
-            for patch, rows in cut_patches(shape, (2, 2), num_patches):
-                predict(step, patch, rows)
     commands.append(messages.ReportMemory(next(request)))
     world_size = math.prod(getattr(layout, f"{axis}_degree") for axis in (*AXES, "tensor"))
     numbers = run_ranks(carry_out, world_size, commands)
-    return [(map_segment(segment), want) for segment, want in zip(made, wanted)], numbers
+    return [(map_segment(segment), want) for segment, want in zip(made, oracle(num_patches, layout.tensor_degree), strict=True)], numbers
 
 
 UNLIKE = [(Layout(pipefusion_degree=2, ulysses_degree=2), (100, 30, 60, 40)), (Layout(data_degree=2, ring_degree=2), (100, 25, 20, 10)),
