@@ -135,3 +135,16 @@ def test_a_second_transformer_is_listed_by_itself(comfyui):
 
     assert {"two", "two/transformer_2", "below/one"} <= set(options)
     assert not {"two/transformer", "below/one/unet", "neither", "neither/vae"} & set(options)
+
+
+def test_a_table_that_comfyui_has_as_one_row_is_changed(comfyui):
+    """A folder of Krea 2 has the six modulations of a block in rows of their own."""
+    save_folder(comfyui, "krea-2", "folder-krea-2")
+    models = comfyui.load_model.execute("folder-krea-2", "fp32", comfyui.config("cpu")).args[0].clone(), comfyui.native("krea-2").clone()
+    for model in models:
+        model.add_patches({"diffusion_model.blocks.0.mod.lin": (torch.linspace(-1, 1, 6 * 256),)}, 0.5)
+
+    result, reference = (comfyui.sample(model, "krea-2", steps=2) for model in models)
+
+    comfyui.unload_all()
+    close(result, reference, TOLERANCE)

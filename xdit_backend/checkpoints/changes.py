@@ -66,8 +66,9 @@ def changed(tensor, change, ferry):
 
     tensor: of the file, a map of it, which is not written to.
     """
-    if change.whole is not None:
-        return map_segment(change.whole)
+    if change.whole is not None:                               # a folder may have in several rows what ComfyUI has in one
+        whole = map_segment(change.whole)
+        return whole.view(tensor.shape) if whole.numel() == tensor.numel() else whole
     if not change.terms and not change.hooked:
         return tensor
     weight = ferry.bring(tensor).to(DTYPES[change.dtype])
