@@ -7,12 +7,12 @@ import gc
 import importlib.util
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -34,6 +34,9 @@ _provide("tests")
 _provide("xdit_backend")
 
 
+from tests.worker_processes import FOLDER, host_of, kind_of  # noqa: E402
+
+
 class NotedPopen(subprocess.Popen):
     """Notes the processes that tests start: what a dead host left is theirs, or that of tests which run beside them."""
 
@@ -51,9 +54,13 @@ def left_behind():
     """Segments' folders and worker processes that exist now, but for those of a host that tests here have not started."""
     folders = [str(path) for base in {"/dev/shm", tempfile.gettempdir()} if os.path.isdir(base)
                for path in Path(base).glob("xdit-*-*")]
-    listing = (f"{process.pid} {' '.join(process.info['cmdline'] or ())}" for process in psutil.process_iter(["cmdline"]))
-    processes = [line for line in listing if "xdit_backend.worker" in line]
-    return [entry for entry in folders + processes if (host := re.search(r"xdit-(\d+)-[0-9a-f]{8}", entry)) and _counts(int(host[1]))]
+    processes = []
+    for process in psutil.process_iter():
+        kind = kind_of(process)
+        with suppress(psutil.Error, ValueError, IndexError):   # it ends at this moment
+            if kind is not None and (kind != "forkserver" or not psutil.pid_exists(host_of(process))) and _counts(host_of(process)):
+                processes.append(f"{process.pid} {kind}")      # a forkserver lives as long as its host
+    return [folder for folder in folders if (host := FOLDER.search(folder)) and _counts(int(host[1]))] + processes
 
 
 def still_there(before, within_s=30):
@@ -100,6 +107,15 @@ def nothing_changed_for_others():
     after = _common_state()
     changed = {name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)}
     assert not changed, f"changed for the tests that follow: {changed}"
+
+
+@pytest.fixture(scope="session")
+def forkserver():
+    """What workers are forked from: one for all tests of this process, which so import their libraries once."""
+    from xdit_backend.host.forkserver import Forkserver
+    server = Forkserver()
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ import torch
 
 from tests.conftest import ROOT, left_behind, still_there
 from tests.models.zoo import example
+from tests.worker_processes import below
 from xdit_backend.bench.sampler import sample
 from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
@@ -50,8 +51,9 @@ LAYOUTS = {2: {"cfg": Layout(cfg_degree=2), "data": Layout(data_degree=2), "ulys
                "data x displaced": Layout(data_degree=2, displaced_degree=2)}}
 PHASES = ("idle", "starting", "loading", "computing", "decoding")
 LONGEST_S = {"idle": 0.0, "starting": 8.0, "loading": 0.3, "computing": 1.5, "decoding": 0.4}          # until a fault
-FAULTS = ("kill", "segfault", "stop", "cancel", "kill torchrun", "kill host")
-SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "stop": signal.SIGSTOP, "kill torchrun": signal.SIGKILL}
+FAULTS = ("kill", "segfault", "stop", "cancel", "kill torchrun", "kill forkserver", "kill host")
+SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "stop": signal.SIGSTOP, "kill torchrun": signal.SIGKILL,
+           "kill forkserver": signal.SIGKILL}
 HOST_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGSEGV, signal.SIGINT)
 GONE_S = 5                                 # after which nothing of a host that was killed runs
 NEVER = {("idle", "cancel"), ("loading", "kill host"), ("idle", "kill host"), ("decoding", "kill host")}
@@ -81,7 +83,7 @@ class Fault:
         return "decode" if self.phase == "decoding" else self.layout
 
     def __str__(self):
-        whom = "" if "host" in self.kind or "torchrun" in self.kind or self.kind == "cancel" else f" rank {self.rank}"
+        whom = "" if " " in self.kind or self.kind == "cancel" else f" rank {self.rank}"
         return f"{self.number}: {self.kind}{whom} while {self.phase} under {self.layout}, after {self.delay_s:.2f} s"
 
 
@@ -133,13 +135,6 @@ class Host:
         """Is it what such a run gives where nothing happens?"""
         assert (result - self.wanted[fault.key]).abs().max() < TOLERANCE, f"{fault}: a wrong picture {when}"
 
-    def processes(self):
-        """(torchrun, [workers by rank]) as far as they are there."""
-        mine = [process for process in psutil.Process().children(recursive=True) if process not in self._others]
-        with_lines = [(process, line) for process in mine if (line := _line(process))]
-        torchrun = next((process for process, line in with_lines if "xdit_backend.host.torchrun" in line), None)
-        return torchrun, [process for process, line in with_lines if "xdit_backend.worker" in line and process != torchrun]
-
     def suffer(self, fault):
         """Let a fault happen; what came of it, in a word. Raises AssertionError or Hang for what must not be."""
         if fault.kind == "kill host":
@@ -183,11 +178,9 @@ class Host:
         return outcome
 
     def _strike(self, fault):
-        torchrun, workers = self.processes()
-        victims = [torchrun] if fault.kind == "kill torchrun" else workers[fault.rank:fault.rank + 1]
-        for victim in victims:
-            if victim is not None and fault.kind in SIGNALS:
-                victim.send_signal(SIGNALS[fault.kind])
+        victim = below(os.getpid(), self._others).get(fault.kind.removeprefix("kill ") if " " in fault.kind else fault.rank)
+        if victim is not None and fault.kind in SIGNALS:
+            victim.send_signal(SIGNALS[fault.kind])
 
 
 def kill_host(fault, folder, num_workers):
@@ -263,13 +256,6 @@ def suffer_all(numbers, report=lambda text: None, num_workers=2):
     assert not (left := still_there(before)), f"left behind: {sorted(left)}"
     assert all(after <= then + 3 for after, then in zip(held_after, held_before)), f"files and threads: {held_before}, then {held_after}"
     return outcomes
-
-
-def _line(process):
-    try:
-        return " ".join(process.cmdline()) if process.status() != psutil.STATUS_ZOMBIE else ""
-    except psutil.Error:
-        return ""
 
 
 if __name__ == "__main__":

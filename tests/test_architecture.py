@@ -17,7 +17,7 @@ ARROWS = {
     "xdit_backend.host": {"xdit_backend.protocol", "xdit_backend.config", "xdit_backend.partition", "xdit_backend.forecast",
                           "xdit_backend.host_memory"},
     "xdit_backend.machines": {"xdit_backend.protocol", "xdit_backend.host", "xdit_backend.checkpoints"},
-    "xdit_backend.worker": {"xdit_backend.protocol", "xdit_backend.parallel", "xdit_backend.models",
+    "xdit_backend.worker": {"xdit_backend.protocol", "xdit_backend.parallel", "xdit_backend.models", "xdit_backend.autoencoders",
                             "xdit_backend.checkpoints", "xdit_backend.partition", "xdit_backend.host_memory"},
     "xdit_backend.parallel": {"xdit_backend.protocol", "xdit_backend.partition", "xdit_backend.autoencoders", "xdit_backend.host_memory"},
     "xdit_backend.models": {"xdit_backend.protocol"},

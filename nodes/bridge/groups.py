@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import sys
 import threading
 import weakref
 
@@ -16,6 +17,8 @@ from ...xdit_backend.config import ParallelConfig, fitting, resolve_devices, val
 from ...xdit_backend.forecast.choice import speeds_of
 from ...xdit_backend.host import measurements
 from ...xdit_backend.host.client import Client
+from ...xdit_backend.host.forkserver import Forkserver
+from ...xdit_backend.host.launcher import prepare
 from ...xdit_backend.host.preflight import num_cuda_devices
 from ...xdit_backend.host_memory import memory_room
 from ...xdit_backend.machines.listener import Listener, own_addresses, read_address
@@ -110,6 +113,7 @@ class Groups:
         self._learnt = None                                    # what earlier runs taught, once it is read
         self._speeds = {}                                      # devices -> how fast each is, where they are not alike
         self._listener = None                                  # where other machines join, once it is needed
+        self._forkserver = Forkserver()
         self._is_watched = False                               # are groups that have nothing to do seen to?
         self.runs = Runs()
 
@@ -122,12 +126,17 @@ class Groups:
             if not self._is_watched:
                 self._is_watched = True
                 watch(self)
-            client = Client(devices, self.listener() if machines_of(devices) else None)
+            client = Client(devices, self.listener() if machines_of(devices) else None, self._forkserver)
             client.on_phase = self._show_phase
             client.check = comfy.model_management.throw_exception_if_processing_interrupted
             client.speeds = self._speeds.get(devices, ())
         self._clients[devices] = client
         return client
+
+    def prepare(self, devices):
+        """Have the libraries of workers on these devices loaded while other nodes run; waits for nothing."""
+        if sys.platform != "win32":
+            prepare(self._forkserver, devices)
 
     def listener(self):
         """Where other machines join. Raises ConfigError where no address is set for that, or it cannot listen there."""
@@ -195,9 +204,16 @@ class Groups:
                 client.drop(name)
 
     def stop(self):
-        """End the workers of every group; the next use starts others."""
+        """End the workers of every group, and what they are forked from; the next use starts others."""
         for client in self.clients:
             client.close()
+        self._forkserver.close()
+
+    def end_idle(self, client):
+        """End the workers of a group that has nothing to do, and what all are forked from, where no other group runs."""
+        client.close()
+        if not any(other.running for other in self.clients):
+            self._forkserver.close()
 
     def learnt(self):
         """{(family, card): Learnt} of earlier runs of one device."""
@@ -245,6 +261,7 @@ class Groups:
         for client in self._clients.values():
             client.close()
         self._clients.clear()
+        self._forkserver.close()
         if self._listener is not None:
             self._listener.close()
 

@@ -20,7 +20,7 @@ def tend(groups, residency):
             continue
         if residency.how == "release":
             log.info("workers on %s end: nothing to do for %.0f minutes", ",".join(client.devices), residency.minutes)
-            client.close()
+            groups.end_idle(client)
         else:
             groups.give_back([client])
 

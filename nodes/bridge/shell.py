@@ -78,6 +78,7 @@ def load_shell(path, weight_dtype, config):
     room = Room(setup, weight_bytes, functools.partial(told_bytes, model) if family.by_rows else None,
                 functools.partial(_lighter_bytes, header, family, spec, dtypes_of))
     room.check_weights()
+    GROUPS.prepare(devices)
     _make_remote(base_model, RemoteModel(setup, room, load_device), header)
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
     patcher.size = weight_bytes                                # what ComfyUI is to make room for

@@ -7,10 +7,10 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
-import psutil
 import pytest
 
 from tests.browser.conftest import template
+from tests.worker_processes import workers_below
 
 pytestmark = pytest.mark.slow
 
@@ -73,8 +73,7 @@ def wait_for_run(page, state):
 
 
 def workers(host):
-    return [process for process in psutil.Process(host.process.pid).children(recursive=True)
-            if "xdit_backend.worker" in process.cmdline() and "xdit_backend.host.torchrun" not in process.cmdline()]
+    return workers_below(host.process.pid)
 
 
 @contextmanager

@@ -45,9 +45,9 @@ class CountingClient(Client):
 
 
 @pytest.fixture(scope="package")
-def client():
+def client(forkserver):
     """Two workers."""
-    client = CountingClient(("cpu", "cpu"))
+    client = CountingClient(("cpu", "cpu"), forkserver=forkserver)
     yield client
     client.close()
 

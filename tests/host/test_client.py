@@ -216,9 +216,9 @@ def test_workers_say_what_they_did_and_when(client, spec_of):
 
 
 @pytest.mark.slow
-def test_workers_that_end_once_something_is_loaded_are_an_error(spec_of, monkeypatch):
+def test_workers_that_end_once_something_is_loaded_are_an_error(spec_of, monkeypatch, forkserver):
     """And no others are started in their place there, which would hold nothing; the next call starts some."""
-    client, one = Client(("cpu",)), example("SD3")
+    client, one = Client(("cpu",), forkserver=forkserver), example("SD3")
 
     def draw():
         return decode(client), decoded()
@@ -231,8 +231,9 @@ def test_workers_that_end_once_something_is_loaded_are_an_error(spec_of, monkeyp
 
             def loads_and_ends(*arguments, load=load):
                 load(*arguments)
-                client.group._process.kill()
-                client.group._process.wait()
+                torchrun = client.group._process
+                torchrun.kill()
+                assert torchrun.wait_ended(30)
             with monkeypatch.context() as patch:
                 patch.setattr(client, loads, loads_and_ends)
                 with pytest.raises(WorkerDiedError, match="Queue the prompt again"):

@@ -22,7 +22,8 @@ def test_it_starts_workers_and_says_what_they_have(capsys):
     told = report(capsys, "--devices", "cpu")
 
     assert all(f"\n{section}\n" in f"\n{told}" for section in ("Versions", "Machine", "Devices", "Links", "Environment", "Workers"))
-    assert "torch " in told and "start on cpu in" in told and "rank 0 (cpu): " in told and "shared memory" in told
+    assert "torch " in told and "start on cpu in" in told
+    assert "are forked from one process" in told and "rank 0 (cpu): " in told and "shared memory" in told
 
 
 def test_it_says_why_workers_do_not_start(capsys, monkeypatch):

@@ -19,7 +19,7 @@ TWO_GPUS = ("cuda:0", "cuda:1")
 class PretendedGroup(WorkerGroup):
     """A worker group whose workers are ends of pipes, so that devices may be any and answers come in any order."""
 
-    def _launch(self, variables):
+    def _launch(self, variables, check):
         self.workers = {}
 
     def _greet(self, on_phase, check):

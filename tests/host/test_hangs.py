@@ -12,34 +12,33 @@ from xdit_backend.protocol.errors import WorkerDiedError
 
 LATE_OR_LOST = """
 import os
-if os.environ.get("RANK") == "1":
-    import time
-    import torch.distributed as dist
-    transfer = dist.all_to_all_single
+import time
+import torch.distributed as dist
+transfer = dist.all_to_all_single
 
-    class Nothing:
-        def wait(self):
-            pass
+class Nothing:
+    def wait(self):
+        pass
 
-    def faulty(*args, **kwargs):
-        if os.path.exists({folder!r} + "/lost"):
-            return Nothing()
-        if os.path.exists({folder!r} + "/late"):
-            os.unlink({folder!r} + "/late")
-            time.sleep(7)
-        return transfer(*args, **kwargs)
-    dist.all_to_all_single = faulty
+def faulty(*args, **kwargs):
+    if os.environ["RANK"] == "1" and os.path.exists({folder!r} + "/lost"):
+        return Nothing()
+    if os.environ["RANK"] == "1" and os.path.exists({folder!r} + "/late"):
+        os.unlink({folder!r} + "/late")
+        time.sleep(7)
+    return transfer(*args, **kwargs)
+dist.all_to_all_single = faulty
 """
 
 
 @pytest.mark.slow
-def test_a_lost_exchange_is_noticed_and_replaced_and_a_late_one_is_waited_for(spec_of, tmp_path, monkeypatch):
+def test_a_lost_exchange_is_noticed_and_replaced_and_a_late_one_is_waited_for(spec_of, tmp_path, monkeypatch, forkserver):
     (tmp_path / "sitecustomize.py").write_text(LATE_OR_LOST.format(folder=str(tmp_path)))
     (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
     monkeypatch.setattr(launcher, "ROOT", tmp_path)
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "5")
     before, one = set(left_behind()), example("SD3")
-    client = Client(("cpu", "cpu"))
+    client = Client(("cpu", "cpu"), forkserver=forkserver)
     client.step = "step 3 of 20"
 
     def predict():

@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import time
-from contextlib import suppress
 
 import psutil
 import pytest
@@ -17,6 +16,7 @@ from tests.conftest import ROOT, left_behind, still_there
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from tests.tolerances import within
+from tests.worker_processes import below
 from xdit_backend.host import launcher, logs, preflight
 from xdit_backend.host.client import Client
 from xdit_backend.host.launcher import WorkerGroup, _environment
@@ -31,12 +31,12 @@ def gone(before, within_s=30):
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_start_says_why(monkeypatch):
+def test_a_worker_that_cannot_start_says_why(monkeypatch, forkserver):
     before, phases = set(left_behind()), []
     monkeypatch.setattr(preflight, "check_devices", lambda devices: None)      # as for a device that fails later
 
     with pytest.raises(WorkerStartError) as error:
-        WorkerGroup(("cuda:99",), phases.append)
+        WorkerGroup(("cuda:99",), phases.append, forkserver=forkserver)
 
     assert "cuda:99" in str(error.value) and "Error" in str(error.value)
     assert phases and phases[0].text == "starting workers"
@@ -44,13 +44,13 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch):
 
 
 @pytest.mark.slow
-def test_workers_take_nothing_from_the_environment_that_changes_results(spec_of, monkeypatch):
+def test_workers_take_nothing_from_the_environment_that_changes_results(spec_of, monkeypatch, forkserver):
     """The first of these sends diffusers' attention past the hook, the second is read by CPU kernels."""
     one = example("Flux.1")
     monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "_native_math")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     monkeypatch.setenv("LC_ALL", "C")
-    client = Client(("cpu", "cpu"))
+    client = Client(("cpu", "cpu"), forkserver=forkserver)
     try:
         pid = int(client.report_memory()[0]["pid"])
         theirs = psutil.Process(pid).environ()
@@ -71,6 +71,17 @@ def test_cuda_workers_have_an_allocator_of_their_own(monkeypatch):
     for devices, allocator in ((("cuda:0", "cuda:1"), "expandable_segments:True"), (("cpu", "cpu"), None)):
         environment = _environment(devices)
         assert environment.get("PYTORCH_CUDA_ALLOC_CONF") == allocator and "PYTORCH_ALLOC_CONF" not in environment
+
+
+def test_interfaces_are_named_exactly_and_streams_have_queues_of_their_own(monkeypatch):
+    """To NCCL "eth1" is also eth10; CUDA has eight queues by default, fewer than a worker's streams."""
+    two = _environment(("cuda:0", "cuda:1"), 2, "eth1")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")
+    chosen = _environment(("cuda:0", "cuda:1"))
+
+    assert two["NCCL_SOCKET_IFNAME"] == "=eth1" and two["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert two["CUDA_DEVICE_MAX_CONNECTIONS"] == "32" and chosen["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
+    assert chosen["NCCL_SOCKET_IFNAME"] == "=lo"
 
 
 def test_giving_up_while_starting_leaves_nothing():
@@ -103,14 +114,14 @@ def test_a_group_starts_serves_and_ends(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(spec_of, tmp_path, monkeypatch):
+def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(spec_of, tmp_path, monkeypatch, forkserver):
     """What the workers printed stays, in the private folder that the error names; the doctor tells of the error, but not of folders.
 
     The exit code is known though torchrun could write nothing, as on a full disk.
     """
     monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
     before = set(left_behind())
-    client, call = Client(("cpu", "cpu")), call_of(example("SD3"))
+    client, call = Client(("cpu", "cpu"), forkserver=forkserver), call_of(example("SD3"))
     try:
         want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
         victim = int(client.report_memory()[1]["pid"])
@@ -153,17 +164,19 @@ def test_a_stopped_rank_is_noticed_and_replaced(client, spec_of, monkeypatch):
 
 
 SLOW = """
-import os, time
+import os, threading, time
 if os.environ.get("RANK") == "1":
     for _ in range(70):
         time.sleep(0.1)
+elif "RANK" not in os.environ:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()       # so that nothing is forked
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("doing", ["loading its libraries", TRYING_LINKS])
 def test_a_rank_that_is_stopped_while_the_group_starts_is_noticed_and_named(tmp_path, monkeypatch, doing):
-    """But not one whose libraries come slowly, for longer than a silence may last, nor the one that waits for it."""
+    """But not one whose libraries come slowly, for longer than a silence may last, nor the one that waits for it. Each is a program."""
     (tmp_path / "sitecustomize.py").write_text(SLOW)
     (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
     monkeypatch.setattr(launcher, "ROOT", tmp_path)
@@ -171,10 +184,9 @@ def test_a_rank_that_is_stopped_while_the_group_starts_is_noticed_and_named(tmp_
     before, others = set(left_behind()), set(psutil.Process().children(recursive=True))        # of groups that other tests use
 
     def stop(rank):
-        for process in set(psutil.Process().children(recursive=True)) - others:
-            with suppress(psutil.Error):
-                if process.environ().get("RANK") == str(rank):
-                    process.suspend()
+        process = below(os.getpid(), others).get(rank)
+        if process is not None:
+            process.suspend()
 
     def on_phase(phase):
         if phase.text == doing and phase.rank == 1:
@@ -192,8 +204,9 @@ def test_a_killed_torchrun_is_replaced_by_a_new_group(client, spec_of):
     call = call_of(example("SD3"))
     want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
     old, folder = [psutil.Process(int(numbers["pid"])) for numbers in client.report_memory().values()], client.group.segments.folder
-    client.group._process.kill()
-    client.group._process.wait()
+    torchrun = client.group._process
+    torchrun.kill()
+    assert torchrun.wait_ended(30)
     result, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
     new = {int(numbers["pid"]) for numbers in client.report_memory().values()}
 
@@ -243,7 +256,7 @@ def test_a_host_killed_while_its_workers_start_leaves_nothing_to_the_next(tmp_pa
 
 HOST_WITH_A_FORK = """
 import os, signal, subprocess, sys
-code = f"from xdit_backend.host.torchrun import end_with_the_host; end_with_the_host({os.getpid()})"
+code = f"from xdit_backend.worker.torchrun import end_with_the_parent; end_with_the_parent({os.getpid()})"
 torchrun = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
 fork = os.fork()
 if fork:

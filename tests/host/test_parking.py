@@ -55,10 +55,10 @@ def highest(pids):
 
 
 @pytest.mark.slow
-def test_four_workers_hold_a_file_once_and_a_cast_once_each(large_spec, spec_of):
+def test_four_workers_hold_a_file_once_and_a_cast_once_each(large_spec, spec_of, forkserver):
     """The most that is held while it is loaded and used. What a worker imports and makes in any case is loaded before."""
     figures, one, specs = {}, example("SD3"), [large_spec(dtype) for dtype in ("float32", "bfloat16")]
-    client = Client(("cpu",) * 4)
+    client = Client(("cpu",) * 4, forkserver=forkserver)
 
     try:
         pids = [int(numbers["pid"]) for numbers in client.report_memory().values()]
@@ -80,8 +80,8 @@ def test_four_workers_hold_a_file_once_and_a_cast_once_each(large_spec, spec_of)
 
 
 @pytest.fixture(scope="module")
-def two_workers():
-    client = Client(("cpu", "cpu"))
+def two_workers(forkserver):
+    client = Client(("cpu", "cpu"), forkserver=forkserver)
     yield client
     client.close()
 

@@ -191,11 +191,11 @@ def test_a_run_whose_workers_died_is_not_continued_by_a_new_group(client, spec_o
 
 
 @pytest.mark.slow
-def test_a_stage_that_hangs_is_named(spec_of, monkeypatch):
+def test_a_stage_that_hangs_is_named(spec_of, monkeypatch, forkserver):
     monkeypatch.setenv("XDIT_STAGE_TIMEOUT_S", "3")
     monkeypatch.setattr(launcher, "STRAGGLER_S", 1)            # the stopped one will not answer
     one, spec = small("SD3"), spec_of("SD3", stages=STAGES)
-    client = Client(("cpu", "cpu"))
+    client = Client(("cpu", "cpu"), forkserver=forkserver)
     try:
         finish(client, keep_flying(client, spec, one, rounds=1))
         os.kill(int(client.report_memory()[0]["pid"]), signal.SIGSTOP)

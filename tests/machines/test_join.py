@@ -13,6 +13,7 @@ from tests.host.conftest import call_of, decode, decoded, layout
 from tests.machines.conftest import Relay
 from tests.models.zoo import example
 from tests.tolerances import within
+from tests.worker_processes import workers_below
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.host.client import Client
 from xdit_backend.machines.listener import Listener
@@ -35,12 +36,11 @@ def spec_of(folder, stages=None):
 
 
 def worker_of(joined):
-    return next(process for process in psutil.Process(joined.pid).children(recursive=True)
-                if "xdit_backend.worker" in process.cmdline())
+    return workers_below(joined.pid)[0]
 
 
 @pytest.mark.slow
-def test_ranks_on_another_machine(files, tmp_path):
+def test_ranks_on_another_machine(files, tmp_path, forkserver):
     """Two addresses of this machine stand for two; what goes between them goes through a relay, which is cut in the middle of a step."""
     here, there = files
     one, told = example("Flux.1"), []
@@ -49,7 +49,7 @@ def test_ranks_on_another_machine(files, tmp_path):
     key = listener.command("other").split()[-1]
     joined = subprocess.Popen([sys.executable, "-m", "xdit_backend", "join", f"127.0.0.1:{relay.port}", "other", key, "--models",
                                str(there.parent)], cwd=ROOT, env=os.environ | {"XDIT_LOG_FOLDER": str(tmp_path / "logs")})
-    client = Client(("cpu", "other/cpu"), listener)
+    client = Client(("cpu", "other/cpu"), listener, forkserver)
     client.on_phase = lambda phase: told.append(phase.text)
 
     def predict(spec, **degrees):

@@ -19,6 +19,7 @@ from tests.comfyui_server import ROOT, Host, HostError, comfyui_folder, make_bas
 from tests.conftest import left_behind, still_there
 from tests.lora_zoo import adapters
 from tests.tiny_checkpoints import import_comfyui, save
+from tests.worker_processes import workers_below
 
 pytestmark = pytest.mark.slow
 
@@ -105,9 +106,8 @@ def watch(host, prompt, on_message, preview_method="latent2rgb", timeout_s=120):
 
 
 def workers(host):
-    """Pids of the host's workers (not of torchrun)."""
-    return sorted(process.pid for process in psutil.Process(host.process.pid).children(recursive=True)
-                  if "xdit_backend.worker" in process.cmdline() and "xdit_backend.host.torchrun" not in process.cmdline())
+    """Pids of the host's workers."""
+    return sorted(process.pid for process in workers_below(host.process.pid))
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "plain"])

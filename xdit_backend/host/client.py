@@ -24,11 +24,11 @@ from .residence import Residence
 class Client:
     """A worker group and what it holds. Starts the group when it is first needed, and again after it died.
 
-    on_phase(Phase) and check() are WorkerGroup's; they may be replaced at any time. machines: WorkerGroup's.
+    on_phase(Phase) and check() are WorkerGroup's; they may be replaced at any time. machines, forkserver: WorkerGroup's.
     """
 
-    def __init__(self, devices, machines=None):
-        self.devices, self._machines = tuple(devices), machines
+    def __init__(self, devices, machines=None, forkserver=None):
+        self.devices, self._machines, self._forkserver = tuple(devices), machines, forkserver
         self.on_phase = lambda phase: None
         self.check = lambda: None
         self.step = ""                         # that is computed now, for a person: "step 7 of 20"
@@ -48,7 +48,8 @@ class Client:
                 self.close()
                 self._is_starting = True
                 try:
-                    self._group = WorkerGroup(self.devices, self.on_phase, self.check, self._num_detours, self._machines)
+                    self._group = WorkerGroup(self.devices, self.on_phase, self.check, self._num_detours, self._machines,
+                                              self._forkserver)
                     self._num_detours = self._group.num_detours
                 finally:
                     self._is_starting = False

@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,11 +28,12 @@ from ..protocol import errors, timeouts
 from ..protocol.channel import Door
 from ..protocol.devices import machine_of, machines_of, own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerFailedError, WorkerStartError, XDiTError
-from ..protocol.messages import TRYING_LINKS, Abandon, Beat, Decode, Done, Encode, LoadModel, Phase, Ready, Stop, Unready
+from ..protocol.messages import JOINING, TRYING_LINKS, Abandon, Beat, Decode, Done, Encode, LoadModel, Phase, Ready, Stop, Unready
 from ..protocol.segments import SegmentStore, folders_of
 from . import logs, preflight
+from .forkserver import Forkserver
 from .shortage import shortage_words
-from .starting import TORCHRUN, Signs
+from .starting import HELP, TORCHRUN, Signs, exit_words
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +44,15 @@ FAILED = "failed"                                  # in a group's folder in memo
 CPU_ALLOCATOR = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_TRIM_THRESHOLD_": str(2 ** 32), "MALLOC_MMAP_THRESHOLD_": str(2 ** 25),
                  "MALLOC_TOP_PAD_": str(2 ** 26)}
 
+# A worker has more streams than CUDA's default of eight queues: one that waits for a receive would hold up others in its queue.
+CUDA_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
 # What workers take over from this process: where things are, and the threads that a person has chosen. Nothing else, since libraries
 # read variables that change what is computed (DIFFUSERS_ATTN_BACKEND, NVIDIA_TF32_OVERRIDE, ATEN_CPU_CAPABILITY).
 INHERITED = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME",
     "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_PATH",
-    "CUDA_CACHE_PATH", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION",
+    "CUDA_CACHE_PATH", *CUDA_QUEUES, "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION",
     "OMP_NUM_THREADS", "MKL_NUM_THREADS"})
 INHERITED_PREFIXES = ("XDIT_", "NCCL_", "LC_")
 
@@ -58,9 +61,9 @@ CUDA_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if sys.
 
 START_TIMEOUT_S = 1800                             # of workers that get on, however slowly; who does not is noticed sooner
 SETTLE_S = 8                                       # from the first worker that cannot start until all have said or shown why, at most
-LINK_TIMEOUT_S = 60                                # of joining all ranks and a short transfer, once all have begun
+LINK_TIMEOUT_S = 60                                # of a short transfer, once all have begun
+JOIN_TIMEOUT_S = 600                               # of joining all ranks, for which NCCL reads a gigabyte of libraries
 QUIET_S = 20                                       # a worker that says nothing for so long then is what fails, not its links
-HELP = "What to try stands in docs/troubleshooting.md, in the folder of the xDiT nodes."
 STRAGGLER_S = 10                                   # how long the others may take to answer after one rank has failed
 POLL_S = 0.05
 AWAY_S = 5.0                                       # for so long nobody listened, or this process itself was stopped
@@ -106,16 +109,20 @@ class WorkerGroup:
     often while waiting and may raise to give up, as ComfyUI's cancel does. num_detours: how many ways to join the workers are known not
     to work (preflight.detours); what the group came to is in the field of that name.
     machines: the machines.listener.Listener where other machines join; None: nothing listens, and all devices are here.
+    forkserver: the host's Forkserver; None: one of its own, which ends with the group.
     Raises WorkerStartError when a worker cannot come up, with what is missing, or the workers' last lines of output.
     """
 
-    def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_detours=0, machines=None):
+    def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_detours=0, machines=None, forkserver=None):
         if sys.platform == "win32":
             raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to use its nodes. "
                                    f"{HELP}")
         timeouts.check()
         self.devices = tuple(devices)
         self._own = [rank for rank, device in enumerate(self.devices) if not machine_of(device)]           # ranks of this machine
+        self._forkserver = forkserver or Forkserver()
+        self._owns_forkserver = forkserver is None
+        self.why_not_forked = ""                               # why its processes are programs of their own, where they are
         self._machines, self._sessions = machines, {}          # name of another machine -> its Session
         self._at_once = []                                     # Channels to ranks of other machines, which come to no door here
         self._lock = threading.RLock()
@@ -153,7 +160,8 @@ class WorkerGroup:
         for remark in self.remarks:
             log.warning("%s", remark)
             on_phase(Phase(0, remark))
-        log.info("worker group ready: %s in %.1f s", ",".join(self.devices), time.monotonic() - started_s)
+        log.info("worker group ready: %s in %.1f s%s", ",".join(self.devices), time.monotonic() - started_s,
+                 self.why_not_forked and f", not forked: {self.why_not_forked}")
 
     @property
     def is_working(self):
@@ -181,7 +189,7 @@ class WorkerGroup:
     @property
     def alive(self):
         is_whole = len(self._channels) == len(self.devices) and all(session.is_open for session in self._sessions.values())
-        return self._process is not None and self._process.poll() is None and is_whole
+        return self._process is not None and not self._process.has_ended and is_whole
 
     def find_file(self, path, on_phase, check):
         """See that every other machine has the model file of this path, by its content.
@@ -297,7 +305,6 @@ class WorkerGroup:
         if self._process is not None:
             patience_s = 3 if len(self._channels) == len(self.devices) else 0
             end_torchrun(self._process, self._workers.values(), None if is_broken else patience_s)
-            self._process.stdin.close()
         for channel in self._channels.values():
             channel.close()
         for session in self._sessions.values():
@@ -306,6 +313,8 @@ class WorkerGroup:
         if self._door is not None:
             self._door.close()
         self._process = self._door = self._store = None
+        if self._owns_forkserver:
+            self._forkserver.close()
         if self._finalizer is not None:
             self._finalizer()
 
@@ -323,10 +332,10 @@ class WorkerGroup:
             if self._machines is None:
                 raise WorkerStartError(f"No address is set at which {name} could join: only ComfyUI's nodes use devices of other machines.")
             self._sessions[name] = self._machines.take(name, lambda words: on_phase(Phase(0, words)), check)
-        self._launch(variables)
+        self._launch(variables, check)
         self._greet(on_phase, check)
 
-    def _launch(self, variables):
+    def _launch(self, variables, check):
         own = [self.devices[rank] for rank in self._own]
         self.remarks += preflight.check(own, (self.segments.folder, self.segments.overflow_folder))
         self._door = Door(self.segments.folder, _silence_s())
@@ -339,14 +348,16 @@ class WorkerGroup:
         num_nodes, interface = 1 + len(self._sessions), ""
         if self._sessions:
             interface = self._machines.interface
-        self._process = start_torchrun(self.segments, self.devices, len(own), port, self._log_folder, variables, 0, num_nodes, interface)
+        self._process, self.why_not_forked = start_torchrun(
+            self._forkserver, self.segments, self.devices, len(own), port, self._log_folder, variables, 0, num_nodes, interface, check)
         for node, session in enumerate(self._sessions.values(), 1):
-            self._at_once += session.start(self.devices, node, num_nodes, port, _silence_s()).values()
+            self._at_once += session.start(self.devices, node, num_nodes, port, _silence_s(), variables).values()
 
     def _greet(self, on_phase, check):
         on_phase(Phase(0, "starting workers", 0, len(self.devices)))
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        greeted, trying, trying_s = [*self._at_once], set(), math.inf          # trying: ranks that have begun on links; since when all have
+        greeted = [*self._at_once]
+        begun = {JOINING: {}, TRYING_LINKS: {}}                # what ranks do to reach each other -> rank -> since when
         told, silent, failed_s = [], [], math.inf              # Unready of ranks; channels that nothing more comes from; since when one
         signs = Signs(self._process.pid, len(self._own))
         while len(self._channels) < len(self.devices):
@@ -362,7 +373,9 @@ class WorkerGroup:
             if time.monotonic() > deadline_s:
                 raise WorkerStartError(f"{', '.join(map(self._called, late))}: not ready after {START_TIMEOUT_S} s. "
                                        f"{HELP} {self._where()}Their last lines:\n{self._last_lines()}")
-            has_tried = time.monotonic() - trying_s > LINK_TIMEOUT_S
+            over = [doing for doing, limit_s in ((JOINING, JOIN_TIMEOUT_S), (TRYING_LINKS, LINK_TIMEOUT_S))
+                    if len(begun[doing]) == len(self.devices) and time.monotonic() - max(begun[doing].values()) > limit_s]
+            has_tried = TRYING_LINKS in over or (bool(over) and not begun[TRYING_LINKS])
             found = signs.silent(late, min(QUIET_S, _silence_s()) if has_tried else _silence_s())
             if found is not None and not silent:               # they wait to be ended who have said that they cannot start
                 who = "torchrun, which starts the workers," if found[0] == TORCHRUN else f"Worker {self._called(found[0])}"
@@ -370,8 +383,10 @@ class WorkerGroup:
                 raise WorkerStartError(f"{who} {found[1]}. Queue the prompt again to start a new group. {HELP} {self._where()}"
                                        f"Its last lines:\n{lines or '(none)'}")
             if has_tried:
-                raise LinkError(f"a transfer between them was not over after {LINK_TIMEOUT_S} s on {', '.join(map(self._called, late))}.")
-            has_ended = self._process.poll() is not None       # asked before what workers have said until then is read
+                what = f"a transfer between them was not over after {LINK_TIMEOUT_S}" if begun[TRYING_LINKS] else \
+                    f"they had not joined after {JOIN_TIMEOUT_S}"
+                raise LinkError(f"{what} s on {', '.join(map(self._called, late))}.")
+            has_ended = self._process.has_ended       # asked before what workers have said until then is read
             if len(greeted) < len(self.devices):
                 channel = self._door.accept(POLL_S)
                 if channel is not None:
@@ -388,10 +403,9 @@ class WorkerGroup:
                 if isinstance(message, Unready):
                     silent.append(channel)
                     told.append(message)
-                if isinstance(message, Phase) and message.text == TRYING_LINKS:
-                    trying.add(message.rank)
+                if isinstance(message, Phase) and message.text in begun:
+                    begun[message.text][message.rank] = time.monotonic()
                     on_phase(message)
-                    trying_s = time.monotonic() if len(trying) == len(self.devices) else trying_s
                 if isinstance(message, Ready):
                     self._channels[message.rank] = channel
                     if message.rank in self._own:              # another machine's number would be another process here
@@ -403,16 +417,16 @@ class WorkerGroup:
                 others = [channel for channel in greeted if channel not in silent and channel not in self._channels.values()]
                 is_known = has_ended or (len(greeted) == len(self.devices) and (len(silent) == len(told) or self._first_ended()))
                 if (is_known and not others) or any(not message.by_links for message in told) or time.monotonic() - failed_s > SETTLE_S:
-                    raise self._failed_start(told, trying)
+                    raise self._failed_start(told, begun[JOINING])
 
-    def _failed_start(self, told, trying):
-        """What to raise where workers have said that they cannot start (told), or have ended without a word."""
+    def _failed_start(self, told, joining):
+        """What to raise where workers have said that they cannot start (told), or have ended without a word. joining: who began to join."""
         rank, code = self._first_ended() or (None, None)
         cause = cause_of(told, code)
         if cause is not None:
             return (LinkError if cause.by_links else WorkerStartError)(f"{cause.message}.".replace("..", "."))
         lines = self._last_lines()
-        if len(trying) == len(self.devices) and len(self._ways) > 1:
+        if len(joining) == len(self.devices) and len(self._ways) > 1:
             return LinkError(f"a worker ended in a transfer between them, with these last lines of output:\n{lines}\n")
         which = f"A worker for {', '.join(self.devices)}" if rank is None else f"Worker rank {rank} ({self.devices[rank]})"
         return WorkerStartError(f"{which} ended while starting{exit_words(code)}. {HELP} {self._where()}Its last lines:\n{lines}")
@@ -524,7 +538,7 @@ class WorkerGroup:
                                                f"{ended.rstrip('. ')}. {name} joins again by itself when it can")
         process, worker = self._process, self._workers.get(rank)
         for _ in range(50):                                    # torchrun notices within a tenth of a second, then ends the others
-            if process is None or process.poll() is not None:
+            if process is None or process.has_ended:
                 break
             time.sleep(0.1)
         else:
@@ -600,40 +614,36 @@ def outlives(devices, failures):
     return len(failures) == len(devices) and not any(failure.exchanged for failure in failures)
 
 
-def start_torchrun(segments, devices, num_own, store_port, log_folder, variables={}, node=0, num_nodes=1, interface=""):
-    """Start torchrun with the workers of this machine, one of num_nodes; returns its process.
+def prepare(forkserver, devices):
+    """Have the libraries loaded of workers that will run on these devices; waits for nothing."""
+    forkserver.prepare(_environment(devices), ROOT)
+
+
+def start_torchrun(forkserver, segments, devices, num_own, store_port, log_folder, variables={}, node=0, num_nodes=1, interface="",
+                   check=lambda: None):
+    """Start torchrun with the workers of this machine, one of num_nodes; returns (its Torchrun, why it was not forked, or "").
 
     devices: of all ranks; num_own of them are here. segments: the SegmentStore whose folder has the workers' door. store_port: of torch's
     store, on loopback. interface: over which the machines exchange tensors; "": there is one machine, and loopback is enough.
+    Raises WorkerStartError where it cannot be started.
     """
     # The store ranks machines by this name, as text: the host is the first, and others follow in the order of their devices.
     name = "127.0.0.1" if num_nodes == 1 else f"machine-{node:06d}"
-    command = [
-        sys.executable, "-m", "xdit_backend.host.torchrun", str(segments.folder / FAILED),
-        f"--nnodes={num_nodes}", f"--nproc-per-node={num_own}",
+    arguments = [
+        str(segments.folder / FAILED), f"--nnodes={num_nodes}", f"--nproc-per-node={num_own}",
         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store_port}", "--rdzv-conf=is_host=0", "--max-restarts=0",
         f"--local-addr={name}", f"--log-dir={segments.overflow_folder}", "-m", "xdit_backend.worker",
         str(segments.folder), ",".join(devices), str(store_port), str(log_folder)]
     # A path with a colon would be two in PYTHONPATH; Python also looks where it was started.
     folder = ROOT if os.pathsep in str(ROOT) else segments.overflow_folder
     with logs.start(log_folder) as output:
-        return subprocess.Popen(
-            command, cwd=folder, env=_environment(devices, num_own, interface) | variables, stdin=subprocess.PIPE,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        return forkserver.start(arguments, _environment(devices, num_own, interface) | variables, ROOT, folder, output, check)
 
 
 def first_ended(segments):
     """(place among its machine's ranks, exit code) of the first worker that failed, as torchrun says it; None: it says nothing."""
     found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", read_text(segments.folder / FAILED))
     return None if found is None else (int(found[2]), int(found[1]))
-
-
-def exit_words(code):
-    """" (exit code -9, killed)", or "" where it is not known."""
-    if code is None:
-        return ""
-    names = {-number.value: number.name for number in signal.Signals} | {-signal.SIGKILL: "killed"}
-    return f" (exit code {code}{f', {names[code]}' if code in names else ''})"
 
 
 def _silence_s():
@@ -646,8 +656,9 @@ def _environment(devices, num_own=0, interface=""):
     environment = {**inherited, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     interface = interface or ("lo0" if sys.platform == "darwin" else "lo")
-    environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    environment |= CPU_ALLOCATOR if any(own_name(device) == "cpu" for device in devices) else CUDA_ALLOCATOR
+    environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}   # without "=", NCCL takes others that begin so
+    on_cpu = any(own_name(device) == "cpu" for device in devices)
+    environment = environment | CPU_ALLOCATOR if on_cpu else CUDA_QUEUES | environment | CUDA_ALLOCATOR
     if "OMP_NUM_THREADS" not in environment:                   # torchrun would set 1
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (num_own or len(devices))))
     return environment
@@ -659,11 +670,11 @@ def end_torchrun(process, workers, patience_s):
     patience_s: None: make them at once, with no time to end in good order.
     """
     for kill in (None, signal.SIGTERM, signal.SIGKILL)[0 if patience_s is not None else 2:]:
-        with suppress(subprocess.TimeoutExpired, ProcessLookupError):
-            if kill is not None:
-                _kill(children(process.pid))                  # one that hangs or is stopped takes no other signal
+        if kill is not None:
+            _kill(children(process.pid))                       # one that hangs or is stopped takes no other signal
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, kill)
-            process.wait(patience_s if kill is None else 5)
+        if process.wait_ended(patience_s if kill is None else 5):
             break
     _kill(workers)                                             # those of a torchrun that was killed
 

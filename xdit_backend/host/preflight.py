@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..host_memory import memory_room
+from ..protocol.devices import own_name
 from ..protocol.errors import WorkerStartError
 from .shortage import gigabytes
 
@@ -106,7 +107,7 @@ def detours(devices, environment=os.environ):
 
     Where NCCL joins the workers, what a person has switched off already is no other way.
     """
-    apart = len(set(devices)) == len(devices) > 1 and all(device.startswith("cuda") for device in devices)
+    apart = len(set(devices)) == len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
     if not apart or not dist.is_nccl_available():
         return [("", {})]
     return [(off, variables) for off, variables in DETOURS

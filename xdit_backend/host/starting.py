@@ -4,17 +4,22 @@ Libraries that come from a slow disk may take minutes, in which a worker says no
 system counts that. What is stopped, or waits for what never comes, is not woken. Later a worker waits for others, and says that it lives.
 """
 
+import re
+import signal
 import time
 from contextlib import suppress
 
 import psutil
 
-from ..protocol.messages import TRYING_LINKS
+from ..protocol.messages import JOINING, TRYING_LINKS
 
+HELP = "What to try stands in docs/troubleshooting.md, in the folder of the xDiT nodes."
 LOOK_S = 1.0                               # from look to look
 AWAY_S = 5.0                               # for so long this process did not look: it was stopped itself
+FORKED = re.compile(r"xdit rank (\d+)")    # a worker's name where it was forked (worker/rank.py); else its environment tells
 TORCHRUN = -1                              # stands for it beside the ranks
-DOING = {None: "loading its libraries", TRYING_LINKS: TRYING_LINKS}           # after what it has said last; else it prepares its device
+# After what it has said last; else it prepares its device.
+DOING = {None: "loading its libraries", JOINING: JOINING, TRYING_LINKS: TRYING_LINKS}
 
 
 class Signs:
@@ -51,18 +56,37 @@ class Signs:
     def _look(self):
         with suppress(psutil.Error):                           # torchrun has ended, as others notice
             torchrun = psutil.Process(self._torchrun)
-            children = torchrun.children()
-            for child in children:
-                with suppress(psutil.Error, KeyError, ValueError):             # it has ended, or is not a worker yet
-                    self._count(int(child.environ()["RANK"]), child)
-            if len(children) < self._num_own:
+            ranks = ranks_of(torchrun)
+            for rank, process in ranks.items():
+                self._count(rank, process)
+            if len(ranks) < self._num_own:
                 self._count(TORCHRUN, torchrun)
             else:
                 self._since_s.pop(TORCHRUN, None)              # it has done its part
 
     def _count(self, whose, process):
-        counts = [process.cpu_times(), process.memory_info().rss]
-        with suppress(NotImplementedError):                    # a kernel that does not tell, as that of some containers
-            counts.append(process.num_ctx_switches())
-        if counts != self._counts.get(whose):
-            self._counts[whose], self._since_s[whose] = counts, time.monotonic()
+        with suppress(psutil.Error):                           # it has ended, as others notice
+            counts = [process.cpu_times(), process.memory_info().rss]
+            with suppress(NotImplementedError):                # a kernel that does not tell, as that of some containers
+                counts.append(process.num_ctx_switches())
+            if counts != self._counts.get(whose):
+                self._counts[whose], self._since_s[whose] = counts, time.monotonic()
+
+
+def ranks_of(torchrun):
+    """{rank: psutil.Process} of the workers that a torchrun has started so far. Raises psutil.Error where it has ended."""
+    ranks = {}
+    for child in torchrun.children():
+        with suppress(psutil.Error, KeyError, ValueError):     # it has ended, or is not a worker yet
+            forked = FORKED.fullmatch(child.name())
+            ranks[int(forked[1] if forked else child.environ()["RANK"])] = child
+    return ranks
+
+
+def exit_words(code):
+    """" (exit code -9, killed)", or "" where it is not known."""
+    if code is None:
+        return ""
+    names = {-number.value: number.name for number in signal.Signals} | {-signal.SIGKILL: "killed"}
+    return f" (exit code {code}{f', {names[code]}' if code in names else ''})"
+

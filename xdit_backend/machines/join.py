@@ -15,9 +15,10 @@ from pathlib import Path
 
 from ..checkpoints.header import read_header, state_of
 from ..host import logs, preflight
-from ..host.launcher import ROOT, children, end_torchrun, exit_words, first_ended, read_text, start_torchrun
+from ..host.forkserver import Forkserver
+from ..host.launcher import ROOT, children, end_torchrun, first_ended, read_text, start_torchrun
 from ..host.measurements import card_of
-from ..host.starting import TORCHRUN, Signs
+from ..host.starting import TORCHRUN, Signs, exit_words
 from ..protocol import messages, timeouts
 from ..protocol.channel import Door
 from ..protocol.devices import machine_of, own_name
@@ -74,21 +75,22 @@ def main(options):
                           "Say where the model files are on this machine: add --models and their folder to the command.")
     preflight.check_versions()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
-    sessions = []
+    sessions, forkserver = [], Forkserver()
     try:
-        _keep_joining(address, key, options.name, folders, sessions)
+        _keep_joining(address, key, options.name, folders, sessions, forkserver)
     except KeyboardInterrupt:
         say("stopped.")
     finally:
         for session in sessions:
             session.close()
+        forkserver.close()
 
 
-def _keep_joining(address, key, name, folders, sessions):
+def _keep_joining(address, key, name, folders, sessions, forkserver):
     """Join, and join again. sessions: where those are put that may have something to end."""
     contents, told = Contents(), ""
     while True:
-        session = Joined(address, key, name, folders, contents)
+        session = Joined(address, key, name, folders, contents, forkserver)
         sessions[:] = [*(each for each in sessions if not each.is_over), session]
         try:
             session.join()
@@ -111,8 +113,9 @@ def say(text):
 class Joined:
     """This machine's end of one session: from joining until the host is gone, or its group has ended."""
 
-    def __init__(self, address, key, name, folders, contents):
+    def __init__(self, address, key, name, folders, contents, forkserver):
         self._address, self._key, self._name, self._folders, self._contents = address, key, name, folders, contents
+        self.forkserver = forkserver
         self._links, self._over, self._used = [], threading.Event(), threading.Event()
         self._found = {}                                       # path on the host -> (path here, state of its files)
         self._ahead_s = 0.0                                    # the host's clock before this machine's
@@ -285,8 +288,9 @@ class Workers:
             self._door = Door(self.segments.folder)
             self._store = socket.create_server(("127.0.0.1", 0))
             threading.Thread(target=self._carry_stores, daemon=True).start()
-            self._process = start_torchrun(self.segments, start.devices, len(ranks), self._store.getsockname()[1], self._log_folder,
-                                           node=start.node, num_nodes=start.num_nodes, interface=session.interface())
+            self._process, _ = start_torchrun(
+                session.forkserver, self.segments, start.devices, len(ranks), self._store.getsockname()[1], self._log_folder,
+                dict(start.variables), start.node, start.num_nodes, interface=session.interface())
             threading.Thread(target=self._watch, daemon=True).start()
         except BaseException:
             self.close()
@@ -301,7 +305,6 @@ class Workers:
         if self._process is not None:
             workers = children(self._process.pid)
             end_torchrun(self._process, workers, patience_s=3)
-            self._process.stdin.close()
         for channel in list(self._channels.values()):
             channel.end()
         if self._door is not None:
@@ -349,7 +352,7 @@ class Workers:
             elif (channel := self._door.accept(POLL_S)) is not None:
                 num_greeted += 1
                 threading.Thread(target=self._listen, args=(channel,), daemon=True).start()
-            if self._process.poll() is not None and not self._is_over.is_set():
+            if self._process.has_ended and not self._is_over.is_set():
                 self._failed(self._ranks[0])
                 return
             unheard = [rank for rank in self._ranks if rank not in self._channels]         # the host hears the others
@@ -387,7 +390,7 @@ class Workers:
                     self._session.replies.send(message, rank)
         except ChannelClosedError:
             for _ in range(20):                                # torchrun notices within a tenth of a second
-                if self._is_over.is_set() or self._process.poll() is not None:
+                if self._is_over.is_set() or self._process.has_ended:
                     break
                 time.sleep(0.1)
             if not self._is_over.is_set():

@@ -74,6 +74,7 @@ class Start:
     devices: tuple[str, ...]
     node: Natural
     num_nodes: Degree
+    variables: dict[Literal["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"], Literal["1"]] = field(default_factory=dict)
 
 
 @message(frozen=True, config=STRICT)

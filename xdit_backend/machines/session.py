@@ -51,14 +51,17 @@ class Session:
         threading.Thread(target=ping, args=(self._commands, self._is_over), daemon=True).start()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self, devices, node, num_nodes, store_port, patience_s):
-        """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its name."""
+    def start(self, devices, node, num_nodes, store_port, patience_s, variables):
+        """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its name.
+
+        variables: of preflight.detours.
+        """
         self.store_port = store_port
         ranks = [rank for rank, device in enumerate(devices) if machine_of(device) == self.name]
         channels = {}
         for rank in ranks:
             channels[rank], self._inner[rank] = pair(patience_s)
-        self._commands.send(Start(tuple(devices), node, num_nodes))
+        self._commands.send(Start(tuple(devices), node, num_nodes, dict(variables)))
         for rank in ranks:
             threading.Thread(target=self._pass_on, args=(rank,), daemon=True).start()
         return channels

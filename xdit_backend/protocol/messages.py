@@ -14,7 +14,8 @@ from .errors import XDiTError
 from .segments import Segment
 from .strict import STRICT, Degree, Natural, Printable, Rank, Share, Speed
 
-TRYING_LINKS = "trying the links between the devices"          # the Phase in which a worker joins the others
+JOINING = "joining the devices"                                # the Phase in which a worker joins the others
+TRYING_LINKS = "trying the links between the devices"          # and in which they send each other something
 
 RESULT = {"is_result": True}                                   # of a field whose segments the workers write; the host fills all others
 

@@ -19,7 +19,7 @@ from ..parallel.mesh import backend_for, group_timeout
 from ..protocol.channel import connect
 from ..protocol.devices import own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
-from ..protocol.messages import TRYING_LINKS, Abandon, Beat, Done, Failed, Phase, Ready, Stop, Unready
+from ..protocol.messages import JOINING, TRYING_LINKS, Abandon, Beat, Done, Failed, Phase, Ready, Stop, Unready
 from ..protocol.segments import discard, folders_of
 from .engine import Engine
 from .output import keep_small
@@ -82,13 +82,14 @@ def _join(channel, rank, devices, device, store_port):
     """Join the process group, and see that its ranks reach each other."""
     backend = backend_for(devices, dist.is_nccl_available())
     store = dist.PrefixStore("workers", dist.TCPStore("127.0.0.1", store_port, is_master=False))
-    channel.send(Phase(rank, TRYING_LINKS))
+    channel.send(Phase(rank, JOINING))
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=len(devices), timeout=group_timeout(),
                                 device_id=device if backend == "nccl" else None)
     except RuntimeError as error:                              # NCCL joins its ranks here
         raise LinkError(f"rank {rank} ({device}) could not join the others: {type(error).__name__}: {error}") from error
     if len(devices) > 1:
+        channel.send(Phase(rank, TRYING_LINKS))
         try_links(rank, devices, device)
 
 

@@ -1,0 +1,180 @@
+"""Workers are forked from one process that has imported all they need, where that is safe; its end is theirs."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, left_behind, still_there
+from tests.worker_processes import kind_of
+from xdit_backend.host import launcher
+from xdit_backend.host.client import Client
+from xdit_backend.host.forkserver import Forkserver
+from xdit_backend.host.launcher import WorkerGroup
+from xdit_backend.protocol.errors import WorkerStartError
+from xdit_backend.protocol.messages import ReportMemory
+from xdit_backend.protocol.segments import SegmentStore
+
+
+def shared_bytes(pid):
+    """What a process has in memory of pages that others have too."""
+    maps = psutil.Process(pid).memory_full_info()
+    return maps.rss - maps.uss
+
+
+def pids(group):
+    return [int(done.numbers["pid"]) for _, done in sorted(group.request(ReportMemory).items())]
+
+
+def test_ranks_are_forked_and_share_the_pages_of_their_libraries(forkserver):
+    group = WorkerGroup(("cpu", "cpu"), forkserver=forkserver)
+    try:
+        workers = pids(group)
+        torchruns = {psutil.Process(pid).parent() for pid in workers}
+        kinds = [*map(kind_of, (*torchruns, next(iter(torchruns)).parent()))]
+        shared = [shared_bytes(pid) for pid in workers]
+    finally:
+        group.close()
+
+    assert group.why_not_forked == "" and kinds == ["torchrun", "forkserver"]
+    assert min(shared) > 2 ** 27                               # of some 300 MB
+
+
+@pytest.mark.parametrize("early, why", [
+    ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "what was imported has started 1 threads"),
+    ("open_gpu = open('/dev/null')\nimport os\nlink = os.readlink\n"
+     "os.readlink = lambda path: '/dev/nvidiactl' if link(path) == '/dev/null' else link(path)", "what was imported has opened a GPU")])
+def test_where_forking_is_unsafe_each_rank_is_a_program_of_its_own(tmp_path, monkeypatch, forkserver, early, why):
+    (tmp_path / "sitecustomize.py").write_text(early)
+    (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
+    monkeypatch.setattr(launcher, "ROOT", tmp_path)
+    before, server = set(left_behind()), Forkserver()
+    group = WorkerGroup(("cpu", "cpu"), forkserver=server)
+    try:
+        environments = [psutil.Process(pid).environ() for pid in pids(group)]
+    finally:
+        group.close()
+        server.close()
+
+    assert group.why_not_forked.startswith(why)
+    assert [environment["RANK"] for environment in environments] == ["0", "1"]
+    assert not still_there(before)
+
+
+def test_several_groups_have_one_forkserver_and_the_end_of_one_is_not_that_of_another():
+    server = Forkserver()
+    one, two = (WorkerGroup(("cpu",), forkserver=server) for _ in range(2))
+    try:
+        [first], [second] = pids(one), pids(two)
+        servers = {psutil.Process(pid).parent().parent().pid for pid in (first, second)}
+        one.close()
+        still = pids(two)
+    finally:
+        two.close()
+        server.close()
+
+    assert len(servers) == 1 and still == [second] and not psutil.pid_exists(first)
+
+
+def test_a_killed_forkserver_ends_its_groups_and_the_next_starts_another():
+    before, server = set(left_behind()), Forkserver()
+    client = Client(("cpu", "cpu"), forkserver=server)
+    try:
+        workers = [psutil.Process(pid) for pid in pids(client.group)]
+        torchrun = workers[0].parent()
+        torchrun.parent().kill()
+        _, running = psutil.wait_procs([*workers, torchrun], 30)
+        again = pids(client.group)
+    finally:
+        client.close()
+        server.close()
+
+    assert not running and len(again) == 2
+    assert not still_there(before)
+
+
+def test_a_forkserver_that_is_stopped_is_noticed_and_replaced(monkeypatch):
+    monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "3")
+    server = Forkserver()
+    WorkerGroup(("cpu",), forkserver=server).close()
+    before = set(left_behind())
+    process, = (psutil.Process(each.process.pid) for each in server._servers.values())
+    process.suspend()
+    try:
+        with pytest.raises(WorkerStartError, match="The process that workers are forked from has given no sign of life for"):
+            WorkerGroup(("cpu",), forkserver=server)
+        assert not process.is_running()
+        WorkerGroup(("cpu",), forkserver=server).close()
+    finally:
+        server.close()
+
+    assert not still_there(before)
+
+
+def test_libraries_that_cannot_be_imported_are_an_error_with_the_reason(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['diffusers'] = None")
+    (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
+    monkeypatch.setattr(launcher, "ROOT", tmp_path)
+    before, server = set(left_behind()), Forkserver()
+    try:
+        with pytest.raises(WorkerStartError) as error:
+            WorkerGroup(("cpu", "cpu"), forkserver=server)
+    finally:
+        server.close()
+
+    assert "ended while loading its libraries (exit code 1)" in str(error.value) and "diffusers" in str(error.value).splitlines()[-1]
+    assert not still_there(before)
+
+
+def test_giving_up_while_libraries_are_loaded_keeps_the_forkserver_for_the_next(monkeypatch):
+    server = Forkserver()
+
+    def cancel():
+        raise KeyboardInterrupt
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            WorkerGroup(("cpu",), check=cancel, forkserver=server)
+        [process] = [each.process.pid for each in server._servers.values()]
+        group = WorkerGroup(("cpu",), forkserver=server)
+        parent = psutil.Process(pids(group)[0]).parent().parent().pid
+        group.close()
+    finally:
+        server.close()
+
+    assert parent == process
+
+
+HOST = """
+import os, sys, time
+from xdit_backend.host.forkserver import Forkserver
+from xdit_backend.host.launcher import WorkerGroup
+server = Forkserver()
+group = WorkerGroup(('cpu', 'cpu'), forkserver=server)
+from xdit_backend.protocol.messages import ReportMemory
+group.request(ReportMemory)
+if os.fork():
+    print('ready', flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_host_that_ends_takes_its_forkserver_along_though_a_fork_of_it_lives_on(tmp_path, number):
+    before = set(left_behind())
+    host = subprocess.Popen([sys.executable, "-c", HOST], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                            stdout=subprocess.PIPE, text=True)
+    try:
+        assert host.stdout.readline() == "ready\n"
+        offspring = psutil.Process(host.pid).children(recursive=True)
+        fork, = (process for process in offspring if process.cmdline()[:2] == host.args[:2])
+        host.send_signal(number)
+        host.wait(30)
+        _, running = psutil.wait_procs([process for process in offspring if process != fork], 30)
+    finally:
+        fork.kill()
+    assert not running
+    SegmentStore().close()                                     # the next host, which removes what is nobody's
+    assert not still_there(before)

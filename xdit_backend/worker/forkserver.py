@@ -1,0 +1,129 @@
+"""A process that imports once what torchrun and workers need, and forks a torchrun for each group; its ranks are forked from that in turn.
+
+    python -m xdit_backend.worker.forkserver SOCKET HOST
+
+SOCKET: a file descriptor, over which the host says what to start (host/forkserver.py). HOST: its process number. What is forked inherits
+the imported pages: a rank starts in a tenth of a second, and its libraries take memory once. That is safe only while this process has one
+thread, and has not touched a GPU. Else, and where a system is not known to fork well, torchrun and each rank are programs of their own.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from ..autoencoders import FAMILIES as VAES
+from ..models import FAMILIES
+from . import rank, torchrun
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15      # linux/prctl.h
+MOST_BYTES = 2 ** 20                       # of one request
+
+
+def main():
+    channel, host = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    channel.set_inheritable(False)
+    why_not = _prepare()
+    channel.send(json.dumps({"why_not": why_not}).encode())
+    started = {}                                               # process number -> Popen, or None of what was forked
+    while os.getppid() == host:
+        if not select.select([channel], [], [], torchrun.LOOK_S)[0]:
+            _forget_ended(started)
+            continue
+        body, files, _, _ = socket.recv_fds(channel, MOST_BYTES, 1)
+        if not body:                                           # the host has closed its end
+            break
+        request, [output] = json.loads(body), files
+        if why_not:
+            process = _start(request["arguments"], request["environment"], request["folder"], output)
+            started[pid := process.pid] = process
+        else:
+            started[pid := _fork(request["arguments"], request["environment"], request["folder"], output, channel)] = None
+        os.close(output)
+        channel.send(json.dumps({"pid": pid}).encode())
+    torchrun.end_children(torchrun.WORKERS_S)
+    os._exit(0)
+
+
+def _prepare():
+    """Import all that is needed; why nothing may be forked here, or ""."""
+    if sys.platform != "linux":
+        return f"forking is not known to be safe on {sys.platform}"
+    rank.import_libraries()
+    _import_models()
+    import torch.distributed.launcher.api
+    import torch.distributed.run  # noqa: F401
+    num_threads = len(os.listdir("/proc/self/task"))
+    if num_threads > 1:
+        return f"what was imported has started {num_threads - 1} threads"
+    files = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    if torch.cuda.is_initialized() or any(_target(file).startswith(("/dev/nvidia", "/dev/kfd")) for file in files):
+        return "what was imported has opened a GPU"
+    return ""
+
+
+def _import_models():
+    """Import diffusers' class of every family, which each rank else would when it loads its first model."""
+    import diffusers
+    for name in {*(family.transformer for family in FAMILIES.values()), *(family.autoencoder for family in VAES.values())}:
+        getattr(diffusers, name, None)                         # older releases lack some
+
+
+def _target(link):
+    with suppress(OSError):                                    # the folder's own, which is closed by now
+        return os.readlink(link)
+    return ""
+
+
+def _fork(arguments, environment, folder, output, channel):
+    """Fork a torchrun; its process number. It ends with this process."""
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        return pid
+    try:
+        channel.close()
+        os.setsid()
+        name_process("xdit torchrun")
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for ours, theirs in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(ours, theirs)
+        os.close(output)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        torchrun.run_forked(arguments, rank.run_forked)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _start(arguments, environment, folder, output):
+    """Start torchrun as a program of its own; its Popen, whose standard input is open for as long as it may run."""
+    return subprocess.Popen([sys.executable, "-m", "xdit_backend.worker.torchrun", *arguments], cwd=folder, env=environment,
+                            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def _forget_ended(started):
+    for pid in list(started):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            del started[pid]
+
+
+def name_process(name):
+    """Have the system show this process by a name of at most 15 letters: what was forked has the arguments of what it is forked from."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+
+
+if __name__ == "__main__":
+    main()

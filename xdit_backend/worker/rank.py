@@ -1,0 +1,48 @@
+"""One rank's process, whichever way it came to be: a program of its own (__main__), or forked with its libraries (forkserver.py)."""
+
+import gc
+import logging
+import os
+import signal
+import sys
+
+from .output import take_over
+
+TORCHRUN_HANDLES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def run(folder, devices, port, log_folder):
+    """Serve the host until it says stop or is gone. The arguments are texts; torchrun has set RANK and the like."""
+    rank = int(os.environ["RANK"])
+    log_file = os.path.join(log_folder, f"rank-{rank}.log")
+    take_over(log_file)
+    import_libraries()
+    from .serve import serve
+    logging.basicConfig(level=os.environ.get("XDIT_LOG", "WARNING").upper(),
+                        format=f"%(asctime)s [rank {rank}] %(name)s: %(message)s")
+    serve(folder, rank, devices.split(","), int(port), log_file)
+
+
+def run_forked(folder, devices, port, log_folder):
+    """As `run`, in a process that was forked from torchrun's: puts back what that has set for itself."""
+    from .forkserver import name_process
+    name_process(f"xdit rank {os.environ['RANK']}")
+    for number in TORCHRUN_HANDLES:
+        signal.signal(number, signal.SIG_DFL)
+    import tempfile
+
+    import torch
+    tempfile.tempdir = None
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which its libraries read when they were imported
+    run(folder, devices, port, log_folder)
+
+
+def import_libraries():
+    """Import what every worker needs. Takes seconds, and may fail."""
+    # diffusers does without what cannot be imported: a worker runs no text encoder, and transformers takes it a second to import.
+    sys.modules["transformers"] = None
+    # Collecting garbage meanwhile would be a fifth of the time, and what is imported stays.
+    gc.disable()
+    from . import serve  # noqa: F401
+    gc.freeze()
+    gc.enable()
