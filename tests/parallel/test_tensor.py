@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tests.models.zoo as zoo
 import xdit_backend.parallel.tensor as tensor
@@ -15,12 +16,14 @@ from xdit_backend.models import FAMILIES
 from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import build_mesh
+from xdit_backend.parallel.pipefusion import KeyValues
 from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.messages import Layout
 
 EXACT = 1e-12
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHAPES = [{"rows": 6, "columns": 10, "num_text_tokens": 7}, {"rows": 4, "columns": 6, "batch": 3}]
+ALIKE = [{"rows": 6, "columns": 10, "num_text_tokens": 7}] * 2
 TENSOR = Layout(tensor_degree=2)
 ULYSSES, RING = Layout(tensor_degree=2, ulysses_degree=2), Layout(tensor_degree=2, ring_degree=2)
 
@@ -136,13 +139,33 @@ def test_in_bfloat16_it_rounds_about_as_one_rank_does(name, degree):
     within(spread / one, 2.0)
 
 
-def in_turn(rank, world_size, name, layout, mutant=False):
+def sequence_ranks(layout):
+    return layout.tensor_degree * layout.ulysses_degree * layout.ring_degree
+
+
+def two_forwards(name, shapes):
+    """Examples of unlike numbers, whose shapes may be the same, and what one process predicts for them."""
+    examples = [example(name, **shape) for shape in shapes]
+    for one in examples:
+        one.conditioning.pop("t5xxl_ids", None)                # as in _forward
+    first, second = examples
+    second.latent = -1.5 * second.latent
+    second.conditioning = {key: 0.3 * tensor if tensor.is_floating_point() else tensor for key, tensor in second.conditioning.items()}
+    return examples, [one.run() for one in examples]
+
+
+def on_shares(one, layout, world_size):
+    """(mesh, hooks, Loaded) of a rank that has its share of the example's model."""
+    mesh = build_mesh(layout, world_size)
+    hooks = Hooks(one.model, one.family.plan, hold_share(one.model, one.family.plan, 2, mesh.ranks["tensor"]))
+    return mesh, hooks, one.loaded(hooks)
+
+
+def in_turn(rank, world_size, name, layout, shapes, mutant=False):
     """(largest difference of two forwards that take turns from the model's own, their exchanges, those of one after the other)."""
     with torch.no_grad(), InDouble():
-        mesh, counts, examples = build_mesh(layout, world_size), [], [example(name, **shape) for shape in SHAPES]
-        wanted, one = [each.run() for each in examples], examples[0]
-        hooks = Hooks(one.model, one.family.plan, hold_share(one.model, one.family.plan, 2, mesh.ranks["tensor"]))
-        loaded = one.loaded(hooks)
+        counts, (examples, wanted) = [], two_forwards(name, shapes)
+        mesh, hooks, loaded = on_shares(examples[0], layout, world_size)
 
         def contexts():
             counts.append(Traffic())
@@ -157,19 +180,85 @@ def in_turn(rank, world_size, name, layout, mutant=False):
         return max((mine - want).abs().max().item() for mine, want in zip(predicted, wanted)), *(count.num_exchanges for count in counts)
 
 
-@pytest.mark.parametrize("name, layout", [*((name, TENSOR) for name in ("SD3", "Flux.1", "Wan", "Lumina 2", "PixArt-Sigma")),
-                                          ("Flux.1", ULYSSES), ("SD3", RING)], ids=str)
-def test_forwards_that_take_turns_are_each_their_own(name, layout):
-    """Of unlike shapes and batches. Each exchange has its turn, in the same order on all ranks."""
-    for error, one_by_one, exchanges in run_ranks(in_turn, 2 * layout.ulysses_degree * layout.ring_degree, name, layout):
+@pytest.mark.parametrize("name, layout, shapes", [
+    *((name, TENSOR, SHAPES) for name in ("SD3", "Flux.1", "Wan", "Lumina 2", "PixArt-Sigma")),
+    *((name, ULYSSES, SHAPES) for name in ("Flux.1", "Wan", "Z-Image", "HunyuanDiT", "Krea 2")),
+    *((name, RING, SHAPES) for name in ("SD3", "LTX-Video", "Kandinsky 5", "HiDream-I1")),
+    *((name, RING, ALIKE) for name in ("Wan", "Z-Image")),
+    *((name, ULYSSES, ALIKE) for name in ("LTX-Video", "Kandinsky 5", "HiDream-I1"))], ids=str)
+def test_forwards_that_take_turns_are_each_their_own(name, layout, shapes):
+    """Each exchange has its turn, in the same order on all ranks. A turn ends within an attention, where norms see all heads, and
+    begins where text is refined by attention of its own."""
+    for error, one_by_one, exchanges in run_ranks(in_turn, sequence_ranks(layout), name, layout, shapes):
         within(error, EXACT)
         assert exchanges == one_by_one > 0
+
+
+def warmed_up(rank, world_size, name, layout):
+    """(largest difference of two forwards that take turns from the model's own, of what they keep from what each keeps alone)."""
+    with torch.no_grad(), InDouble():
+        examples, wanted = two_forwards(name, SHAPES)
+        mesh, hooks, loaded = on_shares(examples[0], layout, world_size)
+
+        def contexts():
+            return [loaded.context(mesh, Traffic(), each.latent, each.timestep, each.conditioning, key_values=KeyValues(),
+                                   num_images=len(each.latent)) for each in examples]
+        alone, together = contexts(), contexts()
+        for context in alone:
+            hooks.run(context)
+        results = hooks.run_in_turn(together)
+        predicted = [each.family.prediction(output, each.latent) for each, (output, _) in zip(examples, results)]
+        kept = [(mine.key_values.kept[key].both_KBNTH, entry.both_KBNTH) for mine, other in zip(together, alone)
+                for key, entry in other.key_values.kept.items()]
+        assert kept and all(len(mine.key_values.kept) == len(other.key_values.kept) for mine, other in zip(together, alone))
+        return [max((mine - want).abs().max().item() for mine, want in pairs) for pairs in (zip(predicted, wanted), kept)]
+
+
+@pytest.mark.parametrize("name, layout", [("Wan", ULYSSES), ("LTX-Video", RING), ("Z-Image", RING), ("Kandinsky 5", ULYSSES),
+                                          ("HiDream-I1", ULYSSES)], ids=str)
+def test_steps_that_warm_stages_up_by_sequence_take_turns(name, layout):
+    """What they keep for the patches that follow is each branch's own."""
+    for errors in run_ranks(warmed_up, sequence_ranks(layout), name, layout):
+        within(max(errors), EXACT)
+
+
+def one_fails(rank, world_size, name, layout):
+    """What is torch's attention after the second of two forwards has failed, and which forwards have ended by then."""
+    plain, ended = F.scaled_dot_product_attention, []
+    with torch.no_grad(), InDouble():
+        examples, _ = two_forwards(name, SHAPES)
+        mesh, hooks, loaded = on_shares(examples[0], layout, world_size)
+        contexts = [loaded.context(mesh, Traffic(), each.latent, each.timestep, each.conditioning) for each in examples]
+        attention = examples[0].model.blocks[1].attn1
+        attend, norm = attention.forward, attention.norm_k.forward
+
+        def noted(*args, **kwargs):
+            which = int(hooks._now is contexts[1])
+            try:
+                return attend(*args, **kwargs)
+            finally:
+                ended.append(which)
+
+        def failing(tensor):
+            if hooks._now is contexts[1]:
+                raise ValueError("the second")
+            return norm(tensor)
+        attention.forward, attention.norm_k.forward = noted, failing
+        with pytest.raises(ValueError, match="the second") as failure:
+            hooks.run_in_turn(contexts)
+        return F.scaled_dot_product_attention is plain, ended, failure.type.__name__           # which keeps the frames until here
+
+
+def test_when_one_of_two_forwards_fails_the_other_ends():
+    """At once, within its attention: later it would take another forward's from where torch's is."""
+    for is_plain, ended, _ in run_ranks(one_fails, 4, "Wan", ULYSSES):
+        assert is_plain and ended == [1, 0]
 
 
 def test_turns_notice_what_is_known_of_another_forward():
     """Tokens shared out as the other's: with sequence parallelism they do not go together."""
     with pytest.raises(Exception, match="tokens, the tensor has"):
-        run_ranks(in_turn, 4, "Flux.1", ULYSSES, True)
+        run_ranks(in_turn, 4, "Flux.1", ULYSSES, SHAPES, True)
 
 
 def test_parts_may_be_of_unlike_sizes():

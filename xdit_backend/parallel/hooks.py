@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from greenlet import getcurrent, greenlet
 
+from ..autoencoders.family import replaced
 from ..partition import check_shards
 from ..protocol.errors import UnsupportedError
 from . import regions
@@ -117,21 +118,30 @@ class Hooks:
                 return None, end.message
 
     def run_in_turn(self, contexts):
-        """As `run` for each of several forwards without stages: while the sums of one travel, the next computes."""
+        """As `run` for each of several forwards without stages: while the sums of one travel, the next computes.
+
+        A forward gives its turn away in the midst of its own attention, too: what stands for torch's there is its alone, as are its cuts.
+        """
         outputs, host = {}, getcurrent()
-        waiting = collections.deque((index, greenlet(functools.partial(self._model, **context.inputs, return_dict=False)), context, {})
-                                    for index, context in enumerate(contexts))
+        tasks = [greenlet(functools.partial(self._model, **context.inputs, return_dict=False)) for context in contexts]
+        attentions, cuts = [F.scaled_dot_product_attention for _ in tasks], [{} for _ in tasks]
         for context in contexts:
             context.meanwhile = host.switch
-        while waiting:
-            index, task, context, cuts = waiting.popleft()
-            with self.serving(context):
-                self._cuts = cuts
-                answer = task.switch()
-            if task.dead:
-                outputs[index] = answer[0], None
-            else:
-                waiting.append((index, task, context, cuts))
+        waiting = collections.deque(range(len(tasks)))
+        try:
+            while waiting:
+                index = waiting.popleft()
+                with self.serving(contexts[index]), replaced(F, scaled_dot_product_attention=attentions[index]):
+                    self._cuts = cuts[index]
+                    answer = tasks[index].switch()
+                    attentions[index] = F.scaled_dot_product_attention
+                if tasks[index].dead:
+                    outputs[index] = answer[0], None
+                else:
+                    waiting.append(index)
+        finally:                                               # of a forward that failed, the others end now, and not when they are found
+            for index in waiting:
+                tasks[index].throw()
         return [outputs[index] for index in range(len(contexts))]
 
     def message_units(self, block):
@@ -338,11 +348,8 @@ class Hooks:
                     guide(out, nag, (1, 3), now.tokens.image_slice(streams), True, now.mesh, now.traffic)
                 return out if pad is None else F.pad(out, pad)
 
-            F.scaled_dot_product_attention = attention
-            try:
+            with replaced(F, scaled_dot_product_attention=attention):
                 output = forward(*args, **kwargs)
-            finally:
-                F.scaled_dot_product_attention = plain
             if num_calls == 0:                                 # each rank would have attended to its own tokens only
                 raise UnsupportedError(f"The attention {name} of block {place.index} did not call PyTorch's scaled_dot_product_attention, "
                                        f"where parallel methods take its place. Unset what chooses another attention for "
