@@ -194,6 +194,30 @@ def test_forwards_that_take_turns_are_each_their_own(name, layout, shapes):
         assert exchanges == one_by_one > 0
 
 
+def remembered(rank, world_size, name, options, left_out, other):
+    """Largest difference of each of two forwards that take turns from the model's own. left_out, other: of the second's conditioning."""
+    with torch.no_grad(), InDouble():
+        examples = [example(name, **each) for each in options]
+        given = examples[1].conditioning
+        examples[1].conditioning = {key: torch.full_like(tensor, other[key]) if key in other else tensor
+                                    for key, tensor in given.items() if key not in left_out}
+        wanted = [each.run() for each in examples]
+        mesh, hooks, loaded = on_shares(examples[0], TENSOR, world_size)
+        results = hooks.run_in_turn([loaded.context(mesh, Traffic(), each.latent, each.timestep, each.conditioning) for each in examples])
+        return [(each.family.prediction(output, each.latent) - want).abs().max().item()
+                for each, (output, _), want in zip(examples, results, wanted)]
+
+
+@pytest.mark.parametrize("name, options, left_out, other", [
+    ("Wan", ({}, {}), ("clip_fea",), {}), ("Wan VACE", ({}, {}), (), {"vace_strength.0": 0.2}),
+    ("HunyuanVideo", ({"apart": True}, {}), (), {}), ("HunyuanVideo", ({"apart": True}, {"apart": True, "num_text_tokens": 11}), (), {}),
+    ("Qwen-Image", ({"references": ((4, 4),), "method": "index_timestep_zero"}, {"references": ((4, 4),)}), (), {})],
+    ids=["Wan's picture", "Wan VACE's strength", "HunyuanVideo's given frame", "and the text with it", "Qwen-Image's time of references"])
+def test_what_a_model_remembers_for_its_blocks_is_of_the_forward_that_runs(name, options, left_out, other):
+    for errors in run_ranks(remembered, 2, name, options, left_out, other):
+        within(max(errors), EXACT)
+
+
 def warmed_up(rank, world_size, name, layout):
     """(largest difference of two forwards that take turns from the model's own, of what they keep from what each keeps alone)."""
     with torch.no_grad(), InDouble():

@@ -6,6 +6,8 @@ Placed on diffusers' model by HunyuanVideo's `amend`. A forward without such a f
 # B batch, T tokens, C channels
 """
 
+from contextvars import ContextVar
+
 import torch
 
 
@@ -26,18 +28,22 @@ def place_given_frame(model):
     """Have the model take `given_time`, (B,), the time of the given frame, or None, and `given_tokens`, how many tokens that frame has
     in this latent or patch. What its rotary tables then hold beside sines: (T,) bool, which tokens are modulated as given."""
     embed, rope, forward = model.time_text_embed.forward, model.rope.forward, model.forward
-    run = {}                                                   # of this forward
+    this_forward = ContextVar("this_forward")
 
     def given(*, given_time, given_tokens, **inputs):
-        run.update(time=given_time, tokens=given_tokens, num_text=inputs["encoder_hidden_states"].shape[1])
-        return forward(**inputs)
+        before = this_forward.set({"time": given_time, "tokens": given_tokens, "num_text": inputs["encoder_hidden_states"].shape[1]})
+        try:
+            return forward(**inputs)
+        finally:
+            this_forward.reset(before)
 
     def embedded(timestep, text, guidance=None):
+        run = this_forward.get()
         run["emb"] = None if run["time"] is None else embed(run["time"], text, guidance)[0]
         return embed(timestep, text, guidance)[0], run["emb"]
 
     def tables(latent):
-        sines = rope(latent)
+        sines, run = rope(latent), this_forward.get()
         if run["time"] is None:
             return sines
         a_frame = latent.shape[3] // model.rope.patch_size * (latent.shape[4] // model.rope.patch_size)
@@ -45,6 +51,7 @@ def place_given_frame(model):
         return (*sines, places < a_frame, places + run["num_text"] < a_frame, of_text < a_frame)
 
     def last(hidden_BTC, emb):
+        run = this_forward.get()
         if run["emb"] is None:
             return normed(hidden_BTC, emb)
         parts = model.norm_out.linear(model.norm_out.silu(torch.cat([emb, run["emb"]])).to(hidden_BTC.dtype)).chunk(2, 1)

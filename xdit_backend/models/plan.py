@@ -206,7 +206,8 @@ class Family:
     lengths: streams beside the image -> a function of the conditioning that says how many tokens. "text": those of its context.
     stream_widths: streams whose tokens are not as wide as the image's -> the argument of the diffusers class that says how wide.
     multiple: image tokens are padded to a multiple of this, by a stream "pad" after them.
-    amend(model, config): make the model compute as ComfyUI's does, where diffusers' does not; before it has weights.
+    amend(model, config): make the model compute as ComfyUI's does, where diffusers' does not; before it has weights. What it remembers of a
+    forward until its blocks have run is in a ContextVar: another forward may take turns with it there.
     by_tensors: arguments of the diffusers class that ComfyUI tells by the tensors alone; a folder's config.json is not asked.
     values: tensors whose values tell ComfyUI how a model is sampled; they may stand beside the diffusion model in a file.
     unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in. too_small: types that its numbers

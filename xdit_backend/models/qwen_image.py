@@ -1,5 +1,7 @@
 """Qwen-Image and Qwen-Image-Edit: two streams, joint attention, text first; rotary positions around the middle of the picture."""
 
+from contextvars import ContextVar
+
 import torch
 
 from .describe import Packed, because, blocks, config_of, given, has, needs_diffusers, size, text_mask, timestep
@@ -14,16 +16,27 @@ METHODS = {**{word: word for word in ("index", "negative_index", "offset", AT_ZE
 HEAD_SIZE = size("transformer_blocks.0.attn.norm_q.weight", 0)
 
 
+class AtZero:
+    """Are references taken at time zero? Asked by the model and its blocks, of the forward that runs: others may take turns with it."""
+
+    def __init__(self):
+        self.now = ContextVar("at_zero", default=False)
+
+    def __bool__(self):
+        return self.now.get()
+
+
 def _amend(model, config):
     """What ComfyUI does otherwise: it counts rows and columns from the middle with odd sizes rounded down, places references as a
     workflow says, and takes them at the time of the latent or at time zero.
     """
-    rope, forward, starts_of = model.pos_embed, model.forward, []
+    rope, forward, starts_of, takes_at_zero = model.pos_embed, model.forward, [], AtZero()
+    for module in (model, *model.transformer_blocks):
+        module.zero_cond_t = takes_at_zero
 
     def placed(*, places=(), at_zero=False, **inputs):
         starts_of[:] = places
-        for module in (model, *model.transformer_blocks):
-            module.zero_cond_t = at_zero
+        takes_at_zero.now.set(at_zero)
         return forward(**inputs)
 
     def tables(img_shapes, max_txt_seq_len, device):

@@ -3,6 +3,8 @@
 Pictures come as channels beside the latent's, from ComfyUI; where Wan 2.2's 5B model keeps given frames, they have times of their own.
 """
 
+from contextvars import ContextVar
+
 import torch
 import torch.nn.functional as F
 
@@ -40,7 +42,7 @@ def _amend(model, config):
     """What diffusers computes otherwise: times are rounded to the type of the weights and embedded for each token, text is taken to
     have 512 tokens.
     """
-    embedder, sines, num_vision_tokens, frame_sizes = model.condition_embedder, [], [], []
+    embedder, sines, frame_sizes, num_vision_tokens = model.condition_embedder, [], [], ContextVar("num_vision_tokens")
     make_sines, embed, condition = embedder.timesteps_proj.forward, embedder.time_embedder.forward, embedder.forward
     model.patch_embedding.register_forward_hook(lambda module, args, tokens: frame_sizes.append(tokens.shape[3] * tokens.shape[4]))
 
@@ -49,7 +51,7 @@ def _amend(model, config):
         return sines[0]
 
     def conditioned(timestep, text, vision=None, timestep_seq_len=None):
-        num_vision_tokens[:] = [] if vision is None else [vision.shape[1]]
+        num_vision_tokens.set(0 if vision is None else vision.shape[1])
         time, projected, *rest = condition(timestep, text, vision, timestep_seq_len)
         frame_size = frame_sizes.pop()
         if timestep_seq_len is not None:                       # of frames: for all tokens of each
@@ -80,8 +82,8 @@ def _vision_and_text(attn, num_vision_tokens):
         return tensor.unflatten(2, (attn.heads, -1)).transpose(1, 2)
 
     def attend(hidden_states, context, *others):
-        vision, text = context.split([*num_vision_tokens, context.shape[1] - num_vision_tokens[0]], 1) if num_vision_tokens \
-            else (context, context)
+        count = num_vision_tokens.get()
+        vision, text = context.split([count, context.shape[1] - count], 1) if count else (context, context)
         query = heads(attn.norm_q(attn.to_q(hidden_states)))
         of_text = F.scaled_dot_product_attention(query, heads(attn.norm_k(attn.to_k(text))), heads(attn.to_v(text)))
         of_vision = F.scaled_dot_product_attention(query, heads(attn.norm_added_k(attn.add_k_proj(vision))), heads(attn.add_v_proj(vision)))

@@ -6,6 +6,7 @@ that every method applies; results are the same.
 
 import dataclasses
 import types
+from contextvars import ContextVar
 
 import torch
 
@@ -50,12 +51,15 @@ def _amend(model, config):
     """The forward is that of diffusers' Wan; hidden states are those of the video beside those of the control."""
     from diffusers import WanTransformer3DModel
     WAN.amend(model, config)
-    run, strength = types.MethodType(WanTransformer3DModel.forward, model), []
+    run, strength = types.MethodType(WanTransformer3DModel.forward, model), ContextVar("strength")
     embed, norm, channels = model.patch_embedding.forward, model.norm_out.forward, config["in_channels"]
 
     def forward(vace_strength, **arguments):
-        strength[:] = [vace_strength]
-        return run(**arguments)
+        before = strength.set(vace_strength)
+        try:
+            return run(**arguments)
+        finally:
+            strength.reset(before)
 
     def block_forward(block, vace):
         plain = block.forward
@@ -65,7 +69,7 @@ def _amend(model, config):
             made = plain(video, encoder_hidden_states, temb, rotary_emb)
             if vace is not None:
                 hint, control = vace(video, encoder_hidden_states, control, temb, rotary_emb)
-                made = made + hint * strength[0]
+                made = made + hint * strength.get()
             return torch.cat([made, control], -1)
         return both
 
