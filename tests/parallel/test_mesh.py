@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from xdit_backend.parallel.mesh import AXES, _pair_options, backend_for, build_mesh
+from xdit_backend.parallel.mesh import AXES, backend_for, build_mesh, group_options, group_timeout
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.messages import Layout
 
@@ -120,11 +120,20 @@ def test_every_group_waits_as_long_as_a_stage_does(monkeypatch, seconds, timeout
     assert {options["timeout"] for _, options in made} == {datetime.timedelta(seconds=timeout_s)} and len(made) == 14
 
 
-def test_a_receive_posted_ahead_may_hold_few_thread_blocks():
-    if not dist.is_nccl_available():
-        pytest.skip("this torch has no NCCL")
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_exchanges_over_nccl_come_first_on_a_full_device(monkeypatch):
+    """Every group's; a receive posted ahead, which waits for long, may hold few thread blocks."""
+    made, new_group = [], dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options, **others: made.append(pg_options) or new_group(ranks, **others))
+    with pretended_world(0, 8):
+        monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        build_mesh(Layout(pipefusion_degree=2, ring_degree=2, tensor_degree=2), 8)
 
-    assert _pair_options("nccl").config.max_ctas == 2 and _pair_options("gloo") is None
+    unlimited = dist.ProcessGroupNCCL.Options().config.max_ctas
+    assert len(made) == 12 and all(options.is_high_priority_stream for options in made)
+    assert [options.config.max_ctas for options in made] == [2] * 4 + [unlimited] * 8
+    assert all(options._timeout == group_timeout() for options in (*made, group_options("nccl")))
+    assert group_options("gloo") is None and group_options("nccl").is_high_priority_stream
 
 
 @pytest.mark.parametrize("devices, has_nccl, backend", [

@@ -90,6 +90,21 @@ def group_timeout():
     return datetime.timedelta(seconds=max(LEAST_GROUP_TIMEOUT_S, wait_timeout_s()))
 
 
+def group_options(backend, max_ctas=None):
+    """NCCL's options of a group; None for other backends. max_ctas: where torch has the setting.
+
+    Streams of high priority: kernels of the model fill the device, and an exchange that is to be hidden behind them waits for a place.
+    A group of all ranks serves whatever axis has them all, so every group has such a stream; what is waited for at once loses nothing.
+    """
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = group_timeout()                         # else torch warns that it takes the one it is given
+    if max_ctas is not None and hasattr(getattr(options, "config", None), "max_ctas"):
+        options.config.max_ctas = max_ctas
+    return options
+
+
 def build_mesh(layout, world_size):
     """Make the process groups of a layout. A collective: every rank of the world calls it, in the same order.
 
@@ -116,7 +131,7 @@ def build_mesh(layout, world_size):
         own = None
         for members in _lines(places, axes, size):
             if members not in known:
-                known[members] = dist.new_group(members, timeout=group_timeout())
+                known[members] = dist.new_group(members, timeout=group_timeout(), pg_options=group_options(dist.get_backend()))
             own = known[members] if rank in members else own
         return own
 
@@ -141,16 +156,8 @@ def _neighbours(places, num_stages, rank):
     before = after = None
     for pipeline in _lines(places, ("pipefusion",), num_stages):
         for first, second in zip(pipeline, pipeline[1:]):      # every rank of the world makes every group
-            group = dist.new_group([first, second], timeout=group_timeout(), pg_options=_pair_options(dist.get_backend()))
+            options = group_options(dist.get_backend(), PAIR_MAX_CTAS)
+            group = dist.new_group([first, second], timeout=group_timeout(), pg_options=options)
             before = group if rank == second else before
             after = group if rank == first else after
     return before, after
-
-
-def _pair_options(backend):
-    """NCCL's options for two neighbouring stages; None for other backends, and torch without the setting."""
-    options = dist.ProcessGroupNCCL.Options() if backend == "nccl" else None
-    if not hasattr(getattr(options, "config", None), "max_ctas"):
-        return None
-    options.config.max_ctas = PAIR_MAX_CTAS
-    return options

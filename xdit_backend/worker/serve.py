@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..parallel.mesh import backend_for, group_timeout
+from ..parallel.mesh import backend_for, group_options, group_timeout
 from ..protocol.channel import connect
 from ..protocol.devices import own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
@@ -85,7 +85,7 @@ def _join(channel, rank, devices, device, store_port):
     channel.send(Phase(rank, JOINING))
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=len(devices), timeout=group_timeout(),
-                                device_id=device if backend == "nccl" else None)
+                                device_id=device if backend == "nccl" else None, pg_options=group_options(backend))
     except RuntimeError as error:                              # NCCL joins its ranks here
         raise LinkError(f"rank {rank} ({device}) could not join the others: {type(error).__name__}: {error}") from error
     if len(devices) > 1:
