@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.pretended import CUDA, pretended_cuda
 from tests.ranks import run_ranks
 from tests.tolerances import within
 from xdit_backend.parallel.attention import attention_with_lse, merge_attention
@@ -68,6 +69,16 @@ def test_merge_equals_attention_over_the_union():
     whole, whole_lse = attention_with_lse(q, k, v)
     within((out - whole).abs().max(), 1e-12)
     within((lse - whole_lse).abs().max(), 1e-12)
+
+
+def test_a_merge_moves_18_bytes_a_number(monkeypatch):
+    """Of a block in bfloat16: it is read and made float32 (6), and then there are it, what was there before and what comes of them."""
+    with pretended_cuda(monkeypatch) as work_of:
+        out, lse, block_out, block_lse = (torch.empty(1, 24, 256, size, dtype=dtype, device=CUDA) for size, dtype in (
+            (128, torch.float32), (1, torch.float32), (128, torch.bfloat16), (1, torch.float32)))
+        work = work_of(merge_attention, out, lse, block_out, block_lse)
+
+    assert work.kernels == 7 and 18 <= work.moved_bytes / out.numel() < 18.5 and work.waits == []
 
 
 def collectives(rank, world_size):
