@@ -9,12 +9,14 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints.test_casting import ours
+from tests.pretended import CUDA, pretended_cuda
 from tests.tiny_checkpoints import families, matrices, metadata_of, save_gguf
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.gguf import STAYING, UNPACKED, dequantised, row_bytes
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.outline import outline
+from xdit_backend.checkpoints.packed import SCALED, unpacked
 from xdit_backend.checkpoints.transformer import held_bytes
 from xdit_backend.protocol.errors import CheckpointError
 
@@ -31,6 +33,25 @@ def test_blocks_of_every_type_come_to_what_the_package_makes_of_them(tmp_path, t
     result = dequantised(raw.view(6, -1), type_)
 
     close(result, want, 1e-6)
+    for dtype in (torch.bfloat16, torch.float64):              # computed in float32, rounded once
+        assert torch.equal(dequantised(raw.view(6, -1), type_, dtype), result.to(dtype))
+
+
+@pytest.mark.parametrize("type_, moved_bytes", [("Q8_0", 3.4), ("Q4_0", 6.9), ("Q4_1", 6.2), ("Q5_0", 13), ("Q5_1", 12.3), ("Q2_K", 6.9), (
+    "Q3_K", 11.5), ("Q4_K", 6.7), ("Q5_K", 10.8), ("Q6_K", 11.4), ("IQ4_NL", 15.9), ("IQ4_XS", 16.2), ("INT8", 3.1), ("F8_E4M3", 5.1)])
+def test_unpacking_does_not_wait_for_the_device(monkeypatch, type_, moved_bytes):
+    """Every linear of every forward does it. moved_bytes: that its kernels read and write for a number in bfloat16, which takes two."""
+    rows, columns, scale = 512, 1024, None
+    with pretended_cuda(monkeypatch) as work_of:
+        if type_ in SCALED:
+            blocks, scale = torch.empty(rows, columns, dtype=SCALED[type_], device=CUDA), torch.empty(rows, 1, device=CUDA)
+        else:
+            blocks = torch.empty(rows, row_bytes(type_, columns), dtype=torch.uint8, device=CUDA)
+        work = work_of(unpacked, blocks, type_, scale, torch.bfloat16)
+
+    assert work.kernels > 0 and work.waits == []
+    assert work.moved_bytes <= moved_bytes * rows * columns
+    assert work.peak_bytes <= (6.1 if type_.startswith("IQ4") else 3.6) * rows * columns
 
 
 @pytest.mark.parametrize("type_", [type_ for type_ in UNPACKED if type_ != "IQ1_M"])           # whose factor is not in one place

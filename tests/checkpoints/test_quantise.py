@@ -10,6 +10,7 @@ from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.outline import outline
+from xdit_backend.checkpoints.packed import SCALED, unpacked
 from xdit_backend.checkpoints.transformer import block_bytes, held_bytes
 
 CPU = torch.device("cpu")
@@ -41,6 +42,18 @@ def test_quantised_weights_equal_the_dequantised_ones(file_of, tmp_path, kind, q
     saved = sum(3 * rows * columns - 4 * rows if quantisation == "int8" else rows * columns // 64 * (256 - 36)
                 for rows, columns in rows_columns)
     assert len(rows_columns) > 10 and held == held_bytes(outline(header, family)[1], family, spec) - saved
+
+
+@pytest.mark.parametrize("type_", ["INT8", "F8_E4M3"])
+@pytest.mark.parametrize("num_scales", [1, 5])
+def test_numbers_with_scales_are_rounded_once(type_, num_scales):
+    held = torch.randint(-128, 128, (5, 7), generator=torch.Generator().manual_seed(0)).to(SCALED[type_])
+    before, scale = held.clone(), torch.rand(num_scales, 1, generator=torch.Generator().manual_seed(1))
+
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        want = held.to(dtype) * scale.to(torch.promote_types(dtype, torch.float32))
+        assert torch.equal(unpacked(held, type_, scale, dtype), want.to(dtype))
+    assert torch.equal(held.float(), before.float())
 
 
 @pytest.mark.quantisers

@@ -10,6 +10,7 @@ import struct
 import torch
 
 from ..protocol.errors import CheckpointError
+from .ggml import numbers
 
 MAGIC = b"GGUF"
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32,
@@ -72,15 +73,13 @@ def read_tensors(header, wanted):
     return tensors
 
 
-def dequantised(blocks, type_):
-    """The numbers of rows of blocks (rows, bytes) uint8, as float32 (rows, columns)."""
-    import gguf
-    from diffusers.quantizers.gguf.utils import dequantize_functions
-    kind = gguf.GGMLQuantizationType[type_]
+def dequantised(blocks, type_, dtype=torch.float32):
+    """The numbers of rows of blocks (rows, bytes) uint8, as (rows, columns) of `dtype`, rounded once."""
     if type_ in UNPACKED:
-        return torch.from_numpy(gguf.quants.dequantize(blocks.cpu().numpy(), kind)).to(blocks.device)
-    function = dequantize_functions[kind]
-    return function(blocks.reshape(-1, block_of(type_)[1]), *block_of(type_), dtype=torch.float32).reshape(len(blocks), -1)
+        import gguf
+        kind = gguf.GGMLQuantizationType[type_]
+        return torch.from_numpy(gguf.quants.dequantize(blocks.cpu().numpy(), kind)).to(blocks.device, dtype)
+    return numbers(blocks.reshape(-1, block_of(type_)[1]), type_, dtype).view(len(blocks), -1)
 
 
 def row_bytes(type_, count):

@@ -106,9 +106,14 @@ def unpacked(tensor, type_, scale, dtype):
     if type_ == "NF4":
         return quantise.dequantised(tensor, dtype)
     if type_ not in SCALED:
-        return gguf.dequantised(tensor, type_).to(dtype)
+        return gguf.dequantised(tensor, type_, dtype)
+    if scale is None:
+        return tensor.to(dtype)
+    if tensor.dtype == torch.int8:                             # multiplied as they are; float8 numbers are not
+        scale = scale.to(torch.promote_types(dtype, scale.dtype))
+        return torch.mul(tensor, scale, out=torch.empty(tensor.shape, dtype=dtype, device=tensor.device))
     numbers = tensor.to(dtype)
-    return numbers if scale is None else torch.mul(numbers, scale, out=torch.empty_like(numbers))
+    return torch.mul(numbers, scale, out=numbers)
 
 
 def _sizes(header, source, runs, type_):
