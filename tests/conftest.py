@@ -33,6 +33,8 @@ def _provide(name):
 _provide("tests")
 _provide("xdit_backend")
 
+from tests import order  # noqa: E402
+
 
 from tests.worker_processes import FOLDER, host_of, kind_of  # noqa: E402
 
@@ -126,8 +128,24 @@ def seeded():
 
 
 def pytest_addoption(parser):
+    order.add_options(parser)
     parser.addoption("--tolerances", action="store_true",
                      help="print, for every comparison of numbers, the largest error that was met beside the one allowed")
+
+
+def pytest_configure(config):
+    order.choose_seed(config)
+    busy = order.start_busy(config)
+    config.add_cleanup(lambda: [process.kill() or process.wait() for process in busy])
+
+
+def pytest_configure_node(node):
+    """Of pytest-xdist: before it starts a process."""
+    node.workerinput["order_seed"] = node.config.option.order_seed
+
+
+def pytest_report_header(config):
+    return order.header(config)
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -137,8 +155,10 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line("\n".join(report(COMPARISONS)))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     import torch
+
+    order.arrange(items, config.option.order, config.option.order_seed)
 
     from tests.tiers import is_of_another_family
     for item in items:

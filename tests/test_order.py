@@ -1,0 +1,55 @@
+"""The tests run in the order that was asked for, the same in every process."""
+
+import collections
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+from tests.order import arrange, start_busy
+
+Item = collections.namedtuple("Item", "nodeid")
+Config = collections.namedtuple("Config", "option")
+WRITTEN = [Item(f"tests/test_{file}.py::test_{name}") for file in "abcdef" for name in "ghijkl"]
+
+
+def arranged(order, seed=None, items=WRITTEN):
+    items = list(items)
+    arrange(items, order, seed)
+    return items
+
+
+def test_written_is_as_it_was_and_reverse_from_the_end():
+    assert arranged("written") == WRITTEN and arranged("reverse") == WRITTEN[::-1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_drawn_order_keeps_files_together_and_a_part_of_it_is_in_the_same_order(seed):
+    drawn, part = arranged("drawn", seed), WRITTEN[::3]
+    files = [item.nodeid.partition("::")[0] for item in drawn]
+
+    assert sorted(drawn) == WRITTEN and drawn not in (WRITTEN, arranged("drawn", seed + 1))
+    assert sum(one != other for one, other in zip(files, files[1:])) == 5 and files != sorted(files)
+    assert [item for item in drawn if item in part] == arranged("drawn", seed, part) == arranged("drawn", seed, part[::-1])
+
+
+@pytest.mark.slow
+def test_all_processes_draw_the_same_order():
+    """pytest-xdist refuses to run where they found tests in orders that differ."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--order", "drawn",
+               "tests/test_order.py", "tests/test_tolerances.py", "-k", "not processes"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+    assert result.returncode == 0 and "again with --order drawn --order-seed" in result.stdout, result.stdout
+
+
+def test_who_runs_beside_the_tests_is_busy():
+    process, = start_busy(Config(collections.namedtuple("Option", "beside")(1)))
+    try:
+        while sum(psutil.Process(process.pid).cpu_times()[:2]) < 0.1:
+            assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
