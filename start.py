@@ -31,6 +31,11 @@ TORCH = ["torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0"]  # torcha
 OLDEST = ["torch==2.6.0", "torchvision==0.21.0", "torchaudio==2.6.0", "diffusers==0.35.0", "transformers==4.50.3"]
 # For the tests marked so, in an environment of their own: where these are, diffusers imports them in every process, which takes a second.
 QUANTISERS = ["torchao==0.18.0", "bitsandbytes==0.50.2"]
+# What `test` runs otherwise than every family under every method once, every node and every kind of fault, in minutes.
+TIERS = {"smoke": "a step of every family under a layout that is drawn, alone",
+         "all": "everything: more sizes, samplers and products of methods, and int8 and nf4",
+         "rest": "what --all has beside the tests without it"}
+MARKED = {"": "not slow", "smoke": "smoke", "all": "", "rest": "slow"}         # as pytest selects them
 # pytest-xdist: a file's tests run in one process, in order, since they share a ComfyUI or a worker group.
 IN_TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
@@ -47,8 +52,8 @@ def main():
         python, comfyui = set_up(options)
         environment = os.environ | {"XDIT_COMFYUI": str(comfyui)}
         if options.job == "test":
-            quantisers = None if options.oldest or options.quick or pytest_args else set_up_quantisers(python)
-            exit_code = run_tests(python, environment, options.quick, pytest_args, quantisers)
+            with_quantisers = options.tier in ("all", "rest") and not options.oldest and not pytest_args
+            exit_code = run_tests(python, environment, options.tier, pytest_args, set_up_quantisers(python) if with_quantisers else None)
         else:
             exit_code = run_demo(python, environment, options)
     except SetUpError as error:
@@ -74,7 +79,9 @@ def parse_arguments():
                         help='demo: what to draw, an emoji and a background; default: "%(default)s"')
     parser.add_argument("--keep", action="store_true", help="demo: leave ComfyUI running until Ctrl-C")
     parser.add_argument("--port", type=int, default=0, help="demo: ComfyUI's port; default: a free one")
-    parser.add_argument("--quick", action="store_true", help="test: a few families, and what takes no seconds")
+    tiers = parser.add_mutually_exclusive_group()
+    for tier, what in TIERS.items():
+        tiers.add_argument(f"--{tier}", dest="tier", action="store_const", const=tier, default="", help=f"test: {what}")
     parser.add_argument("--oldest", action="store_true",
                         help=f"with the oldest packages that are supported ({', '.join(OLDEST)}); default of --env: .venv-oldest")
     options, rest = parser.parse_known_args()
@@ -91,21 +98,22 @@ def run_demo(python, environment, options):
     return wait(subprocess.Popen(command, cwd=ROOT, env=environment))
 
 
-def run_tests(python, environment, quick, pytest_args, quantisers):
+def run_tests(python, environment, tier, pytest_args, quantisers):
     """Read the code with ruff and mypy, then run pytest. The exit code is that of the first which failed.
 
-    Two pytest processes take turns at the files, unless arguments say which tests are meant: then one does, and -s prints.
+    Two pytest processes take turns at the files, unless arguments say which tests are meant: then one does, -s prints, and of all tiers.
     quantisers: the Python that runs the tests marked so; None: they are skipped, and say why.
     """
     wait(subprocess.Popen([python, "-m", "tests.browser.chromium"], cwd=ROOT))
     # Their own scripts: `python -m pytest` would put this folder on sys.path, where our nodes/ hides ComfyUI's nodes.py.
     ruff, mypy, pytest = (str(Path(python).with_name(name)) for name in ("ruff", "mypy", "pytest"))
-    marked = (["not slow"] if quick else []) + (["not quantisers"] if quantisers else [])
-    jobs = {"ruff": [ruff, "check", "--output-format", "concise", "."], "mypy": [mypy]}
+    marked = "" if pytest_args and not tier else " and ".join(filter(None, [MARKED[tier], "not quantisers" if quantisers else ""]))
+    jobs = {} if tier in ("smoke", "rest") else {"ruff": [ruff, "check", "--output-format", "concise", "."], "mypy": [mypy]}
     if quantisers:
         jobs["pytest with torchao and bitsandbytes"] = [
             quantisers, pytest, "-m", "quantisers", "tests/checkpoints", "tests/nodes"]
-    jobs["pytest"] = [pytest, *(["-m", " and ".join(marked)] if marked else []), *(pytest_args or IN_TWO_PROCESSES)]
+    in_processes = [] if tier == "smoke" else IN_TWO_PROCESSES
+    jobs["pytest"] = [pytest, *(["-m", marked] if marked else []), *(pytest_args or in_processes)]
     if not pytest_args:
         environment = {"OMP_NUM_THREADS": "1"} | environment   # threads of two processes that wait for each other take minutes
     exit_codes = []

@@ -33,9 +33,7 @@ def _provide(name):
 _provide("tests")
 _provide("xdit_backend")
 
-from tests import order  # noqa: E402
-
-
+from tests import order, tiers  # noqa: E402
 from tests.worker_processes import FOLDER, host_of, kind_of  # noqa: E402
 
 
@@ -148,7 +146,18 @@ def pytest_report_header(config):
     return order.header(config)
 
 
+def pytest_testnodedown(node):
+    """Of pytest-xdist: when a process of it has ended."""
+    tiers.take_count(node.config, getattr(node, "workeroutput", {}))
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        tiers.give_count(session.config, session.config.workeroutput)
+
+
 def pytest_terminal_summary(terminalreporter, config):
+    terminalreporter.write_line(tiers.summary(terminalreporter, config))
     if config.getoption("tolerances"):
         from tests.tolerances import COMPARISONS, report
         terminalreporter.section("largest errors met, the loosest tolerance first")
@@ -160,10 +169,7 @@ def pytest_collection_modifyitems(config, items):
 
     order.arrange(items, config.option.order, config.option.order_seed)
 
-    from tests.tiers import is_of_another_family
-    for item in items:
-        if is_of_another_family(item):
-            item.add_marker(pytest.mark.slow)
+    tiers.mark(config, items)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

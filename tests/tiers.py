@@ -1,26 +1,47 @@
-"""What the quick tier runs: of tests whose whole matrix takes minutes, a few families and a few values."""
+"""What `start.py test` runs and what it leaves to `--all`: of a matrix that takes minutes, all that has every family meet every method."""
 
 import pytest
 
-from tests.tiny_checkpoints import AUTOENCODERS, families
-from tests.vae_zoo import KINDS
-from xdit_backend.models import FAMILIES
-
 # Of each structure one: two streams, two kinds of blocks, one stream, video, a U-Net; and their tiny files.
-QUICK_FAMILIES = {"SD3", "Flux.1", "PixArt-Sigma", "Wan", "SDXL", "sd3", "flux", "pixart", "wan", "sdxl"}
-QUICK_VAES = {"sd", "wan", "vae-sd", "vae-wan"}
+FEW_FAMILIES = {"SD3", "Flux.1", "PixArt-Sigma", "Wan", "SDXL", "sd3", "flux", "pixart", "wan", "sdxl"}
+FEW_VAES = {"sd", "wan", "vae-sd", "vae-wan"}
 RUN_WORKERS = ("parallel", "nodes", "host")                                    # folders of tests whose families take long
+LEFT_OUT = pytest.StashKey[int]()
 
 
-def quick(chosen, values):
-    """Parameters for all of `values`; those that are not chosen are marked slow. chosen: (value) -> bool, or the values."""
+def by_default(chosen, values):
+    """Parameters for all of `values`; those that are not chosen are left to --all. chosen: (value) -> bool, or the values."""
     is_chosen = chosen if callable(chosen) else lambda value: value in chosen
     return [value if is_chosen(value) else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def is_of_another_family(item):
-    """Does this test run workers for a family or a VAE which the quick tier leaves out?"""
-    if item.path.parent.name not in RUN_WORKERS or not hasattr(item, "callspec"):
-        return False
-    others = {*FAMILIES, *families(), *AUTOENCODERS, *KINDS} - QUICK_FAMILIES - QUICK_VAES
-    return any(isinstance(value, str) and value in others for value in item.callspec.params.values())
+def mark(config, items):
+    """Leave the tests of most families to --all, but for those that are marked `everyone`; and count what is left."""
+    from tests.tiny_checkpoints import AUTOENCODERS, families
+    from tests.vae_zoo import KINDS
+    from xdit_backend.models import FAMILIES
+    others = {*FAMILIES, *families(), *AUTOENCODERS, *KINDS} - FEW_FAMILIES - FEW_VAES
+    for item in items:
+        if "everyone" not in item.keywords and item.path.parent.name in RUN_WORKERS and hasattr(item, "callspec") and any(
+                isinstance(value, str) and value in others for value in item.callspec.params.values()):
+            item.add_marker(pytest.mark.slow)
+    is_left = config.option.markexpr.startswith("not slow")
+    config.stash[LEFT_OUT] = sum("slow" in item.keywords for item in items) if is_left else 0
+
+
+def give_count(config, output):
+    """In a process of pytest-xdist: to the first process."""
+    output["left_out"] = config.stash.get(LEFT_OUT, 0)
+
+
+def take_count(config, output):
+    config.stash[LEFT_OUT] = max(config.stash.get(LEFT_OUT, 0), output.get("left_out", 0))
+
+
+def summary(reporter, config):
+    """One line: how many tests ran, and how to run the others."""
+    num_run = sum(len(reporter.stats.get(outcome, ())) for outcome in ("passed", "failed", "error", "xfailed", "xpassed"))
+    skipped = len(reporter.stats.get("skipped", ()))
+    left_out = config.stash.get(LEFT_OUT, 0)
+    more = f"{left_out} were left out, which `python3 start.py test --all` runs too." if left_out else ""
+    return f"{num_run} tests ran, {skipped} were skipped. {more}".strip()

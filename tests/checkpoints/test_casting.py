@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tests.models.zoo import as_comfyui, conditioning_of
-from tests.tiers import QUICK_FAMILIES, quick
+from tests.tiers import FEW_FAMILIES, by_default
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error, within
 from xdit_backend.checkpoints.header import model_spec, read_header
@@ -81,7 +81,7 @@ def native(path, family, storage, compute="float32"):
     return model.diffusion_model(latent.to(dtype), timestep, **given).float()
 
 
-@pytest.mark.parametrize("kind", quick(QUICK_FAMILIES, families()))
+@pytest.mark.parametrize("kind", by_default(FEW_FAMILIES, families()))
 @pytest.mark.parametrize("storage", ["float8_e4m3fn", "bfloat16"])
 def test_weights_cast_at_use_equal_comfyuis(file_of, kind, storage):
     """Arithmetic in float32 on both sides, so nothing but the weights is rounded."""

@@ -7,7 +7,7 @@ import torch
 
 from tests.checkpoints.test_casting import CPU, asked, options_of
 from tests.models.zoo import as_comfyui
-from tests.tiers import quick
+from tests.tiers import by_default
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header
@@ -60,7 +60,7 @@ def both(path, family, options, **context):
         return family.prediction(output, latent), call(transformer_options={"cond_or_uncond": [1, 0], **own, **options}), plain
 
 
-@pytest.mark.parametrize("kind", quick(["flux", "sd15"], HEEDING))
+@pytest.mark.parametrize("kind", by_default(["flux", "sd15"], HEEDING))
 def test_normalized_attention_guidance_equals_the_native_model(file_of, kind):
     family, path = families()[kind], file_of(kind)
     from comfy_extras.nodes_nag import NAGuidance

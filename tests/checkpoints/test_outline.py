@@ -9,7 +9,7 @@ import torch
 
 from tests.checkpoints.test_header import write_header
 from tests.models.zoo import FOLDERS, example
-from tests.tiers import QUICK_FAMILIES, quick
+from tests.tiers import FEW_FAMILIES, by_default
 from tests.tiny_checkpoints import VARIANTS, families
 from xdit_backend.checkpoints.header import read_header, recognise
 from xdit_backend.checkpoints.outline import outline
@@ -50,7 +50,7 @@ def test_a_whole_file_has_all_that_is_needed(tmp_path, shapes_of, kind):
     assert families()[kind].num_blocks(config) == sum(len(model.get_submodule(list_.name)) for list_ in families()[kind].plan.blocks)
 
 
-@pytest.mark.parametrize("kind", quick(QUICK_FAMILIES, [kind for kind in families() if kind not in VARIANTS]))
+@pytest.mark.parametrize("kind", by_default(FEW_FAMILIES, [kind for kind in families() if kind not in VARIANTS]))
 def test_mutated_headers_are_refused_in_words(tmp_path, shapes_of, kind):
     """A tensor left out, of another shape, of absurd size, one too many: twelve of each, the same ones each time."""
     chance, path = random.Random(kind), tmp_path / "model.safetensors"

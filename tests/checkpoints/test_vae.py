@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from tests.comfyui_server import comfyui_folder
-from tests.tiers import quick
+from tests.tiers import by_default
 from tests.tolerances import close
 from xdit_backend.autoencoders import FAMILIES
 from xdit_backend.autoencoders.family import replaced
@@ -165,7 +165,7 @@ def whole(tensors):
 
 
 @pytest.mark.parametrize("prefixes", [DECODED_WITH + ENCODED_WITH, DECODED_WITH], ids=["whole", "decoder only"])
-@pytest.mark.parametrize("kind", quick(("sd", "wan", "hunyuan"), KINDS))
+@pytest.mark.parametrize("kind", by_default(("sd", "wan", "hunyuan"), KINDS))
 def test_decodes_as_comfyui_does(made_by_comfyui, kind, prefixes):
     tensors, latent, pixels, _, _ = made_by_comfyui[0][kind]
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.lora_zoo import adapters, makers
-from tests.tiers import quick
+from tests.tiers import by_default
 from tests.tiny_checkpoints import VARIANTS, families, save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.header import model_spec, read_header
@@ -98,7 +98,7 @@ def test_every_kind_of_adapter_equals_native(comfyui, loras, kind, naming):
     compare(comfyui, loras, kind, comfyui.config(), [(loras.file(kind, naming), 0.7), (loras.file(kind, naming, "lora", seed=40), -0.4)])
 
 
-@pytest.mark.parametrize("degrees", quick([{"cfg": 2}], [{"cfg": 2}, {"tensor": 2}, {"pipefusion": 2, "warmup_steps": 9},
+@pytest.mark.parametrize("degrees", by_default([{"cfg": 2}], [{"cfg": 2}, {"tensor": 2}, {"pipefusion": 2, "warmup_steps": 9},
                                                        {"pipefusion": 2, "ulysses": 2, "warmup_steps": 9}]), ids=str)
 def test_layouts_equal_native(comfyui, loras, degrees):
     devices = "cpu,cpu,cpu,cpu" if "ulysses" in degrees and "pipefusion" in degrees else "cpu,cpu"

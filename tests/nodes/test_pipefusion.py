@@ -124,7 +124,7 @@ def test_stale_patches_of_many_samplers_equal_the_oracle(comfyui, sampler):
 @pytest.mark.parametrize("part", range(4))
 def test_every_sampler_patchwise_equals_native_where_nothing_is_stale(comfyui, part):
     for sampler in comfyui.samplers.SAMPLER_NAMES[part::4]:
-        arguments = {"sampler": sampler, "steps": 4}
+        arguments = {"sampler": sampler, "steps": 4, "denoise": 0.2 if sampler == "dpm_adaptive" else 1.0}     # hundreds of calls else
 
         result = comfyui.sample(staged(comfyui, "sd3", warmup_steps=100), "sd3", **arguments)
 

@@ -13,7 +13,7 @@ import xdit_backend.parallel.row_hooks as row_hooks
 from tests.models.zoo import ALIKE, example, having, hold_share
 from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
 from tests.ranks import run_ranks
-from tests.tiers import quick
+from tests.tiers import by_default
 from tests.tolerances import InDouble, within
 from xdit_backend.checkpoints.net import told_bytes
 from xdit_backend.parallel.collectives import Traffic, all_gather
@@ -134,7 +134,7 @@ def check(name, starts, cases, mutant=None, speeds=(), forecast=0.0):
 SMALL, ODD = {"rows": 16, "columns": 12}, {"rows": 23, "columns": 13, "batch": 2}
 
 
-@pytest.mark.parametrize("mode", quick(["corrected_async_gn"], MODES))
+@pytest.mark.parametrize("mode", by_default(["corrected_async_gn"], MODES))
 def test_every_mode_equals_the_oracle(mode):
     """Two ranks; what is not synchronous differs from the one model."""
     (of_oracle, of_model), = check("SDXL", (0, 8, 16), [(SMALL, 1, False, mode, 4096)])

@@ -12,7 +12,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor
 
 from tests.ranks import run_ranks
 from tests.row_splits import apply_mutant
-from tests.tiers import quick
+from tests.tiers import by_default
 from tests.tolerances import within
 from tests.vae_zoo import KINDS, decoded, encoded, latent, picture, tiny_vae
 from xdit_backend.parallel.collectives import Traffic
@@ -77,7 +77,7 @@ def give_up(rank, world_size):
     return told
 
 
-@pytest.mark.parametrize("world_size", quick([2], [1, 2]))
+@pytest.mark.parametrize("world_size", by_default([2], [1, 2]))
 def test_all_ranks_leave_a_picture_at_one_convolution_and_the_next_is_right(world_size):
     by_rank = run_ranks(give_up, world_size)
 
@@ -101,7 +101,7 @@ def decode_sizes(rank, world_size, kind, speeds=()):
     return [decode_rows(vae, latent(kind, *size), ranks, speeds=speeds) for size in sizes_of(kind)]
 
 
-@pytest.mark.parametrize("world_size", quick([3], [2, 3]))     # any number: test_rows.py
+@pytest.mark.parametrize("world_size", by_default([3], [2, 3]))     # any number: test_rows.py
 @pytest.mark.parametrize("kind", KINDS)
 def test_decode_by_rows_equals_decode(kind, world_size):
     by_rank = run_ranks(decode_sizes, world_size, kind)
@@ -142,7 +142,7 @@ def test_decode_by_rows_of_unlike_ranks_equals_decode(kind, speeds):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("block_size", quick([3], [3, (5, 4)]), ids=str)
+@pytest.mark.parametrize("block_size", by_default([3], [3, (5, 4)]), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_decode_in_blocks_equals_decode(kind, block_size, world_size):
     size = 1, 5, 4
@@ -241,7 +241,7 @@ def encode_sizes(rank, world_size, kind):
     return [encode_rows(vae, picture(kind, *size), KINDS[kind].scale, ranks) for size in sizes_of(kind)]
 
 
-@pytest.mark.parametrize("world_size", quick([3], [2, 3]))
+@pytest.mark.parametrize("world_size", by_default([3], [2, 3]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_encode_by_rows_equals_encode(kind, world_size):
     by_rank = run_ranks(encode_sizes, world_size, kind)
