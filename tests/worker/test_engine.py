@@ -7,6 +7,7 @@ import math
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +19,14 @@ from tests.tolerances import InDouble, within
 from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.vae import load_autoencoder
+from xdit_backend.parallel.pipefusion import Link
 from xdit_backend.partition import cut_patches
 from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol import messages
 from xdit_backend.protocol.messages import Layout, Stages
 from xdit_backend.protocol.segments import SegmentStore, map_segment
 from xdit_backend.worker.engine import Engine
+from xdit_backend.worker.serve import _prefetch
 
 AXES = ("data", "cfg", "pipefusion", "ring", "ulysses")
 NUM_PATCHES, NUM_STEPS = 3, 2
@@ -81,6 +84,20 @@ def time_of(step):
     return torch.full((3,), TIMES[step], dtype=torch.float64)
 
 
+def with_no_room_for_one(rank, world_size, commands):
+    """As carry_out, where there is no room for the second message of a prediction when its receive is posted ahead."""
+    post, prefetch, asked = Link.post_receive, Engine.prefetch, []
+
+    def failing(link, *arguments):
+        asked.append(arguments)
+        if len(asked) == 4:
+            raise torch.OutOfMemoryError("no room")
+        return post(link, *arguments)
+    Link.post_receive = failing
+    Engine.prefetch = lambda engine, command: _prefetch(SimpleNamespace(prefetch=functools.partial(prefetch, engine)), command)
+    return carry_out(rank, world_size, commands) | {"asked": len(asked)}
+
+
 @functools.cache
 def oracle(num_patches, tensor_degree):
     """What each prediction of each branch is to be, whatever the layout."""
@@ -94,7 +111,7 @@ def oracle(num_patches, tensor_degree):
         return wanted
 
 
-def play(store, folder, layout, stages, speeds=()):
+def play(store, folder, layout, stages, speeds=(), carry_out=carry_out):
     """A warm-up step and two stale steps of two branches with three images, on all ranks: [(predictions, oracle's)], measurements."""
     header = read_header(folder)
     spec = model_spec(header, recognise(header), "float64", "float64", stages, layout.tensor_degree)
@@ -177,6 +194,14 @@ def test_every_stage_receives_each_part_once_and_the_last_sends_nothing(store, f
     _, numbers = play(store, folder, Layout(pipefusion_degree=3), Stages(3))
 
     assert [(rank["received"], rank["sent"]) for rank in numbers] == [(0, 14), (14, 14), (14, 0)]
+
+
+def test_a_receive_that_found_no_room_ahead_is_posted_again_alone(store, folder):
+    """One that was posted for a message before it takes that message: with another beside it, all later ones would be a message behind."""
+    results, numbers = play(store, folder, Layout(pipefusion_degree=2), Stages(2, 1), carry_out=with_no_room_for_one)
+
+    within(max((got - want).abs().max() for got, want in results), 1e-12)
+    assert numbers[1]["asked"] == numbers[1]["received"] + 1 == numbers[0]["sent"] + 1
 
 
 def load_and_drop(rank, world_size, spec):
@@ -296,6 +321,32 @@ def exchanges_begun(rank, world_size, commands):
         except Exception:
             begun.append((True, engine.traffic.num_exchanges))
     return begun
+
+
+def no_room_for_the_second(rank, world_size, commands):
+    """As exchanges_begun, where there is never room for the second message of a prediction."""
+    post, posted = Link.post_receive, []
+
+    def failing(link, *arguments):
+        if posted:
+            raise torch.OutOfMemoryError("no room")
+        posted.append(post(link, *arguments))
+        return posted[-1]
+    Link.post_receive = failing
+    return exchanges_begun(rank, world_size, commands)
+
+
+def test_a_receive_that_was_posted_counts_when_another_found_no_room(store, folder):
+    """What it waits for may still come: CUDA devices cannot go on with that."""
+    header, one = read_header(folder), example("SD3", rows=8, columns=6)
+    spec = model_spec(header, recognise(header), "float64", "float64", Stages(2))
+    text = {key: store.share(each) for key, each in one.conditioning.items()}
+    latent, time = store.share(one.latent), store.share(one.timestep)
+    places = [store.create(tuple(one.latent.shape), torch.float64)[0] for _ in range(2)]
+    commands = [messages.LoadModel(1, spec), messages.Conditioning(2, "text", text), messages.Predict(
+        3, spec.name, Layout(pipefusion_degree=2), [messages.Branch(latent, time, "text", place) for place in places])]
+
+    assert run_ranks(no_room_for_the_second, 2, commands)[1][2] == (True, 1)
 
 
 def test_a_rank_knows_what_it_has_begun_with_others_when_it_fails(store, folder):

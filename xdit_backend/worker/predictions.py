@@ -78,8 +78,7 @@ class Predictions:
             return False
         if any(branch.conditioning not in self._conditioning for branch in command.branches):
             return False
-        if command.request not in self._posted:
-            self._posted[command.request] = self._post_receives(command)
+        self._post_receives(command)
         return True
 
     def predict(self, command, traffic):
@@ -87,10 +86,13 @@ class Predictions:
         loaded, mesh = self._models[command.model], self._mesh(command)
         clock, waits = self._clock, []
         start = clock.mark()
-        handles = self._posted.pop(command.request, None) or self._post_receives(command)
-        traffic.num_exchanges += len(handles)             # what others send cannot be called off
+        try:
+            self._post_receives(command)
+        finally:
+            handles = self._posted.pop(command.request, [])
+            traffic.num_exchanges += len(handles)         # what others send cannot be called off
+            self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
         link = self._link(mesh, command.layout)
-        self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
         for parts in self._together(command, mesh):
             latents = [self._latent(loaded, mesh, *part) for part in parts]
             exchange = self._exchange(command, mesh, parts[0][0].conditioning)
@@ -204,16 +206,18 @@ class Predictions:
         return self._key_values[conditioning]
 
     def _post_receives(self, command):
-        """Handles for the hidden states of each part of a command; [] on the first stage."""
+        """See that there is a handle for the hidden states of each part of a command, but on the first stage.
+
+        Where this fails, the next time goes on from there: what was posted takes a message, which one posted anew would lack.
+        """
         loaded, mesh = self._models[command.model], self._mesh(command)
         if mesh.ranks["pipefusion"] == 0:
-            return []
-        link, handles = self._link(mesh, command.layout), []
-        for branch, first, last in self._parts(command, mesh):
+            return
+        link, handles = self._link(mesh, command.layout), self._posted.setdefault(command.request, [])
+        for branch, first, last in self._parts(command, mesh)[len(handles):]:
             shape = (last - first, *branch.latent.shape[1:])
             size = loaded.received_size(mesh, shape, self._conditioning[branch.conditioning] | _beside(branch), command.patch)
             handles.append(link.post_receive(size, loaded.dtype))
-        return handles
 
     @property
     def unused_bytes(self):
