@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import xdit_backend.parallel.displaced as displaced
 import xdit_backend.parallel.exchange as exchange_module
@@ -16,13 +17,18 @@ from tests.ranks import run_ranks
 from tests.tiers import by_default
 from tests.tolerances import InDouble, within
 from xdit_backend.checkpoints.net import told_bytes
+from xdit_backend.config import ParallelConfig
+from xdit_backend.forecast.cost import Degrees, Job, Net
+from xdit_backend.forecast.memory import rank_memory
 from xdit_backend.parallel.collectives import Traffic, all_gather
 from xdit_backend.parallel.displaced import StaleSplit, corrected_moments, correction_of, image_moments
 from xdit_backend.parallel.exchange import Exchange, fill_buckets
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import build_mesh, paced
 from xdit_backend.parallel.row_hooks import RowHooks
+from xdit_backend.parallel.vae_memory import LiveBytes
 from xdit_backend.partition import cut_bands, halved
+from xdit_backend.planner import memory_settings
 from xdit_backend.protocol.displaced_modes import MODES
 from xdit_backend.protocol.messages import Layout
 from xdit_backend.worker.models import Loaded
@@ -192,6 +198,29 @@ def test_what_is_kept_is_the_formula_to_the_byte(name, num_ranks, shape):
     told = told_bytes(example(name).model, (shape["rows"], shape["columns"]), num_ranks, torch.float64, shape.get("batch", 1))
 
     assert [seen[0][4] for _, seen, *_ in on_all] == [num_ranks * told] * num_ranks
+
+
+def peak_of_first_call(rank, world_size, net, tokens, bucket_bytes, forecast):
+    """(the most that lived in a call in which keys and values of each block are told first, what was kept of it)"""
+    exchange = Exchange(dist.group.WORLD, world_size, rank, bucket_bytes, forecast)
+    shape = 2, 1, net.heads, tokens // world_size, net.width // net.heads
+    with LiveBytes() as live, exchange.call(Traffic(), False):
+        for block in range(net.blocks):
+            exchange.share(block, torch.ones(shape, dtype=torch.bfloat16), [shape] * world_size)
+    return live.peak_bytes, exchange.num_bytes
+
+
+@pytest.mark.parametrize("forecast", [0.0, 0.5])
+@pytest.mark.parametrize("layers", [0.5, 3.5], ids=["a bucket each", "three a bucket"])
+def test_what_a_first_call_holds_is_what_a_run_is_refused_by(layers, forecast):
+    """But for a bucket and a layer that are on their way. What is told is not held beside the buckets that are made of it."""
+    net, degrees, config = Net(40, 64, 4, 12.0, 1e6), Degrees(displaced=2), ParallelConfig(forecast_keys_values=forecast)
+    a_block = 2 * 100 * net.width * net.element_bytes
+    counted = rank_memory(net, Job(100, 0, 20), degrees, **memory_settings(config)).keys_values
+
+    for peak_bytes, kept_bytes in run_ranks(peak_of_first_call, 2, net, 100, int(layers * a_block / 2), forecast):
+        assert kept_bytes == counted == (1 + (forecast > 0)) * net.blocks * a_block
+        assert kept_bytes <= peak_bytes <= counted + 4 * a_block
 
 
 def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds):

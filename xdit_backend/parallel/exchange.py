@@ -169,15 +169,19 @@ class Exchange:
                 bucket.copy_(arriving)
 
     def _lay_out(self, told):
+        """Make buckets of what a first call has told, and let go of that as they are made: of all of it, there is room for one."""
+        slots, buckets = {}, []
         for index, keys in enumerate(fill_buckets({key: rows.shape[1] for key, (rows, _, _) in told.items()}, self._bucket_bytes)):
-            bucket, start = torch.cat([told[key][0] for key in keys], 1).contiguous(), 0
+            bucket, start = told[keys[0]][0] if len(keys) == 1 else torch.cat([told[key][0] for key in keys], 1), 0
             sides = (bucket, torch.empty_like(bucket)) if self._forecast else (bucket,)
             for key in keys:
-                rows, shapes, dtype = told[key]
-                self._slots[key] = Slot(index, tuple(tuple(_as_tensor(row[start:], shape, dtype) for row, shape in zip(side, shapes))
-                                                     for side in sides))
+                rows, shapes, dtype = told.pop(key)
+                slots[key] = Slot(index, tuple(tuple(_as_tensor(row[start:], shape, dtype) for row, shape in zip(side, shapes))
+                                               for side in sides))
                 start += rows.shape[1]
-            self._buckets.append(sides)
+            buckets.append(sides)
+            del rows
+        self._slots, self._buckets = slots, buckets
 
 
 def fill_buckets(sizes, bucket_bytes=BUCKET_BYTES):
