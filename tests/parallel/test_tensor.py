@@ -1,5 +1,7 @@
 """A model whose layers are spread over ranks is the model: exact in float64 for every family; with a broken part it is not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ import tests.models.zoo as zoo
 import xdit_backend.parallel.tensor as tensor
 from tests.conftest import ROOT
 from tests.models.zoo import CONFIGS, example, having, hold_share
+from tests.pretended import CUDA, pretended_cuda
 from tests.ranks import run_ranks
 from tests.tolerances import InDouble, relative_error, within
 from xdit_backend.checkpoints.shares import Split, tensor_splits
@@ -95,14 +98,15 @@ def test_hybrids_with_sequence_parallelism_equal_the_model(name, layout):
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_bytes_sent_are_those_of_the_formula(degree):
-    """docs/algorithms.md section 10, of Flux.1's two double and two single blocks. Text and image are one exchange in an attention."""
+    """docs/algorithms.md section 10, of Flux.1's two double and two single blocks. Text and image are one exchange in an attention, and
+    all modulations are one."""
     (_, num_exchanges, sent_bytes), = run_ranks(forward, degree, "Flux.1", Layout(tensor_degree=degree), SHAPES[:1])[0]
     tokens, width, double, single = 15 + 7, 64, 2, 2
 
     sums = (2 * double + single) * tokens * width
     modulation = (12 * double + 3 * single) * width
     assert sent_bytes == 8 * (degree - 1) * (2 * sums + modulation) // degree
-    assert num_exchanges == double * (1 + 2 + 2) + single * (1 + 1)
+    assert num_exchanges == double * (1 + 2) + single + 1
 
 
 @pytest.mark.parametrize("name, a_token", [("PixArt-Sigma", lambda width: 3 * width), ("Wan", lambda width: 3 * width + 3)])
@@ -116,7 +120,34 @@ def test_bytes_of_blocks_with_cross_attention(name, a_token):
     (_, num_exchanges, sent_bytes), = run_ranks(forward, 2, name, Layout(tensor_degree=2), SHAPES[:1])[0]
 
     assert sent_bytes == 8 * blocks * (tokens * a_token(width) + read)
-    assert num_exchanges == blocks * (8 if name == "Wan" else 3)
+    assert num_exchanges == blocks * (3 + 2 if name == "Wan" else 3)               # norms of an attention's queries and keys together
+
+
+@pytest.mark.parametrize("name, at_once, a_block", [("DiT", 0, 2 + 1), ("Cosmos-Predict2", 1, 3 + 3)])
+def test_modulations_that_differ_from_block_to_block_are_asked_for_by_each(name, at_once, a_block):
+    """DiT's blocks embed the time each for itself; of Cosmos-Predict2's pairs of matrices the second sees what is the block's own.
+
+    What the first forward has asked for in vain, the second does not ask for.
+    """
+    (first_error, *first), (error, *later) = run_ranks(forward, 2, name, TENSOR, SHAPES[:1] * 2)[0]
+
+    within(max(first_error, error), EXACT)
+    blocks = example(name).family.num_blocks(example(name).config)
+    assert later[0] == first[0] == at_once + a_block * blocks
+    assert later[1] < first[1]
+
+
+def test_a_norm_over_all_heads_moves_ten_bytes_a_number(monkeypatch):
+    """In bfloat16: it is read for its squares, read and written by their root, and read and written by the weights."""
+    monkeypatch.setattr(tensor, "_sums", lambda tensors, now: tensors)
+    with pretended_cuda(monkeypatch) as work_of, torch.device(CUDA):
+        attention, now = torch.nn.Module(), SimpleNamespace(ahead={})
+        attention.to_q, attention.norm_q = torch.nn.Identity(), torch.nn.RMSNorm(2560, eps=1e-6, dtype=torch.bfloat16)
+        tensor._place_norms(attention, "attn", {"norm_q": 5120}, lambda: now)
+        query = torch.empty(1, 4096, 2560, dtype=torch.bfloat16)
+        work = work_of(attention.norm_q, query)
+
+    assert work.kernels <= 8 and work.moved_bytes < 10.1 * query.numel() and work.peak_bytes < 2.1 * query.numel() and work.waits == []
 
 
 def in_bfloat16(rank, world_size, name, layout):
@@ -295,7 +326,10 @@ def test_parts_may_be_of_unlike_sizes():
 
 
 def norm_of_own_heads():
-    tensor._norm = lambda norm, split, current: lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+    def place(attention, path, sizes, current):
+        for norm in map(attention.get_submodule, sizes):
+            norm.forward = lambda x, norm=norm: torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+    tensor._place_norms = place
 
 
 def bias_of_every_rank():

@@ -84,9 +84,10 @@ def _vision_and_text(attn, num_vision_tokens):
     def attend(hidden_states, context, *others):
         count = num_vision_tokens.get()
         vision, text = context.split([count, context.shape[1] - count], 1) if count else (context, context)
-        query = heads(attn.norm_q(attn.to_q(hidden_states)))
-        of_text = F.scaled_dot_product_attention(query, heads(attn.norm_k(attn.to_k(text))), heads(attn.to_v(text)))
-        of_vision = F.scaled_dot_product_attention(query, heads(attn.norm_added_k(attn.add_k_proj(vision))), heads(attn.add_v_proj(vision)))
+        query, key, vision_key = attn.to_q(hidden_states), attn.to_k(text), attn.add_k_proj(vision)        # all, then their norms
+        query, key, vision_key = heads(attn.norm_q(query)), heads(attn.norm_k(key)), heads(attn.norm_added_k(vision_key))
+        of_text = F.scaled_dot_product_attention(query, key, heads(attn.to_v(text)))
+        of_vision = F.scaled_dot_product_attention(query, vision_key, heads(attn.add_v_proj(vision)))
         return attn.to_out[0]((of_text + of_vision).transpose(1, 2).flatten(2))
     return attend
 

@@ -46,6 +46,7 @@ class ForwardContext:
     exchange: Exchange | None = None       # with displaced_degree: what other ranks have told
     bands: tuple[int, ...] | None = None   # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
     meanwhile: Callable = lambda: None     # called while this forward's sums travel: another's turn
+    ahead: dict = field(default_factory=dict)          # tensor.py's: what was made for layers that have not asked yet
     arrive: Callable | None = None         # () -> the message of the stage before, for stages after the first
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
     masks: dict = field(default_factory=dict)          # stream -> (B, T), which tokens may be attended to; hooks fill it

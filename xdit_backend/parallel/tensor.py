@@ -3,6 +3,7 @@
 Placed by the hooks on a model that holds a rank's share of its weights (checkpoints/shares.py). docs/algorithms.md section 10.
 """
 
+import collections
 import functools
 
 import torch
@@ -10,21 +11,24 @@ import torch
 from ..partition import summed_modules
 from .collectives import all_gather, start_all_reduce
 
+PROJECTED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_q": "add_q_proj", "norm_added_k": "add_k_proj", "q_rms_norm": "to_q",
+             "k_rms_norm": "to_k", "q_rms_norm_t": "to_q_t", "k_rms_norm_t": "to_k_t"}         # norm of an attention -> what it norms
+
 
 def place_tensor_hooks(model, plan, splits, current):
     """Have attentions and feed-forwards add up the ranks' results, norms over all heads see all, modulations be put together.
 
     splits: of checkpoints.shares.tensor_splits. current(): the ForwardContext of the forward that runs, whose mesh has the group.
     """
-    for name, split in splits.items():
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        if leaf != "weight":
-            continue
-        if split.how == "gathered":
-            module.forward = _gathered(module.forward, split, current)
-        elif split.how == "norm":
-            module.forward = _norm(module, split, current)
+    weights = {name.removesuffix(".weight"): split for name, split in splits.items() if name.endswith(".weight")}
+    _place_gathered(model, plan, {path: split for path, split in weights.items() if split.how == "gathered"}, current)
+    norms = collections.defaultdict(dict)
+    for path, split in weights.items():
+        if split.how == "norm":
+            attention, _, name = path.rpartition(".")
+            norms[attention][name] = split.parts[0]
+    for path, sizes in norms.items():
+        _place_norms(model.get_submodule(path), path, sizes, current)
     for path in summed_modules(splits):
         module = model.get_submodule(path)
         only_first = getattr(module, "add_q_proj", None) is not None and getattr(module, "to_add_out", None) is None
@@ -66,22 +70,95 @@ def _of_own_heads(forward, names, current):
     return own
 
 
-def _gathered(forward, split, current):
-    @functools.wraps(forward)
-    def gathered(tensor):
-        now, own = current(), forward(tensor)
+def _place_gathered(model, plan, splits, current):
+    """Modulations, which see a time or a pooled text, mostly the same ones: the first asks for all that this rank's blocks need, at once.
+
+    A layer that turns out to be given something else computes that, in an exchange of its own, and from then on is not asked for ahead.
+    """
+    linears = {path: model.get_submodule(path) for path in splits}
+    forwards = {path: linear.forward for path, linear in linears.items()}
+    indices, apart = {}, set()
+    for list_ in plan.blocks:
+        first = len(indices)
+        indices |= {f"{list_.name}.{number}": first + number for number in range(len(model.get_submodule(list_.name)))}
+    indices |= {f"{list_.twins}.{number}": indices[f"{list_.name}.{number}"] for list_ in plan.blocks if list_.twins
+                for number in range(len(model.get_submodule(list_.twins)))}
+
+    def is_here(path, now):
+        return indices.get(".".join(path.split(".")[:2]), now.blocks.start) in now.blocks
+
+    def outputs(paths, tensor, now):
         degree = now.mesh.degrees["tensor"]
-        return all_gather(own, split.sizes(degree), own.ndim - 1, now.mesh.tensor_group, now.traffic)
-    return gathered
+        sizes = [splits[path].sizes(degree) for path in paths]
+        own = torch.cat([forwards[path](tensor) for path in paths], -1)
+        joined = all_gather(own, [sum(of_rank) for of_rank in zip(*sizes)], own.ndim - 1, now.mesh.tensor_group, now.traffic)
+        pieces = joined.split([size for of_rank in zip(*sizes) for size in of_rank], -1)
+        return [torch.cat(pieces[index::len(paths)], -1) for index in range(len(paths))]
+
+    def asked(path, tensor):
+        now = current()
+        given, output = now.ahead.get(path, (None, None))
+        if given is tensor and output is not None:
+            now.ahead[path] = (tensor, None)
+            return output
+        if output is not None:
+            apart.add(path)
+        paths = [path, *(other for other, linear in linears.items() if other not in now.ahead and other not in apart and other != path
+                         and linear.in_features == linears[path].in_features and is_here(other, now))]
+        own, *others = outputs(paths, tensor, now)
+        now.ahead.update({other: (tensor, known) for other, known in zip(paths[1:], others)})
+        now.ahead[path] = (tensor, None)
+        return own
+
+    for path, linear in linears.items():
+        linear.forward = functools.partial(asked, path)
+        for module in model.get_submodule(path.rpartition(".")[0]).children():
+            if type(module) is torch.nn.SiLU and not module.inplace:
+                module.forward = _activated(module.forward, current)
 
 
-def _norm(norm, split, current):
-    """An RMS norm over the heads of all ranks: they add up the squares of theirs."""
-    size, = split.parts
+def _activated(forward, current):
+    """What a block makes of the time before a modulation: for all blocks once, as one tensor."""
+    @functools.wraps(forward)
+    def activated(tensor):
+        ahead = current().ahead
+        if id(tensor) not in ahead:
+            ahead[id(tensor)] = (tensor, forward(tensor))      # the tensor is kept, so that its id stays its own
+        return ahead[id(tensor)][1]
+    return activated
 
-    @functools.wraps(norm.forward)
-    def normed(tensor):
-        now, wide = current(), tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        squares, = _sums([wide.square().sum(-1, keepdim=True)], now)
-        return (wide * torch.rsqrt(squares / size + norm.eps) * norm.weight.to(wide.dtype)).to(tensor.dtype)
-    return normed
+
+def _place_norms(attention, path, sizes, current):
+    """RMS norms over the heads of all ranks, which add up the squares of theirs: in one exchange for all that has been projected by then.
+
+    sizes: {norm: numbers of all ranks}.
+    """
+    def projected(name, forward):
+        @functools.wraps(forward)
+        def linear(tensor):
+            output = forward(tensor)
+            current().ahead.setdefault(path, {})[name] = (output, None)
+            return output
+        return linear
+
+    def normed(name, norm, tensor):
+        now = current()
+        known = now.ahead.get(path, {})
+        given, squares = known.pop(name, (None, None))
+        if given is not tensor or squares is None:
+            waiting = {other: of_other for other, (of_other, squares) in known.items() if squares is None}
+            squares, *others = _sums([_squares(each) for each in (tensor, *waiting.values())], now)
+            known.update({other: (of_other, sums) for (other, of_other), sums in zip(waiting.items(), others)})
+        result = torch.mul(tensor, torch.rsqrt(squares / sizes[name] + norm.eps), out=torch.empty_like(tensor))
+        return result.mul_(norm.weight.to(squares.dtype))
+
+    for name in sizes:
+        norm, linear = getattr(attention, name), getattr(attention, PROJECTED[name])
+        linear.forward = projected(name, linear.forward)
+        norm.forward = functools.partial(normed, name, norm)
+
+
+def _squares(tensor):
+    """Sums of the squares of each token's numbers, in float32 or better."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.linalg.vector_norm(tensor, dim=-1, keepdim=True, dtype=wide).square()
