@@ -87,3 +87,14 @@ def _line():
     """The innermost line of the pack or of diffusers."""
     frames = [frame for frame in traceback.extract_stack() if "xdit_backend" in frame.filename or "diffusers" in frame.filename]
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} {frames[-1].name}" if frames else "a test"
+
+
+def move(model):
+    """Have a model's parameters and buffers on the pretended device, under pretended_cuda."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=CUDA), False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=CUDA)

@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from ..protocol.transfers import on_device
 from .describe import Packed, Whole, blocks, config_of, given, has, size, timestep, type_of_arithmetic
 from .keys import SWAPPED, table
 from .plan import BlockList, Family, ModelPlan, Tiny
@@ -30,7 +31,7 @@ def _amend(model, config):
     embed.forward = lambda latent, patch=None: embed.proj(Packed(LATENT.patch).tokens(latent)) + _positions(embed.pos_embed, latent, patch)
 
     def remembered(times):
-        angles = times[:, None] * (1000 * torch.exp(-math.log(10000) * torch.arange(128) / 128)).to(times.device)
+        angles = times[:, None] * on_device(1000 * torch.exp(-math.log(10000) * torch.arange(128) / 128), times.device)
         sines[:] = [torch.cat([angles.cos(), angles.sin()], 1)]
         return sines[0]
     model.time_step_embed.forward = remembered

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..protocol.transfers import on_device
 from .describe import Packed, Whole, because, blocks, config_of, given, has, if_there, size, timestep
 from .keys import table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
@@ -23,7 +24,7 @@ def is_cogvideox(shapes, num_dims):
 def rotary(patch, spread):
     """A rule: sines of tokens' frames, rows and columns, (tokens, head size) each. patch: of a token; spread: between rows, and columns."""
     def tables(asked):
-        places = Packed(patch).positions(asked) * torch.tensor([1.0, spread, spread], device=asked.latent.device)
+        places = Packed(patch).positions(asked) * on_device(torch.tensor([1.0, spread, spread]), asked.latent.device)
         head = asked.config["attention_head_dim"]
         sizes = head // 4, head // 8 * 3, head // 8 * 3
         angles = torch.cat([torch.outer(place, 1.0 / 10000.0 ** (torch.arange(0, each, 2, device=place.device) / each))

@@ -89,6 +89,8 @@ def _amend(model, config):
     model._keep_in_fp32_modules = []
     for block in (*model.text_transformer_blocks, *model.visual_transformer_blocks):
         _rotate_exactly(block.self_attention)
+    model.time_embeddings.register_forward_pre_hook(           # its frequencies are no buffer
+        lambda module, times: setattr(module, "freqs", module.freqs.to(times[0].device)))
     model.time_embeddings.in_layer.register_forward_pre_hook(lambda module, sines: sines[0].to(dtype()))
     model.text_rope_embeddings.forward = lambda places: _rotations(_sines(places, sum(axes)))
 

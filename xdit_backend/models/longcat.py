@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from ..protocol.transfers import on_device
 from .describe import config_of, given, has, timestep
 from .flux import BLOCKS, FLUX, LATENT
 from .keys import table
@@ -33,7 +34,7 @@ def _shifts(arguments):
 
 
 def _places(asked):
-    return LATENT.positions(asked) + torch.tensor([*_shifts(asked.conditioning).values()], device=asked.latent.device)
+    return LATENT.positions(asked) + on_device(torch.tensor([*_shifts(asked.conditioning).values()]), asked.latent.device)
 
 
 LONGCAT = dataclasses.replace(

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..protocol.transfers import on_device
 from .describe import Packed, has, token_rows
 
 LATENT = Packed((1, 1, 1))
@@ -15,7 +16,7 @@ def bounds(asked):
     pixel frame long.
     """
     starts = LATENT.positions(asked).T[None]
-    places = torch.stack([starts, starts + 1], -1) * torch.tensor(PIXELS, device=asked.latent.device)[:, None, None]
+    places = torch.stack([starts, starts + 1], -1) * on_device(torch.tensor(PIXELS), asked.latent.device)[:, None, None]
     if asked.config["_causal_temporal_positioning"]:
         places[:, 0] = (places[:, 0] + 1 - PIXELS[0]).clamp(min=0)
     guides = asked.conditioning.get("keyframe_idxs")
@@ -24,7 +25,8 @@ def bounds(asked):
         guides = guides.to(places.dtype)
         places = torch.cat([places.expand(len(guides), -1, -1, -1)[:, :, :max(0, whole - guides.shape[2] - first)],
                             guides[:, :, max(0, first - (whole - guides.shape[2])):]], 2)[:, :, :count]
-    rate = asked.conditioning.get("frame_rate", torch.tensor(FRAME_RATE)).flatten()[0].to(places)
+    rate = asked.conditioning.get("frame_rate")
+    rate = FRAME_RATE if rate is None else rate.flatten()[0].to(places)
     return torch.cat([places[:, :1] * (1.0 / rate), places[:, 1:]], 1)
 
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 
+import torch
+
+from ..protocol.transfers import on_device
 from .describe import config_of, given, has
 from .keys import table
 from .pixart import PIXART
@@ -16,7 +19,8 @@ def _sizes(asked):
     """Height and width in pixels, and their ratio: what a node says, else those of the whole latent."""
     height, width = asked.patch.whole if asked.patch else asked.latent.shape[2], asked.latent.shape[3]
     size, shape = (given(name)(asked) for name in ("c_size", "c_ar"))
-    rows = lambda *numbers: asked.latent.new_tensor(numbers).expand(len(asked.latent), -1)  # noqa: E731
+    rows = lambda *numbers: on_device(torch.tensor(numbers, dtype=asked.latent.dtype), asked.latent.device).expand(  # noqa: E731
+        len(asked.latent), -1)
     return {"resolution": rows(8 * height, 8 * width) if size is None else size.to(asked.latent),
             "aspect_ratio": rows(height / width) if shape is None else shape.to(asked.latent)}
 

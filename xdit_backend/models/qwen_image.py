@@ -30,7 +30,7 @@ def _amend(model, config):
     """What ComfyUI does otherwise: it counts rows and columns from the middle with odd sizes rounded down, places references as a
     workflow says, and takes them at the time of the latent or at time zero.
     """
-    rope, forward, starts_of, takes_at_zero = model.pos_embed, model.forward, [], AtZero()
+    rope, forward, starts_of, takes_at_zero, on_devices = model.pos_embed, model.forward, [], AtZero(), {}
     for module in (model, *model.transformer_blocks):
         module.zero_cond_t = takes_at_zero
 
@@ -40,16 +40,17 @@ def _amend(model, config):
         return forward(**inputs)
 
     def tables(img_shapes, max_txt_seq_len, device):
-        zero, sizes = len(rope.neg_freqs), img_shapes[0]
-        by_axis = torch.cat([rope.neg_freqs, rope.pos_freqs]).to(device).split([width // 2 for width in rope.axes_dim], 1)
+        if device not in on_devices:                           # they are no buffers, and 4 MB
+            on_devices[device] = torch.cat([rope.neg_freqs, rope.pos_freqs]).to(device)
+        table, zero, sizes = on_devices[device], len(rope.neg_freqs), img_shapes[0]
+        by_axis = table.split([width // 2 for width in rope.axes_dim], 1)
         pieces = []
         for (frame, row, column), (frames, rows, columns) in zip([(0, 0, 0), *starts_of], sizes):
             starts = (zero + frame, zero + row - rows // 2, zero + column - columns // 2)
             grids = torch.meshgrid(*(torch.arange(start, start + length, device=device)
                                      for start, length in zip(starts, (frames, rows, columns))), indexing="ij")
             pieces.append(torch.cat([part[grid.flatten()] for part, grid in zip(by_axis, grids)], 1))
-        text = rope.pos_freqs[max(sizes[0][1] // 2, sizes[0][2] // 2):].to(device)[:max_txt_seq_len]
-        return torch.cat(pieces), text
+        return torch.cat(pieces), table[zero + max(sizes[0][1] // 2, sizes[0][2] // 2):][:max_txt_seq_len]
     rope.forward, model.forward = tables, placed
 
 

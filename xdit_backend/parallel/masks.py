@@ -11,16 +11,16 @@ from ..protocol.errors import UnsupportedError
 
 
 def read_mask(mask, streams, tokens):
-    """{stream: (B, T) bool} of the streams some of whose tokens are masked; {} where none is.
+    """{stream: (B, T) bool} of the streams whose tokens may be masked.
 
+    What it says is not asked for, since that would wait for the device; ComfyUI gives no mask where nothing is masked.
     mask: (B, T) or (B, 1, 1, T) over all tokens that the forward holds; True or 1 where a token may be attended to.
     """
     if mask.is_floating_point() or mask.shape[1:-1].numel() != 1:
         raise UnsupportedError(f"This model masks its self-attention by a tensor of shape {tuple(mask.shape)} and dtype {mask.dtype}, "
                                f"which sequence parallelism and PipeFusion cannot split. Use cfg_degree instead.")
     parts = mask.flatten(1).bool().split([tokens.held(stream) for stream in streams], 1)
-    is_full = torch.stack([part.all() for part in parts]).tolist()
-    return {stream: part for stream, part, full in zip(streams, parts, is_full) if not full}
+    return {stream: part for stream, part in zip(streams, parts) if part.shape[1]}
 
 
 def gathered_mask(masks, pieces, like):
