@@ -132,14 +132,14 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    order.choose_seed(config)
+    order.choose_seeds(config)
     busy = order.start_busy(config)
     config.add_cleanup(lambda: [process.kill() or process.wait() for process in busy])
 
 
 def pytest_configure_node(node):
     """Of pytest-xdist: before it starts a process."""
-    node.workerinput["order_seed"] = node.config.option.order_seed
+    node.workerinput.update({name: getattr(node.config.option, name) for name in order.SEEDS})
 
 
 def pytest_report_header(config):

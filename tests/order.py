@@ -1,30 +1,34 @@
-"""In which order tests run, and beside what: conftest.py asks, for pytest's --order reverse, --order drawn [--order-seed 7], --beside 2."""
+"""In which order tests run, beside what, and what they draw: pytest's --order, --order-seed, --beside, --smoke-seed, for conftest.py."""
 
 import random
 import subprocess
 import sys
 
 ORDERS = ("written", "reverse", "drawn")
+SEEDS = ("order_seed", "smoke_seed")
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n for _ in range(10 ** 6): pass"
 
 
 def add_options(parser):
     parser.addoption("--order", choices=ORDERS, default="written", help="of the files, and of the tests in each")
     parser.addoption("--order-seed", type=int, metavar="SEED", help="of --order drawn; default: another each time")
+    parser.addoption("--smoke-seed", type=int, metavar="SEED", help="of the layouts of tests/test_smoke.py; default: another each time")
     parser.addoption("--beside", type=int, default=0, metavar="COUNT", help="so many processes that are never idle run beside the tests")
 
 
-def choose_seed(config):
-    """Draw a seed where none is given; in a process of pytest-xdist, take that of the first process."""
-    if hasattr(config, "workerinput"):
-        config.option.order_seed = config.workerinput["order_seed"]
-    elif config.option.order_seed is None:
-        config.option.order_seed = random.randrange(10 ** 6)
+def choose_seeds(config):
+    """Draw those that are not given; in a process of pytest-xdist, take those of the first process."""
+    for name in SEEDS:
+        if hasattr(config, "workerinput"):
+            setattr(config.option, name, config.workerinput[name])
+        elif getattr(config.option, name) is None:
+            setattr(config.option, name, random.randrange(10 ** 6))
 
 
 def header(config):
     order, seed, beside = config.option.order, config.option.order_seed, config.option.beside
     lines = {"written": [], "reverse": ["order: reverse"], "drawn": [f"order: drawn, again with --order drawn --order-seed {seed}"]}[order]
+    lines.append(f"layouts of the smoke test: --smoke-seed {config.option.smoke_seed}")
     return lines + ([f"beside {beside} busy processes"] if beside else [])
 
 

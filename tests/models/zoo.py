@@ -70,13 +70,13 @@ def matrix(names, layouts, one, family=lambda name: name):
 
 
 def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, batch=1, frames=None, masked=False,
-            apart=False, references=(), method=None, audio=5):
+            apart=False, references=(), method=None, audio=5, more={}):
     """A model with seeded weights; rows x columns are latent pixels. The same on every rank. masked: some text is not attended to.
     apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how they are
-    placed.
+    placed. more: of the config.
     """
     family = FAMILIES[name]
-    config = family.tiny.config
+    config = family.tiny.config | more
     torch.manual_seed(0)
     model = build(family, config).eval().to(dtype).requires_grad_(False)
     _wake(model)
