@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKL
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
 from tests.tolerances import within
@@ -140,6 +142,9 @@ def test_views_and_inputs_are_counted_once():
 
 # Sizes that one rank could not hold
 
+STABLE_DIFFUSION = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4,
+                    "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+
 
 def thin_vae(attention=True):
     """Stable Diffusion's structure with 4 channels: three levels of upsampling, attention in the middle."""
@@ -177,14 +182,57 @@ def test_a_thin_decoder_on_8_ranks_holds_an_eighth_of_the_rows():
         assert share == 1 / 8 and peak_bytes < 1.3 * need.peak_bytes
 
 
-@pytest.mark.slow
-def test_decodes_4096_pixels_on_8_ranks_with_an_eighth_of_the_rows_on_each():
-    """Without attention, whose time grows with the square of the pixels. One rank would need eight times as much memory, and one rank
-    with Stable Diffusion's decoder 60 GB in float32.
-    """
-    need = need_of(outline_of(thin_vae(attention=False)), (1, 4, 512, 512), 1, 8)
-    by_rank = run_ranks(decode_thin, 8, 512, False, timeout_s=3600)
+LARGE = (1, 4, 1280, 1280)                                     # of 10,240 x 10,240 pixels
 
-    assert [start for start, *_ in by_rank] == [rank * 512 for rank in range(8)]
+
+class Given(TorchDispatchMode):
+    """While active, notes how many rows convolutions have beyond an eighth of the picture's, at the scale of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.borrowed = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in vae_memory.CONVOLUTIONS:
+            rows, columns = args[0].shape[-2:]
+            self.borrowed.append(rows - columns / 8)
+        return function(*args, **(kwargs or {}))
+
+
+def decode_without_bytes(rank, world_size, ranks):
+    """(first row, shape, the most rows that a convolution borrows, peak bytes) of each of these ranks of eight."""
+    dist.destroy_process_group()
+    with torch.device("meta"):
+        vae, results = AutoencoderKL(**STABLE_DIFFUSION).eval(), []
+    for one in ranks:
+        dist.init_process_group("fake", store=FakeStore(), rank=one, world_size=8)         # what others send is not there, its shape is
+        with Given() as given, LiveBytes() as live:
+            share = decode_rows(vae, torch.empty(LARGE, device="meta"), Ranks(dist.group.WORLD))
+        results.append((share.start, share.tensor.shape, max(given.borrowed), live.peak_bytes))
+        dist.destroy_process_group()
+    return results
+
+
+def test_of_10240_pixels_each_of_8_ranks_has_an_eighth_of_the_rows_and_of_the_memory():
+    """Stable Diffusion's decoder, with its attention, on the meta device: 322 GB in float32, or 40 GB on each rank."""
+    ranks = (0, 3)
+    with torch.device("meta"):
+        alone, eighth = (need_of(AutoencoderKL(**STABLE_DIFFUSION).eval(), LARGE, 1, count, whole=True).peak_bytes for count in (1, 8))
+
+    results, = run_ranks(decode_without_bytes, 1, ranks)
+
+    assert [(start, shape) for start, shape, *_ in results] == [(rank * 1280, (1, 3, 1280, 10240)) for rank in ranks]
+    for _, _, borrowed, peak_bytes in results:
+        assert 0 <= borrowed <= 2                              # one on either side
+        assert eighth <= 1.001 * alone / 8 and eighth <= peak_bytes <= 1.001 * eighth
+
+
+@pytest.mark.slow
+def test_decodes_10240_pixels_on_8_ranks_with_an_eighth_of_the_rows_on_each():
+    """Without attention, whose time grows with the square of the pixels: hours here. One rank would need eight times as much memory."""
+    need = need_of(outline_of(thin_vae(attention=False)), LARGE, 1, 8)
+    by_rank = run_ranks(decode_thin, 8, LARGE[-1], False, timeout_s=3600)
+
+    assert [start for start, *_ in by_rank] == [rank * 1280 for rank in range(8)]
     assert all(share == 1 / 8 and torch.isfinite(rows).all() for _, rows, share, _ in by_rank)
     assert max(peak for *_, peak in by_rank) < 1.1 * need.peak_bytes
