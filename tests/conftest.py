@@ -63,8 +63,8 @@ def left_behind():
     return [folder for folder in folders if (host := FOLDER.search(folder)) and _counts(int(host[1]))] + processes
 
 
-def still_there(before, within_s=30):
-    """What is left behind beside `before`, after waiting so long for it to go: a few seconds, on a machine that has nothing else to do."""
+def still_there(before, within_s=120):
+    """What is left behind beside `before`, after waiting so long for it to go; it takes a few seconds."""
     deadline_s = time.monotonic() + within_s
     while (left := set(left_behind()) - before) and time.monotonic() < deadline_s:
         time.sleep(0.05)

@@ -26,7 +26,7 @@ class RankError(Exception):
     """A rank died, hung, or raised what cannot be pickled; or the traceback of what it raised, as that one's cause."""
 
 
-def run_ranks(function, world_size, *args, timeout_s=60):
+def run_ranks(function, world_size, *args, timeout_s=300):
     """Call function(rank, world_size, *args) on each of `world_size` processes and return their results by rank.
 
     The function stands at the top level of a test module; it runs on one thread, with gloo initialised.

@@ -110,20 +110,22 @@ def test_where_the_weights_fit_sharding_tensors_pays_nothing(rate):
 
 
 @pytest.mark.parametrize("count, most", [(2, 10), (8, 20), (64, 40)])
-def test_the_choice_looks_at_few_layouts_and_takes_little_time(count, most):
-    """Of unlike devices, whose forecasts take longest. It takes under 50 ms (docs/measuring.md); ten times that of the processor's time
-    would be another algorithm."""
+def test_the_choice_looks_at_few_layouts_and_takes_less_than_ten_times_what_forecasts_of_all_take(count, most):
+    """Of unlike devices, whose forecasts take longest."""
     unlike = [Device(rate, 1e14, 1e12, memory_bytes=80e9, name=f"card {rate:g}") for rate in (1e14, 2e14)]
     rates = {(name, size): 2e10 for name in ("all_to_all", "hop", "all_reduce", "gather") for size in (2, 4, 8, 16, 32, 64)}
     machine, net = Machine(tuple(unlike[rank % 2] for rank in range(count)), Links(rates)), model_of(24e9)
-    taken = []
+    taken, taken_by_all = [], []
     for tokens in (4096, 4097, 4098):                          # nothing that an earlier choice has found helps
         started_s = time.process_time()
         plan = plan_run(ParallelConfig(), machine, net, Job(tokens, 512, 28, branches=2))
-        taken.append(time.process_time() - started_s)
+        chosen_s = time.process_time()
+        forecasts(net, Job(tokens + 10, 512, 28, branches=2), machine)
+        taken.append(chosen_s - started_s)
+        taken_by_all.append(time.process_time() - chosen_s)
 
     assert 1 <= len(plan.ordered) <= most
-    assert min(taken) < 0.5
+    assert min(taken) < 10 * min(taken_by_all)
 
 
 def test_bytes_of_stale_keys_and_values():

@@ -73,11 +73,11 @@ def test_a_refused_layout_marks_its_widget_and_offers_what_fits(page):
     saved = page.evaluate("() => app.rootGraph.serialize().nodes")
 
     page.evaluate("() => app.queuePrompt(0).catch(() => null)")
-    page.wait_for_function(f"() => JSON.stringify(({MARKED})()) !== '{{}}'", timeout=20_000)
+    page.wait_for_function(f"() => JSON.stringify(({MARKED})()) !== '{{}}'", timeout=120_000)
     marked, label = page.evaluate(MARKED), page.evaluate(f"() => ({BUTTON})().label")
     with_button = page.evaluate("() => app.rootGraph.serialize().nodes.map(node => node.widgets_values)")
     page.evaluate(f"() => ({BUTTON})().callback()")
-    page.wait_for_function(f"() => !({BUTTON})()", timeout=20_000)
+    page.wait_for_function(f"() => !({BUTTON})()", timeout=120_000)
     values = page.evaluate("""() => Object.fromEntries(app.graph.nodes.find(node => node.type === "XDiTParallelConfig")
         .widgets.map(widget => [widget.name, widget.value]))""")
 
@@ -90,7 +90,7 @@ def test_a_refused_layout_marks_its_widget_and_offers_what_fits(page):
 def test_what_fits_is_offered_no_more_when_a_run_begins(page):
     open_demo(page, devices="cpu,cpu", mode="manual", ring_degree=3)
     page.evaluate("() => app.queuePrompt(0).catch(() => null)")
-    page.wait_for_function(f"() => ({BUTTON})()", timeout=20_000)
+    page.wait_for_function(f"() => ({BUTTON})()", timeout=120_000)
 
     page.evaluate("""async () => (await import("/scripts/api.js")).api.dispatchEvent(new CustomEvent("execution_start", { detail: {} }))""")
 
@@ -102,7 +102,7 @@ def test_an_error_of_a_run_marks_the_widget_of_the_settings(page):
     open_demo(page, devices="cpu,cpu,cpu,cpu,cpu", mode="manual", ulysses_degree=5)
 
     page.evaluate("() => app.queuePrompt(0)")
-    page.wait_for_function(f"() => JSON.stringify(({MARKED})()) !== '{{}}'", timeout=60_000)
+    page.wait_for_function(f"() => JSON.stringify(({MARKED})()) !== '{{}}'", timeout=120_000)
 
     assert page.evaluate(MARKED) == {"XDiTParallelConfig": "ulysses_degree"}
 

@@ -38,8 +38,8 @@ def page(chromium, host):
     page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: page.states.append(frame)
                                                   if isinstance(frame, str) and "xdit.state" in frame else None))
     page.goto(host.url)
-    page.wait_for_function("() => window.app?.graph && window.LiteGraph?.registered_node_types?.XDiTLoadModel", timeout=60_000)
-    page.wait_for_function("() => app.graph.nodes.length > 0", timeout=60_000)
+    page.wait_for_function("() => window.app?.graph && window.LiteGraph?.registered_node_types?.XDiTLoadModel", timeout=120_000)
+    page.wait_for_function("() => app.graph.nodes.length > 0", timeout=120_000)
     page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
     page.evaluate("""steps => {
         const node = type => app.graph.nodes.find(node => node.type === type);
@@ -127,11 +127,11 @@ def test_it_is_live_during_a_run_and_silent_when_closed(page, host):
     with stopped(workers(host)[0]):                            # the run goes on when the page, which may be slow, has shown it
         wait_for_run(page, "running")
         busy = send(host, "/xdit/do", b'{"action": "stop"}')
-        page.wait_for_function("() => document.querySelector('.xdit-panel progress')?.value > 1", timeout=40_000)
+        page.wait_for_function("() => document.querySelector('.xdit-panel progress')?.value > 1", timeout=120_000)
         during, phases = bars(page), page.locator(".xdit-phase").count()
     wait_for_run(page, "done")
     page.wait_for_function("steps => new Set([...document.querySelectorAll('.xdit-time rect[data-kind=whole]')]"
-                           ".map(one => one.dataset.step)).size === steps", arg=STEPS, timeout=60_000)
+                           ".map(one => one.dataset.step)).size === steps", arg=STEPS, timeout=120_000)
 
     assert sum(during["cpu"].values()) == total and during["cpu"]["weights"] > 0
     assert phases == 0                                         # loading is over
@@ -143,7 +143,7 @@ def test_it_is_live_during_a_run_and_silent_when_closed(page, host):
     assert [steps for _, steps in ranks] == [list(range(1, STEPS + 1))] * 2
     told = page.evaluate("() => [...document.querySelectorAll('.xdit-panel dd')].map(one => [one.dataset.fact, one.textContent])")
     assert dict(told)["run_steps"] == f"{STEPS} of {STEPS}" and dict(told)["run_how"] == "CFG 2"
-    page.wait_for_function("() => document.querySelector('.xdit-time rect[data-kind=decode]')", timeout=60_000)
+    page.wait_for_function("() => document.querySelector('.xdit-time rect[data-kind=decode]')", timeout=120_000)
     assert sum(bars(page)["cpu"].values()) == total
     toggle(page)
     page.wait_for_timeout(1500)
@@ -205,13 +205,13 @@ def test_both_themes_and_both_languages(page):
 
 
 def test_after_a_crash_it_says_so_and_the_next_run_works(page, host):
-    page.wait_for_selector(".xdit-group[data-state=idle]", timeout=60_000)
+    page.wait_for_selector(".xdit-group[data-state=idle]", timeout=120_000)
 
     workers(host)[0].kill()
-    page.wait_for_selector(".xdit-group[data-state=ended]", timeout=30_000)
+    page.wait_for_selector(".xdit-group[data-state=ended]", timeout=120_000)
     assert sum(bars(page)["cpu"].values()) == host.get("/xdit/state")["devices"][0]["total"]
     page.locator("[data-action=stop]").click()
-    page.wait_for_selector(".xdit-group[data-state=stopped]", timeout=30_000)
+    page.wait_for_selector(".xdit-group[data-state=stopped]", timeout=120_000)
     number = page.locator(".xdit-panel dl").get_attribute("data-run")
     queue(page, 13)
     page.wait_for_function("number => document.querySelector('.xdit-panel dl')?.dataset.run !== number", arg=number, timeout=120_000)

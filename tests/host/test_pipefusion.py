@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -145,27 +143,25 @@ def test_an_error_in_a_stage_is_told_and_the_next_run_works(client, spec_of, mon
     within((sample(client, spec, one, Layout(pipefusion_degree=2), 4, 1) - oracle(one, 4, 1)).abs().max(), 1e-6)
 
 
-def slowness():
-    """How many times as long as it should (0.1 s) this machine takes now to start and end a process, as a group's end does; at least 1."""
-    started_s = time.monotonic()
-    subprocess.run([sys.executable, "-S", "-c", ""], check=True)
-    return max(1.0, (time.monotonic() - started_s) / 0.1)
-
-
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_killed_stage_ends_the_run_within_10_s_and_is_named(client, spec_of, rank):
-    one, spec = small("SD3"), spec_of("SD3", stages=STAGES)
-    finish(client, keep_flying(client, spec, one, rounds=1))
+def test_a_killed_stage_is_named_and_ends_the_run_within_ten_times_what_the_run_takes_undisturbed(client, spec_of, rank):
+    """Nobody waits for what it owed: stages have half an hour for that."""
+    large, spec = small("SD3", rows=60, columns=60), spec_of("SD3", stages=STAGES)
+    finish(client, keep_flying(client, spec, large, rounds=1))
+    started_s = time.monotonic()
+    finish(client, keep_flying(client, spec, large, rounds=20))
+    client.end_run()
+    undisturbed_s = time.monotonic() - started_s
     pids = {rank: int(numbers["pid"]) for rank, numbers in client.report_memory().items()}
-    tickets = keep_flying(client, spec, small("SD3", rows=60, columns=60), rounds=20)
+    tickets = keep_flying(client, spec, large, rounds=20)
 
-    allowed_s, started_s = 10 * slowness(), time.monotonic()
+    killed_s = time.monotonic()
     os.kill(pids[rank], signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match=f"Worker rank {rank} "):
         finish(client, tickets)
     client.end_run()
 
-    assert time.monotonic() - started_s < max(allowed_s, 10 * slowness())
+    assert time.monotonic() - killed_s < 10 * undisturbed_s
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.values())
 
 
