@@ -1,14 +1,11 @@
 """A few of the faults that tests/faults.py draws: which end a run, and in what, is for it to judge."""
 
-import pytest
-
 from tests.faults import FAULTS, LAYOUTS, NEVER, PHASES, draw, suffer_all
 from xdit_backend.host import launcher
 
-SLICE = (6, 11, 17)                        # decoding, computing; killed, its torchrun killed, cancelled
+SLICE = (43, 45, 1, 11, 29, 55, 19)        # each kind, each phase and each method is among them
 
 
-@pytest.mark.slow
 def test_workers_that_are_killed_stopped_or_cancelled_leave_words_or_a_picture_and_nothing_else(monkeypatch):
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "60")         # suffer_all sets its own, for this test alone
     monkeypatch.setattr(launcher, "START_TIMEOUT_S", launcher.START_TIMEOUT_S)
@@ -16,6 +13,13 @@ def test_workers_that_are_killed_stopped_or_cancelled_leave_words_or_a_picture_a
     outcomes = suffer_all(SLICE)
 
     assert outcomes.total() == len(SLICE) and outcomes["said so"] >= 1
+
+
+def test_every_kind_phase_and_method_is_in_the_slice():
+    faults = list(map(draw, SLICE))
+
+    assert {fault.kind for fault in faults} == set(FAULTS) and {fault.phase for fault in faults} == set(PHASES)
+    assert {fault.layout for fault in faults} == LAYOUTS[2].keys()
 
 
 def test_every_fault_is_drawn_in_every_phase():
