@@ -33,9 +33,32 @@ def run_ranks(function, world_size, *args, timeout_s=300):
     Arguments and results are pickled. What the first failing rank raised is raised here; a rank that was killed
     or is not done after `timeout_s` raises RankError. No process is left in any case.
     """
+    return [result for result, in _run(function, world_size, [args], timeout_s)]
+
+
+def run_cases(function, world_size, cases, timeout_s=1800):
+    """As run_ranks(function, world_size, *case) of each case, one after the other on one set of processes.
+
+    Returns for each case its results by rank, or what was raised: where one fails, each runs by itself, since it may leave ranks apart.
+    """
+    try:
+        return list(zip(*_run(function, world_size, cases, timeout_s)))
+    except Exception:
+        return [_outcome(function, world_size, case) for case in cases]
+
+
+def _outcome(function, world_size, case):
+    try:
+        return run_ranks(function, world_size, *case)
+    except Exception as error:
+        return error
+
+
+def _run(function, world_size, cases, timeout_s):
+    """[results of each case] by rank."""
     assert function.__qualname__.isidentifier(), f"{function.__qualname__} is not at the top level of its module"
     context = _forkserver()
-    call = pickle.dumps((function.__name__, args))
+    call = pickle.dumps((function.__name__, cases))
     connections, processes = [], []
     with tempfile.TemporaryDirectory(prefix="xdit-ranks-") as folder:
         try:
@@ -149,9 +172,9 @@ def _rank(module_name, module_path, call, rank, world_size, folder, timeout_s, c
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     try:
-        function_name, args = _load(module_name, module_path, call)
-        result = getattr(sys.modules[module_name], function_name)(rank, world_size, *args)
-        report = ("result", pickle.dumps(result))
+        function_name, cases = _load(module_name, module_path, call)
+        function = getattr(sys.modules[module_name], function_name)
+        report = ("result", pickle.dumps([function(rank, world_size, *case) for case in cases]))
     except BaseException as error:  # whatever it was, it belongs to the test
         report = ("failure", (_pickled_or_none(error), traceback.format_exc()))
     connection.send_bytes(pickle.dumps(report))

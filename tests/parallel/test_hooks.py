@@ -62,9 +62,10 @@ KINDS = ("SD3", "Flux.1", "Wan", "Lumina 2", "LTX-2")         # of each kind of 
 @pytest.mark.parametrize("name, layout", [
     (name, layout) for name, layout in matrix(having("ring"), LAYOUTS, "ring2-ulysses2")
     if name in (*KINDS, *ALIKE) or layout in ("ulysses2", "ring3")])
-def test_prediction_equals_the_model(name, layout):
+def test_prediction_equals_the_model(on_shared_ranks, name, layout):
     """Shapes follow one another on the same hooks, so that nothing of one run may reach the next."""
-    results = run_ranks(difference, num_ranks(LAYOUTS[layout]), name, LAYOUTS[layout], list(SHAPES.values()))
+    results = on_shared_ranks(difference, lambda name, layout: num_ranks(LAYOUTS[layout]),
+                              lambda name, layout: (name, LAYOUTS[layout], list(SHAPES.values())))
 
     within(max(max(result) for result in results), EXACT)
 
@@ -85,11 +86,12 @@ def test_ranks_that_differ_in_speed_predict_the_same(name, layout, speeds):
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "attention_mask" in family.conditioning])
 @pytest.mark.parametrize("layout", ["ulysses2", "ring2-ulysses2", "ring3"])
-def test_masked_text_is_not_attended_to(name, layout):
+def test_masked_text_is_not_attended_to(on_shared_ranks, name, layout):
     """Two images, whose masks differ: on some ranks all text of one is masked."""
     shapes = [MASKED, SHAPES["uneven"], SHAPES["uneven"] | {"masked": True}]
 
-    results = run_ranks(difference, num_ranks(LAYOUTS[layout]), name, LAYOUTS[layout], shapes)
+    results = on_shared_ranks(difference, lambda name, layout: num_ranks(LAYOUTS[layout]),
+                              lambda name, layout: (name, LAYOUTS[layout], shapes))
 
     within(max(max(result) for result in results), EXACT)
 

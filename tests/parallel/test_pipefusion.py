@@ -121,6 +121,10 @@ def _oracle(name, sequence_degree, in_double, num_patches, warmup_steps, options
 def error(name, layout, settings, num_blocks=None, mutant=None, options={}):
     """The largest difference of a rank's latents from the oracle's."""
     by_rank = run_ranks(samples, num_ranks(layout), name, layout, settings, num_blocks, mutant, options)
+    return error_of(by_rank, name, layout, settings, options)
+
+
+def error_of(by_rank, name, layout, settings, options={}):
     wanted = [oracle(name, layout, *each, options) for each in settings]
     return max((got - want).abs().max().item() for results in by_rank for got, want in zip(results, wanted, strict=True))
 
@@ -131,9 +135,12 @@ ALL = [(num_patches, (num_patches + more) % len(SIGMAS)) for num_patches in rang
 @pytest.mark.parametrize("name, num_stages", [
     *((name, 3) for name in having("pipefusion")),
     *(pytest.param(name, stages, marks=pytest.mark.slow) for name in KINDS for stages in (1, 2, 4))])
-def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(name, num_stages):
+def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(on_shared_ranks, name, num_stages):
     """num_patches below, equal to and above the stages; warm-up from none (a cold start) to all steps."""
-    within(error(name, Layout(pipefusion_degree=num_stages), ALL), EXACT)
+    by_rank = on_shared_ranks(samples, lambda name, num_stages: num_stages,
+                              lambda name, num_stages: (name, Layout(pipefusion_degree=num_stages), ALL))
+
+    within(error_of(by_rank, name, Layout(pipefusion_degree=num_stages), ALL), EXACT)
 
 
 @pytest.mark.parametrize("name", [name for name in having("pipefusion", FAMILIES) if "attention_mask" in FAMILIES[name].conditioning])

@@ -81,8 +81,9 @@ def degrees_of(name):
 
 @pytest.mark.parametrize("name, degree", [pytest.param(name, degree, marks=[pytest.mark.slow] if degree > 2 else [])
                                           for name in having("tensor") for degree in degrees_of(name)])
-def test_prediction_equals_the_model(name, degree):
-    results = run_ranks(forward, degree, name, Layout(tensor_degree=degree), SHAPES if degree == 2 else SHAPES[1:])
+def test_prediction_equals_the_model(on_shared_ranks, name, degree):
+    results = on_shared_ranks(forward, lambda name, degree: degree,
+                              lambda name, degree: (name, Layout(tensor_degree=degree), SHAPES if degree == 2 else SHAPES[1:]))
 
     within(largest(results), EXACT)
 
