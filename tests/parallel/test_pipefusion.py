@@ -392,15 +392,19 @@ def a_stand_in_is_attended_to():
 def forecast_in_steps_not_in_time():
     """Every step counts as long as the one before."""
     turn = Kept.turn
-    Kept.turn = lambda self, time, strength: (weight := turn(self, time, strength)) and (1.0 if weight == 1.0 else 1.0 + strength)
+
+    def by_steps(self, time, strength, room_for):
+        weight = turn(self, time, strength, room_for)
+        return weight and (1.0 if weight == 1.0 else 1.0 + strength)
+    Kept.turn = by_steps
 
 
 def forecast_of_a_forecast():
     """The buffers do not change places: the slope is of what was forecast, not of what was seen."""
     turn = Kept.turn
 
-    def still(self, time, strength):
-        weight = turn(self, time, strength)
+    def still(self, time, strength, room_for):
+        weight = turn(self, time, strength, room_for)
         if weight is not None:
             self.before_KBNTH.copy_(self.both_KBNTH if weight != 1.0 else self.before_KBNTH)
         return weight

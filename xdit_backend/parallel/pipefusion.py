@@ -22,6 +22,7 @@ from .mesh import wait_timeout_s
 from .usp import all_keys, heads_apart, repeat_heads
 
 MAX_SENT = 16                  # messages that are kept for the stage after
+PAGE_BYTES = 2 ** 16           # what the system may pin is whole pages; of no system are they larger
 MAX_STRIDE = 2.0               # a step is forecast as at most so many times as long as the one before it
 TO_TOKEN_MAJOR, FROM_TOKEN_MAJOR = (1, 3, 0, 2, 4), (2, 0, 3, 1, 4)        # (K, B, N, T, H) -> (B, T, K, N, H), and back
 
@@ -46,18 +47,18 @@ class Kept:
     def num_bytes(self):
         return sum(both.numel() * both.element_size() for both in (self.both_KBNTH, self.before_KBNTH) if both is not None)
 
-    def turn(self, time, strength):
+    def turn(self, time, strength, room_for):
         """Let `both` and `before` change places as another call begins, so that `both` is for the new call's.
 
         Returns the weight w with which `both` + w (`before` - `both`), of what they hold now, is the new call's forecast; 1.0
-        where there is no slope yet; None where nothing has turned: a call at the same time overwrites.
+        where there is no slope yet; None where nothing has turned: a call at the same time overwrites. room_for(shape, like): memory.
         """
         if time == self.time or self.num_filled < self.both_KBNTH.shape[3]:
             self.time = time
             return None
         weight = 1.0
         if self.before_KBNTH is None:
-            self.before_KBNTH = torch.empty_like(self.both_KBNTH, pin_memory=self.both_KBNTH.is_pinned())
+            self.before_KBNTH = room_for(self.both_KBNTH.shape, self.both_KBNTH)
         else:
             weight = forecast_weight(strength, time, self.time, self.time_before)
         self.both_KBNTH, self.before_KBNTH = self.before_KBNTH, self.both_KBNTH
@@ -68,8 +69,8 @@ class Kept:
 class Offload:
     """Keeps keys and values in host memory; the device holds those of the attention at hand and, arriving, of the next.
 
-    Attentions come in the same order in every forward, so the next one is known. Host memory is pinned where there is CUDA, and
-    transfers run on a stream of their own, in order. Both sides are token-major, (B, T, K, N, H) in memory: any tokens of an
+    Attentions come in the same order in every forward, so the next one is known. Host memory is pinned where there is CUDA, until
+    close(), and transfers run on a stream of their own, in order. Both sides are token-major, (B, T, K, N, H) in memory: any tokens of an
     image are in one piece, which is what an asynchronous copy needs. What attention sees are views of it as (K, B, N, T, H).
     """
 
@@ -78,6 +79,7 @@ class Offload:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: list[torch.Tensor | None] = [None, None, None]          # the third: of the call before the last
         self._turn, self._arriving = 0, None
+        self._pinned = []                                      # (address, tensor) of all host memory
 
     @property
     def num_bytes(self):
@@ -87,8 +89,34 @@ class Offload:
     def home(self, shape, like):
         """Host memory for an entry of shape (K, B, N, T, H)."""
         kinds, batch, heads, tokens, size = shape
-        memory = torch.empty(batch, tokens, kinds, heads, size, dtype=like.dtype, pin_memory=self._stream is not None)
-        return memory.permute(FROM_TOKEN_MAJOR)
+        num_bytes = math.prod(shape) * like.element_size()
+        memory = torch.empty(num_bytes, dtype=torch.uint8) if self._stream is None or not num_bytes else self._pin(num_bytes)
+        return memory.view(like.dtype).view(batch, tokens, kinds, heads, size).permute(FROM_TOKEN_MAJOR)
+
+    def close(self):
+        """Wait until nothing is on its way any more, and give back all memory: whoever has it next would find copies arriving there."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._arriving, self._buffers = None, [None] * len(self._buffers)
+        while self._pinned:
+            address, _ = self._pinned.pop()
+            code = int(torch.cuda.cudart().cudaHostUnregister(address))
+            if code:
+                raise RuntimeError(f"CUDA error: cudaHostUnregister: {code}")
+
+    def _pin(self, num_bytes):
+        """Host memory of just so many bytes, on pages of its own. What torch pins is up to twice as much, and stays pinned."""
+        size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGE_BYTES
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr() + start, size, 0))
+        if code:
+            pinned_bytes = sum(own.numel() for _, own in self._pinned)
+            raise RuntimeError(f"CUDA error: offload_keys_values has {pinned_bytes / 1e9:.3g} GB of host memory pinned, and the "
+                               f"system gives no {num_bytes / 1e9:.3g} GB more (cudaHostRegister: {code}). Free host memory, use "
+                               f"fewer pixels or frames, or turn offload_keys_values off.")
+        self._pinned.append((memory.data_ptr() + start, memory))
+        return memory[start:start + num_bytes]
 
     def take(self, entry, following):
         """The entry's keys and values on the device; those of the following entry start to arrive."""
@@ -103,8 +131,7 @@ class Offload:
     def room(self, entry):
         """A place on the device for the entry's keys and values, all of which are about to be made anew."""
         self._arriving = None                                  # it would be what they were before
-        if self._stream is not None:                           # what this place held may still be on its way to host memory
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._wait_for_copies()                                # what this place held may still be on its way to host memory
         return self._next_buffer(entry)
 
     def forecast(self, entry, here, weight):
@@ -137,8 +164,15 @@ class Offload:
     def _buffer(self, index, entry):
         size, buffer = entry.both_KBNTH.numel(), self._buffers[index]
         if buffer is None or buffer.numel() < size:
+            if buffer is not None:                             # copies to and from it, whose memory is used anew
+                self._wait_for_copies()
             buffer = self._buffers[index] = torch.empty(size, dtype=entry.both_KBNTH.dtype, device=self._device)
         return buffer[:size].view(entry.both_KBNTH.permute(TO_TOKEN_MAJOR).shape).permute(FROM_TOKEN_MAJOR)
+
+    def _wait_for_copies(self):
+        """What the device is asked for from here on follows all copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @contextmanager
     def _copying(self):
@@ -194,7 +228,7 @@ class KeyValues:
         whole = context.patch is None
         if self.offload is not None:
             here = self.offload.room(entry) if whole else self.offload.take(entry, self._following(key))
-        weight = entry.turn(max(context.step), context.forecast) if context.forecast and context.opens else None
+        weight = entry.turn(max(context.step), context.forecast, self._room_for) if context.forecast and context.opens else None
         if self.offload is None:
             here = entry.both_KBNTH
         if weight is not None and not whole:
@@ -215,9 +249,16 @@ class KeyValues:
         num_text = sum(context.tokens.counts[stream] for stream in streams if stream != "image")
         num_image = context.num_image_tokens if "image" in streams else 0
         shape = (2, context.num_images, keys_BNTH.shape[1], num_text + num_image, keys_BNTH.shape[3])
-        both = keys_BNTH.new_empty(shape) if self.offload is None else self.offload.home(shape, keys_BNTH)
-        self.kept[key] = Kept(both, num_text)
+        self.kept[key] = Kept(self._room_for(shape, keys_BNTH), num_text)
         return self.kept[key]
+
+    def close(self):
+        """Called before they are dropped."""
+        if self.offload is not None:
+            self.offload.close()
+
+    def _room_for(self, shape, like):
+        return like.new_empty(shape) if self.offload is None else self.offload.home(shape, like)
 
     def _following(self, key):
         """The entry that the next attention of this or the next forward will ask for."""

@@ -63,7 +63,9 @@ class Predictions:
         self._most_kept_bytes = max(self._most_kept_bytes, self._kept_bytes)
         for name in command.names:
             self._conditioning.pop(name, None)
-            self._key_values.pop(name, None)
+            key_values = self._key_values.pop(name, None)
+            if key_values is not None:
+                key_values.close()
             exchange = self._exchanges.pop(name, None)
             if exchange is not None:
                 exchange.drain()
