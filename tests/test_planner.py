@@ -132,14 +132,21 @@ def test_bytes_of_stale_keys_and_values():
     """Two branches of one image, 100 tokens of width 64 in half precision, 5 blocks in two stages; forecasts need two steps'."""
     net, job = Net(5, 64, 4, 12.0, 1e6), Job(100, 0, 20, branches=2)
 
-    def kept(offload=False, is_forecast=False, **degrees):
+    def memory(offload=False, is_forecast=False, **degrees):
         return rank_memory(net, job, degrees_of(Layout(pipefusion_degree=2, **degrees), ParallelConfig()), steps_kept=1 + is_forecast,
-                           offload=offload).keys_values
+                           offload=offload)
+
+    def kept(**settings):
+        return memory(**settings).keys_values
 
     assert kept() == 2 * 2 * 100 * 64 * 3 * 2
     assert kept(is_forecast=True) == 2 * 2 * 2 * 100 * 64 * 3 * 2
     assert kept(ulysses_degree=2, cfg_degree=2) == 2 * 100 * 64 * 3 * 2 // 2
-    assert kept(offload=True, is_forecast=True) == 0
+    assert kept(offload=True) == 2 * 2 * 2 * 100 * 64 * 2                  # of the block at hand and of the next
+    assert kept(offload=True, is_forecast=True) == 3 * 2 * 2 * 100 * 64 * 2
+    for is_forecast in (False, True):
+        assert memory(offload=True, is_forecast=is_forecast).host == kept(is_forecast=is_forecast)
+    assert memory().host == 0
 
 
 @pytest.mark.parametrize("settings, times", [

@@ -8,6 +8,7 @@ import torch
 from ...xdit_backend.forecast.cost import Job
 from ...xdit_backend.forecast.memory import Memory, rank_memory, working_share
 from ...xdit_backend.forecast.room import check_room
+from ...xdit_backend.host_memory import memory_room
 from ...xdit_backend.partition import holders
 from ...xdit_backend.planner import (
     USUAL_JOB,
@@ -18,6 +19,7 @@ from ...xdit_backend.planner import (
     stages_that_fit,
     tensor_degree_that_fits,
 )
+from ...xdit_backend.protocol.devices import machine_of
 
 
 class Room:
@@ -76,10 +78,11 @@ class Room:
 
         without = dataclasses.replace(setup.config, forecast_keys_values=0.0)
         lean = {"forecast_keys_values 0": functools.partial(needed, config=without)} if setup.config.steps_kept > 1 else {}
+        num_here = sum(not machine_of(device) for device in setup.devices)
         sizes = tuple(shape[2:])
         check_room(f"This run ({describe_layout(layout)})", setup.devices, setup.device_bytes, self._added(self.weight_bytes), needed,
                    num_images, sizes, setup.family.pixels(setup.transformer_config)[1:], self._spread(job(num_images, sizes)),
-                   self._lighter, lean)
+                   self._lighter, lean, (num_here, memory_room()[0]))
         self._roomy.add(key)
 
     def _of_ranks(self, weight_bytes):

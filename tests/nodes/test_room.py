@@ -1,5 +1,6 @@
 """A run that a device has no room for is refused before it starts, with what would fit: that does run, and one more does not."""
 
+import importlib
 import re
 
 import pytest
@@ -40,6 +41,25 @@ def test_what_cannot_fit_is_refused_with_what_would(comfyui, monkeypatch, kind, 
     fitting = sample(most, (16, 16))
     assert sent and fitting.shape[0] == most and torch.isfinite(fitting).all()
     sample(1, (height // 8, width // 8))
+
+
+def test_keys_and_values_that_host_memory_has_no_room_for_are_refused(comfyui, monkeypatch):
+    """Of the ranks on this machine together; those on the devices would fit."""
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", pipefusion=2, offload_keys_values=True, forecast_keys_values=0.0))
+
+    room = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.room")
+
+    def sample():
+        return comfyui.sample(model, "sd3", steps=2, cfg=1.0, latent=comfyui.latent("sd3", size=(16, 16)))
+
+    monkeypatch.setattr(room, "memory_room", lambda: (1000, 10 ** 12))
+    with pytest.raises(comfyui.errors.ConfigError, match=r"needs about (\S+) GB on this machine's host memory "
+                       r"\(\1 GB of keys and values\), and that has 1e-06 GB\.") as refused:
+        sample()
+    needed = float(re.search(r"needs about (\S+) GB", str(refused.value))[1]) * 1e9
+    monkeypatch.setattr(room, "memory_room", lambda: (1.01 * needed, 10 ** 12))
+
+    assert torch.isfinite(sample()).all()
 
 
 def test_weights_that_cannot_fit_are_refused_when_loading(comfyui, monkeypatch):

@@ -1,4 +1,4 @@
-"""Offloaded keys and values on a device whose copies are late: none is under way when its memory goes, and host memory is given back.
+"""Offloaded keys and values where copies are late: none is under way when memory goes, and host memory is given back.
 
 The device is a fake: streams whose copies are made when somebody waits for them, and the calls that pin host memory.
 """
@@ -31,7 +31,8 @@ class LateDevice:
         patch(torch.Tensor, "copy_", lambda to, given, non_blocking=False: self.ask(to, given, non_blocking))
         patch(torch.cuda, "current_stream", lambda device=None: compute)
         patch(torch.cuda, "stream", lambda stream: nullcontext())
-        patch(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister))
+        cudart = SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)
+        patch(torch.cuda, "cudart", lambda: cudart)
 
     @property
     def num_under_way(self):
@@ -82,7 +83,7 @@ class LateDevice:
 
 
 def kept_late(rank, world_size, name, forecast):
-    """(Is the result that without offload?, copies under way at a run's end and after close(), bytes pinned, of entries, and left)"""
+    """(Is the result that without offload?, copies under way at a run's end, after close(), bytes pinned, of entries, left)"""
     torch.set_grad_enabled(False)
     results, device = [], None
     for offload in (False, True):
@@ -133,7 +134,7 @@ def test_a_buffer_that_is_too_small_goes_when_its_copies_are_over(monkeypatch):
 
 
 def dropped(rank, world_size):
-    """Copies under way before and after conditioning is dropped, pieces of pinned memory before and after, buffers that are left."""
+    """(copies under way, pieces of pinned memory) before and after conditioning is dropped, and how many buffers are left."""
     engine, device, kept = Engine(rank, CPU, lambda *phase: None), LateDevice(), {}
     for name in ("cond", "uncond"):
         offload = device.offload()

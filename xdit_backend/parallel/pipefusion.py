@@ -51,7 +51,8 @@ class Kept:
         """Let `both` and `before` change places as another call begins, so that `both` is for the new call's.
 
         Returns the weight w with which `both` + w (`before` - `both`), of what they hold now, is the new call's forecast; 1.0
-        where there is no slope yet; None where nothing has turned: a call at the same time overwrites. room_for(shape, like): memory.
+        where there is no slope yet; None where nothing has turned: a call at the same time overwrites.
+        room_for(shape, like): memory.
         """
         if time == self.time or self.num_filled < self.both_KBNTH.shape[3]:
             self.time = time
@@ -90,11 +91,15 @@ class Offload:
         """Host memory for an entry of shape (K, B, N, T, H)."""
         kinds, batch, heads, tokens, size = shape
         num_bytes = math.prod(shape) * like.element_size()
-        memory = torch.empty(num_bytes, dtype=torch.uint8) if self._stream is None or not num_bytes else self._pin(num_bytes)
+        needs_pin = self._stream is not None and num_bytes > 0
+        memory = self._pin(num_bytes) if needs_pin else torch.empty(num_bytes, dtype=torch.uint8)
         return memory.view(like.dtype).view(batch, tokens, kinds, heads, size).permute(FROM_TOKEN_MAJOR)
 
     def close(self):
-        """Wait until nothing is on its way any more, and give back all memory: whoever has it next would find copies arriving there."""
+        """Wait until nothing is on its way any more, and give back all memory.
+
+        Without the wait, whoever has the memory next would find copies arriving there.
+        """
         if self._stream is not None:
             self._stream.synchronize()
         self._arriving, self._buffers = None, [None] * len(self._buffers)
@@ -105,7 +110,10 @@ class Offload:
                 raise RuntimeError(f"CUDA error: cudaHostUnregister: {code}")
 
     def _pin(self, num_bytes):
-        """Host memory of just so many bytes, on pages of its own. What torch pins is up to twice as much, and stays pinned."""
+        """Host memory of just so many bytes, on pages of its own.
+
+        What torch pins is up to twice as much, and stays pinned.
+        """
         size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8)
         start = -memory.data_ptr() % PAGE_BYTES
