@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from tests.models.zoo import as_comfyui, conditioning_of
+from tests.models.zoo import as_comfyui, conditioning_of, example
 from tests.tiers import FEW_FAMILIES, by_default
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error, within
-from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.transformer import block_bytes, build, held_bytes
 from xdit_backend.models import FAMILIES
@@ -105,6 +105,27 @@ def test_arithmetic_in_half_precision_is_as_exact_as_comfyuis(file_of, kind):
 
     assert relative_error(want, exact) > 1e-3
     within(relative_error(result, exact) / relative_error(want, exact), 1.2)
+
+
+@pytest.mark.parametrize("name", ["DiT", "Latte"])
+def test_positions_that_no_file_holds_are_not_rounded_as_weights(tmp_path, name):
+    """Of a latent of the size that they were made for: there the table is added as it is held. Beside weights that were rounded before."""
+    one = example(name, torch.float32, rows=8, columns=8)
+    tables = {key for key, _ in one.model.named_buffers()}
+    for parameter in one.model.parameters():
+        parameter.copy_(parameter.to(torch.float8_e4m3fn))
+    one.model.save_pretrained(tmp_path / "transformer")
+    header = read_header(tmp_path)
+    spec = model_spec(header, recognise(header), "float8_e4m3fn", "float32")
+
+    loaded = load_transformer(spec, one.family, CPU)
+    held = dict(loaded.model.named_parameters())
+    with torch.inference_mode():
+        want, one.model = one.run(), loaded.model
+        within((one.run() - want).abs().max(), 1e-5)
+
+    assert {tensor.dtype for tensor in held.values()} == {torch.float8_e4m3fn} and len(tables) > 0
+    assert {tensor.dtype for key, tensor in loaded.model.named_buffers() if key in tables} == {torch.float32}
 
 
 @pytest.mark.parametrize("name, config, tables", [

@@ -84,6 +84,7 @@ def held(model, family, spec):
     storage, compute = getattr(torch, spec.storage_dtype), getattr(torch, spec.compute_dtype)
     exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
     scales = {name for name, _ in model.named_buffers() if name.endswith(".weight_scale")}
+    tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()           # which the model makes, and no file holds
 
     def dtype_of(name, tensor):
         parts = set(name.split("."))
@@ -92,6 +93,6 @@ def held(model, family, spec):
         if name in scales or f"{name}_scale" in scales:        # as the file has it
             return tensor.dtype
         if storage != compute:                                 # cast where they are used
-            return compute if parts & set(family.unrounded) else storage
+            return compute if name in tables or parts & set(family.unrounded) else storage
         return torch.float32 if parts & exact else compute
     return [(name, tensor, dtype_of(name, tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
