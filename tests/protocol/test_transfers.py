@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.pretended import CUDA, pretended_cuda
 from xdit_backend.protocol import transfers
 from xdit_backend.protocol.transfers import Ferry, on_device
 
@@ -20,6 +21,7 @@ class LateCopies:
 
     def ask(self, to, given, non_blocking):
         if non_blocking:
+            assert to.dtype == given.dtype, "what is converted on its way may go through memory that nobody keeps"
             self.asked.append((to, given))
         else:
             self.copy(to, given)
@@ -82,6 +84,27 @@ def test_a_piece_is_filled_again_only_when_it_has_travelled(monkeypatch, never_w
     ferry.fetch(source, target)
 
     assert (torch.equal(brought, source) and torch.equal(target, source)) is not never_waits
+
+
+def test_what_is_fetched_into_another_type_is_converted_on_the_device(monkeypatch):
+    ferry, source, target = Ferry(CPU, 64), torch.randn(100).bfloat16(), torch.zeros(100)
+    LateCopies(monkeypatch)
+
+    ferry.fetch(source, target)
+
+    assert torch.equal(target, source.float())
+
+
+def test_waiting_for_a_piece_leaves_the_core_to_others(monkeypatch):
+    """CUDA's own events are waited for by asking on and on."""
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options) or transfers.Arrived())
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **options: empty(*shape, **options))
+
+    with pretended_cuda(monkeypatch):
+        Ferry(CUDA)._next(torch.Size((8,)), torch.float32)
+
+    assert made == [{"blocking": True}] * 2
 
 
 class _NeverWaits:

@@ -70,7 +70,7 @@ class ModelPlan:
     outputs: the streams that the forward makes its output of, after the last block.
     tokens: other block arguments with a token dim, such as rotary tables; a tuple where the argument is one.
     masks: block arguments that say which tokens may be attended to, (B, T) or (B, 1, 1, T) -> the streams of T, or () where
-    they never mask any. A block gets None in their place; one that masks nothing costs nothing.
+    they never mask any. A block gets None in their place. What a mask says is not looked at, so one that masks nothing is heeded too.
     exact: modules whose leading arguments the forward rounds to half precision on the way -> the arguments of the
     forward they come from, and the factor it multiplies them by. They get them unrounded, as ComfyUI's models do.
     positions: modules outside the blocks that derive positions from the latent's shape -> how a patch's are had (positions.py).

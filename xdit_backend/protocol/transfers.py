@@ -18,6 +18,7 @@ def on_device(tensor, device):
 class Ferry:
     """Carries large tensors between host memory and one device, in two pieces: one is filled while the other travels.
 
+    Waiting for a piece takes no core, as CUDA's plain events do, which ask on and on.
     The pieces, page-locked where the device is a CUDA one, are made when they are first needed, and kept. Not for several threads
     at once. piece_bytes: None chooses, and copies directly where the device is the host itself.
     """
@@ -51,7 +52,7 @@ class Ferry:
         travelling = ()
         for part, place in _parts(source, target, self._piece_bytes):
             piece, travelled = self._next(part.shape, target.dtype)
-            piece.copy_(part, non_blocking=True)
+            piece.copy_(part.to(target.dtype), non_blocking=True)          # on the device: torch copies between types as it likes
             travelled.record()
             if travelling:
                 _land(*travelling)
@@ -63,7 +64,7 @@ class Ferry:
         if not self._pieces:
             on_cuda = self._device.type == "cuda"
             self._pieces = [(torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=on_cuda),
-                             torch.cuda.Event() if on_cuda else Arrived()) for _ in range(2)]
+                             torch.cuda.Event(blocking=True) if on_cuda else Arrived()) for _ in range(2)]
         self._pieces.reverse()
         memory, travelled = self._pieces[0]
         travelled.synchronize()
