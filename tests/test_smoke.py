@@ -1,6 +1,6 @@
-"""Every family, from a folder on disk through the engine of two ranks, under a layout that is drawn: a step equals one device.
+"""Every family under every method, from a folder on disk through the engine of two ranks: a step equals one device.
 
-`start.py test --smoke` runs these alone, in a minute; `--smoke-seed` draws the same layouts again.
+`start.py test --smoke` runs one method of each family alone, in a minute; `--smoke-seed` draws the same again.
 """
 
 import itertools
@@ -24,7 +24,6 @@ from xdit_backend.protocol.messages import Layout, Stages
 from xdit_backend.protocol.segments import SegmentStore, map_segment
 from xdit_backend.worker.engine import Engine
 
-pytestmark = pytest.mark.smoke
 EXACT = 1e-10
 SIZES = {"rows": 6, "columns": 10, "batch": 2}
 # What a folder cannot say of a tiny model: it is as published ones are.
@@ -34,8 +33,8 @@ PUBLISHED = {"Anima": {"_conditioner": FAMILIES["Anima"].tiny.config["_condition
 SAID = {"LTX-2": {"rope_type": "split", "rope_double_precision": True, "cross_attn_timestep_scale_multiplier": 1000}}
 
 
-def layouts(family, config):
-    """Those of two ranks that a family can run, as the nodes refuse the others."""
+def degrees_of(family, config):
+    """Those that two ranks can have of a family, as the nodes refuse the others."""
     found = []
     for degree in DEGREES:
         layout = Layout(**{degree: 2})
@@ -46,7 +45,7 @@ def layouts(family, config):
                 validate_stages(ParallelConfig(pipefusion_degree=2), family.num_blocks(config), family.name)
         except ConfigError:
             continue
-        found.append(layout)
+        found.append(degree)
     return found
 
 
@@ -67,37 +66,54 @@ def unrounded(layout):
     return InDouble() if layout.tensor_degree > 1 else nullcontext()
 
 
-class Run:
-    """A family's step: the commands for the workers, where they write, and what one device has predicted."""
+class Saved:
+    """A family's tiny model as a folder, two branches that are asked of it, and what one device predicts for them."""
 
-    def __init__(self, name, seed, folder, store, requests):
-        family = FAMILIES[name]
+    def __init__(self, name, folder):
+        self.name, self.family, self._folder, self._wanted = name, FAMILIES[name], folder, {}
         sizes = SIZES | ({"rows": 16, "columns": 12} if name in UNETS else {})
-        branches = [example(name, num_text_tokens=count, more=PUBLISHED.get(name, {}), **sizes) for count in (7, 9)]
-        save(branches[0], folder)
-        self.layout = random.Random(f"{seed} {name}").choice(layouts(family, branches[0].config))
-        stages = Stages(2) if self.layout.pipefusion_degree > 1 else None
-        spec = model_spec(read_header(folder), family, "float64", "float64", stages, self.layout.tensor_degree)
-        with unrounded(self.layout):                           # tables of positions are made with the model
-            alone = load_transformer(model_spec(read_header(folder), family, "float64", "float64"), family, torch.device("cpu"))
-        self.commands, self.made, self.wanted, named = [messages.LoadModel(next(requests), spec)], [], [], []
-        for number, one in enumerate(branches):
-            one.model, one.config = alone.model, alone.config
-            with torch.no_grad(), unrounded(self.layout):
-                wanted = one.run_parts()
+        self.branches = [example(name, num_text_tokens=count, more=PUBLISHED.get(name, {}), **sizes) for count in (7, 9)]
+        save(self.branches[0], folder)
+
+    def spec(self, layout=None):
+        stages = Stages(2) if layout and layout.pipefusion_degree > 1 else None
+        return model_spec(read_header(self._folder), self.family, "float64", "float64", stages, layout.tensor_degree if layout else 1)
+
+    def wanted(self, layout):
+        """[the parts of a branch's prediction]"""
+        key = layout.tensor_degree > 1
+        if key not in self._wanted:
+            with unrounded(layout), torch.no_grad():           # tables of positions are made with the model
+                alone = load_transformer(self.spec(), self.family, torch.device("cpu"))
+                for one in self.branches:
+                    one.model, one.config = alone.model, alone.config
+                self._wanted[key] = [one.run_parts() for one in self.branches]
+        return self._wanted[key]
+
+
+class Run:
+    """A step under one layout: the commands for the workers, and where they write."""
+
+    def __init__(self, saved, layout, store, requests):
+        family, spec = saved.family, saved.spec(layout)
+        self.layout, self._wanted = layout, saved.wanted(layout)
+        self.commands, self._made, named = [messages.LoadModel(next(requests), spec)], [], []
+        for number, (one, wanted) in enumerate(zip(saved.branches, self._wanted, strict=True)):
             made = [store.create(tuple(part.shape), torch.float64)[0] for part in wanted]
             tensors = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
-            self.commands.append(messages.Conditioning(next(requests), f"{name} {number}", tensors))
-            named.append(messages.Branch(store.share(one.latent), store.share(one.timestep), f"{name} {number}", made[0],
+            conditioning = f"{saved.name} {layout} {number}"
+            self.commands.append(messages.Conditioning(next(requests), conditioning, tensors))
+            named.append(messages.Branch(store.share(one.latent), store.share(one.timestep), conditioning, made[0],
                                          parts=dict(zip(family.parts, made[1:], strict=True))))
-            self.made, self.wanted = self.made + made, self.wanted + wanted
+            self._made.append(made)
         self.commands += [messages.Predict(next(requests), spec.name, self.layout, named, keep=True),
                           messages.DropConditioning(next(requests), [branch.conditioning for branch in named]),
                           messages.DropModel(next(requests), spec.name)]
 
     @property
     def error(self):
-        return max((map_segment(made) - wanted).abs().max().item() for made, wanted in zip(self.made, self.wanted, strict=True))
+        pairs = zip(sum(self._made, []), sum(self._wanted, []), strict=True)
+        return max((map_segment(made) - wanted).abs().max().item() for made, wanted in pairs)
 
 
 def carry_out(rank, world_size, runs):
@@ -111,20 +127,22 @@ def carry_out(rank, world_size, runs):
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
-    """{family: its layout and error, or what was raised}, of the families that are asked for: one after the other on one set of ranks."""
-    names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
-    store, requests, outcomes, runs = SegmentStore(), itertools.count(1), {}, {}
+    """{(family, axis): the error, or what was raised}, of those that are asked for: one after the other on one set of ranks."""
+    asked = [(item.callspec.params["name"], item.callspec.params["degree"]) for item in request.session.items if item.path == request.path]
+    store, requests, outcomes, families, runs = SegmentStore(), itertools.count(1), {}, {}, {}
     try:
-        for name in names:
-            with kept(outcomes, name):
-                runs[name] = Run(name, request.config.option.smoke_seed, tmp_path_factory.mktemp("smoke"), store, requests)
+        for name, degree in asked:
+            with kept(outcomes, (name, degree)):
+                if name not in families:
+                    families[name] = Saved(name, tmp_path_factory.mktemp("smoke"))
+                runs[name, degree] = Run(families[name], Layout(**{degree: 2}), store, requests)
         with kept(outcomes, "all"):
-            run_ranks(carry_out, 2, [(run.layout, run.commands) for run in runs.values()], timeout_s=600)
-        for name, run in runs.items():
-            with kept(outcomes, name):
+            run_ranks(carry_out, 2, [(run.layout, run.commands) for run in runs.values()], timeout_s=1800)
+        for key, run in runs.items():
+            with kept(outcomes, key):
                 if "all" in outcomes:                          # whose fault it was: each by itself
                     run_ranks(carry_out, 2, [(run.layout, run.commands)])
-                outcomes[name] = run.layout, run.error
+                outcomes[key] = run.error
     finally:
         store.close()
     return outcomes
@@ -138,10 +156,19 @@ def kept(outcomes, name):
         outcomes[name] = error
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_step_of_two_ranks_equals_one_device(outcomes, name):
-    if isinstance(outcomes[name], Exception):
-        raise outcomes[name]
-    layout, error = outcomes[name]
+def pytest_generate_tests(metafunc):
+    """Every family with each degree that it can have; one of them, drawn, is in the smoke test."""
+    seed, rows = metafunc.config.option.smoke_seed, []
+    for name, family in FAMILIES.items():
+        degrees = degrees_of(family, family.tiny.config | PUBLISHED.get(name, {}))
+        drawn = random.Random(f"{seed} {name}").choice(degrees)
+        rows += [pytest.param(name, degree, marks=[pytest.mark.smoke] if degree == drawn else []) for degree in degrees]
+    metafunc.parametrize("name, degree", rows)
 
-    within(error, EXACT, str(layout))
+
+def test_a_step_of_two_ranks_equals_one_device(outcomes, name, degree):
+    outcome = outcomes[name, degree]
+    if isinstance(outcome, Exception):
+        raise outcome
+
+    within(outcome, EXACT)
