@@ -25,9 +25,10 @@ SAMPLERS = (("euler", "simple"), ("euler_ancestral", "normal"), ("dpmpp_2m", "ka
             ("uni_pc", "beta"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, layout", sorted(matrix(KINDS, LAYOUTS, "auto2", lambda kind: families()[kind].name),
-                                                key=lambda pair: list(LAYOUTS).index(pair[1])))
+@pytest.mark.parametrize("kind, layout", [
+    pytest.param(kind, layout, marks=pytest.mark.everyone if layout == "auto2" else pytest.mark.slow)
+    for kind, layout in sorted(matrix(KINDS, LAYOUTS, "auto2", lambda kind: families()[kind].name),
+                               key=lambda pair: list(LAYOUTS).index(pair[1]))])
 def test_latents_equal_native_ksampler(comfyui, kind, layout):
     devices, degrees = LAYOUTS[layout]
     model = comfyui.ours(kind, comfyui.config(devices, **degrees))
