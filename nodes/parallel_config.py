@@ -16,8 +16,8 @@ DEGREES = {
     "ring_degree": "Ring sequence parallelism: tokens on different devices, any number of heads.",
     "ulysses_degree": "Ulysses sequence parallelism: must divide the model's attention heads.",
     "tensor_degree": "Every layer spread over devices: each holds its part of the weights and computes its part of each layer, and the "
-                     "picture is exactly one device's. For models too large for one device; sends much, so devices should have fast "
-                     "links. Must divide the model's attention heads.",
+                     "picture is one device's but for rounding. For models too large for one device; sends much, so devices should have "
+                     "fast links. Must divide the model's attention heads.",
 }
 
 

@@ -219,7 +219,9 @@ def test_the_doctor_knows_of_machines_that_joined_were_refused_and_left(listener
 
 def test_the_doctor_knows_of_no_machine_of_a_host_that_has_ended(monkeypatch, tmp_path):
     monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
-    logs.tell_machines(["other joined"])
+    tell_machines = logs.tell_machines
+    monkeypatch.setattr(logs, "tell_machines", lambda lines: None)             # the listener of other tests, which runs on, tells its own
+    tell_machines(["other joined"])
     own, = (tmp_path / "logs").iterdir()
     assert logs.machines() == ["other joined"] and own.stat().st_mode & 0o077 == 0
     ended = subprocess.Popen(["true"])

@@ -1,29 +1,17 @@
 """Qwen-Image and Qwen-Image-Edit: two streams, joint attention, text first; rotary positions around the middle of the picture."""
 
-from contextvars import ContextVar
-
 import torch
 
 from .describe import Packed, because, blocks, config_of, given, has, needs_diffusers, size, text_mask, timestep
 from .keys import table
 from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 from .positions import Cut, whole_shapes
-from .references import AT_ZERO, method_of, references
+from .references import AT_ZERO, AtZero, method_of, references
 
 LATENT, IMAGE = Packed((1, 2, 2)), ("image", "reference")
 TABLE, TEXT = TokenArgument(0, IMAGE), TokenArgument(0, ("text",))
 METHODS = {**{word: word for word in ("index", "negative_index", "offset", AT_ZERO)}, "uxo": "offset"}
 HEAD_SIZE = size("transformer_blocks.0.attn.norm_q.weight", 0)
-
-
-class AtZero:
-    """Are references taken at time zero? Asked by the model and its blocks, of the forward that runs: others may take turns with it."""
-
-    def __init__(self):
-        self.now = ContextVar("at_zero", default=False)
-
-    def __bool__(self):
-        return self.now.get()
 
 
 def _amend(model, config):
