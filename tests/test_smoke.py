@@ -1,174 +1,51 @@
-"""Every family under every method, from a folder on disk through the engine of two ranks: a step equals one device.
+"""Every family under every method: a step of two ranks equals one device. And products of methods, drawn.
 
-`start.py test --smoke` runs one method of each family alone, in a minute; `--smoke-seed` draws the same again.
+`start.py test --smoke` runs one method of each family alone, in a minute; `--smoke-seed` draws the same again. tests/products.py runs all
+products.
 """
 
-import itertools
-import json
 import random
-from contextlib import contextmanager, nullcontext
 
 import pytest
-import torch
 
-from tests.models.zoo import PIPELINES, UNETS, example
-from tests.ranks import run_ranks
-from tests.tolerances import InDouble, within
-from xdit_backend.checkpoints.header import model_spec, read_header
-from xdit_backend.checkpoints.loading import load_transformer
-from xdit_backend.config import DEGREES, ParallelConfig, refuse_methods, validate_layout, validate_stages
+from tests.steps import EXACT, errors_of, layouts_of, words
+from tests.tolerances import within
 from xdit_backend.models import FAMILIES
-from xdit_backend.protocol import messages
-from xdit_backend.protocol.errors import ConfigError
-from xdit_backend.protocol.messages import Layout, Stages
-from xdit_backend.protocol.segments import SegmentStore, map_segment
-from xdit_backend.worker.engine import Engine
 
-EXACT = 1e-10
-SIZES = {"rows": 6, "columns": 10, "batch": 2}
-# What a folder cannot say of a tiny model: it is as published ones are.
-PUBLISHED = {"Anima": {"_conditioner": FAMILIES["Anima"].tiny.config["_conditioner"] | {"num_attention_heads": 16}},
-             **{name: {"block_out_channels": (64,) * len(UNETS[name]["block_out_channels"]), "norm_num_groups": 32} for name in UNETS}}
-# what diffusers saves of LTX-2's positions only where a pipeline has said so
-SAID = {"LTX-2": {"rope_type": "split", "rope_double_precision": True, "cross_attn_timestep_scale_multiplier": 1000}}
-
-
-def degrees_of(family, config):
-    """Those that two ranks can have of a family, as the nodes refuse the others."""
-    found = []
-    for degree in DEGREES:
-        layout = Layout(**{degree: 2})
-        try:
-            refuse_methods(layout, family.refused, family.name)
-            validate_layout(layout, family.num_heads(config), family.name, family.num_key_heads(config))
-            if layout.pipefusion_degree > 1:
-                validate_stages(ParallelConfig(pipefusion_degree=2), family.num_blocks(config), family.name)
-        except ConfigError:
-            continue
-        found.append(degree)
-    return found
-
-
-def save(one, folder):
-    """As published folders are."""
-    own = folder / ("unet" if one.family.by_rows else "transformer")
-    for part in one.family.further:
-        if hasattr(one.model, part):
-            getattr(one.model, part).save_pretrained(folder / part)
-            delattr(one.model, part)
-    one.model.save_pretrained(own)
-    config = json.loads((own / "config.json").read_text()) | SAID.get(one.family.name, {})
-    (own / "config.json").write_text(json.dumps(config))
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(one.family.name, "Pipeline")}))
-
-
-def unrounded(layout):
-    return InDouble() if layout.tensor_degree > 1 else nullcontext()
-
-
-class Saved:
-    """A family's tiny model as a folder, two branches that are asked of it, and what one device predicts for them."""
-
-    def __init__(self, name, folder):
-        self.name, self.family, self._folder, self._wanted = name, FAMILIES[name], folder, {}
-        sizes = SIZES | ({"rows": 16, "columns": 12} if name in UNETS else {})
-        self.branches = [example(name, num_text_tokens=count, more=PUBLISHED.get(name, {}), **sizes) for count in (7, 9)]
-        save(self.branches[0], folder)
-
-    def spec(self, layout=None):
-        stages = Stages(2) if layout and layout.pipefusion_degree > 1 else None
-        return model_spec(read_header(self._folder), self.family, "float64", "float64", stages, layout.tensor_degree if layout else 1)
-
-    def wanted(self, layout):
-        """[the parts of a branch's prediction]"""
-        key = layout.tensor_degree > 1
-        if key not in self._wanted:
-            with unrounded(layout), torch.no_grad():           # tables of positions are made with the model
-                alone = load_transformer(self.spec(), self.family, torch.device("cpu"))
-                for one in self.branches:
-                    one.model, one.config = alone.model, alone.config
-                self._wanted[key] = [one.run_parts() for one in self.branches]
-        return self._wanted[key]
-
-
-class Run:
-    """A step under one layout: the commands for the workers, and where they write."""
-
-    def __init__(self, saved, layout, store, requests):
-        family, spec = saved.family, saved.spec(layout)
-        self.layout, self._wanted = layout, saved.wanted(layout)
-        self.commands, self._made, named = [messages.LoadModel(next(requests), spec)], [], []
-        for number, (one, wanted) in enumerate(zip(saved.branches, self._wanted, strict=True)):
-            made = [store.create(tuple(part.shape), torch.float64)[0] for part in wanted]
-            tensors = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
-            conditioning = f"{saved.name} {layout} {number}"
-            self.commands.append(messages.Conditioning(next(requests), conditioning, tensors))
-            named.append(messages.Branch(store.share(one.latent), store.share(one.timestep), conditioning, made[0],
-                                         parts=dict(zip(family.parts, made[1:], strict=True))))
-            self._made.append(made)
-        self.commands += [messages.Predict(next(requests), spec.name, self.layout, named, keep=True),
-                          messages.DropConditioning(next(requests), [branch.conditioning for branch in named]),
-                          messages.DropModel(next(requests), spec.name)]
-
-    @property
-    def error(self):
-        pairs = zip(sum(self._made, []), sum(self._wanted, []), strict=True)
-        return max((map_segment(made) - wanted).abs().max().item() for made, wanted in pairs)
-
-
-def carry_out(rank, world_size, runs):
-    """Each run's commands, on one engine. runs: [(layout, commands)]. Returns [None, or what was raised]."""
-    engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
-    for layout, commands in runs:
-        with unrounded(layout):
-            for command in commands:
-                engine.carry_out(command)
-
-
-@pytest.fixture(scope="module")
-def outcomes(request, tmp_path_factory):
-    """{(family, axis): the error, or what was raised}, of those that are asked for: one after the other on one set of ranks."""
-    asked = [(item.callspec.params["name"], item.callspec.params["degree"]) for item in request.session.items if item.path == request.path]
-    store, requests, outcomes, families, runs = SegmentStore(), itertools.count(1), {}, {}, {}
-    try:
-        for name, degree in asked:
-            with kept(outcomes, (name, degree)):
-                if name not in families:
-                    families[name] = Saved(name, tmp_path_factory.mktemp("smoke"))
-                runs[name, degree] = Run(families[name], Layout(**{degree: 2}), store, requests)
-        with kept(outcomes, "all"):
-            run_ranks(carry_out, 2, [(run.layout, run.commands) for run in runs.values()], timeout_s=1800)
-        for key, run in runs.items():
-            with kept(outcomes, key):
-                if "all" in outcomes:                          # whose fault it was: each by itself
-                    run_ranks(carry_out, 2, [(run.layout, run.commands)])
-                outcomes[key] = run.error
-    finally:
-        store.close()
-    return outcomes
-
-
-@contextmanager
-def kept(outcomes, name):
-    try:
-        yield
-    except Exception as error:
-        outcomes[name] = error
+NUM_PRODUCTS = 10
 
 
 def pytest_generate_tests(metafunc):
-    """Every family with each degree that it can have; one of them, drawn, is in the smoke test."""
+    """Every family with each method that it can have; one of them, drawn, is in the smoke test."""
     seed, rows = metafunc.config.option.smoke_seed, []
-    for name, family in FAMILIES.items():
-        degrees = degrees_of(family, family.tiny.config | PUBLISHED.get(name, {}))
-        drawn = random.Random(f"{seed} {name}").choice(degrees)
-        rows += [pytest.param(name, degree, marks=[pytest.mark.smoke] if degree == drawn else []) for degree in degrees]
-    metafunc.parametrize("name, degree", rows)
+    for name in FAMILIES:
+        layouts = layouts_of(name, 1)
+        drawn = random.Random(f"{seed} {name}").choice(layouts)
+        rows += [pytest.param(name, layout, marks=[pytest.mark.smoke] if layout == drawn else [], id=f"{name}-{words(layout)}")
+                 for layout in layouts]
+    if "layout" in metafunc.fixturenames:
+        metafunc.parametrize("name, layout", rows)
 
 
-def test_a_step_of_two_ranks_equals_one_device(outcomes, name, degree):
-    outcome = outcomes[name, degree]
+@pytest.fixture(scope="module")
+def errors(request, tmp_path_factory):
+    asked = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return errors_of([(params["name"], params["layout"]) for params in asked if "layout" in params], tmp_path_factory.mktemp("smoke"), 2)
+
+
+def test_a_step_of_two_ranks_equals_one_device(errors, name, layout):
+    outcome = errors[name, layout]
     if isinstance(outcome, Exception):
         raise outcome
 
     within(outcome, EXACT)
+
+
+@pytest.mark.parametrize("num_text_tokens", [(7, 9), (7, 7)], ids=["unlike texts", "like texts"])
+def test_a_step_under_a_product_of_two_methods_that_is_drawn_equals_one_device(request, tmp_path, num_text_tokens):
+    rng = random.Random(f"{request.config.option.smoke_seed} {num_text_tokens}")
+    asked = rng.sample([(name, layout) for name in FAMILIES for layout in layouts_of(name, 2)], NUM_PRODUCTS)
+    wrong = {f"{name}, {words(layout)}": error for (name, layout), error in errors_of(asked, tmp_path, 4, num_text_tokens).items()
+             if isinstance(error, Exception) or not error <= EXACT}
+
+    assert not wrong

@@ -45,8 +45,9 @@ def test_ranks_are_forked_and_share_the_pages_of_their_libraries(forkserver):
 
 @pytest.mark.parametrize("early, why", [
     ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "what was imported has started 1 threads"),
-    ("open_gpu = open('/dev/null')\nimport os\nlink = os.readlink\n"
-     "os.readlink = lambda path: '/dev/nvidiactl' if link(path) == '/dev/null' else link(path)", "what was imported has opened a GPU")])
+    pytest.param("open_gpu = open('/dev/null')\nimport os\nlink = os.readlink\n"
+                 "os.readlink = lambda path: '/dev/nvidiactl' if link(path) == '/dev/null' else link(path)",
+                 "what was imported has opened a GPU", marks=pytest.mark.slow)], ids=["a thread", "a GPU"])
 def test_where_forking_is_unsafe_each_rank_is_a_program_of_its_own(tmp_path, monkeypatch, forkserver, early, why):
     (tmp_path / "sitecustomize.py").write_text(early)
     (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
@@ -96,6 +97,7 @@ def test_a_killed_forkserver_ends_its_groups_and_the_next_starts_another():
     assert not still_there(before)
 
 
+@pytest.mark.slow
 def test_a_forkserver_that_is_stopped_is_noticed_and_replaced(monkeypatch):
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "3")
     server = Forkserver()
@@ -161,7 +163,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_host_that_ends_takes_its_forkserver_along_though_a_fork_of_it_lives_on(tmp_path, number):
     before = set(left_behind())
     host = subprocess.Popen([sys.executable, "-c", HOST], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},

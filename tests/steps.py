@@ -1,0 +1,164 @@
+"""A step of a family under a layout, from a folder on disk through the engine of each rank, beside one device's. Of tests and commands."""
+
+import functools
+import itertools
+import json
+import tempfile
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from tests.models.zoo import PIPELINES, UNETS, example
+from tests.ranks import run_ranks
+from tests.tolerances import InDouble
+from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.loading import load_transformer
+from xdit_backend.config import DEGREES, ParallelConfig, refuse_methods, validate, validate_layout, validate_stages
+from xdit_backend.models import FAMILIES
+from xdit_backend.protocol import messages
+from xdit_backend.protocol.errors import ConfigError
+from xdit_backend.protocol.messages import Layout, Stages
+from xdit_backend.protocol.segments import SegmentStore, map_segment
+from xdit_backend.worker.engine import Engine
+
+EXACT = 1e-10
+SIZES = {"rows": 6, "columns": 10, "batch": 2}
+# What a folder cannot say of a tiny model: it is as published ones are.
+PUBLISHED = {"Anima": {"_conditioner": FAMILIES["Anima"].tiny.config["_conditioner"] | {"num_attention_heads": 16}},
+             **{name: {"block_out_channels": (64,) * len(UNETS[name]["block_out_channels"]), "norm_num_groups": 32} for name in UNETS}}
+# what diffusers saves of LTX-2's positions only where a pipeline has said so
+SAID = {"LTX-2": {"rope_type": "split", "rope_double_precision": True, "cross_attn_timestep_scale_multiplier": 1000}}
+
+
+def layouts_of(name, num_methods):
+    """The layouts of so many methods, each of degree 2, that a family can run, as the nodes refuse the others."""
+    family, found = FAMILIES[name], []
+    config = family.tiny.config | PUBLISHED.get(name, {})
+    for degrees in itertools.combinations(DEGREES, num_methods):
+        layout, settings = (kind(**dict.fromkeys(degrees, 2)) for kind in (Layout, functools.partial(ParallelConfig, mode="manual")))
+        try:
+            validate(settings, 2 ** num_methods)
+            refuse_methods(layout, family.refused, family.name)
+            validate_layout(layout, family.num_heads(config), family.name, family.num_key_heads(config))
+            if layout.pipefusion_degree > 1:
+                validate_stages(settings, family.num_blocks(config), family.name)
+        except ConfigError:
+            continue
+        found.append(layout)
+    return found
+
+
+def words(layout):
+    """"cfg x tensor", of degrees of 2."""
+    return " x ".join(degree.removesuffix("_degree") for degree in DEGREES if getattr(layout, degree) > 1)
+
+
+def save(one, folder):
+    """As published folders are."""
+    own = folder / ("unet" if one.family.by_rows else "transformer")
+    for part in one.family.further:
+        if hasattr(one.model, part):
+            getattr(one.model, part).save_pretrained(folder / part)
+            delattr(one.model, part)
+    one.model.save_pretrained(own)
+    config = json.loads((own / "config.json").read_text()) | SAID.get(one.family.name, {})
+    (own / "config.json").write_text(json.dumps(config))
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(one.family.name, "Pipeline")}))
+
+
+def unrounded(layout):
+    return InDouble() if layout.tensor_degree > 1 else nullcontext()
+
+
+class Saved:
+    """A family's tiny model as a folder, two branches that are asked of it, and what one device predicts for them."""
+
+    def __init__(self, name, folder, num_text_tokens):
+        self.name, self.family, self._folder, self._wanted = name, FAMILIES[name], folder, {}
+        sizes = SIZES | ({"rows": 16, "columns": 12} if name in UNETS else {})
+        self.branches = [example(name, num_text_tokens=count, more=PUBLISHED.get(name, {}), **sizes) for count in num_text_tokens]
+        save(self.branches[0], folder)
+
+    def spec(self, layout=None):
+        stages = None
+        if layout and layout.pipefusion_degree > 1:
+            stages = Stages(2, layout.ulysses_degree * layout.ring_degree * layout.tensor_degree)
+        return model_spec(read_header(self._folder), self.family, "float64", "float64", stages, layout.tensor_degree if layout else 1)
+
+    def wanted(self, layout):
+        """[the parts of a branch's prediction]"""
+        key = layout.tensor_degree > 1
+        if key not in self._wanted:
+            with unrounded(layout), torch.no_grad():           # tables of positions are made with the model
+                alone = load_transformer(self.spec(), self.family, torch.device("cpu"))
+                for one in self.branches:
+                    one.model, one.config = alone.model, alone.config
+                self._wanted[key] = [one.run_parts() for one in self.branches]
+        return self._wanted[key]
+
+
+class Run:
+    """A step under one layout: the commands for the workers, and where they write."""
+
+    def __init__(self, saved, layout, store, requests):
+        family, spec = saved.family, saved.spec(layout)
+        self.layout, self._wanted = layout, saved.wanted(layout)
+        self.commands, self._made, named = [messages.LoadModel(next(requests), spec)], [], []
+        for number, (one, wanted) in enumerate(zip(saved.branches, self._wanted, strict=True)):
+            made = [store.create(tuple(part.shape), torch.float64)[0] for part in wanted]
+            tensors = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
+            conditioning = f"{saved.name} {layout} {number}"
+            self.commands.append(messages.Conditioning(next(requests), conditioning, tensors))
+            named.append(messages.Branch(store.share(one.latent), store.share(one.timestep), conditioning, made[0],
+                                         parts=dict(zip(family.parts, made[1:], strict=True))))
+            self._made.append(made)
+        self.commands += [messages.Predict(next(requests), spec.name, self.layout, named, keep=True),
+                          messages.DropConditioning(next(requests), [branch.conditioning for branch in named]),
+                          messages.DropModel(next(requests), spec.name)]
+
+    @property
+    def error(self):
+        pairs = zip(sum(self._made, []), sum(self._wanted, []), strict=True)
+        return max((map_segment(made) - wanted).abs().max().item() for made, wanted in pairs)
+
+
+def carry_out(rank, world_size, runs):
+    """Each run's commands, on one engine. runs: [(layout, commands)]. Returns [None, or what was raised]."""
+    engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
+    for layout, commands in runs:
+        with unrounded(layout):
+            for command in commands:
+                engine.carry_out(command)
+
+
+def errors_of(asked, folder, world_size, num_text_tokens=(7, 9)):
+    """{(family, layout): the error of a step, or what was raised}, one after the other on one set of ranks. asked: those keys.
+
+    num_text_tokens: of the two branches that a step has.
+    """
+    store, requests, outcomes, families, runs = SegmentStore(), itertools.count(1), {}, {}, {}
+    try:
+        for name, layout in asked:
+            with kept(outcomes, (name, layout)):
+                if name not in families:
+                    families[name] = Saved(name, Path(tempfile.mkdtemp(dir=folder)), num_text_tokens)
+                runs[name, layout] = Run(families[name], layout, store, requests)
+        with kept(outcomes, "all"):
+            run_ranks(carry_out, world_size, [(run.layout, run.commands) for run in runs.values()], timeout_s=1800)
+        for key, run in runs.items():
+            with kept(outcomes, key):
+                if "all" in outcomes:                          # whose fault it was: each by itself
+                    run_ranks(carry_out, world_size, [(run.layout, run.commands)])
+                outcomes[key] = run.error
+    finally:
+        store.close()
+    return outcomes
+
+
+@contextmanager
+def kept(outcomes, name):
+    try:
+        yield
+    except Exception as error:
+        outcomes[name] = error
