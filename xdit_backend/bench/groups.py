@@ -12,8 +12,11 @@ def count_cuda(device):
 
 def start_clients(sizes, num_cuda):
     """{number of devices: Client}; ranks share a CUDA device, over gloo, where there are too few."""
-    return {size: Client(resolve_devices(",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(size)),
-                                         num_cuda)) for size in sizes}
+    return {size: Client(devices_of(size, num_cuda)) for size in sizes}
+
+
+def devices_of(size, num_cuda):
+    return resolve_devices(",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(size)), num_cuda)
 
 
 def second_client(first, num_cuda):

@@ -25,6 +25,7 @@ MOST_BYTES = 2 ** 16                       # of an answer
 NUM_LINES = 15                             # of its output, where it fails
 # What a group sets for itself; the rest of its environment is there before its libraries are imported, which may read it then.
 OF_A_GROUP = ("XDIT_", "NCCL_", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+FORK = "XDIT_FORK"                         # in the environment; "0": torchrun and each rank are programs of their own
 # Of the forkserver alone: no threads, which would make forking unsafe; and counting GPUs opens none.
 OF_THE_SERVER = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
@@ -46,7 +47,7 @@ class Forkserver:
 
     def prepare(self, environment, package_folder):
         """Have the libraries of groups with this environment loaded; waits for nothing. package_folder: that holds xdit_backend."""
-        early = tuple(sorted((name, value) for name, value in environment.items() if not name.startswith(OF_A_GROUP)))
+        early = tuple(sorted((name, value) for name, value in environment.items() if name == FORK or not name.startswith(OF_A_GROUP)))
         with self._lock:
             if early in self._servers and self._servers[early].process.poll() is not None:
                 self._end(early)
