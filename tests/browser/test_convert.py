@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.conftest import post, validated
-
-pytestmark = pytest.mark.slow
+from tests.tiers import by_default
 
 # Of families that the workers run: an all-in-one checkpoint, two of them, subgraphs with promoted widgets, two models, LoRA, video.
 TEMPLATES = ["default", "sdxl_simple_example", "01_get_started_text_to_image", "video_wan2_2_14B_t2v", "flux_dev_full_text_to_image",
@@ -40,7 +39,7 @@ def graphs_of(workflow):
     return [workflow, *(workflow.get("definitions") or {}).get("subgraphs", [])]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", by_default({"sdxl_simple_example"}, TEMPLATES))
 def test_a_template_there_and_back(page, host, tmp_path, name):
     """In one step of the history each; the graph on all GPUs is one that the server takes."""
     given = stock(name)

@@ -12,8 +12,6 @@ import pytest
 from tests.browser.conftest import template
 from tests.worker_processes import workers_below
 
-pytestmark = pytest.mark.slow
-
 STEPS = 100
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 CONTRAST = """(selector) => {
@@ -95,6 +93,7 @@ def send(host, path, body=None, **headers):
         return error.code, json.loads(raw) if raw.startswith(b"{") else raw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path, body", [
     *[("/xdit/watch", body) for body in (b"no json", b"[]", b"{}", b'{"client": 1, "open": true}', b'{"client": "", "open": true}',
                                          b'{"client": "nobody", "open": true}', b'{"client": "a", "open": 1}',
@@ -109,6 +108,7 @@ def test_what_is_asked_in_another_form_is_refused(host, path, body):
     assert status == 400 and answer["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/xdit/state", "/xdit/timeline", "/xdit/trace", "/xdit/watch", "/xdit/do", "/xdit/fit", "/xdit/refusals"])
 def test_other_sites_are_refused(host, path):
     body = None if path in ("/xdit/state", "/xdit/timeline", "/xdit/trace") else b'{"action": "stop"}'
@@ -156,6 +156,7 @@ def test_it_is_live_during_a_run_and_silent_when_closed(page, host):
     assert "weights" not in bars(page)["cpu"] and sum(bars(page)["cpu"].values()) == total and page.states
 
 
+@pytest.mark.slow
 def test_it_is_used_by_keys_and_saves_a_trace(page):
     def press(key):
         """The seconds at the left end and at the last tick, after a key."""
@@ -181,6 +182,7 @@ def test_it_is_used_by_keys_and_saves_a_trace(page):
         assert unnamed.get_attribute("aria-label") or unnamed.inner_text()
 
 
+@pytest.mark.slow
 def test_both_themes_and_both_languages(page):
     backgrounds = []
     for theme in ("light", "dark"):
@@ -204,6 +206,7 @@ def test_both_themes_and_both_languages(page):
     assert not lines or all(re.fullmatch(r"xdit_demo\S*", line) for line in lines), lines
 
 
+@pytest.mark.slow
 def test_after_a_crash_it_says_so_and_the_next_run_works(page, host):
     page.wait_for_selector(".xdit-group[data-state=idle]", timeout=120_000)
 
@@ -220,6 +223,7 @@ def test_after_a_crash_it_says_so_and_the_next_run_works(page, host):
     assert page.problems == [] and page.errors == []
 
 
+@pytest.mark.slow
 def test_the_bubble_is_the_time_without_work(page):
     """Two steps of 4 s in 10 s, of which 1 s is a wait; a decode after them counts as work, and not as the bubble."""
     spans = [["whole", 0, 4, 1, 0], ["wait", 1, 2, 1, 0], ["patch", 6, 10, 2, 0], ["decode", 12, 13, 0, 0]]
@@ -233,6 +237,7 @@ def test_the_bubble_is_the_time_without_work(page):
     assert drawn == [["patch", 10, 40], ["decode", 70, 10]]
 
 
+@pytest.mark.slow
 def test_the_settings_for_idle_workers_reach_the_host_and_the_panel(page, host):
     if not page.locator(".xdit-panel").is_visible():
         toggle(page)

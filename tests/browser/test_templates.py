@@ -10,8 +10,7 @@ import pytest
 
 from tests.browser.conftest import files_of_note, template, template_paths, validated
 from tests.comfyui_server import PACK
-
-pytestmark = pytest.mark.slow
+from tests.tiers import by_default
 
 PAGE_ONLY = {"upload"}                     # LoadImage's button
 NAMES = [path.stem for path in template_paths()]
@@ -38,7 +37,7 @@ READ_COMPLAINTS = """() => [...document.querySelectorAll(
     .filter(element => element.checkVisibility()).map(element => element.innerText)"""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_default({"demo"}, NAMES))
 def test_template_opens_with_nothing_missing_and_the_server_takes_it(page, host, name):
     given = template(name)
 
@@ -63,7 +62,7 @@ def test_template_opens_with_nothing_missing_and_the_server_takes_it(page, host,
         assert link["from"] == link["to"] == link["type"] and link["held"] == link["id"], link
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_default({"demo"}, NAMES))
 def test_template_inputs_are_those_the_nodes_declare(host, name):
     """The page keeps what a file says about a node's slots, so the names are compared with the server's as well."""
     for node in template(name)["nodes"]:
@@ -128,7 +127,7 @@ def test_templates_are_listed(host):
     assert len(NAMES) >= 2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_default({"demo"}, NAMES))
 def test_template_has_a_thumbnail_the_page_can_show(page, host, name):
     url = f"{host.url}/api/workflow_templates/{PACK}/{name}.jpg"
 
