@@ -37,7 +37,13 @@ class ShellPatcher(RemotePatcher):
     # --- weights: read from the file, with the patches that ComfyUI's nodes have added ---
 
     def model_state_dict(self, filter_prefix=None):
-        """As ComfyUI's, with the file's own tensors."""
+        """As ComfyUI's. What no node has patched are the file's own tensors; the rest, which ComfyUI's has patched in place, says where it
+        is when its numbers are asked for."""
+        patched = {name: tensor for name, tensor in self.model.state_dict().items() if name in self.patches}
+        return {name: patched.get(name, tensor) for name, tensor in self._file_state(filter_prefix).items()}
+
+    def _file_state(self, filter_prefix=None):
+        """{name: tensor} of the BaseModel, those of the diffusion model as the file has them."""
         if self.remote.spec.quantisation:
             raise UnsupportedError(f"This MODEL was quantised as it was loaded (weight_dtype {self.remote.spec.quantisation}). Nodes that "
                                    f"write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take "
@@ -48,7 +54,7 @@ class ShellPatcher(RemotePatcher):
         return {name: tensor for name, tensor in state.items() if filter_prefix is None or name.startswith(filter_prefix)}
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
-        state, patches = self.model_state_dict(prefix), effective_patches(self)
+        state, patches = self._file_state(prefix), effective_patches(self)
         lost = [name for name, tensor in state.items() if tensor.is_meta]
         if lost:
             raise UnsupportedError(f"{lost[0]} is not in the file of this MODEL, so that a node cannot save it. Use Load Diffusion Model.")
@@ -58,10 +64,10 @@ class ShellPatcher(RemotePatcher):
     def get_key_patches(self, filter_prefix=None):
         dtypes = {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
         return {name: [(tensor.to(dtypes[name]), lambda weight, **_: weight), *self.patches.get(name, ())]
-                for name, tensor in self.model_state_dict(filter_prefix).items()}
+                for name, tensor in self._file_state(filter_prefix).items()}
 
     def patch_weight_to_device(self, key, device_to=None, inplace_update=False, return_weight=False, force_cast=False):
-        return self._patched(key, self.model_state_dict()[key], self.patches).to(device_to or "cpu")
+        return self._patched(key, self._file_state()[key], self.patches).to(device_to or "cpu")
 
     def weight(self, name):
         """One weight of the diffusion model, for who asks a WorkerParameter; of a quantised file too."""

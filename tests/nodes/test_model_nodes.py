@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.model_nodes import TABLE, TOLERANCE, UNCOMPILED, Matrix, model_nodes, run_node, write_table
+from tests.model_nodes import TABLE, TOLERANCE, UNCOMPILED, Matrix, equal_on, model_nodes, run_node, write_table
 from tests.tolerances import close, relative_error
 
 
@@ -19,7 +19,7 @@ def model(comfyui):
 
 @pytest.fixture(scope="package")
 def matrix(comfyui, vae_of):
-    return Matrix(comfyui, comfyui.config("cpu,cpu"), vae_of("vae-sd3", encoder=True))
+    return Matrix(comfyui, comfyui.config("cpu,cpu"), vae_of)
 
 
 def sample(comfyui, model, **arguments):
@@ -196,7 +196,7 @@ def test_saved_models_have_the_files_own_weights(comfyui, matrix, model, tmp_pat
     """ModelSave and CheckpointSave; what they write is loaded by ComfyUI's own loader and draws the same."""
     import comfy.sd
     from comfy_extras.nodes_model_merging import save_checkpoint
-    save_checkpoint(model, vae=matrix.vae, filename_prefix="ours", output_dir=str(tmp_path))
+    save_checkpoint(model, vae=matrix.vae("sd3"), filename_prefix="ours", output_dir=str(tmp_path))
     saved, = tmp_path.glob("ours*.safetensors")
 
     tensors = load_file(saved)
@@ -230,6 +230,22 @@ def test_merged_into_a_native_model_it_gives_its_weights(comfyui, matrix, model)
 
     assert merged.patches.keys() == reference.patches.keys() and len(merged.patches) > 50
     close(sample(comfyui, merged), sample(comfyui, reference), TOLERANCE)
+
+
+def test_a_controlnet_that_is_a_difference_gets_the_models_own_weights(comfyui, matrix):
+    """Or none, where a LoRA has changed them: ComfyUI's loader would add the changed ones."""
+    ours, native = comfyui.ours("sd15", matrix.config), comfyui.native("sd15")
+
+    def loaded(model):
+        net, = run_node(matrix.nodes["DiffControlNetLoader"], {"model": model, "control_net_name": "tiny.safetensors"})
+        return net.control_model.state_dict()
+    made, reference = loaded(ours), loaded(native)
+    assert made.keys() == reference.keys() and all(torch.equal(made[name], reference[name]) for name in made)
+
+    name, shape = next((name, tensor.shape) for name, tensor in native.model.state_dict().items() if ".to_q.weight" in name)
+    ours.add_patches({name: ("diff", (torch.ones(shape),))}, 0.5)
+    with pytest.raises(comfyui.errors.UnsupportedError, match="reads the weights of this MODEL"):
+        loaded(ours)
 
 
 @pytest.mark.parametrize("use", [
@@ -289,9 +305,8 @@ def test_every_node_that_takes_a_model_is_equal_or_refused_and_the_table_says_so
 @pytest.mark.parametrize("seed", range(12))
 def test_nodes_one_after_the_other_are_equal(comfyui, matrix, seed):
     """Three nodes that are equal alone, drawn at random, in a row."""
-    equal = [line.split("|")[1].strip() for line in TABLE.read_text(encoding="utf-8").splitlines() if line.endswith("| sd3 | equal |")]
     draw = random.Random(seed)
-    names = draw.sample([name for name in equal if matrix.changes_a_model(name) and name not in UNCOMPILED], 3)
+    names = draw.sample([name for name in equal_on("sd3") if matrix.changes_a_model(name) and name not in UNCOMPILED], 3)
 
     result, reference = (matrix.chain(names, model) for model in (comfyui.ours("sd3", matrix.config), comfyui.native("sd3")))
 
