@@ -16,6 +16,16 @@ def manual(**degrees):
     return ParallelConfig(mode="manual", **{f"{name}_degree": value for name, value in degrees.items()})
 
 
+def test_there_is_no_split_scheme_to_ask_for():
+    """xDiT's option, which it takes and does not read. docs/algorithms.md says why there is none; who asks for one is told."""
+    docs = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+
+    for takes_degrees in (ParallelConfig, Layout):
+        with pytest.raises((TypeError, ValueError), match="split_scheme"):
+            takes_degrees(tensor_degree=2, split_scheme="row")
+    assert "splits all linears by columns, or all by rows" in docs and "There is no option for it." in docs
+
+
 @pytest.mark.parametrize("config, num_devices", [
     (ParallelConfig(), 1), (ParallelConfig(), 7), (manual(), 1), (manual(cfg=2), 2), (manual(cfg=2, ring=2, ulysses=2), 8),
     (manual(data=3), 3), (manual(pipefusion=2, ulysses=2), 4), (manual(tensor=2, cfg=2), 4),

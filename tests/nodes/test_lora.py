@@ -181,6 +181,31 @@ def test_one_file_with_and_without_a_lora(comfyui, loras):
     assert min(relative_error(first[name], first["plain"]) for name in ("patched", "stronger", "narrower")) > 1e-3
 
 
+@pytest.mark.parametrize("degrees", by_default([{"cfg": 2}], [{"cfg": 2}, {"tensor": 2}, {"pipefusion": 2, "warmup_steps": 9}]), ids=str)
+def test_another_strength_changes_weights_and_loads_nothing(comfyui, loras, monkeypatch, degrees):
+    """By the messages that the workers get: after the first prompt none of them loads the model; those that change it are as many for
+    every strength, none where it stays as it is, and without the LoRA the file's weights are back."""
+    config = comfyui.config("cpu,cpu", **degrees)
+    client, sent, model = comfyui.groups.client(("cpu", "cpu")), [], comfyui.ours("sd35", config)
+    request = client._request
+    monkeypatch.setattr(client, "_request", lambda make, *more: sent.append(type(make(0)).__name__) or request(make, *more))
+    lora = loras.file("sd35", "publisher", "lora")
+
+    models = {strength: [loras.load(each, lora, strength) for each in (model, comfyui.native("sd35"))] for strength in (0.7, 0.3, -0.4)}
+    models[None] = [model, comfyui.native("sd35")]
+
+    results, messages = [], []
+    for strength in (0.7, 0.7, 0.3, -0.4, None):
+        ours, native = models[strength]
+        results.append(comfyui.sample(ours, "sd35", steps=2))
+        close(results[-1], comfyui.sample(native, "sd35", steps=2), TOLERANCE, strength)
+        messages.append([name for name in sent if name in ("LoadModel", "RestoreModel", "ChangeWeights", "DropModel")])
+        sent.clear()
+
+    assert messages == [["LoadModel", "ChangeWeights"], [], ["ChangeWeights"], ["ChangeWeights"], ["ChangeWeights"]]
+    assert torch.equal(results[0], results[1]) and min(relative_error(results[0], result) for result in results[2:]) > 1e-3
+
+
 @pytest.mark.parametrize("degrees", [{"displaced": 2, "displaced_mode": "full_sync"}], ids=str)
 def test_two_models_of_one_file_in_one_guider_have_their_own_weights(comfyui, loras, degrees):
     """In turn, several times a step: as on one device, and not as of the weights that were loaded last."""

@@ -95,7 +95,8 @@ def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), forecast=0.0
 
         predict = functools.partial(predicted, loaded, mesh, exchange, given.conditioning, mode, addresses)
         results.append(sample(predict, given.latent, warmup_steps, heun))
-        seen.append((exchange.num_under_way, len(addresses), len(exchange.addresses), len(exchange.once), exchange.num_bytes))
+        seen.append((exchange.num_under_way, len(addresses), len(exchange.addresses), len(exchange.once), exchange.num_bytes,
+                     len(exchange.layers)))
         exchange.drain()
         assert exchange.num_under_way == 0
         projections.append(len(projected))
@@ -181,6 +182,21 @@ def test_runs_of_other_sizes_do_not_meet():
     # One layer a level on the way down and two on the way up, of no, one and two blocks; two blocks in the middle.
     assert counts["self-attention"] == 3 * 1 + 3 * 2 + 2 and counts["of text"] == seen[0][3] == 2 * counts["self-attention"]
     assert projections == [counts["of text"]] * 3              # once a run, however many calls
+    in_rows = counts["convolution"] + counts["group norm"] + counts["self-attention"]
+    assert [seen_layers for *_, seen_layers in seen] == [in_rows] * 3          # each of them has worked on rows
+
+
+@pytest.mark.parametrize("name, attending", [("SDXL", 2), ("SD 1.5", 3), ("SD 2", 3)])
+def test_every_convolution_and_norm_has_a_hook(name, attending):
+    """As many as the structure has. attending: levels that attend, in each layer on the way down and on the way up."""
+    one = example(name)
+    levels, layers = len(one.config["block_out_channels"]), 2 * one.config["layers_per_block"] + 1     # of a level, on both ways
+    residual, attention = layers * levels + 2, layers * attending + 1          # each with two convolutions and norms; each with a norm
+
+    counts = RowHooks(one.model, one.family.plan).counts
+
+    assert counts["convolution"] == 2 * residual + 2 * (levels - 1) + 2        # to the next level and back; the first and the last
+    assert counts["group norm"] == 2 * residual + attention + 1                # and the last
 
 
 def test_text_that_is_projected_in_every_call_is_noticed():

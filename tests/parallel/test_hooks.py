@@ -275,6 +275,21 @@ def test_hooks_are_placed_once(name, hooks):
         hooks(one.model, one.family.plan)
 
 
+@pytest.mark.parametrize("name, hooks", [("SD3", Hooks), ("Flux.1", Hooks), ("PixArt-Sigma", Hooks), ("SD 1.5", RowHooks)],
+                         ids=["SD3", "Flux", "PixArt", "rows"])
+def test_before_a_run_and_after_it_a_model_with_hooks_is_the_model(name, hooks):
+    """No context says what a rank is to do then: nothing is cut, and nothing is asked of ranks that there are not."""
+    one = example(name)
+    want = one.run()
+    placed = hooks(one.model, one.family.plan)
+
+    before = one.run()
+    loaded = one.loaded(placed, None if hooks is Hooks else range(0))
+    placed.run(loaded.context(SINGLE, Traffic(), one.latent, one.timestep, one.conditioning))
+
+    assert torch.equal(before, want) and torch.equal(one.run(), want)
+
+
 def attention_calls(rank, world_size, name):
     torch.set_grad_enabled(False)
     one, calls = example(name), []

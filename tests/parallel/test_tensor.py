@@ -380,6 +380,15 @@ def test_readme_says_which_families_it_is_for(name):
     assert row.endswith("| yes |") and is_spread(name)
 
 
+def test_a_share_of_a_model_is_not_run_outside_of_a_run():
+    """No context says who has the other shares."""
+    one = example("SD3")
+    Hooks(one.model, one.family.plan, hold_share(one.model, one.family.plan, 2, 0))
+
+    with pytest.raises(AssertionError, match="holds a share of its weights: its forward is run by Hooks.run"):
+        one.run()
+
+
 def test_a_layer_that_nothing_is_known_of_is_refused():
     one = example("SD3")
     one.model.transformer_blocks[1].attn.to_more = torch.nn.Linear(4, 4)

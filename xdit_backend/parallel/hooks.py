@@ -64,7 +64,7 @@ class Hooks:
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they cut twice"
         model._has_hooks = True
         if splits:
-            place_tensor_hooks(model, plan, splits, lambda: self._now)
+            place_tensor_hooks(model, plan, splits, self._running)
         self.num_blocks = len(blocks)
         self._skips = plan.skips(self.num_blocks)
         starts = [index == 0 or list_.streams != blocks[index - 1][1].streams for index, (_, list_) in enumerate(blocks)] + [True]
@@ -105,6 +105,11 @@ class Hooks:
         for path, of_patch in plan.positions.items():
             module = model.get_submodule(path)
             module.forward = self._hook_positions(module, module.forward, of_patch)
+
+    def _running(self):
+        """The forward that runs, for layers of which this rank holds a share and which are nothing without the others'."""
+        assert self._now is not None, "this model holds a share of its weights: its forward is run by Hooks.run, which says by whom else"
+        return self._now
 
     def run(self, context):
         """Run the model's forward as the context says. Every rank of the sequence axes does.
