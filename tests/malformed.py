@@ -51,6 +51,7 @@ EXAMPLES = [
     messages.Encode(7, "vae-1", SEGMENT, SEGMENT),
     messages.Probe(8, "bfloat16"),
     messages.ReportMemory(8, 12.5),
+    messages.GiveBack(8),
     messages.Abandon(6),
     messages.Stop(),
     messages.Ready(0, 4711, "cuda:0"),

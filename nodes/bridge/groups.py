@@ -202,6 +202,7 @@ class Groups:
                 client.park(name, parking_room())
             for name in client.autoencoder_names:
                 client.drop(name)
+            client.give_back()
 
     def stop(self):
         """End the workers of every group, and what they are forked from; the next use starts others."""
@@ -276,6 +277,8 @@ class Groups:
         others = [other for other in self._clients.values() if other is not client and device in other.devices and other.running]
         if not num_bytes or not others:
             return
+        for other in others:
+            other.give_back()
         rank = client.devices.index(device)
         lacking = num_bytes + comfy.model_management.minimum_inference_memory() - client.report_memory()[rank]["free_bytes"]
         for other in others:

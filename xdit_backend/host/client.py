@@ -413,6 +413,11 @@ class Client:
         """{rank: measurements}, see Engine."""
         return {rank: reply.numbers for rank, reply in self._request(messages.ReportMemory).items()}
 
+    def give_back(self):
+        """Have the running workers give memory back that they keep for the next run. Starts nothing."""
+        if self.running:
+            self._request(messages.GiveBack, group=self._group)
+
     def totals(self):
         """{rank: {name: sum}} of all measurements since the group started. Waits until all ranks have caught up."""
         self.report_memory()

@@ -285,6 +285,13 @@ class ReportMemory:
 
 
 @dataclass(frozen=True, config=STRICT)
+class GiveBack:
+    """Give the memory back that nothing uses: others need it."""
+
+    request: Natural
+
+
+@dataclass(frozen=True, config=STRICT)
 class Abandon:
     """Nobody waits for this LoadModel (a DropModel follows), Decode or Encode any more. It overtakes the commands before it."""
 
@@ -371,7 +378,7 @@ class Failed:
 
 MESSAGES = {cls.__name__: cls for cls in (
     LoadModel, DropModel, ChangeWeights, ReturnWeights, ParkModel, RestoreModel, Conditioning, DropConditioning, Predict, LoadAutoencoder,
-    Estimate, Decode, Encode, Probe, ReportMemory, Abandon, Stop, Ready, Unready, Phase, Beat, Done, Failed)}
+    Estimate, Decode, Encode, Probe, ReportMemory, GiveBack, Abandon, Stop, Ready, Unready, Phase, Beat, Done, Failed)}
 
 
 ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}

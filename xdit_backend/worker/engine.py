@@ -15,13 +15,14 @@ from ..protocol import messages
 from ..protocol.transfers import Ferry
 from . import probe
 from .autoencoders import Autoencoders
-from .memory import SPARE_BYTES, Memory
+from .memory import Memory
 from .models import Models
 from .predictions import Predictions
 from .timeline import Timeline
 
 HELD = ("weight_bytes", "cast_bytes", "key_value_bytes", "exchange_bytes", "conditioning_bytes")
 KEPT = 0.5                                 # of unused memory, that versions of weights may take
+TAKE_MEMORY = (messages.LoadModel, messages.ChangeWeights, messages.ReturnWeights, messages.RestoreModel, messages.LoadAutoencoder)
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)       # in torch's words
 UNITS = {"bytes": 1, "KiB": 2 ** 10, "MiB": 2 ** 20, "GiB": 2 ** 30}
 
@@ -59,16 +60,23 @@ class Engine:
             messages.Encode: lambda command, traffic: self._transform(self._autoencoders.encode, command, traffic),
             messages.Probe: lambda command, traffic: self._probe(command, traffic, report_phase),
             messages.ReportMemory: self._report_memory,
+            messages.GiveBack: lambda command, traffic: self.memory.give_back(),
         }
 
     def carry_out(self, command):
         """Carry out one command; returns measurements by name, or None."""
         self.request, self.traffic = command.request, Traffic()
+        settles = isinstance(command, TAKE_MEMORY) and not self._predictions.num_conditionings
+        if settles:                                            # it may have what runs have left; what they take then counts from there
+            self.memory.give_back()
         try:
             with torch.inference_mode():
                 return self._handlers[type(command)](command, self.traffic)
         except Abandoned:
             return None
+        finally:
+            if settles:
+                self.memory.give_back()
 
     def prefetch(self, command):
         """Post the receives of a command that is yet to be carried out, so that its transfers overlap what runs before it.
@@ -113,20 +121,22 @@ class Engine:
 
     def _drop_conditioning(self, command, traffic):
         self._predictions.drop_conditioning(command, traffic)
-        self.memory.give_back(SPARE_BYTES)                     # a run has ended: ComfyUI and other groups can use the rest
+        if not self._predictions.num_conditionings:            # the last run at hand has ended
+            self.memory.end_run(self._predictions.unused_bytes)
 
     def _transform(self, transform, command, traffic):
         try:
             return transform(command, traffic, partial(self._check, command))
         finally:
-            self.memory.give_back(SPARE_BYTES)
+            if not self._predictions.num_conditionings:
+                self.memory.end_run(self._predictions.unused_bytes)
 
     def _probe(self, command, traffic, report_phase):
         try:
             return probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic, report_phase,
                                  command.a_machine)
         finally:
-            self.memory.give_back(SPARE_BYTES)
+            self.memory.give_back()
 
     def _report_memory(self, command, traffic):
         """Bytes of weights on the device and parked in host memory, of device memory in use and free, and seconds that the device has

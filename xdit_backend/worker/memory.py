@@ -1,10 +1,13 @@
-"""What memory this rank's process takes beside weights, and how much more a run took at its peak. Used by the engine.
+"""What memory this rank's process takes beside weights, how much more a run took at its peak, and when what runs have freed is given
+back. Used by the engine, and by serve while there is nothing to do.
 
 Of a CPU worker it is the process's own memory: what it maps of files and of shared memory is counted where that belongs.
 """
 
 import ctypes
+import math
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -14,37 +17,57 @@ from ..host_memory import memory_room
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"                           # proc(5): the peak of the resident set starts anew
-SPARE_BYTES = 2 ** 26                      # that the C library may keep of what runs have freed: the next one has it without page faults
+IDLE_S = 60.0                              # without a run, until a CPU worker gives back what the last one has freed
+KEPT = 0.25                                # of the memory that is unused, that CPU workers may keep until then
 
 
 class Memory:
+    """Memory of runs. On a GPU it is given back when a run ends, since ComfyUI's own models use the same card, and look at what is free.
+
+    A CPU worker keeps it for the next prompt of a queue, which finds it mapped, until it is asked for or nothing has come for a while;
+    as long as it is small beside what is unused, so that nobody else misses it.
+    """
+
     def __init__(self, device):
         self._device, self._start = device, {}
-        self._settled_bytes = _status()["RssAnon"]             # of this process's own, when memory was given back last
+        self._is_settled, self._until_s = True, math.inf       # was memory given back since the last run began? when it is to be
 
     def begin_run(self):
-        """From now on the peak is that of another run."""
+        """From now on the peak is that of another run; where memory was kept for it, the peak is that of all that have used it."""
         if self._device.type == "cuda":
             self._start = {"allocated": torch.cuda.memory_allocated(self._device)}
             torch.cuda.reset_peak_memory_stats(self._device)
-        elif STATUS.exists():
-            self._start = _status()
+        elif self._is_settled and STATUS.exists():
+            self._start, self._is_settled = _status(), False
             try:
                 CLEAR.write_text(RESET_PEAK)
             except OSError:                                    # not allowed here: the peak is that of all runs
                 pass
+        self._until_s = math.inf
 
-    def give_back(self, spare_bytes=0):
-        """Give memory that nothing uses back to the device, and to the system where this process has grown by more than that."""
+    def end_run(self, unused_bytes):
+        """A run has ended, or a decode or encode: its memory is kept for a while, or given back. unused_bytes: see Predictions."""
+        if self._is_settled or _status()["RssAnon"] - self._start["RssAnon"] > KEPT * unused_bytes:
+            self.give_back()
+        else:
+            self._until_s = time.monotonic() + IDLE_S
+
+    @property
+    def patience_s(self):
+        """Seconds after which memory is to be given back if nothing but questions comes until then; None: there is none to give."""
+        return None if self._until_s == math.inf else max(0.0, self._until_s - time.monotonic())
+
+    def give_back(self):
+        """Give memory that nothing uses back to the device, and to the system."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        if not spare_bytes or _status()["RssAnon"] > self._settled_bytes + spare_bytes:
-            return_freed_memory()
-            self._settled_bytes = _status()["RssAnon"]
+        return_freed_memory()
+        self._is_settled, self._until_s = True, math.inf
 
     def report(self):
         """Bytes: total_bytes and unused_bytes of the device, reserved_bytes there by this process, host_bytes of its own elsewhere, and
-        activation_bytes that the last run took at its peak, with what it kept."""
+        activation_bytes that the last run took at its peak, with what it kept: of a CPU worker, the most that runs have taken since memory
+        was given back."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._start.get("allocated", 0) if self._start else 0
             unused, total = torch.cuda.mem_get_info(self._device)

@@ -55,7 +55,7 @@ def serve(folder, rank, devices, store_port, log_file):
     waiting = collections.deque()
     while True:
         while not waiting or not commands.empty():
-            waiting.append(commands.get())
+            waiting.append(_next(commands, engine.memory))
         for upcoming in itertools.islice(waiting, PREFETCHED):
             if not _prefetch(engine, upcoming):
                 break
@@ -91,6 +91,15 @@ def _join(channel, rank, devices, device, store_port):
     if len(devices) > 1:
         channel.send(Phase(rank, TRYING_LINKS))
         try_links(rank, devices, device)
+
+
+def _next(commands, memory):
+    """The next command, when it is there. Where none comes for a while, memory that runs have left is given back meanwhile."""
+    while True:
+        try:
+            return commands.get(timeout=memory.patience_s)
+        except queue.Empty:
+            memory.give_back()
 
 
 def _prefetch(engine, command):
