@@ -11,6 +11,7 @@ from comfy.context_windows import IndexListCallbacks
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...xdit_backend.protocol.errors import UnsupportedError
+from ...xdit_backend.protocol.segments import dtype_name
 from .modules import changed_modules, is_module
 from .operations import operation_of
 
@@ -61,11 +62,13 @@ INSIDE = {"easycache": "easycache_forward_wrapper"}
 CONTROLNETS_TEXT = "crossattn_controlnet"                      # a prompt for ControlNets alone, which ComfyUI computes: control.py
 CALLBACKS = {value for names in (CallbacksMP, IndexListCallbacks) for value in vars(names).values()
              if isinstance(value, str)}                        # ComfyUI calls all of them itself
+COMPUTED = "float32", "bfloat16", "float16"                    # names of types that workers compute in
 MOST_NAMED = 5                                                 # changes that a message names
 
 
-def refuse_patcher(patcher):
-    """Raise UnsupportedError where a ShellPatcher, its options or its modules carry what the workers would not honour."""
+def refuse_patcher(patcher, runs=False):
+    """Raise UnsupportedError where a ShellPatcher, its options or its modules carry what the workers would not honour. runs: it is loaded,
+    and a run begins."""
     if not hasattr(patcher.model, "diffusion_model"):          # the half of a VAE, which no node can change
         return
     fresh = vars(comfy.model_patcher.ModelPatcher(patcher.model, patcher.remote.load_device, patcher.offload_device))
@@ -83,7 +86,7 @@ def refuse_patcher(patcher):
             continue
         elif name not in BOOKKEEPING and not (name in fresh and value == fresh[name]):
             found.append(_named(REFUSED.get(name, f"an attribute that ComfyUI does not know, {name}"), value))
-    found += _compute_dtype(patcher)
+    found += _compute_dtype(patcher, runs)
     _refuse(found + changed_modules(patcher.model.diffusion_model, patcher.remote.modules))
 
 
@@ -182,12 +185,22 @@ def _object_patches(patcher):
     return found
 
 
-def _compute_dtype(patcher):
-    spec = patcher.remote.spec
-    wanted = patcher.object_patches.get("manual_cast_dtype", patcher.model.manual_cast_dtype)
-    name = spec.storage_dtype if wanted is None else str(wanted).removeprefix("torch.")
-    return [] if name == spec.compute_dtype else [f"the compute dtype {name} (it computes in {spec.compute_dtype}: weight_dtype of Load "
-                                                  f"xDiT Model chooses)"]
+def compute_dtype_of(patcher):
+    """The name of the type that a ShellPatcher is to compute in: the loader's, or ModelComputeDtype's, whose default is that of weights."""
+    wanted = patcher.object_patches.get("manual_cast_dtype", patcher.model.model_config.manual_cast_dtype)
+    return patcher.remote.spec.storage_dtype if wanted is None else dtype_name(wanted)
+
+
+def _compute_dtype(patcher, runs):
+    """Types that workers do not compute in; of a run, one that another way than that node's has brought."""
+    name, family, now = compute_dtype_of(patcher), patcher.remote.family, patcher.model.manual_cast_dtype
+    if name in family.too_small:
+        return [f"the compute dtype {name}, which cannot hold {family.name}'s numbers,"]
+    if name not in COMPUTED:
+        return [f"the compute dtype {name}, which devices do not compute in ({', '.join(COMPUTED)} they do),"]
+    in_effect = patcher.remote.spec.storage_dtype if now is None else dtype_name(now)
+    return [f"the compute dtype {in_effect} that the model itself was given (it computes in {patcher.remote.spec.compute_dtype})"
+            ] if runs and in_effect != patcher.remote.spec.compute_dtype else []
 
 
 def _is_empty(value):

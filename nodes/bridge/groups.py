@@ -107,7 +107,7 @@ class Groups:
     def __init__(self):
         self._clients = {}                                     # devices -> Client, the one not used for longest first
         self._holders = {}                                     # (devices, name of a model or VAE) -> a token for each that needs it
-        self._held = weakref.WeakKeyDictionary()               # what needs models or VAEs -> {(devices, name) of those}
+        self._held = weakref.WeakKeyDictionary()               # what needs models or VAEs -> {(devices, name): ends its need}
         self._lock = threading.Lock()                          # of _holders
         self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
         self._learnt = None                                    # what earlier runs taught, once it is read
@@ -253,10 +253,19 @@ class Groups:
         """Have the workers drop a model or VAE when none of the objects that hold it is referred to any more."""
         key, token = (client.devices, name), object()
         with self._lock:
-            if key not in self._held.setdefault(holder, set()):
-                self._held[holder].add(key)
+            held = self._held.setdefault(holder, {})
+            if key not in held:
                 self._holders.setdefault(key, set()).add(token)
-                weakref.finalize(holder, self._forget_soon, key, token).atexit = False
+                held[key] = weakref.finalize(holder, self._forget_soon, key, token)
+                held[key].atexit = False
+
+    def let_go(self, devices, name, holder):
+        """What holds a model needs it no more: the workers drop it, unless another holds it too."""
+        with self._lock:
+            need = self._held.get(holder, {}).pop((devices, name), None)
+        need = need and need.detach()
+        if need is not None:
+            self._forget(*need[2])
 
     def close(self):
         for client in self._clients.values():

@@ -5,7 +5,7 @@ import torch
 import comfy.utils
 
 from ...xdit_backend.protocol.errors import UnsupportedError
-from .carried import refuse_patcher
+from .carried import compute_dtype_of, refuse_patcher
 from .file_weights import read_weights
 from .placement import RemotePatcher
 from .weight_patches import PREFIX, changes_of, effective_patches, file_of, patched
@@ -16,11 +16,13 @@ class ShellPatcher(RemotePatcher):
 
     def patch_model(self, *args, **kwargs):
         refuse_patcher(self)
+        if hasattr(self.model, "diffusion_model"):             # not the half of a VAE
+            self.remote.compute_in(compute_dtype_of(self), self.model)
         return super().patch_model(*args, **kwargs)
 
     def pre_run(self):
         super().pre_run()
-        refuse_patcher(self)                                   # ComfyUI's callbacks have been called by now
+        refuse_patcher(self, runs=True)                        # ComfyUI's callbacks have been called by now
 
     def load(self, *args, **kwargs):
         self.remote.changes, self.remote.changes_uuid = changes_of(self), self.patches_uuid

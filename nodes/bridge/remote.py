@@ -27,12 +27,15 @@ PATIENCE_S = 0.5                           # to wait for the workers' memory whe
 class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
-    setup: a setup.Setup. room: a room.Room. load_device, modules: of the shell as it was made, to compare with; see modules.py.
+    computing_in(dtype) -> (setup.Setup, room.Room) for another type to compute in. load_device, modules: of the shell as it was made, to
+    compare with; see modules.py.
     """
 
-    def __init__(self, setup, room, load_device):
-        self.setup, self.room, self.forecasts = setup, room, Forecasts(setup)
-        self.spec, self.family, self.config, self.devices = setup.spec, setup.family, setup.config, setup.devices
+    def __init__(self, computing_in, dtype, load_device):
+        self._computing_in = computing_in
+        self._set_up(dtype)
+        setup = self.setup
+        self.family, self.config, self.devices = setup.family, setup.config, setup.devices
         self.load_device, self.modules = load_device, {}       # the second: modules.remember_modules
         self._looked_at = set()                                # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
@@ -40,6 +43,16 @@ class RemoteModel:
         self.how = None                                        # how this run is split, in a person's words; None before it
         self._pipeline = self._schedule = None
         self.changes, self.changes_uuid = {}, None             # of the file's weights, see Client.load_model; whose patches those are
+
+    def _set_up(self, dtype):
+        self.setup, self.room = self._computing_in(dtype)
+        self.forecasts, self.spec = Forecasts(self.setup), self.setup.spec
+
+    def compute_in(self, dtype, base_model):
+        """From now on, compute in this type (its name). The workers hold the weights for one type alone, as ComfyUI does."""
+        if dtype != self.spec.compute_dtype:
+            GROUPS.let_go(self.devices, self.spec.name, base_model)
+            self._set_up(dtype)
 
     # --- what placement.py asks ---
 

@@ -62,26 +62,31 @@ def load_shell(path, weight_dtype, config):
     load_device = load_device_of(devices)
     model_config, tensors, prediction = _detected(header, family, transformer_config)
     dtypes_of = functools.partial(_dtypes, tensors, model_config, load_device)
-    dtypes = storage_dtype, compute_dtype = dtypes_of(weight_dtype, bool(header.quantised or quantisation))
+    storage_dtype, compute_dtype = dtypes_of(weight_dtype, bool(header.quantised or quantisation))
     if dtype_name(compute_dtype) in family.too_small:
         raise UnsupportedError(f"{family.name} has numbers that {dtype_name(compute_dtype)} cannot hold, and {load_device} would compute "
                                f"in it. Set weight_dtype to fp32, or to bf16 where the device has it.")
     model_config.set_inference_dtype(storage_dtype, None if storage_dtype == compute_dtype else compute_dtype, device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
     _refuse_unheeded(header, family, base_model, prediction)
-    spec_of = functools.partial(model_spec, header, family, *map(dtype_name, dtypes), quantisation=quantisation)
-    net = None if family.by_rows else net_of(family, transformer_config, spec_of(), model)
+    spec_of = functools.partial(model_spec, header, family, dtype_name(storage_dtype), quantisation=quantisation)
+    net = None if family.by_rows else net_of(family, transformer_config, spec_of(dtype_name(compute_dtype)), model)
     device_bytes = list(map(memory_of, devices))
-    spec = spec_of(*_spread(config, devices, device_bytes, family, transformer_config, net, model, dtype_name(compute_dtype)))
-    weight_bytes = _held_bytes(model, family, spec)
-    setup = Setup(spec, family, transformer_config, base_model.latent_format, config, devices, net, device_bytes)
-    room = Room(setup, weight_bytes, functools.partial(told_bytes, model) if family.by_rows else None,
-                functools.partial(_lighter_bytes, header, family, spec, dtypes_of))
-    room.check_weights()
+    spread = _spread(config, devices, device_bytes, family, transformer_config, net, model, dtype_name(compute_dtype))
+
+    def computing_in(dtype):                                   # a name of a type: (Setup, Room)
+        spec = spec_of(dtype, *spread)
+        own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
+        setup = Setup(spec, family, transformer_config, base_model.latent_format, config, devices, own, device_bytes)
+        return setup, Room(setup, _held_bytes(model, family, spec), functools.partial(told_bytes, model) if family.by_rows else None,
+                           functools.partial(_lighter_bytes, header, family, spec, dtypes_of))
+
+    remote = RemoteModel(computing_in, dtype_name(compute_dtype), load_device)
+    remote.room.check_weights()
     GROUPS.prepare(devices)
-    _make_remote(base_model, RemoteModel(setup, room, load_device), header)
+    _make_remote(base_model, remote, header)
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
-    patcher.size = weight_bytes                                # what ComfyUI is to make room for
+    patcher.size = _held_bytes(model, family, remote.spec)     # what ComfyUI is to make room for
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch), (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
         patcher.add_wrapper_with_key(kind, KEY, wrapper)
     return patcher

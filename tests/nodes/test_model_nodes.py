@@ -48,8 +48,13 @@ CHANGES = {
                        "weight wrappers \\(diffusion_model.x_embedder.proj.weight\\)"),
     "object-patch-inside": (lambda model: model.add_object_patch("diffusion_model.depth", 2), "a replaced diffusion_model.depth"),
     "another-model-inside": (lambda model: model.add_object_patch("diffusion_model", torch.nn.Linear(1, 1)), "a replaced diffusion_model"),
-    "compute-dtype": (lambda model: model.set_model_compute_dtype(torch.bfloat16), "the compute dtype bfloat16 \\(it computes in float32"),
-    "compute-dtype-of-the-model": (lambda model: setattr(model.model, "manual_cast_dtype", torch.float16), "the compute dtype float16"),
+    "compute-dtype": (lambda model: model.set_model_compute_dtype(torch.float8_e4m3fn),
+                      "the compute dtype float8_e4m3fn, which devices do not compute in"),
+    "compute-dtype-of-the-model": (lambda model: setattr(model.model, "manual_cast_dtype", torch.float16),
+                                   "the compute dtype float16 that the model itself was given \\(it computes in float32\\)"),
+    "compute-dtype-of-a-callback": (
+        lambda model: model.add_callback("on_pre_run", lambda patcher: setattr(patcher.model, "manual_cast_dtype", torch.bfloat16)),
+        "the compute dtype bfloat16 that the model itself was given"),
     "device": (lambda model: setattr(model, "load_device", torch.device("cpu", 0)), "another device, such as Select Model Device's"),
     "attachment": (lambda model: model.set_attachments("a_pack", object()), "attachments \\(a_pack\\)"),
     "additional-models": (lambda model: model.set_additional_models("a_pack", [model.clone()]), "additional models \\(a_pack\\)"),
@@ -164,10 +169,74 @@ def test_what_comfyui_carries_out_itself_is_honoured(comfyui, model):
     assert relative_error(result, comfyui.reference("sd3")) > 0.01
 
 
-def test_the_same_compute_dtype_is_honoured(comfyui, model):
-    model.set_model_compute_dtype(torch.float32)
+def computing_in(model, dtype):
+    """The MODEL behind Model Compute Dtype. dtype: as its widget says it."""
+    from comfy_extras.nodes_model_advanced import ModelComputeDtype
+    return ModelComputeDtype().patch(model, dtype)[0]
 
-    close(sample(comfyui, model), comfyui.reference("sd3"), TOLERANCE)
+
+def test_the_same_compute_dtype_is_honoured(comfyui, model):
+    close(sample(comfyui, computing_in(model, "fp32")), comfyui.reference("sd3"), TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_another_compute_dtype_is_honoured_and_left_again(comfyui, model, dtype):
+    """The workers then round as ComfyUI's own model does, and hold what they held before, once."""
+    comfyui.unload_all()                                       # no other test's MODEL needs the workers' weights
+    exact, native = comfyui.reference("sd3"), sample(comfyui, computing_in(comfyui.native("sd3"), dtype))
+    before, client = sample(comfyui, model), comfyui.groups.client(("cpu", "cpu"))
+    weights, held = model.model_size(), set(client.model_names)
+    half = computing_in(model, dtype)
+
+    result = sample(comfyui, half)
+
+    assert relative_error(native, exact) > 5 * TOLERANCE       # it does round
+    assert 0.5 < relative_error(result, exact) / relative_error(native, exact) < 1.5
+    assert half.model_size() == weights
+    assert len(client.model_names) == len(held)
+    assert half.model.remote.spec.name in client.model_names
+    assert torch.equal(sample(comfyui, model), before)
+    assert set(client.model_names) == held
+
+
+def test_the_default_compute_dtype_is_the_weights_own_type(comfyui):
+    """As ComfyUI has it: on a CPU, without the node, both compute in float32."""
+    import comfy.sd
+    path = str(comfyui.base / "diffusion_models" / comfyui.file("sd3"))
+    models = (comfyui.ours("sd3", comfyui.config("cpu,cpu"), "bf16"),
+              comfy.sd.load_diffusion_model(path, model_options={"dtype": torch.bfloat16}))
+    exact = sample(comfyui, models[1])
+
+    ours, native = (relative_error(sample(comfyui, computing_in(each, "default")), exact) for each in models)
+
+    close(sample(comfyui, models[0]), exact, TOLERANCE)
+    assert native > 5 * TOLERANCE
+    assert 0.5 < ours / native < 1.5
+
+
+def test_a_compute_dtype_that_a_familys_numbers_do_not_fit_in_is_refused(comfyui):
+    model = computing_in(comfyui.ours("cosmos-predict2", comfyui.config()), "fp16")
+
+    with pytest.raises(comfyui.errors.UnsupportedError, match="the compute dtype float16, which cannot hold Cosmos-Predict2's numbers"):
+        comfyui.sample(model, "cosmos-predict2", steps=1)
+
+
+def test_a_weight_patch_is_honoured_under_another_compute_dtype(comfyui, model):
+    difference = 0.3 * torch.randn(768, 256, generator=torch.Generator().manual_seed(5))
+    patch = {"diffusion_model.joint_blocks.1.x_block.attn.qkv.weight": (difference,)}
+
+    def changed(model):
+        model = computing_in(model, "bf16")
+        model.add_patches(patch)
+        return model
+    exact = comfyui.native("sd3").clone()
+    exact.add_patches(patch)
+    exact = sample(comfyui, exact)
+
+    ours, native = (relative_error(sample(comfyui, changed(each)), exact) for each in (model, comfyui.native("sd3")))
+
+    assert relative_error(exact, comfyui.reference("sd3")) > 0.02
+    assert 0.5 < ours / native < 1.5
 
 
 @pytest.mark.parametrize("form", ["node", "fullgraph", "blocks", "object patch"])
