@@ -59,8 +59,11 @@ class XDiTParallelConfig(io.ComfyNode):
                              "of the picture, in every layer, and sees the other devices' as they were a step before. For U-Nets (SD 1.5, "
                              "SDXL) with one picture; the picture differs a little from one device's. Never chosen by auto."),
                 io.Combo.Input("displaced_mode", options=list(DISPLACED_MODES), default=DISPLACED_MODES[0], optional=True, tooltip="What "
-                               "DistriFusion has fresh after the warm-up steps. corrected_async_gn: its own rows, and norms corrected by "
-                               "them. full_sync: everything, the exact picture, and the slowest. The others are for comparison."),
+                               "DistriFusion has fresh after the warm-up steps. auto: corrected_async_gn, or sync_gn where a device has "
+                               "fewer than 4 rows of a U-Net's smallest images; the node that samples says which. corrected_async_gn: its "
+                               "own rows, and norms corrected by them. sync_gn: norms too, for which devices wait in each; nearer to one "
+                               "device's picture. full_sync: everything, the exact picture, and the slowest. The others are for "
+                               "comparison."),
                 io.Combo.Input("approximate", options=list(APPROXIMATE), default=APPROXIMATE[0], optional=True, tooltip="May the picture "
                                "differ a little from one device's? allowed: in auto mode, a model that is too large for one device runs by "
                                "PipeFusion, or by tensor parallelism where that is about as fast. not allowed: by tensor parallelism, or "

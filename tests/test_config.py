@@ -8,6 +8,7 @@ import pytest
 
 from tests.conftest import ROOT
 from xdit_backend.config import ParallelConfig, devices_a_machine, fitting, resolve_devices, validate, validate_layout, validate_stages
+from xdit_backend.protocol.displaced_modes import chosen_for
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.messages import Layout
 
@@ -173,3 +174,17 @@ def test_what_fits_is_near_and_can_work(given, num_cuda, expected):
     ("cpu,cpu", 0), ("cpu,a/cpu", 1), ("cpu,cpu,a/cpu,a/cpu", 2), ("cpu,cpu,a/cpu", 1), ("cpu,cpu,cpu,cpu,a/cpu,a/cpu,b/cpu,b/cpu", 2)])
 def test_devices_a_machine(devices, size):
     assert devices_a_machine(resolve_devices(devices, 0)) == size
+
+
+@pytest.mark.parametrize("num_rows, mode, words", [
+    (1, "sync_gn", "1 row of"), (3, "sync_gn", "3 rows of"), (4, "corrected_async_gn", "4 rows of"),
+    (16, "corrected_async_gn", "16 rows of"), (None, "corrected_async_gn", "")])
+def test_auto_chooses_how_displaced_patches_synchronise_by_rows(num_rows, mode, words):
+    chosen, because = chosen_for(num_rows)
+
+    assert chosen == mode and words in because and bool(words) == bool(because)
+
+
+def test_the_mode_that_older_workflows_name_is_not_told_as_unused():
+    assert ParallelConfig(displaced_mode="corrected_async_gn").idle == ParallelConfig().idle == ""
+    assert "displaced_mode=sync_gn unused" in ParallelConfig(displaced_mode="sync_gn").idle

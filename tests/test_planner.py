@@ -9,7 +9,7 @@ import pytest
 from xdit_backend.bench.scale import JOBS
 from xdit_backend.config import DEGREES, ParallelConfig, validate, validate_layout, validate_stages
 from xdit_backend.forecast.choice import Machine, candidates, forecasts, further_candidates
-from xdit_backend.forecast.cost import Device, Job, Links, Net
+from xdit_backend.forecast.cost import Device, Job, Links, Net, synchronous_steps
 from xdit_backend.forecast.memory import rank_memory, working_share
 from xdit_backend.planner import choose_layout, choose_num_patches, choose_spread, degrees_of, memory_settings, plan_run, warmup_layout
 from xdit_backend.protocol.errors import ConfigError
@@ -159,6 +159,13 @@ def test_bytes_that_displaced_patches_keep(settings, times):
     memory = rank_memory(net, job, degrees_of(config.layout, config), **memory_settings(config))
 
     assert memory.keys_values == times * 2 * 2 * 100 * 64 * 5 * 2
+
+
+@pytest.mark.parametrize("mode, synchronous", [("auto", 1), ("sync_gn", 1), ("full_sync", 20)])
+def test_synchronous_steps_of_a_mode_are_counted(mode, synchronous):
+    config = ParallelConfig(mode="manual", displaced_degree=2, displaced_mode=mode)
+
+    assert synchronous_steps(20, degrees_of(config.layout, config).warmup_steps) == synchronous
 
 
 def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():

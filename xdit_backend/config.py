@@ -11,14 +11,15 @@ import re
 from dataclasses import dataclass
 
 from .protocol.devices import MACHINE_NAME, machine_of, machines_of, own_name
-from .protocol.displaced_modes import MODES
+from .protocol.displaced_modes import AUTO, MODES
 from .protocol.errors import ConfigError
 from .protocol.messages import Layout
 
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = tuple(field.name for field in dataclasses.fields(Layout))
 APPROXIMATE = ("allowed", "not allowed")
-DISPLACED_MODES = tuple(MODES)
+DISPLACED_MODES = (AUTO, *MODES)
+FORMER_DEFAULTS = {"displaced_mode": "corrected_async_gn"}     # which older workflows name where nobody chose
 KINDS = {int: "whole number", float: "number", str: "text", bool: "yes or no"}
 MOST_SHOWN = 60                            # characters of a value that is none of these
 
@@ -79,7 +80,7 @@ class ParallelConfig:
         text = ""
         for degree, names in unused.items():
             given = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
-                     if field.name in names and getattr(self, field.name) != field.default]
+                     if field.name in names and getattr(self, field.name) not in (field.default, FORMER_DEFAULTS.get(field.name))]
             text += f" ({', '.join(given)} unused: {degree} is 1)" if given else ""
         return text
 
@@ -91,8 +92,8 @@ class ParallelConfig:
     @property
     def steps_kept(self):
         """Of how many steps stale keys and values are kept: of two, where they are forecast."""
-        displaced = MODES[self.displaced_mode] if self.mode == "manual" and self.displaced_degree > 1 else None
-        frozen = displaced is not None and not (displaced.is_stale and displaced.keeps)
+        displaced = MODES.get(self.displaced_mode) if self.mode == "manual" and self.displaced_degree > 1 else None
+        frozen = displaced is not None and not (displaced.is_stale and displaced.keeps)        # auto chooses none of those
         return 2 if self.forecast_keys_values > 0 and not frozen else 1
 
     @property
@@ -232,7 +233,7 @@ def _refuse_approximate(config):
         raise ConfigError(f'approximate="{config.approximate}" and pipefusion_degree={config.pipefusion_degree}: its patches use keys and '
                           f'values of the step before. Use tensor_degree, num_patches 1, with which stages wait for each other, or set '
                           f'approximate to allowed.')
-    if config.displaced_degree > 1 and MODES[config.displaced_mode].is_stale:
+    if config.displaced_degree > 1 and (config.displaced_mode == AUTO or MODES[config.displaced_mode].is_stale):
         raise ConfigError(f'approximate="{config.approximate}" and displaced_degree={config.displaced_degree}: in the mode '
                           f'{config.displaced_mode} devices use rows of the step before. Set displaced_mode to full_sync, or approximate '
                           f'to allowed.')

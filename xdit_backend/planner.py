@@ -5,6 +5,7 @@ Called by the host alone, before a model is loaded and before a run; the workers
 
 import dataclasses
 import math
+import sys
 
 from .config import validate_layout
 from .forecast.choice import WORTH, Forecast, Machine, are_alike, candidates, choose, forecast, forecasts, speeds_of
@@ -191,7 +192,8 @@ def degrees_of(layout, config, stages=None):
     """A Layout as the forecast takes it."""
     given = {field.name.removesuffix("_degree"): getattr(layout, field.name) for field in dataclasses.fields(layout)}
     num_patches = (config.patches_asked or 2 * layout.pipefusion_degree) if layout.pipefusion_degree > 1 else 0
-    return Degrees(**given, num_patches=num_patches, warmup_steps=config.warmup_steps,
+    is_synchronous = layout.displaced_degree > 1 and config.displaced_mode == "full_sync"
+    return Degrees(**given, num_patches=num_patches, warmup_steps=sys.maxsize if is_synchronous else config.warmup_steps,
                    warmup_by_sequence=stages is not None and stages.every_block)
 
 

@@ -5,9 +5,9 @@ A RemoteModel makes one for each run with displaced_degree above 1. Every call i
 
 import dataclasses
 
-from ...xdit_backend.partition import cut_bands, num_tokens
+from ...xdit_backend.partition import cut_bands, halved, num_tokens
 from ...xdit_backend.planner import branches_together, describe_layout
-from ...xdit_backend.protocol.displaced_modes import MODES
+from ...xdit_backend.protocol.displaced_modes import AUTO, MODES, chosen_for
 from ...xdit_backend.protocol.errors import ConfigError
 from .staleness import Staleness
 
@@ -23,6 +23,10 @@ class DisplacedRun:
         self._num_channels, self.shape = setup.num_channels, tuple(shape)
         self._staleness = Staleness(schedule, setup.config.warmup_steps)
         _check_size(setup.family, setup.transformer_config, layout, shape)
+        self._mode, self._because = setup.config.displaced_mode, ""
+        if self._mode == AUTO:
+            rows = _rows_at_last_level(setup.family, setup.transformer_config, layout.displaced_degree, shape)
+            self._mode, self._because = chosen_for(rows)
 
     def end(self):
         """Have the workers forget what they keep for this run."""
@@ -33,7 +37,7 @@ class DisplacedRun:
         text = describe_layout(self._layout) + self._config.idle
         if whole_because is not None:
             return f"{text}, every step synchronous, because this workflow uses {whole_because}"
-        return text
+        return f"{text}, {self._mode} ({self._because})" if self._because else text
 
     def predict(self, calls, sigma, whole_because=None):
         """Predictions for one or two calls, which make up all that the step asks for now."""
@@ -41,16 +45,25 @@ class DisplacedRun:
         # Ranks of each CFG branch keep their own.
         names = {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
         # Nodes may call the model for a piece of the latent, or for another one.
-        keep = (whole_because is None and MODES[self._config.displaced_mode].is_stale and self._staleness.ends
+        keep = (whole_because is None and MODES[self._mode].is_stale and self._staleness.ends
                 and all(tuple(request.latent.shape) == self.shape and not request.is_changed for request in requests))
         stale = keep and not self._staleness.is_synchronous(names, sigma)
         layout = branches_together(self._layout) if any(request.guided for request in requests) else self._layout
         ticket = self._client.submit(self._spec, layout, self._num_channels, requests, keep=keep, run=self,
                                      forecast=self._config.forecast_keys_values, stale=stale,
-                                     displaced_mode=self._config.displaced_mode)
+                                     displaced_mode=self._mode)
         if keep:
             self._staleness.hold(names)
         return self._client.wait([ticket])[1]
+
+
+def _rows_at_last_level(family, config, degree, shape):
+    """Of a U-Net's smallest images, the fewest that a rank of even speed has; None of a transformer."""
+    if not family.by_rows:
+        return None
+    halvings = family.plan.num_levels(config) - 1
+    starts = halved(cut_bands(shape[2], degree, 2 ** halvings), halvings)
+    return min(end - start for start, end in zip(starts, starts[1:]))
 
 
 def _check_size(family, config, layout, shape):

@@ -59,7 +59,7 @@ class OracleForward:
 def test_stale_steps_equal_the_oracles_through_comfyuis_sampler(comfyui, kind, devices, degrees, arguments):
     """An odd latent, two branches of guidance, one warm-up step; samplers with one call a step and with two; a batch's images apart."""
     arguments = {**arguments, "latent": comfyui.latent(kind, batch=degrees.get("data", 1), size=(23 if kind == "sdxl" else 21, 10))}
-    model = comfyui.ours(kind, comfyui.config(",".join(["cpu"] * devices), **degrees))
+    model = comfyui.ours(kind, comfyui.config(",".join(["cpu"] * devices), displaced_mode="corrected_async_gn", **degrees))
     native, oracle = comfyui.native(kind).clone(), OracleForward(comfyui, kind, degrees["displaced"], 1)
     forward = native.model.diffusion_model.forward
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_displaced_is_refused_in_words(comfyui):
         comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2)), "sd15", latent=comfyui.latent("sd15", size=(7, 16)))
     with pytest.raises(comfyui.errors.ConfigError, match="displaced_degree=2 and pipefusion_degree=2"):
         comfyui.config("cpu,cpu,cpu,cpu", displaced=2, pipefusion=2)
-    with pytest.raises(comfyui.errors.ConfigError, match='displaced_mode="stale" is not one of corrected_async_gn'):
+    with pytest.raises(comfyui.errors.ConfigError, match='displaced_mode="stale" is not one of auto, corrected_async_gn'):
         comfyui.config("cpu,cpu", displaced=2, displaced_mode="stale")
 
 
@@ -227,5 +227,6 @@ def test_the_node_says_how_it_runs(comfyui, said):
     for prompt in (None, area):
         comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2, warmup="auto")), "sd15", steps=1, positive=prompt)
 
-    assert said[0] == "running on cpu, cpu: DistriFusion 2"
+    assert said[0] == ("running on cpu, cpu: DistriFusion 2, sync_gn (norms exchanged at once: a device has 1 row of the smallest "
+                       "images, fewer than 4)")
     assert any("DistriFusion 2, every step synchronous, because this workflow uses an area for a prompt" in text for text in said)

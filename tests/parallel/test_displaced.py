@@ -1,5 +1,6 @@
 """Displaced patches: the ranks together are the oracle, synchronous calls are the model; with a broken part they are not."""
 
+import copy
 import dataclasses
 import functools
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import xdit_backend.parallel.displaced as displaced
 import xdit_backend.parallel.exchange as exchange_module
 import xdit_backend.parallel.row_hooks as row_hooks
+from tests import displaced_unets
 from tests.models.zoo import ALIKE, example, having, hold_share
 from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
 from tests.ranks import run_ranks
@@ -570,3 +572,21 @@ def test_bands_of_halved_images():
 
 def test_buckets_are_of_layers_that_follow_one_another():
     assert fill_buckets({"a": 3, "b": 3, "c": 9, "d": 1, "e": 5}, 6) == [["a", "b"], ["c"], ["d", "e"]]
+
+
+@pytest.mark.parametrize("mode, forecast", [("corrected_async_gn", 0.0), ("sync_gn", 0.6)])
+def test_ranks_in_one_process_equal_the_oracle(mode, forecast):
+    """Those that tests/displaced_unets.py measures modes with."""
+    with torch.no_grad():
+        model, bands = displaced_unets.new("sdxl").double().eval(), (0, 4, 8)
+        ranks, oracle = displaced_unets.Ranks(model, 2), StaleUNet(copy.deepcopy(model), [(0, 4), (4, 8)], mode, forecast)
+        ranks.begin(forecast)
+        torch.manual_seed(1)
+        noise, context = torch.randn(1, 3, 8, 4).double(), torch.randn(2, 5, displaced_unets.WIDTH).double()
+        predictors = (lambda step, time, **inputs: ranks.predict(step > 0, MODES[mode], bands, time, **inputs),
+                      lambda step, time, **inputs: oracle.predict(step > 0, **inputs),
+                      lambda step, time, **inputs: model(**inputs, return_dict=False)[0])
+        together, wanted, one = (displaced_unets.sample("sdxl", predict, noise, context, 4, 3.0) for predict in predictors)
+
+    within((together - wanted).abs().max().item(), EXACT)
+    assert (together - one).abs().max() > 1e-6

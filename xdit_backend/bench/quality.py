@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 
 from ..checkpoints.header import model_spec, read_header, recognise
 from ..checkpoints.vae import load_autoencoder
-from ..config import DISPLACED_MODES
 from ..demo_model.autoencoder import CHANNELS, SIDE
 from ..demo_model.features import Recogniser
 from ..demo_model.text import WEIGHTS, as_unets_context, load_text_encoder
 from ..demo_model.transformer import shifted_sigmas
 from ..host.calls import Call
 from ..partition import cut_bands, cut_patches
+from ..protocol.displaced_modes import MODES
 from ..protocol.errors import ConfigError
 from ..protocol.messages import Layout, Stages
 from .groups import count_cuda, start_clients
@@ -46,8 +46,8 @@ def add_arguments(parser):
     parser.add_argument("--guidance", type=float, default=3.0, help="scale of classifier-free guidance")
     parser.add_argument("--patches", type=int, nargs="*", default=(2, 4, 8), help="num_patches to try")
     parser.add_argument("--displaced", type=int, nargs="*", default=(2, 4, 8), help="displaced_degree to try, each as many workers")
-    parser.add_argument("--displaced-modes", choices=DISPLACED_MODES, nargs="+", default=DISPLACED_MODES[:1], metavar="NAME",
-                        help="displaced_mode to try: " + ", ".join(DISPLACED_MODES))
+    parser.add_argument("--displaced-modes", choices=tuple(MODES), nargs="+", default=tuple(MODES)[:1], metavar="NAME",
+                        help="displaced_mode to try: " + ", ".join(MODES))
     parser.add_argument("--warmup-steps", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="warmup_steps to try")
     parser.add_argument("--forecast", type=float, nargs="+", default=(0.0,), help="forecast of stale keys and values to try")
     parser.add_argument("--sheet", type=Path, default=Path("quality.png"), help="where the contact sheet goes")
@@ -98,7 +98,7 @@ def settings(options):
     staged = None if family.by_rows else model_spec(header, family, *dtypes, Stages(2, 1))
     shape = (1, CHANNELS, SIDE, SIDE)
 
-    def run(spec, layout, warmup_steps=0, patches=None, forecast=0.0, mode=DISPLACED_MODES[0]):
+    def run(spec, layout, warmup_steps=0, patches=None, forecast=0.0, mode="corrected_async_gn"):
         def run(client, call, sigmas):
             latent = sample(client, spec, layout, call, sigmas, warmup_steps, patches, CHANNELS, 1000.0, guidance=options.guidance,
                             forecast=forecast, step_by=SAMPLERS[options.sampler], displaced_mode=mode)
