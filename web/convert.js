@@ -19,12 +19,12 @@ const LOADERS = {
 const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
 const OURS = ["XDiTLoadModel", "XDiTLoadClipVae", ...Object.values(SAME_INPUTS)];
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name" };
-// Nodes whose change of a MODEL the workers refuse (docs/nodes.md, and FreeU for U-Nets); what these inputs bring is refused too.
+// Nodes whose change of a MODEL the workers refuse (docs/nodes.md); what these inputs bring is refused too.
 export const REFUSED = [
   "AnimaLLLiteApply", "FluxKVCache", "FreeU", "FreeU_V2", "HiDreamO1PatchSeamSmoothing", "HyperTile", "HypernetworkLoader",
-  "LoraLoaderBypass", "LoraLoaderBypassModelOnly", "MiniMaxH3SigmaShift", "PatchModelAddDownscale",
-  "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "TomePatchModel", "TrainLoraNode",
-  "USOStyleReference",
+  "LTXVReferenceAudio", "LoraLoaderBypass", "LoraLoaderBypassModelOnly", "MiniMaxH3SigmaShift", "PatchModelAddDownscale",
+  "QwenImageDiffsynthControlnet", "RTDETR_detect", "SAM3_Detect", "SUPIRApply", "ScaleROPE", "TomePatchModel", "TrainLoraNode",
+  "USOStyleReference", "WanInfiniteTalkToVideo", "WanUni3CControlnetApply", "ZImageFunControlnet",
 ];
 const REFUSED_INPUTS = ["GLIGEN", "MODEL_PATCH", "IPADAPTER"];
 

