@@ -53,6 +53,23 @@ def toggle(page):
     page.locator(".xdit-tab-button").click()
 
 
+def open_panel(page):
+    if not page.locator(".xdit-panel").is_visible():
+        toggle(page)
+
+
+@pytest.fixture
+def after_a_run(page):
+    """The panel is open, and shows a run that is done, and workers that wait."""
+    open_panel(page)
+    page.wait_for_selector(".xdit-device")
+    if not page.query_selector(".xdit-panel dl[data-state=done]") or not page.query_selector(".xdit-group[data-state=idle]"):
+        queue(page, 12)
+    wait_for_run(page, "done")
+    page.wait_for_selector(".xdit-group[data-state=idle]", timeout=120_000)
+    page.wait_for_selector(".xdit-time rect[data-kind=decode]", state="attached", timeout=120_000)
+
+
 def queue(page, seed):
     page.evaluate("""seed => {
         app.graph.nodes.find(node => node.type === "XDiTParallelSampler").widgets.find(widget => widget.name === "seed").value = seed;
@@ -118,7 +135,7 @@ def test_other_sites_are_refused(host, path):
 
 def test_it_is_live_during_a_run_and_silent_when_closed(page, host):
     total = host.get("/xdit/state")["devices"][0]["total"]
-    toggle(page)
+    open_panel(page)
     page.wait_for_selector(".xdit-device")
     queue(page, 11)
 
@@ -157,7 +174,7 @@ def test_it_is_live_during_a_run_and_silent_when_closed(page, host):
 
 
 @pytest.mark.slow
-def test_it_is_used_by_keys_and_saves_a_trace(page):
+def test_it_is_used_by_keys_and_saves_a_trace(page, after_a_run):
     def press(key):
         """The seconds at the left end and at the last tick, after a key."""
         page.keyboard.press(key)
@@ -183,7 +200,7 @@ def test_it_is_used_by_keys_and_saves_a_trace(page):
 
 
 @pytest.mark.slow
-def test_both_themes_and_both_languages(page):
+def test_both_themes_and_both_languages(page, after_a_run):
     backgrounds = []
     for theme in ("light", "dark"):
         page.evaluate("theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)", theme)
@@ -207,9 +224,7 @@ def test_both_themes_and_both_languages(page):
 
 
 @pytest.mark.slow
-def test_after_a_crash_it_says_so_and_the_next_run_works(page, host):
-    page.wait_for_selector(".xdit-group[data-state=idle]", timeout=120_000)
-
+def test_after_a_crash_it_says_so_and_the_next_run_works(page, host, after_a_run):
     workers(host)[0].kill()
     page.wait_for_selector(".xdit-group[data-state=ended]", timeout=120_000)
     assert sum(bars(page)["cpu"].values()) == host.get("/xdit/state")["devices"][0]["total"]
@@ -239,8 +254,7 @@ def test_the_bubble_is_the_time_without_work(page):
 
 @pytest.mark.slow
 def test_the_settings_for_idle_workers_reach_the_host_and_the_panel(page, host):
-    if not page.locator(".xdit-panel").is_visible():
-        toggle(page)
+    open_panel(page)
     page.wait_for_selector("[data-residency=keep]")
     choose = "async ([how, minutes]) => { const { setting } = app.extensionManager; await setting.set('xdit.IdleMinutes', minutes); " \
              "await setting.set('xdit.Residency', how); }"
