@@ -8,7 +8,7 @@ have is shared out among them.
 import os
 import statistics
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -53,7 +53,10 @@ def _measure(devices, server, seconds, held):
         seconds.append((time.perf_counter() - started_s, sum(
             taken_s - before.get(process, 0) for process, taken_s in _processor_s().items())))
         workers = {int(done.numbers["pid"]) for done in group.request(ReportMemory).values()}
-        sizes = {process.pid: process.memory_full_info().pss for process in psutil.Process().children(recursive=True)}
+        sizes = {}
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                sizes[process.pid] = process.memory_full_info().pss
         held.append((sum(sizes.values()), statistics.median(sizes[pid] for pid in workers)))
     finally:
         group.close()
@@ -61,8 +64,11 @@ def _measure(devices, server, seconds, held):
 
 def _processor_s():
     """{process: seconds} of all that this one has started and that run."""
-    times = {process: process.cpu_times() for process in psutil.Process().children(recursive=True)}
-    return {process: taken.user + taken.system for process, taken in times.items()}
+    seconds = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):                   # it ends at this moment
+            seconds[process] = sum(process.cpu_times()[:2])
+    return seconds
 
 
 @contextmanager
