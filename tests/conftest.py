@@ -164,6 +164,12 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line("\n".join(report(COMPARISONS)))
 
 
+def pytest_collection_finish():
+    """The libraries' objects stay: the garbage collector, which takes a second for all of them, need not look at them again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config, items):
     import torch
 

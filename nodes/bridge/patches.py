@@ -100,9 +100,10 @@ class PatchwiseSampler:
                     self._resume(index, index)
                 while self._waiting or self._flying:
                     self._advance()
+            return torch.cat([self._outputs[index] for index in range(len(self._tasks))], self._run.dim)
         finally:
             end_tasks(self._tasks)
-        return torch.cat([self._outputs[index] for index in range(len(self._tasks))], self._run.dim)
+            self._tasks = []                   # each refers to this object: a circle, which would keep the MODEL
 
     def _advance(self):
         """Send off what may go; then take the next answer, or evaluate the whole latent when all patches wait for that."""

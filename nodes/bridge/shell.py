@@ -74,10 +74,12 @@ def load_shell(path, weight_dtype, config):
     device_bytes = list(map(memory_of, devices))
     spread = _spread(config, devices, device_bytes, family, transformer_config, net, model, dtype_name(compute_dtype))
 
-    def computing_in(dtype):                                   # a name of a type: (Setup, Room)
+    latent_format = base_model.latent_format
+
+    def computing_in(dtype):                                   # a name of a type: (Setup, Room). No circle: it knows no base_model
         spec = spec_of(dtype, *spread)
         own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
-        setup = Setup(spec, family, transformer_config, base_model.latent_format, config, devices, own, device_bytes)
+        setup = Setup(spec, family, transformer_config, latent_format, config, devices, own, device_bytes)
         return setup, Room(setup, _held_bytes(model, family, spec), functools.partial(told_bytes, model) if family.by_rows else None,
                            functools.partial(_lighter_bytes, header, family, spec, dtypes_of))
 

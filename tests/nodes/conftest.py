@@ -165,6 +165,8 @@ def comfyui(tmp_path_factory):
     if folder is None:
         pytest.skip("no ComfyUI: run `python3 start.py test`, or name one in XDIT_COMFYUI")
     host = ComfyUI(folder, tmp_path_factory.mktemp("models"))
+    gc.collect()
+    gc.freeze()                            # ComfyUI's objects too, as in tests/conftest.py
     yield host
     host.groups.close()
     host.management.current_loaded_models.clear()              # gigabytes by now, which later tests need

@@ -1,7 +1,9 @@
 """Our MODEL equals ComfyUI's: the same latents as the native KSampler, for every family, layout and sampler."""
 
+import gc
 import math
 import sys
+import weakref
 
 import pytest
 import torch
@@ -305,6 +307,23 @@ def test_unloading_gives_the_workers_memory_back(comfyui):
 
     assert held > 0 and client.report_memory()[0]["weight_bytes"] < held
     assert torch.equal(comfyui.sample(model, "sd3"), before)
+
+
+@pytest.mark.parametrize("kind, degrees", [
+    ("sd3", {"ulysses": 2}), ("sd3", {"cfg": 2}), ("sd3", {"pipefusion": 2}), ("sdxl", {"displaced": 2})], ids=str)
+def test_a_model_ends_with_its_last_user(comfyui, kind, degrees):
+    """No circle keeps it: ComfyUI, which has found one, says that memory leaks and looks through all objects before it loads a model."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees))
+        own = weakref.ref(model), weakref.ref(model.model)
+        comfyui.sample(model, kind, latent=comfyui.latent(kind, size=(8, 6)))
+        del model
+
+        assert [each() for each in own] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("degrees", [{}, {"pipefusion": 2}, {"displaced": 2}], ids=str)
