@@ -1,5 +1,9 @@
 """The worker groups that commands time."""
 
+from contextlib import suppress
+
+import psutil
+
 from ..config import resolve_devices
 from ..host.client import Client
 from ..host.preflight import num_cuda_devices
@@ -22,3 +26,12 @@ def devices_of(size, num_cuda):
 def second_client(first, num_cuda):
     """A client of one device beside the first one's."""
     return Client(resolve_devices("cuda:1" if num_cuda > 1 else first.devices[0], num_cuda))
+
+
+def processor_s():
+    """{process: seconds} of all that this one has started and that run."""
+    seconds = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):                   # it ends at this moment
+            seconds[process] = sum(process.cpu_times()[:2])
+    return seconds

@@ -31,6 +31,17 @@ def add_arguments(parser):
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS),
                         help="one, or axis and degree, also joined: cfg2, ulysses2, ring2, ring2-ulysses2, tensor2, "
                              "pipefusion2, pipefusion2-ulysses2")
+    add_model_arguments(parser)
+    parser.add_argument("--patches", type=int, nargs="+", default=(2, 4, 8), help="num_patches to try with pipefusion")
+    parser.add_argument("--forecast", type=float, nargs="+", default=(ParallelConfig.forecast_keys_values,),
+                        help="forecast_keys_values to try with pipefusion, in turns")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a pipefusion run")
+    parser.add_argument("--warmup-steps", type=int, default=1, help="of them, the first whole ones")
+    parser.add_argument("--warmup", choices=("whole", "sequence"), default="whole", help="how pipefusion's warm-up steps run")
+
+
+def add_model_arguments(parser):
+    """Of the model that is timed, and where."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
     parser.add_argument("--tokens", type=int, default=4096, help="image tokens, a square number")
@@ -40,19 +51,17 @@ def add_arguments(parser):
                         help="blocks of two streams and of one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and results")
     parser.add_argument("--rounds", type=int, default=5, help="in each of which everything runs once")
-    parser.add_argument("--patches", type=int, nargs="+", default=(2, 4, 8), help="num_patches to try with pipefusion")
-    parser.add_argument("--forecast", type=float, nargs="+", default=(ParallelConfig.forecast_keys_values,),
-                        help="forecast_keys_values to try with pipefusion, in turns")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a pipefusion run")
-    parser.add_argument("--warmup-steps", type=int, default=1, help="of them, the first whole ones")
-    parser.add_argument("--warmup", choices=("whole", "sequence"), default="whole", help="how pipefusion's warm-up steps run")
     parser.add_argument("--no-diffusers", action="store_true", help="leave out diffusers' own context parallelism")
+
+
+def setting_of(options):
+    return Setting(options.width, *options.blocks, options.tokens, options.text_tokens, options.dtype)
 
 
 def main(options):
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     torch.set_num_threads(1)
-    setting = Setting(options.width, *options.blocks, options.tokens, options.text_tokens, options.dtype)
+    setting = setting_of(options)
     num_cuda = count_cuda(options.device)
     layouts = {name: parse_layout(name) for name in options.layouts}
     staged = {name: layouts.pop(name) for name in list(layouts) if layouts[name]["pipefusion"] > 1}

@@ -15,7 +15,7 @@ import psutil
 from ..host.forkserver import FORK, Forkserver
 from ..host.launcher import WorkerGroup
 from ..protocol.messages import ReportMemory
-from .groups import count_cuda, devices_of
+from .groups import count_cuda, devices_of, processor_s
 
 WAYS = ("first", "next", "programs of their own")
 
@@ -47,11 +47,11 @@ def main(options):
 
 def _measure(devices, server, seconds, held):
     """Start a group and end it; adds (seconds until it is ready, processor seconds until then) and (bytes of all, of a worker)."""
-    before, started_s = _processor_s(), time.perf_counter()
+    before, started_s = processor_s(), time.perf_counter()
     group = WorkerGroup(devices, forkserver=server)
     try:
         seconds.append((time.perf_counter() - started_s, sum(
-            taken_s - before.get(process, 0) for process, taken_s in _processor_s().items())))
+            taken_s - before.get(process, 0) for process, taken_s in processor_s().items())))
         workers = {int(done.numbers["pid"]) for done in group.request(ReportMemory).values()}
         sizes = {}
         for process in psutil.Process().children(recursive=True):
@@ -60,15 +60,6 @@ def _measure(devices, server, seconds, held):
         held.append((sum(sizes.values()), statistics.median(sizes[pid] for pid in workers)))
     finally:
         group.close()
-
-
-def _processor_s():
-    """{process: seconds} of all that this one has started and that run."""
-    seconds = {}
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):                   # it ends at this moment
-            seconds[process] = sum(process.cpu_times()[:2])
-    return seconds
 
 
 @contextmanager
