@@ -26,6 +26,7 @@ from xdit_backend.protocol import messages
 from xdit_backend.protocol.messages import Layout, Stages
 from xdit_backend.protocol.segments import SegmentStore, map_segment
 from xdit_backend.worker.engine import Engine
+from xdit_backend.worker.predictions import _own_images
 from xdit_backend.worker.serve import _prefetch
 
 AXES = ("data", "cfg", "pipefusion", "ring", "ulysses")
@@ -163,6 +164,15 @@ QUICK = [Layout(cfg_degree=2, pipefusion_degree=2), Layout(data_degree=2, pipefu
 
 TENSOR = [Layout(cfg_degree=2, tensor_degree=2), Layout(cfg_degree=2, pipefusion_degree=2, tensor_degree=2),
           Layout(pipefusion_degree=2, ring_degree=2, tensor_degree=2), Layout(cfg_degree=2, ulysses_degree=2, tensor_degree=2)]
+
+
+@pytest.mark.parametrize("batch, speeds, expected", [
+    (3, (), [(0, 2), (2, 1)]), (3, (10, 20), [(0, 1), (1, 2)]), (3, (100, 1), [(0, 3), (3, 0)]), (8, (10, 30, 40), [(0, 1), (1, 3), (4, 4)])])
+def test_images_are_shared_out_by_speed(batch, speeds, expected):
+    degree = len(expected)
+    ranks = [SimpleNamespace(degrees={"data": degree}, ranks={"data": rank}, data_speeds=speeds) for rank in range(degree)]
+
+    assert [_own_images(batch, mesh) for mesh in ranks] == expected
 
 
 @pytest.mark.parametrize("layout, speeds", [UNLIKE[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in UNLIKE[1:])], ids=str)
