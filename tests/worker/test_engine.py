@@ -167,7 +167,8 @@ TENSOR = [Layout(cfg_degree=2, tensor_degree=2), Layout(cfg_degree=2, pipefusion
 
 
 @pytest.mark.parametrize("batch, speeds, expected", [
-    (3, (), [(0, 2), (2, 1)]), (3, (10, 20), [(0, 1), (1, 2)]), (3, (100, 1), [(0, 3), (3, 0)]), (8, (10, 30, 40), [(0, 1), (1, 3), (4, 4)])])
+    (3, (), [(0, 2), (2, 1)]), (3, (10, 20), [(0, 1), (1, 2)]), (3, (100, 1), [(0, 3), (3, 0)]),
+    (8, (10, 30, 40), [(0, 1), (1, 3), (4, 4)])])
 def test_images_are_shared_out_by_speed(batch, speeds, expected):
     degree = len(expected)
     ranks = [SimpleNamespace(degrees={"data": degree}, ranks={"data": rank}, data_speeds=speeds) for rank in range(degree)]
