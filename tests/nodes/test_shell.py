@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from tests.models.zoo import matrix
+from tests.models.zoo import ALIKE
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close
 
@@ -27,10 +27,13 @@ SAMPLERS = (("euler", "simple"), ("euler_ancestral", "normal"), ("dpmpp_2m", "ka
             ("uni_pc", "beta"))
 
 
+OTHERS = [layout for layout in LAYOUTS if layout != "auto2"]
+
+
 @pytest.mark.parametrize("kind, layout", [
-    pytest.param(kind, layout, marks=pytest.mark.everyone if layout == "auto2" else pytest.mark.slow)
-    for kind, layout in sorted(matrix(KINDS, LAYOUTS, "auto2", lambda kind: families()[kind].name),
-                               key=lambda pair: list(LAYOUTS).index(pair[1]))])
+    *(pytest.param(kind, "auto2", marks=pytest.mark.everyone) for kind in KINDS),
+    *(pytest.param(kind, OTHERS[number % len(OTHERS)], marks=pytest.mark.slow)          # in turn: all of a family's are in test_smoke.py
+      for number, kind in enumerate(kind for kind in KINDS if families()[kind].name not in ALIKE))])
 def test_latents_equal_native_ksampler(comfyui, kind, layout):
     devices, degrees = LAYOUTS[layout]
     model = comfyui.ours(kind, comfyui.config(devices, **degrees))
