@@ -8,8 +8,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tests.models.zoo import as_comfyui, conditioning_of, example
-from tests.tiers import FEW_FAMILIES, by_default
-from tests.tiny_checkpoints import families
+from tests.tiers import FEW_FAMILIES
+from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error, within
 from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.loading import load_transformer
@@ -81,8 +81,10 @@ def native(path, family, storage, compute="float32"):
     return model.diffusion_model(latent.to(dtype), timestep, **given).float()
 
 
-@pytest.mark.parametrize("kind", by_default(FEW_FAMILIES, families()))
-@pytest.mark.parametrize("storage", ["float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize("kind, storage", [
+    *((kind, "bfloat16") for kind in families() if kind in FEW_FAMILIES),      # of the others: the test below
+    *((kind, "float8_e4m3fn") if kind in FEW_FAMILIES else pytest.param(kind, "float8_e4m3fn", marks=pytest.mark.slow)
+      for kind in families())])
 def test_weights_cast_at_use_equal_comfyuis(file_of, kind, storage):
     """Arithmetic in float32 on both sides, so nothing but the weights is rounded."""
     family = families()[kind]
@@ -95,7 +97,7 @@ def test_weights_cast_at_use_equal_comfyuis(file_of, kind, storage):
 
 
 @pytest.mark.parametrize("kind", [kind if kind in ("sd3", "wan") else pytest.param(kind, marks=pytest.mark.slow) for kind in families()
-                                  if not kind.endswith("-blocks")])            # more of the same ones
+                                  if kind not in VARIANTS])
 def test_arithmetic_in_half_precision_is_as_exact_as_comfyuis(file_of, kind):
     """Of weights rounded alike, as far from float32 as ComfyUI's own model: what it computes in float32 is not rounded here."""
     family, path = families()[kind], file_of(kind)
