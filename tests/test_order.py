@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.order import arrange, start_busy
+from tests.order import FIRST, arrange, start_busy
 
 Item = collections.namedtuple("Item", "nodeid")
 Config = collections.namedtuple("Config", "option")
@@ -22,7 +22,10 @@ def arranged(order, seed=None, items=WRITTEN):
 
 
 def test_written_is_as_it_was_and_reverse_from_the_end():
+    first = Item(f"{FIRST}test_a")
+
     assert arranged("written") == WRITTEN and arranged("reverse") == WRITTEN[::-1]
+    assert arranged("written", items=[*WRITTEN, first]) == [first, *WRITTEN]
 
 
 @pytest.mark.parametrize("seed", range(5))
