@@ -20,6 +20,7 @@ from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.parallel.hooks import Hooks
 from xdit_backend.parallel.mesh import build_mesh
 from xdit_backend.parallel.pipefusion import KeyValues
+from xdit_backend.parallel.tensor import _squares
 from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.messages import Layout
 
@@ -169,6 +170,17 @@ def test_in_bfloat16_it_rounds_about_as_one_rank_does(name, degree):
 
     assert one > 1e-4 and all(other == (one, spread) for other in others)
     within(spread / one, 2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_squares_are_added_up_in_float32(dtype):
+    """In float16 a token's would overflow; in bfloat16 all but three digits would be lost."""
+    tokens = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(0)).mul(40).to(dtype)
+
+    squares = _squares(tokens)
+
+    assert squares.dtype == torch.float32
+    within(relative_error(squares, tokens.double().square().sum(-1, keepdim=True)), 1e-5)
 
 
 def sequence_ranks(layout):

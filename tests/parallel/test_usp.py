@@ -71,6 +71,25 @@ def test_merge_equals_attention_over_the_union():
     within((lse - whole_lse).abs().max(), 1e-12)
 
 
+def rounding(rank, world_size, dtype):
+    """(Ring's, attention's) distance from attention in float64, of tensors that are rounded alike."""
+    q, k, v = (tensor.to(dtype) for tensor in tensors(256))
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    mesh, own = build_mesh(Layout(ring_degree=world_size), world_size), 256 // world_size
+    mine = slice(rank * own, (rank + 1) * own)
+    out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], [own] * world_size, mesh, F.scaled_dot_product_attention, None,
+                        Traffic())
+    whole = F.scaled_dot_product_attention(q, k, v)[:, :, mine]
+    return [(each.double() - want[:, :, mine]).norm().item() for each in (out, whole)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_ring_in_half_precision_is_as_exact_as_attention(dtype):
+    """Blocks are added up in float32, however many there are."""
+    for ring, whole in run_ranks(rounding, 4, dtype):
+        within(ring / whole, 1.25)
+
+
 def test_a_merge_moves_18_bytes_a_number(monkeypatch):
     """Of a block in bfloat16: it is read and made float32 (6), and then there are it, what was there before and what comes of them."""
     with pretended_cuda(monkeypatch) as work_of:
