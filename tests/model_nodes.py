@@ -133,6 +133,7 @@ class Matrix:
 
     def __init__(self, comfyui, config, vae_of):
         self.comfyui, self.config, self._vae_of = comfyui, config, vae_of
+        self._plain = {}                                       # kind -> what is sampled without a node
         self.folder = Path(tempfile.mkdtemp(dir=comfyui.base))
         self.nodes = model_nodes(comfyui)
         comfyui.folder_paths.set_output_directory(str(self.folder))
@@ -192,8 +193,12 @@ class Matrix:
         with torch.inference_mode():
             made = self._made(name, kind, self.comfyui.native(kind).clone())
             made.pop("MODEL", None)
-            plain = {"latent": made["LATENT"]} if "LATENT" in made else {}
-            return difference(self._sample(kind, self.comfyui.native(kind), **{**self._task(name, kind), **plain}), result) > ACTS
+            task = {**self._task(name, kind), **({"latent": made["LATENT"]} if "LATENT" in made else {})}
+            if task:
+                return difference(self._sample(kind, self.comfyui.native(kind), **task), result) > ACTS
+            if kind not in self._plain:                        # most nodes need nothing of their own
+                self._plain[kind] = self._sample(kind, self.comfyui.native(kind))
+            return difference(self._plain[kind], result) > ACTS
 
     def changes_a_model(self, name):
         """Does this node take one MODEL and give one?"""

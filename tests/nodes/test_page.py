@@ -2,9 +2,12 @@
 
 import importlib
 import json
+import re
 import struct
 
 import torch
+
+from tests.comfyui_server import ROOT
 
 
 def write_header(path, shapes):
@@ -32,3 +35,12 @@ def test_files_that_the_workers_cannot_have_are_named_with_the_reason(comfyui):
 
     assert set(found["models"]) == {"text.safetensors"} and "not a safetensors file" in found["models"]["text.safetensors"]
     assert set(found["vaes"]) == {"video.safetensors"} and "TAEHV" in found["vaes"]["video.safetensors"]
+
+
+def test_types_that_the_page_takes_over_are_known_to_both_loaders(comfyui):
+    """web/convert.js: all types of Load Diffusion Model that Load xDiT Model knows too, and no other."""
+    script = (ROOT / "web" / "convert.js").read_text(encoding="utf-8")
+    taken = json.loads(re.search(r'UNETLoader: \{ file: "unet_name", dtypes: (\[.*?\]) \}', script)[1])
+
+    native, = comfyui.nodes.UNETLoader.INPUT_TYPES()["required"]["weight_dtype"][:1]
+    assert taken == [one for one in native if one in comfyui.shell.WEIGHT_DTYPES]

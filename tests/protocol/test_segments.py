@@ -41,6 +41,16 @@ def test_any_shape_and_layout(store, shape):
     assert torch.equal(map_segment(store.share(transposed)), transposed)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 5, 15])
+def test_a_file_that_was_cut_short_is_refused_and_not_grown(store, num_bytes):
+    segment = store.share(torch.ones(4))
+    os.truncate(segment.path, num_bytes)
+
+    with pytest.raises(XDiTError, match="fewer than 16 bytes.*Queue the prompt again"):
+        map_segment(segment)
+    assert os.path.getsize(segment.path) == num_bytes
+
+
 def test_maps_stay_valid_after_removal(store):
     segment, view = store.create((4,), torch.float32)
     other = map_segment(segment)
