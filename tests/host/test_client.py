@@ -160,6 +160,8 @@ def test_dropping_a_model_gives_its_memory_back(client, spec_of):
     held = client.report_memory()[0]["weight_bytes"]
     assert held == without + sum(p.numel() * p.element_size() for p in (*one.model.parameters(), *one.model.buffers()))
     assert before in (None, held)
+    client.forget(spec.name)                                   # the same, of a MODEL that nobody has
+    assert not client.holds(spec.name) and client.report_memory()[0]["weight_bytes"] == without
 
 
 @pytest.mark.slow
