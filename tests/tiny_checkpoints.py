@@ -401,13 +401,13 @@ def metadata_of(source):
 
 
 def import_comfyui(folder=None):
-    """Make ComfyUI's packages importable in this process, on the CPU."""
+    """Make ComfyUI's packages importable in this process, on the CPU; with PyTorch's attention, which it takes by itself on GPUs."""
     folder = folder or os.environ["XDIT_COMFYUI"]
     sys.path.insert(0, str(folder))
     import comfy.options
     comfy.options.enable_args_parsing(False)
     import comfy.cli_args
-    comfy.cli_args.args.cpu = True
+    comfy.cli_args.args.cpu = comfy.cli_args.args.use_pytorch_cross_attention = True
 
 
 if __name__ == "__main__":

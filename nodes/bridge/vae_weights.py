@@ -106,7 +106,7 @@ class Outline(torch.nn.Module):
 
     def __init__(self, half, dtype):
         super().__init__()
-        self.remote = half
+        self.remote = weakref.proxy(half)                      # which ends with its VAE, and so does what ComfyUI lists of it
         for index, tensor in enumerate(half.weights().values()):
             self.register_buffer(f"tensor{index}", torch.empty(tensor.shape, dtype=dtype, device="meta"))
 

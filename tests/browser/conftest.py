@@ -47,11 +47,12 @@ def chromium():
 def page(chromium, host):
     """ComfyUI's page, loaded and ready; exceptions of its scripts are collected in `page.problems`."""
     page = chromium.new_page(viewport={"width": 1600, "height": 900})
+    page.set_default_timeout(120_000)      # of a busy machine
     page.problems = []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     page.goto(host.url)
-    page.wait_for_function("() => window.app?.graph && window.LiteGraph?.registered_node_types?.XDiTLoadModel", timeout=60_000)
-    page.wait_for_function("() => app.graph.nodes.length > 0", timeout=60_000)     # its own first graph would replace ours
+    page.wait_for_function("() => window.app?.graph && window.LiteGraph?.registered_node_types?.XDiTLoadModel")
+    page.wait_for_function("() => app.graph.nodes.length > 0")     # its own first graph would replace ours
     yield page
     page.close()
 

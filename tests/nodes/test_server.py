@@ -151,7 +151,7 @@ def test_progress_previews_and_phases_reach_the_page(server):
     assert len(previews) >= 3
     assert any(text.startswith("starting workers") for text in phases)
     assert any(text.startswith("loading weights") for text in phases)
-    assert "running on cpu, cpu: CFG 2" in phases
+    assert any(text.startswith("running on cpu") for text in phases), phases           # how depends on what was measured of the two
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import gc
 import importlib
 import re
 import time
+import weakref
 
 import pytest
 import torch
@@ -241,6 +242,23 @@ def test_weights_of_a_vae_that_is_gone_are_dropped(comfyui, vae_of):
         time.sleep(0.05)
 
     assert before - set(client.autoencoder_names)
+
+
+def test_what_comfyui_lists_of_a_vae_ends_with_it(comfyui):
+    """No circle keeps it: a ControlNet has ComfyUI load all that it lists."""
+    halves = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.vae_weights").HALVES
+    gc.collect()
+    gc.disable()
+    try:
+        vae = comfyui.nodes.VAELoader().load_vae(comfyui.file("vae-flux", "vae"))[0]
+        comfyui.vae_decode.execute({"samples": latents("vae-flux", 1, 4, 4)}, vae, comfyui.config("cpu,cpu"))
+        listed = [weakref.ref(half._patcher) for half in halves[vae.first_stage_model].values()]
+        assert any(loaded.model is listed[0]() for loaded in comfyui.management.current_loaded_models)
+        del vae
+
+        assert [each() for each in listed] == [None]
+    finally:
+        gc.enable()
 
 
 def test_sampled_latent_decodes_like_the_native_nodes(comfyui, vae_of):
