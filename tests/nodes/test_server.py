@@ -288,7 +288,7 @@ def test_workers_end_with_a_host_that_is_killed_as_it_samples(base):
                 sampled.append(content["value"])
                 host.process.kill()
         with pytest.raises(HostGoneError):
-            watch(host, workflow(seed=13, steps=500, size=768), on_message)
+            watch(host, workflow(seed=13, steps=500), on_message)
 
         host.process.wait()
         assert sampled and not still_there(before)

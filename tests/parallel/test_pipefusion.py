@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.models.zoo import APART, CONFIGS, example, having, hold_share, matrix
+from tests.models.zoo import APART, CONFIGS, example, having, hold_share
 from tests.parallel.oracle import StaleModel, simulate, stepped
 from tests.ranks import run_ranks
 from tests.tolerances import InDouble, within
@@ -132,15 +132,20 @@ def error_of(by_rank, name, layout, settings, options={}):
 ALL = [(num_patches, (num_patches + more) % len(SIGMAS)) for num_patches in range(1, 6) for more in (0, 2)]
 
 
+def settings_of(name):
+    """Of one kind of each plan all; of the others every second, in turn."""
+    return ALL if name in KINDS else ALL[list(FAMILIES).index(name) % 2::2]
+
+
 @pytest.mark.parametrize("name, num_stages", [
     *((name, 3) for name in having("pipefusion")),
     *(pytest.param(name, stages, marks=pytest.mark.slow) for name in KINDS for stages in (1, 2, 4))])
 def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(on_shared_ranks, name, num_stages):
     """num_patches below, equal to and above the stages; warm-up from none (a cold start) to all steps."""
     by_rank = on_shared_ranks(samples, lambda name, num_stages: num_stages,
-                              lambda name, num_stages: (name, Layout(pipefusion_degree=num_stages), ALL))
+                              lambda name, num_stages: (name, Layout(pipefusion_degree=num_stages), settings_of(name)))
 
-    within(error_of(by_rank, name, Layout(pipefusion_degree=num_stages), ALL), EXACT)
+    within(error_of(by_rank, name, Layout(pipefusion_degree=num_stages), settings_of(name)), EXACT)
 
 
 @pytest.mark.parametrize("name", [name for name in having("pipefusion", FAMILIES) if "attention_mask" in FAMILIES[name].conditioning])
@@ -176,10 +181,10 @@ def num_ranks(layout):
 
 
 @pytest.mark.parametrize("name, layout", [
-    *((name, HYBRIDS[layout]) for name, layout in matrix(having("pipefusion"), ("2x ring2", "1x ulysses2"), "2x ring2")),
+    *((name, HYBRIDS[("2x ring2", "1x ulysses2")[number % 2]]) for number, name in enumerate(having("pipefusion"))),
     ("Qwen-Image", HYBRIDS["2x tensor2"]), pytest.param("Flux.1", HYBRIDS["2x tensor2"], marks=pytest.mark.slow),
     *(pytest.param(name, HYBRIDS[layout], marks=pytest.mark.slow)
-      for name in KINDS for layout in ("2x ulysses2", "1x ring2", "1x ring3"))], ids=str)
+      for name in KINDS for layout in ("2x ulysses2", "1x ring3"))], ids=str)
 def test_hybrids_with_sequence_parallelism_equal_the_oracle(name, layout):
     within(error(name, layout, [(4, 1), (3, 1), (4, 0), (2, 3), (1, 1)]), EXACT)
 
