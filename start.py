@@ -37,6 +37,11 @@ TIERS = {"smoke": "a step of every family under a layout that is drawn, alone",
          "all": "everything: more sizes, samplers and products of methods, and int8 and nf4",
          "rest": "what --all has beside the tests without it"}
 MARKED = {"": "not slow", "smoke": "smoke", "all": "", "rest": "slow"}         # as pytest selects them
+# Options of the tests that choose none of them (tests/order.py), so these still run in two processes.
+ORDER = {"order": ("written, reverse or drawn", "test: of the files, and of the tests in each; default: written"),
+         "order-seed": ("SEED", "test: of --order drawn; default: another each time"),
+         "smoke-seed": ("SEED", "test: of what is drawn for each family; default: another each time"),
+         "beside": ("COUNT", "test: so many processes that are never idle run beside the tests")}
 # pytest-xdist: a file's tests run in one process, in order, since they share a ComfyUI or a worker group.
 IN_TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
@@ -54,7 +59,9 @@ def main():
         environment = os.environ | {"XDIT_COMFYUI": str(comfyui)}
         if options.job == "test":
             with_quantisers = options.tier in ("all", "rest") and not (options.oldest or options.newest or pytest_args)
-            exit_code = run_tests(python, environment, options.tier, pytest_args, set_up_quantisers(python) if with_quantisers else None)
+            order = [f"--{name}={value}" for name in ORDER if (value := getattr(options, name.replace("-", "_"))) is not None]
+            exit_code = run_tests(python, environment, options.tier, order, pytest_args,
+                                  set_up_quantisers(python) if with_quantisers else None)
         else:
             exit_code = run_demo(python, environment, options)
     except SetUpError as error:
@@ -83,6 +90,8 @@ def parse_arguments():
     tiers = parser.add_mutually_exclusive_group()
     for tier, what in TIERS.items():
         tiers.add_argument(f"--{tier}", dest="tier", action="store_const", const=tier, default="", help=f"test: {what}")
+    for name, (value, what) in ORDER.items():
+        parser.add_argument(f"--{name}", metavar=value, help=what)
     packages = parser.add_mutually_exclusive_group()
     packages.add_argument("--oldest", action="store_true",
                           help=f"with the oldest packages that are supported ({', '.join(OLDEST)}); default of --env: .venv-oldest")
@@ -103,11 +112,11 @@ def run_demo(python, environment, options):
     return wait(subprocess.Popen(command, cwd=ROOT, env=environment))
 
 
-def run_tests(python, environment, tier, pytest_args, quantisers):
+def run_tests(python, environment, tier, order, pytest_args, quantisers):
     """Read the code with ruff and mypy, then run pytest. The exit code is that of the first which failed.
 
     Two pytest processes take turns at the files, unless arguments say which tests are meant: then one does, -s prints, and of all tiers.
-    quantisers: the Python that runs the tests marked so; None: they are skipped, and say why.
+    order: options of ORDER. quantisers: the Python that runs the tests marked so; None: they are skipped, and say why.
     """
     wait(subprocess.Popen([python, "-m", "tests.browser.chromium"], cwd=ROOT))
     # Their own scripts: `python -m pytest` would put this folder on sys.path, where our nodes/ hides ComfyUI's nodes.py.
@@ -118,7 +127,7 @@ def run_tests(python, environment, tier, pytest_args, quantisers):
         jobs["pytest with torchao and bitsandbytes"] = [
             quantisers, pytest, "-m", "quantisers", "tests/checkpoints", "tests/nodes"]
     in_processes = [] if tier == "smoke" else IN_TWO_PROCESSES
-    jobs["pytest"] = [pytest, *(["-m", marked] if marked else []), *(pytest_args or in_processes)]
+    jobs["pytest"] = [pytest, *(["-m", marked] if marked else []), *order, *(pytest_args or in_processes)]
     if not pytest_args:
         environment = {"OMP_NUM_THREADS": "1"} | environment   # threads of two processes that wait for each other take minutes
     exit_codes = []

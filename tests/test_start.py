@@ -1,10 +1,11 @@
-"""start.py --newest: which versions it takes for the newest, and what it refuses."""
+"""start.py: which versions --newest takes for the newest and what it refuses; what the options of the tests' order come to."""
 
 import importlib.util
 import re
 import sys
 import tarfile
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,6 +115,24 @@ def test_the_newest_torch_that_its_companions_work_with_is_taken(start, monkeypa
 def test_an_import_that_fails_is_told_by_its_last_line(start):
     assert start.error_of_import(sys.executable, ["json", "re"]) is None
     assert start.error_of_import(sys.executable, ["json", "not_there"]) == "ModuleNotFoundError: No module named 'not_there'"
+
+
+@pytest.mark.parametrize("given, has, lacks", [
+    ([], ["-n", "not slow"], ["--order=drawn"]),
+    (["--order", "drawn", "--order-seed", "7"], ["-n", "not slow", "--order=drawn", "--order-seed=7"], []),
+    (["--rest", "--beside", "2"], ["-n", "slow and not quantisers", "--beside=2"], []),
+    (["--smoke", "--smoke-seed=3"], ["smoke", "--smoke-seed=3"], ["-n"]),
+    (["-k", "vae", "--order", "reverse"], ["-k", "vae", "--order=reverse"], ["-n", "-m"])], ids=" ".join)
+def test_what_chooses_no_tests_leaves_them_in_two_processes(start, monkeypatch, given, has, lacks):
+    commands = []
+    monkeypatch.setattr(start, "set_up", lambda options: ("bin/python", "ComfyUI"))
+    monkeypatch.setattr(start, "set_up_quantisers", lambda python: "bin/other")
+    monkeypatch.setattr(start, "subprocess", SimpleNamespace(Popen=lambda command, **options: commands.append(command)))
+    monkeypatch.setattr(start, "wait", lambda process: 0)
+    monkeypatch.setattr(sys, "argv", ["start.py", "test", *given])
+
+    assert start.main() == 0
+    assert set(has) <= set(commands[-1]) and not set(lacks) & set(commands[-1]), commands[-1]
 
 
 def lay(folder, version):
