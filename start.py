@@ -56,7 +56,9 @@ def main():
     options, pytest_args = parse_arguments()
     try:
         python, comfyui = set_up(options)
-        environment = os.environ | {"XDIT_COMFYUI": str(comfyui)}
+        # Hundreds of processes import the same files: were Python told to write no bytecode, each would compile them anew.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment["XDIT_COMFYUI"] = str(comfyui)
         if options.job == "test":
             with_quantisers = options.tier in ("all", "rest") and not (options.oldest or options.newest or pytest_args)
             order = [f"--{name}={value}" for name in ORDER if (value := getattr(options, name.replace("-", "_"))) is not None]

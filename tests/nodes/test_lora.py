@@ -376,12 +376,12 @@ def test_a_hook_changes_weights_once_in_a_run_and_not_in_every_step(comfyui, lor
     arguments = {"positive": hooked(comfyui, loras, comfyui.conditioning("sd3", 1), loras.file("sd3", "publisher", adapter))}
     model, counts = comfyui.ours("sd3", comfyui.config("cpu")), []
 
-    for steps in (2, 5):
+    for steps in (2, 2, 5):                                    # the first may find the workers with what another MODEL had changed
         result = comfyui.sample(model, "sd3", steps=steps, **arguments)
         counts.append(len(sent))
         sent.clear()
 
-    assert counts[0] == counts[1] > 0
+    assert counts[1] == counts[2] > 0
     close(result, comfyui.sample(comfyui.native("sd3"), "sd3", steps=5, **arguments), TOLERANCE)
     close(comfyui.sample(model, "sd3", steps=2), comfyui.reference("sd3", steps=2), TOLERANCE)
 

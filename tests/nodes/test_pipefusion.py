@@ -4,6 +4,7 @@ The oracle is the native sampler on the whole latent, with a model of stale keys
 """
 
 import functools
+import importlib
 import sys
 
 import pytest
@@ -268,7 +269,7 @@ def test_progress_is_told_once_a_step_and_as_patches_of_long_ones_arrive(comfyui
     def sample(shown_s):
         import comfy.sample
         told = []
-        monkeypatch.setattr(f"{comfyui.pack.__name__}.nodes.bridge.patches.SHOWN_S", shown_s)
+        monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.patches"), "SHOWN_S", shown_s)
         with torch.inference_mode():
             return comfy.sample.sample(sampler.patchwise(model), noise, 5, 4.0, "euler", "simple", *prompts, noise * 0, seed=1,
                                        callback=lambda step, denoised, x, total: told.append((step, denoised.clone(), total))), told
