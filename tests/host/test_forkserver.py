@@ -163,7 +163,8 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_host_that_ends_takes_its_forkserver_along_though_a_fork_of_it_lives_on(tmp_path, number):
     before = set(left_behind())
     host = subprocess.Popen([sys.executable, "-c", HOST], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},

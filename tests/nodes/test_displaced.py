@@ -128,7 +128,8 @@ def noting_noise(native):
     seen[:] = seen[::2]
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
 def test_every_sampler_runs_displaced(comfyui, part):
     """Synchronous calls give KSampler's latents. Else all but the first are stale from the second step's noise level on, as many as
     KSampler makes; dpm_adaptive, whose calls depend on an error over the latent, has none, nor dpm_fast in two steps."""

@@ -397,6 +397,7 @@ def test_foretold_keys_and_values_equal_the_oracle(name, layout):
     assert min(without for _, without, _ in errors[:-1]) > 1e-6 and kept[0] == kept[-1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", ["forecast_in_calls_not_in_time", "forecast_of_a_forecast", "sides_that_never_change"])
 def test_a_wrong_forecast_is_noticed(mutant):
     errors, _ = check_foretold("SD3", Layout(displaced_degree=2), mutant)
@@ -507,6 +508,7 @@ MUTANTS = {function.__name__: function for function in (
     no_correction, bessel_factor, even_shares, text_of_the_first_run, text_of_every_call, bands_of_like_ranks)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", ["zeros_for_halos", "own_keys_stale", "no_correction", "bessel_factor", "even_shares",
                                     "text_of_the_first_run", "bands_of_like_ranks"])
 def test_exactness_notices_a_broken_part(mutant):

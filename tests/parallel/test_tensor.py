@@ -225,9 +225,10 @@ def in_turn(rank, world_size, name, layout, shapes, mutant=False):
 
 
 @pytest.mark.parametrize("name, layout, shapes", [
-    *((name, TENSOR, SHAPES) for name in ("SD3", "Flux.1", "Wan", "Lumina 2", "PixArt-Sigma")),
+    *((name, TENSOR, SHAPES) for name in ("SD3", "Wan")),
+    *(pytest.param(name, TENSOR, SHAPES, marks=pytest.mark.slow) for name in ("Flux.1", "Lumina 2", "PixArt-Sigma")),
     *((name, ULYSSES, SHAPES) for name in ("Flux.1", "Wan", "Z-Image", "HunyuanDiT", "Krea 2")),
-    *((name, RING, SHAPES) for name in ("SD3", "LTX-Video", "Kandinsky 5", "HiDream-I1")),
+    *(pytest.param(name, RING, SHAPES, marks=pytest.mark.slow) for name in ("SD3", "LTX-Video", "Kandinsky 5", "HiDream-I1")),
     *((name, RING, ALIKE) for name in ("Wan", "Z-Image")),
     *((name, ULYSSES, ALIKE) for name in ("LTX-Video", "Kandinsky 5", "HiDream-I1"))], ids=str)
 def test_forwards_that_take_turns_are_each_their_own(name, layout, shapes):
@@ -376,6 +377,7 @@ MUTANTS = {function.__name__: function for function in (
     text_is_not_added_up)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant, name", [
     ("norm_of_own_heads", "Wan"), ("bias_of_every_rank", "SD3"), ("gate_of_another_part", "Flux.2"),
     ("rotary_tables_of_the_first_heads", "LTX-Video"), ("modulation_in_another_order", "Flux.1"), ("text_is_not_added_up", "Qwen-Image")])
