@@ -99,12 +99,13 @@ class Saved:
 
 
 class Run:
-    """A step under one layout: the commands for the workers, and where they write."""
+    """A step under one layout: the commands for the workers, which have loaded its model, and where they write."""
 
     def __init__(self, saved, layout, store, requests):
         family, spec = saved.family, saved.spec(layout)
-        self.layout, self._wanted = layout, saved.wanted(layout)
-        self.commands, self._made, named = [messages.LoadModel(next(requests), spec)], [], []
+        self.model, self.layout, self._wanted = spec.name, layout, saved.wanted(layout)
+        self.load, self.drop = messages.LoadModel(next(requests), spec), messages.DropModel(next(requests), spec.name)
+        self.commands, self._made, named = [], [], []
         for number, (one, wanted) in enumerate(zip(saved.branches, self._wanted, strict=True)):
             made = [store.create(tuple(part.shape), torch.float64)[0] for part in wanted]
             tensors = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
@@ -114,8 +115,7 @@ class Run:
                                          parts=dict(zip(family.parts, made[1:], strict=True))))
             self._made.append(made)
         self.commands += [messages.Predict(next(requests), spec.name, self.layout, named, keep=True),
-                          messages.DropConditioning(next(requests), [branch.conditioning for branch in named]),
-                          messages.DropModel(next(requests), spec.name)]
+                          messages.DropConditioning(next(requests), [branch.conditioning for branch in named])]
 
     @property
     def error(self):
@@ -145,15 +145,24 @@ def errors_of(asked, folder, world_size, num_text_tokens=(7, 9)):
                     families[name] = Saved(name, Path(tempfile.mkdtemp(dir=folder)), num_text_tokens)
                 runs[name, layout] = Run(families[name], layout, store, requests)
         with kept(outcomes, "all"):
-            run_ranks(carry_out, world_size, [(run.layout, run.commands) for run in runs.values()], timeout_s=1800)
+            run_ranks(carry_out, world_size, _in_a_row(runs.values()), timeout_s=1800)
         for key, run in runs.items():
             with kept(outcomes, key):
                 if "all" in outcomes:                          # whose fault it was: each by itself
-                    run_ranks(carry_out, world_size, [(run.layout, run.commands)])
+                    run_ranks(carry_out, world_size, _in_a_row([run]))
                 outcomes[key] = run.error
     finally:
         store.close()
     return outcomes
+
+
+def _in_a_row(runs):
+    """What `carry_out` takes. Layouts of one family for which the workers hold the same are one after the other: it is loaded once."""
+    models = {}
+    for run in runs:
+        models.setdefault(run.model, []).append(run)
+    return [(run.layout, [*([run.load] if run is alike[0] else []), *run.commands, *([run.drop] if run is alike[-1] else [])])
+            for alike in models.values() for run in alike]
 
 
 @contextmanager
