@@ -29,7 +29,8 @@ def parts(latent):
     return [latent] if torch.is_tensor(latent) else latent.unbind()
 
 
-def half(model, dtype):
+def computing_in(model, dtype):
+    """The MODEL behind Model Compute Dtype. dtype: as its widget says it."""
     from comfy_extras.nodes_model_advanced import ModelComputeDtype
     return ModelComputeDtype().patch(model, dtype)[0]
 
@@ -54,10 +55,10 @@ def errors(comfyui, kind, dtype, seeds=(1,)):
     family, weights = families()[kind], DTYPES[dtype]
     methods = list(map(words, layouts_of(family.name, 1)))
     native = comfyui.native(kind, dtype=weights)
-    own, models, squares = half(native, dtype), [], {method: [] for method in ("native", *methods)}
+    own, models, squares = computing_in(native, dtype), [], {method: [] for method in ("native", *methods)}
     for method in methods:                 # all kept, so that the workers keep what several layouts have in common
         config = comfyui.config("cpu,cpu", warmup_steps=STEPS, **{method: 2})
-        models.append(half(comfyui.ours(kind, config, "default", dtype=weights), dtype))
+        models.append(computing_in(comfyui.ours(kind, config, "default", dtype=weights), dtype))
     for seed in seeds:
         asked = arguments(comfyui, kind, seed)
         exact = parts(comfyui.sample(native, kind, **asked))

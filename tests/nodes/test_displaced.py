@@ -85,8 +85,8 @@ def test_synchronous_steps_equal_native_ksampler(comfyui, kind):
         model = comfyui.ours(kind, comfyui.config("cpu,cpu", displaced=2, **settings))
         arguments = {"sampler": sampler, "scheduler": scheduler, "steps": 2, "latent": comfyui.latent(kind, batch=2, size=size)}
 
-        # Moments of norms are added up in another order: at odd sizes it is 2.1e-5.
-        close(comfyui.sample(model, kind, **arguments), comfyui.sample(comfyui.native(kind), kind, **arguments), 2 * TOLERANCE, sampler)
+        allowed = TOLERANCE * (2 if sampler == "heun" else 1)  # moments of norms are added up in another order: at odd sizes it is 2.1e-5
+        close(comfyui.sample(model, kind, **arguments), comfyui.sample(comfyui.native(kind), kind, **arguments), allowed, sampler)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.half_precision import computing_in
 from tests.model_nodes import TABLE, TOLERANCE, UNCOMPILED, Matrix, equal_on, model_nodes, run_node, write_table
 from tests.tolerances import close, relative_error
 
@@ -167,12 +168,6 @@ def test_what_comfyui_carries_out_itself_is_honoured(comfyui, model):
     assert len(seen) == 9
     close(result, reference, TOLERANCE)
     assert relative_error(result, comfyui.reference("sd3")) > 0.01
-
-
-def computing_in(model, dtype):
-    """The MODEL behind Model Compute Dtype. dtype: as its widget says it."""
-    from comfy_extras.nodes_model_advanced import ModelComputeDtype
-    return ModelComputeDtype().patch(model, dtype)[0]
 
 
 def test_the_same_compute_dtype_is_honoured(comfyui, model):

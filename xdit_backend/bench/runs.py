@@ -46,13 +46,13 @@ def main(options):
         print(describe(setting, options, num_cuda), flush=True)
         clients = start_clients(set(sizes.values()), num_cuda)
         names = [] if options.no_diffusers or num_cuda else [name for name in layouts if name in ("ulysses2", "ring2")]
-        peers = start_peers(folder, setting, names, options)
-        ways = {}
-        for name, config in configs.items():
-            ways[name] = _runs(clients[sizes[name]], spec, config.layout, calls(setting, config.cfg_degree))
-            if name in peers:
-                ways[f"diffusers {name}"] = _steps_of(peers[name])
+        ways, peers = {}, {}
         try:
+            peers = start_peers(folder, setting, names, options)
+            for name, config in configs.items():
+                ways[name] = _runs(clients[sizes[name]], spec, config.layout, calls(setting, config.cfg_degree))
+                if name in peers:
+                    ways[f"diffusers {name}"] = _steps_of(peers[name])
             _print(_measure(ways, options))
         finally:
             for one in (*clients.values(), *peers.values()):
