@@ -28,8 +28,17 @@ def second_client(first, num_cuda):
     return Client(resolve_devices("cuda:1" if num_cuda > 1 else first.devices[0], num_cuda))
 
 
-def processor_s():
-    """{process: seconds} of all that this one has started and that run."""
+class ProcessorTime:
+    """Processor seconds, from now on, of all that this process has started and that runs when they are asked for."""
+
+    def __init__(self):
+        self._before = _processor_s()
+
+    def so_far_s(self):
+        return sum(taken_s - self._before.get(process, 0) for process, taken_s in _processor_s().items())
+
+
+def _processor_s():
     seconds = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):                   # it ends at this moment

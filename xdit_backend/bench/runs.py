@@ -15,7 +15,7 @@ import torch
 
 from ..checkpoints.header import model_spec, read_header, recognise
 from ..config import ParallelConfig, validate, validate_layout
-from .groups import count_cuda, processor_s, start_clients
+from .groups import ProcessorTime, count_cuda, start_clients
 from .methods import add_model_arguments, describe, parse_layout, setting_of, start_peers
 from .model import HEAD_SIZE, calls, write_model
 
@@ -87,11 +87,10 @@ def _measure(ways, options):
     for round_ in range(options.rounds + 1):                   # the first one warms up
         for num_steps in options.steps:
             for way, run in ways.items():
-                before = processor_s()
+                processor = ProcessorTime()
                 seconds = run(num_steps)
                 if round_:
-                    taken = sum(now - before.get(process, 0) for process, now in processor_s().items())
-                    found.setdefault((way, num_steps), []).append((seconds, taken))
+                    found.setdefault((way, num_steps), []).append((seconds, processor.so_far_s()))
         print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
     return found
 

@@ -15,7 +15,7 @@ import psutil
 from ..host.forkserver import FORK, Forkserver
 from ..host.launcher import WorkerGroup
 from ..protocol.messages import ReportMemory
-from .groups import count_cuda, devices_of, processor_s
+from .groups import ProcessorTime, count_cuda, devices_of
 
 WAYS = ("first", "next", "programs of their own")
 
@@ -47,11 +47,10 @@ def main(options):
 
 def _measure(devices, server, seconds, held):
     """Start a group and end it; adds (seconds until it is ready, processor seconds until then) and (bytes of all, of a worker)."""
-    before, started_s = processor_s(), time.perf_counter()
+    processor, started_s = ProcessorTime(), time.perf_counter()
     group = WorkerGroup(devices, forkserver=server)
     try:
-        seconds.append((time.perf_counter() - started_s, sum(
-            taken_s - before.get(process, 0) for process, taken_s in processor_s().items())))
+        seconds.append((time.perf_counter() - started_s, processor.so_far_s()))
         workers = {int(done.numbers["pid"]) for done in group.request(ReportMemory).values()}
         sizes = {}
         for process in psutil.Process().children(recursive=True):
