@@ -8,6 +8,7 @@ add the factors where they unpack, and hold what is sent in the type they comput
 import contextlib
 import functools
 import logging
+import weakref
 
 import torch
 
@@ -68,29 +69,31 @@ def changes_of(patcher, hooked={}):
 
 
 def file_of(patcher):
-    """(Header, places, a function name of a weight -> that as the workers have it, in plain numbers) of a ShellPatcher's file."""
-    path = patcher.remote.spec.path
-    header, found = read_header(path), places(path, patcher.model)
-    every = functools.cache(lambda: read_weights(path, patcher.model))
-    weight_of = functools.partial(read_weight, header, found, patcher.model) if header.is_packed else lambda name: every()[name]
+    """(Header, places, a function name of a weight -> that as the workers have it, in plain numbers) of a ShellPatcher's file.
+
+    The function does not hold the MODEL, which holds what is made of it.
+    """
+    path, base_model = patcher.remote.spec.path, weakref.proxy(patcher.model)
+    header, found = read_header(path), places(path, base_model)
+    every = functools.cache(lambda: read_weights(path, base_model))
+    weight_of = functools.partial(read_weight, header, found, base_model) if header.is_packed else lambda name: every()[name]
     if patcher.remote.spec.quantisation:
-        weight_of = _as_held(weight_of, header, found, patcher.remote, patcher.load_device)
+        weight_of = _as_held(weight_of, header, found, patcher.remote.family, patcher.remote.spec.quantisation, patcher.load_device)
     return header, found, weight_of
 
 
-def _as_held(weight_of, header, found, remote, device):
+def _as_held(weight_of, header, found, family, quantisation, device):
     """weight_of, but what the workers quantised as numbers of what they hold. Rows stand alone, so ComfyUI's layout does not matter."""
     @functools.cache
     def sources():
-        config, model = outline(header, remote.family)
-        return {how.source for how in packed_weights(header, remote.family, config, model, remote.spec.quantisation).values()}
+        config, model = outline(header, family)
+        return {how.source for how in packed_weights(header, family, config, model, quantisation).values()}
 
     def held(name):
         if not {source for source, _ in found[name]} <= sources():
             return weight_of(name)
-        type_ = TYPES[remote.spec.quantisation]
-        numbers, scale = quantised(weight_of(name).to(device, torch.float32), type_)
-        return unpacked(numbers, type_, scale, torch.float32)
+        numbers, scale = quantised(weight_of(name).to(device, torch.float32), TYPES[quantisation])
+        return unpacked(numbers, TYPES[quantisation], scale, torch.float32)
     return held
 
 

@@ -144,7 +144,7 @@ def made_by_comfyui(tmp_path_factory):
 
 @pytest.fixture
 def tensors(made_by_comfyui):
-    return dict(made_by_comfyui[0]["sd"][0])
+    return {name: tensor.clone() for name, tensor in made_by_comfyui[0]["sd"][0].items()}
 
 
 DECODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.decoder})
