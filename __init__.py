@@ -17,7 +17,7 @@ async def comfy_entrypoint():
         async def on_load(self):
             from server import PromptServer
 
-            from .nodes.bridge.page import add_routes
+            from .nodes.bridge.page.routes import add_routes
             if getattr(PromptServer, "instance", None) is not None:            # not where ComfyUI only looks at the nodes
                 add_routes(PromptServer.instance)
 

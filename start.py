@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Sets everything up and draws a picture from a prompt; `start.py test` runs the tests instead. Needs Python 3.10, nothing else.
+"""Sets everything up and draws a picture from a prompt; `start.py test` runs the tests instead, `start.py check` reads the code.
+
+Needs Python 3.10, nothing else.
 
 Everything it makes lies in two folders that git ignores: .venv (Python packages) and .host (ComfyUI, the demo's files, packages that
 a few tests alone need).
@@ -59,7 +61,10 @@ def main():
         # Hundreds of processes import the same files: were Python told to write no bytecode, each would compile them anew.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment["XDIT_COMFYUI"] = str(comfyui)
-        if options.job == "test":
+        if options.job == "check":
+            rooms = {"pytest": [script(python, "pytest"), "-q", "tests/test_architecture.py"]}
+            exit_code = run_all(code_checks(python) | rooms, environment)
+        elif options.job == "test":
             with_quantisers = options.tier in ("all", "rest") and not (options.oldest or options.newest or pytest_args)
             order = [f"--{name}={value}" for name in ORDER if (value := getattr(options, name.replace("-", "_"))) is not None]
             exit_code = run_tests(python, environment, options.tier, order, pytest_args,
@@ -80,7 +85,8 @@ def parse_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="What follows `test` and is not listed here goes to pytest: start.py test -k vae -x")
-    parser.add_argument("job", nargs="?", choices=("demo", "test"), default="demo", help="default: demo")
+    parser.add_argument("job", nargs="?", choices=("demo", "test", "check"), default="demo",
+                        help="check: ruff, mypy, and which room imports which, in seconds; default: demo")
     parser.add_argument("--comfyui", metavar="FOLDER", default=os.environ.get("XDIT_COMFYUI"),
                         help="use this ComfyUI (or the one in XDIT_COMFYUI) instead of fetching one into .host")
     parser.add_argument("--env", metavar="FOLDER",
@@ -102,7 +108,7 @@ def parse_arguments():
                                f"newest ComfyUI that can be fetched; default of --env: .venv-newest")
     options, rest = parser.parse_known_args()
     options.env = options.env or str(ROOT / (".venv-oldest" if options.oldest else ".venv-newest" if options.newest else ".venv"))
-    if rest and options.job == "demo":
+    if rest and options.job != "test":
         parser.error(f"unknown arguments: {' '.join(rest)}")
     return options, rest
 
@@ -115,16 +121,15 @@ def run_demo(python, environment, options):
 
 
 def run_tests(python, environment, tier, order, pytest_args, quantisers):
-    """Read the code with ruff and mypy, then run pytest. The exit code is that of the first which failed.
+    """Read the code with ruff and mypy, then run pytest.
 
     Two pytest processes take turns at the files, unless arguments say which tests are meant: then one does, -s prints, and of all tiers.
     order: options of ORDER. quantisers: the Python that runs the tests marked so; None: they are skipped, and say why.
     """
     wait(subprocess.Popen([python, "-m", "tests.browser.chromium"], cwd=ROOT))
-    # Their own scripts: `python -m pytest` would put this folder on sys.path, where our nodes/ hides ComfyUI's nodes.py.
-    ruff, mypy, pytest = (str(Path(python).with_name(name)) for name in ("ruff", "mypy", "pytest"))
+    pytest = script(python, "pytest")
     marked = "" if pytest_args and not tier else " and ".join(filter(None, [MARKED[tier], "not quantisers" if quantisers else ""]))
-    jobs = {} if tier in ("smoke", "rest") else {"ruff": [ruff, "check", "--output-format", "concise", "."], "mypy": [mypy]}
+    jobs = {} if tier in ("smoke", "rest") else code_checks(python)
     if quantisers:
         jobs["pytest with torchao and bitsandbytes"] = [
             quantisers, pytest, "-m", "quantisers", "tests/checkpoints", "tests/nodes"]
@@ -132,6 +137,21 @@ def run_tests(python, environment, tier, order, pytest_args, quantisers):
     jobs["pytest"] = [pytest, *(["-m", marked] if marked else []), *order, *(pytest_args or in_processes)]
     if not pytest_args:
         environment = {"OMP_NUM_THREADS": "1"} | environment   # threads of two processes that wait for each other take minutes
+    return run_all(jobs, environment)
+
+
+def code_checks(python):
+    """What reads the code without running it: {name: command}."""
+    return {"ruff": [script(python, "ruff"), "check", "--output-format", "concise", "."], "mypy": [script(python, "mypy")]}
+
+
+def script(python, name):
+    """A package's own script: `python -m pytest` would put this folder on sys.path, where our nodes/ hides ComfyUI's nodes.py."""
+    return str(Path(python).with_name(name))
+
+
+def run_all(jobs, environment):
+    """Run commands one after the other. The exit code is that of the first which failed."""
     exit_codes = []
     for name, command in jobs.items():
         say(f"Running {name}")

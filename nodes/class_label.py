@@ -9,7 +9,7 @@ import torch
 from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import CheckpointError, ConfigError
-from .bridge.inputs import check_links
+from .bridge.supported.inputs import check_links
 
 NUM_NAMED, MOST_SHOWN = 5, 60              # names that a message gives, and of a label, characters
 MOST_DIGITS = 18                           # of a number; more are no class

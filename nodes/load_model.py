@@ -7,8 +7,8 @@ from comfy_api.latest import io
 
 from ..xdit_backend.config import ParallelConfig
 from ..xdit_backend.models import supported
-from .bridge.inputs import check_links
-from .bridge.shell import WEIGHT_DTYPES, fingerprint, load_shell
+from .bridge.model.shell import WEIGHT_DTYPES, fingerprint, load_shell
+from .bridge.supported.inputs import check_links
 from .parallel_config import Parallel
 
 FOLDERS = ("diffusion_models", "checkpoints")

@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..xdit_backend.config import APPROXIMATE, DISPLACED_MODES, WARMUPS, ParallelConfig
-from .bridge.groups import devices_of, show_text
+from .bridge.workers.groups import devices_of, show_text
 
 Parallel = io.Custom("XDIT_PARALLEL")
 

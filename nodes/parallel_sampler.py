@@ -6,9 +6,9 @@ import nodes
 from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import ConfigError, UnsupportedError
-from .bridge.inputs import check_latent, check_links
-from .bridge.patcher import ShellPatcher
-from .bridge.reasons import PATCHWISE
+from .bridge.model.patcher import ShellPatcher
+from .bridge.supported.inputs import check_latent, check_links
+from .bridge.supported.reasons import PATCHWISE
 
 
 class XDiTParallelSampler(io.ComfyNode):

@@ -37,7 +37,7 @@ def find_rooms():
     for path in sources("nodes") + sources("xdit_backend"):
         parts = path.relative_to(ROOT).with_suffix("").parts
         room = ".".join(parts[:2] if parts[0] == "xdit_backend" else parts[:-1])
-        if room != "xdit_backend.__init__":
+        if room not in ("xdit_backend.__init__", "nodes.bridge"):            # an introduction alone
             rooms.setdefault(room, []).append(path)
     return rooms
 

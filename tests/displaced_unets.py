@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from greenlet import getcurrent, greenlet
 
-import xdit_backend.parallel.exchange as exchange_module
+import xdit_backend.distributed.exchange as exchange_module
 from xdit_backend.autoencoders.family import replaced
 from xdit_backend.demo_model import loop
 from xdit_backend.demo_model.pictures import BACKGROUNDS, PACKAGES, compose, draw, on_background, read_entries
 from xdit_backend.demo_model.text import WIDTH, arrange, load_text_encoder, words_of
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.exchange import Exchange
+from xdit_backend.hooks.context import ForwardContext
+from xdit_backend.hooks.unet import RowHooks
 from xdit_backend.models.sdxl import SDXL
-from xdit_backend.parallel.collectives import Traffic
-from xdit_backend.parallel.context import ForwardContext
-from xdit_backend.parallel.exchange import Exchange
-from xdit_backend.parallel.row_hooks import RowHooks
 from xdit_backend.partition import cut_bands
 from xdit_backend.protocol.displaced_modes import MODES
 

@@ -29,14 +29,14 @@ from tests.models.zoo import example
 from tests.worker_processes import below
 from xdit_backend.bench.sampler import sample
 from xdit_backend.bench.vae import random_decoder
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
-from xdit_backend.host import launcher
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.host import greeting
 from xdit_backend.host.calls import Call
 from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import XDiTError
-from xdit_backend.protocol.messages import Layout, Stages
 from xdit_backend.protocol.segments import SegmentStore
+from xdit_backend.protocol.specs import Layout, Stages
 
 SILENCE_S = 8                              # after which a stopped worker is noticed; 60 for people
 START_S = 90                               # after which a start is given up; 300 for people
@@ -103,7 +103,7 @@ class Host:
         self.one = example("SD3", rows=48, columns=48, batch=2)
         if not Path(folder, "transformer").exists():
             self.one.model.save_pretrained(Path(folder, "transformer"))
-        self._header = read_header(folder)
+        self._header = open_checkpoint(folder)
         self._vae = random_decoder(32)
         self._others = set(psutil.Process().children(recursive=True))          # of groups that other tests use
         self._latent = torch.randn(2, 4, 24, 24, generator=torch.Generator().manual_seed(0))
@@ -112,12 +112,12 @@ class Host:
         degrees = self.layouts[layout]
         stages = None if degrees.pipefusion_degree == 1 else Stages(degrees.pipefusion_degree,
                                                                     degrees.ulysses_degree * degrees.tensor_degree)
-        return model_spec(self._header, recognise(self._header), "float64", "float64", stages, degrees.tensor_degree)
+        return self._header.spec("float64", "float64", stages, degrees.tensor_degree)
 
     def run(self, layout, phase="computing"):
         """A decode, or Euler steps; under CFG parallelism of two branches, which are added up."""
         if phase == "decoding":
-            return self.client.decode("vae", "float64", lambda: self._vae, self._latent, (2, 192, 192, 3)).clone()
+            return self.client.autoencoders.decode("vae", "float64", lambda: self._vae, self._latent, (2, 192, 192, 3)).clone()
         call, spec, degrees = Call(self.one.latent, self.one.timestep, self.one.conditioning), self.spec(layout), self.layouts[layout]
         patches = cut_patches(self.one.latent.shape, (2, 2), 3) if degrees.pipefusion_degree > 1 else None
         try:
@@ -144,7 +144,7 @@ class Host:
         if fault.phase == "starting":
             self.client.close()
         else:
-            self.client.load_model(self.spec(fault.layout))
+            self.client.models.load(self.spec(fault.layout))
         if fault.phase == "loading":
             self.client.drop(self.spec(fault.layout).name)
         cancel_s = time.monotonic() + fault.delay_s if fault.kind == "cancel" else None
@@ -152,7 +152,7 @@ class Host:
         def check():
             if cancel_s is not None and time.monotonic() > cancel_s:
                 raise Cancelled
-        self.client.check = check
+        self.client.workers.check = check
         timer = threading.Timer(fault.delay_s, self._strike, [fault])
         timer.start()
         if fault.phase == "idle":
@@ -168,7 +168,7 @@ class Host:
             assert any(each in str(error).lower() for each in words), f"{fault}: {error}"
         finally:
             timer.join()
-            self.client.check = lambda: None
+            self.client.workers.check = lambda: None
         if outcome == "finished":
             if fault.kind != "cancel":                         # perhaps too late for this run: the next one meets it
                 with suppress(XDiTError):
@@ -239,7 +239,7 @@ def held():
 def suffer_all(numbers, report=lambda text: None, num_workers=2):
     """{outcome: count} of these faults. Raises at the first that must not be."""
     os.environ["XDIT_SILENCE_TIMEOUT_S"] = str(SILENCE_S)
-    launcher.START_TIMEOUT_S = START_S
+    greeting.START_TIMEOUT_S = START_S
     outcomes, before = collections.Counter(), set(left_behind())
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         host = Host(folder, num_workers)

@@ -23,29 +23,29 @@ from pathlib import Path
 
 from tests.conftest import left_behind, still_there
 from xdit_backend.host.launcher import WorkerGroup
-from xdit_backend.protocol import messages
+from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.channel import ADDRESS_FILE, MAX_BYTES, Door, connect
 from xdit_backend.protocol.errors import ChannelClosedError, XDiTError
 from xdit_backend.protocol.messages import decode, encode
 from xdit_backend.protocol.segments import Segment
 
 SEGMENT = Segment("/dev/shm/xdit/1", "bfloat16", (1, 16, 8, 8))
-SPEC = messages.ModelSpec("flux-1", "Flux.1", "/models/flux.safetensors", "bfloat16", "bfloat16")
+SPEC = specs.ModelSpec("flux-1", "Flux.1", "/models/flux.safetensors", "bfloat16", "bfloat16")
 EXAMPLES = [
     messages.LoadModel(1, SPEC),
-    messages.LoadModel(1, dataclasses.replace(SPEC, stages=messages.Stages(2, num_blocks=(3, 4), offload=True))),
+    messages.LoadModel(1, dataclasses.replace(SPEC, stages=specs.Stages(2, num_blocks=(3, 4), offload=True))),
     messages.DropModel(2, "flux-1"),
-    messages.ChangeWeights(2, "flux-1", {"img_in.weight": messages.Change(None, (
-        messages.LowRank(SEGMENT, SEGMENT, 0.5), messages.LowRank(SEGMENT, SEGMENT, 0.5, (0, 8, 8))), "bfloat16", "float32")}),
-    messages.ChangeWeights(2, "flux-1", {"img_in.weight": messages.Change(SEGMENT, ())}, version=2, begins=False),
+    messages.ChangeWeights(2, "flux-1", {"img_in.weight": specs.Change(None, (
+        specs.LowRank(SEGMENT, SEGMENT, 0.5), specs.LowRank(SEGMENT, SEGMENT, 0.5, (0, 8, 8))), "bfloat16", "float32")}),
+    messages.ChangeWeights(2, "flux-1", {"img_in.weight": specs.Change(SEGMENT, ())}, version=2, begins=False),
     messages.ReturnWeights(2, "flux-1", 1, 2),
     messages.ParkModel(2, "flux-1", [0, 4096], [SEGMENT]),
     messages.RestoreModel(2, "flux-1"),
     messages.Conditioning(3, "conditioning-1", {"context": SEGMENT}),
     messages.DropConditioning(4, ["conditioning-1"]),
-    messages.Predict(5, "flux-1", messages.Layout(cfg_degree=2), [messages.Branch(SEGMENT, SEGMENT, "conditioning-1", SEGMENT)]),
-    messages.Predict(5, "flux-1", messages.Layout(), [], messages.Patch(2, 4, 16), keep=True),
-    messages.LoadAutoencoder(6, messages.AutoencoderSpec("vae-1", "float32", {"conv_in.weight": SEGMENT}, {"scale": "8"})),
+    messages.Predict(5, "flux-1", specs.Layout(cfg_degree=2), [specs.Branch(SEGMENT, SEGMENT, "conditioning-1", SEGMENT)]),
+    messages.Predict(5, "flux-1", specs.Layout(), [], specs.Patch(2, 4, 16), keep=True),
+    messages.LoadAutoencoder(6, specs.AutoencoderSpec("vae-1", "float32", {"conv_in.weight": SEGMENT}, {"scale": "8"})),
     messages.Estimate(7, "vae-1", (1, 16, 8, 8), 1),
     messages.Decode(7, "vae-1", SEGMENT, SEGMENT),
     messages.Encode(7, "vae-1", SEGMENT, SEGMENT),
@@ -179,12 +179,12 @@ def knock(seed, count):
                 outcomes["not heard"] += 1
 
     class Watched(WorkerGroup):
-        def _greet(self, on_phase, check):
+        def _greet(self, party, on_phase, check):
             address = (Path(self.segments.folder) / ADDRESS_FILE).read_text()
             strangers.extend(threading.Thread(target=stranger, args=(address, chance.random()), daemon=True) for _ in range(4))
             for one in strangers:
                 one.start()
-            super()._greet(on_phase, check)
+            super()._greet(party, on_phase, check)
     group = Watched(("cpu", "cpu"))
     try:
         while sum(outcomes.values()) < count:

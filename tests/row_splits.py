@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from xdit_backend.parallel import rows
-from xdit_backend.parallel.collectives import Traffic
+from xdit_backend.distributed import norm_rows, rows
+from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.partition import shard_sizes
 
 WORLD_SIZES = (1, 2, 3, 4)
@@ -40,7 +40,7 @@ def own_moments(mean_BG, variance_BG, split):
     return mean_BG, variance_BG
 
 
-def mean_of_variances(mean_BG, variance_BG, split, global_moments=rows.global_moments):
+def mean_of_variances(mean_BG, variance_BG, split, global_moments=norm_rows.global_moments):
     """DistVAE's published formula: it has no term for the spread of the means."""
     mean, _ = global_moments(mean_BG, variance_BG, split)
     variance, _ = global_moments(variance_BG, variance_BG, split)

@@ -14,7 +14,7 @@ from tests.parallel.displaced_oracle import StaleTransformer
 from tests.parallel.oracle import StaleModel
 from xdit_backend.bench.quality import DEMO, conditioning_of, decode, load_recogniser, noise_of
 from xdit_backend.bench.sampler import SAMPLERS
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.demo_model.transformer import shifted_sigmas
 
@@ -116,9 +116,9 @@ def replace_steps(options):
 def draw(way, options):
     """(latents of the prompts, how much keys and values have changed in the last whole step, of each prompt)"""
     prompts = load_recogniser()[2][:options.prompts]
-    header = read_header(str(DEMO))
-    family = recognise(header)
-    loaded = load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
+    header = open_checkpoint(str(DEMO))
+    family = header.family
+    loaded = load_transformer(header.spec("float32", "float32"), torch.device("cpu"))
     model, config = loaded.model, loaded.config
     example = SimpleNamespace(model=model, family=family, config=config, conditioning=conditioning_of(family, prompts))
     example.run = lambda: model(**family.inputs(example.latent, example.timestep, example.conditioning, config), return_dict=False)[0]

@@ -5,6 +5,7 @@ import itertools
 import json
 import tempfile
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,14 +13,14 @@ import torch
 from tests.models.zoo import PIPELINES, UNETS, example
 from tests.ranks import run_ranks
 from tests.tolerances import InDouble
-from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.config import DEGREES, ParallelConfig, refuse_methods, validate, validate_layout, validate_stages
 from xdit_backend.models import FAMILIES
-from xdit_backend.protocol import messages
+from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.errors import ConfigError
-from xdit_backend.protocol.messages import Layout, Stages
 from xdit_backend.protocol.segments import SegmentStore, map_segment
+from xdit_backend.protocol.specs import Layout, Stages
 from xdit_backend.worker.engine import Engine
 
 EXACT = 1e-10
@@ -84,14 +85,15 @@ class Saved:
         stages = None
         if layout and layout.pipefusion_degree > 1:
             stages = Stages(2, layout.ulysses_degree * layout.ring_degree * layout.tensor_degree)
-        return model_spec(read_header(self._folder), self.family, "float64", "float64", stages, layout.tensor_degree if layout else 1)
+        checkpoint = replace(open_checkpoint(self._folder), recognised=self.family)        # a U-Net so small is of no published family
+        return checkpoint.spec("float64", "float64", stages, layout.tensor_degree if layout else 1)
 
     def wanted(self, layout):
         """[the parts of a branch's prediction]"""
         key = layout.tensor_degree > 1
         if key not in self._wanted:
             with unrounded(layout), torch.no_grad():           # tables of positions are made with the model
-                alone = load_transformer(self.spec(), self.family, torch.device("cpu"))
+                alone = load_transformer(self.spec(), torch.device("cpu"))
                 for one in self.branches:
                     one.model, one.config = alone.model, alone.config
                 self._wanted[key] = [one.run_parts() for one in self.branches]
@@ -111,7 +113,7 @@ class Run:
             tensors = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
             conditioning = f"{saved.name} {layout} {number}"
             self.commands.append(messages.Conditioning(next(requests), conditioning, tensors))
-            named.append(messages.Branch(store.share(one.latent), store.share(one.timestep), conditioning, made[0],
+            named.append(specs.Branch(store.share(one.latent), store.share(one.timestep), conditioning, made[0],
                                          parts=dict(zip(family.parts, made[1:], strict=True))))
             self._made.append(made)
         self.commands += [messages.Predict(next(requests), spec.name, self.layout, named, keep=True),

@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 from xdit_backend.config import ParallelConfig, devices_a_machine, fitting, resolve_devices, validate, validate_layout, validate_stages
 from xdit_backend.protocol.displaced_modes import chosen_for
 from xdit_backend.protocol.errors import ConfigError
-from xdit_backend.protocol.messages import Layout
+from xdit_backend.protocol.specs import Layout
 
 
 def manual(**degrees):

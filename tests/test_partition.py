@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from xdit_backend.forecast.planner import choose_num_patches
 from xdit_backend.partition import check_shards, cut_patches, holders, last_stage_ranks, shard_sizes, shard_start, split_stages, stage_of
-from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol.errors import ConfigError
-from xdit_backend.protocol.messages import Layout, ModelSpec, Patch, Stages
+from xdit_backend.protocol.specs import Layout, ModelSpec, Patch, Stages
 
 
 @pytest.mark.parametrize("num_tokens", range(0, 40))

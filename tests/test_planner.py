@@ -11,9 +11,17 @@ from xdit_backend.config import DEGREES, ParallelConfig, validate, validate_layo
 from xdit_backend.forecast.choice import Machine, candidates, forecasts, further_candidates
 from xdit_backend.forecast.cost import Device, Job, Links, Net, synchronous_steps
 from xdit_backend.forecast.memory import rank_memory, working_share
-from xdit_backend.planner import choose_layout, choose_num_patches, choose_spread, degrees_of, memory_settings, plan_run, warmup_layout
+from xdit_backend.forecast.planner import (
+    choose_layout,
+    choose_num_patches,
+    choose_spread,
+    degrees_of,
+    memory_settings,
+    plan_run,
+    warmup_layout,
+)
 from xdit_backend.protocol.errors import ConfigError
-from xdit_backend.protocol.messages import Layout, Stages
+from xdit_backend.protocol.specs import Layout, Stages
 
 EXACTLY, EVERY = ParallelConfig(approximate="not allowed"), range(64)
 

@@ -124,16 +124,17 @@ def ip(words, prefix=()):
 def run(folder, pid, link, steps):
     from tests.host.conftest import call_of, decode, decoded, layout
     from tests.models.zoo import example
-    from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+    from xdit_backend.checkpoints.checkpoint import open_checkpoint
     from xdit_backend.host import measurements
     from xdit_backend.host.client import Client
     from xdit_backend.machines.listener import Listener
     from xdit_backend.protocol.errors import WorkerDiedError, WorkerStartError
-    from xdit_backend.protocol.messages import LoadModel, Stages
+    from xdit_backend.protocol.messages import LoadModel
+    from xdit_backend.protocol.specs import Stages
     one = example("Flux.1")
     one.model.save_pretrained(folder / "there" / "transformer")
-    header = read_header(folder / "there")
-    spec = model_spec(header, recognise(header), "float32", "float32", Stages(2))
+    header = open_checkpoint(folder / "there")
+    spec = header.spec("float32", "float32", Stages(2))
     listener = Listener(HOST, folder / "key")
     command = [sys.executable, *listener.command("other-pc").split()[1:], "--models", str(folder)]
     joined = subprocess.Popen([*inside(pid), *command], cwd=ROOT)
@@ -172,11 +173,11 @@ def run(folder, pid, link, steps):
 
     def start():
         client.close()
-        client.on_phase = lambda phase: phase.text == "starting workers" and not link.is_cut.is_set() and link.cut()
+        client.workers.on_phase = lambda phase: phase.text == "starting workers" and not link.is_cut.is_set() and link.cut()
         try:
             predict()
         finally:
-            client.on_phase = lambda phase: None
+            client.workers.on_phase = lambda phase: None
 
     def find():
         client.drop(spec.name)
@@ -185,7 +186,7 @@ def run(folder, pid, link, steps):
 
     def load():
         client.drop(spec.name)
-        client.group.find_file(spec.path, client.on_phase, client.check)
+        client.group.find_file(spec.path, client.workers.on_phase, client.workers.check)
         link.cut()
         client.group.request(lambda request: LoadModel(request, spec))
 

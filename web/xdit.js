@@ -85,7 +85,7 @@ app.registerExtension({
     { commandId: ALL, combo: { key: "g", alt: true, shift: true } },
     { commandId: ONE, combo: { key: "o", alt: true, shift: true } },
   ],
-  settings: [                              // nodes/bridge/settings.py reads them; locales/ has their Chinese
+  settings: [                              // nodes/bridge/workers/settings.py reads them; locales/ has their Chinese
     { id: "xdit.Residency", category: ["xDiT", "Workers", "Residency"], name: "Models of workers that have nothing to do", type: "combo",
       options: ["keep", "park", "release"], defaultValue: "keep", sortOrder: 2,
       tooltip: "keep: they stay on the devices. park: weights go to host memory, and VAEs are dropped. release: the workers end, and all their memory is free." },

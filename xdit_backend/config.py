@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .protocol.devices import MACHINE_NAME, machine_of, machines_of, own_name
 from .protocol.displaced_modes import AUTO, MODES
 from .protocol.errors import ConfigError
-from .protocol.messages import Layout
+from .protocol.specs import Layout
 
 WARMUPS = ("auto", "whole", "micro_batches", "sequence")
 DEGREES = tuple(field.name for field in dataclasses.fields(Layout))

@@ -1,6 +1,6 @@
 """Who has which part: tokens of a shard, blocks of a stage, rows of a patch, ranks of a stage. Pure arithmetic.
 
-The host and every worker import it, so that each knows the others' parts without asking. What is chosen is planner.py's.
+The host and every worker import it, so that each knows the others' parts without asking. What is chosen is forecast/planner.py's.
 """
 
 import itertools
@@ -8,7 +8,7 @@ import math
 import re
 
 from .protocol.errors import ConfigError
-from .protocol.messages import Patch
+from .protocol.specs import Patch
 
 ALIGNMENT = 16                 # bytes; a layer's place in a bucket of an exchange fits any dtype
 FULL = 0.8                     # of a device's memory that weights may take; the rest is for activations, and for other nodes

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from xdit_backend.bench import loading
-from xdit_backend.checkpoints.header import read_header
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 
 
 @pytest.mark.slow
@@ -15,7 +15,7 @@ def test_every_kind_of_file_is_loaded_and_none_is_left(tmp_path, capsys, monkeyp
     monkeypatch.setattr(loading, "WIDTH", 256)                 # two heads
     held = []
     print_speeds = loading.print_speeds
-    monkeypatch.setattr(loading, "print_speeds", lambda path, *rest: (held.append(len(read_header(path).quantised)),
+    monkeypatch.setattr(loading, "print_speeds", lambda path, *rest: (held.append(len(open_checkpoint(path).quantised)),
                                                                       print_speeds(path, *rest)))
     parser = argparse.ArgumentParser()
     loading.add_arguments(parser)

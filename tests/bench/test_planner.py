@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from tests.tolerances import within
-from xdit_backend.bench import planner
-from xdit_backend.bench.planner import NETS, fit, memory_errors, predict, probe_rows, read_memory_rows, read_rows, score
+from xdit_backend.bench import planner, published
+from xdit_backend.bench.planner import fit, memory_errors, predict, probe_rows, read_memory_rows, score
+from xdit_backend.bench.published import NETS, read_rows
 from xdit_backend.forecast.cost import Degrees, Job
 from xdit_backend.forecast.memory import rank_memory
 from xdit_backend.protocol.errors import ConfigError
@@ -42,7 +43,7 @@ def table(tmp_path_factory):
                 lines.append({
                     "id": f"R{len(lines)}", "source": "made", "model": model, "resolution": str(tokens), "frames": 1, "tokens": tokens,
                     "text_tokens": 512, "steps": 20, "cfg_branches": 2, "gpu": card, "number": number, "link": link, "machine": machine,
-                    "layout": str(layout), **{f"deg_{name}": layout.get(name, 1) for name in planner.DEGREES}, "warmup": 1,
+                    "layout": str(layout), **{f"deg_{name}": layout.get(name, 1) for name in published.DEGREES}, "warmup": 1,
                     "compiled": 0, "seconds": 1.0})
     path = write(tmp_path_factory.mktemp("planner") / "runs.csv", COLUMNS, lines)
     rows, chance = read_rows(path), random.Random(0)
@@ -61,7 +62,7 @@ def test_a_machine_is_found_from_what_a_probe_measures(table):
     errors, losses = score(rows, set(probed))
 
     assert len(probed) < len(rows) / 2 and len(errors) == len(rows) - len(probed)
-    assert all(row.number == 1 or planner.collective_of(row) or row.seconds < 60 for row in probed)
+    assert all(row.number == 1 or published.collective_of(row) or row.seconds < 60 for row in probed)
     within(sorted(errors.values())[len(errors) // 2], 0.05)
     assert max(losses.values()) < 1.1 and len(losses) == 16
 
@@ -87,13 +88,13 @@ def test_what_is_not_measured_does_not_move_the_fit(table):
 
 
 def test_the_command_prints_all_models_and_links(table, tmp_path, capsys):
-    names = ("model", "number", "tokens", "text_tokens", "cfg_branches", *planner.DEGREES, "gb")
+    names = ("model", "number", "tokens", "text_tokens", "cfg_branches", *published.DEGREES, "gb")
     lines = []
     for layout in ({}, {"pipefusion": 4}, {"ulysses": 4}):
         degrees = Degrees(**layout)
         formula = rank_memory(NETS["flux.1-dev"], Job(4096, 512, 1), degrees, beside_bytes=7e9, told_copies=2).total / 1e9
         lines.append({"model": "flux.1-dev", "number": degrees.devices, "tokens": 4096, "text_tokens": 512, "cfg_branches": 1,
-                      "gb": formula, **{name: layout.get(name, 1) for name in planner.DEGREES}})
+                      "gb": formula, **{name: layout.get(name, 1) for name in published.DEGREES}})
     memory = write(tmp_path / "memory.csv", names, lines)
 
     planner.print_seconds(table)
@@ -127,7 +128,7 @@ def test_a_table_of_fewer_columns_and_empty_cells_is_read(table, tmp_path):
     """What a run usually is stands for what is not said; links go by other names, models in capitals."""
     with open(table, newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
-    few = ["model", "tokens", "text_tokens", "steps", "gpu", "number", "seconds", "link", *(f"deg_{name}" for name in planner.DEGREES)]
+    few = ["model", "tokens", "text_tokens", "steps", "gpu", "number", "seconds", "link", *(f"deg_{name}" for name in published.DEGREES)]
     bare = [{name: "" if line[name] == "1" and name.startswith("deg_") else line[name] for name in few} for line in lines]
     bare = [line | {"model": line["model"].upper(), "link": "SXM4" if line["link"] == "NVLink" else ""} for line in bare]
 

@@ -11,15 +11,15 @@ from tests.models.zoo import as_comfyui, conditioning_of, example
 from tests.tiers import FEW_FAMILIES
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error, within
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.transformer import block_bytes, build, held_bytes
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.mesh import SINGLE
+from xdit_backend.hooks.transformer import Hooks
+from xdit_backend.hooks.unet import RowHooks
 from xdit_backend.models import FAMILIES
-from xdit_backend.parallel.collectives import Traffic
-from xdit_backend.parallel.hooks import Hooks
-from xdit_backend.parallel.mesh import SINGLE
-from xdit_backend.parallel.row_hooks import RowHooks
-from xdit_backend.protocol.messages import ModelSpec
+from xdit_backend.protocol.specs import ModelSpec
 from xdit_backend.worker.models import Loaded
 
 CPU = torch.device("cpu")
@@ -40,8 +40,8 @@ def rounded(conditioning, dtype):
 
 def ours(path, family, storage, compute="float32", quantisation=""):
     """One prediction of our model, as a worker computes it; its weights must take the bytes that are planned."""
-    spec, dtype = model_spec(read_header(path), family, storage, compute, quantisation=quantisation), getattr(torch, compute)
-    transformer = load_transformer(spec, family, CPU)
+    spec, dtype = open_checkpoint(path).spec(storage, compute, quantisation=quantisation), getattr(torch, compute)
+    transformer = load_transformer(spec, CPU)
     model, config = transformer.model, transformer.config
     assert sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) == held_bytes(model, family, spec)
     loaded = Loaded(transformer, (RowHooks if family.by_rows else Hooks)(model, family.plan), dtype, range(0))
@@ -70,7 +70,7 @@ def native(path, family, storage, compute="float32"):
         options = {} if storage is None else {"dtype": getattr(torch, storage)}            # None: a quantised file's
         model = comfy.sd.load_diffusion_model(str(path), model_options=options).model
     assert (model.manual_cast_dtype or model.get_dtype()) == dtype
-    latent, timestep, conditioning = asked(family, family.config(read_header(path).shapes))
+    latent, timestep, conditioning = asked(family, family.config(open_checkpoint(path).shapes))
     lengths = {"num_tokens": 12} if "num_tokens" in (*family.ignored, *family.conditioning) else {}
     if family.name in ("LTX-Video", "LTX-2", "Mochi"):         # whose models cannot do without
         lengths["attention_mask"] = torch.ones(1, 12, dtype=torch.long) if family.name == "Mochi" else None
@@ -117,10 +117,10 @@ def test_positions_that_no_file_holds_are_not_rounded_as_weights(tmp_path, name)
     for parameter in one.model.parameters():
         parameter.copy_(parameter.to(torch.float8_e4m3fn))
     one.model.save_pretrained(tmp_path / "transformer")
-    header = read_header(tmp_path)
-    spec = model_spec(header, recognise(header), "float8_e4m3fn", "float32")
+    header = open_checkpoint(tmp_path)
+    spec = header.spec("float8_e4m3fn", "float32")
 
-    loaded = load_transformer(spec, one.family, CPU)
+    loaded = load_transformer(spec, CPU)
     held = dict(loaded.model.named_parameters())
     with torch.inference_mode():
         want, one.model = one.run(), loaded.model

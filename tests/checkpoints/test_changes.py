@@ -7,16 +7,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.zoo import example
-from tests.tiny_checkpoints import families, save_dequantised, save_gguf, save_scaled
+from tests.tiny_checkpoints import save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints import changes
 from xdit_backend.checkpoints.changes import change_weights
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.quantise import TYPES
 from xdit_backend.protocol.errors import CheckpointError
-from xdit_backend.protocol.messages import Change, LowRank
 from xdit_backend.protocol.segments import Segment, SegmentStore
+from xdit_backend.protocol.specs import Change, LowRank
 
 CPU = torch.device("cpu")
 NAME = "transformer_blocks.{}.attn.to_q.weight"
@@ -32,13 +32,13 @@ def store():
 @pytest.fixture
 def spec(tmp_path):
     example("SD3").model.save_pretrained(tmp_path / "transformer")
-    header = read_header(tmp_path)
-    return model_spec(header, recognise(header), "float64", "float64")
+    header = open_checkpoint(tmp_path)
+    return header.spec("float64", "float64")
 
 
 def test_changes_are_made_and_taken_back_bit_for_bit(store, spec, monkeypatch):
-    family, read = recognise(read_header(spec.path)), []
-    loaded = load_transformer(spec, family, CPU)
+    read = []
+    loaded = load_transformer(spec, CPU)
     model, files = loaded.model, loaded.files
     before, homes = {name: tensor.clone() for name, tensor in model.state_dict().items()}, dict(files)
     assert homes
@@ -65,21 +65,21 @@ def test_changes_are_made_and_taken_back_bit_for_bit(store, spec, monkeypatch):
 
 
 def test_a_file_that_was_replaced_is_not_mixed_with_what_was_loaded(store, spec):
-    family, other = recognise(read_header(spec.path)), torch.randn(32, 32).double()
-    loaded = load_transformer(spec, family, CPU)
+    other = torch.randn(32, 32).double()
+    loaded = load_transformer(spec, CPU)
     before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
     change = {NAME.format(0): Change(None, (LowRank(store.share(other), store.share(other), 0.5, None),), "float64", "float64")}
-    file, = read_header(spec.path).files
+    file, = open_checkpoint(spec.path).files
     save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, f"{file}.new")
     os.replace(f"{file}.new", file)
 
     with pytest.raises(CheckpointError, match="has changed on disk since Load xDiT Model read it"):
         change_weights(loaded, change)
     with pytest.raises(CheckpointError, match="has changed on disk since Load xDiT Model read it"):
-        load_transformer(spec, family, CPU)
+        load_transformer(spec, CPU)
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
-    load_transformer(model_spec(read_header(spec.path), family, "float64", "float64"), family, CPU)
+    load_transformer(open_checkpoint(spec.path).spec("float64", "float64"), CPU)
 
 
 QKV, PROJ = "joint_blocks.0.x_block.attn.qkv.weight", "joint_blocks.1.x_block.attn.proj.weight"
@@ -88,16 +88,16 @@ QKV, PROJ = "joint_blocks.0.x_block.attn.qkv.weight", "joint_blocks.1.x_block.at
 @pytest.mark.parametrize("how", ["scaled", "Q8_0", *(pytest.param(how, marks=pytest.mark.quantisers) for how in ("int8", "nf4"))])
 def test_a_quantised_weight_stays_so_beside_factors_and_is_plain_where_it_is_replaced(file_of, store, tmp_path, how):
     """Compared with the same changes of the dequantised weights; factors of some rows of a fused matrix, and of some columns."""
-    family, plain_path, quantisation = families()["sd3"], tmp_path / "plain.safetensors", how if how in TYPES else ""
+    plain_path, quantisation = tmp_path / "plain.safetensors", how if how in TYPES else ""
     if quantisation:
         path = file_of("sd3")
         save_dequantised(plain_path, path, how)
     else:
         path = tmp_path / f"model.{'safetensors' if how == 'scaled' else 'gguf'}"
         save_file(save_scaled(path, file_of("sd3"), per_row=True) if how == "scaled" else save_gguf(path, file_of("sd3"), how), plain_path)
-    specs = [model_spec(read_header(file), family, "float32", "float32", quantisation=quantisation)
+    specs = [open_checkpoint(file).spec("float32", "float32", quantisation=quantisation)
              for file, quantisation in ((path, quantisation), (plain_path, ""))]
-    loaded, plain = (load_transformer(spec, family, CPU) for spec in specs)
+    loaded, plain = (load_transformer(spec, CPU) for spec in specs)
     model = loaded.model
     before, data = outputs(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     rows, columns = (messages_of(store, *shapes) for shapes in (((256, 2), (2, 256), (0, 256, 256)), ((256, 2), (2, 64), (1, 128, 64))))
@@ -116,17 +116,17 @@ def test_a_quantised_weight_stays_so_beside_factors_and_is_plain_where_it_is_rep
 
 
 def test_ranks_of_tensor_parallelism_have_their_rows_or_columns_of_the_factors(file_of, store, tmp_path):
-    family, path = families()["sd3"], tmp_path / "model.safetensors"
+    path = tmp_path / "model.safetensors"
     save_scaled(path, file_of("sd3"), per_row=True)
-    loaded = load_transformer(model_spec(read_header(path), family, "float32", "float32"), family, CPU)
+    loaded = load_transformer(open_checkpoint(path).spec("float32", "float32"), CPU)
     whole = loaded.model
     added = {QKV: Change(None, (messages_of(store, (768, 2), (2, 256), None),), "float32", "float32"),
              PROJ: Change(None, (messages_of(store, (256, 2), (2, 256), None),), "float32", "float32")}
-    spec, parts = model_spec(read_header(path), family, "float32", "float32", tensor_degree=2), []
+    spec, parts = open_checkpoint(path).spec("float32", "float32", tensor_degree=2), []
     before, x = outputs(whole), torch.randn(3, 256)
     change_weights(loaded, added)
     for rank in range(2):
-        share = load_transformer(spec, family, CPU, tensor_rank=rank)
+        share = load_transformer(spec, CPU, tensor_rank=rank)
         change_weights(share, added)
         first, second = (block.attn for block in share.model.transformer_blocks[:2])
         parts.append((first.to_q(x), second.to_out[0](x.chunk(2, 1)[rank])))
@@ -155,8 +155,7 @@ def outputs(model):
 
 def test_a_stage_takes_the_changes_of_its_own_blocks(store, spec):
     """What is for others, it does not even open."""
-    family = recognise(read_header(spec.path))
-    loaded = load_transformer(spec, family, CPU, choose_blocks=lambda model: range(1, 3))
+    loaded = load_transformer(spec, CPU, choose_blocks=lambda model: range(1, 3))
     mine, others = torch.randn(32, 32).double(), Change(Segment("/dev/shm/nothing", "float64", (32, 32)), ())
 
     change_weights(loaded, {NAME.format(0): others, NAME.format(1): Change(store.share(mine), ()), NAME.format(3): others})

@@ -18,7 +18,8 @@ from tests.checkpoints.test_header import (
     write_header,
 )
 from tests.comfyui_server import comfyui_folder
-from xdit_backend.checkpoints.header import read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.checkpoints.recognise import recognise
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError
 
@@ -109,4 +110,4 @@ def test_a_model_that_is_not_run_is_refused_by_its_name(tmp_path, name):
     write_header(tmp_path / "model.safetensors", {**base, **more})
 
     with pytest.raises(CheckpointError, match=f"is a.*{words}"):
-        recognise(read_header(tmp_path / "model.safetensors"))
+        recognise(open_checkpoint(tmp_path / "model.safetensors"))

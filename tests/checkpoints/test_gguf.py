@@ -12,11 +12,11 @@ from tests.checkpoints.test_casting import ours
 from tests.pretended import CUDA, pretended_cuda
 from tests.tiny_checkpoints import families, matrices, metadata_of, save_gguf
 from tests.tolerances import close, relative_error
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.gguf import STAYING, UNPACKED, dequantised, row_bytes
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.loading import load_transformer
-from xdit_backend.checkpoints.outline import outline
 from xdit_backend.checkpoints.packed import SCALED, unpacked
+from xdit_backend.checkpoints.recognise import recognise
 from xdit_backend.checkpoints.transformer import held_bytes
 from xdit_backend.protocol.errors import CheckpointError
 
@@ -26,7 +26,7 @@ def test_blocks_of_every_type_come_to_what_the_package_makes_of_them(tmp_path, t
     values = torch.randn(6, 512, generator=torch.Generator().manual_seed(1))
     save_file({"a.weight": values}, tmp_path / "plain.safetensors")
     want = save_gguf(tmp_path / "a.gguf", tmp_path / "plain.safetensors", type_)["a.weight"]
-    header = read_header(tmp_path / "a.gguf")
+    header = open_checkpoint(tmp_path / "a.gguf")
     first, _ = header.stored["a.weight"]
     raw = torch.tensor(list((tmp_path / "a.gguf").read_bytes()[first:first + row_bytes(type_, values.numel())]), dtype=torch.uint8)
 
@@ -58,13 +58,13 @@ def test_unpacking_does_not_wait_for_the_device(monkeypatch, type_, moved_bytes)
 def test_types_that_are_unpacked_when_read_equal_the_dequantised_file(file_of, tmp_path, type_):
     family, path = families()["sd3"], tmp_path / "model.gguf"
     want = save_gguf(path, file_of("sd3"), type_)
-    spec = model_spec(read_header(path), family, "float32", "float32")
-    loaded = load_transformer(spec, family, torch.device("cpu"))
+    spec = open_checkpoint(path).spec("float32", "float32")
+    loaded = load_transformer(spec, torch.device("cpu"))
     model, wanted = loaded.model, family.convert(want, loaded.config)
 
-    assert len(read_header(path).quantised) > 10
+    assert len(open_checkpoint(path).quantised) > 10
     assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.named_parameters())
-    assert held_bytes(outline(read_header(path), family)[1], family, spec) == sum(
+    assert held_bytes(open_checkpoint(path).outline(), family, spec) == sum(
         tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -81,9 +81,9 @@ def test_a_gguf_file_equals_the_dequantised_one(file_of, tmp_path, kind, type_):
 
     close(result, want, 1e-5)
     assert relative_error(result, exact) > 1e-3
-    header = read_header(path)
-    spec = model_spec(header, family, "float32", "float32")
-    held, plain = (held_bytes(outline(read_header(file), family)[1], family, spec) for file in (path, tmp_path / "plain.safetensors"))
+    header = open_checkpoint(path)
+    spec = header.spec("float32", "float32")
+    held, plain = (held_bytes(open_checkpoint(file).outline(), family, spec) for file in (path, tmp_path / "plain.safetensors"))
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
     numbers = sum(header.shapes[name][0] * header.shapes[name][1] for name in header.quantised)
     assert header.quantised <= matrices(file_of(kind)) and len(header.quantised) > 10
@@ -118,25 +118,25 @@ ONES, F32 = np.ones((4, 8), np.float32), 0
 ], ids=range(7))
 def test_a_lying_header_is_refused_in_words(tmp_path, tensors, how, words):
     write(tmp_path / "model.gguf", {"a": (ONES, F32, 0)})
-    assert read_header(tmp_path / "model.gguf").shapes == {"a": (4, 8)}
+    assert open_checkpoint(tmp_path / "model.gguf").shapes == {"a": (4, 8)}
     write(tmp_path / "model.gguf", tensors, **how)
 
     with pytest.raises(CheckpointError, match=words):
-        read_header(tmp_path / "model.gguf")
+        open_checkpoint(tmp_path / "model.gguf")
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path):
     write(tmp_path / "whole.gguf", {"a": (ONES, F32, 0), "b": (ONES, F32, 0)}, a=(4, 4, 2))
     whole = (tmp_path / "whole.gguf").read_bytes()
-    assert read_header(tmp_path / "whole.gguf").shapes == {"a": (4, 4, 2), "b": (4, 8)}
+    assert open_checkpoint(tmp_path / "whole.gguf").shapes == {"a": (4, 4, 2), "b": (4, 8)}
     for length in range(len(whole)):
         (tmp_path / "cut.gguf").write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match="cut.gguf (is cut short|has a header that cannot be read)"):
-            read_header(tmp_path / "cut.gguf")
+            open_checkpoint(tmp_path / "cut.gguf")
 
 
 def test_a_text_encoder_is_called_that(tmp_path):
     write(tmp_path / "model.gguf", {"token_embd.weight": (ONES, F32, 0), "enc.blk.0.attn_q.weight": (ONES, F32, 0)})
 
     with pytest.raises(CheckpointError, match="a text encoder or a language model in GGUF"):
-        recognise(read_header(tmp_path / "model.gguf"))
+        recognise(open_checkpoint(tmp_path / "model.gguf"))

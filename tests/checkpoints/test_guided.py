@@ -10,13 +10,13 @@ from tests.models.zoo import as_comfyui
 from tests.tiers import by_default
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error
-from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
-from xdit_backend.parallel.collectives import Traffic
-from xdit_backend.parallel.hooks import Hooks
-from xdit_backend.parallel.mesh import SINGLE
-from xdit_backend.parallel.row_hooks import RowHooks
-from xdit_backend.protocol.messages import Nag
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.mesh import SINGLE
+from xdit_backend.hooks.transformer import Hooks
+from xdit_backend.hooks.unet import RowHooks
+from xdit_backend.protocol.specs import Nag
 from xdit_backend.worker.models import Loaded
 
 HEEDING = [kind for kind, family in families().items() if kind not in VARIANTS and (family.by_rows or family.plan.heeds_output)]
@@ -45,7 +45,7 @@ class Recorded:
 def both(path, family, options, **context):
     """(ours, native): a prediction for a negative and a positive prompt in one batch. context: fields of our ForwardContext."""
     import comfy.sd
-    transformer = load_transformer(model_spec(read_header(path), family, "float32", "float32"), family, CPU)
+    transformer = load_transformer(open_checkpoint(path).spec("float32", "float32"), CPU)
     loaded = Loaded(transformer, (RowHooks if family.by_rows else Hooks)(transformer.model, family.plan), torch.float32, range(0))
     latent, timestep, conditioning = asked(family, transformer.config)
     twice = lambda tensor: torch.cat([tensor, tensor.flip(-1)]) if torch.is_tensor(tensor) else tensor  # noqa: E731

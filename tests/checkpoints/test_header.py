@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from xdit_backend.checkpoints.header import NOT_IN_DIFFUSERS, NOT_RUN, PREFIXES, model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import PREFIXES, open_checkpoint
 from xdit_backend.checkpoints.nearest import _Asked
-from xdit_backend.checkpoints.transformer import model_config
+from xdit_backend.checkpoints.recognise import NOT_IN_DIFFUSERS, NOT_RUN, recognise
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError
 
@@ -392,8 +392,8 @@ def test_published_models_are_recognised_with_any_prefix(tmp_path, name, prefix)
     family_name, shapes, expected = PUBLISHED[name]
     write_header(tmp_path / "model.safetensors", {**shapes}, prefix)
 
-    header = read_header(tmp_path / "model.safetensors")
-    family = recognise(header)
+    header = open_checkpoint(tmp_path / "model.safetensors")
+    family = header.family
 
     assert (family.name, header.prefix, header.shapes) == (family_name, prefix, shapes)
     assert expected.items() <= family.config(header.shapes).items()
@@ -415,7 +415,7 @@ def test_a_file_that_lacks_one_tensor_is_said_to_be_nearly_of_its_family(tmp_pat
     family, shapes, _ = PUBLISHED[name]
     for needed in needed_of(family, shapes):
         write_header(tmp_path / "model.safetensors", {key: shape for key, shape in shapes.items() if key != needed})
-        header = read_header(tmp_path / "model.safetensors")
+        header = open_checkpoint(tmp_path / "model.safetensors")
         if needed == TELLING.get(family) or any(other.recognise(header.shapes) for other in FAMILIES.values()):
             continue
 
@@ -433,7 +433,7 @@ def test_a_file_of_which_one_shape_is_off_is_said_to_be_nearly_of_its_family(tmp
     write_header(tmp_path / "model.safetensors", {**base, name: shape})
 
     with pytest.raises(CheckpointError, match=re.escape(words)):
-        recognise(read_header(tmp_path / "model.safetensors"))
+        recognise(open_checkpoint(tmp_path / "model.safetensors"))
 
 
 @pytest.mark.parametrize("names", [["a.weight", "b.weight"], ["blocks.0.norm.weight", "patch_embedding.weight"], []], ids=str)
@@ -441,7 +441,7 @@ def test_a_file_that_is_near_to_no_family_is_not_compared_with_one(tmp_path, nam
     write_header(tmp_path / "model.safetensors", dict.fromkeys(names, (4, 4)))
 
     with pytest.raises(CheckpointError, match="is not a diffusion model that xDiT runs"):
-        recognise(read_header(tmp_path / "model.safetensors"))
+        recognise(open_checkpoint(tmp_path / "model.safetensors"))
 
 
 def test_the_readme_names_the_models_that_are_not_run():
@@ -455,7 +455,7 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
               "text_encoders.t5xxl.shared.weight": (2, 2)}
     write_header(tmp_path / "model.safetensors", shapes)
 
-    assert read_header(tmp_path / "model.safetensors").shapes == PIXART_SIGMA
+    assert open_checkpoint(tmp_path / "model.safetensors").shapes == PIXART_SIGMA
 
 
 @pytest.mark.parametrize("base, extra, words", [
@@ -483,7 +483,7 @@ def test_variants_that_cannot_be_run_are_refused_by_name(tmp_path, base, extra, 
     write_header(tmp_path / "model.safetensors", {**base, **extra})
 
     with pytest.raises(CheckpointError, match=words):
-        recognise(read_header(tmp_path / "model.safetensors"))
+        recognise(open_checkpoint(tmp_path / "model.safetensors"))
 
 
 @pytest.mark.parametrize("said, words", [({"causal_temporal_positioning": True}, None), ({"norm_num_groups": 32}, None),
@@ -492,28 +492,28 @@ def test_variants_that_cannot_be_run_are_refused_by_name(tmp_path, base, extra, 
 def test_what_the_metadata_says_is_heeded_or_refused_by_name(tmp_path, said, words):
     """Of a family whose model in ComfyUI takes settings from there."""
     write_header(tmp_path / "model.safetensors", LTX_2B)
-    header = dataclasses.replace(read_header(tmp_path / "model.safetensors"), metadata={"config": json.dumps({"transformer": said})})
+    header = dataclasses.replace(open_checkpoint(tmp_path / "model.safetensors"), metadata={"config": json.dumps({"transformer": said})})
 
     if words is None:
-        assert model_config(header, recognise(header))["_causal_temporal_positioning"] == said.get("causal_temporal_positioning", False)
+        assert header.config["_causal_temporal_positioning"] == said.get("causal_temporal_positioning", False)
     else:
         with pytest.raises(CheckpointError, match=words):
-            model_config(header, recognise(header))
+            _ = header.config
 
 
 def test_a_spec_changes_with_the_file_and_the_dtype(tmp_path):
     path = tmp_path / "model.safetensors"
     write_header(path, PIXART_SIGMA)
-    names = [model_spec(read_header(path), recognise(read_header(path)), dtype, dtype).name for dtype in ("float32", "float32", "bfloat16")]
+    names = [open_checkpoint(path).spec(dtype, dtype).name for dtype in ("float32", "float32", "bfloat16")]
     write_header(path, {**PIXART_SIGMA, "more": (3,)})
-    names.append(model_spec(read_header(path), recognise(read_header(path)), "float32", "float32").name)
+    names.append(open_checkpoint(path).spec("float32", "float32").name)
 
     assert names[0] == names[1] and len(set(names)) == 3
 
 
 def test_a_folder_without_a_transformer_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="is not a diffusers folder with a transformer"):
-        read_header(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("said", ["{", "7", "[7]"])
@@ -522,7 +522,7 @@ def test_a_folder_whose_config_cannot_be_read_is_refused(tmp_path, said):
     (tmp_path / "config.json").write_text(said)
 
     with pytest.raises(CheckpointError, match="config.json (is not a JSON file that can be read|holds a )"):
-        read_header(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("said", [None, ["a"], {"config": 5}, {"config": None}])
@@ -532,4 +532,4 @@ def test_metadata_that_are_no_texts_are_refused(tmp_path, said):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(8))
 
     with pytest.raises(CheckpointError, match="has a header that cannot be read"):
-        read_header(tmp_path / "model.safetensors")
+        open_checkpoint(tmp_path / "model.safetensors")

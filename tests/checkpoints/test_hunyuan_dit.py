@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from tests.models.zoo import conditioning_of, example
 from tests.tiny_checkpoints import families, fill
 from tests.tolerances import close, relative_error
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.protocol.errors import ConfigError
 
@@ -27,9 +27,9 @@ def models(file_of, tmp_path_factory):
         fill(native, torch.Generator().manual_seed(3))
     path = tmp_path_factory.mktemp("files") / "model.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in native.state_dict().items()}, str(path))
-    header = read_header(path)
-    assert recognise(header) is FAMILY
-    loaded = load_transformer(model_spec(header, FAMILY, "float32", "float32"), FAMILY, torch.device("cpu"))
+    header = open_checkpoint(path)
+    assert header.family is FAMILY
+    loaded = load_transformer(header.spec("float32", "float32"), torch.device("cpu"))
     return native, loaded.model, loaded.config
 
 

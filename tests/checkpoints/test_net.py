@@ -6,7 +6,7 @@ import diffusers
 import pytest
 
 from tests.tolerances import within
-from xdit_backend.bench.planner import NETS
+from xdit_backend.bench.published import NETS
 from xdit_backend.checkpoints.net import net_of
 from xdit_backend.models import FAMILIES
 

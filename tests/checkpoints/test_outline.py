@@ -11,8 +11,8 @@ from tests.checkpoints.test_header import write_header
 from tests.models.zoo import FOLDERS, example
 from tests.tiers import FEW_FAMILIES, by_default
 from tests.tiny_checkpoints import VARIANTS, families
-from xdit_backend.checkpoints.header import read_header, recognise
-from xdit_backend.checkpoints.outline import outline
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
+from xdit_backend.checkpoints.recognise import recognise
 from xdit_backend.protocol.errors import CheckpointError
 
 KINDS = [kind for kind in families() if kind != "ltx-2.3"]     # which its metadata tells
@@ -37,8 +37,8 @@ def shapes_of():
 
 
 def look_at(path):
-    header = read_header(path)
-    return outline(header, recognise(header))
+    header = open_checkpoint(path)
+    return header.config, header.outline()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,7 +98,7 @@ def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words)
     (tmp_path / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16))
 
     with pytest.raises(CheckpointError, match=words):
-        read_header(tmp_path / "model.safetensors")
+        open_checkpoint(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("names, words", [
@@ -123,7 +123,7 @@ def test_other_files_are_called_what_they_are(tmp_path, names, words):
     write_header(tmp_path / "model.safetensors", dict.fromkeys(names, (2, 2)))
 
     with pytest.raises(CheckpointError, match=words):
-        recognise(read_header(tmp_path / "model.safetensors"))
+        recognise(open_checkpoint(tmp_path / "model.safetensors"))
 
 
 @pytest.fixture(scope="module")

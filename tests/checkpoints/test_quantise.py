@@ -7,9 +7,8 @@ from tests.checkpoints.test_casting import ours
 from tests.models.zoo import example
 from tests.tiny_checkpoints import families, matrices, save_dequantised
 from tests.tolerances import close, relative_error
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
-from xdit_backend.checkpoints.outline import outline
 from xdit_backend.checkpoints.packed import SCALED, unpacked
 from xdit_backend.checkpoints.transformer import block_bytes, held_bytes
 
@@ -31,17 +30,17 @@ def test_quantised_weights_equal_the_dequantised_ones(file_of, tmp_path, kind, q
     close(result, want, 1e-5)
     assert relative_error(result, exact) > 1e-3
     close(half, half_want, 1e-5)                               # a number is rounded to bfloat16 once, where it is unpacked
-    header = read_header(path)
-    model, spec = outline(header, family, quantisation)[1], model_spec(header, family, "float32", "float32", quantisation=quantisation)
+    header = open_checkpoint(path)
+    model, spec = header.outline(quantisation), header.spec("float32", "float32", quantisation=quantisation)
     held = held_bytes(model, family, spec)
-    loaded = load_transformer(spec, family, CPU).model
+    loaded = load_transformer(spec, CPU).model
     assert held == sum(tensor.nbytes for tensor in (*loaded.parameters(), *loaded.buffers()))
     assert block_bytes(model, family, spec) == block_bytes(loaded, family, spec)
     shapes = [header.shapes[name.removeprefix(header.prefix)] for name in matrices(path)]
     rows_columns = [shape for shape in shapes if quantisation == "int8" or shape[1] % 64 == 0]
     saved = sum(3 * rows * columns - 4 * rows if quantisation == "int8" else rows * columns // 64 * (256 - 36)
                 for rows, columns in rows_columns)
-    assert len(rows_columns) > 10 and held == held_bytes(outline(header, family)[1], family, spec) - saved
+    assert len(rows_columns) > 10 and held == held_bytes(header.outline(), family, spec) - saved
 
 
 @pytest.mark.parametrize("type_", ["INT8", "F8_E4M3"])
@@ -60,10 +59,10 @@ def test_numbers_with_scales_are_rounded_once(type_, num_scales):
 def test_a_diffusers_folder_is_quantised_too(tmp_path):
     """Beside other layers in half precision."""
     example("SD3", torch.float32).model.save_pretrained(tmp_path / "transformer")
-    header = read_header(tmp_path)
-    spec = model_spec(header, recognise(header), "bfloat16", "bfloat16", quantisation="int8")
+    header = open_checkpoint(tmp_path)
+    spec = header.spec("bfloat16", "bfloat16", quantisation="int8")
 
-    model = load_transformer(spec, recognise(header), CPU).model
+    model = load_transformer(spec, CPU).model
 
     linears, others = ({module.weight.dtype for module in model.modules() if isinstance(module, kind)} for kind in (
         torch.nn.Linear, torch.nn.Conv2d))

@@ -7,8 +7,7 @@ from safetensors.torch import save_file
 from tests.checkpoints.test_casting import native, ours
 from tests.tiny_checkpoints import families, matrices, metadata_of, save_scaled
 from tests.tolerances import close, relative_error
-from xdit_backend.checkpoints.header import model_spec, read_header
-from xdit_backend.checkpoints.outline import outline
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.transformer import held_bytes
 from xdit_backend.protocol.errors import CheckpointError
 
@@ -28,9 +27,9 @@ def test_a_scaled_file_equals_comfyuis_and_the_dequantised_one(file_of, tmp_path
 
     close(result, want, 1e-5)
     assert relative_error(result, exact) > 1e-3
-    header = read_header(path)
-    held = held_bytes(outline(header, family)[1], family, model_spec(header, family, "float32", "float32"))
-    plain = held_bytes(outline(read_header(file_of(kind)), family)[1], family, model_spec(header, family, "float32", "float32"))
+    header = open_checkpoint(path)
+    held = held_bytes(header.outline(), family, header.spec("float32", "float32"))
+    plain = held_bytes(open_checkpoint(file_of(kind)).outline(), family, header.spec("float32", "float32"))
     numbers = sum(header.shapes[name][0] * header.shapes[name][1] for name in matrices(path))
     scales = 4 * sum(count for _, count in header.scales.values())
     assert len(header.scales) == len(matrices(path)) and 0 < held - (plain - 3 * numbers) <= 4 * scales      # one for each part
@@ -60,8 +59,8 @@ def said(format_):
 def test_what_is_not_known_of_a_quantisation_is_refused_by_name(tmp_path, tensors, words):
     whole = {"a.weight": FP8, "a.weight_scale": torch.ones(4, 1), "a.comfy_quant": said('{"format": "float8_e4m3fn"}')}
     save_file(whole, tmp_path / "whole.safetensors")
-    assert read_header(tmp_path / "whole.safetensors").scales == {"a.weight": ("a.weight_scale", 4)}
+    assert open_checkpoint(tmp_path / "whole.safetensors").scales == {"a.weight": ("a.weight_scale", 4)}
     save_file({name: tensor for name, tensor in (whole | tensors).items() if tensor is not None}, tmp_path / "other.safetensors")
 
     with pytest.raises(CheckpointError, match=words):
-        read_header(tmp_path / "other.safetensors")
+        open_checkpoint(tmp_path / "other.safetensors")

@@ -7,7 +7,7 @@ import safetensors
 import torch
 
 from tests.models.zoo import FOLDERS, PIPELINES, example
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.transformer import block_sizes
 
@@ -42,10 +42,10 @@ def names_read(monkeypatch):
 
 
 def load(path, blocks=None):
-    header = read_header(path)
-    family = recognise(header)
+    header = open_checkpoint(path)
+    family = header.family
     choose = None if blocks is None else lambda model: blocks
-    return family, load_transformer(model_spec(header, family, "float32", "float32"), family, CPU, choose_blocks=choose).model
+    return family, load_transformer(header.spec("float32", "float32"), CPU, choose_blocks=choose).model
 
 
 def check(path, names_read, own):

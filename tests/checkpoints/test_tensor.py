@@ -9,29 +9,29 @@ import torch
 
 from tests.models.zoo import FOLDERS, PIPELINES, example, having
 from xdit_backend.checkpoints.changes import change_weights
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.gguf import dequantised
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.transformer import held_bytes
 from xdit_backend.protocol.errors import UnsupportedError
-from xdit_backend.protocol.messages import Change, LowRank
 from xdit_backend.protocol.segments import SegmentStore
+from xdit_backend.protocol.specs import Change, LowRank
 
 CPU = torch.device("cpu")
 
 
 def check(path, dtypes, degree=2, quantisation=""):
     """Load the whole, and each rank's share; compare them and their sizes. Returns the share of the whole that rank 0 holds."""
-    header = read_header(path)
-    family = recognise(header)
+    header = open_checkpoint(path)
+    family = header.family
     read = []                                                  # (bytes so far, in all) that a loader says
-    spec = model_spec(header, family, *dtypes, quantisation=quantisation)
-    whole = load_transformer(spec, family, CPU, lambda *said: read.append(said)).model
+    spec = header.spec(*dtypes, quantisation=quantisation)
+    whole = load_transformer(spec, CPU, lambda *said: read.append(said)).model
     spec, parts = replace(spec, tensor_degree=degree), dict(whole.named_parameters())
     of_whole, in_all = read[-1][1], sum(parameter.nbytes for parameter in parts.values())
     buffers = dict(whole.named_buffers())
     for rank in range(degree):
-        loaded = load_transformer(spec, family, CPU, lambda *said: read.append(said), tensor_rank=rank)
+        loaded = load_transformer(spec, CPU, lambda *said: read.append(said), tensor_rank=rank)
         model, splits = loaded.model, loaded.splits
         for name, parameter in model.named_parameters():
             wanted = splits[name].own(parts[name].data, degree, rank) if name in splits else parts[name]
@@ -86,20 +86,20 @@ def test_a_rank_reads_its_share_of_a_scaled_file(file_of, tmp_path, per_row):
 @pytest.mark.parametrize("quantisation", ["int8", "nf4"])
 def test_a_rank_has_its_share_of_what_is_quantised_whole(file_of, quantisation):
     assert check(file_of("sd3"), ("float32", "float32"), quantisation=quantisation) < 0.95
-    header = read_header(file_of("sd3"))
-    spec = model_spec(header, recognise(header), "float32", "float32", tensor_degree=16, quantisation=quantisation)
+    header = open_checkpoint(file_of("sd3"))
+    spec = header.spec("float32", "float32", tensor_degree=16, quantisation=quantisation)
     message = "has 256 inputs, in blocks of 64, .*Use 2 or 4, tensor_degree.*fp8 or int8.$"
     with pytest.raises(UnsupportedError, match=message) if quantisation == "nf4" else contextlib.nullcontext():
-        load_transformer(spec, recognise(header), CPU)
+        load_transformer(spec, CPU)
 
 
 def check_numbers(path, type_):
     """The numbers that a rank's blocks come to are its share of the inputs."""
-    header = read_header(path)
-    family, dtypes = recognise(header), ("float32", "float32")
-    whole = dict(load_transformer(model_spec(header, family, *dtypes), family, CPU).model.named_parameters())
+    header = open_checkpoint(path)
+    dtypes = ("float32", "float32")
+    whole = dict(load_transformer(header.spec(*dtypes), CPU).model.named_parameters())
     for rank in range(2):
-        loaded = load_transformer(model_spec(header, family, *dtypes, tensor_degree=2), family, CPU, tensor_rank=rank)
+        loaded = load_transformer(header.spec(*dtypes, tensor_degree=2), CPU, tensor_rank=rank)
         splits = loaded.splits
         cut = {name: weight for name, weight in loaded.model.named_parameters()
                if name in splits and splits[name].dim == 1 and weight.dtype == torch.uint8}
@@ -114,7 +114,7 @@ def test_a_rank_reads_its_share_of_a_gguf_file(file_of, tmp_path, type_):
     """Whole blocks of rows, or the degrees that have whole ones are said."""
     from tests.tiny_checkpoints import save_gguf
     save_gguf(tmp_path / "model.gguf", file_of("sd3"), type_)
-    header = read_header(tmp_path / "model.gguf")
+    header = open_checkpoint(tmp_path / "model.gguf")
 
     if type_ == "Q8_0":
         assert check(tmp_path / "model.gguf", ("float32", "float32")) < 0.95
@@ -123,8 +123,7 @@ def test_a_rank_reads_its_share_of_a_gguf_file(file_of, tmp_path, type_):
                        f"256 inputs, in blocks of {256 if type_ == 'Q4_K' else 32}, .*"
                        f"Use {'2 or 4 or 8, ' * (type_ == 'Q8_0')}tensor_degree.*fp8"
                        + (" or int8.$" if type_ == "Q8_0" else ", int8 or Q8_0.$")):
-        load_transformer(model_spec(header, recognise(header), "float32", "float32", tensor_degree=2 if type_ == "Q4_K" else 16),
-                         recognise(header), CPU)
+        load_transformer(header.spec("float32", "float32", tensor_degree=2 if type_ == "Q4_K" else 16), CPU)
 
 
 @pytest.fixture
@@ -138,10 +137,10 @@ def store():
 def test_a_rank_takes_its_share_of_a_lora(store, tmp_path, rank):
     """Of a layer split by columns, of one split by rows and its bias, and back again."""
     example("SD3", torch.float32).model.save_pretrained(tmp_path / "transformer")
-    header = read_header(tmp_path / "transformer")
-    family, dtypes = recognise(header), ("float32", "float32")
-    whole = load_transformer(model_spec(header, family, *dtypes), family, CPU)
-    share = load_transformer(model_spec(header, family, *dtypes, tensor_degree=2), family, CPU, tensor_rank=rank)
+    header = open_checkpoint(tmp_path / "transformer")
+    dtypes = ("float32", "float32")
+    whole = load_transformer(header.spec(*dtypes), CPU)
+    share = load_transformer(header.spec(*dtypes, tensor_degree=2), CPU, tensor_rank=rank)
     model, splits, files = share.model, share.splits, share.files
     before, homes = {name: tensor.clone() for name, tensor in model.state_dict().items()}, files.keys() | set()
     product = LowRank(store.share(torch.randn(32, 2)), store.share(torch.randn(2, 32)), 0.5)

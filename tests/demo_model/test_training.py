@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.demo_model import autoencoder, export, loop, pictures, small, transformer
 
@@ -140,10 +140,10 @@ def test_a_small_unet_is_read_back_as_it_was_trained(tmp_path, monkeypatch):
     state = small.train(loop.Setting(tmp_path), model, torch.randn(4, 16, 16, 16), rows, entries, 2, 1e-3,
                         lambda step, weights: shown.append(step))
     export.write(tmp_path / "unet.safetensors", export.unet_tensors(state, small.NUM_LAYERS, torch.float32))
-    header = read_header(str(tmp_path / "unet.safetensors"))
-    read = load_transformer(model_spec(header, recognise(header), "float32", "float32"), recognise(header), torch.device("cpu")).model
+    header = open_checkpoint(str(tmp_path / "unet.safetensors"))
+    read = load_transformer(header.spec("float32", "float32"), torch.device("cpu")).model
 
-    assert shown == [2] and recognise(header).name == "SD 1.5"
+    assert shown == [2] and header.family.name == "SD 1.5"
     assert all(torch.equal(tensor, state[name]) for name, tensor in read.state_dict().items())
     latent, sigma, context = torch.randn(2, 16, 16, 16), torch.tensor([1.0, 0.3]), torch.randn(2, 24, 128)
     model.load_state_dict(state)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xdit_backend.parallel.pipefusion import Kept, Offload
+from xdit_backend.parallel.key_values import Kept, Offload
 from xdit_backend.protocol.segments import SegmentStore
 from xdit_backend.protocol.transfers import Ferry, on_device
 

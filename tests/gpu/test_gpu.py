@@ -6,10 +6,11 @@ import torch.nn.functional as F
 
 from tests.host.conftest import call_of, folders, layout, spec_of  # noqa: F401
 from tests.models.zoo import CONFIGS, example, having
+from xdit_backend.distributed.attention import attention_with_lse, merge_attention
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.norm_rows import group_norm_rows
+from xdit_backend.distributed.rows import RowSplit
 from xdit_backend.host.client import Client
-from xdit_backend.parallel.attention import attention_with_lse, merge_attention
-from xdit_backend.parallel.collectives import Traffic
-from xdit_backend.parallel.rows import RowSplit, group_norm_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -93,7 +94,7 @@ def test_predictions_equal_the_model_on_the_cpu(gpu_client, spec_of, name, dtype
 def test_stale_patches_on_one_gpu_equal_the_oracle(name, offload, spec_of):  # noqa: F811
     """Two stages on one GPU over gloo; with offload, keys and values stay in page-locked host memory."""
     from tests.host.test_pipefusion import oracle, sample, small
-    from xdit_backend.protocol.messages import Layout, Stages
+    from xdit_backend.protocol.specs import Layout, Stages
     one = small(name)
     want = oracle(one, 4, 1)
     client = Client(("cuda:0", "cuda:0"))

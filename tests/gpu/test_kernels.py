@@ -12,12 +12,13 @@ from torch.nn.attention import SDPBackend
 from tests.conftest import ROOT
 from tests.models.zoo import CONFIGS, example
 from tests.tolerances import within
-from xdit_backend.host.launcher import _environment
-from xdit_backend.parallel.attention import Kernel, attention_with_lse, choose_kernel, run_kernel
-from xdit_backend.parallel.collectives import Traffic
-from xdit_backend.parallel.hooks import Hooks
-from xdit_backend.parallel.mesh import SINGLE
-from xdit_backend.parallel.rows import RowSplit, group_norm_rows
+from xdit_backend.distributed.attention import Kernel, attention_with_lse, choose_kernel, run_kernel
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.mesh import SINGLE
+from xdit_backend.distributed.norm_rows import group_norm_rows
+from xdit_backend.distributed.rows import RowSplit
+from xdit_backend.hooks.transformer import Hooks
+from xdit_backend.host.torchrun import environment_of
 
 pytestmark = pytest.mark.gpu
 
@@ -114,7 +115,7 @@ def test_workers_have_torchs_own_allocator_with_segments_that_grow(monkeypatch):
     code = ("import torch; x = torch.ones(1000, device='cuda:0')\n"
             "print(torch.cuda.get_allocator_backend(), torch.cuda.memory_snapshot()[0]['is_expandable'])")
 
-    said = subprocess.run([sys.executable, "-c", code], env=_environment(("cuda:0",)), cwd=ROOT, capture_output=True, text=True)
+    said = subprocess.run([sys.executable, "-c", code], env=environment_of(("cuda:0",)), cwd=ROOT, capture_output=True, text=True)
 
     assert said.stdout.split() == ["native", "True"], said.stderr
 
@@ -145,7 +146,7 @@ torch.cuda.synchronize()
 def test_allocations_do_not_wait_for_a_receive_that_is_posted_ahead(allocator, waits):
     """With cudaMallocAsync, which ComfyUI sets for itself, they may: that is reported only."""
     said = subprocess.run([sys.executable, "-c", POSTED_RECEIVE], capture_output=True, text=True,
-                          env=_environment(("cuda:0",)) | {"PYTORCH_CUDA_ALLOC_CONF": allocator})
+                          env=environment_of(("cuda:0",)) | {"PYTORCH_CUDA_ALLOC_CONF": allocator})
 
     print(f"{allocator}: {'waits' if said.stdout.strip() == 'True' else 'does not wait'}")
     assert said.stdout.strip() in (("True", "False") if waits is None else (str(waits),)), said.stderr

@@ -8,10 +8,10 @@ from tests.models.zoo import example
 from tests.ranks import run_ranks
 from tests.tolerances import close
 from xdit_backend.host.client import Client
-from xdit_backend.protocol import messages
+from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.errors import WorkerFailedError
-from xdit_backend.protocol.messages import Layout
 from xdit_backend.protocol.segments import SegmentStore, map_segment
+from xdit_backend.protocol.specs import Layout
 from xdit_backend.worker.engine import Engine
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,7 @@ def test_a_rank_without_memory_fails_alone_and_is_right_the_next_time(spec_of): 
             commands.append(messages.Conditioning(2 + index, f"branch {index}", tensors))
             prediction, view = store.create(tuple(one.latent.shape), torch.float32)
             predictions.append(view)
-            named.append(messages.Branch(store.share(one.latent), store.share(one.timestep), f"branch {index}", prediction))
+            named.append(specs.Branch(store.share(one.latent), store.share(one.timestep), f"branch {index}", prediction))
         commands.append(messages.Predict(4, spec.name, Layout(cfg_degree=2), named))
 
         outcomes = run_ranks(predict_with_and_without_memory, 2, commands, timeout_s=200)

@@ -18,7 +18,7 @@ def test_parked_weights_leave_the_gpu_and_come_back_the_same(devices, dtype, spe
         degrees = {} if len(devices) == 1 else {"ulysses": 2}
         before, = client.predict(spec, layout(**degrees), 4, [call_of(one)])
         held = client.report_memory()[0]
-        freed = client.park(spec.name, 2 ** 34, "cuda:0")
+        freed = client.models.park(spec.name, 2 ** 34, "cuda:0")
         parked = client.report_memory()[0]
         again, = client.predict(spec, layout(**degrees), 4, [call_of(one)])
     finally:

@@ -7,12 +7,13 @@ import torch
 
 from tests.models.zoo import example
 from xdit_backend.bench.vae import random_decoder
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.vae import load_autoencoder
-from xdit_backend.host import launcher
+from xdit_backend.host import torchrun
 from xdit_backend.host.calls import Call
 from xdit_backend.host.client import Client
-from xdit_backend.protocol.messages import Layout
+from xdit_backend.host.workers import Workers
+from xdit_backend.protocol.specs import Layout
 
 
 @pytest.fixture(scope="package")
@@ -26,35 +27,36 @@ def spec_of(folders):
         folder = folders / f"{name}-{dtype}"
         if not folder.exists():
             example(name, getattr(torch, dtype)).model.save_pretrained(folder / "transformer")
-        header = read_header(folder)
-        return model_spec(header, recognise(header), dtype, dtype, stages)
+        header = open_checkpoint(folder)
+        return header.spec(dtype, dtype, stages)
     return spec
 
 
-class CountingClient(Client):
-    """Its workers can count what lives in them (tests/host/counting), those too that take the place of others."""
+class CountingWorkers(Workers):
+    """They can count what lives in them (tests/host/counting), those too that take the place of others."""
 
     @property
     def group(self):
         if self.running:
             return super().group
-        counting, environment = Path(__file__).parent / "counting", launcher._environment
+        counting, environment = Path(__file__).parent / "counting", torchrun.environment_of
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launcher, "_environment", lambda *of: environment(*of) | {"PYTHONPATH": f"{counting}:{launcher.ROOT}"})
+            patch.setattr(torchrun, "environment_of", lambda *of: environment(*of) | {"PYTHONPATH": f"{counting}:{torchrun.ROOT}"})
             return super().group
 
 
 @pytest.fixture(scope="package")
 def client(forkserver):
     """Two workers."""
-    client = CountingClient(("cpu", "cpu"), forkserver=forkserver)
+    client = Client(("cpu", "cpu"), forkserver=forkserver)
+    client.workers.__class__ = CountingWorkers
     yield client
     client.close()
 
 
 def decode(client):
     """A picture of a random VAE, (1, 96, 96, 3), from these workers."""
-    return client.decode("vae", "float64", lambda: random_decoder(32), small_latent(), (1, 96, 96, 3)).clone()
+    return client.autoencoders.decode("vae", "float64", lambda: random_decoder(32), small_latent(), (1, 96, 96, 3)).clone()
 
 
 def decoded():

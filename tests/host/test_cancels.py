@@ -12,7 +12,7 @@ import pytest
 from tests.host.conftest import call_of, decode, decoded, layout
 from tests.models.zoo import example
 from tests.tolerances import within
-from xdit_backend.protocol.messages import Stages
+from xdit_backend.protocol.specs import Stages
 
 NUM_CANCELS = 100
 LEAK_BYTES = 2 ** 18                       # a cancel that left so much would show; its tensors are smaller, and counted
@@ -27,7 +27,7 @@ def counted(client):
     pids = {rank: int(numbers["pid"]) for rank, numbers in client.report_memory().items()}
     told = {}
     for rank, pid in pids.items():
-        log = client.group._log_folder / f"rank-{rank}.log"
+        log = client.group._opened.traces.folder / f"rank-{rank}.log"
         before = log.read_text().count("counted ")
         os.kill(pid, signal.SIGUSR1)
         while (text := log.read_text()).count("counted ") == before or not text.endswith("\n"):
@@ -51,7 +51,7 @@ def test_a_hundred_cancels_leave_nothing_and_the_next_runs_are_right(client, spe
         "cfg": lambda: client.predict(spec_of("SD3"), layout(cfg=2), 4, [call_of(one)] * 2),
         "ring": lambda: client.predict(spec_of("SD3"), layout(ring=2), 4, [call_of(one)]),
         "stages": lambda: client.predict(spec_of("SD3", stages=Stages(2)), layout(pipefusion=2), 4, [call_of(one)]),
-        "load": lambda: client.drop(spec_of("SD3").name) or client.load_model(spec_of("SD3")),
+        "load": lambda: client.drop(spec_of("SD3").name) or client.models.load(spec_of("SD3")),
         "decode": lambda: decode(client)}
     pids = sorted(int(numbers["pid"]) for numbers in client.report_memory().values())
 
@@ -69,13 +69,13 @@ def test_a_hundred_cancels_leave_nothing_and_the_next_runs_are_right(client, spe
         def check(checks=checks):
             if next(checks, None) is None:
                 raise Cancelled
-        client.check = check
+        client.workers.check = check
         try:
             runs[chance.choice(list(runs))]()
         except Cancelled:
             num_cancelled += 1
         finally:
-            client.check = lambda: None
+            client.workers.check = lambda: None
             client.end_run()
     for _ in range(3):
         run_each()

@@ -133,10 +133,10 @@ def test_an_abandoned_prediction_leaves_nothing_for_the_next(client, spec_of):
 
     def cancel():
         raise KeyboardInterrupt
-    client.check = cancel
+    client.workers.check = cancel
     with pytest.raises(KeyboardInterrupt):
         predict(client, spec_of("SD3"), [call_of(one)], ring=2)
-    client.check = lambda: None
+    client.workers.check = lambda: None
     client.end_run()
     other = example("SD3", rows=8, columns=6)
     result, = predict(client, spec_of("SD3"), [call_of(other)], ulysses=2)
@@ -169,19 +169,19 @@ def test_all_ranks_share_one_copy_of_the_file(client, tmp_path):
     """Weights in the file's dtype stay maps of the file: no worker has a private copy."""
     from diffusers import SD3Transformer2DModel
 
-    from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+    from xdit_backend.checkpoints.checkpoint import open_checkpoint
     from xdit_backend.models import FAMILIES
     config = {**FAMILIES["SD3"].tiny.config, "num_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
               "caption_projection_dim": 512}
     specs = []
     for name, num_layers in (("small", 1), ("large", 4)):
         SD3Transformer2DModel(**{**config, "num_layers": num_layers}).save_pretrained(tmp_path / name / "transformer")
-        header = read_header(tmp_path / name)
-        specs.append(model_spec(header, recognise(header), "float32", "float32"))
+        header = open_checkpoint(tmp_path / name)
+        specs.append(header.spec("float32", "float32"))
     file_bytes = sum(file.stat().st_size for file in (tmp_path / "large" / "transformer").glob("*.safetensors"))
-    client.load_model(specs[0])                                # a worker imports diffusers' model with its first
+    client.models.load(specs[0])                                # a worker imports diffusers' model with its first
     before = [psutil.Process(pid).memory_full_info().uss for pid in worker_pids(client)]
-    client.load_model(specs[1])
+    client.models.load(specs[1])
     after = [psutil.Process(pid).memory_full_info().uss for pid in worker_pids(client)]
     for spec in specs:
         client.drop(spec.name)
@@ -213,7 +213,7 @@ def test_workers_say_what_they_did_and_when(client, spec_of):
         assert began_s <= steps[0].start_s < steps[0].end_s <= steps[1].start_s < steps[1].end_s <= ended_s
         for span in done[rank].spans:
             assert span.kind in ("whole", "exchange") and any(step.start_s <= span.start_s and span.end_s <= step.end_s for step in steps)
-    assert client.memory[0]["reserved_bytes"] > 0 and client.state == "idle"
+    assert client.memory[0]["reserved_bytes"] > 0 and client.workers.state == "idle"
     assert client.peek() is not None and client.peek()[0].spans == []
 
 
@@ -228,16 +228,16 @@ def test_workers_that_end_once_something_is_loaded_are_an_error(spec_of, monkeyp
     def predict():
         return client.predict(spec_of("SD3"), layout(), 4, [call_of(one)])[0], one.run()
     try:
-        for loads, run in (("load_autoencoder", draw), ("load_model", predict)):
-            load = getattr(client, loads)
+        for holder, run in ((client.autoencoders, draw), (client.models, predict)):
+            load = holder.load
 
             def loads_and_ends(*arguments, load=load):
                 load(*arguments)
-                torchrun = client.group._process
+                torchrun = client.group._opened.process
                 torchrun.kill()
                 assert torchrun.wait_ended(30)
             with monkeypatch.context() as patch:
-                patch.setattr(client, loads, loads_and_ends)
+                patch.setattr(holder, "load", loads_and_ends)
                 with pytest.raises(WorkerDiedError, match="Queue the prompt again"):
                     run()
             got, wanted = run()

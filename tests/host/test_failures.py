@@ -6,12 +6,14 @@ from unittest import mock
 
 import pytest
 
-from xdit_backend.host import launcher
-from xdit_backend.host.launcher import WorkerGroup, outlives
+from xdit_backend.host import launcher, opened, requests, watch
+from xdit_backend.host.launcher import WorkerGroup
+from xdit_backend.host.requests import outlives
 from xdit_backend.protocol.channel import Channel
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError
-from xdit_backend.protocol.messages import Abandon, Beat, Decode, Done, Failed, LoadModel, ModelSpec, Phase, Probe, ReportMemory
+from xdit_backend.protocol.messages import Abandon, Beat, Decode, Done, Failed, LoadModel, Phase, Probe, ReportMemory
 from xdit_backend.protocol.segments import Segment
+from xdit_backend.protocol.specs import ModelSpec
 
 TWO_GPUS = ("cuda:0", "cuda:1")
 
@@ -22,10 +24,10 @@ class PretendedGroup(WorkerGroup):
     def _launch(self, variables, check):
         self.workers = {}
 
-    def _greet(self, on_phase, check):
+    def _greet(self, party, on_phase, check):
         for rank in range(len(self.devices)):
             ours, theirs = multiprocessing.Pipe()
-            self._channels[rank], self.workers[rank] = Channel(ours), Channel(theirs)
+            self._opened.channels[rank], self.workers[rank] = Channel(ours), Channel(theirs)
 
     def answer(self, request, failed=(), done=(), exchanged=True):
         for rank in failed:
@@ -35,7 +37,7 @@ class PretendedGroup(WorkerGroup):
 
     @property
     def goes_on(self):
-        return len(self._channels) == len(self.devices)
+        return len(self._opened.channels) == len(self.devices)
 
 
 def all_that_came(worker):
@@ -63,7 +65,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(launcher, "time", clock)
+    for module in (launcher, opened, requests, watch):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -234,7 +237,7 @@ def test_who_waits_for_a_rank_that_gets_on_does_not_hang(group, clock, monkeypat
 def test_time_in_which_nobody_listened_or_a_rank_owed_nothing_is_no_silence(group, clock, monkeypatch):
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
     cancelled, request = abandon(group)
-    clock.sleep(launcher.AWAY_S + 1)                           # ComfyUI did something else
+    clock.sleep(watch.AWAY_S + 1)                           # ComfyUI did something else
     group.answer(request, done=[1])
     assert group.wait([request])[0] == request
 

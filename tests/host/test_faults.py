@@ -1,14 +1,14 @@
 """A few of the faults that tests/faults.py draws: which end a run, and in what, is for it to judge."""
 
 from tests.faults import FAULTS, LAYOUTS, NEVER, PHASES, draw, suffer_all
-from xdit_backend.host import launcher
+from xdit_backend.host import greeting
 
 SLICE = (43, 45, 1, 11, 29, 55, 19)        # each kind, each phase and each method is among them
 
 
 def test_workers_that_are_killed_stopped_or_cancelled_leave_words_or_a_picture_and_nothing_else(monkeypatch):
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "60")         # suffer_all sets its own, for this test alone
-    monkeypatch.setattr(launcher, "START_TIMEOUT_S", launcher.START_TIMEOUT_S)
+    monkeypatch.setattr(greeting, "START_TIMEOUT_S", greeting.START_TIMEOUT_S)
 
     outcomes = suffer_all(SLICE)
 

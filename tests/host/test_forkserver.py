@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT, left_behind, still_there
 from tests.worker_processes import kind_of
-from xdit_backend.host import launcher
+from xdit_backend.host import torchrun
 from xdit_backend.host.client import Client
 from xdit_backend.host.forkserver import Forkserver
 from xdit_backend.host.launcher import WorkerGroup
@@ -50,8 +50,8 @@ def test_ranks_are_forked_and_share_the_pages_of_their_libraries(forkserver):
                  "what was imported has opened a GPU", marks=pytest.mark.slow)], ids=["a thread", "a GPU"])
 def test_where_forking_is_unsafe_each_rank_is_a_program_of_its_own(tmp_path, monkeypatch, forkserver, early, why):
     (tmp_path / "sitecustomize.py").write_text(early)
-    (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
-    monkeypatch.setattr(launcher, "ROOT", tmp_path)
+    (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
+    monkeypatch.setattr(torchrun, "ROOT", tmp_path)
     before, server = set(left_behind()), Forkserver()
     group = WorkerGroup(("cpu", "cpu"), forkserver=server)
     try:
@@ -118,8 +118,8 @@ def test_a_forkserver_that_is_stopped_is_noticed_and_replaced(monkeypatch):
 
 def test_libraries_that_cannot_be_imported_are_an_error_with_the_reason(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['diffusers'] = None")
-    (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
-    monkeypatch.setattr(launcher, "ROOT", tmp_path)
+    (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
+    monkeypatch.setattr(torchrun, "ROOT", tmp_path)
     before, server = set(left_behind()), Forkserver()
     try:
         with pytest.raises(WorkerStartError) as error:

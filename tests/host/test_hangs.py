@@ -6,7 +6,7 @@ from tests.conftest import left_behind, still_there
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from tests.tolerances import within
-from xdit_backend.host import launcher
+from xdit_backend.host import torchrun
 from xdit_backend.host.client import Client
 from xdit_backend.protocol.errors import WorkerDiedError
 
@@ -34,8 +34,8 @@ dist.all_to_all_single = faulty
 @pytest.mark.slow
 def test_a_lost_exchange_is_noticed_and_replaced_and_a_late_one_is_waited_for(spec_of, tmp_path, monkeypatch, forkserver):
     (tmp_path / "sitecustomize.py").write_text(LATE_OR_LOST.format(folder=str(tmp_path)))
-    (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
-    monkeypatch.setattr(launcher, "ROOT", tmp_path)
+    (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
+    monkeypatch.setattr(torchrun, "ROOT", tmp_path)
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "5")
     before, one = set(left_behind()), example("SD3")
     client = Client(("cpu", "cpu"), forkserver=forkserver)

@@ -17,9 +17,10 @@ from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from tests.tolerances import within
 from tests.worker_processes import below
-from xdit_backend.host import launcher, logs, preflight
+from xdit_backend.host import launcher, logs, preflight, torchrun
 from xdit_backend.host.client import Client
-from xdit_backend.host.launcher import WorkerGroup, _environment
+from xdit_backend.host.launcher import WorkerGroup
+from xdit_backend.host.torchrun import environment_of
 from xdit_backend.protocol import segments
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerStartError
 from xdit_backend.protocol.messages import TRYING_LINKS, ReportMemory
@@ -69,15 +70,15 @@ def test_cuda_workers_have_an_allocator_of_their_own(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
 
     for devices, allocator in ((("cuda:0", "cuda:1"), "expandable_segments:True"), (("cpu", "cpu"), None)):
-        environment = _environment(devices)
+        environment = environment_of(devices)
         assert environment.get("PYTORCH_CUDA_ALLOC_CONF") == allocator and "PYTORCH_ALLOC_CONF" not in environment
 
 
 def test_interfaces_are_named_exactly_and_streams_have_queues_of_their_own(monkeypatch):
     """To NCCL "eth1" is also eth10; CUDA has eight queues by default, fewer than a worker's streams."""
-    two = _environment(("cuda:0", "cuda:1"), 2, "eth1")
+    two = environment_of(("cuda:0", "cuda:1"), 2, "eth1")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")
-    chosen = _environment(("cuda:0", "cuda:1"))
+    chosen = environment_of(("cuda:0", "cuda:1"))
 
     assert two["NCCL_SOCKET_IFNAME"] == "=eth1" and two["GLOO_SOCKET_IFNAME"] == "eth1"
     assert two["CUDA_DEVICE_MAX_CONNECTIONS"] == "32" and chosen["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
@@ -99,8 +100,8 @@ def test_a_group_starts_serves_and_ends(tmp_path, monkeypatch):
     """Also where the nodes are in a folder whose name has a colon, which Python takes for two in PYTHONPATH."""
     place = tmp_path / "a:b"
     place.mkdir()
-    (place / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
-    monkeypatch.setattr(launcher, "ROOT", place)
+    (place / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
+    monkeypatch.setattr(torchrun, "ROOT", place)
     before = set(left_behind())
     group = WorkerGroup(("cpu", "cpu"))
 
@@ -125,7 +126,7 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(sp
     try:
         want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
         victim = int(client.report_memory()[1]["pid"])
-        (client.group._log_folder / logs.TORCHRUN).unlink()
+        (client.group._opened.traces.folder / logs.TORCHRUN).unlink()
         monkeypatch.setattr(logs, "LEAST_BYTES", 2 ** 62)
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match=r"Worker rank 1 \(cpu\) died \(exit code -9, killed\)") as died:
@@ -175,8 +176,8 @@ elif "RANK" not in os.environ:
 def test_a_rank_that_is_stopped_while_the_group_starts_is_noticed_and_named(tmp_path, monkeypatch, doing):
     """But not one whose libraries come slowly, for longer than a silence may last, nor the one that waits for it. Each is a program."""
     (tmp_path / "sitecustomize.py").write_text(SLOW)
-    (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
-    monkeypatch.setattr(launcher, "ROOT", tmp_path)
+    (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
+    monkeypatch.setattr(torchrun, "ROOT", tmp_path)
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "5")
     before, others = set(left_behind()), set(psutil.Process().children(recursive=True))        # of groups that other tests use
 
@@ -208,7 +209,7 @@ def test_a_killed_torchrun_is_replaced_by_a_new_group(client, spec_of):
     call = call_of(example("SD3"))
     want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
     old, folder = [psutil.Process(int(numbers["pid"])) for numbers in client.report_memory().values()], client.group.segments.folder
-    torchrun = client.group._process
+    torchrun = client.group._opened.process
     torchrun.kill()
     assert torchrun.wait_ended(30)
     result, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])

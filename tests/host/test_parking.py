@@ -10,7 +10,7 @@ import pytest
 
 from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.host.client import Client
 from xdit_backend.models import FAMILIES
 
@@ -23,8 +23,8 @@ def large_spec(tmp_path_factory):
     config = {**FAMILIES["SD3"].tiny.config, "num_layers": 6, "num_attention_heads": 12, "attention_head_dim": 64,
               "caption_projection_dim": 768}
     SD3Transformer2DModel(**config).save_pretrained(folder / "transformer")
-    header = read_header(folder)
-    yield lambda dtype: model_spec(header, recognise(header), dtype, dtype)
+    header = open_checkpoint(folder)
+    yield lambda dtype: header.spec(dtype, dtype)
     shutil.rmtree(folder)
 
 
@@ -68,7 +68,7 @@ def test_four_workers_hold_a_file_once_and_a_cast_once_each(large_spec, spec_of,
                 pass
             with highest(pids) as most:
                 client.predict(spec, layout(ring=4), 4, [call_of(one)])
-            weight_bytes = client.residence(spec.name).weight_bytes[0]
+            weight_bytes = client.models.residence(spec.name).weight_bytes[0]
             figures[spec.compute_dtype] = held, own = [(most[name] - before[name]) / weight_bytes for name in ("Pss:", "Anonymous:")]
             print(f"\n{spec.compute_dtype}: four workers hold {held:.2f} times the weights of one, {own:.2f} times of their own")
             client.drop(spec.name)
@@ -103,14 +103,14 @@ def test_parked_weights_are_in_memory_once_and_come_back(large_spec, two_workers
 
     pids = [int(numbers["pid"]) for numbers in client.report_memory().values()]
     before = held_bytes()
-    measured("read from the file", lambda: client.load_model(spec))
-    rank_bytes = client.residence(spec.name).weight_bytes[0]
-    measured("parked", lambda: client.park(spec.name, 2 ** 40))
-    measured("back", lambda: client.load_model(spec))
-    measured("parked again", lambda: client.park(spec.name, 2 ** 40))
+    measured("read from the file", lambda: client.models.load(spec))
+    rank_bytes = client.models.residence(spec.name).weight_bytes[0]
+    measured("parked", lambda: client.models.park(spec.name, 2 ** 40))
+    measured("back", lambda: client.models.load(spec))
+    measured("parked again", lambda: client.models.park(spec.name, 2 ** 40))
     client.drop(spec.name)
-    measured("read again", lambda: client.load_model(spec))
-    homeless_bytes = client.residence(spec.name).homeless_bytes[0]
+    measured("read again", lambda: client.models.load(spec))
+    homeless_bytes = client.models.residence(spec.name).homeless_bytes[0]
     client.drop(spec.name)
 
     print(f"\n{dtype}: {rank_bytes / 2**20:.0f} MB of weights on each of two ranks, {homeless_bytes / 2**20:.0f} MB not in the file so")

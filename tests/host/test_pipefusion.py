@@ -12,13 +12,13 @@ from tests.models.zoo import BARE, example, having
 from tests.parallel.oracle import simulate
 from tests.tolerances import within
 from xdit_backend.bench.sampler import sample as euler
+from xdit_backend.forecast.planner import choose_num_patches
 from xdit_backend.host import launcher
 from xdit_backend.host.calls import Call
 from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches
-from xdit_backend.planner import choose_num_patches
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError, XDiTError
-from xdit_backend.protocol.messages import Layout, Stages
+from xdit_backend.protocol.specs import Layout, Stages
 
 SIGMAS = [1.0, 0.8, 0.6, 0.4, 0.2]
 STAGES = Stages(2)
@@ -113,12 +113,12 @@ def test_a_cancelled_run_leaves_the_group_ready_and_nothing_behind(client, spec_
     def give_up():
         raise GivenUp
 
-    client.check = give_up
+    client.workers.check = give_up
     try:
         with pytest.raises(GivenUp):
             client.wait(tickets)
     finally:
-        client.check = lambda: None
+        client.workers.check = lambda: None
     client.end_run()
 
     result = sample(client, spec, one, Layout(pipefusion_degree=2), 4, 1)

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from tests.conftest import left_behind, still_there
-from xdit_backend.host import launcher, preflight
+from xdit_backend.host import greeting, preflight, torchrun
 from xdit_backend.host.launcher import WorkerGroup
+from xdit_backend.host.traces import Traces
 from xdit_backend.protocol.channel import Channel
 from xdit_backend.protocol.errors import LinkError, WorkerStartError
 from xdit_backend.protocol.messages import JOINING, TRYING_LINKS, Phase, Unready
@@ -116,9 +117,9 @@ def faulty(tmp_path, monkeypatch):
     """Have the workers' transfers fail so, where peer-to-peer copies are not off."""
     def make(fault, ways=2):
         (tmp_path / "sitecustomize.py").write_text(FAULTY.format(fault=fault))
-        (tmp_path / "xdit_backend").symlink_to(launcher.ROOT / "xdit_backend")
-        monkeypatch.setattr(launcher, "ROOT", tmp_path)
-        monkeypatch.setattr(launcher, "LINK_TIMEOUT_S", 5)
+        (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
+        monkeypatch.setattr(torchrun, "ROOT", tmp_path)
+        monkeypatch.setattr(greeting, "LINK_TIMEOUT_S", 5)
         monkeypatch.setattr(preflight, "detours", lambda devices: list(preflight.DETOURS[:ways]))
     return make
 
@@ -154,7 +155,7 @@ class Torchrun:
     """What the launcher asks of torchrun's process, and of the door that its workers come to."""
 
     def __init__(self, folder, num_workers):
-        self.pid, self.failed, self.code = os.getpid(), folder / launcher.FAILED, None
+        self.pid, self.failed, self.code = os.getpid(), folder / torchrun.FAILED, None
         pairs = [multiprocessing.connection.Pipe() for _ in range(num_workers)]
         self.hosts, self.workers = [Channel(host) for host, _ in pairs], [Channel(worker) for _, worker in pairs]
 
@@ -179,14 +180,11 @@ class Torchrun:
             worker.close()
 
 
-def greeting(torchrun, folder, ways=2):
-    """A group of two CUDA devices of this machine that waits for its workers."""
-    group = object.__new__(WorkerGroup)
-    group.devices, group._channels, group._ways = ("cuda:0", "cuda:1"), {}, preflight.DETOURS[:ways]
-    group._process = group._door = torchrun
-    group._own, group._sessions, group._at_once = [0, 1], {}, []
-    group._log_folder, group.segments = folder, types.SimpleNamespace(folder=folder)
-    return group
+def greet(torchrun, folder, check, ways=2):
+    """Wait for the workers of two CUDA devices of this machine."""
+    traces = Traces(("cuda:0", "cuda:1"), {}, folder, types.SimpleNamespace(folder=folder))
+    party = greeting.Party(("cuda:0", "cuda:1"), [0, 1], torchrun, torchrun, [], {}, traces, ways > 1)
+    greeting.Greeting(party, {}, {}, lambda phase: None, check).run()
 
 
 @pytest.mark.parametrize("said, words", [
@@ -194,10 +192,10 @@ def greeting(torchrun, folder, ways=2):
     (["joins for too long"], "they had not joined after 0 s")])
 def test_links_are_blamed_for_what_takes_long_after_all_have_joined(tmp_path, monkeypatch, said, words):
     """Joining itself may take minutes: NCCL's libraries come from a disk."""
-    monkeypatch.setattr(launcher, "LINK_TIMEOUT_S", 0)
+    monkeypatch.setattr(greeting, "LINK_TIMEOUT_S", 0)
     if said == ["joins for too long"]:
         said = [JOINING]
-        monkeypatch.setattr(launcher, "JOIN_TIMEOUT_S", 0)
+        monkeypatch.setattr(greeting, "JOIN_TIMEOUT_S", 0)
     torchrun, looks = Torchrun(tmp_path, 2), itertools.count()
     for text in said:
         for rank in range(2):
@@ -207,7 +205,7 @@ def test_links_are_blamed_for_what_takes_long_after_all_have_joined(tmp_path, mo
         if next(looks) == 10:
             raise TimeoutError
     with pytest.raises(LinkError if words else TimeoutError, match=words):
-        greeting(torchrun, tmp_path)._greet(lambda phase: None, look)
+        greet(torchrun, tmp_path, look)
 
 
 NO_DEVICE, NO_LINK = Unready(0, "cuda:0 cannot be used"), Unready(0, "cuda:1 sent cuda:0 (rank 0) other numbers", by_links=True)
@@ -228,14 +226,13 @@ def test_why_workers_cannot_start_does_not_hang_on_who_is_seen_first(tmp_path, m
         whys = functools.partial(torchrun.says, 0, told), functools.partial(torchrun.loses, 1, code), torchrun.ends
         events = [whys[number] for number in order]
         torchrun.failed.write_text("")
-        group = greeting(torchrun, tmp_path, ways)
 
         def look(events=events, at_once=at_once):
             for event in events[:] if at_once else events[:1]:
                 events.remove(event)
                 event()
         with pytest.raises((WorkerStartError, LinkError)) as raised:
-            group._greet(lambda phase: None, look)
+            greet(torchrun, tmp_path, look, ways)
 
         assert type(raised.value) is (error or (LinkError if ways > 1 else WorkerStartError)), order
         assert words in str(raised.value) or (error is None and ways > 1 and "a worker ended in a transfer" in str(raised.value)), order

@@ -14,11 +14,11 @@ from tests.machines.conftest import Relay
 from tests.models.zoo import example
 from tests.tolerances import within
 from tests.worker_processes import workers_below
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.host.client import Client
 from xdit_backend.machines.listener import Listener
 from xdit_backend.protocol.errors import CheckpointError, WorkerDiedError
-from xdit_backend.protocol.messages import Stages
+from xdit_backend.protocol.specs import Stages
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def files(tmp_path):
 
 
 def spec_of(folder, stages=None):
-    header = read_header(folder)
-    return model_spec(header, recognise(header), "float32", "float32", stages)
+    header = open_checkpoint(folder)
+    return header.spec("float32", "float32", stages)
 
 
 def worker_of(joined):
@@ -50,7 +50,7 @@ def test_ranks_on_another_machine(files, tmp_path, forkserver):
     joined = subprocess.Popen([sys.executable, "-m", "xdit_backend", "join", f"127.0.0.1:{relay.port}", "other", key, "--models",
                                str(there.parent)], cwd=ROOT, env=os.environ | {"XDIT_LOG_FOLDER": str(tmp_path / "logs")})
     client = Client(("cpu", "other/cpu"), listener, forkserver)
-    client.on_phase = lambda phase: told.append(phase.text)
+    client.workers.on_phase = lambda phase: told.append(phase.text)
 
     def predict(spec, **degrees):
         result, = client.predict(spec, layout(**degrees), 4, [call_of(one)])
@@ -61,7 +61,8 @@ def test_ranks_on_another_machine(files, tmp_path, forkserver):
             predict(spec, **degrees)
         assert any(text.startswith("waiting for other to join. There, ") and listener.command("other") in text for text in told)
         within((decode(client) - decoded()).abs().max(), 1e-5)
-        assert client.park(whole.name, 2 ** 30) > 0 and client.residence(whole.name) is None       # dropped: no memory is common to all
+        assert client.models.park(whole.name, 2 ** 30) > 0
+        assert client.models.residence(whole.name) is None     # dropped: no memory is common to all
 
         weights = next((there / "transformer").glob("*.safetensors"))
         content = weights.read_bytes()

@@ -35,7 +35,7 @@ from xdit_backend.machines.links import (
 )
 from xdit_backend.machines.listener import Listener, interface_of, read_address, unlike, versions
 from xdit_backend.machines.session import wait_for
-from xdit_backend.protocol import messages
+from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.errors import ChannelClosedError, ConfigError, WorkerStartError, XDiTError
 from xdit_backend.protocol.segments import Segment, SegmentStore
 
@@ -344,8 +344,8 @@ def test_pieces_outside_of_a_tensor_are_refused(pair):
 
 def test_commands_name_all_their_segments():
     one, two, three, four = (Segment(f"/dev/shm/x/{name}", "float32", (1,)) for name in "1234")
-    branch = messages.Branch(one, two, "c", three, {"a": two}, scores=one, parts={"sound": four})
-    command = messages.Predict(1, "m", messages.Layout(), [branch])
+    branch = specs.Branch(one, two, "c", three, {"a": two}, scores=one, parts={"sound": four})
+    command = messages.Predict(1, "m", specs.Layout(), [branch])
 
     assert [(segment.path[-1], is_result) for segment, is_result in tensors.segments_of(command)] == [
         ("1", False), ("2", False), ("3", True), ("2", False), ("1", True), ("4", True)]

@@ -11,7 +11,7 @@ import torch
 from tests.comfyui_server import ROOT, comfyui_folder, run_async
 from tests.models.zoo import conditioning_of
 from tests.tiny_checkpoints import detect_thin, families, import_comfyui, save, thin_class
-from xdit_backend.checkpoints.header import read_header
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.worker.memory import return_freed_memory
 
 LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16), "pixart": (34, 36),
@@ -47,9 +47,9 @@ class ComfyUI:
         self.load_model, self.parallel_config = classes["XDiTLoadModel"], classes["XDiTParallelConfig"]
         self.parallel_sampler = classes["XDiTParallelSampler"]
         self.vae_decode, self.vae_encode = classes["XDiTVAEDecode"], classes["XDiTVAEEncode"]
-        groups = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.groups")
+        groups = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.workers.groups")
         self.groups, groups.MAX_SHARING = groups.GROUPS, 3     # which take long to start: tests take turns with one, two and four workers
-        self.shell = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.shell")
+        self.shell = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.model.shell")
         self.errors = importlib.import_module(f"{self.pack.__name__}.xdit_backend.protocol.errors")
         self._native, self._references = {}, {}
 
@@ -93,7 +93,7 @@ class ComfyUI:
 
     def transformer_config(self, kind):
         """The arguments of diffusers' class for the tiny checkpoint."""
-        return families()[kind].config(read_header(self.base / "diffusion_models" / self.file(kind)).shapes)
+        return families()[kind].config(open_checkpoint(self.base / "diffusion_models" / self.file(kind)).shapes)
 
     def conditioning(self, kind, seed, tokens=20):
         generator = torch.Generator().manual_seed(seed)
@@ -204,6 +204,6 @@ def vae_of(comfyui):
 def said(comfyui, monkeypatch):
     """What the node tells a person about the run."""
     texts = []
-    for module in ("remote", "wrappers", "autoencoder"):
+    for module in ("run.remote", "run.wrappers", "vae.autoencoder"):
         monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.{module}"], "show_text", texts.append)
     return texts

@@ -5,7 +5,7 @@ import torch
 
 from tests.tolerances import close, within
 from xdit_backend.bench.quality import DEMO, compare, draw_all, frechet_distance, load_recogniser, moments, settings
-from xdit_backend.checkpoints.header import read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.protocol.displaced_modes import MODES
 
 NAMES = ("xdit_demo.safetensors", "xdit_demo_vae.safetensors")
@@ -98,7 +98,7 @@ def drawn(recogniser):
     class Options:
         steps, sampler, guidance, batch, patches, warmup_steps = 20, "euler", 3.0, 8, (4,), (1,)
         displaced, displaced_modes, forecast, device, model = (2,), tuple(MODES)[:1], (0.0,), "cpu", DEMO
-    return draw_all(settings(Options), recogniser[2][:4], recognise(read_header(str(DEMO))), Options)
+    return draw_all(settings(Options), recogniser[2][:4], open_checkpoint(str(DEMO)).family, Options)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from tests.parallel.displaced_oracle import StaleUNet
 from tests.tiny_checkpoints import families
 from tests.tolerances import close, relative_error
-from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.config import ParallelConfig
 from xdit_backend.forecast.cost import synchronous_steps
@@ -23,9 +23,9 @@ class OracleForward:
     """What stands for the diffusion model of ComfyUI's own MODEL: for each image of a batch, by its prompt, the oracle."""
 
     def __init__(self, comfyui, kind, num_ranks, warmup_steps):
-        header = read_header(comfyui.base / "diffusion_models" / comfyui.file(kind))
+        header = open_checkpoint(comfyui.base / "diffusion_models" / comfyui.file(kind))
         self.family, self.num_ranks, self.warmup_steps = families()[kind], num_ranks, warmup_steps
-        self.load = lambda: load_transformer(model_spec(header, self.family, "float32", "float32"), self.family, torch.device("cpu"))
+        self.load = lambda: load_transformer(header.spec("float32", "float32"), torch.device("cpu"))
         self.oracles, self.num_stale = {}, 0
 
     def __call__(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
@@ -172,7 +172,7 @@ def test_staleness_is_counted_in_calls_and_warm_up_in_noise(comfyui, arguments, 
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_the_forecast_counts_synchronous_steps_as_they_run(comfyui, num_steps):
     """With one call of the model a step."""
-    staleness = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.staleness"].Staleness
+    staleness = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.run.staleness"].Staleness
     sigmas = torch.linspace(1, 0, num_steps + 1)
     for warmup_steps in range(num_steps + 3):
         run, count = staleness(sigmas, warmup_steps), 0

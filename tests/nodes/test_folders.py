@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.nodes.test_lora import Loras
 from tests.tiny_checkpoints import families, said_of
 from tests.tolerances import close, relative_error
-from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.reading import read_file
 
@@ -26,11 +26,11 @@ SAMPLED = ("anima", "ltx-video", "ltx-video-causal", "ltx-2", "ltx-2.3", "qwen-i
 
 def save_folder(comfyui, kind, name):
     """The tiny file as a diffusers folder of several shards, laid out as published ones are. Returns its path."""
-    file, folder, family = comfyui.base / "diffusion_models" / comfyui.file(kind), comfyui.base / "diffusers" / name, families()[kind]
+    file, folder = comfyui.base / "diffusion_models" / comfyui.file(kind), comfyui.base / "diffusers" / name
     comfyui.folder_paths.add_model_folder_path("diffusers", str(comfyui.base / "diffusers"), is_default=True)
     if folder.exists():
         return folder
-    model = load_transformer(model_spec(read_header(file), family, "float32", "float32"), family, torch.device("cpu")).model
+    model = load_transformer(open_checkpoint(file).spec("float32", "float32"), torch.device("cpu")).model
     if kind == "anima":
         conditioner = model.text_conditioner
         del model.text_conditioner
@@ -73,14 +73,15 @@ def connectors_of(file, said):
 def test_a_folder_is_what_the_single_file_is(comfyui, kind):
     file, family = comfyui.base / "diffusion_models" / comfyui.file(kind), families()[kind]
     folder = save_folder(comfyui, kind, f"folder-{kind}")
-    found = read_header(folder)
+    found = open_checkpoint(folder)
     assert len(found.files) > 1
     if kind in REFUSED:
         with pytest.raises(comfyui.errors.CheckpointError, match=f"folder-{kind} .*({REFUSED[kind]})"):
             comfyui.shell.load_shell(str(folder), "fp32", comfyui.config())
         return
 
-    names = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.folders"].under_comfyui_names(read_file(found, lambda name: True), found)
+    folders = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.model.folders"]
+    names = folders.under_comfyui_names(read_file(found, lambda name: True), found)
     shell, single = (comfyui.shell.load_shell(str(path), "fp32", comfyui.config()) for path in (folder, file))
 
     names = {name.replace(".scale", ".weight"): tensor for name, tensor in names.items()}
@@ -89,7 +90,7 @@ def test_a_folder_is_what_the_single_file_is(comfyui, kind):
     assert type(shell.model) is type(single.model) and shell.remote.family.name == single.remote.family.name == family.name
     config, expected = ({key: value for key, value in one.model.model_config.unet_config.items() if key != OF_DROPPED}
                         for one in (shell, single))
-    if family.in_folder(read_header(folder).folder) is None:   # else a folder says in full what a file leaves to ComfyUI
+    if family.in_folder(open_checkpoint(folder).folder) is None:   # else a folder says in full what a file leaves to ComfyUI
         assert config == expected
 
 

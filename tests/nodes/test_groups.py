@@ -88,7 +88,7 @@ def test_a_model_nothing_refers_to_is_dropped_by_the_workers(comfyui):
 
 
 def test_devices_of_other_machines_need_an_address_that_a_person_has_set(comfyui, groups, monkeypatch):
-    module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups")
+    module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups")
     config = module.ParallelConfig(devices="cpu,other-pc/cpu")
 
     with pytest.raises(module.ConfigError, match="other-pc can join where ComfyUI listens for others. Set the address"):
@@ -102,7 +102,7 @@ def test_devices_of_other_machines_need_an_address_that_a_person_has_set(comfyui
 def test_a_model_on_two_machines(comfyui, monkeypatch, is_measured):
     """Stages where measuring fails; over a slow link they share branches. What the other machine has it says when it joins, and links are
     measured; here that is answered in its place, and nothing is started."""
-    module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups")
+    module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups")
     monkeypatch.setattr(module, "chosen_address", lambda: "127.0.0.1:0")
     monkeypatch.setattr(module.Groups, "listener", lambda self: None)
     monkeypatch.setattr(module.Groups, "card_of", lambda self, device: ("a processor", 1e10))

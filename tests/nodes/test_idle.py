@@ -13,12 +13,12 @@ from tests.comfyui_server import ROOT
 
 @pytest.fixture
 def idle(comfyui):
-    return importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.idle")
+    return importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.idle")
 
 
 @pytest.fixture
 def kept(comfyui):
-    return importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.settings")
+    return importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.settings")
 
 
 @pytest.fixture
@@ -71,10 +71,10 @@ def test_the_page_has_these_settings_in_both_languages(kept):
 @pytest.mark.slow
 def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, idle, kept):
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2))
-    groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups").GROUPS
+    groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups").GROUPS
     want = comfyui.sample(model, "sd3", steps=2)
     client = groups.client(("cpu", "cpu"))
-    parked = lambda: sum(client.residence(model.model.remote.spec.name).parked_bytes)  # noqa: E731
+    parked = lambda: sum(client.models.residence(model.model.remote.spec.name).parked_bytes)  # noqa: E731
 
     for residency, since_s in ((kept.Idle("keep", 1), -math.inf), (kept.Idle("park", 60), time.monotonic()),
                                (kept.Idle("release", 60), time.monotonic())):
@@ -83,28 +83,28 @@ def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, i
         assert client.running and parked() == 0, residency
     client.group._used_s = -math.inf
     idle.tend(groups, kept.Idle("park", 1))
-    assert client.running and parked() > 0 and client.idle_s < math.inf
+    assert client.running and parked() > 0 and client.workers.idle_s < math.inf
     client.peek()                                              # a panel that looks gives no work
     client.group._used_s = -math.inf
     client.peek()
-    assert client.idle_s == math.inf
-    assert torch.equal(comfyui.sample(model, "sd3", steps=2), want) and parked() == 0 and client.idle_s < math.inf
+    assert client.workers.idle_s == math.inf
+    assert torch.equal(comfyui.sample(model, "sd3", steps=2), want) and parked() == 0 and client.workers.idle_s < math.inf
     client.group._used_s = -math.inf
     idle.tend(groups, kept.Idle("release", 1))
-    assert client.state == "stopped"
+    assert client.workers.state == "stopped"
     assert torch.equal(comfyui.sample(model, "sd3", steps=2), want)
 
 
 @pytest.mark.slow
 def test_groups_are_watched_from_their_first_client_on(comfyui, idle, choose, monkeypatch):
-    groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups").Groups()
+    groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups").Groups()
     monkeypatch.setattr(idle, "TICK_S", 0.05)
     choose(Residency="release", IdleMinutes=1e-3)
     client = groups.client(("cpu",))
     client.report_memory()
 
     deadline_s = time.monotonic() + 120
-    while client.state != "stopped" and time.monotonic() < deadline_s:
+    while client.workers.state != "stopped" and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
-    assert client.state == "stopped"
+    assert client.workers.state == "stopped"

@@ -12,7 +12,7 @@ from tests.lora_zoo import adapters, makers
 from tests.tiers import by_default
 from tests.tiny_checkpoints import VARIANTS, families, save_dequantised, save_gguf, save_scaled
 from tests.tolerances import close, relative_error
-from xdit_backend.checkpoints.header import model_spec, read_header
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.quantise import TYPES
 
@@ -187,8 +187,9 @@ def test_another_strength_changes_weights_and_loads_nothing(comfyui, loras, monk
     every strength, none where it stays as it is, and without the LoRA the file's weights are back."""
     config = comfyui.config("cpu,cpu", **degrees)
     client, sent, model = comfyui.groups.client(("cpu", "cpu")), [], comfyui.ours("sd35", config)
-    request = client._request
-    monkeypatch.setattr(client, "_request", lambda make, *more: sent.append(type(make(0)).__name__) or request(make, *more))
+    request = client.workers.request
+    monkeypatch.setattr(client.workers, "request", lambda make, *more, **named: (
+        sent.append(type(make(0)).__name__), request(make, *more, **named))[1])
     lora = loras.file("sd35", "publisher", "lora")
 
     models = {strength: [loras.load(each, lora, strength) for each in (model, comfyui.native("sd35"))] for strength in (0.7, 0.3, -0.4)}
@@ -241,8 +242,7 @@ def test_a_lora_outlives_the_weights(comfyui, loras, event):
 def test_a_diffusers_folder_equals_native(comfyui, loras, kind):
     """Its matrices are parts of those that ComfyUI's names mean, some with halves in other places: they go where their rows are."""
     path = comfyui.base / "diffusion_models" / comfyui.file(kind)
-    family = families()[kind]
-    transformer = load_transformer(model_spec(read_header(path), family, "float32", "float32"), family, torch.device("cpu")).model
+    transformer = load_transformer(open_checkpoint(path).spec("float32", "float32"), torch.device("cpu")).model
     comfyui.folder_paths.add_model_folder_path("diffusers", str(comfyui.base / "diffusers"), is_default=True)
     transformer.save_pretrained(comfyui.base / "diffusers" / f"lora-{kind}" / "transformer", max_shard_size="2MB")
     ours, native = comfyui.load_model.execute(f"lora-{kind}", "fp32", comfyui.config()).args[0], comfyui.native(kind)
@@ -371,8 +371,8 @@ def test_lora_hooks_equal_native_and_leave_nothing(comfyui, loras, degrees):
 def test_a_hook_changes_weights_once_in_a_run_and_not_in_every_step(comfyui, loras, monkeypatch, adapter):
     """Workers keep both versions: the changes that are sent are as many for more steps, and results are as native."""
     client, sent = comfyui.groups.client(("cpu",)), []
-    send = client._send_changes
-    monkeypatch.setattr(client, "_send_changes", lambda spec, batch, *rest: (sent.append(len(batch)), send(spec, batch, *rest)))
+    send = client.models._send_changes
+    monkeypatch.setattr(client.models, "_send_changes", lambda spec, batch, *rest: (sent.append(len(batch)), send(spec, batch, *rest)))
     arguments = {"positive": hooked(comfyui, loras, comfyui.conditioning("sd3", 1), loras.file("sd3", "publisher", adapter))}
     model, counts = comfyui.ours("sd3", comfyui.config("cpu")), []
 

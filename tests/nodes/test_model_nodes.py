@@ -189,9 +189,9 @@ def test_another_compute_dtype_is_honoured_and_left_again(comfyui, model, dtype)
     assert 0.5 < relative_error(result, exact) / relative_error(native, exact) < 1.5
     assert half.model_size() == weights
     in_half = half.model.remote.spec.name
-    assert in_half in client.model_names and name not in client.model_names
+    assert in_half in client.models.names and name not in client.models.names
     assert torch.equal(sample(comfyui, model), before)
-    assert name in client.model_names and in_half not in client.model_names
+    assert name in client.models.names and in_half not in client.models.names
 
 
 def test_the_default_compute_dtype_is_the_weights_own_type(comfyui):

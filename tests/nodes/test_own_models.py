@@ -13,8 +13,7 @@ from tests.checkpoints.test_header import write_header
 from tests.models.zoo import example
 from tests.nodes.test_lora import Loras
 from tests.tolerances import close, relative_error
-from xdit_backend.checkpoints.header import read_header, recognise
-from xdit_backend.checkpoints.outline import outline
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.models import FAMILIES
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
@@ -210,9 +209,9 @@ def test_published_folders_are_recognised_and_load(comfyui, tmp_path, name):
     write_header(folder / "diffusion_pytorch_model.safetensors", {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()})
     (folder / "config.json").write_text(json.dumps(config))
 
-    header = read_header(tmp_path / name)
-    family = recognise(header)
-    outline(header, family)
+    header = open_checkpoint(tmp_path / name)
+    family = header.family
+    header.outline()
     model = comfyui.shell.load_shell(str(tmp_path / name), "default", comfyui.config())
 
     assert family.name == family_name and sum(parameter.numel() for parameter in module.parameters()) == num_parameters

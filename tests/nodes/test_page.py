@@ -29,7 +29,7 @@ def test_files_that_the_workers_cannot_have_are_named_with_the_reason(comfyui):
     write_header(comfyui.base / "vae" / "video.safetensors", shapes)
     names = [comfyui.file(kind, folder="vae") for kind in ("vae-sd", "vae-wan", "vae-ltx", "vae-taesd")]
     (comfyui.base / "diffusion_models" / "text.safetensors").write_bytes(b"no model")
-    page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.page")
+    page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.page.routes")
 
     found = page.refusals(["text.safetensors", comfyui.file("sd3"), "absent.safetensors"], ["video.safetensors", *names, "absent"])
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def panel(comfyui):
-    return importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.panel")
+    return importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.page.panel")
 
 
 def adds_up(state):
@@ -48,7 +48,7 @@ def test_a_group_that_took_no_part_has_no_row_in_the_timeline(comfyui, panel):
     comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2)), "sd3", steps=2)
 
     deadline = time.monotonic() + 120                          # what was dropped has its answers without anybody's asking
-    while any(client.state == "working" for client in panel.GROUPS.clients) and time.monotonic() < deadline:
+    while any(client.workers.state == "working" for client in panel.GROUPS.clients) and time.monotonic() < deadline:
         time.sleep(0.05)
     panel.state()                                              # asks all groups that are idle
 

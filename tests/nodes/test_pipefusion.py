@@ -14,11 +14,11 @@ from tests.models.zoo import ALIKE, Example
 from tests.parallel.oracle import StaleModel
 from tests.tiny_checkpoints import VARIANTS, families
 from tests.tolerances import close, relative_error
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.config import ParallelConfig
+from xdit_backend.forecast.planner import choose_num_patches
 from xdit_backend.partition import cut_patches
-from xdit_backend.planner import choose_num_patches
 
 EXACT, STALE = 2e-5, 1e-5
 QUICK = ("sd3", "wan", "lumina-2")           # a picture, a video, and streams that merge
@@ -35,9 +35,9 @@ def kinds(settings, one):
 
 @functools.cache
 def transformer(path):
-    header = read_header(path)
-    family = recognise(header)
-    loaded = load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
+    header = open_checkpoint(path)
+    family = header.family
+    loaded = load_transformer(header.spec("float32", "float32"), torch.device("cpu"))
     return family, loaded.model, loaded.config
 
 
@@ -269,7 +269,7 @@ def test_progress_is_told_once_a_step_and_as_patches_of_long_ones_arrive(comfyui
     def sample(shown_s):
         import comfy.sample
         told = []
-        monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.patches"), "SHOWN_S", shown_s)
+        monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.run.patches"), "SHOWN_S", shown_s)
         with torch.inference_mode():
             return comfy.sample.sample(sampler.patchwise(model), noise, 5, 4.0, "euler", "simple", *prompts, noise * 0, seed=1,
                                        callback=lambda step, denoised, x, total: told.append((step, denoised.clone(), total))), told

@@ -15,13 +15,13 @@ class Pretended:
     def __init__(self, comfyui, monkeypatch, workers):
         self.comfyui, self.management, self.monkeypatch, self._workers = comfyui, comfyui.management, monkeypatch, workers
         self.free_bytes, self.sent, self.emptied, self.pins = 20 * GB, [], 0, []
-        groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups")
+        groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups")
         self.groups = type(comfyui.groups)()
         monkeypatch.setattr(self.groups, "machine", lambda *given, **options: None)            # what is pretended is not measured
-        for name in ("remote", "shell", "vae_weights", "autoencoder"):
+        for name in ("run.remote", "model.shell", "vae.weights", "vae.autoencoder"):
             monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"), "GROUPS", self.groups)
         self.room = 20 * GB
-        for name in ("remote", "groups"):
+        for name in ("run.remote", "workers.groups"):
             monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"), "parking_room", lambda: self.room)
         self._module = groups
         monkeypatch.setattr(self.management, "current_loaded_models", [])
@@ -80,7 +80,7 @@ def workers(comfyui):
 
     def of(count):
         client = clients.setdefault(count, make(("cpu",) * count))
-        for name in (*client.model_names, *client.autoencoder_names):
+        for name in (*client.models.names, *client.autoencoders.names):
             client.drop(name)
         assert client.group.alive
         return client
@@ -248,19 +248,19 @@ def test_a_decode_asks_for_what_it_needs(vae, pretended):
                                   lambda models, memory_required=0, **options: asked.append((models[0], memory_required)) or load(models))
     latent = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(1))
 
-    autoencoder = importlib.import_module(f"{pretended.comfyui.pack.__name__}.nodes.bridge.autoencoder")
+    autoencoder = importlib.import_module(f"{pretended.comfyui.pack.__name__}.nodes.bridge.vae.autoencoder")
     autoencoder.decode(vae, latent, pretended.comfyui.config("auto"))
 
     (_, nothing), (patcher, needed) = asked
     decoder_bytes = sum(tensor.nbytes for name, tensor in vae.first_stage_model.state_dict().items() if name.startswith("decoder."))
     assert patcher.model_size() == patcher.loaded_size() >= decoder_bytes
-    assert nothing == 0 and needed == client.estimate(patcher.model.remote.name, latent.shape, 1)
+    assert nothing == 0 and needed == client.autoencoders.estimate(patcher.model.remote.name, latent.shape, 1)
     assert 0 < needed < vae.memory_used_decode(latent.shape, vae.vae_dtype) / 2
 
 
 def test_asking_for_a_devices_memory_makes_no_context_there(comfyui, monkeypatch):
     """mem_get_info and memory_stats would, and take up to half a gigabyte."""
-    memory_of = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups").memory_of
+    memory_of = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups").memory_of
     for name in ("mem_get_info", "memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device: pytest.fail(f"a context on {device}"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"total_memory": 24 * GB}))
@@ -269,7 +269,7 @@ def test_asking_for_a_devices_memory_makes_no_context_there(comfyui, monkeypatch
 
 
 def test_the_limit_of_a_container_holds_for_what_is_parked_and_for_cpu_workers(comfyui, monkeypatch):
-    groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.groups")
+    groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups")
     monkeypatch.setattr(groups, "memory_room", lambda: (7 * GB, 12 * GB))
 
     assert groups.memory_of("cpu") == 12 * GB and groups.parking_room() == 5 * GB

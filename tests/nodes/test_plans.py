@@ -24,7 +24,7 @@ def user(comfyui, monkeypatch, tmp_path):
     monkeypatch.setattr(comfyui.groups, "_machines", {})
     monkeypatch.setattr(comfyui.groups, "_learnt", None)
     yield tmp_path / "xdit"
-    comfyui.groups.client(TWO).speeds = ()
+    comfyui.groups.client(TWO).workers.speeds = ()
     comfyui.groups._speeds.clear()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.checkpoints.test_header import PUBLISHED
-from xdit_backend.checkpoints.header import PREFIXES
+from xdit_backend.checkpoints.checkpoint import PREFIXES
 from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
 

@@ -264,7 +264,7 @@ def test_float8_halves_the_workers_memory(comfyui):
     for weight_dtype in ("bf16", "fp8_e4m3fn"):
         model = comfyui.ours("sd3", comfyui.config("cpu,cpu"), weight_dtype)
         comfyui.sample(model, "sd3", steps=1)
-        weights[weight_dtype] = sum(comfyui.groups.client(("cpu", "cpu")).residence(model.model.remote.spec.name).weight_bytes)
+        weights[weight_dtype] = sum(comfyui.groups.client(("cpu", "cpu")).models.residence(model.model.remote.spec.name).weight_bytes)
         assert model.model_size() == weights[weight_dtype]
 
     assert weights["fp8_e4m3fn"] == weights["bf16"] / 2
@@ -285,11 +285,10 @@ def test_float8_in_stages_equals_native_ksampler(comfyui, kind):
 
 def test_diffusers_folder_equals_the_single_file(comfyui):
     """The same weights as diffusers saves them, in a folder of models/diffusers."""
-    from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+    from xdit_backend.checkpoints.checkpoint import open_checkpoint
     from xdit_backend.checkpoints.loading import load_transformer
-    header = read_header(comfyui.base / "diffusion_models" / comfyui.file("sd3"))
-    transformer = load_transformer(model_spec(header, recognise(header), "float32", "float32"), recognise(header),
-                                   torch.device("cpu")).model
+    header = open_checkpoint(comfyui.base / "diffusion_models" / comfyui.file("sd3"))
+    transformer = load_transformer(header.spec("float32", "float32"), torch.device("cpu")).model
     comfyui.folder_paths.add_model_folder_path("diffusers", str(comfyui.base / "diffusers"), is_default=True)
     transformer.save_pretrained(comfyui.base / "diffusers" / "tiny-sd3" / "transformer")
     assert "tiny-sd3" in comfyui.load_model.define_schema().inputs[0].options
@@ -350,7 +349,7 @@ def test_a_run_and_a_call_outside_of_one_leave_no_conditioning_and_no_segment(co
 
 def test_settings_that_are_not_used_are_said_on_the_node(comfyui, monkeypatch):
     texts = []
-    monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.remote"], "show_text", texts.append)
+    monkeypatch.setattr(sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.run.remote"], "show_text", texts.append)
 
     for settings in ({}, {"num_patches": 8, "offload_keys_values": True}):
         comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2, warmup="auto", **settings)), "sd3", steps=1)

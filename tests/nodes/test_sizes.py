@@ -32,7 +32,7 @@ def test_positions_of_pixart_are_comfyuis_to_the_bit(comfyui, scale, dtype):
     from comfy.ldm.pixart.pixartms import get_2d_sincos_pos_embed_torch
 
     from xdit_backend.models.pixart import _positions
-    from xdit_backend.protocol.messages import Patch
+    from xdit_backend.protocol.specs import Patch
     config = {"num_attention_heads": 16, "attention_head_dim": 72, "interpolation_scale": scale}
     for height, width in [(34, 36), (64, 64), (128, 128), (96, 160), (160, 96), (100, 32), (192, 192)]:
         latent = torch.zeros(1, 4, height, width, dtype=dtype)

@@ -84,7 +84,7 @@ def test_wans_upscaling_vae_equals_native_vae_decode(comfyui):
 def test_a_finished_decode_says_what_it_took(comfyui, vae_of, monkeypatch):
     """The last that the node says, after what the workers have told of their progress."""
     bridge, texts = f"{comfyui.pack.__name__}.nodes.bridge", []
-    for module in ("autoencoder", "groups"):
+    for module in ("vae.autoencoder", "workers.groups"):
         monkeypatch.setattr(importlib.import_module(f"{bridge}.{module}"), "show_text", texts.append)
 
     comfyui.vae_decode.execute({"samples": latents("vae-taesd", 1, 8, 8)}, vae_of("vae-taesd"), comfyui.config("cpu,cpu"))
@@ -98,7 +98,7 @@ def test_a_finished_decode_says_what_it_took(comfyui, vae_of, monkeypatch):
 def test_auto_leaves_a_picture_to_the_fastest_device_where_links_are_slow(comfyui, vae_of, monkeypatch, hop, mode, first_slower, working):
     """The picture is the same; bytes a second between devices are those of a probe, which no decode as short as this asks for."""
     bridge, choice, cost = (importlib.import_module(f"{comfyui.pack.__name__}.{name}") for name in (
-        "nodes.bridge.autoencoder", "xdit_backend.forecast.choice", "xdit_backend.forecast.cost"))
+        "nodes.bridge.vae.autoencoder", "xdit_backend.forecast.choice", "xdit_backend.forecast.cost"))
     device = cost.Device(1e9, 1e9, 1e15, collective_launch_s=0.0)
     machine = choice.Machine((device.slower(first_slower), device), cost.Links({("hop", 2): hop}, 0.0))
     texts, samples, vae = [], {"samples": latents("vae-taesd", 2, 8, 9)}, vae_of("vae-taesd")
@@ -108,7 +108,7 @@ def test_auto_leaves_a_picture_to_the_fastest_device_where_links_are_slow(comfyu
     config = comfyui.config("cpu,cpu") if mode == "auto" else comfyui.config("cpu,cpu", cfg=2)
 
     picture = comfyui.vae_decode.execute(samples, vae, config).args[0]
-    told = comfyui.groups.client(("cpu", "cpu")).last_numbers
+    told = comfyui.groups.client(("cpu", "cpu")).autoencoders.last_numbers
 
     close(picture, comfyui.nodes.VAEDecode().decode(vae, samples)[0], 2e-5)
     assert texts[-1].endswith(" s on 2 devices" if all(working) else " s on 1 of 2 devices, by forecast as fast as all")
@@ -206,7 +206,7 @@ def test_reports_progress_and_can_be_cancelled(comfyui, vae_of, said):
     samples, config = {"samples": latents("vae-sd3", 1, 24, 24)}, comfyui.config("cpu,cpu")
     first = comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0].clone()
     client = comfyui.groups.client(("cpu", "cpu"))
-    phases, on_phase, check = [], client.on_phase, client.check
+    phases, on_phase, check = [], client.workers.on_phase, client.workers.check
 
     def cancel_in_the_middle():
         if any(phase.text == "decoding" and 0 < phase.done < phase.total for phase in phases):
@@ -217,11 +217,11 @@ def test_reports_progress_and_can_be_cancelled(comfyui, vae_of, said):
         on_phase(phase)
 
     try:
-        client.on_phase, client.check = told, cancel_in_the_middle
+        client.workers.on_phase, client.workers.check = told, cancel_in_the_middle
         with pytest.raises(comfyui.management.InterruptProcessingException):
             comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config)
     finally:
-        client.on_phase, client.check = on_phase, check
+        client.workers.on_phase, client.workers.check = on_phase, check
 
     assert re.fullmatch(r"cancelled, decoding \d+ of \d+", said[-1]) and not comfyui.groups.runs.phase
     assert torch.equal(comfyui.vae_decode.execute(samples, vae_of("vae-sd3"), config).args[0], first)
@@ -233,20 +233,20 @@ def test_weights_of_a_vae_that_is_gone_are_dropped(comfyui, vae_of):
     config = comfyui.config("cpu,cpu")
     comfyui.vae_decode.execute({"samples": latents("vae-flux", 1, 4, 4)}, vae, config)
     client = comfyui.groups.client(("cpu", "cpu"))
-    before = set(client.autoencoder_names)
+    before = set(client.autoencoders.names)
 
     del vae
     gc.collect()
     deadline_s = time.monotonic() + 120                        # a thread sees to it
-    while before <= set(client.autoencoder_names) and time.monotonic() < deadline_s:
+    while before <= set(client.autoencoders.names) and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
-    assert before - set(client.autoencoder_names)
+    assert before - set(client.autoencoders.names)
 
 
 def test_what_comfyui_lists_of_a_vae_ends_with_it(comfyui):
     """No circle keeps it: a ControlNet has ComfyUI load all that it lists."""
-    halves = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.vae_weights").HALVES
+    halves = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.vae.weights").HALVES
     gc.collect()
     gc.disable()
     try:
@@ -273,7 +273,7 @@ def test_sampled_latent_decodes_like_the_native_nodes(comfyui, vae_of):
 
 def test_every_family_of_vaes_is_recognised(comfyui):
     """Each that can be loaded has its place in the bridge, and the nodes say so."""
-    kinds = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.vae_kinds").KINDS
+    kinds = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.vae.kinds").KINDS
     families = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.autoencoders").FAMILIES
 
     assert {id(kind.family) for kind in kinds} == {id(family) for family in families.values() if family.models}

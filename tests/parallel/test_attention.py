@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.tolerances import within
-from xdit_backend.parallel.attention import Kernel, attention_with_lse, choose_kernel, run_kernel
+from xdit_backend.distributed.attention import Kernel, attention_with_lse, choose_kernel, run_kernel
 from xdit_backend.protocol.errors import UnsupportedError
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import xdit_backend.distributed.exchange as exchange_module
+import xdit_backend.hooks.unet as row_hooks
 import xdit_backend.parallel.displaced as displaced
-import xdit_backend.parallel.exchange as exchange_module
-import xdit_backend.parallel.row_hooks as row_hooks
 from tests import displaced_unets
 from tests.models.zoo import ALIKE, example, having, hold_share
 from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
@@ -20,19 +20,19 @@ from tests.tiers import by_default
 from tests.tolerances import InDouble, within
 from xdit_backend.checkpoints.net import told_bytes
 from xdit_backend.config import ParallelConfig
+from xdit_backend.distributed.collectives import Traffic, all_gather
+from xdit_backend.distributed.exchange import Exchange, fill_buckets
+from xdit_backend.distributed.mesh import build_mesh, paced
 from xdit_backend.forecast.cost import Degrees, Job, Net
 from xdit_backend.forecast.memory import rank_memory
-from xdit_backend.parallel.collectives import Traffic, all_gather
+from xdit_backend.forecast.planner import memory_settings
+from xdit_backend.hooks.transformer import Hooks
+from xdit_backend.hooks.unet import RowHooks
 from xdit_backend.parallel.displaced import StaleSplit, corrected_moments, correction_of, image_moments
-from xdit_backend.parallel.exchange import Exchange, fill_buckets
-from xdit_backend.parallel.hooks import Hooks
-from xdit_backend.parallel.mesh import build_mesh, paced
-from xdit_backend.parallel.row_hooks import RowHooks
 from xdit_backend.parallel.vae_memory import LiveBytes
 from xdit_backend.partition import cut_bands, halved
-from xdit_backend.planner import memory_settings
 from xdit_backend.protocol.displaced_modes import MODES
-from xdit_backend.protocol.messages import Layout
+from xdit_backend.protocol.specs import Layout
 from xdit_backend.worker.models import Loaded
 
 EXACT = 1e-10

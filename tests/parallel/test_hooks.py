@@ -9,15 +9,15 @@ import xdit_backend.parallel.usp as usp
 from tests.models.zoo import ALIKE, APART, CONFIGS, example, having, matrix
 from tests.ranks import run_ranks
 from tests.tolerances import within
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.mesh import SINGLE, build_mesh, paced
+from xdit_backend.distributed.tokens import Tokens
+from xdit_backend.hooks.transformer import Hooks
+from xdit_backend.hooks.unet import RowHooks
 from xdit_backend.models import FAMILIES
-from xdit_backend.parallel.collectives import Traffic
-from xdit_backend.parallel.hooks import Hooks
-from xdit_backend.parallel.mesh import SINGLE, build_mesh, paced
-from xdit_backend.parallel.row_hooks import RowHooks
-from xdit_backend.parallel.tokens import Tokens
 from xdit_backend.partition import shard_start
 from xdit_backend.protocol.errors import ConfigError, UnsupportedError
-from xdit_backend.protocol.messages import Layout
+from xdit_backend.protocol.specs import Layout
 
 EXACT = 1e-12
 LAYOUTS = {"ulysses2": Layout(ulysses_degree=2), "ring2": Layout(ring_degree=2), "ring3": Layout(ring_degree=3),
@@ -132,7 +132,7 @@ def test_sound_of_any_length_is_a_stream_of_its_own(layout):
 
 def streams_read_their_own_shard():
     """What one stream reads of the other is the rank's own tokens alone."""
-    import xdit_backend.parallel.hooks as module
+    import xdit_backend.hooks.attention as module
     attention = usp.usp_attention
     module.usp_attention = lambda q, k, v, sizes, mesh, plain, scale, traffic, mask, key_sizes: (
         attention if key_sizes is None else lambda *_: plain(q, k, v, scale=scale))(q, k, v, sizes, mesh, plain, scale, traffic, mask)
@@ -153,7 +153,7 @@ def rotary_tables_of_the_first_shard():
 
 
 def masks_are_forgotten():
-    import xdit_backend.parallel.hooks as module
+    import xdit_backend.hooks.attention as module
     module.gathered_mask = lambda masks, pieces, like: None
 
 
@@ -176,13 +176,13 @@ def references_of_the_first_shard():
 
 
 def keys_of_another_group():
-    import xdit_backend.parallel.hooks as module
+    import xdit_backend.hooks.transformer as module
     module._one_for_a_group = lambda module, query, key: key[:, :module.to_k.out_features * key.shape[1] // module.to_q.out_features]
 
 
 def text_after_the_image():
     """A sequence of two streams is joined in the wrong order."""
-    import xdit_backend.parallel.regions as regions
+    import xdit_backend.hooks.regions as regions
     join = regions.join
     regions.join = lambda shard, streams, *arguments: join(shard.flip(1) if len(streams) > 1 else shard, streams, *arguments)
 
@@ -299,7 +299,7 @@ def attention_calls(rank, world_size, name):
         calls.append(arguments[0].shape)
         return attention(*arguments)
 
-    import xdit_backend.parallel.hooks as module
+    import xdit_backend.hooks.transformer as module
     module.usp_attention = counted
     hooks = Hooks(one.model, one.family.plan)
     with hooks.serving(whole(build_mesh(Layout(ring_degree=world_size), world_size), one, hooks)):

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from xdit_backend.parallel.collectives import Traffic
-from xdit_backend.parallel.mesh import build_mesh
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.mesh import build_mesh
 from xdit_backend.parallel.pipefusion import MAX_SENT, Link
 from xdit_backend.protocol.errors import XDiTError
-from xdit_backend.protocol.messages import Layout
+from xdit_backend.protocol.specs import Layout
 
 
 def pass_on(rank, world_size, sizes):

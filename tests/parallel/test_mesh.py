@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from xdit_backend.parallel.mesh import AXES, backend_for, build_mesh, group_options, group_timeout
+from xdit_backend.distributed.mesh import AXES, backend_for, build_mesh, group_options, group_timeout
 from xdit_backend.protocol.errors import ConfigError
-from xdit_backend.protocol.messages import Layout
+from xdit_backend.protocol.specs import Layout
 
 
 @contextmanager

@@ -13,9 +13,9 @@ import torch
 from tests.models.zoo import example
 from tests.parallel.test_pipefusion import Pipeline, cuts
 from tests.ranks import run_ranks
-from xdit_backend.parallel.pipefusion import FROM_TOKEN_MAJOR, PAGE_BYTES, Kept, KeyValues, Offload
+from xdit_backend.parallel.key_values import FROM_TOKEN_MAJOR, PAGE_BYTES, Kept, KeyValues, Offload
 from xdit_backend.protocol import messages
-from xdit_backend.protocol.messages import Layout
+from xdit_backend.protocol.specs import Layout
 from xdit_backend.worker.engine import Engine
 
 CPU = torch.device("cpu")

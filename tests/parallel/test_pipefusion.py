@@ -11,15 +11,16 @@ from tests.models.zoo import APART, CONFIGS, example, having, hold_share
 from tests.parallel.oracle import StaleModel, simulate, stepped
 from tests.ranks import run_ranks
 from tests.tolerances import InDouble, within
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.mesh import build_mesh
+from xdit_backend.forecast.planner import choose_num_patches
+from xdit_backend.hooks import regions
+from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.models import FAMILIES
-from xdit_backend.parallel import regions
-from xdit_backend.parallel.collectives import Traffic
-from xdit_backend.parallel.hooks import Hooks
-from xdit_backend.parallel.mesh import build_mesh
-from xdit_backend.parallel.pipefusion import Kept, KeyValues, Link, Offload
+from xdit_backend.parallel.key_values import Kept, KeyValues, Offload
+from xdit_backend.parallel.pipefusion import Link
 from xdit_backend.partition import cut_patches, split_stages, stage_blocks
-from xdit_backend.planner import choose_num_patches
-from xdit_backend.protocol.messages import Layout
+from xdit_backend.protocol.specs import Layout
 
 EXACT = 1e-12
 SIGMAS = [1.0, 0.75, 0.5, 0.25]                               # three steps

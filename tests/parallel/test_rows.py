@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.ranks import run_ranks
 from tests.row_splits import WORLD_SIZES, apply_mutant, of_this_rank, sizes_of, split_of
 from tests.tolerances import within
-from xdit_backend.parallel import rows
+from xdit_backend.distributed import norm_rows, rows
 from xdit_backend.parallel.vae_memory import LiveBytes
 from xdit_backend.partition import shard_sizes
 
@@ -197,7 +197,7 @@ def normalise(rank, world_size, mutant):
     results = []
     for sizes, shift, dtype in norm_cases(world_size):
         x_BCHW, weight, bias = norm_inputs(sizes, shift, dtype)
-        results.append(rows.group_norm_rows(of_this_rank(x_BCHW, sizes, rank), 3, weight, bias, 1e-6, split_of(sizes)))
+        results.append(norm_rows.group_norm_rows(of_this_rank(x_BCHW, sizes, rank), 3, weight, bias, 1e-6, split_of(sizes)))
     return results
 
 
@@ -230,15 +230,15 @@ def test_group_norm_test_notices(mutant):
 
 def exchanges_of_a_norm(rank, world_size):
     """Exchanges of a norm whose moments are found one group after the other; copies to the device of two more norms of the split."""
-    rows.NORM_ELEMENTS, copies = 1, []
+    norm_rows.NORM_ELEMENTS, copies = 1, []
     x_BCHW, weight, bias = norm_inputs([3, 2, 4], 3, torch.float64)
     split = split_of([3, 2, 4])
     own = of_this_rank(x_BCHW, [3, 2, 4], rank)
-    rows.group_norm_rows(own, 3, weight, bias, 1e-6, split)
+    norm_rows.group_norm_rows(own, 3, weight, bias, 1e-6, split)
     num_exchanges, new_tensor = split.traffic.num_exchanges, torch.Tensor.new_tensor
     torch.Tensor.new_tensor = lambda *args, **options: copies.append(1) or new_tensor(*args, **options)
-    rows.group_norm_rows(own, 3, weight, bias, 1e-6, split)
-    rows.group_norm_rows(own, 3, weight, bias, 1e-6, split)
+    norm_rows.group_norm_rows(own, 3, weight, bias, 1e-6, split)
+    norm_rows.group_norm_rows(own, 3, weight, bias, 1e-6, split)
     return num_exchanges, len(copies)
 
 
@@ -253,9 +253,9 @@ def test_moments_of_channels_give_those_of_groups(batch, channels, num_groups):
     x = torch.randn(batch, channels, 5, 4, dtype=torch.float64) * 3 + torch.arange(channels)[:, None, None]
     flat = x.view(batch * channels, -1)
 
-    moments = rows.moments_of_channels(flat.mean(1), flat.var(1, correction=0), batch, num_groups)
+    moments = norm_rows.moments_of_channels(flat.mean(1), flat.var(1, correction=0), batch, num_groups)
 
-    for got, want in zip(moments, rows.own_moments(x, num_groups)):
+    for got, want in zip(moments, norm_rows.own_moments(x, num_groups)):
         within((got - want).abs().max(), 1e-10)
 
 
@@ -264,7 +264,7 @@ def normalise_tokens(rank, world_size):
     sizes = [3, 0, 2]
     x_BCHW, weight, bias = norm_inputs(sizes, 3, torch.float64)
     tokens = of_this_rank(x_BCHW, sizes, rank).flatten(2).transpose(1, 2).contiguous().transpose(1, 2)
-    return rows.group_norm_rows(tokens, 3, weight, bias, 1e-6, split_of(sizes))
+    return norm_rows.group_norm_rows(tokens, 3, weight, bias, 1e-6, split_of(sizes))
 
 
 def test_group_norm_takes_tokens_that_are_not_contiguous():

@@ -15,14 +15,14 @@ from tests.ranks import run_ranks
 from tests.tolerances import InDouble, relative_error, within
 from xdit_backend.checkpoints.shares import Split, tensor_splits
 from xdit_backend.checkpoints.transformer import build
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.mesh import build_mesh
+from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.models import FAMILIES
-from xdit_backend.parallel.collectives import Traffic
-from xdit_backend.parallel.hooks import Hooks
-from xdit_backend.parallel.mesh import build_mesh
-from xdit_backend.parallel.pipefusion import KeyValues
+from xdit_backend.parallel.key_values import KeyValues
 from xdit_backend.parallel.tensor import _squares
 from xdit_backend.protocol.errors import UnsupportedError
-from xdit_backend.protocol.messages import Layout
+from xdit_backend.protocol.specs import Layout
 
 EXACT = 1e-12
 README = (ROOT / "README.md").read_text(encoding="utf-8")

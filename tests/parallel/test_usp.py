@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from tests.pretended import CUDA, pretended_cuda
 from tests.ranks import run_ranks
 from tests.tolerances import within
-from xdit_backend.parallel.attention import attention_with_lse, merge_attention
-from xdit_backend.parallel.collectives import RingExchange, Traffic, all_gather, all_to_all
-from xdit_backend.parallel.mesh import build_mesh, paced
+from xdit_backend.distributed.attention import attention_with_lse, merge_attention
+from xdit_backend.distributed.collectives import RingExchange, Traffic, all_gather, all_to_all
+from xdit_backend.distributed.mesh import build_mesh, paced
 from xdit_backend.parallel.usp import usp_attention
 from xdit_backend.partition import shard_sizes, shard_start
-from xdit_backend.protocol.messages import Layout
+from xdit_backend.protocol.specs import Layout
 
 HEADS, HEAD_SIZE = 12, 8
 

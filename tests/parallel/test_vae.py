@@ -15,8 +15,8 @@ from tests.row_splits import apply_mutant
 from tests.tiers import by_default
 from tests.tolerances import within
 from tests.vae_zoo import KINDS, decoded, encoded, latent, picture, tiny_vae
-from xdit_backend.parallel.collectives import Traffic
-from xdit_backend.parallel.rows import all_sums
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.rows import all_sums
 from xdit_backend.parallel.vae import Ranks, decode_rows, encode_rows, split_dim
 from xdit_backend.protocol.errors import UnsupportedError
 

@@ -5,11 +5,11 @@ import torch
 
 from tests.models.zoo import CONFIGS, example
 from tests.pretended import CUDA, move, pretended_cuda
+from xdit_backend.distributed.collectives import Traffic
+from xdit_backend.distributed.mesh import SINGLE
+from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.models import FAMILIES
-from xdit_backend.parallel.collectives import Traffic
-from xdit_backend.parallel.hooks import Hooks
-from xdit_backend.parallel.mesh import SINGLE
-from xdit_backend.parallel.pipefusion import KeyValues
+from xdit_backend.parallel.key_values import KeyValues
 
 # Whose forwards in diffusers read numbers of the device, for shapes that depend on them: experts, text without what is masked, tables.
 READING = ("HiDream-I1", "HunyuanImage", "HunyuanVideo 1.5", "Lumina 2", "Latte", "Mochi")

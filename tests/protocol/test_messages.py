@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.malformed import EXAMPLES, decode_noise
-from xdit_backend.protocol import messages
+from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.errors import XDiTError
 from xdit_backend.protocol.messages import decode, encode
 from xdit_backend.protocol.segments import Segment
@@ -79,7 +79,7 @@ def test_a_mistake_is_told_where_it_is_made():
     with pytest.raises(ValueError, match="DropConditioning"):
         messages.DropConditioning(4, "conditioning-1")
     with pytest.raises(ValueError, match="ulysses_degree"):
-        messages.Layout(ulysses_degree=0)
+        specs.Layout(ulysses_degree=0)
     with pytest.raises(ValueError, match="no type of a segment"):
         Segment("/dev/shm/xdit/1", "complex64", (1,))
     with pytest.raises(ValueError, match="no segment has the shape"):

@@ -7,11 +7,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.zoo import example
 from tests.ranks import run_ranks
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.partition import cut_patches
-from xdit_backend.protocol import messages
-from xdit_backend.protocol.messages import Layout, Stages
+from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.segments import SegmentStore, map_segment
+from xdit_backend.protocol.specs import Layout, Stages
 from xdit_backend.worker.engine import Engine
 from xdit_backend.worker.predictions import Predictions
 
@@ -54,7 +54,7 @@ def play(store, one, spec, room_bytes):
     def predict(time, patch=None, rows=0):
         latent = one.latent if patch is None else one.latent.narrow(2, patch.start, rows)
         made.append(store.create(tuple(latent.shape), torch.float32)[0])
-        branch = messages.Branch(store.share(latent), store.share(torch.tensor([time])), "text", made[-1])
+        branch = specs.Branch(store.share(latent), store.share(torch.tensor([time])), "text", made[-1])
         return messages.Predict(next(request), spec.name, Layout(pipefusion_degree=2), [branch], patch, keep=True)
 
     text = messages.Conditioning(next(request), "text", {name: store.share(tensor) for name, tensor in one.conditioning.items()})
@@ -69,8 +69,8 @@ def play(store, one, spec, room_bytes):
 def test_no_cast_is_repeated_for_each_patch_as_far_as_there_is_room(tmp_path):
     one, store, results = example("SD3", torch.float32, rows=16, columns=6), SegmentStore(), {}
     one.model.save_pretrained(tmp_path / "transformer")
-    header = read_header(tmp_path)
-    spec = model_spec(header, recognise(header), "float8_e4m3fn", "float32", Stages(2))
+    header = open_checkpoint(tmp_path)
+    spec = header.spec("float8_e4m3fn", "float32", Stages(2))
     try:
         for room in (2 ** 40, 60_000, 0):
             results[room], ranks = play(store, one, spec, room)

@@ -17,14 +17,14 @@ from tests.parallel.oracle import StaleModel
 from tests.ranks import run_ranks
 from tests.tolerances import InDouble, within
 from xdit_backend.bench.vae import random_decoder
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.vae import load_autoencoder
+from xdit_backend.forecast.planner import choose_num_patches
 from xdit_backend.parallel.pipefusion import Link
 from xdit_backend.partition import cut_patches
-from xdit_backend.planner import choose_num_patches
-from xdit_backend.protocol import messages
-from xdit_backend.protocol.messages import Layout, Stages
+from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.segments import SegmentStore, map_segment
+from xdit_backend.protocol.specs import Layout, Stages
 from xdit_backend.worker.engine import Engine
 from xdit_backend.worker.predictions import _own_images
 from xdit_backend.worker.serve import _prefetch
@@ -114,8 +114,8 @@ def oracle(num_patches, tensor_degree):
 
 def play(store, folder, layout, stages, speeds=(), carry_out=carry_out):
     """A warm-up step and two stale steps of two branches with three images, on all ranks: [(predictions, oracle's)], measurements."""
-    header = read_header(folder)
-    spec = model_spec(header, recognise(header), "float64", "float64", stages, layout.tensor_degree)
+    header = open_checkpoint(folder)
+    spec = header.spec("float64", "float64", stages, layout.tensor_degree)
     branches, request, made = branches_of_three_images(), itertools.count(1), []
     commands = [messages.LoadModel(next(request), spec)]
     for index, one in enumerate(branches):
@@ -129,7 +129,7 @@ def play(store, folder, layout, stages, speeds=(), carry_out=carry_out):
             piece = one.latent + step if patch is None else (one.latent + step).narrow(2, patch.start, rows)
             prediction, _ = store.create(tuple(piece.shape), torch.float64)
             made.append(prediction)
-            named.append(messages.Branch(store.share(piece.contiguous()), store.share(time_of(step)), f"branch {index}", prediction))
+            named.append(specs.Branch(store.share(piece.contiguous()), store.share(time_of(step)), f"branch {index}", prediction))
         commands.append(messages.Predict(next(request), spec.name, layout, named, patch, keep=True, speeds=speeds))
     commands.append(messages.ReportMemory(next(request)))
     world_size = math.prod(getattr(layout, f"{axis}_degree") for axis in (*AXES, "tensor"))
@@ -227,8 +227,8 @@ def load_and_drop(rank, world_size, spec):
 
 def test_a_dropped_model_is_gone_at_once(folder):
     """Its memory is another's from then on; Python's own collection may come much later."""
-    header = read_header(folder)
-    spec = model_spec(header, recognise(header), "float64", "float64")
+    header = open_checkpoint(folder)
+    spec = header.spec("float64", "float64")
     (left, count), = run_ranks(load_and_drop, 1, spec)
 
     assert count > 50 and left == 0
@@ -256,8 +256,8 @@ def give_up_loading(rank, world_size, spec):
 
 def test_a_load_that_is_given_up_ends_with_the_tensor_at_hand(folder):
     """Also in stages, whose ranks have agreed on their blocks first."""
-    header = read_header(folder)
-    spec = model_spec(header, recognise(header), "float64", "float64", Stages(2))
+    header = open_checkpoint(folder)
+    spec = header.spec("float64", "float64", Stages(2))
     (asked, is_there, numbers, again), (others, is_elsewhere, told, _) = run_ranks(give_up_loading, 2, spec)
 
     assert (asked, is_there, numbers) == (3, False, None) and again["weight_bytes"] > 0
@@ -268,7 +268,7 @@ def give_up_decoding(rank, world_size, weights, latent, pictures):
     """One rank is told that nobody waits for a decode; then all decode again."""
     abandoned, said = AskedOf({2} if rank == min(1, world_size - 1) else ()), []
     engine = Engine(rank, torch.device("cpu"), lambda *phase: said.append(phase), abandoned)
-    engine.carry_out(messages.LoadAutoencoder(1, messages.AutoencoderSpec("vae", "float64", weights)))
+    engine.carry_out(messages.LoadAutoencoder(1, specs.AutoencoderSpec("vae", "float64", weights)))
     given_up = engine.carry_out(messages.Decode(2, "vae", latent, pictures[0]))
     asked, (_, done, total) = abandoned.num_asked, said[-1] if said else ("", 0, 1)              # who has no rows says nothing
     return asked, done < total / 2, given_up, engine.carry_out(messages.Decode(3, "vae", latent, pictures[1]))["busy_s"] > 0
@@ -291,7 +291,7 @@ def test_a_rank_holds_its_share_of_weights_and_keys(store, folder):
     """Within 5 % of: its blocks and what is outside the blocks; 2 B (S + S_t) h for each of its blocks and branch."""
     from xdit_backend.checkpoints.transformer import block_sizes
     model = example("SD3").model
-    sizes = [size for size, _ in block_sizes(model, recognise(read_header(folder)).plan)]
+    sizes = [size for size, _ in block_sizes(model, open_checkpoint(folder).family.plan)]
     outside = sum(t.numel() for t in (*model.parameters(), *model.buffers())) - sum(sizes)
 
     _, numbers = play(store, folder, Layout(pipefusion_degree=2), Stages(2, num_blocks=(1, 3)))
@@ -349,28 +349,28 @@ def no_room_for_the_second(rank, world_size, commands):
 
 def test_a_receive_that_was_posted_counts_when_another_found_no_room(store, folder):
     """What it waits for may still come: CUDA devices cannot go on with that."""
-    header, one = read_header(folder), example("SD3", rows=8, columns=6)
-    spec = model_spec(header, recognise(header), "float64", "float64", Stages(2))
+    header, one = open_checkpoint(folder), example("SD3", rows=8, columns=6)
+    spec = header.spec("float64", "float64", Stages(2))
     text = {key: store.share(each) for key, each in one.conditioning.items()}
     latent, time = store.share(one.latent), store.share(one.timestep)
     places = [store.create(tuple(one.latent.shape), torch.float64)[0] for _ in range(2)]
     commands = [messages.LoadModel(1, spec), messages.Conditioning(2, "text", text), messages.Predict(
-        3, spec.name, Layout(pipefusion_degree=2), [messages.Branch(latent, time, "text", place) for place in places])]
+        3, spec.name, Layout(pipefusion_degree=2), [specs.Branch(latent, time, "text", place) for place in places])]
 
     assert run_ranks(no_room_for_the_second, 2, commands)[1][2] == (True, 1)
 
 
 def test_a_rank_knows_what_it_has_begun_with_others_when_it_fails(store, folder):
     """What all ranks refuse before their first exchange leaves nothing in flight between CUDA devices."""
-    header, one = read_header(folder), example("SD3", rows=8, columns=6)
-    spec = model_spec(header, recognise(header), "float64", "float64")
+    header, one = open_checkpoint(folder), example("SD3", rows=8, columns=6)
+    spec = header.spec("float64", "float64")
     prediction, _ = store.create(tuple(one.latent.shape), torch.float64)
     wrong = store.share(torch.zeros(1, 4, 8, 7, dtype=torch.float64))
     conditioning = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
     commands = [messages.LoadModel(1, spec), messages.Conditioning(2, "whole", conditioning),
                 messages.Conditioning(3, "no y", {"context": conditioning["context"]})]
     for request, (name, place) in enumerate([("no y", prediction), ("whole", prediction), ("whole", wrong)], 4):
-        branch = messages.Branch(store.share(one.latent), store.share(one.timestep), name, place)
+        branch = specs.Branch(store.share(one.latent), store.share(one.timestep), name, place)
         commands.append(messages.Predict(request, spec.name, Layout(ulysses_degree=2), [branch]))
 
     refused, done, too_late = (list(each) for each in list(zip(*run_ranks(exchanges_begun, 2, commands)))[3:])

@@ -10,7 +10,7 @@ import torch
 
 from tests.host.conftest import layout
 from xdit_backend.bench.model import Setting, calls, write_model
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.host.client import Client
 from xdit_backend.worker import memory as memory_module
 from xdit_backend.worker.memory import Memory
@@ -129,8 +129,8 @@ def test_the_next_run_of_a_queue_has_its_memory_mapped(tmp_path):
     """A worker's page faults in a run after one of the same size, and after its memory was asked for."""
     setting = Setting(256, 1, 1, 2304, 64, "float32")
     write_model(setting, tmp_path)
-    header = read_header(tmp_path)
-    spec, asked = model_spec(header, recognise(header), "float32", "float32"), calls(setting, 1)
+    header = open_checkpoint(tmp_path)
+    spec, asked = header.spec("float32", "float32"), calls(setting, 1)
     client = Client(("cpu",))
 
     def run():

@@ -8,10 +8,10 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.tolerances import within
+from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.forecast.choice import choose, forecasts
 from xdit_backend.forecast.cost import Job, Net
 from xdit_backend.forecast.probed import ACROSS_BYTES, LARGE_BYTES, SENT, SMALL_BYTES, machine_of_probe
-from xdit_backend.parallel.collectives import Traffic
 from xdit_backend.worker import probe
 
 

@@ -6,11 +6,11 @@ import torch.distributed as dist
 
 from tests.models.zoo import example
 from tests.ranks import run_ranks
-from xdit_backend.checkpoints.header import model_spec, read_header, recognise
+from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.partition import holders
-from xdit_backend.protocol import messages
-from xdit_backend.protocol.messages import Layout, Stages
+from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.segments import SegmentStore, map_segment
+from xdit_backend.protocol.specs import Layout, Stages
 from xdit_backend.worker.engine import Engine
 from xdit_backend.worker.residency import Residency
 
@@ -160,15 +160,15 @@ def test_predictions_are_the_same_after_weights_were_parked(store, tmp_path, sta
     """A part of one rank's first, then everything. The file is float64 and the model float32, so that no weight is in the file so."""
     one = example("SD3", torch.float64, rows=12, columns=6)
     one.model.save_pretrained(tmp_path / "transformer")
-    header = read_header(tmp_path)
-    spec = model_spec(header, recognise(header), "float32", "float32", stages, layout.tensor_degree)
+    header = open_checkpoint(tmp_path)
+    spec = header.spec("float32", "float32", stages, layout.tensor_degree)
     context = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
     predictions = [store.create(tuple(one.latent.shape), torch.float32)[0] for _ in range(3)]
     latent, timestep = store.share(one.latent), store.share(one.timestep)
     parts = len(holders(2, spec))
 
     def predict(prediction):
-        branch = messages.Branch(latent, timestep, "branch", prediction)
+        branch = specs.Branch(latent, timestep, "branch", prediction)
         return messages.Predict(1, spec.name, layout, [branch])
 
     def park(*targets):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..checkpoints.header import read_header, recognise
+from ..checkpoints.checkpoint import open_checkpoint
 from .model import Setting, calls
 
 
@@ -26,8 +26,8 @@ def run(rank, job, store):
     parallel = ContextParallelConfig(**degrees, mesh=init_device_mesh("cpu", (1, 2) if "ulysses_degree" in degrees else (2, 1),
                                                                      mesh_dim_names=("ring", "ulysses")))
     _enable(model.eval(), parallel)
-    header = read_header(job["folder"])
-    family, call = recognise(header), calls(setting, 1)[0]
+    header = open_checkpoint(job["folder"])
+    family, call = header.family, calls(setting, 1)[0]
     inputs = family.inputs(call.latent.to(model.dtype), call.timestep, {k: v.to(model.dtype) for k, v in call.conditioning.items()},
                            model.config)
     while True:

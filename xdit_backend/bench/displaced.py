@@ -18,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from safetensors.torch import save_file
 
-from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.net import told_bytes
 from ..config import ParallelConfig
 from ..demo_model.export import unet_tensors
 from ..host.calls import Call
 from ..host.client import Client
 from ..protocol.errors import ConfigError
-from ..protocol.messages import Layout
+from ..protocol.specs import Layout
 from .groups import count_cuda, start_clients
 
 TEXT_WIDTH = 768
@@ -56,8 +56,8 @@ def main(options):
           + f"; torch {torch.__version__}; {options.rounds} rounds of {options.calls} calls each", flush=True)
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
         model = write_model(config, f"{folder}/unet.safetensors", getattr(torch, options.dtype))
-        header = read_header(f"{folder}/unet.safetensors")
-        spec = model_spec(header, recognise(header), options.dtype, options.dtype)
+        header = open_checkpoint(f"{folder}/unet.safetensors")
+        spec = header.spec(options.dtype, options.dtype)
         clients = start_clients({1, options.workers}, num_cuda)
         apart = [clients[1], *(Client(clients[1].devices) for _ in range(options.workers - 1))]
         try:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..autoencoders.family import replaced
-from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.loading import load_transformer
 from ..demo_model.transformer import shifted_sigmas
 from ..protocol.errors import ConfigError
@@ -52,9 +52,9 @@ def main(options):
 
 def seen_by_attentions(file, prompts, options):
     """[[(time, keys and values (2, B, N, T, H) in half precision) of each step] of each self-attention], of a run of whole latents."""
-    header = read_header(str(file))
-    family = recognise(header)
-    loaded = load_transformer(model_spec(header, family, "float32", "float32"), family, torch.device("cpu"))
+    header = open_checkpoint(str(file))
+    family = header.family
+    loaded = load_transformer(header.spec("float32", "float32"), torch.device("cpu"))
     model, config = loaded.model, loaded.config
     seen, now = {}, None
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.loading import load_transformer
 from ..protocol.errors import ConfigError
 from ..protocol.transfers import PIECE_BYTES
@@ -79,9 +79,8 @@ def read(path, device):
 
 
 def load(path, device):
-    header = read_header(path)
-    family = recognise(header)
-    model = load_transformer(model_spec(header, family, "bfloat16", "bfloat16"), family, device).model
+    header = open_checkpoint(path)
+    model = load_transformer(header.spec("bfloat16", "bfloat16"), device).model
     if device.type == "cpu":
         piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
         for weight in (*model.parameters(), *model.buffers()):

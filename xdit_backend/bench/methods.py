@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.checkpoint import open_checkpoint
 from ..config import ParallelConfig, validate, validate_layout
 from ..protocol.errors import ConfigError
 from . import pipefusion
@@ -75,7 +75,7 @@ def main(options):
             print_table(*measure(setting, folder, layouts, clients, num_cuda, options), setting)
             if staged:
                 for client in clients.values():                # what stages hold is counted
-                    for name in client.model_names:
+                    for name in client.models.names:
                         client.drop(name)
                 pipefusion.print_table(
                     *pipefusion.measure(setting, folder, staged, clients, calls(setting, 1)[0], options), options)
@@ -107,8 +107,8 @@ def describe(setting, options, num_cuda):
 def measure(setting, folder, layouts, clients, num_cuda, options):
     """[(name, degrees, seconds a step, ratio to one worker, bytes sent by rank 0 a step, bytes of weights it holds)], and bytes of all
     weights"""
-    header = read_header(folder)
-    specs = {degree: model_spec(header, recognise(header), setting.dtype, setting.dtype, tensor_degree=degree)
+    header = open_checkpoint(folder)
+    specs = {degree: header.spec(setting.dtype, setting.dtype, tensor_degree=degree)
              for degree in {1, *(degrees["tensor"] for degrees in layouts.values())}}
     num_heads = setting.width // HEAD_SIZE
     sizes = {name: math.prod(degrees.values()) for name, degrees in layouts.items()}
@@ -147,11 +147,11 @@ def measure(setting, folder, layouts, clients, num_cuda, options):
                 before = clients[sizes[name]].totals()[0].get("sent_bytes", 0)
                 seconds.setdefault(name, []).append(step(clients[sizes[name]], configs[name], branches[name]))
                 sent[name] = clients[sizes[name]].totals()[0]["sent_bytes"] - before
-                held[name] = clients[sizes[name]].residence(specs[configs[name].tensor_degree].name).weight_bytes[0]
+                held[name] = clients[sizes[name]].models.residence(specs[configs[name].tensor_degree].name).weight_bytes[0]
             for name, peer in peers.items():
                 seconds.setdefault(("diffusers", name), []).append(peer.step())
             print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
-        whole_bytes = clients[1].residence(specs[1].name).weight_bytes[0]
+        whole_bytes = clients[1].models.residence(specs[1].name).weight_bytes[0]
     finally:
         for peer in peers.values():
             peer.close()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 
-from ..host.launcher import ROOT
+from ..host.torchrun import ROOT
 
 
 class Peer:

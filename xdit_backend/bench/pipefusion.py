@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.transformer import block_sizes
 from ..config import ParallelConfig, validate, validate_layout
+from ..forecast.planner import choose_num_patches
 from ..host.client import Client
 from ..partition import cut_patches, split_stages, stage_blocks, stage_of
-from ..planner import choose_num_patches
 from ..protocol.errors import ConfigError
-from ..protocol.messages import Layout, ModelSpec, Stages
+from ..protocol.specs import Layout, ModelSpec, Stages
 from .sampler import sample
 
 BASELINE_STEPS = 4             # of one worker, before and after each run of a pipeline
@@ -69,9 +69,9 @@ class Job:
 def measure(setting, folder, layouts, clients, call, options):
     """{name: Row} for layouts {name: degrees} with stages; clients: {number of devices: Client},
     and under "second" another one of one device."""
-    header = read_header(folder)
-    family = recognise(header)
-    one_spec, one_layout = model_spec(header, family, setting.dtype, setting.dtype), ParallelConfig(mode="manual").layout
+    header = open_checkpoint(folder)
+    family = header.family
+    one_spec, one_layout = header.spec(setting.dtype, setting.dtype), ParallelConfig(mode="manual").layout
     jobs = find_jobs(setting, header, family, layouts, clients, call, options)
     times, facts = {key: [] for key in jobs}, {}
 
@@ -118,7 +118,7 @@ def find_jobs(setting, header, family, layouts, clients, call, options):
         validate(config, size)
         validate_layout(config.layout, family.num_heads(header.config), "this model")
         stages = Stages(degrees["pipefusion"], degrees["ring"] * degrees["ulysses"], every_block=options.warmup == "sequence")
-        spec = model_spec(header, family, setting.dtype, setting.dtype, stages)
+        spec = header.spec(setting.dtype, setting.dtype, stages)
         for asked in options.patches:
             num_patches = choose_num_patches(asked, degrees["pipefusion"], call.latent.shape, (2, 2), stages.sequence_degree)
             patches = cut_patches(call.latent.shape, (2, 2), num_patches)

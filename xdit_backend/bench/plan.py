@@ -13,19 +13,18 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.net import job_of, net_of
-from ..checkpoints.outline import outline
 from ..checkpoints.quantise import TYPES
 from ..checkpoints.shares import is_splittable
 from ..config import ParallelConfig, resolve_devices
 from ..forecast.choice import candidates, forecasts, further_candidates
 from ..forecast.files import read_machine
+from ..forecast.planner import choose_spread, plan_run, usual_branches
 from ..forecast.words import plan_words, table, why
 from ..host import measurements
 from ..host.client import Client
 from ..host.preflight import num_cuda_devices
-from ..planner import choose_spread, plan_run, usual_branches
 from ..protocol.errors import ConfigError
 
 WEIGHT_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3fn": "float8_e4m3fn"}
@@ -53,16 +52,16 @@ def add_arguments(parser):
 
 def main(options):
     job_shape = _checked(options)
-    header = read_header(options.model)
-    family = recognise(header)
+    header = open_checkpoint(options.model)
+    family = header.family
     if family.by_rows:
         raise ConfigError(f"{family.title} are U-Nets: auto shares out the branches of guidance and the images of a batch alone, and "
                           f"nothing is forecast for them.")
     quantisation = options.weight_dtype if options.weight_dtype in TYPES else ""
-    config, model = outline(header, family, quantisation)
+    config, model = header.config, header.outline(quantisation)
     storage = "bfloat16" if quantisation else WEIGHT_TYPES.get(options.weight_dtype) or _most_common(header)
     compute = "bfloat16" if storage.startswith("float8") else storage
-    net = net_of(family, config, model_spec(header, family, storage, compute, quantisation=quantisation), model)
+    net = net_of(family, config, header.spec(storage, compute, quantisation=quantisation), model)
     job = job_of(family, net, _latent_shape(family, config, *job_shape, options),
                  {"context": torch.empty(1, options.text, 1, device="meta")}, options.steps, options.branches)
     machine = read_machine(options.machine) if options.machine else measured(options, compute)
@@ -108,8 +107,11 @@ def measured(options, dtype):
     if machine is not None:
         return machine
     client = Client(devices)
-    client.on_phase = lambda phase: print("\r" + (f"{phase.text} {phase.done} of {phase.total}" if phase.total else phase.text).ljust(70),
-                                          end="", file=sys.stderr)
+
+    def tell(phase):
+        words = f"{phase.text} {phase.done} of {phase.total}" if phase.total else phase.text
+        print("\r" + words.ljust(70), end="", file=sys.stderr)
+    client.workers.on_phase = tell
     try:
         machine = measurements.measure(client, dtype)
     finally:

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.vae import load_autoencoder
 from ..demo_model.autoencoder import CHANNELS, SIDE
 from ..demo_model.features import Recogniser
@@ -25,7 +25,7 @@ from ..host.calls import Call
 from ..partition import cut_bands, cut_patches
 from ..protocol.displaced_modes import MODES
 from ..protocol.errors import ConfigError
-from ..protocol.messages import Layout, Stages
+from ..protocol.specs import Layout, Stages
 from .groups import count_cuda, start_clients
 from .sampler import SAMPLERS, sample
 
@@ -60,7 +60,7 @@ def main(options):
         raise ConfigError(f"prompts={options.prompts} is not from {NUM_SHOWN} to {len(prompts)}.")
     prompts, labels = prompts[:options.prompts], labels[:options.prompts]
     tried = settings(options)
-    pictures = draw_all(tried, prompts, recognise(read_header(str(options.model))), options)
+    pictures = draw_all(tried, prompts, open_checkpoint(str(options.model)).family, options)
     rows = {name: compare(picture, pictures[ONE], tried[name].num_patches, recogniser, labels) for name, picture in pictures.items()}
     print_table(rows, recogniser, pictures, data, options)
     write_sheet(options.sheet, pictures, prompts[:NUM_SHOWN])
@@ -91,11 +91,11 @@ class Setting:
 
 def settings(options):
     """{name: Setting} of everything that is compared, one device first."""
-    header = read_header(str(options.model))
-    family = recognise(header)
+    header = open_checkpoint(str(options.model))
+    family = header.family
     dtypes = ("float32", "float32")
-    one_spec = model_spec(header, family, *dtypes)
-    staged = None if family.by_rows else model_spec(header, family, *dtypes, Stages(2, 1))
+    one_spec = header.spec(*dtypes)
+    staged = None if family.by_rows else header.spec(*dtypes, Stages(2, 1))
     shape = (1, CHANNELS, SIDE, SIDE)
 
     def run(spec, layout, warmup_steps=0, patches=None, forecast=0.0, mode="corrected_async_gn"):

@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.net import net_of
 from ..forecast.choice import choose, forecast
 from ..forecast.cost import Degrees, Job
@@ -24,11 +24,12 @@ from ..host import measurements
 from ..parallel.vae_memory import work_of
 from ..partition import cut_patches
 from ..protocol.errors import ConfigError
-from ..protocol.messages import Layout, Stages
+from ..protocol.specs import Layout, Stages
 from .groups import count_cuda, start_clients
 from .model import Setting, calls, write_model
 from .pipefusion import run
-from .planner import NEAR, percentile
+from .planner import percentile
+from .published import NEAR
 from .vae import outline, random_decoder
 
 LAYOUTS = [Degrees(data=2), Degrees(cfg=2), Degrees(ulysses=2), Degrees(ring=2),
@@ -71,9 +72,9 @@ def main(options):
 
 def print_size(setting, folder, clients, options):
     """The errors of the forecasts of one size."""
-    header = read_header(folder)
-    family = recognise(header)
-    net = net_of(family, header.config, model_spec(header, family, "float32", "float32"))
+    header = open_checkpoint(folder)
+    family = header.family
+    net = net_of(family, header.config, header.spec("float32", "float32"))
     both = calls(setting, 2)
     patches = {degrees.num_patches: cut_patches(both[0].latent.shape, (2, 2), degrees.num_patches) for degrees in LAYOUTS if
                degrees.pipefusion > 1}
@@ -83,12 +84,12 @@ def print_size(setting, folder, clients, options):
         layout = Layout(**{f"{axis}_degree": getattr(degrees, axis) for axis in ("cfg", "ulysses", "ring", "pipefusion")})
         started_s = time.perf_counter()
         if degrees.pipefusion > 1:
-            spec = model_spec(header, family, "float32", "float32", Stages(2))
+            spec = header.spec("float32", "float32", Stages(2))
             run(clients[2], spec, layout, both[0], options.steps, 1, patches[degrees.num_patches])
             clients[2].end_run()
         else:
             client = clients[1 if degrees.data > 1 else 2]
-            spec = model_spec(header, family, "float32", "float32")
+            spec = header.spec("float32", "float32")
             for step in range(options.steps):
                 client.predict(spec, layout, 16, [dataclasses.replace(call, timestep=torch.tensor([1 - step / options.steps]))
                                                   for call in both[:branches]])
@@ -133,7 +134,7 @@ def print_decodes(clients, options):
                 machines.append(measurements.measure(clients[2], "float32"))
             for count in times:
                 started_s = time.perf_counter()
-                clients[2].decode("bench", "float32", lambda: tensors, latent, (1, size, size, 3), num_ranks=count)
+                clients[2].autoencoders.decode("bench", "float32", lambda: tensors, latent, (1, size, size, 3), num_ranks=count)
                 times[count].append(time.perf_counter() - started_s)
         for count, measured in times.items():
             forecast_s = statistics.median(work_seconds(work, machine, count) for machine in machines)

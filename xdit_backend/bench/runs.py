@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.checkpoint import open_checkpoint
 from ..config import ParallelConfig, validate, validate_layout
 from .groups import ProcessorTime, count_cuda, start_clients
 from .methods import add_model_arguments, describe, parse_layout, setting_of, start_peers
@@ -41,8 +41,8 @@ def main(options):
         validate_layout(config.layout, setting.width // HEAD_SIZE, "this model")
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
         write_model(setting, folder)
-        header = read_header(folder)
-        spec = model_spec(header, recognise(header), setting.dtype, setting.dtype)
+        header = open_checkpoint(folder)
+        spec = header.spec(setting.dtype, setting.dtype)
         print(describe(setting, options, num_cuda), flush=True)
         clients = start_clients(set(sizes.values()), num_cuda)
         names = [] if options.no_diffusers or num_cuda else [name for name in layouts if name in ("ulysses2", "ring2")]

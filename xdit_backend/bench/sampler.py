@@ -10,7 +10,7 @@ import math
 import torch
 
 from ..forecast.cost import synchronous_steps
-from ..planner import warmup_layout
+from ..forecast.planner import warmup_layout
 
 
 def euler(x, sigma, following, prediction, before, noise):

@@ -15,13 +15,13 @@ import time
 
 import torch
 
-from ..checkpoints.header import model_spec, read_header, recognise
+from ..checkpoints.checkpoint import open_checkpoint
 from ..forecast.choice import speeds_of
 from ..host import measurements
 from ..host.client import Client
 from ..partition import cut_patches
 from ..protocol.errors import ConfigError
-from ..protocol.messages import Layout, Stages
+from ..protocol.specs import Layout, Stages
 from .model import Setting, calls, write_model
 from .pipefusion import run
 from .vae import random_decoder
@@ -80,11 +80,10 @@ def pin(client, cores):
 
 def measure(one, two, speeds, setting, folder, options):
     """{what: {"alone", "equal" or "by speed": seconds}}"""
-    header = read_header(folder)
-    family = recognise(header)
+    header = open_checkpoint(folder)
     call, = calls(setting, 1)
     batch = dataclasses.replace(call, latent=call.latent.repeat(IMAGES, 1, 1, 1), timestep=call.timestep.repeat(IMAGES))
-    spec = model_spec(header, family, "float32", "float32")
+    spec = header.spec("float32", "float32")
     patches = cut_patches(call.latent.shape, (2, 2), PATCHES)
     tensors = random_decoder(64)
     latent = torch.randn(1, 4, options.pixels // 8, options.pixels // 8, generator=torch.Generator().manual_seed(0))
@@ -93,12 +92,12 @@ def measure(one, two, speeds, setting, folder, options):
         client.predict(spec, layout, 16, [call])
 
     def in_stages(client, told):
-        run(client, model_spec(header, family, "float32", "float32", Stages(2, speeds=told)), Layout(pipefusion_degree=2), call,
+        run(client, header.spec("float32", "float32", Stages(2, speeds=told)), Layout(pipefusion_degree=2), call,
             options.steps, 1, patches)
         client.end_run()
 
     def decode(client):
-        client.decode("bench", "float32", lambda: tensors, latent, (1, options.pixels, options.pixels, 3))
+        client.autoencoders.decode("bench", "float32", lambda: tensors, latent, (1, options.pixels, options.pixels, 3))
 
     jobs = {
         "Ulysses 2": (lambda: predict(one, Layout(), call), lambda told: predict(two, Layout(ulysses_degree=2), call)),
@@ -111,7 +110,7 @@ def measure(one, two, speeds, setting, folder, options):
     for round_ in range(options.rounds + 1):                   # the first one loads and warms up
         for name, (alone, together) in jobs.items():
             for way, told in (("alone", ()), ("equal", ()), ("by speed", speeds)):
-                two.speeds = told
+                two.workers.speeds = told
                 started_s = time.perf_counter()
                 alone() if way == "alone" else together(told)
                 seconds[name][way].append(time.perf_counter() - started_s)

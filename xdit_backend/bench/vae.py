@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..autoencoders.kl import kl_config
-from ..host.launcher import ROOT
+from ..host.torchrun import ROOT
 from ..parallel.vae_memory import need_of
 from ..protocol.errors import ConfigError
 from .groups import count_cuda, start_clients
@@ -88,14 +88,14 @@ def measure(tensors, size, clients, peer, folder, options):
     save_file({"latent": latent}, f"{folder}/latent.safetensors")
 
     def decode(client, **more):
-        return client.decode("bench", options.dtype, lambda: tensors, latent, (1, size, size, 3), **more)
+        return client.autoencoders.decode("bench", options.dtype, lambda: tensors, latent, (1, size, size, 3), **more)
 
     for round_ in range(options.rounds + 1):                           # the first one warms up
         for count, client in clients.items():
             started_s = time.perf_counter()
             decode(client)
             seconds[count].append(time.perf_counter() - started_s)
-            cpu_seconds[count].append(max(numbers["cpu_s"] for numbers in client.last_numbers.values()))
+            cpu_seconds[count].append(max(numbers["cpu_s"] for numbers in client.autoencoders.last_numbers.values()))
         for way, tile in ways.items():
             asked = {"latent": f"{folder}/latent.safetensors", "tile": tile, "picture": f"{folder}/{way}.safetensors"}
             seconds.setdefault(way, []).append(peer.step(json.dumps(asked)))
@@ -103,7 +103,7 @@ def measure(tensors, size, clients, peer, folder, options):
     median = {key: statistics.median(values[1:]) for key, values in seconds.items()}
     for count, client in clients.items():
         picture = decode(client, measure_memory=True)
-        ranks = client.last_numbers.values()
+        ranks = client.autoencoders.last_numbers.values()
         results[count] = (median[count], statistics.median(cpu_seconds[count][1:]),
                           max(numbers["peak_bytes"] for numbers in ranks), max(numbers["sent_bytes"] for numbers in ranks), picture)
     return results, {way: (median[way], load_file(f"{folder}/{way}.safetensors")["picture"]) for way in ways}

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from ..protocol.segments import DTYPES, map_segment
 from ..protocol.transfers import Ferry
 from .casting import add_at_use
-from .header import header_of
 from .loading import addresses_of, moved
 from .packed import packed_weights
 from .quantise import quantised
@@ -20,23 +19,24 @@ from .transformer import held
 def change_weights(loaded, changes, leave=lambda weights: None):
     """Give a Transformer other values of some tensors of its file. Nothing is read of the others.
 
-    changes: {name in the file, without its prefix: messages.Change}. leave(weights) is called before these get other values; with None
+    changes: {name in the file, without its prefix: specs.Change}. leave(weights) is called before these get other values; with None
     where what changes is not values of weights alone. Of what is changed to how the file has it, every bit is as when it was loaded.
     """
-    model, family, spec, splits = loaded.model, loaded.family, loaded.spec, loaded.splits
-    header, ferry = header_of(spec), Ferry(loaded.device)
-    here = {name: change for name, change in changes.items() if loaded.needs(name, header)}
-    packed = {name: how for name, how in packed_weights(header, family, loaded.config, model, spec.quantisation).items()
+    model, checkpoint, spec, splits = loaded.model, loaded.checkpoint, loaded.spec, loaded.splits
+    checkpoint.check_is(spec)
+    ferry = Ferry(loaded.device)
+    here = {name: change for name, change in changes.items() if loaded.needs(name)}
+    packed = {name: how for name, how in packed_weights(checkpoint, model, spec.quantisation).items()
               if how.source in here}
-    tensors = read_file(header, lambda name: name in here and here[name].whole is None)
+    tensors = read_file(checkpoint, lambda name: name in here and here[name].whole is None)
     addresses = addresses_of(tensors.values())
     maps = list(tensors.values())
-    plain = read_plain(header, tensors, {how.source for how in packed.values()})
+    plain = read_plain(checkpoint, tensors, {how.source for how in packed.values()})
     for name, change in here.items():
         if change.whole is not None or not plain[name].is_meta:
             plain[name] = changed(plain[name], change, ferry)
-    converted = header.under_diffusers_names(plain, family, loaded.config)
-    weights = {name: (weight, dtype) for name, weight, dtype in held(model, family, spec)}
+    converted = checkpoint.under_diffusers_names(plain)
+    weights = {name: (weight, dtype) for name, weight, dtype in held(model, loaded.family, spec)}
     for name, how in packed.items():
         terms = here[how.source].terms + here[how.source].hooked
         if here[how.source].whole is None and weights[name][0].dtype.itemsize == 1:
@@ -47,7 +47,7 @@ def change_weights(loaded, changes, leave=lambda weights: None):
         if name in converted:
             plain_dtype = getattr(torch, spec.compute_dtype)
             weights[name] = weights[name][0], plain_dtype if converted[name].dtype.itemsize > 1 else converted[name].dtype
-        product = factors(terms, how, header.shapes[how.source], ferry) if terms else (None, None)
+        product = factors(terms, how, checkpoint.shapes[how.source], ferry) if terms else (None, None)
         if terms and name in splits:                           # of the matrix a rank has some rows, or some columns
             own = splits[name].own(product[splits[name].dim], spec.tensor_degree, loaded.tensor_rank)
             product = (own, product[1]) if splits[name].dim == 0 else (product[0], own)
@@ -62,7 +62,7 @@ def change_weights(loaded, changes, leave=lambda weights: None):
 
 
 def changed(tensor, change, ferry):
-    """The tensor as a messages.Change says; a tensor that nothing is added to stays where it is, sums are made on the ferry's device.
+    """The tensor as a specs.Change says; a tensor that nothing is added to stays where it is, sums are made on the ferry's device.
 
     tensor: of the file, a map of it, which is not written to.
     """

@@ -1,4 +1,4 @@
-"""Which files of a diffusers folder are its diffusion model, and what those beside it say of it. For header.py and other machines."""
+"""Which files of a diffusers folder are its diffusion model, and what those beside it say of it. For checkpoint.py and other machines."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""GGUF files: what their headers say, and the bytes of their tensors. Used by header.py and the loader.
+"""GGUF files: what their headers say, and the bytes of their tensors. Used by checkpoint.py and the loader.
 
 The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian; names and shapes as ComfyUI-GGUF's converter writes them.
 """
@@ -59,17 +59,18 @@ def read_gguf(path):
     return tensors, stored, {key: value for key, value in metadata.items() if type(value) is str}
 
 
-def read_tensors(header, wanted):
+def read_tensors(checkpoint, wanted):
     """{name: tensor} of a GGUF file, maps of it; quantised ones are (rows, bytes of a row) uint8. What is not wanted(name) is on the
     meta device."""
-    path, = header.files
+    path, = checkpoint.files
     memory = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
     tensors = {}
-    for name, (first, shape) in header.stored.items():
-        type_ = header.dtypes[name]
+    for name, (first, shape) in checkpoint.stored.items():
+        type_ = checkpoint.dtypes[name]
         here = memory[first:first + row_bytes(type_, math.prod(shape))] if wanted(name) else \
             torch.empty(row_bytes(type_, math.prod(shape)), dtype=torch.uint8, device="meta")
-        tensors[name] = here.view(PLAIN[type_]).view(header.shapes[name]) if type_ in PLAIN else here.view(-1, row_bytes(type_, shape[-1]))
+        tensors[name] = (here.view(PLAIN[type_]).view(checkpoint.shapes[name]) if type_ in PLAIN else
+                         here.view(-1, row_bytes(type_, shape[-1])))
     return tensors
 
 

@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..models.plan import Family
 from ..protocol.errors import CheckpointError
-from ..protocol.messages import ModelSpec
+from ..protocol.specs import ModelSpec
 from ..protocol.transfers import Ferry
 from .casting import Casts, cast_at_use, unpack_at_use
-from .header import header_of
+from .checkpoint import Checkpoint, open_spec
 from .packed import hold_packed, packed_weights
 from .quantise import quantised
 from .reading import read_file, read_plain, read_scales
 from .shares import narrow, tensor_splits
-from .transformer import build, held, model_config
+from .transformer import build, held
 
 
 @dataclass
@@ -25,8 +24,7 @@ class Transformer:
     """A diffusers model with the weights that this rank holds, and where they come from."""
 
     model: torch.nn.Module
-    config: dict                           # arguments of its class
-    family: Family
+    checkpoint: Checkpoint
     spec: ModelSpec
     device: torch.device
     tensor_rank: int = 0                   # of spec.tensor_degree
@@ -35,9 +33,18 @@ class Transformer:
     files: dict = field(default_factory=dict)                  # {id: map of its part of the file} of weights that are there as held here
     casts: Casts = field(default_factory=Casts)                # of weights that are held in another type than they are computed with
 
-    def needs(self, name, header):
+    @property
+    def family(self):
+        return self.checkpoint.family
+
+    @property
+    def config(self):
+        """Arguments of the model's class."""
+        return self.checkpoint.config
+
+    def needs(self, name):
         """Does this rank hold something of this tensor of the file?"""
-        return self.blocks is None or (block := self._block_of(name, header)) is None or block in self.blocks
+        return self.blocks is None or (block := self._block_of(name)) is None or block in self.blocks
 
     def share(self, name, tensor, addresses):
         """This rank's share of a tensor, None where it has none. It keeps no more of memory than itself, but for maps of the file, which
@@ -53,13 +60,13 @@ class Transformer:
         if tensor.dtype == dtype and tensor.untyped_storage().data_ptr() in addresses:
             self.files[id(weight)] = tensor
 
-    def _block_of(self, name, header):
+    def _block_of(self, name):
         """Index of the block that a tensor of the file belongs to, over all lists; None for what is outside the blocks."""
         first = 0
         if name.startswith(self.family.plan.outside):
             return None
         for list_ in self.family.plan.blocks:
-            prefixes = [f"{each}." for each in list_.names] if header.config is not None else [list_.in_file]
+            prefixes = [f"{each}." for each in list_.names] if self.checkpoint.folder_config is not None else [list_.in_file]
             for prefix in prefixes:
                 if name.startswith(prefix):
                     return first + int(name[len(prefix):].partition(".")[0])
@@ -67,7 +74,7 @@ class Transformer:
         return None
 
 
-def load_transformer(spec, family, device, on_progress=lambda done, total: None, choose_blocks=None, tensor_rank=0):
+def load_transformer(spec, device, on_progress=lambda done, total: None, choose_blocks=None, tensor_rank=0):
     """The Transformer with the weights of a file or folder, in spec's dtypes, on `device`.
 
     choose_blocks(model without weights) -> a range: load these blocks only, and read nothing of the others, which stay on
@@ -79,17 +86,17 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     """
     from accelerate import init_empty_weights
 
-    header = header_of(spec)
-    config = model_config(header, family)
+    checkpoint = open_spec(spec)
+    family = checkpoint.family
     with init_empty_weights():
-        model = build(family, config)
-    packed = packed_weights(header, family, config, model, spec.quantisation)
+        model = build(family, checkpoint.config)
+    packed = packed_weights(checkpoint, model, spec.quantisation)
     hold_packed(model, packed)
-    loaded = Transformer(model, config, family, spec, device, tensor_rank, choose_blocks(model) if choose_blocks else None,
+    loaded = Transformer(model, checkpoint, spec, device, tensor_rank, choose_blocks(model) if choose_blocks else None,
                          tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {})
-    tensors = read_file(header, lambda name: loaded.needs(name, header))
+    tensors = read_file(checkpoint, lambda name: loaded.needs(name))
     maps = list(tensors.values())                              # kept until the end, so that no other tensor gets their addresses
-    tensors = _converted(tensors, header, family, config, packed)
+    tensors = _converted(tensors, checkpoint, packed)
     to_quantise = {name: (tensors.pop(name), how.type) for name, how in packed.items() if not how.is_in_file}
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     missing = [name for name in missing if name not in to_quantise and name.removesuffix("_scale") not in to_quantise]
@@ -106,13 +113,13 @@ def load_transformer(spec, family, device, on_progress=lambda done, total: None,
     return loaded
 
 
-def _converted(tensors, header, family, config, packed):
+def _converted(tensors, checkpoint, packed):
     """{name in the model: tensor}. tensors: of the file. What is packed there stays so, beside its scale; the rest is plain numbers."""
-    if header.config is not None:
-        return header.under_diffusers_names(tensors, family, config)
+    if checkpoint.folder_config is not None:
+        return checkpoint.under_diffusers_names(tensors)
     packed = {name: how for name, how in packed.items() if how.is_in_file}
-    converted = family.convert(read_plain(header, tensors, {how.source for how in packed.values()}), config)
-    scales = read_scales(header, tensors) if header.scales else {}
+    converted = checkpoint.under_diffusers_names(read_plain(checkpoint, tensors, {how.source for how in packed.values()}))
+    scales = read_scales(checkpoint, tensors) if checkpoint.scales else {}
     for name, how in packed.items():
         converted[name] = how.take(tensors[how.source])
         if how.num_scales:

@@ -1,4 +1,4 @@
-"""For a file that is nearly a model of some family: which, and what differs. Used by header.recognise for what no family takes."""
+"""For a file that is nearly a model of some family: which, and what differs. Used by recognise.py for what no family takes."""
 
 from ..models import FAMILIES
 

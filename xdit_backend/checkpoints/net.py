@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from ..forecast.cost import Job, Net
-from ..models.plan import Family
 from ..partition import cut_bands, halved, level_of, slot_bytes, summed_modules
+from ..vocabulary.family import Family
 from .shares import is_splittable, tensor_splits
 from .transformer import block_bytes, build, held_bytes
 

@@ -5,37 +5,36 @@ Used by the host before any worker is asked, and offline.
 
 import importlib
 import inspect
-import os
 
 import torch
 
-from ..models.unet import settings_of
 from ..protocol.errors import CheckpointError
+from ..vocabulary.unet import settings_of
 from .packed import hold_packed, packed_weights
-from .transformer import build, model_config
+from .transformer import build
 
 NUM_NAMED = 3                              # how many tensors a message names
 FLOATS = "F", "BF16"                       # how the types begin that a file has fractions in
 
 
-def outline(header, family, quantisation=""):
-    """(config, the diffusers model on the meta device, with weights as they are held) of a file or folder.
+def outline(checkpoint, quantisation=""):
+    """The diffusers model of a Checkpoint on the meta device, with weights as they are held.
 
     quantisation: as of packed_weights. Raises CheckpointError that names what is missing, unknown, of another shape, or set as the
     family is not run.
     """
-    name = os.path.basename(header.path)
-    said = None
-    if header.folder is not None:
-        said = _said(header, name)
+    family, name, said = checkpoint.family, checkpoint.name, None
+    if checkpoint.folder is not None:
+        said = _said(checkpoint)
         _check_folder_config(said, family, name)
-    whole = {key for key, dtype in header.dtypes.items() if key not in header.quantised and not dtype.startswith(FLOATS)}
-    tensors = {key: torch.empty(shape, dtype=torch.int64 if key in whole else None, device="meta") for key, shape in header.shapes.items()}
+    whole = {key for key, dtype in checkpoint.dtypes.items() if key not in checkpoint.quantised and not dtype.startswith(FLOATS)}
+    tensors = {key: torch.empty(shape, dtype=torch.int64 if key in whole else None, device="meta")
+               for key, shape in checkpoint.shapes.items()}
     try:
-        config = model_config(header, family)
+        config = checkpoint.config
         with torch.device("meta"):
             model = build(family, config)
-        tensors = header.under_diffusers_names(tensors, family, config)
+        tensors = checkpoint.under_diffusers_names(tensors)
     except CheckpointError:
         raise
     except KeyError as error:
@@ -44,20 +43,20 @@ def outline(header, family, quantisation=""):
     except (ValueError, IndexError, TypeError, RuntimeError, ArithmeticError, AssertionError, NotImplementedError) as error:
         raise CheckpointError(f"{name} looks like a {family.name} model, but its tensors have shapes that none has ({error}). "
                               f"Download it again, or choose another file.") from error
-    if header.folder is not None and header.config is None:
+    if checkpoint.folder is not None and checkpoint.folder_config is None:
         _check_told(said, model.config, family, name)
     _compare(model.state_dict(), tensors, family, name)
-    hold_packed(model, packed_weights(header, family, config, model, quantisation))
-    return config, model
+    hold_packed(model, packed_weights(checkpoint, model, quantisation))
+    return model
 
 
-def _said(header, name):
-    if header.config is not None:
-        return header.config
+def _said(checkpoint):
+    if checkpoint.folder_config is not None:
+        return checkpoint.folder_config
     try:
-        return settings_of(header.folder.config)
+        return settings_of(checkpoint.folder.config)
     except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{name} has a config.json whose settings are of other types than diffusers writes ({error}). "
+        raise CheckpointError(f"{checkpoint.name} has a config.json whose settings are of other types than diffusers writes ({error}). "
                               f"Download it again, or choose another folder.") from error
 
 

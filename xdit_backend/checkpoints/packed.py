@@ -45,7 +45,7 @@ class Packed:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def packed_weights(header, family, config, model, quantisation=""):
+def packed_weights(checkpoint, model, quantisation=""):
     """{name in the model: Packed} of the weights that are held quantised. model: on the meta device.
 
     They are those of the model's nn.Linear; other quantised weights are unpacked when they are read, and so are those of gguf.UNPACKED.
@@ -53,31 +53,32 @@ def packed_weights(header, family, config, model, quantisation=""):
     in more bits is not quantised, nor is a row that is no whole number of blocks.
     """
     if quantisation:
-        type_, exact = quantise.TYPES[quantisation], {*family.unrounded, *(getattr(model, "_keep_in_fp32_modules", None) or ())}
-        quantised = {name for name, shape in header.shapes.items() if len(shape) == 2 and header.dtypes[name] in NUMBERS
+        type_, exact = quantise.TYPES[quantisation], {*checkpoint.family.unrounded, *(getattr(model, "_keep_in_fp32_modules", None) or ())}
+        quantised = {name for name, shape in checkpoint.shapes.items() if len(shape) == 2 and checkpoint.dtypes[name] in NUMBERS
                      and (type_ in SCALED or shape[1] % block_of(type_)[0] == 0)}
     else:
         type_, exact = None, set()
-        quantised = {name for name in header.quantised if len(header.shapes[name]) == 2 and header.dtypes[name] not in gguf.UNPACKED
-                     and (name in header.scales or header.stored[name][1] == header.shapes[name])}
+        quantised = {name for name in checkpoint.quantised
+                     if len(checkpoint.shapes[name]) == 2 and checkpoint.dtypes[name] not in gguf.UNPACKED
+                     and (name in checkpoint.scales or checkpoint.stored[name][1] == checkpoint.shapes[name])}
     if not quantised:
         return {}
     numbers, starts, first = {}, {}, 0
-    for name, shape in header.shapes.items():
+    for name, shape in checkpoint.shapes.items():
         starts[name] = first
         first += shape[0] if shape else 1
         numbers[name] = torch.arange(starts[name], first).view(-1, *[1] * (len(shape) - 1)) if shape else torch.tensor(starts[name])
     names, firsts = list(starts), torch.tensor(list(starts.values()))
     linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear and not exact & set(name.split("."))}
     found, elsewhere = {}, set()
-    for name, rows in header.under_diffusers_names(numbers, family, config).items():
+    for name, rows in checkpoint.under_diffusers_names(numbers).items():
         rows = rows.flatten()
         sources = [names[index] for index in (torch.searchsorted(firsts, rows, right=True) - 1).unique().tolist()]
         if name in linears and len(sources) == 1 and sources[0] in quantised:
             found[name] = sources[0], _runs(rows - starts[sources[0]])
         else:
             elsewhere |= set(sources)
-    return {name: Packed(source, runs, type_ or header.dtypes[source], *_sizes(header, source, runs, type_))
+    return {name: Packed(source, runs, type_ or checkpoint.dtypes[source], *_sizes(checkpoint, source, runs, type_))
             for name, (source, runs) in found.items() if source not in elsewhere}
 
 
@@ -116,14 +117,14 @@ def unpacked(tensor, type_, scale, dtype):
     return torch.mul(numbers, scale, out=numbers)
 
 
-def _sizes(header, source, runs, type_):
+def _sizes(checkpoint, source, runs, type_):
     """(scales, columns) of rows of a tensor of the file. type_: to which it is quantised; None: it is as it is."""
-    columns, rows = header.shapes[source][1], sum(stop - start for start, stop in runs)
+    columns, rows = checkpoint.shapes[source][1], sum(stop - start for start, stop in runs)
     if type_ in SCALED:
         return rows, columns
-    if type_ is None and source in header.scales:
-        return (1 if header.scales[source][1] == 1 else rows), columns
-    numbers, num_bytes = block_of(type_ or header.dtypes[source])
+    if type_ is None and source in checkpoint.scales:
+        return (1 if checkpoint.scales[source][1] == 1 else rows), columns
+    numbers, num_bytes = block_of(type_ or checkpoint.dtypes[source])
     return 0, columns // numbers * num_bytes
 
 

@@ -1,4 +1,4 @@
-"""Scaled float8 as ComfyUI's files mark it: which weights have a scale, and where it stands. Used by header.py.
+"""Scaled float8 as ComfyUI's files mark it: which weights have a scale, and where it stands. Used by checkpoint.py.
 
 The older mark is a tensor `scaled_fp8`, with `scale_weight` beside each scaled weight; the newer is JSON for each layer, in a tensor
 `comfy_quant` or in the metadata, with `weight_scale` beside the weight. ComfyUI's comfy.utils.convert_old_quants and comfy.ops say so.

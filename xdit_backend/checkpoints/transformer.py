@@ -5,43 +5,45 @@ Pure: nothing of the weights is read.
 
 import importlib
 import json
-import os
 
 import torch
 
 from ..protocol.errors import CheckpointError
 
 
-def model_config(header, family):
+def model_config(checkpoint):
     """Arguments of the diffusers class: from a file's shapes; of a folder, from its config.json, but for what ComfyUI tells by tensors."""
-    if header.config is None:
-        return family.config(header.shapes) | said_settings(header, family)
+    family = checkpoint.family
+    if checkpoint.folder_config is None:
+        return family.config(checkpoint.shapes) | said_settings(checkpoint)
     rules = {name: family.config.rules[name] for name in family.by_tensors}
-    rules = {name: rule(header.shapes) if callable(rule) else rule for name, rule in rules.items()}
-    return header.config | rules | said_settings(header, family)
+    rules = {name: rule(checkpoint.shapes) if callable(rule) else rule for name, rule in rules.items()}
+    return checkpoint.folder_config | rules | said_settings(checkpoint)
 
 
-def metadata_of(header, family):
+def metadata_of(checkpoint):
     """What a file's metadata says; of a diffusers folder, what it says of the family's settings, in the same words."""
-    if header.config is None or not family.settings:
-        return header.metadata
-    said = family.in_folder(header.folder)
+    family = checkpoint.family
+    if checkpoint.folder_config is None or not family.settings:
+        return checkpoint.metadata
+    said = family.in_folder(checkpoint.folder)
     if said is None:
-        raise CheckpointError(f"{os.path.basename(header.path)} is a {family.name} model, of which a folder with its vae/config.json alone "
+        raise CheckpointError(f"{checkpoint.name} is a {family.name} model, of which a folder with its vae/config.json alone "
                               f"says which of them it is. Download the whole folder, or use the file of this model in ComfyUI's format.")
     return {"config": json.dumps({"transformer": said})}
 
 
-def said_settings(header, family):
+def said_settings(checkpoint):
     """What a file's metadata says of the family's settings, under "_" and their names. Raises CheckpointError for what is not run."""
-    metadata = metadata_of(header, family) if family.settings else {}
+    family = checkpoint.family
+    metadata = metadata_of(checkpoint) if family.settings else {}
     try:
         said = dict(json.loads(metadata.get("config", "{}")).get("transformer", {}))
     except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{os.path.basename(header.path)} has metadata that cannot be read ({error}). Download it again.") from error
+        raise CheckpointError(f"{checkpoint.name} has metadata that cannot be read ({error}). Download it again.") from error
     for name, values in family.settings.items():
         if said.get(name, values[0]) not in values:
-            raise CheckpointError(f"{os.path.basename(header.path)} is a {family.name} model whose metadata says {name} = {said[name]!r}, "
+            raise CheckpointError(f"{checkpoint.name} is a {family.name} model whose metadata says {name} = {said[name]!r}, "
                                   f"and xDiT runs {' or '.join(map(repr, values))} only. Use Load Diffusion Model.")
     return {f"_{name}": said.get(name, values[0]) for name, values in family.settings.items()}
 

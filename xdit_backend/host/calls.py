@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..protocol import messages
+from ..protocol import specs
 from .launcher import WorkerGroup
 
 
@@ -18,9 +18,9 @@ class Call:
     name: str = ""                         # of the conditioning, where Client.name_conditioning gave it one
     control: dict[str, torch.Tensor] = field(default_factory=dict)         # what a ControlNet adds where: Family.control_shapes
 
-    operations: dict[str, str] = field(default_factory=dict)               # what blocks do instead: messages.Branch
+    operations: dict[str, str] = field(default_factory=dict)               # what blocks do instead: specs.Branch
     scores: torch.Tensor | None = None     # to be filled, as Branch.scores
-    guided: tuple[messages.Nag, ...] = ()  # what is done to attentions: messages.Branch
+    guided: tuple[specs.Nag, ...] = ()  # what is done to attentions: specs.Branch
     beside: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
     parts: dict[str, torch.Tensor] = field(default_factory=dict)           # predictions for the latent's other parts, to be filled
 
@@ -49,7 +49,7 @@ class Ticket:
 def share_call(call, name, num_channels, store, segments):
     """Put a call into shared memory; what is made there is added to `segments`. name: of its conditioning.
 
-    Returns (the messages.Branch, its prediction, which the workers write, as Ticket.told has it what they write beside).
+    Returns (the specs.Branch, its prediction, which the workers write, as Ticket.told has it what they write beside).
     """
     def create(shape):
         segment, view = store.create(shape, torch.float32)
@@ -68,5 +68,5 @@ def share_call(call, name, num_channels, store, segments):
             filled[key], written = create(tensor.shape)
             told.append((written, tensor))
     scores, beside = filled.pop("scores", None), {key: share(tensor) for key, tensor in call.beside.items()}
-    branch = messages.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided, beside, filled)
+    branch = specs.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided, beside, filled)
     return branch, view, told

@@ -6,7 +6,7 @@ The client keeps one Changes, and has the workers do what it says.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..protocol import messages
+from ..protocol import specs
 
 BATCH_BYTES = 2 ** 29                      # of weights that workers change at a time
 
@@ -17,7 +17,7 @@ class Change:
 
     of: tuple                              # what it is made of
     num_bytes: int = field(compare=False)  # of the tensor
-    make: Callable = field(compare=False)  # (share) -> messages.Change; share(tensor) -> its segment
+    make: Callable = field(compare=False)  # (share) -> specs.Change; share(tensor) -> its segment
 
 
 class Changes:
@@ -86,7 +86,7 @@ def batches(changes):
 
 
 def _as_in_the_file(share):
-    return messages.Change(None, ())
+    return specs.Change(None, ())
 
 
 def _number_of(changes, versions):

@@ -18,8 +18,9 @@ from ..host_memory import memory_room
 from ..protocol.errors import XDiTError
 from ..protocol.messages import ReportMemory
 from . import logs
-from .launcher import INHERITED, INHERITED_PREFIXES, WorkerGroup
+from .launcher import WorkerGroup
 from .preflight import num_cuda_devices
+from .torchrun import INHERITED, INHERITED_PREFIXES
 
 PACKAGES = ("torch", "diffusers", "accelerate", "safetensors", "transformers", "pydantic", "greenlet", "gguf", "comfyui-frontend-package")
 TELLING = ("CUDA", "NVIDIA", "HIP", "ROCR", "HSA", "NCCL", "OMP", "MKL", "XDIT")       # what such names begin with

@@ -4,7 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from ..checkpoints.header import folder_of
+from ..checkpoints.checkpoint import folder_of
 from ..protocol.errors import CheckpointError
 
 READ_BYTES = 2 ** 24

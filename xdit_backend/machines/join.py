@@ -13,19 +13,16 @@ import threading
 import time
 from pathlib import Path
 
-from ..checkpoints.header import read_header, state_of
-from ..host import logs, preflight
+from ..checkpoints.checkpoint import open_checkpoint, state_of
+from ..host import preflight
 from ..host.forkserver import Forkserver
-from ..host.launcher import ROOT, children, end_torchrun, first_ended, read_text, start_torchrun
 from ..host.measurements import card_of
-from ..host.starting import TORCHRUN, Signs, exit_words
+from ..host.torchrun import ROOT
 from ..protocol import messages, timeouts
-from ..protocol.channel import Door
 from ..protocol.devices import machine_of, own_name
-from ..protocol.errors import ChannelClosedError, ConfigError, WorkerStartError, XDiTError
-from ..protocol.segments import DTYPES, SegmentStore
-from . import tensors
+from ..protocol.errors import ChannelClosedError, ConfigError, XDiTError
 from .contents import Contents, same_name
+from .joined_workers import POLL_S, Workers, say
 from .links import (
     MACHINE,
     Ended,
@@ -49,10 +46,6 @@ from .links import (
 from .listener import interface_of, is_name, read_address, versions
 
 RETRY_S = 2.0
-POLL_S = 0.2
-NUM_LINES = 15                             # of a worker's output that the host is told where it ends
-
-
 def add_arguments(parser):
     parser.add_argument("address", help="of the host, as it prints it: 192.168.1.10:29431")
     parser.add_argument("name", help="of this machine, as the host's devices call it: other-pc")
@@ -104,10 +97,6 @@ def _keep_joining(address, key, name, folders, sessions, forkserver):
                 say(words)
             told = words
             time.sleep(RETRY_S)
-
-
-def say(text):
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 class Joined:
@@ -239,7 +228,7 @@ class Joined:
                 path = self._contents.find(name, find.content, self._folders, told)
                 if path is None:
                     raise XDiTError(self._why_missing(name))
-                self._found[find.path] = path, state_of(read_header(path).files)
+                self._found[find.path] = path, state_of(open_checkpoint(path).files)
             except (XDiTError, OSError) as error:
                 self.replies.send(Missing(find.path, str(error)))
             else:
@@ -266,162 +255,3 @@ class Joined:
         """A Done with the times of the host's clock."""
         spans = [dataclasses.replace(span, start_s=span.start_s + self._ahead_s, end_s=span.end_s + self._ahead_s) for span in done.spans]
         return dataclasses.replace(done, spans=spans)
-
-
-class Workers:
-    """The workers of this machine for one group, and the tensors of commands that they have not answered."""
-
-    def __init__(self, start, ranks, session):
-        self._ranks, self._session, self._is_over = ranks, session, threading.Event()
-        self._is_stopping = False                              # has the host told a worker here to stop?
-        self._channels, self._twins, self._open = {}, {}, {}   # _twins: path on the host -> the Segment here; _open: request -> Open
-        self._lock = threading.Lock()
-        self.segments = SegmentStore()
-        self._process = self._door = self._store = None
-        try:
-            self._log_folder = logs.make(self.segments.folder.name, self.segments.overflow_folder / "logs")
-            devices = [own_name(start.devices[rank]) for rank in ranks]
-            if not devices:
-                raise WorkerStartError("none of the devices is of this machine")
-            for remark in preflight.check(devices, (self.segments.folder, self.segments.overflow_folder)):
-                say(remark)
-            self._door = Door(self.segments.folder)
-            self._store = socket.create_server(("127.0.0.1", 0))
-            threading.Thread(target=self._carry_stores, daemon=True).start()
-            self._process, _ = start_torchrun(
-                session.forkserver, self.segments, start.devices, len(ranks), self._store.getsockname()[1], self._log_folder,
-                dict(start.variables), start.node, start.num_nodes, interface=session.interface())
-            threading.Thread(target=self._watch, daemon=True).start()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self):
-        self._is_over.set()
-        if self._store is not None:
-            with contextlib.suppress(OSError):
-                self._store.shutdown(socket.SHUT_RDWR)
-            self._store.close()
-        if self._process is not None:
-            workers = children(self._process.pid)
-            end_torchrun(self._process, workers, patience_s=3)
-        for channel in list(self._channels.values()):
-            channel.end()
-        if self._door is not None:
-            self._door.close()
-        self.segments.close()
-
-    # --- from the host ---
-
-    def give(self, rank, command):
-        """Pass a command on to a rank, with the tensors here in the place of those of the host."""
-        if isinstance(command, (messages.Abandon, messages.Stop)):
-            self._is_stopping |= isinstance(command, messages.Stop)
-            self._channels[rank].send(command)
-            return
-        with self._lock:
-            if command.request not in self._open:
-                self._open[command.request] = tensors.opened(command, self._ranks, self._twin)
-            here = tensors.replaced(command, self._twin)
-        self._channels[rank].send(here)
-
-    def fill(self, link, piece):
-        """Take in bytes of a tensor that a command to come reads."""
-        with self._lock:
-            twin = self._twins[piece.path]
-        tensors.receive(link, piece, twin)
-
-    def make(self, segment):
-        """Make room for a tensor of a command to come."""
-        with self._lock:
-            self._twin(segment)
-
-    def _twin(self, segment):
-        if segment.path not in self._twins:
-            self._twins[segment.path], _ = self.segments.create(segment.shape, DTYPES[segment.dtype])
-        return self._twins[segment.path]
-
-    # --- from the workers ---
-
-    def _watch(self):
-        """Let the workers in, and see that torchrun runs."""
-        num_greeted, signs = 0, Signs(self._process.pid, len(self._ranks))
-        while not self._is_over.is_set():
-            if num_greeted == len(self._ranks):
-                self._is_over.wait(POLL_S)
-            elif (channel := self._door.accept(POLL_S)) is not None:
-                num_greeted += 1
-                threading.Thread(target=self._listen, args=(channel,), daemon=True).start()
-            if self._process.has_ended and not self._is_over.is_set():
-                self._failed(self._ranks[0])
-                return
-            unheard = [rank for rank in self._ranks if rank not in self._channels]         # the host hears the others
-            if unheard and (found := signs.silent(unheard, timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))) is not None:
-                rank, who = (unheard[0], "torchrun") if found[0] == TORCHRUN else (found[0], f"the worker of rank {found[0]}")
-                self._session.tell_ended(rank, f"there, {who} {found[1]}", self._last_lines(rank))
-                return
-
-    def _failed(self, rank):
-        """A worker here has ended: say which one was the first, and how. One that was told to stop needs no word."""
-        if self._is_stopping:
-            return
-        found = first_ended(self.segments)
-        place, code = found if found is not None and found[0] < len(self._ranks) else (self._ranks.index(rank), None)
-        rank = self._ranks[place]
-        self._session.tell_ended(rank, f"the worker of rank {rank} ended there{exit_words(code)}", self._last_lines(rank))
-
-    def _last_lines(self, rank):
-        text = read_text(self._log_folder / f"rank-{rank}.log") or read_text(self._log_folder / logs.TORCHRUN)
-        return "\n".join(text.splitlines()[-NUM_LINES:])
-
-    def _listen(self, channel):
-        """Pass on what one worker says."""
-        rank = None
-        try:
-            while True:
-                message = channel.receive()
-                if message.rank not in self._ranks or rank not in (None, message.rank):
-                    raise XDiTError(f"a worker says that it is rank {message.rank}")
-                rank = message.rank
-                self._channels[rank] = channel
-                if isinstance(message, (messages.Done, messages.Failed)):
-                    self._answer(rank, message)
-                else:
-                    self._session.replies.send(message, rank)
-        except ChannelClosedError:
-            for _ in range(20):                                # torchrun notices within a tenth of a second
-                if self._is_over.is_set() or self._process.has_ended:
-                    break
-                time.sleep(0.1)
-            if not self._is_over.is_set():
-                self._failed(rank if rank is not None else self._ranks[0])
-        except (XDiTError, OSError) as error:
-            self._session.tell_ended(rank if rank is not None else self._ranks[0], str(error), "")
-
-    def _answer(self, rank, message):
-        """Pass an answer on, and before it what is there by now of the command's results: what this rank has written, is."""
-        replies = self._session.replies
-        with self._lock:
-            waiting = self._open.get(message.request)
-            results = [] if waiting is None else [(path, waiting.segments[path]) for path in waiting.results]
-        if isinstance(message, messages.Done):
-            message = self._session.of_host(message)
-            for path, twin in results:
-                tensors.send(replies, path, twin)
-        replies.send(message, rank)
-        with self._lock:
-            if waiting is not None:
-                waiting.unanswered.discard(rank)
-                if not waiting.unanswered:
-                    for path in waiting.segments:
-                        self.segments.remove(self._twins.pop(path))
-                    del self._open[message.request]
-
-    def _carry_stores(self):
-        """Connect the processes here that come with torch's store on the host."""
-        while not self._is_over.is_set():
-            try:
-                accepted, _ = self._store.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._session.carry_store, args=(accepted,), daemon=True).start()

@@ -4,11 +4,11 @@ import dataclasses
 
 import torch.nn.functional as F
 
+from ..vocabulary.describe import because, config_of, given, has, needs_diffusers
+from ..vocabulary.family import Tiny
+from ..vocabulary.keys import table
 from .cosmos import COSMOS, is_cosmos
 from .cosmos import KEYS as COSMOS_KEYS
-from .describe import because, config_of, given, has, needs_diffusers
-from .keys import table
-from .plan import Tiny
 
 ADAPTER, NUM_HEADS = "llm_adapter.", 16                        # of ComfyUI's, whatever its widths
 

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.transfers import on_device
-from .describe import Packed, Whole, blocks, config_of, given, has, size, timestep, type_of_arithmetic
-from .keys import SWAPPED, table
-from .plan import BlockList, Family, ModelPlan, Tiny
+from ..vocabulary.describe import Packed, Whole, blocks, config_of, given, has, size, timestep, type_of_arithmetic
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import SWAPPED, table
+from ..vocabulary.plan import BlockList, ModelPlan
 
 LATENT, BOTH, NUM_HEADS = Whole((2, 2)), ("text", "image"), 12  # heads as in ComfyUI, which does not look
 

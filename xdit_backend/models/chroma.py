@@ -4,10 +4,11 @@ import functools
 
 import torch
 
-from .describe import Packed, because, blocks, config_of, given, has, size, text_positions, timestep
+from ..vocabulary.describe import Packed, because, blocks, config_of, given, has, size, text_positions, timestep
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from .flux import KEYS as FLUX_KEYS
-from .keys import table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
 
 LATENT, BOTH, NUM_MODULATIONS = Packed((2, 2)), ("text", "image"), 344
 

@@ -3,9 +3,10 @@
 import torch
 
 from ..protocol.transfers import on_device
-from .describe import Packed, Whole, because, blocks, config_of, given, has, if_there, size, timestep
-from .keys import table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from ..vocabulary.describe import Packed, Whole, because, blocks, config_of, given, has, if_there, size, timestep
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, HEAD_SIZE, SPREAD, TABLE = Whole((1, 2, 2)), 64, 1.875, TokenArgument(0, ("image",))
 

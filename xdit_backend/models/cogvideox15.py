@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from ..vocabulary.describe import Whole, config_of, size
+from ..vocabulary.family import Tiny
 from .cogvideox import COGVIDEOX, is_cogvideox, rotary
-from .describe import Whole, config_of, size
-from .plan import Tiny
 
 LATENT, PAIRS = Whole((2, 2, 2)), {"patch_size_t": 2}
 

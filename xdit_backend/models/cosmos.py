@@ -3,10 +3,11 @@
 A picture's frames come as they are, with a channel that says where, and have times of their own.
 """
 
-from .describe import Whole, because, blocks, config_of, frame_times, given, has, size
-from .keys import table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
-from .positions import Cut
+from ..vocabulary.describe import Whole, because, blocks, config_of, frame_times, given, has, size
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
 
 LATENT, TABLE, TIMES = Whole((1, 2, 2)), TokenArgument(0, ("image",)), TokenArgument(1, ("image",), ndim=3)
 SIDE, HEAD_SIZE = 8192, 128                                    # ComfyUI's model has positions without end

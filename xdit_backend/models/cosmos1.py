@@ -9,11 +9,12 @@ from types import MethodType
 import torch
 
 from ..protocol.errors import ConfigError
+from ..vocabulary.describe import Whole, blocks, config_of, even_sides, given, has, size, timestep
+from ..vocabulary.family import Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, TokenArgument
+from ..vocabulary.positions import Cut
 from .cosmos import COSMOS, SHARED
-from .describe import Whole, blocks, config_of, even_sides, given, has, size, timestep
-from .keys import table
-from .plan import BlockList, Tiny, TokenArgument
-from .positions import Cut
 
 LATENT, NAME, FIRST = Whole((1, 2, 2)), "Cosmos-Predict1", "blocks.block0.blocks."
 TABLE, PLACES = TokenArgument(0, ("image",)), TokenArgument(1, ("image",))

@@ -3,9 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from .describe import Whole, config_of, folder_alone, given, has, said, timestep
-from .plan import BlockList, Family, ModelPlan, Sampled, Tiny
-from .positions import embedded
+from ..vocabulary.describe import Whole, config_of, folder_alone, given, has, said, timestep
+from ..vocabulary.family import Family, Sampled, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan
+from ..vocabulary.positions import embedded
 
 LATENT, EMBEDDER = Whole((2, 2)), "norm1.emb"                  # of time and class, of which each block has its own
 

@@ -4,9 +4,10 @@ import functools
 
 import torch
 
-from .describe import Whole, blocks, config_of, given, has, needs_diffusers, size, timestep
-from .keys import table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from ..vocabulary.describe import Whole, blocks, config_of, given, has, needs_diffusers, size, timestep
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, BOTH = Whole((1, 1)), ("image", "text")
 

@@ -1,8 +1,9 @@
 """Flux.1: two streams, then one; joint attention, text first; rotary positions; pictures beside the latent, or as references."""
 
-from .describe import Packed, blocks, config_of, given, has, size, text_positions, timestep
-from .keys import SWAPPED, table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from ..vocabulary.describe import Packed, blocks, config_of, given, has, size, text_positions, timestep
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import SWAPPED, table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, IMAGE, ALL = Packed((2, 2), "offset"), ("image", "reference"), ("text", "image", "reference")
 NORM = "double_blocks.0.img_attn.norm.key_norm."

@@ -3,9 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from .describe import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep
-from .keys import SWAPPED, table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from ..vocabulary.describe import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import SWAPPED, table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, IMAGE, ALL = Packed((1, 1), "index", 10), ("image", "reference"), ("text", "image", "reference")
 

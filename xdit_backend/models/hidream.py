@@ -2,8 +2,9 @@
 
 import torch
 
-from .describe import Packed, Whole, blocks, config_of, given, has, size, timestep
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from ..vocabulary.describe import Packed, Whole, blocks, config_of, given, has, size, timestep
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, BOTH, HEAD_SIZE, LAYERS = Whole((2, 2)), ("image", "text"), 128, "encoder_hidden_states_llama3"
 LAYER_WIDTH = size("caption_projection.0.linear.weight", 1)

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .describe import Whole, blocks, config_of, given, has, size, timestep, token_rows
-from .keys import SWAPPED, table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from ..vocabulary.describe import Whole, blocks, config_of, given, has, size, timestep, token_rows
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import SWAPPED, table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, BASE = Whole((2, 2)), 32                               # tokens along the longer side, as positions count them
 WIDTH, HEAD_SIZE, NUM_BLOCKS = size("x_embedder.proj.weight", 0), size("blocks.0.attn1.q_norm.weight", 0), blocks("blocks.")

@@ -2,11 +2,25 @@
 
 import torch
 
-from .describe import Whole, all_text, because, blocks, config_of, given, has, if_there, needs_diffusers, size, timestep, type_of_arithmetic
+from ..vocabulary.describe import (
+    Whole,
+    all_text,
+    because,
+    blocks,
+    config_of,
+    given,
+    has,
+    if_there,
+    needs_diffusers,
+    size,
+    timestep,
+    type_of_arithmetic,
+)
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
 from .hunyuan_video import KEYS as SHARED_KEYS
-from .keys import table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
-from .positions import Cut
 
 LATENT, BOTH, TABLE = Whole((1, 1)), ("image", "text"), TokenArgument(0, ("image",))
 

@@ -1,10 +1,11 @@
 """HunyuanVideo from text, and from a picture as more channels: two streams, then one; joint attention, image first; guidance."""
 
-from .describe import Whole, all_text, blocks, config_of, even_sides, given, has, size, timestep
-from .given_frame import place_given_frame
-from .keys import SWAPPED, table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
-from .positions import Cut
+from ..vocabulary.describe import Whole, all_text, blocks, config_of, even_sides, given, has, size, timestep
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.given_frame import place_given_frame
+from ..vocabulary.keys import SWAPPED, table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
 
 LATENT, BOTH, TABLE = Whole((1, 2, 2)), ("image", "text"), TokenArgument(0, ("image",))
 TABLES = (TABLE,) * 4 + (TokenArgument(0, ("text",)),)         # sines, and which tokens are a given frame's

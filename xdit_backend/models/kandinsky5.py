@@ -6,8 +6,9 @@ Given first frames take the places of the latent's.
 import torch
 
 from ..protocol.errors import ConfigError
-from .describe import Whole, blocks, config_of, even_sides, given, has, needs_diffusers, size, timestep, type_of_arithmetic
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from ..vocabulary.describe import Whole, blocks, config_of, even_sides, given, has, needs_diffusers, size, timestep, type_of_arithmetic
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, TABLE = Whole((1, 2, 2)), TokenArgument(1, ("image",))
 AXES = {64: (16, 24, 24), 128: (32, 48, 48)}                   # of a head: frames, rows and columns

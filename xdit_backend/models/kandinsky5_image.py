@@ -4,9 +4,9 @@ import dataclasses
 
 import torch
 
-from .describe import Whole, config_of, even_sides, has, size
+from ..vocabulary.describe import Whole, config_of, even_sides, has, size
+from ..vocabulary.family import Tiny
 from .kandinsky5 import KANDINSKY5, KEY, PIXELS
-from .plan import Tiny
 
 LATENT = Whole((2, 2))
 

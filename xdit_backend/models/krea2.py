@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from .describe import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep
-from .keys import table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from ..vocabulary.describe import Packed, blocks, config_of, given, has, needs_diffusers, size, timestep
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, ALL = Packed((1, 2, 2)), ("text", "image", "reference")
 NORM, OF_TEXT = ".attn.qknorm.qnorm.scale", "txtfusion.layerwise_blocks.0"

@@ -1,9 +1,10 @@
 """Latte: text to video; a block over the places of each frame, then one over the frames of each place. ComfyUI has no model of it."""
 
 from ..protocol.errors import ConfigError
-from .describe import ALL_FRAMES, Places, config_of, folder_alone, given, has, said, timestep
-from .plan import BlockList, Family, ModelPlan, Sampled, Tiny
-from .positions import embedded
+from ..vocabulary.describe import ALL_FRAMES, Places, config_of, folder_alone, given, has, said, timestep
+from ..vocabulary.family import Family, Sampled, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan
+from ..vocabulary.positions import embedded
 
 LATENT = Places((ALL_FRAMES, 2, 2))
 

@@ -5,10 +5,10 @@ import dataclasses
 import torch
 
 from ..protocol.transfers import on_device
-from .describe import config_of, given, has, timestep
+from ..vocabulary.describe import config_of, given, has, timestep
+from ..vocabulary.family import Tiny
+from ..vocabulary.keys import table
 from .flux import BLOCKS, FLUX, LATENT
-from .keys import table
-from .plan import Tiny
 
 WIDTH = 3584                                                   # of the text, by which ComfyUI tells it
 

@@ -3,9 +3,10 @@
 Given frames have times of their own, token by token; guides are frames after the video's, at positions of their own.
 """
 
-from .describe import because, blocks, config_of, diffusers_converter, given, has, size, text_mask
-from .ltx_tokens import IS_LTX, LATENT, NUM_HEADS, PIXELS, bounds, more_than_guides, token_times
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from ..vocabulary.describe import because, blocks, config_of, diffusers_converter, given, has, size, text_mask
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.ltx_tokens import IS_LTX, LATENT, NUM_HEADS, PIXELS, bounds, more_than_guides, token_times
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 TABLE = TokenArgument(1, ("image",))
 

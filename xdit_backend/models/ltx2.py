@@ -6,13 +6,14 @@ A latent is of two parts, or of the video alone. Of the video given frames and g
 import dataclasses
 
 from ..protocol.errors import CheckpointError
-from .describe import because, config_of, given, has
-from .keys import table
+from ..vocabulary.describe import because, config_of, given, has
+from ..vocabulary.family import Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.ltx2_folder import CONNECTORS
+from ..vocabulary.ltx_tokens import IS_LTX, bounds
+from ..vocabulary.plan import BlockList, ModelPlan
+from ..vocabulary.sound import ARGUMENTS, AUDIO, HAS_PROJECTION, RULES, SAYS, SETTINGS, TOKENS, VIDEO, as_sound, num_sounds, parted
 from .ltx import LTX
-from .ltx2_folder import CONNECTORS
-from .ltx_tokens import IS_LTX, bounds
-from .plan import BlockList, ModelPlan, Tiny
-from .sound import ARGUMENTS, AUDIO, HAS_PROJECTION, RULES, SAYS, SETTINGS, TOKENS, VIDEO, as_sound, num_sounds, parted
 
 SAID = ("apply_gated_attention", "caption_proj_before_connector")              # by the tensors too
 KEYS = table(

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import UnsupportedError
-from .describe import Whole, all_text, blocks, config_of, even_sides, given, has, size, text_mask, type_of_arithmetic
-from .keys import SWAPPED, table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
-from .positions import Cut
+from ..vocabulary.describe import Whole, all_text, blocks, config_of, even_sides, given, has, size, text_mask, type_of_arithmetic
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import SWAPPED, table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
 
 LATENT, BOTH, TABLE = Whole((1, 2, 2)), ("image", "text"), TokenArgument(0, ("image",))
 

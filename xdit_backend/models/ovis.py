@@ -4,11 +4,11 @@ import dataclasses
 
 import torch
 
-from .describe import config_of, has, size
+from ..vocabulary.describe import config_of, has, size
+from ..vocabulary.family import Tiny
+from ..vocabulary.keys import table
 from .flux import BLOCKS, FLUX, LATENT
-from .keys import table
 from .longcat import LONGCAT
-from .plan import Tiny
 
 GATE, UP = ".gate_proj.", ".up_proj."
 

@@ -5,9 +5,10 @@ import math
 import torch
 
 from ..protocol.errors import ConfigError
-from .describe import Whole, because, blocks, config_of, given, has, size, timestep
-from .keys import table
-from .plan import BlockList, Family, ModelPlan, Tiny
+from ..vocabulary.describe import Whole, because, blocks, config_of, given, has, size, timestep
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, ModelPlan
 
 LATENT = Whole((2, 2))
 

@@ -5,10 +5,10 @@ import dataclasses
 import torch
 
 from ..protocol.transfers import on_device
-from .describe import config_of, given, has
-from .keys import table
+from ..vocabulary.describe import config_of, given, has
+from ..vocabulary.family import Tiny
+from ..vocabulary.keys import table
 from .pixart import PIXART
-from .plan import Tiny
 
 TOLD = {"use_additional_conditions": True}
 KEYS = table(*((rf"^{ours}_embedder\.mlp\.{place}\.", f"adaln_single.emb.{theirs}_embedder.linear_{number}.")

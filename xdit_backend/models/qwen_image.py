@@ -2,11 +2,12 @@
 
 import torch
 
-from .describe import Packed, because, blocks, config_of, given, has, needs_diffusers, size, text_mask, timestep
-from .keys import table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
-from .positions import Cut, whole_shapes
-from .references import AT_ZERO, AtZero, method_of, references
+from ..vocabulary.describe import Packed, because, blocks, config_of, given, has, needs_diffusers, size, text_mask, timestep
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut, whole_shapes
+from ..vocabulary.references import AT_ZERO, AtZero, method_of, references
 
 LATENT, IMAGE = Packed((1, 2, 2)), ("image", "reference")
 TABLE, TEXT = TokenArgument(0, IMAGE), TokenArgument(0, ("text",))

@@ -5,8 +5,9 @@ from types import MethodType
 import torch
 import torch.nn.functional as F
 
-from .describe import Whole, config_of, folder_alone, given, has, said, text_mask
-from .plan import BlockList, Family, ModelPlan, Sampled, Tiny
+from ..vocabulary.describe import Whole, config_of, folder_alone, given, has, said, text_mask
+from ..vocabulary.family import Family, Sampled, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan
 
 LATENT = Whole((1, 1))
 SUMS = "its attention keeps sums over all tokens, of which no part is a patch's or a rank's own to be left from the step before"

@@ -1,6 +1,6 @@
 """Stable Diffusion 1.4 and 1.5, and what is trained from them: a U-Net of four levels, eight heads everywhere."""
 
-from .unet import tiny, unet
+from ..vocabulary.unet import tiny, unet
 
 SD15 = unet(
     name="SD 1.5", title="SD 1.5", context_widths=(768,), labelled=False, num_heads=lambda width: 8,

@@ -1,7 +1,7 @@
 """Stable Diffusion 2.0 and 2.1, of 512 and of 768 pixels: a U-Net of four levels, heads of 64. Some predict velocity."""
 
-from .describe import because, has
-from .unet import tiny, unet
+from ..vocabulary.describe import because, has
+from ..vocabulary.unet import tiny, unet
 
 SD2 = unet(
     name="SD 2", title="SD 2.0, 2.1", context_widths=(1024,), labelled=False, num_heads=lambda width: width // 64,

@@ -5,10 +5,11 @@ import math
 import torch
 
 from ..protocol.errors import ConfigError
-from .describe import Whole, because, blocks, config_of, diffusers_converter, given, has, size, timestep
-from .keys import table
-from .plan import BlockList, Family, ModelPlan, Tiny
-from .positions import embedded
+from ..vocabulary.describe import Whole, because, blocks, config_of, diffusers_converter, given, has, size, timestep
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, ModelPlan
+from ..vocabulary.positions import embedded
 
 LATENT, OF_TEXT, NUM_TEXT_HEADS = Whole((2, 2)), "context_processor.", 8   # heads are ComfyUI's, whatever the width
 

@@ -1,6 +1,6 @@
 """SDXL and its refiner: a U-Net of three or four levels, heads of 64; pooled text and the picture's size as a vector beside the text."""
 
-from .unet import tiny, unet
+from ..vocabulary.unet import tiny, unet
 
 SDXL = unet(
     name="SDXL", title="SDXL, SDXL refiner", context_widths=(2048, 1280), labelled=True, num_heads=lambda width: width // 64,

@@ -8,9 +8,10 @@ from contextvars import ContextVar
 import torch
 import torch.nn.functional as F
 
-from .describe import Whole, blocks, config_of, diffusers_converter, frame_times, given, has, if_there, only_parts, size
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
-from .positions import Cut
+from ..vocabulary.describe import Whole, blocks, config_of, diffusers_converter, frame_times, given, has, if_there, only_parts, size
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
+from ..vocabulary.positions import Cut
 
 LATENT, TABLE, TIMES = Whole((1, 2, 2)), TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)
 CONVERT = diffusers_converter("convert_wan_transformer_to_diffusers")

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 import torch
 
 from ..protocol.errors import ConfigError
-from .describe import blocks, config_of, has, only_parts, size
-from .plan import Tiny
+from ..vocabulary.describe import blocks, config_of, has, only_parts, size
+from ..vocabulary.family import Tiny
 from .wan import PARTS, WAN
 
 NUM_VACE = blocks("vace_blocks.")

@@ -2,9 +2,10 @@
 
 import torch
 
-from .describe import Whole, because, blocks, config_of, given, has, needs_diffusers, size, timestep, type_of_arithmetic
-from .keys import table
-from .plan import BlockList, Family, ModelPlan, Tiny, TokenArgument
+from ..vocabulary.describe import Whole, because, blocks, config_of, given, has, needs_diffusers, size, timestep, type_of_arithmetic
+from ..vocabulary.family import Family, Tiny
+from ..vocabulary.keys import table
+from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, GROUP, PICTURE, ALL = Whole((2, 2)), 32, ("image", "pad"), ("image", "pad", "text")
 HEAD_SIZE = size("layers.0.attention.q_norm.weight", 0)

@@ -1,1 +1,1 @@
-"""The parallel methods, one file each, and the hooks that apply them to a diffusers model."""
+"""The parallel methods, one file each: USP (Ulysses and Ring), PipeFusion, tensor, displaced patches, NAG, the VAE by rows."""

@@ -1,6 +1,6 @@
 """Displaced patch parallelism (DistriFusion, arXiv 2402.19481): each rank has its part of the image, and the others' from the last call.
 
-row_hooks.py puts it into U-Nets, hooks.py into transformers. docs/algorithms.md section 9.
+hooks/unet.py puts it into U-Nets, hooks/transformer.py into transformers. docs/algorithms.md section 9.
 
 # B batch, G groups of a norm, N heads, T tokens, H head size
 """
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .exchange import Exchange
-from .rows import Padding, RowSplit, input_rows, output_starts, overlap
+from ..distributed.exchange import Exchange
+from ..distributed.rows import Padding, RowSplit, input_rows, output_starts, overlap
 from .usp import all_keys, heads_apart, repeat_heads
 
 

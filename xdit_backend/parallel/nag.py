@@ -6,7 +6,7 @@ which the first is pushed away from the second in every block. Both are in one b
 
 import torch
 
-from .collectives import all_reduce
+from ..distributed.collectives import all_reduce
 
 LEAST_NORM = 1e-6                          # as ComfyUI's node has it
 
@@ -14,7 +14,7 @@ LEAST_NORM = 1e-6                          # as ComfyUI's node has it
 def guide(out, nag, dims, tokens=slice(None), also_negative=False, mesh=None, traffic=None):
     """Attention's output with the positive part guided, in `out` itself. Every rank of the tensor axis calls it.
 
-    out: (B, T, C), or (B, N, T, H). nag: a messages.Nag. dims: of out, those that hold a token's numbers. tokens: which are guided, along
+    out: (B, T, C), or (B, N, T, H). nag: a specs.Nag. dims: of out, those that hold a token's numbers. tokens: which are guided, along
     the second to last dim. also_negative: the negative part gets the result too. mesh: where ranks have some of the heads only.
     """
     size = len(out) // nag.num_parts

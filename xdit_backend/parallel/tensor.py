@@ -8,8 +8,8 @@ import functools
 
 import torch
 
+from ..distributed.collectives import all_gather, start_all_reduce
 from ..partition import summed_modules
-from .collectives import all_gather, start_all_reduce
 
 PROJECTED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_q": "add_q_proj", "norm_added_k": "add_k_proj", "q_rms_norm": "to_q",
              "k_rms_norm": "to_k", "q_rms_norm_t": "to_q_t", "k_rms_norm_t": "to_k_t"}         # norm of an attention -> what it norms

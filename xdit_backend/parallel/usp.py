@@ -9,9 +9,9 @@ import math
 
 import torch
 
+from ..distributed.attention import attention_with_lse, merge_attention
+from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..partition import shard_sizes
-from .attention import attention_with_lse, merge_attention
-from .collectives import RingExchange, all_gather, all_to_all
 
 
 def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic, mask=None, key_sizes=None):

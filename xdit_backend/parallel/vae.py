@@ -20,11 +20,12 @@ from torch.nn.functional import pad as pad_whole
 
 from ..autoencoders import FAMILIES, family_of
 from ..autoencoders.family import replaced
+from ..distributed.collectives import Traffic
+from ..distributed.mesh import group_timeout
+from ..distributed.norm_rows import group_norm_rows
+from ..distributed.rows import Padding, RowSplit, attention_rows, conv_rows, linear_attention_rows
 from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError
-from .collectives import Traffic
-from .mesh import group_timeout
-from .rows import Padding, RowSplit, attention_rows, conv_rows, group_norm_rows, linear_attention_rows
 
 NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE cannot be split. Use VAE Decode."
 

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..distributed.collectives import Traffic, all_gather
 from ..host_memory import memory_room
 from ..partition import shard_sizes
 from ..protocol.errors import ConfigError
-from .collectives import Traffic, all_gather
 from .vae import decode_rows, encode_rows, num_parts, split_dim
 
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoints.vae import load_autoencoder
-from ..parallel.rows import all_sums
+from ..distributed.rows import all_sums
 from ..parallel.vae import Ranks, decode_rows, encode_rows
 from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
 from ..protocol.segments import map_segment

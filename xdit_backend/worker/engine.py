@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ..parallel.collectives import Traffic
+from ..distributed.collectives import Traffic
 from ..parallel.vae_memory import free_bytes
 from ..protocol import messages
 from ..protocol.transfers import Ferry

@@ -15,12 +15,12 @@ from ..checkpoints.changes import change_weights
 from ..checkpoints.loading import Transformer, load_transformer
 from ..checkpoints.transformer import block_bytes, block_sizes
 from ..checkpoints.versions import Versions
+from ..distributed.collectives import Traffic, all_gather
+from ..hooks.context import ForwardContext, rows_of, tokens_of
+from ..hooks.regions import message_size
+from ..hooks.transformer import Hooks
+from ..hooks.unet import RowHooks
 from ..models import FAMILIES
-from ..parallel.collectives import Traffic, all_gather
-from ..parallel.context import ForwardContext, rows_of, tokens_of
-from ..parallel.hooks import Hooks
-from ..parallel.regions import message_size
-from ..parallel.row_hooks import RowHooks
 from ..partition import FULL, cut_bands, holders, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
 from ..protocol.transfers import on_device
@@ -69,7 +69,7 @@ class Models:
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
             return every_block if spec.stages is None or spec.stages.every_block else blocks
 
-        transformer = load_transformer(spec, family, self._device, report, held_blocks, self._rank % spec.tensor_degree)
+        transformer = load_transformer(spec, self._device, report, held_blocks, self._rank % spec.tensor_degree)
         model = transformer.model
         hooks = RowHooks(model, family.plan) if family.by_rows else Hooks(model, family.plan, transformer.splits)
         self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks, self._residency(transformer))

@@ -5,9 +5,10 @@ from functools import partial
 
 import torch
 
-from ..parallel.exchange import Exchange
-from ..parallel.mesh import build_mesh, paced
-from ..parallel.pipefusion import KeyValues, Link, Offload
+from ..distributed.exchange import Exchange
+from ..distributed.mesh import build_mesh, paced
+from ..parallel.key_values import KeyValues, Offload
+from ..parallel.pipefusion import Link
 from ..parallel.vae_memory import free_bytes
 from ..partition import FULL, shard_sizes
 from ..protocol.displaced_modes import MODES

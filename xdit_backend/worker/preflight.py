@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ..parallel.collectives import Traffic, all_to_all
+from ..distributed.collectives import Traffic, all_to_all
 from ..protocol.errors import LinkError, WorkerStartError
 
 LEAST_FREE_BYTES = 2 ** 29                 # of a device's memory: libraries and exchanges take that before a model is there

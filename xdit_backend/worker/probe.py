@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..parallel.collectives import RingExchange, all_gather, all_to_all
-from ..parallel.mesh import group_timeout
+from ..distributed.collectives import RingExchange, all_gather, all_to_all
+from ..distributed.mesh import group_timeout
 
 SMALL_BYTES, LARGE_BYTES = 2 ** 16, 2 ** 24
 ACROSS_BYTES = 2 ** 20         # large, between machines: a slow network takes a second for it

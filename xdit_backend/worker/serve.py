@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..parallel.mesh import backend_for, group_options, group_timeout
+from ..distributed.mesh import backend_for, group_options, group_timeout
 from ..protocol.channel import connect
 from ..protocol.devices import own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError

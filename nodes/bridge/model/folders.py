@@ -1,0 +1,154 @@
+"""Tensors of a diffusers folder under the names that ComfyUI's own model has for them. Used by shell.py and file_weights.py.
+
+A family's conversion is carried out backwards: which names it is to be given, ComfyUI's class tells, and running it on row numbers
+tells where each row comes from.
+"""
+
+import importlib
+import re
+from contextlib import suppress
+
+import torch
+
+import comfy.latent_formats
+import comfy.model_detection
+import comfy.ops
+import comfy.supported_models
+from comfy.model_base import ModelType
+
+from ....xdit_backend.protocol.errors import CheckpointError
+
+# what ComfyUI samples U-Nets by, in the words of diffusers' schedulers
+DISCRETE = {"prediction_type": ("epsilon", "v_prediction"), "beta_schedule": ("scaled_linear",), "beta_start": (0.00085,),
+            "beta_end": (0.012,), "num_train_timesteps": (1000,), "trained_betas": (None,)}
+CONTINUOUS = {"prediction_type": ("epsilon", "v_prediction")}
+
+INSTEAD = "Use the file of this model in ComfyUI's format."
+
+
+def under_comfyui_names(tensors, checkpoint):
+    """{ComfyUI's name: tensor} of all tensors of a folder, on any device. One may be put together from several, along dim 0.
+
+    Raises CheckpointError where not all have a name there.
+    """
+    family, config = checkpoint.family, checkpoint.config
+    if family.sampled:                                         # ComfyUI has no model of it; ours has diffusers' names
+        return tensors
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.prepares)}      # they have those names
+    used = set(found)
+    for name, num_dims in _names(family, config).items():
+        parts = _converted(family, config, name, 0)
+        if not parts:
+            part, order = _joined(family, config, name)
+            if part in tensors:
+                found |= zip(order, tensors[part].chunk(2))
+                used.add(part)
+        elif parts.keys() <= tensors.keys():
+            rows = _converted(family, config, name, sum(len(tensors[part]) if tensors[part].ndim else 1 for part in parts))
+            whole = _together(rows, tensors)
+            found[name] = whole.flatten() if num_dims == 1 else whole          # one row there, several here
+            used |= parts.keys()
+    if used != tensors.keys():
+        found = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or {}         # which takes some for other families
+        if sum(tensor.numel() for tensor in found.values()) != sum(tensor.numel() for tensor in tensors.values()):
+            raise CheckpointError(f"{checkpoint.name} is a diffusers folder of a {family.name} model, and ComfyUI's names "
+                                  f"are not known for all tensors of it. {INSTEAD}")
+    return found
+
+
+def marks_of(checkpoint):
+    """{ComfyUI's name: tensor} of tensors without numbers by which ComfyUI tells what config.json says."""
+    family = checkpoint.family
+    return {name: torch.zeros(0) for key, name in family.marks.items() if checkpoint.folder_config.get(key)}
+
+
+def refuse_unlike(tensors, checkpoint):
+    """Raise CheckpointError where ComfyUI could not tell from a folder's tensors, under its names, what the folder's config.json says."""
+    family, config, name = checkpoint.family, checkpoint.config, checkpoint.name
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    scales = {name.removesuffix("weight") + "scale": shape for name, shape in shapes.items() if name.endswith("_norm.weight")}
+    seen = family.config(shapes | scales)                      # files of Flux.1 say scale where ComfyUI's module says weight
+    for key, value in seen.items():
+        if key not in family.by_tensors and config.get(key) is not None and _plain(value) != _plain(config[key]):
+            raise CheckpointError(f"{name} is a {family.name} model with {key} = {config[key]!r}, which ComfyUI could not tell from its "
+                                  f"tensors: it would take it for {value!r}. {INSTEAD}")
+
+
+def sample_as_said(model_config, checkpoint):
+    """Have ComfyUI sample the U-Net of a folder as its scheduler's config says, which single files tell by their tensors. Returns the
+    ModelType, or None where the folder says nothing. Raises CheckpointError for what ComfyUI cannot be told.
+    """
+    said = checkpoint.folder and checkpoint.folder_config is None and checkpoint.folder.beside.get("scheduler")
+    if not said:
+        return None
+    scheduler, settings = str(said.get("_class_name")), model_config.sampling_settings
+    is_edm = "EDM" in scheduler and isinstance(model_config, comfy.supported_models.SDXL)
+    for key, values in (CONTINUOUS if is_edm else DISCRETE).items():
+        if said.get(key, values[0]) not in values or not is_edm and re.search("EDM|Flow", scheduler):
+            raise CheckpointError(f"{checkpoint.name} is sampled as its scheduler_config.json says ({scheduler}, {key} = "
+                                  f"{said.get(key)!r}), and ComfyUI samples such models otherwise. Use another model.")
+    is_velocity = said.get("prediction_type") == "v_prediction"
+    if is_edm:
+        settings |= {"sigma_data": 1.0 if is_velocity else 0.5, "sigma_max": said.get("sigma_max", 80.0),
+                     "sigma_min": said.get("sigma_min", 0.002)}
+        type_ = ModelType.V_PREDICTION_EDM if is_velocity else ModelType.EDM
+        if not is_velocity:                                    # Playground 2.5, whose latents ComfyUI knows
+            model_config.latent_format = comfy.latent_formats.SDXL_Playground_2_5()
+    else:
+        settings["zsnr"] = bool(said.get("rescale_betas_zero_snr"))
+        type_ = ModelType.V_PREDICTION if is_velocity else ModelType.EPS
+    model_config.model_type = lambda state_dict, prefix="": type_
+    return type_
+
+
+def _plain(value):
+    return list(value) if isinstance(value, (tuple, list)) else value
+
+
+def _together(rows, tensors):
+    rows = {part: where.flatten() for part, where in rows.items()}
+    part, where = next(iter(rows.items()))
+    if len(rows) == 1 and torch.equal(where, torch.arange(len(where))):
+        return tensors[part]
+    whole = tensors[part].new_empty(sum(map(len, rows.values())), *tensors[part].shape[1:])
+    for part, where in rows.items():
+        whole[where.to(whole.device)] = tensors[part]
+    return whole
+
+
+def _joined(family, config, name):
+    """(diffusers' name, the names of both halves in their order) of a tensor that the conversion puts together with this one, for which
+    it asks; (None, ()) where there is none."""
+    with suppress(KeyError, RuntimeError, IndexError, ValueError):
+        try:
+            family.convert({name: torch.zeros(1)}, config)
+        except KeyError as error:
+            other = error.args[0]
+            (part, halves), = family.convert({name: torch.zeros(1), other: torch.ones(1)}, config).items()
+            return part, (name, other) if halves.tolist() == [0, 1] else (other, name)
+    return None, ()
+
+
+def _converted(family, config, name, num_rows):
+    """{diffusers' name: the rows that it has} of a tensor of so many rows; {} where its name is nothing to the conversion."""
+    try:
+        return family.convert({name: torch.arange(num_rows)}, config)
+    except (KeyError, RuntimeError, IndexError, ValueError):   # one that takes several tensors at a time
+        return {}
+
+
+def _names(family, config):
+    """{ComfyUI's name of each tensor of such a model, and of some that it may lack: how many dims it has}."""
+    names = {name: tensor.ndim for name, tensor in (_template(family.tiny) | _template(family.tiny, family.tiny.more)).items()}
+    for list_ in family.plan.blocks:
+        inside = {name.removeprefix(list_.in_file).partition(".")[2]: num_dims for name, num_dims in names.items()
+                  if name.startswith(list_.in_file)}
+        names |= {f"{list_.in_file}{number}.{name}": num_dims for number in range(config[list_.count])
+                  for name, num_dims in inside.items()}
+    return names
+
+
+def _template(tiny, more={}):
+    module, _, name = tiny.native.partition(":")
+    place = {"device": "meta", "dtype": torch.float32, "operations": comfy.ops.disable_weight_init}
+    return getattr(importlib.import_module(module), name)(**tiny.arguments | more, **place).state_dict()

@@ -1,0 +1,60 @@
+"""How a MODEL was set up: of which file, where and by which methods it runs. Made by shell.py, read by what runs the model."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....xdit_backend.checkpoints.checkpoint import Checkpoint
+from ....xdit_backend.checkpoints.net import job_of
+from ....xdit_backend.config import ParallelConfig, devices_a_machine
+from ....xdit_backend.forecast.cost import Net
+from ....xdit_backend.forecast.planner import choose_layout
+from ....xdit_backend.protocol.specs import ModelSpec
+
+
+@dataclass(frozen=True)
+class Setup:
+    """latent_format: ComfyUI's, of the model. net: what forecasts compute with; None of a U-Net. device_bytes: of memory, of each
+    rank's device."""
+
+    spec: ModelSpec
+    checkpoint: Checkpoint
+    latent_format: Any
+    config: ParallelConfig
+    devices: tuple
+    net: Net | None
+    device_bytes: list
+
+    @property
+    def family(self):
+        return self.checkpoint.family
+
+    @property
+    def transformer_config(self):
+        """Arguments of the family's diffusers class."""
+        return self.checkpoint.config
+
+    @property
+    def num_classes(self):
+        """How many classes a prompt may name; None where it is a text."""
+        sampled = self.family.sampled
+        return self.transformer_config[sampled.labels] if sampled and sampled.labels else None
+
+    @property
+    def num_channels(self):
+        """Of the latent that it predicts."""
+        return self.family.num_channels(self.transformer_config)
+
+    @property
+    def shares_tokens(self):
+        """Can several ranks compute one picture, each a part of its tokens?"""
+        return "ulysses" not in self.family.refused
+
+    def layout(self, num_branches):
+        """The Layout of a run that nothing is forecast of."""
+        heads, key_heads = (count(self.transformer_config) for count in (self.family.num_heads, self.family.num_key_heads))
+        return choose_layout(self.config, len(self.devices), num_branches, heads, self.family.name, self.spec.stages, key_heads,
+                             self.spec.tensor_degree, self.shares_tokens, devices_a_machine(self.devices))
+
+    def job(self, latent_shape, conditioning, num_steps, num_branches):
+        """The Job of a run on latents of this shape, one branch's; None of a U-Net. conditioning: {name: tensor}, as workers get it."""
+        return self.net and job_of(self.family, self.net, latent_shape, conditioning, num_steps, num_branches)

@@ -1,0 +1,1 @@
+"""The page: its requests come in, plain values for JSON go out."""

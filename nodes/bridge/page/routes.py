@@ -1,0 +1,195 @@
+"""What the page asks: which files the workers cannot have, before it converts a workflow, and what its panel shows. Used by __init__.py.
+
+All routes stand under ComfyUI's own checks of where a request comes from.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+
+import torch
+from aiohttp import web
+
+import comfy.sd
+import folder_paths
+
+from ....xdit_backend.autoencoders import supported
+from ....xdit_backend.checkpoints.checkpoint import open_checkpoint
+from ....xdit_backend.config import ParallelConfig
+from ....xdit_backend.protocol.errors import CheckpointError, XDiTError
+from ..vae.kinds import kind_of
+from ..workers.groups import fitting_here
+from . import panel
+
+log = logging.getLogger(__name__)
+
+MAX_FILES, MAX_NAME = 200, 100
+WATCHED_S = 1.0                            # from one state to the next that an open panel is sent
+VAE_PREFIXES = ("first_stage_model.", "vae.")
+
+
+def add_routes(server):
+    """All that the page can ask of this pack. A body of another form is answered with 400.
+
+    POST /xdit/refusals {"models": [file], "vaes": [file]} -> {"models": {file: why not}, "vaes": {file: why not}}; files that are not
+        here, or of which nothing can be said, are in neither.
+    GET /xdit/state, /xdit/timeline, /xdit/trace -> what panel.py's functions of these names return.
+    POST /xdit/watch {"client": its id of ComfyUI's socket, "open": bool}: the state goes there as "xdit.state" when it changes, while open.
+    POST /xdit/fit {"settings": {a field of ParallelConfig: value}} -> {"settings": those that differ of the nearest that can work here}.
+    POST /xdit/do {"action": one of panel.ACTIONS} -> {}; 409 while a prompt runs, or where it cannot be done.
+    """
+    routes, watch = server.routes, Watch(server)
+
+    @routes.post("/xdit/refusals")
+    async def answer_refusals(request):
+        asked = await _body(request)
+        if not _is_asked(asked):
+            return _refuse(f'Send {{"models": [names of files], "vaes": [names of files]}}, at most {MAX_FILES} each.')
+        return web.json_response(await asyncio.to_thread(refusals, asked["models"], asked["vaes"]))
+
+    @routes.get("/xdit/state")
+    async def answer_state(request):
+        return web.json_response(await asyncio.to_thread(panel.state))
+
+    @routes.get("/xdit/timeline")
+    async def answer_timeline(request):
+        return web.json_response(await asyncio.to_thread(panel.timeline))
+
+    @routes.get("/xdit/trace")
+    async def answer_trace(request):
+        return web.json_response(await asyncio.to_thread(panel.trace),
+                                 headers={"Content-Disposition": 'attachment; filename="xdit-trace.json"'})
+
+    @routes.post("/xdit/watch")
+    async def answer_watch(request):
+        asked = await _body(request)
+        is_asked = isinstance(asked, dict) and asked.keys() == {"client", "open"} and isinstance(asked["open"], bool)
+        if not is_asked or not isinstance(asked["client"], str) or not 0 < len(asked["client"]) <= MAX_NAME:
+            return _refuse('Send {"client": id of the socket, "open": true or false}.')
+        if asked["open"] and asked["client"] not in server.sockets:
+            return _refuse("No socket has this id.")
+        watch.set(asked["client"], asked["open"])
+        return web.json_response({})
+
+    @routes.post("/xdit/fit")
+    async def answer_fit(request):
+        asked = await _body(request)
+        if not isinstance(asked, dict) or asked.keys() != {"settings"} or not _are_settings(asked["settings"]):
+            return _refuse('Send {"settings": {name of a setting of xDiT Parallel Config: its value}}.')
+        try:
+            found = fitting_here(ParallelConfig(**asked["settings"]))
+        except XDiTError as error:
+            return _refuse(str(error), 409)
+        return web.json_response({"settings": {name: value for name in asked["settings"]
+                                               if (value := getattr(found, name)) != asked["settings"][name]}})
+
+    @routes.post("/xdit/do")
+    async def answer_do(request):
+        asked = await _body(request)
+        if not isinstance(asked, dict) or asked.keys() != {"action"} or asked["action"] not in list(panel.ACTIONS):
+            return _refuse(f'Send {{"action": one of {", ".join(panel.ACTIONS)}}}.')
+        if server.prompt_queue.currently_running:
+            return _refuse("A prompt is running. Cancel it, or wait until it is done.", 409)
+        try:
+            await asyncio.to_thread(panel.ACTIONS[asked["action"]])
+        except XDiTError as error:
+            return _refuse(str(error), 409)
+        return web.json_response({})
+
+
+class Watch:
+    """Sends the panel's state, when it changes, to the pages whose panel is open, and does nothing where none is."""
+
+    def __init__(self, server):
+        self._server, self._sent, self._task = server, {}, None            # _sent: socket's id -> the state it has
+
+    def set(self, client, is_open):
+        if not is_open:
+            self._sent.pop(client, None)
+            return
+        self._sent[client] = None
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self):
+        while self._sent:
+            try:
+                state = await asyncio.to_thread(panel.state)
+            except Exception:                                  # a panel that shows nothing new costs no prompt
+                log.exception("the panel's state could not be told")
+                state = None
+            for client in list(self._sent):
+                if client not in self._server.sockets:         # the page is gone
+                    self._sent.pop(client, None)
+                elif state is not None and self._sent.get(client) != state:
+                    self._sent[client] = state
+                    await self._server.send_json("xdit.state", state, client)
+            await asyncio.sleep(WATCHED_S)
+
+
+def refusals(models, vaes):
+    """{"models": {name: words}, "vaes": {name: words}} of the files that Load xDiT Model and the distributed VAE nodes would refuse."""
+    return {"models": _refused(models, ("diffusion_models", "checkpoints", "unet_gguf"), refused_model),
+            "vaes": _refused(vaes, ("vae", "checkpoints"), refused_vae)}
+
+
+def refused_model(path):
+    """Why Load xDiT Model would refuse this file, or None."""
+    try:
+        _ = open_checkpoint(path).family
+    except CheckpointError as error:
+        return str(error)
+
+
+def refused_vae(path):
+    """Why Distributed VAE Decode would refuse the VAE of this file, or None. ComfyUI's own VAE is made of the shapes alone."""
+    if not path.endswith((".safetensors", ".sft")):
+        return None
+    try:
+        header = open_checkpoint(path)
+    except CheckpointError as error:
+        return str(error)
+    shapes = {key.removeprefix(prefix): shape for prefix in VAE_PREFIXES for key, shape in (header.shapes | header.beside).items()
+              if key.startswith(prefix)} or header.shapes
+    try:
+        with torch.device("meta"):
+            vae = comfy.sd.VAE(sd={key: torch.empty(shape) for key, shape in shapes.items()}, metadata=header.metadata)
+    except RuntimeError:                                       # of load_state_dict: ComfyUI's loader will say more
+        return None
+    model = vae.first_stage_model
+    if model is None or kind_of(model) is not None:
+        return None
+    return f"The VAE in {os.path.basename(path)} ({type(model).__name__}) is none of {supported()}."
+
+
+def _refused(names, folders, reason_of):
+    found = {}
+    for name in names:
+        path = next(filter(None, (folder_paths.get_full_path(folder, name) for folder in folders)), None)
+        reason = path and reason_of(path)
+        if reason:
+            found[name] = reason
+    return found
+
+
+def _are_settings(settings):
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(ParallelConfig)}
+    return isinstance(settings, dict) and all(
+        name in kinds and (type(value) is kinds[name] or (kinds[name] is float and type(value) is int)) for name, value in settings.items())
+
+
+async def _body(request):
+    try:
+        return await request.json()
+    except ValueError:
+        return None
+
+
+def _refuse(words, status=400):
+    return web.json_response({"error": words}, status=status)
+
+
+def _is_asked(asked):
+    return isinstance(asked, dict) and asked.keys() == {"models", "vaes"} and all(
+        isinstance(names, list) and len(names) <= MAX_FILES and all(isinstance(name, str) for name in names) for names in asked.values())

@@ -1,0 +1,81 @@
+"""Displaced patches (DistriFusion) of one run: which calls of the model are synchronous, and how they reach the workers.
+
+A RemoteModel makes one for each run with displaced_degree above 1. Every call is for the whole latent: any sampler node will do.
+"""
+
+import dataclasses
+
+from ....xdit_backend.forecast.planner import branches_together, describe_layout
+from ....xdit_backend.partition import cut_bands, halved, num_tokens
+from ....xdit_backend.protocol.displaced_modes import AUTO, MODES, chosen_for
+from ....xdit_backend.protocol.errors import ConfigError
+from .staleness import Staleness
+
+
+class DisplacedRun:
+    """One run, and the conditioning for which the workers keep what they told each other.
+
+    setup: a setup.Setup. schedule: its sigmas. shape: of its whole latent. Raises ConfigError where that has too few rows for the ranks.
+    """
+
+    def __init__(self, client, setup, layout, schedule, shape):
+        self._client, self._spec, self._config, self._layout = client, setup.spec, setup.config, layout
+        self._num_channels, self.shape = setup.num_channels, tuple(shape)
+        self._staleness = Staleness(schedule, setup.config.warmup_steps)
+        _check_size(setup.family, setup.transformer_config, layout, shape)
+        self._mode, self._because = setup.config.displaced_mode, ""
+        if self._mode == AUTO:
+            rows = _rows_at_last_level(setup.family, setup.transformer_config, layout.displaced_degree, shape)
+            self._mode, self._because = chosen_for(rows)
+
+    def end(self):
+        """Have the workers forget what they keep for this run."""
+        self._client.end_run(self)
+
+    def describe(self, whole_because):
+        """How the run is split, in a person's words. whole_because: as reasons.why_whole says."""
+        text = describe_layout(self._layout) + self._config.idle
+        if whole_because is not None:
+            return f"{text}, every step synchronous, because this workflow uses {whole_because}"
+        return f"{text}, {self._mode} ({self._because})" if self._because else text
+
+    def predict(self, calls, sigma, whole_because=None):
+        """Predictions for one or two calls, which make up all that the step asks for now."""
+        requests = [dataclasses.replace(call, name=self._client.name_conditioning(call.conditioning, run=self)) for call in calls]
+        # Ranks of each CFG branch keep their own.
+        names = {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
+        # Nodes may call the model for a piece of the latent, or for another one.
+        keep = (whole_because is None and MODES[self._mode].is_stale and self._staleness.ends
+                and all(tuple(request.latent.shape) == self.shape and not request.is_changed for request in requests))
+        stale = keep and not self._staleness.is_synchronous(names, sigma)
+        layout = branches_together(self._layout) if any(request.guided for request in requests) else self._layout
+        ticket = self._client.submit(self._spec, layout, self._num_channels, requests, keep=keep, run=self,
+                                     forecast=self._config.forecast_keys_values, stale=stale,
+                                     displaced_mode=self._mode)
+        if keep:
+            self._staleness.hold(names)
+        return self._client.wait([ticket])[1]
+
+
+def _rows_at_last_level(family, config, degree, shape):
+    """Of a U-Net's smallest images, the fewest that a rank of even speed has; None of a transformer."""
+    if not family.by_rows:
+        return None
+    halvings = family.plan.num_levels(config) - 1
+    starts = halved(cut_bands(shape[2], degree, 2 ** halvings), halvings)
+    return min(end - start for start, end in zip(starts, starts[1:]))
+
+
+def _check_size(family, config, layout, shape):
+    degree = layout.displaced_degree
+    if not family.by_rows:
+        ranks, tokens = degree * layout.ring_degree * layout.ulysses_degree, num_tokens(shape[2:], family.patch_size(config))
+        if tokens < ranks:
+            raise ConfigError(f"The latent has {tokens} tokens, too few for displaced_degree x ring_degree x ulysses_degree = {ranks}. Use "
+                              f"a larger latent or lower degrees.")
+        return
+    multiple = 2 ** (family.plan.num_levels(config) - 1)
+    if cut_bands(shape[2], degree, multiple) is None:
+        most = -(-shape[2] // multiple)
+        raise ConfigError(f"displaced_degree={degree} is too much for a latent of {shape[2]} rows: {family.name} shares them out by "
+                          f"{multiple}, so at most {most} devices can have some. Use a lower degree, or a higher picture.")

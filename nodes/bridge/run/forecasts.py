@@ -1,0 +1,79 @@
+"""Which layout a run of a MODEL takes, what it is forecast to take, and what it took. Used by remote.py."""
+
+import logging
+
+import torch
+
+from ....xdit_backend.forecast.learning import KNOWN, NEW, Learnt, as_learnt
+from ....xdit_backend.forecast.planner import is_long, plan_run
+from ....xdit_backend.forecast.words import measured_words, plan_words, seconds_words
+from ..workers.groups import GROUPS
+from .timed import Timed
+
+log = logging.getLogger(__name__)
+
+MISSED = 0.25                              # by how much a run's time may differ from its forecast and not be logged
+
+
+class Forecasts:
+    """Of the runs of one MODEL, one run at a time."""
+
+    def __init__(self, setup):
+        self._setup = setup
+        self.plan = self.timed = None                          # the Plan of this run, if it has one; what its calls took
+        self._plans, self._cards = {}, ()                      # {Job: Plan or None}; names of the devices
+        self._measured = {}                                    # {(Job, Degrees): seconds of the last such run}
+
+    def begin(self, job, is_planned):
+        """The Plan of the run that a call belongs to, which is another run where the plan is."""
+        plan = self.look(job, may_measure=True) if is_planned else None
+        if self.timed is None or plan is not self.plan:
+            self.plan, self.timed = plan, Timed(job)
+        return plan
+
+    def end(self):
+        self.plan = self.timed = None
+        self._plans.clear()
+
+    def look(self, job, may_measure):
+        """The Plan of a run; None where nothing is forecast: one device, degrees by hand, stages, U-Nets, or devices that are not measured
+        yet. They are, once, before the first run that is long enough to be worth it. None, too, where ranks share no tokens."""
+        setup = self._setup
+        is_planned = setup.net is not None and setup.shares_tokens and setup.config.mode == "auto"
+        if not is_planned or len(setup.devices) < 2 or setup.spec.stages is not None:
+            return None
+        if job not in self._plans:
+            may_measure = may_measure and is_long(setup.net, job, torch.device(setup.devices[0]).type)
+            machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, may_measure)
+            self._plans[job] = None if machine is None else plan_run(
+                setup.config, as_learnt(machine, GROUPS.learnt(), setup.family.name), setup.net, job, None, setup.spec.tensor_degree)
+            self._cards = () if machine is None else tuple(device.name for device in machine.devices)
+        return self._plans[job]
+
+    def words(self):
+        """What this run is forecast to take and why it takes its layout, for a person; "" without a plan."""
+        if self.plan is None:
+            return ""
+        plan, known = self.plan, (self._setup.family.name, self._cards[0]) in GROUPS.learnt()
+        return ". " + plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered,
+                                 self._measured.get((self.timed.job, plan.chosen.degrees)), KNOWN if known else NEW)
+
+    def compare(self, how, elapsed_s):
+        """What a run took beside its forecast, in a person's words; "" where there was none. One that missed by far is logged.
+
+        how: it was split. Runs in which no device waited for another teach the forecast.
+        """
+        if self.plan is None:
+            return ""
+        chosen, one, timed, family = self.plan.chosen, self.plan.one, self.timed, self._setup.family.name
+        forecast_s, measured_s = chosen.seconds, timed.seconds or elapsed_s
+        if timed.seconds:
+            self._measured[timed.job, chosen.degrees] = timed.seconds
+        if abs(measured_s / forecast_s - 1) > MISSED:
+            log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s (%s)", how, forecast_s, ", ".join(
+                f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
+        if timed.seconds and chosen.is_apart and len(set(self._cards)) == 1:
+            known = GROUPS.learnt().get((family, self._cards[0]), Learnt())
+            GROUPS.learn(family, self._cards[0], known.factor * measured_s / forecast_s)
+        measured = f"; {measured_words(one, measured_s)}" if timed.seconds and chosen.working > 1 else ""
+        return f" (forecast: {seconds_words(forecast_s)}{measured})"

@@ -1,0 +1,217 @@
+"""The patchwise sampler: each patch of the latent runs its own copy of ComfyUI's sampler, as a coroutine.
+
+A sampler is element by element in space, so a copy for each patch gives what one for the whole would. Whenever a patch
+asks for a prediction, its request goes to the workers and another patch runs; so the stages stay full across steps.
+Used for the runs of Parallel Sampler, where nothing looks at the whole latent.
+"""
+
+import collections
+import dataclasses
+import functools
+import time
+from contextlib import contextmanager
+
+import torch
+from greenlet import getcurrent
+
+import comfy.conds
+import comfy.k_diffusion.sampling as k_sampling
+import comfy.samplers
+
+from ....xdit_backend.protocol.errors import UnsupportedError
+from .branches import Task, end_tasks
+
+SHOWN_S = 1.0                              # from one picture of a run to the next: a preview costs the stages time
+
+
+class PatchTask(Task):
+    """A coroutine that samples one patch; its parent is told what it asks of the workers."""
+
+    def __init__(self, run, remote, cut):
+        super().__init__(run)
+        self.remote = remote                   # the RemoteModel whose patches these are
+        self.cut = cut                         # a tensor of the whole latent's rows -> of the patch's
+
+
+def ask(remote, requests, sigma):
+    """The predictions for a patch's requests, from the sampler that runs the patches of this model; None outside of it."""
+    current = getcurrent()
+    return current.parent.switch((requests, sigma)) if isinstance(current, PatchTask) and current.remote is remote else None
+
+
+def cut_conditioning(remote, conds):
+    """ComfyUI's conds, where a patch is being sampled, with the patch's rows of what is as large as the whole latent."""
+    task = getcurrent()
+    if not isinstance(task, PatchTask) or task.remote is not remote:
+        return conds
+
+    def cut(entry):
+        pictures = {name: cond._copy_with(task.cut(cond.cond)) for name, cond in entry["model_conds"].items()
+                    if isinstance(cond, comfy.conds.CONDNoiseShape)}
+        return {**entry, "model_conds": {**entry["model_conds"], **pictures}}
+    return [[cut(entry) for entry in cond] if cond else cond for cond in conds]
+
+
+@contextmanager
+def patchwise(sampler, remote):
+    """While under this, ComfyUI's KSAMPLER, made for this run, runs its sampler function patch by patch."""
+    function = sampler.sampler_function
+    sampler.sampler_function = functools.partial(sample_patches, remote, function)
+    try:
+        yield
+    finally:
+        sampler.sampler_function = function
+
+
+def sample_patches(remote, sampler_function, model, x, sigmas, extra_args=None, callback=None, disable=None, **options):
+    """Run a k-diffusion style sampler function once for each patch and put the patches together.
+
+    model: ComfyUI's KSamplerX0Inpaint. x: (B, C, H, W) or (B, C, F, H, W), noised. Returns like x.
+    """
+    run = remote.begin_run(sigmas, x.shape)
+    if len(run.patches) == 1:
+        return sampler_function(model, x, sigmas, extra_args=extra_args, callback=callback, disable=disable, **options)
+    return PatchwiseSampler(remote, run, model, x, extra_args or {}, callback).sample(sampler_function, sigmas, disable, options)
+
+
+class PatchwiseSampler:
+    """The patches of one run: their coroutines, what each waits for, and what each has shown."""
+
+    def __init__(self, remote, run, model, x, extra_args, callback):
+        self._remote, self._run, self._model, self._x = remote, run, model, x
+        self._extra_args, self._callback = extra_args, callback
+        self._noise = SharedNoise(x, run.dim, [(patch.start, rows) for patch, rows in run.patches])
+        self._shown = {}                       # step -> {patch: what its sampler told the callback}
+        self._newest, self._done, self._told_s = {}, None, 0.0     # of each patch what it told last; of all, the last step; when that was
+        self._waiting, self._flying, self._outputs = {}, {}, {}
+        self._first_rows = collections.deque()                 # of the calls that the first patch has sent and the last has not
+
+    def sample(self, sampler_function, sigmas, disable, options):
+        def run_patch(index):
+            return sampler_function(self._patch_model(index), self._slice(self._x, index).clone(), sigmas,
+                                    extra_args=self._patch_arguments(index), callback=functools.partial(self._show, index),
+                                    disable=True if index else disable, **options)
+
+        self._tasks = [PatchTask(run_patch, self._remote, functools.partial(self._slice, index=index))
+                       for index in range(len(self._run.patches))]
+        try:
+            with self._noise.drawn_whole():
+                for index in range(len(self._tasks)):
+                    self._resume(index, index)
+                while self._waiting or self._flying:
+                    self._advance()
+            return torch.cat([self._outputs[index] for index in range(len(self._tasks))], self._run.dim)
+        finally:
+            end_tasks(self._tasks)
+            self._tasks = []                   # each refers to this object: a circle, which would keep the MODEL
+
+    def _advance(self):
+        """Send off what may go; then take the next answer, or evaluate the whole latent when all patches wait for that."""
+        run = self._run
+        for index in sorted(self._waiting):
+            requests, sigma = self._waiting[index]
+            if not run.is_whole(requests, sigma):
+                del self._waiting[index]
+                if index == 0:
+                    self._first_rows.append(run.first_rows(requests))
+                first_rows = self._first_rows.popleft() if index == len(self._tasks) - 1 else None
+                self._flying[run.submit_patch(requests, index, first_rows)] = index
+        if self._flying:
+            ticket, predictions = run.wait(list(self._flying))
+            self._resume(self._flying.pop(ticket), predictions)
+            return
+        asked = [self._waiting.pop(index)[0] for index in range(len(self._tasks))]
+        if len({tuple(request.name for request in requests) for requests in asked}) > 1:
+            raise UnsupportedError("Parallel Sampler cannot run this workflow piece by piece: its pieces ask the model for different "
+                                   "prompts at the same step. Use KSampler.")
+        whole = [dataclasses.replace(parts[0], latent=torch.cat([part.latent for part in parts], run.dim)) for parts in zip(*asked)]
+        predictions = run.predict_whole(whole)
+        for index in range(len(self._tasks)):
+            self._resume(index, [self._slice(prediction, index) for prediction in predictions])
+
+    def _resume(self, index, value):
+        self._noise.patch = index
+        answer = self._tasks[index].switch(value)
+        if self._tasks[index].dead:
+            self._outputs[index] = answer
+        else:
+            requests, sigma = answer
+            self._waiting[index] = (self._run.name(requests), sigma)
+
+    def _slice(self, tensor, index):
+        patch, rows = self._run.patches[index]
+        if tensor is None or tensor.shape[self._run.dim] == 1:
+            return tensor
+        return tensor.narrow(self._run.dim, patch.start, rows)
+
+    def _patch_model(self, index):
+        """ComfyUI's own model for samplers, with the latent and the noise of inpainting cut to the patch."""
+        model = comfy.samplers.KSamplerX0Inpaint(self._model.inner_model, self._model.sigmas)
+        model.latent_image = self._slice(self._model.latent_image, index)
+        model.noise = self._slice(self._model.noise, index)
+        return model
+
+    def _patch_arguments(self, index):
+        arguments = dict(self._extra_args)
+        if arguments.get("denoise_mask") is not None:
+            arguments["denoise_mask"] = self._slice(arguments["denoise_mask"], index)
+        return arguments
+
+    def _show(self, index, state):
+        """Tell ComfyUI's callback of a step that all patches have done, with the whole latent; of a long one, also as patches arrive."""
+        shown = self._shown.setdefault(state["i"], {})
+        shown[index] = self._newest[index] = state
+        if len(shown) == len(self._tasks):
+            self._done = self._shown.pop(state["i"])[index]
+            self._tell(shown)
+        elif self._done is not None and time.monotonic() - self._told_s > SHOWN_S:
+            self._tell(self._newest)
+
+    def _tell(self, shown):
+        whole = {key: torch.cat([shown[patch][key] for patch in range(len(self._tasks))], self._run.dim) for key in ("x", "denoised")}
+        self._callback({**self._done, **whole})
+        self._told_s = time.monotonic()
+
+
+class SharedNoise:
+    """Noise that samplers draw on the way: drawn once for the whole latent, a slice for each patch."""
+
+    def __init__(self, x, dim, cuts):
+        self._x, self._dim, self._cuts = x, dim, cuts
+        self.patch = 0                         # the patch that runs now
+        self._made = [0] * len(cuts)           # noise samplers made by each patch
+        self._samplers = []
+
+    @contextmanager
+    def drawn_whole(self):
+        """While under this, ComfyUI's noise samplers draw for the whole latent and give the running patch its part."""
+        originals = {name: getattr(k_sampling, name) for name in ("default_noise_sampler", "BrownianTreeNoiseSampler")}
+        try:
+            for name, original in originals.items():
+                setattr(k_sampling, name, functools.partial(self._make, original))
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(k_sampling, name, original)
+
+    def _make(self, make, x, *args, **kwargs):
+        patch = self.patch
+        number = self._made[patch]
+        self._made[patch] += 1
+        if number == len(self._samplers):
+            self._samplers.append((make(self._x, *args, **kwargs), {}))
+        draw, drawn = self._samplers[number]
+        count = 0
+
+        def noise(sigma, sigma_next):
+            nonlocal count
+            step, count = count, count + 1
+            if step not in drawn:
+                drawn[step] = [draw(sigma, sigma_next), len(self._cuts)]
+            whole, left = drawn[step]
+            drawn[step][1] = left - 1
+            if left == 1:
+                del drawn[step]
+            start, rows = self._cuts[patch]
+            return whole.narrow(self._dim, start, rows)
+        return noise

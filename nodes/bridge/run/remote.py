@@ -1,0 +1,289 @@
+"""What a shell's diffusion model does instead of computing: it asks the workers. Made by shell.py, one a MODEL."""
+
+import dataclasses
+
+import torch
+
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+
+from ....xdit_backend.forecast.cost import Job
+from ....xdit_backend.forecast.planner import USUAL_JOB, branches_together, describe_layout
+from ....xdit_backend.forecast.words import layout_words
+from ....xdit_backend.host.calls import Call
+from ....xdit_backend.protocol.errors import ConfigError
+from ..supported.carried import refuse_call, refuse_changed_modules
+from ..supported.inputs import check_conditioning, check_finite, check_latent
+from ..supported.operations import guided_of, operations_of, scores_of
+from ..supported.reasons import DRAINED, WHOLE
+from ..workers.groups import GROUPS, ask_for_room, parking_room, show_text
+from .control import places_of
+from .displaced import DisplacedRun
+from .forecasts import Forecasts
+from .pipeline import PipelineRun
+
+PATIENCE_S = 0.5                           # to wait for the workers' memory when a run ends
+
+
+class RemoteModel:
+    """What a shell's diffusion model does instead of computing: it asks the workers.
+
+    computing_in(dtype) -> (setup.Setup, room.Room) for another type to compute in. load_device, modules: of the shell as it was made, to
+    compare with; see modules.py.
+    """
+
+    def __init__(self, computing_in, dtype, load_device):
+        self._computing_in = computing_in
+        self._set_up(dtype)
+        setup = self.setup
+        self.checkpoint, self.family = setup.checkpoint, setup.family
+        self.config, self.devices = setup.config, setup.devices
+        self.load_device, self.modules = load_device, {}       # the second: modules.remember_modules
+        self._looked_at = set()                                # noise levels of this run at which modules were compared
+        self._taken_channels = self.family.taken_channels(setup.transformer_config)
+        self._beside_bytes = 0                                 # that ComfyUI was told a rank needs for a run
+        self.how = None                                        # how this run is split, in a person's words; None before it
+        self._pipeline = self._schedule = None
+        self.changes, self.changes_uuid = {}, None             # of the file's weights, see Models.load; whose patches those are
+
+    def _set_up(self, dtype):
+        self.setup, self.room = self._computing_in(dtype)
+        self.forecasts, self.spec = Forecasts(self.setup), self.setup.spec
+
+    def compute_in(self, dtype, base_model):
+        """From now on, compute in this type (its name). The workers hold the weights for one type alone, as ComfyUI does."""
+        if dtype != self.spec.compute_dtype:
+            GROUPS.let_go(self.devices, self.spec.name, base_model)
+            self._set_up(dtype)
+
+    # --- what placement.py asks ---
+
+    def load(self, base_model):
+        client = GROUPS.client(self.devices)
+        missing = {device: self.bytes_on(device) - self.loaded_on(device) for device in set(self.devices)}
+        GROUPS.load_model(client, self.spec, base_model, missing, self.changes)
+        self.room.weight_bytes = client.models.residence(self.spec.name).weight_bytes
+
+    @property
+    def is_loaded(self):
+        residence = self._residence()
+        return residence is not None and not any(residence.parked_bytes)
+
+    def bytes_on(self, device):
+        return self.room.weights_on(device)
+
+    def loaded_on(self, device):
+        residence = self._residence()
+        return 0 if residence is None else self.bytes_on(device) - sum(
+            parked for parked, name in zip(residence.parked_bytes, self.devices) if name == str(device))
+
+    def memory_required(self, of_one_device, input_shape, cond_shapes={}):
+        """ComfyUI's question to a BaseModel: bytes that a run takes beside weights; here on load_device. of_one_device: its own answer."""
+        branches, whole = 2 - input_shape[0] % 2, input_shape
+        if len(whole) == 3:                                    # of several parts, packed into one row of numbers
+            whole = (whole[0], self._taken_channels, 1, 1, -(-whole[2] // self._taken_channels))
+        tokens = self.family.latent.num_tokens(whole) * self.family.latent.sequences(whole)
+        job = Job(tokens, 0, USUAL_JOB.steps, branches, images=max(1, input_shape[0] // branches))
+        plan = self.forecasts.look(job, may_measure=False)
+        layout = self.setup.layout(2) if plan is None else plan.layout
+        self._beside_bytes = self.room.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))
+        return self._beside_bytes * self.devices.count(str(self.load_device))
+
+    def make_room_elsewhere(self):
+        """Have ComfyUI's own models leave other devices than load_device, where it asks itself, as far as the workers need room there."""
+        for name in set(self.devices) - {str(self.load_device)}:
+            ask_for_room(name, self.bytes_on(name) - self.loaded_on(name) + self._beside_bytes * self.devices.count(name))
+
+    def free(self, device, num_bytes):
+        client = GROUPS.client_if(self.devices)
+        return 0 if client is None else client.models.park(self.spec.name, parking_room(), str(device), num_bytes)
+
+    def unload(self):
+        client = GROUPS.client_if(self.devices)
+        if client is not None:
+            client.models.park(self.spec.name, parking_room())
+
+    def _residence(self):
+        client = GROUPS.client_if(self.devices)
+        return None if client is None else client.models.residence(self.spec.name)
+
+    def _client(self):
+        """The workers, which hold this MODEL: another of the same file may have had its weights changed."""
+        client = GROUPS.client(self.devices)
+        client.models.load(self.spec, self.changes)
+        return client
+
+    # --- a run ---
+
+    def end_run(self):
+        self._looked_at.clear()
+        self.how = None
+        self.forecasts.end()
+        self.room.end_run()
+        client = self._forget_told()
+        if client is not None:
+            # ComfyUI is to see the memory that the workers give back now
+            GROUPS.runs.collect(client, lambda since_s: client.catch_up(PATIENCE_S, since_s))
+
+    def forward(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
+        """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32. Of a latent of several parts, a
+        list of them, and a timestep for each.
+
+        Wrappers of the diffusion model are called where ComfyUI's own model of the family calls them.
+        """
+        in_parts = self.family.parts and isinstance(x, list) and isinstance(timestep, tuple)
+        if not (in_parts or torch.is_tensor(timestep)) or not torch.is_tensor(context):
+            raise ConfigError(f"A node calls this MODEL in a way of its own, and {self.family.name} takes a latent, a timestep and "
+                              f"conditioning. Use a sampler node, or the kind of model that the node is for.")
+        refuse_call(self.family, transformer_options, {"context": context, **extra})
+        net = self.modules[""][0]
+        forwards = [vars(class_)["forward"] for class_ in type(net).__mro__ if "forward" in vars(class_)]
+        calls_wrappers = self.family.sampled or any(WrapperExecutor.__name__ in forward.__code__.co_names for forward in forwards)
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options) if calls_wrappers else []
+        return WrapperExecutor.new_class_executor(self._answer, net, wrappers).execute(
+            x, timestep, context=context, control=control, transformer_options=transformer_options, **extra)
+
+    def _answer(self, x, timestep, context, transformer_options, control=None, **extra):
+        from . import branches
+        schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas")
+        beside, parts = {}, {}
+        if self.family.parts and isinstance(x, list):
+            parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.parts, x[1:])}
+            x, timestep, beside = self.family.parted(x, timestep, self.setup.transformer_config)
+        sigmas = timestep if sigmas is None else sigmas
+        sigma = sigmas.max().item()
+        self._refuse_changed_modules(schedule, sigma)
+        check_latent(self.setup, x, self._taken_channels)
+        begins = self._looked_at == {sigma}                    # whatever is not finite is so from a run's first noise level on
+        if begins:
+            check_finite((x, *beside.values()), "The latent", "Look at what made it: another sampler, or an encode in half precision.")
+        asked = self.family, self.setup.transformer_config, transformer_options
+        scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
+        call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
+                    control=places_of(self.family, self.setup.transformer_config, control, x.shape), operations=operations_of(*asked),
+                    scores=scores and scores.room, guided=guided_of(self.family, transformer_options), beside=beside, parts=parts)
+        check_conditioning(self.setup, call.conditioning, x)
+        num_branches = len(transformer_options.get("cond_or_uncond", ()))
+        prediction = branches.ask(branches.Question(self, call, schedule, sigmas, num_branches, transformer_options.get(WHOLE),
+                                                    transformer_options.get(DRAINED)))
+        if begins:
+            check_finite((prediction, *parts.values()), f"What {self.family.name} predicts at the first step",
+                         f"Its weights, a LoRA or the conditioning have such numbers, or {self.spec.compute_dtype} is too small for it: "
+                         f"try another weight_dtype in Load xDiT Model, without LoRA.")
+        prediction = prediction.to(x.device)
+        if scores is not None:
+            scores.tell(x.device)
+        return [prediction, *(part.to(x.device) for part in parts.values())] if parts else prediction
+
+    def runs_branches_apart(self):
+        """Are two branches two calls for the workers, and not one of twice the batch?"""
+        return self.keeps_calls or self.setup.layout(2).cfg_degree > 1
+
+    @property
+    def keeps_calls(self):
+        """Do calls of a run use what earlier ones have left on the workers?"""
+        return self.spec.stages is not None or (self.config.mode == "manual" and self.config.displaced_degree > 1)
+
+    def begin_run(self, schedule, shape, whole_because=None, drained_because=None):
+        """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent. The others: see reasons.py."""
+        self._end_pipeline()
+        self._schedule = schedule
+        self._pipeline = PipelineRun(self._client(), self.setup, self.setup.layout(1), schedule, shape)
+        self._show(self._pipeline.describe(whole_because, drained_because))
+        return self._pipeline
+
+    def predict(self, question, calls):
+        """The predictions for one or two calls of this model, all of the step that the branches.Question is of."""
+        GROUPS.client(self.devices).step = _step_of(question)
+        try:
+            return self._predict(question, calls)
+        finally:
+            if question.schedule is None:                      # called outside of a sampler: no run will end
+                self._forget_told()
+
+    def _predict(self, question, calls):
+        if self.spec.stages is not None:
+            return self._predict_in_stages(question, calls)
+        latent, conditioning = calls[0].latent, calls[0].conditioning
+        num_steps = 1 if question.schedule is None else len(question.schedule) - 1
+        together = any(call.guided for call in calls)
+        plan = self.forecasts.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)), is_planned=not together)
+        layout = self.setup.layout(len(calls)) if plan is None else plan.layout
+        if together:
+            layout = branches_together(layout)
+        self._check_room(question, calls, layout)
+        if layout.displaced_degree > 1:
+            return self._predict_displaced(question, calls, layout)
+        client = self._client()
+        how = describe_layout(layout) if plan is None else layout_words(plan.chosen)
+        if together:
+            how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which Normalized Attention "
+                   f"Guidance compares")
+        self._show(how + self.config.idle, self.forecasts.words)
+        return self.forecasts.timed.call(client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
+
+    def _check_room(self, question, calls, layout):
+        """Refuse a run that cannot fit before its first call. Calls for a patch are for the whole latent."""
+        latent = calls[0].latent
+        together = max(1, question.num_branches // len(calls))                 # branches that ComfyUI has put into one batch
+        self.room.check_run(latent.shape if self._pipeline is None else self._pipeline.shape, calls[0].conditioning,
+                            max(1, latent.shape[0] // together), len(calls) * together, layout)
+
+    def _predict_in_stages(self, question, calls):
+        from . import patches
+        self._check_room(question, calls, self.setup.layout(1))
+        sigma = question.sigmas.max().item()
+        predictions = patches.ask(self, calls, sigma)
+        if predictions is not None:
+            return predictions
+        schedule = question.schedule
+        if schedule is None:                                   # called outside of a sampler: no step can be stale
+            schedule = torch.tensor([sigma])
+        if self._pipeline is None or schedule is not self._schedule:
+            self.begin_run(schedule, calls[0].latent.shape, question.whole_because, question.drained_because)
+        self._client()
+        return self._pipeline.predict(calls, sigma, question.whole_because)
+
+    def _predict_displaced(self, question, calls, layout):
+        sigma, client = question.sigmas.max().item(), self._client()
+        if self._pipeline is None or question.schedule is not self._schedule:
+            self._end_pipeline()
+            self._schedule = question.schedule
+            # Called outside of a sampler, no step can be stale.
+            schedule = torch.tensor([sigma]) if self._schedule is None else self._schedule
+            self._pipeline = DisplacedRun(client, self.setup, layout, schedule, calls[0].latent.shape)
+            self._show(self._pipeline.describe(question.whole_because))
+        return self._pipeline.predict(calls, sigma, question.whole_because)
+
+    def _refuse_changed_modules(self, schedule, sigma):
+        """Nodes may change modules for the time of a call. Looked at once for each noise level of a run."""
+        if schedule is None or sigma not in self._looked_at:
+            refuse_changed_modules(self.modules[""][0], self.modules)
+            self._looked_at.add(sigma)
+
+    def _forget_told(self):
+        """Have the workers forget the conditioning they were told, and what they keep with it. Returns the Client, if there is one."""
+        self._end_pipeline()
+        client = GROUPS.client_if(self.devices)
+        if client is not None:
+            client.end_run(self)
+        return client
+
+    def _end_pipeline(self):
+        if self._pipeline is not None:
+            self._pipeline.end()
+        self._pipeline = self._schedule = None
+
+    def _show(self, how, forecast=str):
+        """forecast: () -> what is said behind it."""
+        if how != self.how:
+            show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}")
+            self.how = how
+
+
+def _step_of(question):
+    """Which step of a run a branches.Question is of, for a person; of a call outside of a sampler, nothing."""
+    if question.schedule is None or len(question.schedule) < 2:
+        return ""
+    steps = question.schedule[:-1]
+    nearest = (steps.to(question.sigmas) - question.sigmas.max()).abs().argmin()               # samplers also call between two steps
+    return f"step {int(nearest) + 1} of {len(steps)}"

@@ -1,0 +1,80 @@
+"""What a shell's MODEL puts around ComfyUI's own functions. Added by shell.py; their key tells them from others' wrappers."""
+
+import functools
+import time
+from contextlib import nullcontext
+
+from comfy.patcher_extension import WrapperExecutor
+
+from ..supported.carried import refuse_model_options
+from ..supported.reasons import DRAINED, PATCHWISE, WHOLE, why_drained, why_one_call, why_whole, why_whole_run
+from ..workers.groups import GROUPS, show_text
+from .control import refuse_controls
+
+
+def calc_cond_batch(executor, *arguments):
+    """Wraps ComfyUI's function of that name, inside of all other wrappers, which see all branches at once."""
+    others = executor.wrappers[executor.idx + 1:]
+    return WrapperExecutor.new_executor(functools.partial(_calc_cond_batch, executor.original), others).execute(*arguments)
+
+
+def _calc_cond_batch(original, model, conds, x, timestep, model_options):
+    """Branches run as coroutines where each goes to the workers on its own.
+
+    model: ComfyUI's BaseModel; of a guider with several MODELs it need not be the one whose wrapper this is.
+    """
+    from . import branches  # here and below: the nodes load where greenlet is missing
+    remote = getattr(model, "remote", None)
+    if remote is None:
+        return original(model, conds, x, timestep, model_options)
+    refuse_model_options(model_options)
+    if remote.keeps_calls:                                     # the reason travels with the calls
+        from . import patches
+        conds = patches.cut_conditioning(remote, conds)
+        options = {**model_options["transformer_options"], WHOLE: why_whole(conds, model_options)}
+        model_options = {**model_options, "transformer_options": options}
+    hooked = any(entry.get("hooks") is not None for cond in conds if cond for entry in cond)       # each call with weights of its own
+    if sum(bool(cond) for cond in conds) < 2 or hooked or not remote.runs_branches_apart() or why_one_call(model, model_options):
+        return original(model, conds, x, timestep, model_options)
+    return branches.run_branches(original, model, conds, x, timestep, model_options)
+
+
+def sample(executor, guider, sigmas, extra_args, *arguments, **options):
+    """Wraps ComfyUI's Sampler.sample: decides how PipeFusion or displaced patches run it, and says what it took when it is done."""
+    remote = getattr(guider.inner_model, "remote", None)
+    if remote is None:                                         # another loader's, of a guider with several
+        return executor(guider, sigmas, extra_args, *arguments, **options)
+    refuse_controls(guider.conds.values())
+    started_s, num_steps = time.perf_counter(), len(sigmas) - 1
+    try:
+        with (GROUPS.runs.sampling(remote, num_steps) as run,
+              _keeping_calls(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.keeps_calls else nullcontext()):
+            if arguments:                                      # ComfyUI's callback is the first of them
+                arguments = (GROUPS.counting(run, arguments[0]), *arguments[1:])
+            result = executor(guider, sigmas, extra_args, *arguments, **options)
+    except BaseException:
+        show_text(GROUPS.runs.last.ended_words)                # in place of the seconds that are left
+        raise
+    elapsed_s = time.perf_counter() - started_s
+    if num_steps > 0 and remote.how is not None:
+        steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
+        compared = remote.forecasts.compare(remote.how, elapsed_s)
+        show_text(f"{steps} in {elapsed_s:.1f} s, {elapsed_s / num_steps:.2f} s a step, {remote.how}{compared}")
+    return result
+
+
+def _keeping_calls(remote, sampler, guider, model_options):
+    """What is to be around the sampler: with stages the patchwise sampler, where Parallel Sampler asks for it."""
+    from . import patches
+    options = model_options["transformer_options"]
+    whole = why_whole_run(sampler, guider)
+    if whole is not None:
+        options[WHOLE] = whole
+    patchwise = remote.spec.stages is not None and options.get(PATCHWISE)
+    if not patchwise or any(why_whole([conds], model_options) for conds in guider.conds.values()):
+        return nullcontext()
+    drained = why_drained(sampler, guider.conds.values(), guider.inner_model, model_options)
+    if drained is not None:
+        options[DRAINED] = drained
+        return nullcontext()
+    return patches.patchwise(sampler, remote)

@@ -1,0 +1,208 @@
+"""What a MODEL may carry: what ComfyUI itself carries out around the model is honoured, all else is refused by its name.
+
+ComfyUI's nodes and those of custom packs change a MODEL by what they write to its ModelPatcher, to the options that travel with
+each call, and to the modules themselves. Of the model's inside the workers know the file alone, so whatever is found here
+that is not listed with its reason would be dropped silently; it is refused, the unknown too. Called by patcher.py when a
+MODEL is loaded and when a run begins, and by remote.py for each call.
+"""
+
+import comfy.model_patcher
+from comfy.context_windows import IndexListCallbacks
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ....xdit_backend.protocol.errors import UnsupportedError
+from ....xdit_backend.protocol.segments import dtype_name
+from .modules import changed_modules, is_module
+from .operations import operation_of
+
+OURS = "xdit"                                                  # what the names of our own options begin with
+
+# Attributes of a ModelPatcher that change nothing of a prediction: how ComfyUI tells MODELs apart and keeps their memory.
+BOOKKEEPING = {
+    "model", "parent", "size", "clone_base_uuid", "patches_uuid", "cached_patcher_init", "is_multigpu_base_clone",
+    "backup", "backup_buffers", "object_patches_backup", "hook_backup", "hook_patches_backup", "cached_hook_patches",  # copies
+    "pinned", "offload_device", "weight_inplace_update", "hook_mode", "current_hooks", "is_injected", "skip_injection",
+    "force_cast_weights",                  # of the compute dtype, which is looked at itself
+    "patches", "hook_patches",             # of weights: weight_patches.py brings them to the workers
+}
+NOTES = {"lora_metadata"}                  # names of attachments that are for people
+# Attributes with contents of their own -> what a person knows those as.
+REFUSED = {
+    "weight_wrapper_patches": "weight wrappers", "injections": "injections such as a LoRA in bypass mode",
+    "forced_hooks": "forced hooks", "attachments": "attachments", "additional_models": "additional models",
+    "load_device": "another device, such as Select Model Device's; its devices are those of xDiT Parallel Config",
+}
+# Keys of model_options -> who looks at them, outside of the model.
+MODEL_OPTIONS = {
+    "transformer_options": "looked at key by key",
+    "sampler_cfg_function": "ComfyUI's guidance", "sampler_pre_cfg_function": "ComfyUI's guidance",
+    "sampler_post_cfg_function": "ComfyUI's guidance", "sampler_calc_cond_batch_function": "ComfyUI's guidance",
+    "disable_cfg1_optimization": "ComfyUI's guidance", "denoise_mask_function": "ComfyUI's inpainting",
+    "model_function_wrapper": "ComfyUI's call of the model", "context_handler": "ComfyUI's context windows",
+    "registered_hooks": "ComfyUI's hooks; what they add is among the other keys", "to_load_options": "what hooks add, to move it",
+    "torch_compile_kwargs": "a note of a node that compiles: compiling changes no result",
+}
+# Keys of transformer_options -> the same.
+TRANSFORMER_OPTIONS = {
+    "wrappers": "looked at by type", "callbacks": "looked at by type",
+    "cond_or_uncond": "tells of the call", "uuids": "tells of the call", "sigmas": "tells of the call",
+    "sample_sigmas": "tells of the run", "context_window": "tells which piece of the latent ComfyUI has cut",
+    "prefetch_dynamic_vbars": "how ComfyUI would move weights", "ar_config": "read by the sampler for autoregressive video",
+    "easycache": "read by the wrappers of EasyCache and LazyCache",
+}
+# Keys that the models of ComfyUI read -> what a person knows them as.
+REFUSED_OPTIONS = {
+    "patches": "model patches", "patches_replace": "model patches such as IP-Adapter",
+    "rope_options": "a changed rotary scale", "optimized_attention_override": "an attention override",
+}
+WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
+            WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL}  # all around the model
+# Wrappers inside of the model, by key and function: those that know its latent and its prediction alone. remote.py calls them.
+INSIDE = {"easycache": "easycache_forward_wrapper"}
+CONTROLNETS_TEXT = "crossattn_controlnet"                      # a prompt for ControlNets alone, which ComfyUI computes: control.py
+CALLBACKS = {value for names in (CallbacksMP, IndexListCallbacks) for value in vars(names).values()
+             if isinstance(value, str)}                        # ComfyUI calls all of them itself
+COMPUTED = "float32", "bfloat16", "float16"                    # names of types that workers compute in
+MOST_NAMED = 5                                                 # changes that a message names
+
+
+def refuse_patcher(patcher, runs=False):
+    """Raise UnsupportedError where a ShellPatcher, its options or its modules carry what the workers would not honour. runs: it is loaded,
+    and a run begins."""
+    if not hasattr(patcher.model, "diffusion_model"):          # the half of a VAE, which no node can change
+        return
+    fresh = vars(comfy.model_patcher.ModelPatcher(patcher.model, patcher.remote.load_device, patcher.offload_device))
+    found = []
+    for name, value in vars(patcher).items():
+        if name == "object_patches":
+            found += _object_patches(patcher)
+        elif name == "model_options":
+            found += _model_options(value)
+        elif name == "wrappers":
+            found += _wrappers(value)
+        elif name == "callbacks":
+            found += _callbacks(value)
+        elif name == "attachments" and value.keys() <= NOTES:
+            continue
+        elif name not in BOOKKEEPING and not (name in fresh and value == fresh[name]):
+            found.append(_named(REFUSED.get(name, f"an attribute that ComfyUI does not know, {name}"), value))
+    found += _compute_dtype(patcher, runs)
+    _refuse(found + changed_modules(patcher.model.diffusion_model, patcher.remote.modules))
+
+
+def refuse_model_options(model_options):
+    """Raise UnsupportedError where the options of a run hold what the workers would not honour."""
+    _refuse(_model_options(model_options))
+
+
+def refuse_call(family, transformer_options, extra):
+    """Raise UnsupportedError where a call of the model asks for what the workers would not honour.
+
+    extra: its arguments besides the latent, the timestep, ControlNet (control.py) and transformer_options.
+    """
+    own = "rope_options", family.rope_options(extra)
+    if own[1] and not transformer_options.get("rope_options"):
+        raise UnsupportedError(f"A node calls this MODEL's diffusion model itself, without the places that ComfyUI gives "
+                               f"{family.name}'s tokens (rope_options). Use a sampler node, or Load Diffusion Model.")
+    _refuse(_transformer_options(dict(option for option in transformer_options.items() if option != own)))
+    beyond = family.beyond(extra)
+    if beyond is not None:
+        raise UnsupportedError(f"xDiT runs {family.name} without {beyond}, which this workflow has. Change the node that adds it, or use "
+                               f"Load Diffusion Model.")
+    known = {"context", CONTROLNETS_TEXT, *family.conditioning, *family.ignored}
+    unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
+    if unknown:
+        raise UnsupportedError(f"xDiT runs {family.name} without {', '.join(unknown)}, which this workflow's conditioning has. It "
+                               f"would be dropped without notice. Remove the node that adds it, or use Load Diffusion Model.")
+
+
+def refuse_changed_modules(net, modules):
+    """Raise UnsupportedError where modules of a shell are no more as they were made."""
+    _refuse(changed_modules(net, modules))
+
+
+def _refuse(found):
+    found = list(dict.fromkeys(found))
+    if found:
+        more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        raise UnsupportedError(f"xDiT does not support {'; '.join(found[:MOST_NAMED])}{more} on this MODEL. It would be dropped without "
+                               f"notice. Remove the node that adds it, or use Load Diffusion Model.")
+
+
+def _named(text, value):
+    """The text, and the names of what a dict holds."""
+    names = [str(key) for key in value][:3] if isinstance(value, dict) else []
+    return f"{text} ({', '.join(names)}{' ...' if len(value) > 3 else ''})" if names else text
+
+
+def _model_options(options):
+    found = [f"{key} in its model_options" for key, value in options.items()
+             if key not in MODEL_OPTIONS and not key.startswith(OURS) and not _is_empty(value)]
+    return found + _transformer_options(options.get("transformer_options", {}))
+
+
+def _transformer_options(options):
+    found = []
+    for key, value in options.items():
+        if key == "patches_replace":
+            found += [_named(REFUSED_OPTIONS[key], {kind: replaced}) for kind, replaced in value.items()
+                      if any(operation_of(kind, function) is None for function in replaced.values())]
+        elif key == "patches":
+            unknown = {kind: functions for kind, functions in value.items()
+                       if not _is_empty(functions) and any(operation_of(kind, function) is None for function in functions)}
+            found += [_named(REFUSED_OPTIONS[key], unknown)] if unknown else []
+        elif key in REFUSED_OPTIONS:
+            found += [] if not value or _is_empty(value) else [_named(REFUSED_OPTIONS[key], value)]
+        elif key not in TRANSFORMER_OPTIONS and not str(key).startswith(OURS) and not _is_empty(value):
+            found.append(f"{key} in its transformer_options")
+    return found + _wrappers(options.get("wrappers", {})) + _callbacks(options.get("callbacks", {}))
+
+
+def _wrappers(wrappers):
+    found = []
+    for kind, by_name in wrappers.items():
+        names = [str(name) for name, functions in by_name.items() if functions and not (
+            kind == WrappersMP.DIFFUSION_MODEL and {getattr(function, "__name__", None) for function in functions} == {INSIDE.get(name)})]
+        if names and kind == WrappersMP.DIFFUSION_MODEL:
+            found.append(f"nodes that wrap the diffusion model ({', '.join(names)})")
+        elif names and kind not in WRAPPERS:
+            found.append(f"wrappers of {kind} ({', '.join(names)})")
+    return found
+
+
+def _callbacks(callbacks):
+    return [f"callbacks of {kind} ({', '.join(map(str, by_name))})" for kind, by_name in callbacks.items()
+            if kind not in CALLBACKS and any(by_name.values())]
+
+
+def _object_patches(patcher):
+    """Objects of ComfyUI's BaseModel (its sampling, its latent format) are ComfyUI's to use; those of the diffusion model are not."""
+    found = []
+    for name, value in patcher.object_patches.items():
+        top, _, rest = name.partition(".")
+        if top == "diffusion_model" and not (rest in patcher.remote.modules and is_module(value, patcher.remote.modules[rest][0])):
+            found.append(f"a replaced {name}")
+    return found
+
+
+def compute_dtype_of(patcher):
+    """The name of the type that a ShellPatcher is to compute in: the loader's, or ModelComputeDtype's, whose default is that of weights."""
+    wanted = patcher.object_patches.get("manual_cast_dtype", patcher.model.model_config.manual_cast_dtype)
+    return patcher.remote.spec.storage_dtype if wanted is None else dtype_name(wanted)
+
+
+def _compute_dtype(patcher, runs):
+    """Types that workers do not compute in; of a run, one that another way than that node's has brought."""
+    name, family, now = compute_dtype_of(patcher), patcher.remote.family, patcher.model.manual_cast_dtype
+    if name in family.too_small:
+        return [f"the compute dtype {name}, which cannot hold {family.name}'s numbers,"]
+    if name not in COMPUTED:
+        return [f"the compute dtype {name}, which devices do not compute in ({', '.join(COMPUTED)} they do),"]
+    in_effect = patcher.remote.spec.storage_dtype if now is None else dtype_name(now)
+    return [f"the compute dtype {in_effect} that the model itself was given (it computes in {patcher.remote.spec.compute_dtype})"
+            ] if runs and in_effect != patcher.remote.spec.compute_dtype else []
+
+
+def _is_empty(value):
+    return value is None or (isinstance(value, (dict, list, tuple, set)) and not any(
+        not _is_empty(part) for part in (value.values() if isinstance(value, dict) else value)))

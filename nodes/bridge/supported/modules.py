@@ -1,0 +1,103 @@
+"""The modules of a shell's diffusion model, which compute nothing: who asks for their weights is told where these are, and what nodes
+change in them is found. Made so by shell.py; carried.py refuses the changes.
+"""
+
+import functools
+
+import torch
+
+from ....xdit_backend.protocol.errors import UnsupportedError
+
+COMPILED = {"_compiled_call_impl"}                             # of a module that was compiled in place
+
+
+def hold_elsewhere(net, read):
+    """Make the parameters of a shell's diffusion model (on the meta device) say where the weights are.
+
+    read(name): the weight as its file has it, with the patches of the MODEL that runs, on the CPU.
+    """
+    for path, module in net.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            held = WorkerParameter(parameter, requires_grad=False)
+            held.read = functools.partial(read, f"{path}.{name}" if path else name)
+            module.register_parameter(name, held)
+
+
+class WorkerParameter(torch.nn.Parameter):
+    """A weight that the workers hold: its shape and dtype are known here, and who asks for more is told where it is.
+
+    It can be copied into another tensor, as the ControlNets of SD3.5 do with an embedder's.
+    """
+
+    # what needs no data: torch asks for attributes by __get__, and state_dict() detaches
+    KNOWN = {"__get__", "__repr__", "__hash__", "__len__", "__format__", "size", "dim", "ndimension", "numel", "nelement", "element_size",
+             "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "detach", "requires_grad_"}
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name = function.__name__
+        if name in cls.KNOWN or function == torch.Tensor.requires_grad.__set__:
+            result = torch.Tensor.__torch_function__.__func__(cls, function, types, args, kwargs or {})
+            if name == "detach":
+                result.read = args[0].read
+            return result
+        if name == "copy_" and not isinstance(args[0], cls):
+            return args[0].copy_(args[1].read())
+        raise UnsupportedError(f"A node reads the weights of this MODEL or computes with its layers itself ({name}), and xDiT's workers "
+                               f"hold them. Use Load Diffusion Model for it.")
+
+
+def remember_modules(net):
+    """{name: (module, what it holds)} of a shell's diffusion model as it was made."""
+    return {name: (module, {key: _copy(value) for key, value in vars(module).items()}) for name, module in net.named_modules()}
+
+
+def changed_modules(net, modules):
+    """What was changed in a shell's modules since `modules` were remembered, in a person's words.
+
+    net: what the BaseModel holds as its diffusion model now. Hooks on the diffusion model as a whole run here, around the
+    workers' prediction; what is below it does not. Compiling changes no result.
+    """
+    root = modules[""][0]
+    found = [] if is_module(net, root) else ["another diffusion model in the place of this one"]
+    for name, (module, held) in modules.items():
+        now = vars(module)
+        if _is_equal(now, held):
+            continue
+        keys = [key for key, value in now.items() if not _same(value, held.get(key, None))] + [key for key in held if key not in now]
+        for key in keys:
+            if key not in COMPILED and not (module is root and "hook" in key):
+                path = ".".join(filter(None, ("diffusion_model", name)))
+                found.append(f"hooks on {path}" if "hook" in key else f"a changed {path}.{key.removeprefix('_')}")
+    return found
+
+
+def is_module(value, module):
+    """Is this the module, or the module as torch.compile gives it?"""
+    return value is module or getattr(value, "_orig_mod", None) is module
+
+
+def _is_equal(now, held):
+    """A quick look at all that a module holds. Comparing tensors raises, and nothing is compared that is the same object."""
+    try:
+        return now == held
+    except (RuntimeError, ValueError):
+        return False
+
+
+def _copy(value):
+    return value.copy() if isinstance(value, (dict, list, set)) else value
+
+
+def _same(value, remembered):
+    if value is remembered:
+        return True
+    if type(value) is not type(remembered):
+        return False
+    if isinstance(value, dict):
+        return len(value) == len(remembered) and all(
+            key in remembered and (part is remembered[key] or (remembered[key] is not None and is_module(part, remembered[key])))
+            for key, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(remembered) and all(part is other for part, other in zip(value, remembered))
+    return isinstance(value, (bool, int, float, str, set, torch.dtype)) and value == remembered

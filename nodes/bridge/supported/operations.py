@@ -1,0 +1,153 @@
+"""What ComfyUI's nodes replace inside a model and we know the meaning of: named operations, which the workers carry out.
+
+A node hands ComfyUI a function of its own. It is known by where it was written, and by what it does to a marker: a function that
+does otherwise, or of another node, is refused (carried.py).
+"""
+
+import math
+import os
+
+import torch
+import torch.nn.functional as F
+
+from ....xdit_backend.protocol.errors import UnsupportedError
+from ....xdit_backend.protocol.specs import Nag
+
+# kind of ComfyUI's patch -> {(file, function): what it is called in specs.Branch}
+KNOWN = {
+    "dit": {("nodes_slg.py", "SkipLayerGuidanceDiT.execute.<locals>.skip"): "skip",
+            ("nodes_slg.py", "SkipLayerGuidanceDiTSimple.execute.<locals>.skip"): "skip"},
+    "attn1": {("nodes_pag.py", "PerturbedAttentionGuidance.execute.<locals>.perturbed_attention"): "values",
+              ("nodes_sag.py", "SelfAttentionGuidance.execute.<locals>.attn_and_record"): "scores"},
+    "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag"}}
+OUTPUT = "attn1_output_patch"
+NODES = "such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attention Guidance or Normalized Attention Guidance"
+
+
+def operation_of(kind, function):
+    """The name of what a function that replaces something of the kind, or is called after it, does; None where it is not known."""
+    code = getattr(function, "__code__", None)
+    name = code and KNOWN.get(kind, {}).get((os.path.basename(code.co_filename), function.__qualname__))
+    marker = object()
+    does = {"skip": lambda: function(marker, None) is marker, "values": lambda: function(None, None, marker, None) is marker,
+            "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function)}
+    return name if name and does[name]() else None
+
+
+def operations_of(family, config, transformer_options):
+    """{block, as ComfyUI calls it: operation} of a call, for the blocks that the model has: ComfyUI's models pass over the others too.
+
+    Raises UnsupportedError where ComfyUI's model heeds no such patches at all.
+    """
+    found = {}
+    for kind, replaced in transformer_options.get("patches_replace", {}).items():
+        blocks = _blocks(family, config, kind)
+        if replaced and not blocks:
+            raise _unheeded(family, kind)
+        for place, function in replaced.items():
+            name = ".".join(map(str, place))
+            if name in blocks:
+                operation = operation_of(kind, function)
+                if operation != "scores" or 1 in transformer_options.get("cond_or_uncond", ()):        # of the negative prompt's
+                    found[name] = operation
+            elif family.by_rows:
+                raise UnsupportedError(f"xDiT replaces attention in the middle block of {family.name} only, and a node does so in {name}. "
+                                       f"Remove it, or use Load Diffusion Model.")
+    return found
+
+
+def guided_of(family, transformer_options):
+    """The specs.Nag of a call, one after the other; () where ComfyUI's nodes do nothing since it is of one prompt.
+
+    Raises UnsupportedError where ComfyUI's model heeds no such patches at all.
+    """
+    functions, parts = transformer_options.get("patches", {}).get(OUTPUT, ()), transformer_options.get("cond_or_uncond", ())
+    if functions and not (family.by_rows or family.plan.heeds_output):
+        raise _unheeded(family, OUTPUT)
+    if not (0 in parts and 1 in parts):
+        return ()
+    return tuple(_nag_of(function, parts) for function in functions)
+
+
+def compares_branches(transformer_options):
+    """Is something done in each layer to the branches of a call together, so that they are not to be taken apart?"""
+    return bool(transformer_options.get("patches", {}).get(OUTPUT))
+
+
+class Scores:
+    """What Self-Attention Guidance wants to know of a call: the attention scores of its negative prompt.
+
+    room: for the workers, as specs.Branch.scores.
+    """
+
+    def __init__(self, family, config, transformer_options, shape, displaced_degree):
+        """shape: of the call's latent."""
+        functions = transformer_options.get("patches_replace", {}).get("attn1", {}).values()
+        self._functions = [function for function in functions if operation_of("attn1", function) == "scores"]
+        self._parts = transformer_options.get("cond_or_uncond", ())
+        _, *sizes = family.control_shapes(config, shape)["middle.0"]
+        self.room = torch.zeros(displaced_degree, shape[0], torch.Size(sizes).numel())
+
+    def tell(self, device):
+        """Put into the node's own variable what the workers have told.
+
+        It has (images x heads, queries, keys) and uses a mean over heads and a sum over queries, which are made already.
+        """
+        size = self.room.shape[1] // len(self._parts)
+        scores = self.room.sum(0)[size * self._parts.index(1):][:size, None].to(device)
+        for function in self._functions:
+            _cell(function, "attn_scores").cell_contents = scores
+
+
+def scores_of(family, config, transformer_options, shape, displaced_degree):
+    """Scores of a call; None where no node asks for them: it does of calls with a negative prompt."""
+    wanted = "scores" in operations_of(family, config, transformer_options).values()
+    return Scores(family, config, transformer_options, shape, displaced_degree) if wanted else None
+
+
+def _nag_of(function, parts):
+    scale, alpha, tau = (float(_cell(function, name).cell_contents) for name in ("nag_scale", "nag_alpha", "nag_tau"))
+    return Nag(scale, alpha, tau, parts.index(0), parts.index(1), len(parts))
+
+
+def _guides(function):
+    """Does it what xdit_backend/parallel/nag.py does? Of one number a token, 1 for the positive and -1 for the negative prompt."""
+    out = torch.tensor([-1.0, 1.0]).view(2, 1, 1).expand(2, 3, 1).clone()
+    nag = _nag_of(function, [1, 0])
+    guided = 2 * nag.scale - 1
+    final = math.copysign(min(abs(guided), nag.tau), guided) * nag.alpha + 1 - nag.alpha
+    expected = torch.tensor([[-1, final, final], [1, final, final]])
+    return torch.allclose(function(out, {"cond_or_uncond": [1, 0], "img_slice": [1, 3]})[..., 0], expected, atol=1e-4)
+
+
+def _tells_scores(function):
+    """Is it attention, and what it puts into its variable the scores?"""
+    query, key, value = torch.randn(3, 1, 2, 4, generator=torch.Generator().manual_seed(0))
+    cell = _cell(function, "attn_scores")
+    held = cell.cell_contents
+    try:
+        out = function(query, key, value, {"n_heads": 1, "cond_or_uncond": [1], "attn_precision": None})
+        scores = (query @ key.transpose(-1, -2) / 2).softmax(-1)
+        return torch.allclose(out, F.scaled_dot_product_attention(query, key, value), atol=1e-5) and torch.allclose(
+            cell.cell_contents, scores, atol=1e-5)
+    finally:
+        cell.cell_contents = held
+
+
+def _cell(function, name):
+    """The variable of a node that its function shares."""
+    return function.__closure__[function.__code__.co_freevars.index(name)]
+
+
+def _unheeded(family, kind):
+    return UnsupportedError(f"ComfyUI's {family.name} does not heed what a node replaces in this workflow ({kind}): it is for other "
+                            f"models, and would be dropped without notice. Remove the node ({NODES}).")
+
+
+def _blocks(family, config, kind):
+    """Names of the blocks in which patches of a kind replace something."""
+    if family.by_rows:
+        depths = config["transformer_layers_per_block"]
+        return {"middle.0", *(f"middle.0.{number}" for number in range(depths[-1]))} if kind == "attn1" else set()
+    return {f"{list_.patched}_block.{number}" for list_ in family.plan.blocks if list_.patched and kind == "dit"
+            for number in range(config[list_.count])}

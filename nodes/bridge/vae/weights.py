@@ -1,0 +1,115 @@
+"""The half of a VAE that is on the workers, as ComfyUI's memory manager knows it: its size, how it comes and how it goes.
+
+Used by autoencoder.py. The weights themselves stay in the VAE object, and are sent when the workers lack them.
+"""
+
+import dataclasses
+import uuid
+import weakref
+
+import torch
+
+import comfy.model_management
+
+from ....xdit_backend.forecast.decoding import choose_ranks
+from ....xdit_backend.protocol.segments import dtype_name
+from ..workers.groups import GROUPS, load_device_of
+from ..workers.placement import RemotePatcher
+
+HALVES = weakref.WeakKeyDictionary()       # first-stage model -> {(prefixes of the tensors' names, devices): VaeHalf}
+
+
+def half_of(vae, prefixes, settings, client):
+    """The VaeHalf with the tensors whose names have these prefixes on a group's workers, made when it is first needed.
+
+    settings: what the tensors do not tell of the VAE, see AutoencoderSpec.
+    """
+    halves = HALVES.setdefault(vae.first_stage_model, {})
+    half = halves.get((prefixes, client.devices))
+    if half is None:
+        half = halves[prefixes, client.devices] = VaeHalf(vae, prefixes, settings, client.devices)
+    half.client = client
+    return half
+
+
+class VaeHalf:
+    """The decoder or encoder of a VAE on the workers of a group. RemotePatcher asks it for what it tells ComfyUI."""
+
+    def __init__(self, vae, prefixes, settings, devices):
+        self.name = f"vae-{uuid.uuid4().hex[:8]}"
+        self.dtype, self.settings, self.client = dtype_name(vae.vae_dtype), settings, None
+        self._model, self._prefixes, self._devices = weakref.ref(vae.first_stage_model), prefixes, devices
+        outline = Outline(self, vae.vae_dtype)
+        self._num_bytes = sum(tensor.nbytes for tensor in outline.buffers())
+        self._patcher = RemotePatcher(outline, load_device_of(devices), comfy.model_management.unet_offload_device())
+
+    def weights(self):
+        """The tensors, where the VAE object has them."""
+        return {key: tensor for key, tensor in self._model().state_dict().items() if key.startswith(self._prefixes)}
+
+    def make_ready(self, shape, scale, machine_for=lambda work: None):
+        """Have the workers hold this half, and ComfyUI make room for it and for what its work needs at the least.
+
+        shape: of the tensor to decode (scale 1) or encode. The workers count what they need on a model without weights, for which
+        they must hold it first. machine_for(Work of all items): the Machine by whose forecast fewer workers than all may share it, where
+        they have room; None: all do. Returns how many, and the first of them.
+        """
+        comfy.model_management.load_models_gpu([self._patcher])
+        count, first = self._choose_ranks(shape, scale, machine_for)
+        sharing = self._devices[first:first + count].count(str(self._patcher.load_device))
+        needed_bytes = self.client.autoencoders.estimate(self.name, shape, scale, count) * sharing
+        comfy.model_management.load_models_gpu([self._patcher], memory_required=needed_bytes)
+        return count, first
+
+    def _choose_ranks(self, shape, scale, machine_for):
+        most = len(self._devices)
+        if most == 1:
+            return 1, 0
+        work = self.client.autoencoders.work_of(self.name, shape, scale)
+        machine = machine_for(dataclasses.replace(work, **{name: shape[0] * value for name, value in vars(work).items()}))
+        near = {} if machine is None else choose_ranks(work, machine, most)
+        is_roomy = self.client.autoencoders.is_roomy
+        return next((choice for choice in near if choice[0] == most or is_roomy(self.name, shape, scale, *choice)), (most, 0))
+
+    def _num_workers(self, device):
+        return self._devices.count(str(device))
+
+    # --- what placement.py asks ---
+
+    def load(self, outline):
+        GROUPS.hold(self.client, self.name, self._model())
+        self.client.autoencoders.load(self.name, self.dtype, self.weights, self.settings)
+
+    @property
+    def is_loaded(self):
+        return self.client.holds(self.name)
+
+    def bytes_on(self, device):
+        return self._num_bytes * self._num_workers(device)
+
+    def loaded_on(self, device):
+        return self.bytes_on(device) if self.is_loaded else 0
+
+    def free(self, device, num_bytes):
+        freed = self.loaded_on(device)
+        self.unload()                                          # the VAE object has the weights in host memory
+        return freed
+
+    def unload(self):
+        self.client.drop(self.name)
+
+    def end_run(self):
+        pass
+
+
+class Outline(torch.nn.Module):
+    """Tensors without bytes, by which the memory manager sees how large a half is."""
+
+    def __init__(self, half, dtype):
+        super().__init__()
+        self.remote = weakref.proxy(half)                      # which ends with its VAE, and so does what ComfyUI lists of it
+        for index, tensor in enumerate(half.weights().values()):
+            self.register_buffer(f"tensor{index}", torch.empty(tensor.shape, dtype=dtype, device="meta"))
+
+    def _apply(self, function, recurse=True):
+        return self                                            # .to(device) of tensors without bytes would raise

@@ -1,0 +1,338 @@
+"""Which worker groups run: one for each set of devices that is in use, shared by all nodes, living as long as ComfyUI."""
+
+import importlib.util
+import logging
+import os
+import sys
+import threading
+import weakref
+
+import torch
+
+import comfy.model_management
+import folder_paths
+from comfy_execution.utils import get_executing_context
+
+from ....xdit_backend.config import ParallelConfig, fitting, resolve_devices, validate
+from ....xdit_backend.forecast.choice import speeds_of
+from ....xdit_backend.host import measurements
+from ....xdit_backend.host.client import Client
+from ....xdit_backend.host.forkserver import Forkserver
+from ....xdit_backend.host.preflight import num_cuda_devices
+from ....xdit_backend.host.torchrun import prepare
+from ....xdit_backend.host_memory import memory_room
+from ....xdit_backend.machines.listener import Listener, own_addresses, read_address
+from ....xdit_backend.protocol.devices import machine_of, machines_of, own_name
+from ....xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
+from .idle import watch
+from .runs import Runs
+from .settings import chosen_address
+
+log = logging.getLogger(__name__)
+
+WORKER_PACKAGES = ("diffusers", "accelerate", "safetensors", "greenlet", "pydantic")
+KEPT_FREE_BYTES = 2 ** 31
+MAX_SHARING = 2                # groups with a worker on the same device; a third ends the one that was not used for longest
+
+
+def check_packages():
+    """Refuse to go on when a package that the workers need is missing."""
+    missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"xDiT needs {', '.join(missing)}, which this Python does not have. Install with: "
+                          f"python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), "
+                          f"and restart ComfyUI.")
+
+
+def devices_of(config):
+    """The devices a config means on this machine. Raises ConfigError when it cannot work here."""
+    devices = resolve_devices(config.devices, num_cuda_devices(), config.mode)
+    if machines_of(devices) and not chosen_address():
+        raise ConfigError(f'devices="{config.devices}": {", ".join(machines_of(devices))} can join where ComfyUI listens for others. '
+                          f"Set the address of this machine in Settings > xDiT > Other machines, one of {', '.join(own_addresses())}, and "
+                          f"read docs/machines.md before. Or leave them out.")
+    validate(config, len(devices))
+    return devices
+
+
+def fitting_here(config):
+    """The ParallelConfig nearest to this one that can work on this machine."""
+    return fitting(config, num_cuda_devices())
+
+
+def memory_of(device):
+    """Bytes of memory a device has in all. Makes no CUDA context there, which would take up to half a gigabyte of it.
+
+    Of another machine's: waits until that has joined. Raises WorkerStartError where it does not, ConfigError where it lacks the device.
+    """
+    if machine_of(device):
+        return GROUPS.card_of(device)[1]
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return memory_room()[1]
+
+
+def parking_room():
+    """Bytes of host memory that parked weights may take: what is there, or in its container, but for what ComfyUI too keeps free."""
+    return memory_room()[0] - KEPT_FREE_BYTES
+
+
+def ask_for_room(device, num_bytes):
+    """Have ComfyUI's own models on a device leave it as far as this needs. Where there are none, it is not touched: no CUDA context."""
+    if machine_of(device):                                     # where no ComfyUI is
+        return
+    management, device = comfy.model_management, torch.device(device)
+    if device.type != "cpu" and any(loaded.device == device for loaded in management.current_loaded_models):
+        management.free_memory(num_bytes + management.minimum_inference_memory(), device)
+
+
+def load_device_of(devices):
+    """The device that ComfyUI is to think of a MODEL on these as being on: its own, where one of the workers is there, else the first.
+
+    It asks for room there, and samples there: noise that a sampler draws is what ComfyUI draws for a model on that device.
+    """
+    default = comfy.model_management.get_torch_device()
+    places = [torch.device(name) for name in devices if not machine_of(name)]
+    return default if default in places else places[0]
+
+
+class Groups:
+    """The worker groups and the models in use on them.
+
+    Groups on different devices live side by side. Groups that share one do too, as far as MAX_SHARING allows: what a group
+    holds there is parked or dropped when room is needed.
+    """
+
+    def __init__(self):
+        self._clients = {}                                     # devices -> Client, the one not used for longest first
+        self._holders = {}                                     # (devices, name of a model or VAE) -> a token for each that needs it
+        self._held = weakref.WeakKeyDictionary()               # what needs models or VAEs -> {(devices, name): ends its need}
+        self._lock = threading.Lock()                          # of _holders
+        self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
+        self._learnt = None                                    # what earlier runs taught, once it is read
+        self._speeds = {}                                      # devices -> how fast each is, where they are not alike
+        self._listener = None                                  # where other machines join, once it is needed
+        self._forkserver = Forkserver()
+        self._is_watched = False                               # are groups that have nothing to do seen to?
+        self.runs = Runs()
+
+    def client(self, devices):
+        """The Client for these devices; its workers start when they are first needed."""
+        devices = tuple(devices)
+        client = self._clients.pop(devices, None)
+        if client is None:
+            self._end_others(devices)
+            if not self._is_watched:
+                self._is_watched = True
+                watch(self)
+            client = Client(devices, self.listener() if machines_of(devices) else None, self._forkserver)
+            client.workers.on_phase = self._show_phase
+            client.workers.check = comfy.model_management.throw_exception_if_processing_interrupted
+            client.workers.speeds = self._speeds.get(devices, ())
+        self._clients[devices] = client
+        return client
+
+    def prepare(self, devices):
+        """Have the libraries of workers on these devices loaded while other nodes run; waits for nothing."""
+        if sys.platform != "win32":
+            prepare(self._forkserver, devices)
+
+    def listener(self):
+        """Where other machines join. Raises ConfigError where no address is set for that, or it cannot listen there."""
+        address = read_address(chosen_address())
+        if self._listener is not None and self._listener.wanted != address:
+            self._listener.close()
+            self._listener = None
+        if self._listener is None:
+            self._listener = Listener(chosen_address(), os.path.join(_measured_folder(), "machines"))
+        return self._listener
+
+    def card_of(self, device):
+        """(what it is, bytes of memory) of a device. Of another machine's: waits until that has joined."""
+        if not machine_of(device):
+            return measurements.card_of(device)
+        cards = self.listener().cards(machine_of(device), show_text, comfy.model_management.throw_exception_if_processing_interrupted)
+        if own_name(device) not in cards:
+            raise ConfigError(f"{device}: there is no such device. {machine_of(device)} has {', '.join(cards)}. Name one of "
+                              f"these in xDiT Parallel Config.")
+        return cards[own_name(device)]
+
+    @property
+    def clients(self):
+        """All that have been used and not ended for others, the one not used for longest first."""
+        return list(self._clients.values())
+
+    def client_if(self, devices):
+        """The Client for these devices if there is one; nothing is started."""
+        return self._clients.get(tuple(devices))
+
+    def machine(self, devices, dtype, may_measure):
+        """The Machine of several devices: kept from before, or measured now, where that may be; else None. dtype: models compute in."""
+        key = tuple(devices), dtype
+        if key not in self._machines:
+            machine = measurements.kept(_measured_folder(), devices, dtype, self.card_of)
+            if machine is None and not may_measure:
+                return None
+            if machine is None:
+                try:
+                    machine = self._measure(devices, dtype)
+                except (WorkerFailedError, WorkerDiedError) as error:          # the split is chosen without: the picture is the same
+                    log.warning("the devices could not be measured: %s", error)
+            self._know(devices, dtype, machine)
+        return self._machines[key]
+
+    def measure_again(self, dtype):
+        """Measure the devices that were used last (of a ParallelConfig's defaults, where none were), and keep that. Returns their names."""
+        devices = self.clients[-1].devices if self._clients else devices_of(ParallelConfig())
+        if len(devices) < 2:
+            raise ConfigError(f"There is nothing to measure: {devices[0]} works alone. Set devices in xDiT Parallel Config, and run once.")
+        self._know(devices, dtype, self._measure(devices, dtype))
+        return devices
+
+    def _measure(self, devices, dtype):
+        machine = measurements.measure(self.client(devices), dtype, self.card_of)
+        measurements.keep(_measured_folder(), devices, dtype, machine, self.card_of)
+        return machine
+
+    def give_back(self, clients=None):
+        """Move all weights to host memory, and drop VAEs, on every device of these groups, or of all. The next use brings them back."""
+        for client in self.clients if clients is None else clients:
+            for name in client.models.names:
+                client.models.park(name, parking_room())
+            for name in client.autoencoders.names:
+                client.drop(name)
+            client.give_back()
+
+    def stop(self):
+        """End the workers of every group, and what they are forked from; the next use starts others."""
+        for client in self.clients:
+            client.close()
+        self._forkserver.close()
+
+    def end_idle(self, client):
+        """End the workers of a group that has nothing to do, and what all are forked from, where no other group runs."""
+        client.close()
+        if not any(other.running for other in self.clients):
+            self._forkserver.close()
+
+    def learnt(self):
+        """{(family, card): Learnt} of earlier runs of one device."""
+        if self._learnt is None:
+            self._learnt = measurements.learnt(_measured_folder())
+        return self._learnt
+
+    def learn(self, family, card, ratio):
+        """Keep that a run of this family on this card took `ratio` times what a probe's numbers alone say."""
+        self.learnt()[family, card] = measurements.learn(_measured_folder(), family, card, ratio)
+
+    def _know(self, devices, dtype, machine):
+        """From now on the workers share out tokens, heads, images and rows by how fast each device is. machine: None: as if alike."""
+        devices = tuple(devices)
+        self._machines[devices, dtype] = machine
+        self._speeds[devices] = () if machine is None else speeds_of(machine.devices)
+        if devices in self._clients:
+            self._clients[devices].workers.speeds = self._speeds[devices]
+
+    def client_for_decode(self, config):
+        """The running group that was used last, or where none runs one for the config's devices."""
+        if config.devices == "auto":
+            for client in reversed(self._clients.values()):
+                if client.running:
+                    return client
+        return self.client(devices_of(config))
+
+    def load_model(self, client, spec, shell, missing, changes):
+        """Load a model for a shell, which holds it. missing: {device: bytes that its workers there lack}. changes: Models.load's."""
+        self.hold(client, spec.name, shell)
+        for device, num_bytes in missing.items():
+            self._make_room(client, device, num_bytes)
+        client.models.load(spec, changes)
+
+    def hold(self, client, name, holder):
+        """Have the workers drop a model or VAE when none of the objects that hold it is referred to any more."""
+        key, token = (client.devices, name), object()
+        with self._lock:
+            held = self._held.setdefault(holder, {})
+            if key not in held:
+                self._holders.setdefault(key, set()).add(token)
+                held[key] = weakref.finalize(holder, self._forget_soon, key, token)
+                held[key].atexit = False
+
+    def let_go(self, devices, name, holder):
+        """What holds a model needs it no more: the workers drop it, unless another holds it too."""
+        with self._lock:
+            need = self._held.get(holder, {}).pop((devices, name), None)
+        need = need and need.detach()
+        if need is not None:
+            self._forget(*need[2])
+
+    def close(self):
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+        self._forkserver.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _end_others(self, devices):
+        for device in set(devices):
+            sharing = [other for other in self._clients if device in other]
+            for other in sharing[:len(sharing) + 1 - MAX_SHARING]:
+                self._clients.pop(other).close()
+
+    def _make_room(self, client, device, num_bytes):
+        """Park what other groups have on a device, as far as this one needs it; of ComfyUI's own models ComfyUI takes care."""
+        others = [other for other in self._clients.values() if other is not client and device in other.devices and other.running]
+        if not num_bytes or not others:
+            return
+        for other in others:
+            other.give_back()
+        rank = client.devices.index(device)
+        lacking = num_bytes + comfy.model_management.minimum_inference_memory() - client.report_memory()[rank]["free_bytes"]
+        for other in others:
+            for name in other.models.names:
+                if lacking > 0:
+                    lacking -= other.models.park(name, parking_room(), device, lacking)
+
+    def counting(self, run, callback):
+        """A sampler's callback that also counts a Run's steps, and says on the node now and then how long the rest will take."""
+        def told(step, denoised, x, total):
+            words, self.runs.phase = run.count(step + 1), {}   # what came before the steps is over
+            if words:
+                show_text(words)
+            if callback is not None:
+                callback(step, denoised, x, total)
+        return told
+
+    def _show_phase(self, phase):
+        show_text(self.runs.phase_words(phase))
+
+    def _forget_soon(self, *which):
+        # Anything may be collected at any moment, also while this thread is sending a command.
+        threading.Thread(target=self._forget, args=which, daemon=True).start()
+
+    def _forget(self, key, token):
+        """Drop a model if this was the last that needed it."""
+        devices, name = key
+        with self._lock:
+            self._holders[key].discard(token)
+            client = self._clients.get(devices)
+            if not self._holders[key] and client is not None:
+                client.forget(name)
+
+
+def show_text(text):
+    """Write a line on the node that runs."""
+    from server import PromptServer
+    context = get_executing_context()
+    server = getattr(PromptServer, "instance", None)
+    if context is not None and server is not None:
+        server.send_progress_text(text, context.node_id)
+
+
+def _measured_folder():
+    return os.path.join(folder_paths.get_user_directory(), "xdit")
+
+
+GROUPS = Groups()

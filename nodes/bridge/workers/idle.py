@@ -1,0 +1,52 @@
+"""What becomes of the memory of workers that have nothing to do for a while, as ComfyUI's settings say. Started by groups.py."""
+
+import logging
+import threading
+import time
+import weakref
+
+from ....xdit_backend.protocol.errors import XDiTError
+from .settings import chosen_idle
+
+log = logging.getLogger(__name__)
+
+TICK_S = 5.0
+
+
+def tend(groups, residency):
+    """Park or end the workers that have had nothing to do for so long. Not while a prompt runs."""
+    for client in groups.clients if residency.how != "keep" else ():
+        if client.workers.idle_s < 60 * residency.minutes:
+            continue
+        if residency.how == "release":
+            log.info("workers on %s end: nothing to do for %.0f minutes", ",".join(client.devices), residency.minutes)
+            groups.end_idle(client)
+        else:
+            groups.give_back([client])
+
+
+def watch(groups):
+    """Tend the groups now and then, as long as they exist."""
+    threading.Thread(target=_watch, args=(weakref.ref(groups),), daemon=True).start()
+
+
+def _watch(reference):
+    told = ""
+    while True:
+        time.sleep(TICK_S)
+        groups = reference()
+        if groups is None:
+            return
+        try:
+            if any(client.running for client in groups.clients) and not _is_prompt_running():
+                tend(groups, chosen_idle())
+        except XDiTError as error:                             # of a setting: said once; of workers: who needs them next is told
+            if str(error) != told:
+                log.warning("%s", error)
+            told = str(error)
+
+
+def _is_prompt_running():
+    from server import PromptServer
+    server = getattr(PromptServer, "instance", None)
+    return server is not None and bool(server.prompt_queue.currently_running)

@@ -1,0 +1,117 @@
+"""Has a MODEL room on its devices? Its weights before they are read, a run before its first call. Made by shell.py, asked by remote.py."""
+
+import dataclasses
+import functools
+
+import torch
+
+from ....xdit_backend.forecast.cost import Job
+from ....xdit_backend.forecast.memory import Memory, rank_memory, working_share
+from ....xdit_backend.forecast.planner import (
+    USUAL_JOB,
+    degrees_of,
+    describe_layout,
+    memory_settings,
+    rank_bytes,
+    stages_that_fit,
+    tensor_degree_that_fits,
+)
+from ....xdit_backend.forecast.room import check_room
+from ....xdit_backend.host_memory import memory_room
+from ....xdit_backend.partition import holders
+from ....xdit_backend.protocol.devices import machine_of
+
+
+class Room:
+    """What each rank of a MODEL takes of its device's memory.
+
+    weight_bytes: of all blocks, as a rank holds them. told_bytes: of a U-Net, net.told_bytes of its model. lighter_bytes(): {another
+    weight_dtype: weight_bytes with it}.
+    """
+
+    def __init__(self, setup, weight_bytes, told_bytes, lighter_bytes):
+        self._setup, self._told_bytes, self._lighter_bytes = setup, told_bytes, lighter_bytes
+        self.weight_bytes = self._of_ranks(weight_bytes)       # of each rank, until the workers have told theirs
+        self._roomy = set()                                    # what of this run has been found to fit
+
+    def weights_on(self, device):
+        """Bytes of weights that ranks on this device hold."""
+        return sum(size for size, name in zip(self.weight_bytes, self._setup.devices) if name == str(device))
+
+    def end_run(self):
+        self._roomy.clear()
+
+    def of_run(self, job, layout, of_one_device):
+        """Bytes that a rank takes beside weights. of_one_device: those of activations where nothing is shared."""
+        setup = self._setup
+        degrees = degrees_of(layout, setup.config, setup.spec.stages)
+        activations = of_one_device * working_share(job, degrees, branches_apart=True)
+        return activations + (0.0 if setup.net is None else self._of_rank(job, degrees, setup.config).keys_values)
+
+    def check_weights(self):
+        """Refuse weights that a device has no room for, before they are read."""
+        setup = self._setup
+        check_room(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}", setup.devices,
+                   setup.device_bytes, self._added(self.weight_bytes), remedies=self._spread(Job(1, 0, 1)), lighter=self._lighter)
+
+    def check_run(self, shape, conditioning, num_images, branches, layout):
+        """Refuse a run that cannot fit, once for all its calls.
+
+        shape: of the whole latent of a branch. conditioning: {name: tensor}. branches: of guidance, that are calls of their own or not.
+        """
+        key = tuple(shape), num_images, branches, layout
+        if key in self._roomy:
+            return
+        setup = self._setup
+        degrees = degrees_of(layout, setup.config, setup.spec.stages)
+
+        def job(images, sizes):
+            return setup.job((images, shape[1], *sizes), conditioning, USUAL_JOB.steps, branches)
+
+        def needed(images, sizes, config=setup.config):
+            if setup.net is not None:
+                return self._of_rank(job(images, sizes), degrees, config)
+            own = -(-images // degrees.data) * -(-branches // degrees.cfg)
+            told = 0 if degrees.displaced == 1 else self._told_bytes(sizes, degrees.displaced, getattr(torch, setup.spec.compute_dtype),
+                                                                     own)
+            return Memory(0.0, config.steps_kept * degrees.displaced * told, 0.0)
+
+        without = dataclasses.replace(setup.config, forecast_keys_values=0.0)
+        lean = {"forecast_keys_values 0": functools.partial(needed, config=without)} if setup.config.steps_kept > 1 else {}
+        num_here = sum(not machine_of(device) for device in setup.devices)
+        sizes = tuple(shape[2:])
+        check_room(f"This run ({describe_layout(layout)})", setup.devices, setup.device_bytes, self._added(self.weight_bytes), needed,
+                   num_images, sizes, setup.family.pixels(setup.transformer_config)[1:], self._spread(job(num_images, sizes)),
+                   self._lighter, lean, (num_here, memory_room()[0]))
+        self._roomy.add(key)
+
+    def _of_ranks(self, weight_bytes):
+        return [rank_bytes(weight_bytes, self._setup.spec.stages)] * len(self._setup.devices)
+
+    def _of_rank(self, job, degrees, config):
+        return rank_memory(self._setup.net, job, degrees, **memory_settings(config, self._setup.spec.stages))
+
+    def _lighter(self):
+        """{weight_dtype in which a rank holds less: what each rank then adds to the weights on its device}"""
+        ranks = {name: self._of_ranks(size) for name, size in self._lighter_bytes().items()}
+        return {name: self._added(sizes) for name, sizes in ranks.items() if sizes[0] < max(self.weight_bytes)}
+
+    def _added(self, weight_bytes):
+        """What each rank adds to the weights on its device: on CPUs, those that hold the same weights map one file."""
+        devices = self._setup.devices
+        first = {ranks[0] for ranks in holders(len(devices), self._setup.spec)}
+        return [size if device != "cpu" or rank in first else 0 for rank, (device, size) in enumerate(zip(devices, weight_bytes))]
+
+    def _spread(self, job):
+        """Over how many devices the model would fit, for a person: [text]. Exactly, where nothing else is allowed."""
+        setup = self._setup
+        config, net, refused, device_bytes = setup.config, setup.net, setup.family.refused, min(setup.device_bytes)
+        if net is None:
+            return []
+        if config.approximate == "allowed" and "pipefusion" not in refused:
+            name, degree = "pipefusion_degree", stages_that_fit(config, net, job, device_bytes)
+        elif "tensor" in refused:
+            return []
+        else:
+            name, degree = "tensor_degree", tensor_degree_that_fits(net, job, device_bytes)
+        return [f"{name}={degree} on as many devices like these"] if degree else []

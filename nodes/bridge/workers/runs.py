@@ -1,0 +1,153 @@
+"""What the last run was, how far it is, and what its workers say they did: kept for the panel, and said on the node.
+
+Told by wrappers.py, remote.py and autoencoder.py; read by page/routes.py through panel.py.
+"""
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ....xdit_backend.protocol.messages import Span
+
+SHOWN_S = 1.0                              # from one line on the node to the next
+NUM_SPANS = 20_000                         # of a rank, that are kept
+GB, MB = 1e9, 1e6
+SLOW = GB / 20                             # bytes a second, below which a rate says nothing yet
+
+
+@dataclass
+class Run:
+    """One sampling, and the decodes and encodes after it. Times are those of time.perf_counter."""
+
+    number: int
+    file: str
+    devices: tuple
+    num_steps: int
+    began_s: float
+    remote: object = None                  # the RemoteModel; None of a decode alone
+    state: str = "running"                 # "done", "cancelled" or "failed"
+    error: str = ""
+    step: int = 0                          # steps that are done
+    ended_s: float = 0.0
+    stepped_s: list = field(default_factory=list)      # when the last steps ended
+    shown_s: float = 0.0
+    how: str = ""
+    dtype: str = ""
+    mode: str = ""
+    plan: object = None
+    spans: dict[tuple, list[Span]] = field(default_factory=dict)       # (devices, rank) -> what it did
+    asked_s: dict[tuple, float] = field(default_factory=dict)          # devices -> until when that was asked for
+
+    @property
+    def elapsed_s(self):
+        return (self.ended_s or time.perf_counter()) - self.began_s
+
+    @property
+    def a_step_s(self):
+        """Seconds of a step: from first to last of the steps that were counted; 0 before there are two."""
+        return (self.stepped_s[-1] - self.stepped_s[0]) / (len(self.stepped_s) - 1) if len(self.stepped_s) > 1 else 0.0
+
+    def count(self, step):
+        """So many steps are done. Returns what to say of that on the node; "" too soon after the last time."""
+        now = time.perf_counter()
+        if step > self.step:
+            self.step = step
+            self.stepped_s.append(now)
+        self.take_from_remote()
+        if now - max(self.shown_s, self.began_s) < SHOWN_S or not self.a_step_s:
+            return ""
+        self.shown_s = now
+        return (f"step {self.step} of {self.num_steps}, {self.a_step_s:.2f} s a step, "
+                f"{(self.num_steps - self.step) * self.a_step_s:.0f} s left, {self.how}")
+
+    @property
+    def ended_words(self):
+        """What the node says in place of the progress of a run that did not come to its end."""
+        return f"{self.state} after {self.step} of {self.num_steps} steps"
+
+    def take_from_remote(self):
+        """How the run is split, and its Plan, as far as the RemoteModel has chosen by now."""
+        if self.remote is not None and self.remote.how is not None:
+            self.how, self.plan = self.remote.how, self.remote.forecasts.plan
+
+
+class Runs:
+    """The last run, and what the workers are doing before it."""
+
+    def __init__(self):
+        self.last = None
+        self.phase = {}                    # text, done, total, counts_bytes, and rate (bytes a second): of the slowest rank
+        self._number, self._phases, self._phase_began_s = 0, {}, 0.0
+        self._collecting = threading.Lock()                    # the panel asks too
+
+    @property
+    def is_running(self):
+        return self.last is not None and self.last.state == "running"
+
+    @contextmanager
+    def sampling(self, remote, num_steps):
+        """A run of a RemoteModel goes on under this."""
+        self._number += 1
+        self.last = run = Run(self._number, os.path.basename(remote.spec.path), tuple(remote.devices), num_steps, time.perf_counter(),
+                              remote, dtype=remote.spec.compute_dtype, mode=remote.config.mode)
+        try:
+            yield run
+            run.state = "done"
+        except BaseException as error:
+            run.state = _state_after(error)
+            run.error = "" if run.state == "cancelled" else str(error)
+            raise
+        finally:
+            run.take_from_remote()
+            run.remote, run.ended_s, self.phase = None, time.perf_counter(), {}
+
+    def vae(self, devices):
+        """A decode or encode begins. It belongs to the run before it; of none, it is one."""
+        if self.last is None:
+            self._number += 1
+            now = time.perf_counter()
+            self.last = Run(self._number, "", tuple(devices), 0, now, state="done", ended_s=now)
+
+    def given_up(self, error):
+        """What the node says in place of the phase that this has ended."""
+        phase, self.phase = self.phase, {}
+        far = f", {phase['text']} {phase['done']} of {phase['total']}" if phase.get("total") and not phase["counts_bytes"] else ""
+        return _state_after(error) + far
+
+    def collect(self, client, ask):
+        """Take in what the ranks of a Client did since they were asked last. ask(since_s): {rank: Done}, or nothing."""
+        with self._collecting:
+            run, now, self.phase = self.last, time.perf_counter(), {}
+            done = ask(-1.0 if run is None else run.asked_s.get(client.devices, run.began_s))
+            if not done or run is None:
+                return
+            run.asked_s[client.devices] = now
+            for rank, reply in done.items():
+                if not reply.spans:                            # of a group that took no part in this run
+                    continue
+                spans = run.spans.setdefault((client.devices, rank), [])
+                spans += reply.spans[:NUM_SPANS - len(spans)]
+
+    def phase_words(self, phase):
+        """What the node says of a Phase. Of ranks that do the same, the slowest one's counts."""
+        now = time.perf_counter()
+        if phase.text != self.phase.get("text"):
+            self._phases, self._phase_began_s = {}, now
+        self._phases[phase.rank] = phase
+        slowest = min(self._phases.values(), key=lambda one: one.done / max(1, one.total))
+        done, total, elapsed_s = slowest.done, slowest.total, now - self._phase_began_s
+        rate = done / elapsed_s if slowest.counts_bytes and elapsed_s > 0 else 0.0
+        self.phase = {"text": phase.text, "done": done, "total": total, "counts_bytes": slowest.counts_bytes, "rate": rate}
+        if not total:
+            return phase.text
+        if not slowest.counts_bytes:
+            return f"{phase.text} {done} of {total}"
+        unit, digits, name = (GB, 1, "GB") if total >= GB else (MB, 0, "MB")
+        words = f"{phase.text} {done / unit:.{digits}f} of {total / unit:.{digits}f} {name}"
+        return f"{words}, {rate / GB:.1f} GB/s" if rate > SLOW else words
+
+
+def _state_after(error):
+    return "cancelled" if type(error).__name__ == "InterruptProcessingException" else "failed"

@@ -1,0 +1,55 @@
+"""What a person has chosen in Settings > xDiT, which ComfyUI keeps in a file of its user: read anew each time. Texts are in web/xdit.js.
+
+The address at which other machines may join is a setting and no widget: what a workflow says opens no port.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+
+import folder_paths
+
+from ....xdit_backend.protocol.errors import ConfigError
+
+HOW, MINUTES, ADDRESS = "xdit.Residency", "xdit.IdleMinutes", "xdit.Address"        # the ids of the settings in web/xdit.js
+IDLE_WAYS = ("keep", "park", "release")
+LONGEST_MINUTES = 24 * 60
+
+
+@dataclass(frozen=True)
+class Idle:
+    """What becomes of the memory of workers that are idle.
+
+    keep: weights stay on the devices. park: they go to host memory, and VAEs are dropped. release: the workers end.
+    """
+
+    how: str = "keep"
+    minutes: float = 10.0          # without anything to do, until then
+
+
+def chosen_idle():
+    """What is to become of it, an Idle. Raises ConfigError where what the file has is none."""
+    settings = _settings()
+    how, minutes = settings.get(HOW, Idle.how), settings.get(MINUTES, Idle.minutes)
+    if how not in IDLE_WAYS:
+        raise ConfigError(f"{HOW} is {how!r} in ComfyUI's settings. There are {', '.join(IDLE_WAYS)}: choose one in "
+                          f"Settings > xDiT.")
+    if type(minutes) not in (int, float) or not 0 < minutes <= LONGEST_MINUTES:
+        raise ConfigError(f"{MINUTES} is {minutes!r} in ComfyUI's settings. It takes minutes, above 0, at most {LONGEST_MINUTES}.")
+    return Idle(how, float(minutes))
+
+
+def chosen_address():
+    """The address of this machine at which others may join; "" where none is set. Raises ConfigError where that is no text."""
+    address = _settings().get(ADDRESS, "")
+    if not isinstance(address, str):
+        raise ConfigError(f"{ADDRESS} is {address!r} in ComfyUI's settings. It takes an address of this machine, as text, or nothing.")
+    return address.strip()
+
+
+def _settings():
+    try:
+        with open(os.path.join(folder_paths.get_user_directory(), "default", "comfy.settings.json"), encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError):                              # none has been chosen yet, or it is being written
+        return {}

@@ -1,0 +1,189 @@
+"""A checkpoint: a file or folder of a diffusion model, opened once, without its tensors. All that is known of it is asked here.
+
+Made by open_checkpoint on the host, by open_spec on each rank.
+"""
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ..models import FAMILIES
+from ..protocol.errors import CheckpointError
+from ..protocol.specs import ModelSpec
+from ..vocabulary.family import Family
+from ..vocabulary.unet import publishers_names
+from . import gguf
+from .folder import Folder, read_folder
+from .outline import outline
+from .recognise import class_name, recognise
+from .safetensors_header import read_safetensors
+from .scaled import scales_of
+from .transformer import model_config
+
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")     # ComfyUI saves some under model.model.
+UNET = "UNet2DConditionModel"
+IN_UNET = "up_blocks.0.resnets.0.conv1.weight"                 # of one under diffusers' names
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Names, dtypes and shapes of the diffusion model in a file or folder; names without the prefix they have there.
+
+    files: with its tensors. folder_config: of a diffusers folder, what its config.json says; else None. folder: of a diffusers folder,
+    all that is read of it. A U-Net's tensors are under the publisher's names here, and folder_config is None; those of a family's
+    further parts are under ComfyUI's. renamed: {(file, name there): name here, or None of what is left out}. beside: names of what
+    else is in an all-in-one checkpoint. scales: {a scaled weight: (the tensor that is its scale, how many numbers that has)}.
+    stored: of a GGUF file, {name: (first byte, shape as stored)}.
+    """
+
+    path: str
+    prefix: str
+    files: tuple[str, ...]
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]                 # safetensors' own names, e.g. "BF16"; or GGUF's
+    metadata: dict[str, str]
+    folder_config: dict | None = None
+    folder: Folder | None = None
+    renamed: dict[tuple[str, str], str | None] = field(default_factory=dict)
+    beside: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    scales: dict[str, tuple[str, int]] = field(default_factory=dict)
+    stored: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    recognised: Family | None = None       # where another process has told the family
+
+    def name_of(self, key, file):
+        """The name here of a tensor that a file calls `key`; None where it is beside the diffusion model."""
+        name = self.renamed.get((file, key), key.removeprefix(self.prefix))
+        return name if key.startswith(self.prefix) and name in self.shapes else None
+
+    @property
+    def name(self):
+        """Of the file or folder, for a person."""
+        return os.path.basename(self.path)
+
+    @cached_property
+    def family(self):
+        """The vocabulary.plan.Family. Raises CheckpointError when it is none that can be run, saying which can."""
+        return self.recognised or recognise(self)
+
+    @cached_property
+    def config(self):
+        """Arguments of the family's diffusers class. Its errors are told by `outline`."""
+        return model_config(self)
+
+    def outline(self, quantisation=""):
+        """The diffusers model on the meta device, with weights as they are held: see outline.py."""
+        return outline(self, quantisation)
+
+    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation=""):
+        """The ModelSpec of this model. The same files, dtypes and degrees have the same name, changed ones another."""
+        digest = state_of(self.files) + _digest((storage_dtype, compute_dtype, stages, tensor_degree, quantisation))
+        return ModelSpec(f"{self.name}-{digest}", self.family.name, self.path, storage_dtype, compute_dtype, stages, tensor_degree,
+                         quantisation)
+
+    def check_is(self, spec):
+        """Raise CheckpointError where the files are others by now than those that the ModelSpec was made for."""
+        if not (spec.state or spec.name.rpartition("-")[2]).startswith(state_of(self.files)):
+            raise CheckpointError(f"{self.name} has changed on disk since Load xDiT Model read it, and its weights are needed again. "
+                                  f"Queue the prompt again: it loads the file anew.")
+
+    def under_diffusers_names(self, tensors):
+        """{name in diffusers' model: tensor} of {name here: tensor}. Some may be on the meta device."""
+        if self.folder_config is None:
+            return self.family.convert(tensors, self.config)
+        further = {name: tensor for name, tensor in tensors.items() if name.startswith(self.family.prepares)}
+        rest = {name: tensor for name, tensor in tensors.items() if name not in further}
+        return rest | self.family.convert(further, self.config) if further else rest
+
+    @property
+    def is_packed(self):
+        """Is it a file whose tensors are not all what they say, or a GGUF file?"""
+        return bool(self.scales or self.stored)
+
+    @property
+    def quantised(self):
+        """Names of weights that are not as plain numbers in the file."""
+        return self.scales.keys() | {name for name in self.stored if self.dtypes[name] in gguf.QUANTISED}
+
+
+def open_checkpoint(path):
+    """Read the header of a safetensors or GGUF file, or of the transformer in a diffusers folder.
+
+    Raises CheckpointError for what is not a whole file or a complete folder.
+    """
+    if os.path.isdir(path):
+        return _read_folder(path)
+    if str(path).lower().endswith(".gguf"):
+        return _read_gguf(str(path))
+    tensors, metadata, read = read_safetensors(path)
+    prefix = _prefix(tensors)
+    ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
+    shapes, dtypes = {key: shape for key, (_, shape) in ours.items()}, {key: dtype for key, (dtype, _) in ours.items()}
+    scales, marks = scales_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path), prefix)
+    names = publishers_names(shapes) if IN_UNET in shapes and not marks else {key: key for key in shapes}
+    return Checkpoint(str(path), prefix, (str(path),), {names[key]: shape for key, shape in shapes.items() if key not in marks},
+                  {names[key]: dtype for key, dtype in dtypes.items() if key not in marks}, metadata,
+                  renamed={(str(path), prefix + key): name for key, name in names.items() if name != key},
+                  beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
+                  scales={key: (scale, math.prod(shapes[scale])) for key, scale in scales.items()})
+
+
+def state_of(files):
+    """What changes with these files on disk, as 8 digits."""
+    return _digest([(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files])
+
+
+def open_spec(spec):
+    """The Checkpoint of a ModelSpec. Raises CheckpointError where the files are others than those that the spec was made for."""
+    checkpoint = replace(open_checkpoint(spec.path), recognised=FAMILIES[spec.family])
+    checkpoint.check_is(spec)
+    return checkpoint
+
+
+def _digest(values):
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:8]
+
+
+def _prefix(tensors):
+    return next(p for p in PREFIXES if not p or any(key.startswith(p) for key in tensors))
+
+
+def _read_gguf(path):
+    tensors, stored, metadata = gguf.read_gguf(path)
+    prefix = _prefix(tensors)
+    ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
+    return Checkpoint(path, prefix, (path,), {key: shape for key, (_, shape) in ours.items()},
+                      {key: dtype for key, (dtype, _) in ours.items()}, {key: metadata[key] for key in ("config",) if key in metadata},
+                  beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
+                  stored={key: stored[prefix + key] for key in ours})
+
+
+def folder_of(path):
+    """The Folder at a path, with the parts that a family reads beside its model. Raises CheckpointError where it is none."""
+    return read_folder(path, tuple(_further()))
+
+
+def _further():
+    """{a part of a folder that belongs to a family's model: a function of a tensor's name there -> its name here, or None}"""
+    return {part: name_of for family in FAMILIES.values() for part, name_of in family.further.items()}
+
+
+def _read_folder(path):
+    names, folder = _further(), folder_of(path)
+    is_unet, renamed, tensors = class_name(folder.config) == UNET, {}, {}
+    for file in map(str, folder.files):
+        read = read_safetensors(file)[0]
+        name_of = names.get(os.path.basename(os.path.dirname(file)))
+        if name_of is not None:
+            renamed |= {(file, key): name_of(key) for key in read}
+        tensors |= {(file, key): value for key, value in read.items()}
+    if is_unet:
+        publishers = publishers_names([key for _, key in tensors])
+        renamed |= {(file, key): publishers[key] for file, key in tensors}
+    tensors = {renamed.get(place, place[1]): value for place, value in tensors.items()}
+    tensors.pop(None, None)
+    return Checkpoint(str(path), "", tuple(map(str, folder.files)), {key: shape for key, (_, shape) in tensors.items()},
+                  {key: dtype for key, (dtype, _) in tensors.items()}, {}, None if is_unet else folder.config, folder, renamed)
+
+

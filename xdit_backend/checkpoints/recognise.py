@@ -1,0 +1,108 @@
+"""Of which family a checkpoint is, by its tensors or by a folder's config.json; and what it is instead, where it is of none.
+
+Called by checkpoint.py.
+"""
+
+import os
+
+from ..models import FAMILIES, supported
+from ..protocol.errors import CheckpointError
+from ..vocabulary.family import Family
+from .nearest import NOT_THERE, nearest
+
+# models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
+NOT_RUN = {".audio_patch_proj.": "MiniMax H3", ".genre_embedder.": "ACE-Step", ".embed_image_indicator.": "Ideogram 4",
+           ".clf.1.": "Stable Cascade", ".rotary_pos_emb.inv_freq": "Stable Audio", ".img_mod.modulate_table": "JoyImage"}
+NOT_IN_DIFFUSERS = {".double_stream_layers.": "Boogu-Image", ".ref_image_refiner.": "OmniGen 2", ".t_embedder1.": "HiDream-O1",
+                    ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D", ".context_repo_layers.": "TripoSplat",
+                    ".mlp.all.proj_in_gate.": "SeedVR2", ".pixel_embedder.": "PixelDiT", ".attn.img_qkv.": "Lens"}
+# parts of tensors' names -> what such files are. Some have their model's own names beside these
+BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."), "a ControlNet: load it with Load ControlNet Model"),)
+# looked through in this order, for files that are no model of a family
+OTHERS = (
+    ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
+    *(((mark,), f"a {name} model, which xDiT does not run") for mark, name in NOT_RUN.items()),
+    *(((mark,), f"a model of {name}, for which diffusers has no transformer") for mark, name in NOT_IN_DIFFUSERS.items()),
+    ((".backbone.stem.", ".detector.backbone.", ".refinenet1."), "a model that finds things in pictures, and draws none"),
+    (("down_blocks.0.attentions.", "down_blocks.1.attentions."),
+     "part of a U-Net under diffusers' names, or a quantised one, which xDiT does not read"),
+    (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
+    (("transformer.text_model.", "text_model.encoder.", "encoder.block.0.layer.", "shared.weight", ".embed_tokens.",
+      "token_embedding."),
+     "a text encoder: load it with Load CLIP"),
+    (("vision_model.encoder.",), "a CLIP vision model: load it with Load CLIP Vision"),
+    (("blk.0.", "token_embd.", "enc.blk."), "a text encoder or a language model in GGUF"),
+    (("decoder.conv_in.", "decoder.up.", "encoder.down.", "decoder.conv1.", "quant_conv.", "per_channel_statistics.",
+      "taesd_decoder."),
+     "a VAE: load it with Load VAE"))
+ELSEWHERE = "For a model that ComfyUI itself knows use its own loader and KSampler, on one GPU."
+OF_DIFFUSERS = ((("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
+                 "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"),)
+
+CLASSES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}     # by their norm_type
+
+
+def recognise(checkpoint) -> Family:
+    """The family of a Checkpoint. Raises CheckpointError when it is none that can be run, saying which can."""
+    name = os.path.basename(checkpoint.path)
+    if checkpoint.folder_config is not None:
+        return _family_of_folder(name, checkpoint.folder)
+    _refuse_others(name, checkpoint.shapes, BESIDE_A_MODEL)
+    for family in FAMILIES.values():
+        if _asked(family.recognise, checkpoint.shapes):
+            # Where what it would look at is not there, outline() names it.
+            reason = _asked(family.refuse, checkpoint.shapes, checkpoint.beside)
+            if reason:
+                raise CheckpointError(f"{name} is a {family.name} model, but {reason}.")
+            return family
+    if checkpoint.folder is not None:
+        raise CheckpointError(f"{name} is the folder of a U-Net of a kind that xDiT does not run. It runs {supported()}.")
+    _refuse_others(name, checkpoint.shapes, OTHERS)
+    near = nearest(checkpoint.shapes)
+    if near:
+        raise CheckpointError(f"{name} is nearly a {near[0].name} model, but {near[1]}. Download it again, or choose another file. "
+                              f"xDiT runs {supported()}.")
+    _refuse_others(name, checkpoint.shapes, OF_DIFFUSERS)
+    raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. {ELSEWHERE} xDiT runs {supported()}, from "
+                          f".safetensors and .gguf files in ComfyUI's or the publisher's format.")
+
+
+def _asked(rule, *arguments):
+    """What a family's rule says of a file; None where the file lacks what the rule looks at."""
+    try:
+        return rule(*arguments)
+    except NOT_THERE:
+        return None
+
+
+def _refuse_others(name, shapes, others):
+    for marks, what in others:
+        if any(mark in f".{key}" for key in shapes for mark in marks):
+            raise CheckpointError(f"{name} is {what}." if ": " in what else f"{name} is {what}. {ELSEWHERE} xDiT runs {supported()}.")
+
+
+def _family_of_folder(name, folder):
+    """The family of the class that config.json means; of several, the one whose fixed settings, and further parts, it has most of."""
+    config, fixed = folder.config, lambda family: [rule for rule in family.config.rules.items() if not callable(rule[1])]
+    of_class = [family for family in FAMILIES.values() if class_name(config) == family.transformer]
+    if not of_class:
+        raise CheckpointError(f"{name} is {_what(class_name(config))}. xDiT runs {supported()}.")
+    return max(of_class, key=lambda family: sum(config.get(key, value) == value for key, value in fixed(family))
+               + len(folder.further.keys() & family.further.keys()))
+
+
+def class_name(config):
+    """The class that a folder's config.json means; older ones name what DiT's and PixArt's were split from. "" where it says none."""
+    name = config.get("_class_name") or (config.get("architectures") or [""])[:1]      # the second is of text encoders
+    name = name[0] if isinstance(name, list) and name else name
+    return CLASSES.get(str(config.get("norm_type")), name) if name == "Transformer2DModel" else name if isinstance(name, str) else ""
+
+
+def _what(class_name):
+    """What a model of a class is that no family has."""
+    if not class_name:
+        return "a folder whose config.json does not say which model it is (_class_name), as diffusers' do"
+    text = "which is a text encoder: load a file of it with Load CLIP"
+    kinds = {"Autoencoder": "which is a VAE: load a file of it with Load VAE", "Text": text, "Encoder": text,
+             "ControlNet": "which is a ControlNet: load a file of it with Load ControlNet Model"}
+    return f"a {class_name}, {next((words for mark, words in kinds.items() if mark in class_name), 'which xDiT does not run')}"

@@ -1,0 +1,100 @@
+"""One forward of a model on one rank: what the hooks and the parallel methods need to know of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..distributed.collectives import Traffic
+from ..distributed.exchange import Exchange
+from ..distributed.mesh import Mesh
+from ..distributed.tokens import Tokens
+from ..parallel.key_values import KeyValues
+from ..partition import opens_step
+from ..protocol.specs import Patch
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Where a patch is in the whole latent, in rows along the dim it is cut along, and in tokens."""
+
+    patch: Patch
+    axis: int                              # 0 frames, 1 rows
+    whole_rows: int                        # latent rows of the whole, padded to whole tokens
+    whole_token_rows: int
+    first_token: int                       # of the patch, in the whole
+    num_tokens: int                        # of the whole
+
+
+@dataclass
+class ForwardContext:
+    """One forward on this rank: which blocks, which tokens, what is kept and exchanged. The hooks read it at every block."""
+
+    inputs: dict                           # arguments of the model's forward
+    mesh: Mesh
+    traffic: Traffic
+    blocks: range                          # the blocks this rank runs
+    num_blocks: int
+    tokens: Tokens
+    patch: Patch | None = None             # None: the latent is whole
+    rows: ImageRows | None = None          # of the patch
+    key_values: KeyValues | None = None    # None: nothing is kept, attention is over this forward's tokens
+    kept_blocks: range = range(0)
+    step: tuple = ()                       # what tells this step of the run from others: its timesteps
+    forecast: float = 0.0                  # how far stale keys and values go on as they went before; 0: not at all
+    first_image: int = 0                   # of the batch that key_values holds
+    num_images: int = 1
+    exchange: Exchange | None = None       # with displaced_degree: what other ranks have told
+    bands: tuple[int, ...] | None = None   # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
+    meanwhile: Callable = lambda: None     # called while this forward's sums travel: another's turn
+    ahead: dict = field(default_factory=dict)          # tensor.py's: what was made for layers that have not asked yet
+    arrive: Callable | None = None         # () -> the message of the stage before, for stages after the first
+    skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
+    masks: dict = field(default_factory=dict)          # stream -> (B, T), which tokens may be attended to; hooks fill it
+    operations: dict = field(default_factory=dict)     # block, as ComfyUI's patches call it -> what it does instead, see specs.Branch
+    guided: tuple = ()                     # specs.Nag, one after the other, of what every self-attention gives
+    scores: Any = None                     # specs.Branch.scores of these images, to be filled
+    control: dict = field(default_factory=dict)        # place (Family.control_shapes) -> what is added there, (B or 1, ...), host memory
+
+    @property
+    def is_plain(self):
+        """Nothing to do: one rank runs the whole model on a whole latent."""
+        return (self.mesh.sequence_degree == 1 and self.patch is None and self.key_values is None
+                and len(self.blocks) == self.num_blocks and not self.control and not self.operations
+                and not self.guided)
+
+    @property
+    def opens(self):
+        """Does this forward bring the first tokens of a step, and with them the text?"""
+        return opens_step(self.patch)
+
+    def keeps(self, block):
+        return self.key_values is not None and block in self.kept_blocks
+
+    @property
+    def num_image_tokens(self):
+        """Tokens of the whole image."""
+        return self.tokens.counts["image"] if self.rows is None else self.rows.num_tokens
+
+    @property
+    def first_token(self):
+        """Index of this forward's first image token in the whole image."""
+        return 0 if self.rows is None else self.rows.first_token
+
+
+def tokens_of(family, mesh, shape, conditioning, patch=None):
+    """The Tokens of a forward. shape: of the latent or its patch. Streams beside the image come with a step's first patch."""
+    counts, left_out = family.token_counts(shape, conditioning, patch), {}
+    if not opens_step(patch):
+        left_out = {stream: count for stream, count in counts.items() if stream != "image"}
+        counts |= dict.fromkeys(left_out, 0)
+    row = family.latent.counts(shape)[-1] if family.plan.rows else 1
+    return Tokens(counts, mesh.sequence_degree, mesh.sequence_rank, left_out, row, mesh.sequence_speeds)
+
+
+def rows_of(family, shape, patch):
+    """The ImageRows of a patch whose latent has this shape."""
+    axes = family.latent.patch
+    size, counts = axes[patch.dim - 2], family.latent.counts(shape)
+    whole = -(-patch.whole // size)
+    a_row = family.latent.num_tokens(shape) // counts[patch.dim - 2]
+    return ImageRows(patch, patch.dim - 2 + 3 - len(axes), whole * size, whole, patch.start // size * a_row, whole * a_row)

@@ -1,0 +1,55 @@
+"""Where a hook is in a model, and forwards that are wrapped there. Used by transformer.py."""
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+
+class StageEnd(Exception):
+    """Leaves a forward after the last block of this rank's stage. message: what the next stage gets."""
+
+    def __init__(self, message):
+        super().__init__()
+        self.message = message
+
+
+@dataclass(frozen=True)
+class Place:
+    """A block's place in the model. list_: what the plan says of its list."""
+
+    index: int                     # over all lists
+    list_: Any
+    number: int                    # in its list
+    starts: bool                   # streams are cut before it
+    ends: bool                     # and joined after it
+
+    def returned(self, shards):
+        """What the block's forward returns. shards: {streams: tensor}."""
+        outputs = tuple(shards[streams] for streams in self.list_.returns)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _turned(forward, place):
+    """A block's forward whose hidden states are (T, B, C), of one whose are (B, T, C), or the other way round."""
+    names = list(inspect.signature(forward).parameters)
+
+    @functools.wraps(forward)
+    def turned(*args, **kwargs):
+        arguments = {**dict(zip(names, args)), **kwargs}
+        output = forward(**arguments | {name: arguments[name].transpose(0, 1) for name in place.list_.streams})
+        return tuple(each.transpose(0, 1) for each in output) if isinstance(output, tuple) else output.transpose(0, 1)
+    return turned
+
+
+def _inside(block, path):
+    """A module inside a block; None where this block lacks it."""
+    return functools.reduce(lambda parent, name: getattr(parent, name, None), path.split("."), block)
+
+
+def _one_for_a_group(module, query_BNTH, key_BNTH):
+    """Grouped queries: keys (or values) that the module has repeated for the queries of each group, once."""
+    to_q, to_k = getattr(module, "to_q", None), getattr(module, "to_k", None)
+    if to_q is None or to_k is None or key_BNTH.shape[1] != query_BNTH.shape[1]:
+        return key_BNTH
+    return key_BNTH[:, ::max(1, to_q.out_features // to_k.out_features)]

@@ -1,0 +1,73 @@
+"""Streams where they enter and leave blocks: cut to this rank's shards, joined to whole tensors, sent from stage to stage.
+
+A region is a run of block lists between which the model's forward neither merges nor parts streams. Called by the hooks.
+`streams` is a tuple of names: what one tensor holds, one after the other.
+
+# B batch, T tokens, C channels
+"""
+
+import torch
+
+from ..distributed.collectives import all_gather
+from ..protocol.transfers import on_device
+
+
+def cut(tensor, streams, tokens, needs_text):
+    """This rank's shard of whole streams. (B, T of all, C) -> (B, T here, C)."""
+    shard = tokens.take(tensor, 1, streams)
+    return _stand_in(shard.contiguous() if tokens.num_shards > 1 else shard, streams, tokens, needs_text)
+
+
+def join(shard, streams, tokens, mesh, traffic, wanted):
+    """Whole streams again, as the model's forward expects them. Every sequence rank calls it.
+
+    wanted: the streams whose content is needed. What is not, and tokens that were left out, is zeros.
+    (B, T here, C) -> (B, T that the forward holds, C).
+    """
+    whole = dict(zip(streams, shard[:, :tokens.own(streams)].split([tokens.own((name,)) for name in streams], 1)))
+    wanted = [name for name in streams if name in wanted]
+    if mesh.sequence_degree > 1 and wanted:
+        local = torch.cat([whole[name] for name in wanted], 1) if len(wanted) > 1 else whole[wanted[0]]
+        gathered = all_gather(local, tokens.sizes(wanted), 1, mesh.sequence_group, traffic)
+        pieces = tokens.pieces(wanted)
+        parts = list(zip(pieces, gathered.split([size for _, _, size in pieces], 1)))
+        whole |= {name: torch.cat([part for (stream, _, _), part in parts if stream == name], 1) for name in wanted}
+    if len(streams) == 1 and tokens.counts[streams[0]] == tokens.held(streams[0]):
+        return whole[streams[0]]
+    return torch.cat([whole[name] if name in wanted and tokens.counts[name] == tokens.held(name)
+                      else shard.new_zeros(shard.shape[0], tokens.held(name), shard.shape[2]) for name in streams], 1)
+
+
+def add_to_image(shard, streams, added, tokens):
+    """Add to this rank's image tokens, in place. added: (B or 1, T of the forward's image, C), in host memory and any type."""
+    before, size = sum(tokens.own((name,)) for name in streams[:streams.index("image")]), tokens.own(("image",))
+    own = tokens.take(added, 1, ("image",))
+    shard[:, before:before + size] += on_device(own, shard.device)
+
+
+def pack(shards, units, tokens):
+    """Shards as one flat tensor, the message for the next stage. units: which streams each of them holds."""
+    pieces = [shard[:, :tokens.own(streams)].reshape(-1) for shard, streams in zip(shards, units)]
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def unpack(message, units, batch, widths, tokens, needs_text):
+    """The shards of a message from the stage before. widths: C of each unit."""
+    sizes = [tokens.own(streams) for streams in units]
+    pieces = message.split([batch * size * width for size, width in zip(sizes, widths)])
+    return [_stand_in(piece.view(batch, size, width), streams, tokens, needs_text)
+            for piece, size, width, streams in zip(pieces, sizes, widths, units)]
+
+
+def message_size(units, batch, widths, tokens):
+    """Elements of a message."""
+    return batch * sum(width * tokens.own(streams) for streams, width in zip(units, widths))
+
+
+def stands_in(streams, tokens, needs_text):
+    """Has this rank no token of these streams, and holds one in their place since blocks need it? No attention sees it."""
+    return needs_text and tokens.own(streams) == 0
+
+
+def _stand_in(shard, streams, tokens, needs_text):
+    return shard.new_zeros(shard.shape[0], 1, shard.shape[2]) if stands_in(streams, tokens, needs_text) else shard

@@ -1,0 +1,345 @@
+"""Hooks on a diffusers transformer: where its own, unmodified forward meets the parallel methods.
+
+Placed once on a loaded model, as its plan says: streams are cut to this rank's shards where they enter the blocks, attention
+inside the listed modules is handed to a parallel method, blocks of other stages are passed by, and shards are joined after
+the blocks. What is to be done in a forward, a ForwardContext says.
+"""
+
+import collections
+import functools
+import inspect
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from greenlet import getcurrent, greenlet
+
+from ..autoencoders.family import replaced
+from ..distributed.collectives import all_gather, all_reduce
+from ..distributed.masks import read_mask
+from ..parallel.nag import guide
+from ..parallel.tensor import place_tensor_hooks
+from ..partition import check_shards
+from ..protocol.errors import UnsupportedError
+from . import regions
+from .attention import attend
+from .places import Place, StageEnd, _inside, _one_for_a_group, _turned
+
+
+class Hooks:
+    """The hooks of one model on this rank, and the forward they serve now."""
+
+    def __init__(self, model, plan, splits=()):
+        """splits: of the weights, where the model holds a rank's share of them (checkpoints/shares.py)."""
+        self.plan = plan
+        self._model, self._now, self._cuts = model, None, {}
+        blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
+        assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they cut twice"
+        model._has_hooks = True
+        if splits:
+            place_tensor_hooks(model, plan, splits, self._running)
+        self.num_blocks = len(blocks)
+        self._skips = plan.skips(self.num_blocks)
+        starts = [index == 0 or list_.streams != blocks[index - 1][1].streams for index, (_, list_) in enumerate(blocks)] + [True]
+        numbers = [number for list_ in plan.lists for number in range(len(model.get_submodule(list_.name)))]
+        self._places = [Place(index, list_, numbers[index], starts[index], starts[index + 1]) for index, (_, list_) in enumerate(blocks)]
+        for place, (block, _) in zip(self._places, blocks):
+            self._place_inside(block, place)
+            if plan.tokens_first:
+                block.forward = _turned(self._hook_block(_turned(block.forward, place), place), place)
+            else:
+                block.forward = self._hook_block(block.forward, place)
+        self._place_outside()
+
+    def _place_inside(self, block, place):
+        plan = self.plan
+        within = {name: (streams, streams) for name, streams in place.list_.attention.items()}
+        for name, (streams, read) in (within | plan.across).items():
+            module = _inside(block, name)
+            if module is not None:
+                module.forward = self._hook_attention(module, module.forward, place, name, streams, read)
+        for path, span in plan.once.items():
+            module = _inside(block, path)
+            if module is not None:
+                module.forward = self._hook_once(module.forward, (place.index, path), span)
+        for paths, hook in ((plan.sums, self._hook_sums), (plan.halos, self._hook_halos)):
+            for path in paths:
+                module = block.get_submodule(path)
+                module.forward = hook(module.forward)
+
+    def _place_outside(self):
+        plan, model = self.plan, self._model
+        for path, span in plan.once_outside.items():
+            module = _inside(model, path)
+            for index, each in enumerate(module if isinstance(module, torch.nn.ModuleList) else [module] if module is not None else []):
+                each.forward = self._hook_once(each.forward, (path, index), span)
+        for path, (arguments, factor) in plan.exact.items():
+            model.get_submodule(path).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
+        for path, of_patch in plan.positions.items():
+            module = model.get_submodule(path)
+            module.forward = self._hook_positions(module, module.forward, of_patch)
+
+    def _running(self):
+        """The forward that runs, for layers of which this rank holds a share and which are nothing without the others'."""
+        assert self._now is not None, "this model holds a share of its weights: its forward is run by Hooks.run, which says by whom else"
+        return self._now
+
+    def run(self, context):
+        """Run the model's forward as the context says. Every rank of the sequence axes does.
+
+        Returns (output of the forward, None) on the last stage, else (None, message for the next stage): one flat tensor.
+        """
+        with self.serving(context):
+            try:
+                return self._model(**context.inputs, return_dict=False)[0], None
+            except StageEnd as end:
+                return None, end.message
+
+    def run_in_turn(self, contexts):
+        """As `run` for each of several forwards without stages: while the sums of one travel, the next computes.
+
+        A forward gives its turn away in the midst of its own attention, too: what stands for torch's there is its alone, as are its cuts.
+        """
+        outputs, host = {}, getcurrent()
+        tasks = [greenlet(functools.partial(self._model, **context.inputs, return_dict=False)) for context in contexts]
+        attentions, cuts = [F.scaled_dot_product_attention for _ in tasks], [{} for _ in tasks]
+        for context in contexts:
+            context.meanwhile = host.switch
+        waiting = collections.deque(range(len(tasks)))
+        try:
+            while waiting:
+                index = waiting.popleft()
+                with self.serving(contexts[index]), replaced(F, scaled_dot_product_attention=attentions[index]):
+                    self._cuts = cuts[index]
+                    answer = tasks[index].switch()
+                    attentions[index] = F.scaled_dot_product_attention
+                if tasks[index].dead:
+                    outputs[index] = answer[0], None
+                else:
+                    waiting.append(index)
+        finally:                                               # of a forward that failed, the others end now, and not when they are found
+            for index in waiting:
+                tasks[index].throw()
+        return [outputs[index] for index in range(len(contexts))]
+
+    def message_units(self, block):
+        """Which streams each piece of a message holds that goes from one stage to the next before `block`."""
+        return [*self._places[block - 1].list_.returns, *[("image",)] * len(self._skips_over(block))]
+
+    @contextmanager
+    def serving(self, context):
+        """The model's forward runs as the context says while under this."""
+        tokens = context.tokens
+        check_shards(tokens.counts["image"] // tokens.row, context.mesh.sequence_degree, "rows of tokens" if self.plan.rows else "tokens")
+        self._now = context
+        try:
+            yield
+        finally:
+            self._now, self._cuts = None, {}
+
+    def _skips_over(self, block):
+        """Earlier blocks whose outputs are skips for this block or later ones."""
+        return sorted(source for target, source in self._skips.items() if source < block <= target)
+
+    # --- blocks ---
+
+    def _hook_block(self, forward, place):
+        names = list(inspect.signature(forward).parameters)
+        unmasked = dict.fromkeys(name for name, streams in place.list_.masks.items() if not streams and name in names)
+
+        @functools.wraps(forward)
+        def block(*args, **kwargs):
+            now = self._now
+            if now is None:
+                return forward(*args, **kwargs)
+            arguments = {**dict(zip(names, args)), **kwargs}
+            if now.is_plain:                                   # with a mask that masks nothing, attention is slower
+                return forward(**arguments | unmasked)
+            if place.index < now.blocks.start:
+                return place.returned(self._passed_by(now, place, arguments))
+            outputs = self._computed(forward, now, place, arguments)
+            if place.index + 1 == now.blocks.stop < self.num_blocks:
+                shards = [*outputs.values(), *(now.skips[source] for source in self._skips_over(now.blocks.stop))]
+                raise StageEnd(regions.pack(shards, self.message_units(now.blocks.stop), now.tokens))
+            return place.returned(self._joined(now, place, outputs) if place.ends else outputs)
+        return block
+
+    def _passed_by(self, now, place, arguments):
+        """What stands for the output of a block of an earlier stage: for the last of them what has arrived, else its input."""
+        held = {streams: arguments[name] for name, streams in place.list_.streams.items()}
+        if place.index + 1 < now.blocks.start:
+            return held
+        image = next(tensor for streams, tensor in held.items() if "image" in streams)
+        units = self.message_units(now.blocks.start)
+        widths = [held.get(streams, image).shape[2] for streams in units]
+        shards = regions.unpack(now.arrive(), units, image.shape[0], widths, now.tokens, self.plan.needs_text)
+        arrived = dict(zip(place.list_.returns, shards))
+        now.skips.update(zip(self._skips_over(now.blocks.start), shards[len(arrived):]))
+        return self._joined(now, place, arrived) if place.ends else arrived
+
+    def _computed(self, forward, now, place, arguments):
+        """{streams: shard} of a block of this stage."""
+        list_ = place.list_
+        if place.starts:
+            arguments |= {name: regions.cut(arguments[name], streams, now.tokens, self.plan.needs_text)
+                          for name, streams in list_.streams.items()}
+        for name, argument in list_.tokens.items():
+            if arguments.get(name) is not None:
+                arguments[name] = self._cut_once(now, place, arguments[name], argument)
+        for name, streams in list_.masks.items():
+            if arguments.get(name) is not None:
+                if streams:
+                    self._read_once(now, arguments[name], streams)
+                arguments[name] = None
+        if self.plan.rows:
+            arguments[self.plan.rows] = now.tokens.own(("image",)) // now.tokens.row
+        if place.index in self._skips:
+            arguments["skip"] = now.skips[self._skips[place.index]]
+        if now.operations.get(f"{list_.patched}_block.{place.number}") == "skip":
+            outputs = {streams: arguments[name] for name, streams in list_.streams.items()}
+            output = tuple(outputs[streams] for streams in list_.returns)
+        else:
+            output = forward(**arguments)
+        outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
+        if place.index in self._skips.values():
+            now.skips[place.index] = outputs[("image",)]
+        added = now.control.get(f"{list_.control}.{place.number}")
+        if added is not None:
+            streams = next(streams for streams in outputs if "image" in streams)
+            image = outputs[streams]
+            if self._skips:                                    # to what a later block takes, not to what the next one does
+                image = now.skips[place.index] = image.clone()
+            regions.add_to_image(image, streams, added, now.tokens)
+        return outputs
+
+    def _joined(self, now, place, shards):
+        """Whole streams for the model's forward; after the last block it only needs those of its output."""
+        wanted = now.tokens.counts if place.index + 1 < self.num_blocks else self.plan.outputs
+        return {streams: shard if shard is None else regions.join(shard, streams, now.tokens, now.mesh, now.traffic, wanted)
+                for streams, shard in shards.items()}
+
+    def _stands_in(self, streams, now, place):
+        return streams in place.list_.streams.values() and regions.stands_in(streams, now.tokens, self.plan.needs_text)
+
+    def _cut_once(self, now, place, value, argument):
+        """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
+        def cut(tensor, each):
+            if each.ndim not in (None, tensor.ndim) or tensor.shape[each.dim] == 1 != sum(map(now.tokens.held, each.streams)):
+                return tensor
+            if self._stands_in(each.streams, now, place):
+                return tensor.narrow(each.dim, 0, 1)
+            return now.tokens.take(tensor, each.dim, each.streams)
+
+        key = id(value), id(argument)
+        if key not in self._cuts:
+            if isinstance(value, (tuple, list)):
+                arguments = argument if isinstance(argument, tuple) else (argument,) * len(value)
+                result = tuple(cut(tensor, each) for tensor, each in zip(value, arguments))
+            else:
+                result = cut(value, argument)
+            self._cuts[key] = (value, result)                  # `value` is kept, so that its id stays its own
+        return self._cuts[key][1]
+
+    def _read_once(self, now, mask, streams):
+        if id(mask) not in self._cuts:
+            self._cuts[id(mask)] = mask
+            now.masks.update(read_mask(mask, streams, now.tokens))
+
+    # --- modules whose output is known, or to be had otherwise ---
+
+    def _hook_once(self, forward, key, span):
+        @functools.wraps(forward)
+        def once(*args, **kwargs):
+            now = self._now
+            if now is None or now.key_values is None:
+                return forward(*args, **kwargs)
+            batch = next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)).shape[0]
+            moment = (now.first_image, batch, *(now.step if span == "step" else ()))
+            known = now.key_values.once.get(key)
+            if known is None or known[0] != moment:
+                known = now.key_values.once[key] = (moment, forward(*args, **kwargs))
+            return known[1]
+        return once
+
+    def _hook_sums(self, forward):
+        @functools.wraps(forward)
+        def summed(hidden_states):
+            now = self._now
+            if now is None or now.mesh.sequence_degree == 1:
+                return forward(hidden_states)
+            return forward(hidden_states, total=lambda part: all_reduce([part], now.mesh.sequence_group, now.traffic)[0])
+        return summed
+
+    def _hook_halos(self, forward):
+        @functools.wraps(forward)
+        def with_halos(image_BCHW):
+            now = self._now
+            if now is None or now.mesh.sequence_degree == 1:
+                return forward(image_BCHW)
+            num_rows, rank, degree = image_BCHW.shape[2], now.mesh.sequence_rank, now.mesh.sequence_degree
+            edges = torch.cat([image_BCHW[:, :, :1], image_BCHW[:, :, -1:]], 2)
+            edges = all_gather(edges, [2] * degree, 2, now.mesh.sequence_group, now.traffic)
+            above, below = edges[:, :, :2 * rank][:, :, -1:], edges[:, :, 2 * rank + 2:][:, :, :1]         # none at the picture's edges
+            return forward(torch.cat([above, image_BCHW, below], 2)).narrow(2, above.shape[2], num_rows)
+        return with_halos
+
+    def _unround(self, arguments, factor, module, args):
+        if self._now is None:
+            return args
+        exact = [self._now.inputs[name] * factor for name in arguments if self._now.inputs.get(name) is not None]
+        # of more times than there are images, the first are theirs
+        exact = [torch.cat([each, given[len(each):]]) if len(given) > len(each) else each for each, given in zip(exact, args)]
+        return (*exact, *args[len(exact):])
+
+    def _hook_positions(self, module, forward, of_patch):
+        @functools.wraps(forward)
+        def positions(*args, **kwargs):
+            now = self._now
+            if now is None or now.patch is None:
+                return forward(*args, **kwargs)
+            return of_patch(module, forward, now.rows, now.tokens, args, kwargs)
+        return positions
+
+    # --- attention ---
+
+    def _hook_attention(self, module, forward, place, name, streams, read):
+        """streams: of the queries. read: of keys and values; mostly the same."""
+        plain = F.scaled_dot_product_attention
+
+        @functools.wraps(forward)
+        def scoped(*args, **kwargs):
+            now, num_calls = self._now, 0
+            if now is None or (now.mesh.sequence_degree == 1 and now.key_values is None and not now.masks and not now.guided):
+                return forward(*args, **kwargs)
+
+            def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+                nonlocal num_calls
+                if attn_mask is not None or is_causal:
+                    raise UnsupportedError("This model masks its self-attention in a way that sequence parallelism and PipeFusion do "
+                                           "not support yet. Use cfg_degree instead.")
+                num_calls += 1
+                key, value = _one_for_a_group(module, query, key), _one_for_a_group(module, query, value)
+                query, pad = self._without_stand_ins(now, place, streams, query)
+                (key, _), (value, _) = (self._without_stand_ins(now, place, read, each) for each in (key, value))
+                out = attend(query, key, value, now, (place.index, name, num_calls), streams, read, plain, scale)
+                for nag in now.guided:
+                    guide(out, nag, (1, 3), now.tokens.image_slice(streams), True, now.mesh, now.traffic)
+                return out if pad is None else F.pad(out, pad)
+
+            with replaced(F, scaled_dot_product_attention=attention):
+                output = forward(*args, **kwargs)
+            if num_calls == 0:                                 # each rank would have attended to its own tokens only
+                raise UnsupportedError(f"The attention {name} of block {place.index} did not call PyTorch's scaled_dot_product_attention, "
+                                       f"where parallel methods take its place. Unset what chooses another attention for "
+                                       f"diffusers in the workers, or use one device.")
+            return output
+        return scoped
+
+    def _without_stand_ins(self, now, place, streams, tensor_BNTH):
+        """The tensor without tokens that stand in for streams, and how to pad the output to have them again."""
+        where = [index for index, stream in enumerate(streams) if self._stands_in((stream,), now, place)]
+        if not where:
+            return tensor_BNTH, None
+        assert where in ([0], [len(streams) - 1]), "a stand-in is the first or the last token"
+        start = int(where == [0])
+        return tensor_BNTH.narrow(2, start, tensor_BNTH.shape[2] - 1), (0, 0, start, 1 - start)

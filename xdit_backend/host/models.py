@@ -1,0 +1,147 @@
+"""The models that a group's workers hold: loaded, changed, moved to host memory and back. Used by client.py."""
+
+import math
+
+import torch
+
+from ..protocol import messages
+from ..protocol.devices import machines_of
+from ..protocol.errors import XDiTError
+from .changes import Changes, batches
+from .residence import Residence
+from .workers import Held
+
+
+class Models:
+    """Of the group of these Workers. runs: a collection of the client's runs that have not ended, which may go back to weights."""
+
+    def __init__(self, workers, runs):
+        self._workers, self._runs, self.held = workers, runs, Held(workers)        # the last: name -> Residence
+        self.changes = Changes()                               # of the models' weights
+
+    @property
+    def names(self):
+        """The models the running group holds."""
+        return self.held.names
+
+    def forget(self, name):
+        """A model is dropped, or not known to be whole any more: have the workers drop it. Waits for nothing. From any thread."""
+        self.changes.forget(name)
+        if name in self.held:
+            self.held.now.pop(name, None)
+            self._workers.post_drop(name)
+
+    def load(self, spec, changes=None):
+        """Make sure that every worker holds the model, on its device, with these changes.
+
+        changes: {name of a tensor in the model's file: Change}, the others are as in the file; None: those of the last time.
+        """
+        residence = self.residence(spec.name)
+        if residence is None:
+            self.changes.loaded(spec.name)
+            self._workers.group.find_file(spec.path, self._workers.on_phase, self._workers.check)
+            try:
+                done = self._workers.request(lambda request: messages.LoadModel(request, spec))
+            except BaseException:                              # some ranks may hold it, and others not
+                self._workers.post_drop(spec.name)
+                raise
+            self.held.now[spec.name] = Residence.told(spec, done)
+        elif any(residence.parked_bytes):
+            residence.parked(self._workers.request(lambda request: messages.RestoreModel(request, spec.name), group=self._workers.holding))
+        if changes is not None:
+            self.changes.want(spec.name, changes)
+        if not self.changes.are_in_effect(spec.name):
+            self._change(spec)
+
+    def _change(self, spec):
+        """Have the workers change what differs from what is asked for.
+
+        In a run, they keep what they leave as far as there is room, and what they have kept is not made again.
+        """
+        pending, wanted = self.changes.pending(spec.name), self.changes.wanted(spec.name)
+        version = num_sent = 0
+        try:
+            if self._runs:
+                version = self.changes.leave(spec.name)
+                if self._has_returned(spec, version):
+                    pending = {}
+            for batch in batches(pending):
+                num_sent += len(batch)
+                self._workers.on_phase(messages.Phase(0, "changing weights", num_sent, len(pending)))
+                self._send_changes(spec, batch, version, num_sent == len(batch))
+        except BaseException:
+            self.forget(spec.name)                             # some are changed, and some are not
+            self.changes.want(spec.name, wanted)
+            raise
+        self.changes.take_effect(spec.name, wanted)
+
+    def _has_returned(self, spec, left):
+        """Have all workers gone back to weights that they had kept? Some alone may have, which does no harm to making them again."""
+        version = self.changes.left(spec.name)
+        if version is None:
+            return False
+        done = self._workers.request(lambda request: messages.ReturnWeights(request, spec.name, version, left), group=self._workers.holding)
+        self.held.now[spec.name] = Residence.told(spec, done)
+        return all(each.numbers["kept"] for each in done.values())
+
+    def _send_changes(self, spec, batch, version, begins):
+        def share(tensor):
+            segments.append(group.segments.share(tensor))
+            return segments[-1]
+
+        group = self._workers.holding
+        with group.segments.removed_on_failure() as segments:
+            changes = {name: change.make(share) for name, change in batch.items()}
+        done = self._workers.request(lambda request: messages.ChangeWeights(request, spec.name, changes, version, begins), segments, group)
+        self.held.now[spec.name] = Residence.told(spec, done)
+
+    def residence(self, name):
+        """Where the running group holds a model; None where it does not."""
+        return self.held.now.get(name) if self._workers.running else None
+
+    def park(self, name, room_bytes, device=None, num_bytes=math.inf):
+        """Move weights of a model to host memory, until `device` has num_bytes more free; None: every device.
+
+        Where host memory has less room than is needed (room_bytes), or shared memory has, or there are several machines, the model is
+        dropped instead. Returns the bytes that came free on these devices. load brings the weights back.
+        """
+        residence = self.residence(name)
+        if residence is None:
+            return 0
+        ranks = [rank for rank, own in enumerate(self._workers.devices) if device in (None, own)]
+        before = residence.parked_bytes
+        targets = residence.targets(ranks, num_bytes)
+        if targets == before:
+            return 0
+        is_here = not machines_of(self._workers.devices)                # memory for what is parked is of one machine
+        segments = self._reserve(residence.needed_bytes(targets), room_bytes) if is_here else None
+        if segments is None:
+            self.drop(name)
+            return sum(residence.weight_bytes[rank] - before[rank] for rank in ranks)
+        try:                                                   # not to be given up halfway: ranks write what others will read
+            residence.parked(self._workers.group.request(lambda request: messages.ParkModel(request, name, targets, segments),
+                                                         self._workers.on_phase, segments=segments))
+        except XDiTError:
+            self.forget(name)
+            raise
+        return sum(residence.parked_bytes[rank] - before[rank] for rank in ranks)
+
+    def _reserve(self, sizes, room_bytes):
+        """Segments of these sizes in memory; None where there is no room for them."""
+        if sum(sizes) > room_bytes:
+            return None
+        store = self._workers.group.segments
+        try:
+            with store.removed_on_failure() as segments:
+                for size in sizes:
+                    segments.append(store.create((size,), torch.uint8, in_memory=True)[0])
+        except XDiTError:
+            return None
+        return segments
+
+
+    def drop(self, name):
+        """Give a model's memory back on every worker."""
+        if name in self.held:
+            self.held.now.pop(name, None)
+            self._workers.request(lambda request: messages.DropModel(request, name))

@@ -1,0 +1,116 @@
+"""What a worker group opens when it starts, and closes: processes, connections, files. Used by the launcher.
+
+Everything a group opens is on this machine only: a socket file in a private folder, and torch's store on 127.0.0.1. Where devices
+are on other machines, these have joined over connections of their own (machines/), and a session of each stands for its ranks here.
+"""
+
+import socket
+import time
+import weakref
+from contextlib import suppress
+
+import psutil
+import torch.distributed as dist
+
+from ..protocol import timeouts
+from ..protocol.channel import Door
+from ..protocol.devices import machine_of, machines_of
+from ..protocol.errors import ChannelClosedError, WorkerStartError
+from ..protocol.messages import Phase, Stop
+from ..protocol.segments import SegmentStore
+from . import logs, preflight
+from .greeting import Party
+from .starting import exit_words
+from .torchrun import Node, end_torchrun, start_torchrun
+from .traces import Traces
+
+
+class Opened:
+    """One start of a group on these devices."""
+
+    def __init__(self, devices):
+        self.devices = devices
+        self.channels, self.workers = {}, {}                   # rank -> its Channel, its process; filled by Greeting
+        self.sessions = {}                                     # name of another machine -> its Session
+        self.process = self.door = self._store = None
+        self.why_not_forked = ""                               # why its processes are programs of their own, where they are
+        self.segments = SegmentStore()
+        self._finalizer = weakref.finalize(self, self.segments.close)
+        folder = logs.make(self.segments.folder.name, self.segments.overflow_folder / "logs")
+        self.traces = Traces(devices, self.sessions, folder, self.segments)
+
+    @property
+    def is_whole(self):
+        """Are all workers there, as far as is known?"""
+        has_all = len(self.channels) == len(self.devices) and self.has_all_machines
+        return self.process is not None and not self.process.has_ended and has_all
+
+    @property
+    def has_all_machines(self):
+        return all(session.is_open for session in self.sessions.values())
+
+    def take_machines(self, machines, on_phase, check):
+        """Connect to the other machines. machines: the Listener where they join; None: nothing listens."""
+        for name in machines_of(self.devices):
+            if machines is None:
+                raise WorkerStartError(f"No address is set at which {name} could join: only ComfyUI's nodes use devices of other "
+                                       f"machines.")
+            self.sessions[name] = machines.take(name, lambda words: on_phase(Phase(0, words)), check)
+
+    def launch(self, forkserver, interface, variables, has_detours, check):
+        """Start torchrun here and on other machines; returns the Party whose workers come up. interface: to the machines."""
+        own = [rank for rank, device in enumerate(self.devices) if not machine_of(device)]
+        silence_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
+        self.door = Door(self.segments.folder, silence_s)
+        # torchrun's own stores would listen on every interface. This one is bound to loopback; torchrun and the workers
+        # are its clients (TORCH_DISABLE_SHARE_RDZV_TCP_STORE keeps torchrun from opening one for the workers).
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
+                                    master_listen_fd=listening.detach(), use_libuv=False)   # libuv's takes no socket before 2.7
+        node = Node(self.devices, len(own), 0, 1 + len(self.sessions), interface)
+        self.process, self.why_not_forked = start_torchrun(forkserver, self.segments, node, port, self.traces.folder, variables, check)
+        at_once = []
+        for index, session in enumerate(self.sessions.values(), 1):
+            at_once += session.start(self.devices, index, node.num_nodes, port, silence_s, variables).values()
+        return Party(self.devices, own, self.process, self.door, at_once, self.sessions, self.traces, has_detours)
+
+    def remarks(self):
+        """What is looked at here before torchrun starts (preflight.check), for a person."""
+        own = [device for device in self.devices if not machine_of(device)]
+        return preflight.check(own, (self.segments.folder, self.segments.overflow_folder))
+
+    def close(self, is_broken=False):
+        """End the workers, and remove every file. is_broken: some wait for what will never come, so that they are ended at once."""
+        for channel in self.channels.values():
+            with suppress(ChannelClosedError):
+                channel.send(Stop())
+        if self.process is not None:
+            patience_s = 3 if len(self.channels) == len(self.devices) else 0
+            end_torchrun(self.process, self.workers.values(), None if is_broken else patience_s)
+        for connection in (*self.channels.values(), *self.sessions.values(), *([self.door] if self.door else [])):
+            connection.close()
+        for held in (self.channels, self.workers, self.sessions):
+            held.clear()
+        self.process = self.door = self._store = None
+        self._finalizer()
+
+    def lost(self, rank, doing):
+        """(rank, what became of it) where a worker's connection is gone. doing: (rank) -> what it is at, for a sentence."""
+        session = self.traces.session_of(rank)
+        if session is not None:
+            name, ended = session.name, session.ended or "it closed the connection"
+            ranks = ", ".join(str(other) for other, device in enumerate(self.devices) if machine_of(device) == name)
+            return self.traces.rank_of(name), (f"was lost with its machine, {name} (all of rank {ranks}){doing(rank)}: "
+                                               f"{ended.rstrip('. ')}. {name} joins again by itself when it can")
+        worker = self.workers.get(rank)
+        for _ in range(50):                                    # torchrun notices within a tenth of a second, then ends the others
+            if self.process is None or self.process.has_ended:
+                break
+            time.sleep(0.1)
+        else:
+            if worker is not None and worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+                return rank, f"takes or sends half a message{doing(rank)}: it was stopped, or hung, and is ended"
+        # torchrun has ended the others then, whose connections may close before
+        rank, code = self.traces.first_ended() or (rank, None)
+        return rank, f"died{exit_words(code)}{doing(rank)}"

@@ -1,0 +1,127 @@
+"""What a group was asked and has not answered in full. Used by the launcher, which sends and receives."""
+
+import time
+from dataclasses import dataclass, field
+
+from ..protocol import errors
+from ..protocol.devices import own_name
+from ..protocol.errors import WorkerFailedError
+from ..protocol.messages import Decode, Done, Encode, LoadModel
+from .shortage import shortage_words
+from .starting import HELP
+
+# What workers do, for a person
+DOING = {"LoadModel": "loading a model", "Predict": "computing a step", "ParkModel": "moving weights to host memory",
+         "RestoreModel": "bringing weights back", "LoadAutoencoder": "loading a VAE", "Decode": "decoding",
+         "Encode": "encoding", "Probe": "measuring"}
+
+
+@dataclass
+class Request:
+    """One command to every rank, until all have answered it and somebody has taken the answers."""
+
+    unanswered: set
+    answering: set                                 # the ranks whose answers somebody will wait for
+    segments: list
+    claimed: bool                                  # will nobody wait for it any more?
+    can_stop: bool = False                         # do ranks leave it when nobody waits for it any more?
+    doing: str = ""                                # with a space before it, for a sentence
+    done: dict = field(default_factory=dict)
+    failed: dict = field(default_factory=dict)
+    failed_s: float = 0.0
+
+    @property
+    def first_failure(self):
+        return min(self.failed.values(), key=lambda failure: failure.rank)
+
+    @property
+    def is_complete(self):
+        return not self.failed and self.answering <= self.done.keys()
+
+    def raised(self, num_ranks, where):
+        """The exception that stands on the host for the first failure. where: all output is, a sentence."""
+        failure = self.first_failure
+        kind = getattr(errors, failure.kind, None)
+        if isinstance(kind, type) and issubclass(kind, errors.XDiTError):
+            return kind(failure.message)
+        words = f"{failure.message.rstrip('. ')}."
+        if failure.numbers:                                    # torch's own words, which say less, are in the log
+            words = f"memory ran out: {shortage_words(failure.numbers, num_ranks)} {HELP}"
+        return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with {failure.kind}{self.doing}: "
+                                 f"{words} {where}".rstrip())
+
+
+class Requests:
+    """The open requests of a group, by number, in the order in which they were sent."""
+
+    def __init__(self):
+        self._open, self._last = {}, 0
+
+    def __getitem__(self, number):
+        return self._open[number]
+
+    def __iter__(self):
+        return iter(list(self._open.values()))
+
+    def next_number(self):
+        self._last += 1
+        return self._last
+
+    def add(self, number, command, ranks, answering, segments, doing):
+        """A command goes to these ranks. answering: whose answers complete it. doing: "step 7 of 20". Returns the Request."""
+        doing = DOING.get(type(command).__name__, "") + (doing and f" ({doing})")
+        self._open[number] = Request(set(ranks), set(answering), list(segments), claimed=not answering,
+                                     can_stop=isinstance(command, (LoadModel, Decode, Encode)),
+                                     doing=f" while {doing}" if doing else "")
+        return self._open[number]
+
+    def answer(self, rank, message):
+        """Take in a rank's Done or Failed; returns the Request, None where nobody knows of it any more."""
+        request = self._open.get(message.request)
+        if request is None:
+            return None
+        request.unanswered.discard(rank)
+        if isinstance(message, Done):
+            request.done[rank] = message
+        else:
+            request.failed[rank] = message
+            request.failed_s = request.failed_s or time.monotonic()
+        return request
+
+    def owed_by(self, rank):
+        """The first request that this rank owes an answer to; None."""
+        return next((request for request in self if rank in request.unanswered), None)
+
+    @property
+    def are_unanswered(self):
+        """Does a rank owe an answer?"""
+        return any(request.unanswered for request in self)
+
+    @property
+    def are_claimed(self):
+        """Will nobody wait for any of them?"""
+        return all(request.claimed for request in self)
+
+    def settle(self, store):
+        """Remove the segments of what every rank has answered from this SegmentStore, and forget what was taken."""
+        for number, request in list(self._open.items()):
+            if not request.unanswered:
+                while request.segments:
+                    store.remove(request.segments.pop())
+                if request.claimed:
+                    del self._open[number]
+
+
+def outlives(devices, failures):
+    """May a group go on after a command that these failures (messages.Failed), of some or all of its ranks, are the answers to?
+
+    Over gloo a rank that answers has left its exchanges. With CUDA they are only put in order: one that another rank never joined
+    still runs, and would be joined by that rank's next command, which gives a hang or a wrong picture. So a group of several CUDA
+    devices goes on only when every rank failed before its first exchange, as when all refuse a command alike. And a device
+    whose context is lost, which "CUDA error" says, computes nothing more.
+    """
+    if any(failure.kind == "AcceleratorError" or failure.message.startswith("CUDA error") for failure in failures):
+        return False
+    if any(own_name(device) == "cpu" for device in devices) or len(set(devices)) == 1:
+        return True
+    return len(failures) == len(devices) and not any(failure.exchanged for failure in failures)

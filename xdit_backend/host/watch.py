@@ -1,0 +1,76 @@
+"""Do the workers that are at a command live, and get on? Judged by what they said and when. Used by the launcher."""
+
+import time
+
+from ..protocol.messages import Phase
+
+AWAY_S = 5.0                                       # for so long nobody listened, or this process itself was stopped
+
+
+class Watch:
+    """Signs of life of the ranks of a running group. requests: its Requests, which say what each rank is at."""
+
+    def __init__(self, requests):
+        self._requests = requests
+        self._heard_s, self._listened_s = {}, 0.0              # when each rank last gave a sign; when anyone listened
+        self._phases, self._beats = {}, {}                     # of each rank: its last Phase; (how far it is, since when)
+
+    def begins(self, ranks):
+        """A command goes to these ranks; those that owe nothing until now were silent with a reason."""
+        self._heard_s |= {rank: time.monotonic() for rank in ranks if self.doing(rank) is None}
+
+    def listens(self, ranks):
+        """Somebody is about to listen to these ranks: time in which nobody did counts for nothing."""
+        if time.monotonic() - self._listened_s > AWAY_S:
+            self._heard_s, self._beats = dict.fromkeys(ranks, time.monotonic()), {}
+
+    def hears(self, rank):
+        self._heard_s[rank] = time.monotonic()
+
+    def listened(self):
+        self._listened_s = time.monotonic()
+
+    def beat(self, rank, message):
+        """A rank at a command says how far it is, and whether it waits (messages.Beat)."""
+        where = message.request, message.num_passed, message.waits
+        before, since_s = self._beats.get(rank, (None, 0.0))
+        self._beats[rank] = where, since_s if where == before else time.monotonic()
+
+    def moved(self, rank, message):
+        """A rank has answered or said what it does: the others may have got on since they last told."""
+        self._beats.clear()
+        if isinstance(message, Phase):
+            self._phases[rank] = message
+        else:
+            self._phases.pop(rank, None)
+
+    def doing(self, rank):
+        """What a rank does for the first request it owes an answer to, "" where that has no name; None where it owes none."""
+        request = self._requests.owed_by(rank)
+        if request is None:
+            return None
+        phase = self._phases.get(rank) if request.doing else None
+        if phase is None or not phase.total:
+            return request.doing
+        return f"{request.doing}, {phase.text} {phase.done} of {phase.total}"
+
+    def silent(self, ranks, limit_s):
+        """(rank, what became of it) of one that is at a command and has given no sign for long: it is stopped, or hangs; else None."""
+        for rank in ranks:
+            silent_s = self._listened_s - self._heard_s.get(rank, self._listened_s)
+            if silent_s > limit_s and (doing := self.doing(rank)) is not None:
+                return rank, f"has given no sign of life for {silent_s:.0f} s{doing}: it was stopped, or hung, and is ended"
+        return None
+
+    def stuck(self, ranks, limit_s, called):
+        """(rank, what became of it) where every rank at a command waits for others, and none has got on for long; else None.
+
+        A rank that computes, however slowly, says that it does not wait; those that wait for it are not stuck. called: (rank) -> words.
+        """
+        busy = [rank for rank in ranks if self.doing(rank) is not None]
+        beats = [self._beats[rank] for rank in busy if rank in self._beats and self._beats[rank][0][-1]]
+        stuck_s = min((self._listened_s - since_s for _, since_s in beats), default=0.0)
+        if len(beats) < len(busy) or stuck_s <= limit_s:
+            return None
+        return busy[0], (f"hangs{self.doing(busy[0])}: {' and '.join(map(called, busy))} waited for other ranks, and nothing has "
+                         f"come for {stuck_s:.0f} s. An exchange was lost, and the group is ended")

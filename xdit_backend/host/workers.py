@@ -1,0 +1,108 @@
+"""The worker group that a client asks: started when it is first needed, and again after it died. Used by client.py and its parts."""
+
+import threading
+from contextlib import suppress
+
+from ..protocol import messages
+from ..protocol.errors import WorkerDiedError
+from .launcher import WorkerGroup
+
+
+class Workers:
+    """The group of these devices. machines, forkserver: WorkerGroup's.
+
+    on_phase(Phase) and check() are WorkerGroup's too; they may be replaced at any time. speeds: of each device, relative, see
+    mesh.paced; the same for all calls of a run. (): alike.
+    """
+
+    def __init__(self, devices, machines=None, forkserver=None):
+        self.devices, self._machines, self._forkserver = tuple(devices), machines, forkserver
+        self.on_phase = lambda phase: None
+        self.check = lambda: None
+        self.speeds = ()
+        self.current = None                                    # the last group that was started, and not closed since
+        self._is_starting, self._starting = False, threading.RLock()           # by one thread at a time
+        self._num_detours = 0                                  # ways to join these workers that did not work before
+
+    @property
+    def group(self):
+        """The running worker group."""
+        with self._starting:
+            if not self.running:
+                self.close()
+                self._is_starting = True
+                try:
+                    self.current = WorkerGroup(self.devices, self.on_phase, self.check, self._num_detours, self._machines,
+                                               self._forkserver)
+                    self._num_detours = self.current.num_detours
+                finally:
+                    self._is_starting = False
+            return self.current
+
+    @property
+    def running(self):
+        return self.current is not None and self.current.alive
+
+    @property
+    def holding(self):
+        """The group that holds what was just loaded. Where it has ended, none is started, which would hold nothing."""
+        if not self.running:
+            raise WorkerDiedError("The workers have ended. Queue the prompt again to start a new group.")
+        return self.current
+
+    @property
+    def state(self):
+        """"starting", "working", "idle", "ended" (by itself: a worker died), or "stopped" (none was started, or it was closed)."""
+        group = self.current
+        if self._is_starting or group is None:
+            return "starting" if self._is_starting else "stopped"
+        if not group.alive:
+            return "ended"
+        group.hear()
+        return "working" if group.is_working else "idle"
+
+    @property
+    def idle_s(self):
+        """Seconds since the running workers had anything to do; 0 where they have, or where none run."""
+        group = self.current
+        if not self.running or group is None:
+            return 0.0
+        group.hear()
+        return group.idle_s
+
+    def request(self, make_command, segments=(), group=None):
+        """{rank: Done} of a command, see WorkerGroup.request. group: None: the running one, which is started where there is none."""
+        return (group or self.group).request(make_command, self.on_phase, self.check, segments)
+
+    def post_drop(self, name):
+        """Have the workers drop a model or VAE, where they run; waits for nothing. From any thread."""
+        with suppress(WorkerDiedError):                        # who needs the workers next will be told, or start new ones
+            if self.running:
+                self.current.post(lambda request: messages.DropModel(request, name), answering=())
+
+    def close(self):
+        """End the worker group."""
+        if self.current is not None:
+            self.current.close()
+        self.current = None
+
+
+class Held:
+    """What the running group holds, by name. Of a group that has ended nothing is."""
+
+    def __init__(self, workers):
+        self._workers, self._of, self._held = workers, None, {}
+
+    @property
+    def now(self):
+        """{name: what is known of it}, to be changed."""
+        if self._of is not self._workers.current:
+            self._of, self._held = self._workers.current, {}
+        return self._held
+
+    @property
+    def names(self):
+        return sorted(self.now) if self._workers.running else []
+
+    def __contains__(self, name):
+        return self._workers.running and name in self.now

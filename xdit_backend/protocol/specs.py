@@ -1,0 +1,123 @@
+"""What commands are about: a model and how it is spread, a call of it, a change of its weights. Part of messages.py's messages."""
+
+import dataclasses
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from .segments import Segment
+from .strict import STRICT, Degree, Natural, Speed
+
+RESULT = {"is_result": True}                                   # of a field whose segments the workers write; the host fills all others
+
+
+@dataclass(frozen=True, config=STRICT)
+class Stages:
+    """How PipeFusion spreads a model's blocks: rank r runs stage r // sequence_degree % pipefusion_degree."""
+
+    pipefusion_degree: Degree
+    sequence_degree: Degree = 1       # ranks that share a stage
+    num_blocks: tuple[Natural, ...] = ()       # blocks of each stage; (): balanced by cost
+    every_block: bool = False      # hold all blocks on every rank, so that warm-up can run by sequence parallelism
+    offload: bool = False          # keep stale keys and values in host memory
+    speeds: tuple[Speed, ...] = ()          # of each rank, relative, as measured; (): told by what the devices say of themselves
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelSpec:
+    """Which model, in which form. Two equal specs are the same model; a worker loads what it lacks."""
+
+    name: str                      # unique for file, dtype, stages and tensor_degree
+    family: str                    # key of models.FAMILIES
+    path: str                      # a safetensors file, or a diffusers folder
+    storage_dtype: str
+    compute_dtype: str
+    stages: Stages | None = None   # None: every rank runs every block
+    tensor_degree: Degree = 1      # ranks that share each layer; neighbours
+    quantisation: Literal["", "int8", "nf4"] = ""              # of linear layers, when they are loaded; storage_dtype is of the rest
+    state: str = ""                # checkpoints.header.state_of the files, where they are another machine's; "": the name tells it
+
+
+@dataclass(frozen=True, config=STRICT)
+class LowRank:
+    """What is added to a weight, or to a slice of it: scale * up @ down, computed in float32."""
+
+    up: Segment                    # (rows, rank, ...)
+    down: Segment                  # (rank, columns, ...)
+    scale: float
+    offset: tuple[Natural, Natural, Natural] | None = None     # the slice: its dim, start and length
+
+
+@dataclass(frozen=True, config=STRICT)
+class Change:
+    """What becomes of one tensor of a model's file: another in its place, or products added to it. Neither: it is as in the file."""
+
+    whole: Segment | None
+    terms: tuple[LowRank, ...]
+    dtype: str = ""                # which the tensor is cast to before anything is added to it, and after
+    sum_dtype: str = ""            # in which it is added
+    hooked: tuple[LowRank, ...] = ()                           # added to that in float32, and rounded again: ComfyUI's hooks
+
+
+@dataclass(frozen=True, config=STRICT)
+class AutoencoderSpec:
+    """A VAE whose weights the host sends as segments, once."""
+
+    name: str
+    dtype: str
+    weights: dict[str, Segment]
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)     # what its tensors do not tell; Kind says which
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Layout:
+    """Degrees of one run. Their product is the number of ranks that work."""
+
+    cfg_degree: Degree = 1
+    data_degree: Degree = 1
+    pipefusion_degree: Degree = 1
+    displaced_degree: Degree = 1
+    ring_degree: Degree = 1
+    ulysses_degree: Degree = 1
+    tensor_degree: Degree = 1
+
+
+@dataclass(frozen=True, config=STRICT)
+class Patch:
+    """Which rows of a whole latent a piece of it holds: those from `start` on, of `whole`, along `dim`."""
+
+    dim: Natural
+    start: Natural
+    whole: Natural
+
+
+@dataclass(frozen=True, config=STRICT)
+class Nag:
+    """Normalized Attention Guidance between two of the parts of a batch, which has num_parts of the same size."""
+
+    scale: float
+    alpha: float
+    tau: float
+    positive: Natural
+    negative: Natural
+    num_parts: Natural
+
+
+@dataclass(frozen=True, config=STRICT)
+class Branch:
+    """One call of the model: a latent, its timesteps and its conditioning, and where the prediction goes."""
+
+    latent: Segment                # (B, C, H, W) or (B, C, F, H, W)
+    timestep: Segment              # (B,), or (B, N): one for each frame or token of the whole latent
+    conditioning: str              # name given by Conditioning
+    prediction: Segment = dataclasses.field(metadata=RESULT)   # like latent
+    control: dict[str, Segment] = dataclasses.field(default_factory=dict)  # what a ControlNet adds, by models.plan.Family.control_shapes
+    # block, as ComfyUI's patches call it -> what instead: it is passed by; its self-attention gives its values, whatever the queries; or it
+    # also tells `scores`
+    operations: dict[str, Literal["skip", "values", "scores"]] = dataclasses.field(default_factory=dict)
+    # (ranks of the displaced axis, B, keys), where an operation asks for them: the share of attention that each pixel gets, of all heads on
+    # average, from each rank's queries together
+    scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
+    guided: tuple[Nag, ...] = ()   # done to what every self-attention gives, one after the other
+    beside: dict[str, Segment] = dataclasses.field(default_factory=dict)   # conditioning of this call alone, such as parts of the latent
+    parts: dict[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)   # where the predictions for those go, in float32

@@ -1,0 +1,182 @@
+"""What the U-Net families share: arguments of diffusers' class from a file's shapes, names of tensors, what its forward is given.
+
+A U-Net has no list of blocks that tokens pass: it works on images, each level on one of half the size.
+"""
+
+import math
+import re
+
+from .describe import Whole, because, blocks, config_of, given, has, size, timestep
+from .family import Family, Tiny
+from .keys import table
+from .plan import RowPlan
+
+LATENT = Whole((1, 1))
+
+# what the publisher's names begin with -> diffusers'
+OUTSIDE = {"input_blocks.0.0.": "conv_in.", "out.0.": "conv_norm_out.", "out.2.": "conv_out.", "time_embed.0.": "time_embedding.linear_1.",
+           "time_embed.2.": "time_embedding.linear_2.", "label_emb.0.0.": "class_embedding.linear_1.",
+           "label_emb.0.2.": "class_embedding.linear_2.", "middle_block.0.": "mid_block.resnets.0.",
+           "middle_block.1.": "mid_block.attentions.0.", "middle_block.2.": "mid_block.resnets.1."}
+IN_RESNET = {"in_layers.0.": "norm1.", "in_layers.2.": "conv1.", "emb_layers.1.": "time_emb_proj.", "out_layers.0.": "norm2.",
+             "out_layers.3.": "conv2.", "skip_connection.": "conv_shortcut."}
+KEYS = table(
+    (r"^(?:edm_mean|edm_std|edm_vpred\.sigma_max|edm_vpred\.sigma_min|v_pred|ztsnr)$", None),      # say how a file is sampled
+    *((rf"^{re.escape(own)}", other) for own, other in OUTSIDE.items()),
+    *((rf"(resnets\.\d+)\.{re.escape(own)}", rf"\1.{other}") for own, other in IN_RESNET.items()))
+OF_RESNET = re.compile(rf"(resnets\.\d+\.)({'|'.join(map(re.escape, IN_RESNET.values()))})")
+OF_LEVEL = re.compile(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.*)")
+
+
+def unet(name, title, context_widths, labelled, num_heads, tiny, refusals=(), values=()):
+    """A family of U-Nets in ComfyUI's and the publisher's format.
+
+    context_widths: of the text that its files may take. labelled: is there a vector beside the text? num_heads(width of a level):
+    heads of its attention. values: see Family.
+    """
+    return Family(
+        name=name, title=title, transformer="UNet2DConditionModel", tiny=tiny, values=values, latent=LATENT, convert=convert,
+        by_tensors=("sample_size",),
+        recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and _context_width(shapes) in context_widths,
+        refused_beside={"cc_projection.weight": "it turns objects (Zero123)"},
+        refusals=(because("it makes videos (Stable Video Diffusion)", lambda shapes: any(".time_stack." in key for key in shapes)),
+                  *refusals,
+                  because("the layers of its levels are not alike, which diffusers' U-Net cannot be (SSD-1B, Vega, KOALA)", _is_uneven)),
+        config=config_of(
+            sample_size=64, in_channels=size("input_blocks.0.0.weight", 1), out_channels=size("out.2.weight", 0),
+            block_out_channels=_widths, layers_per_block=lambda shapes: len(_levels(shapes)[0]),
+            down_block_types=lambda shapes: tuple(f"{_kind(depth)}DownBlock2D" for depth in _depths(shapes)),
+            up_block_types=lambda shapes: tuple(f"{_kind(depth)}UpBlock2D" for depth in reversed(_depths(shapes))),
+            transformer_layers_per_block=lambda shapes: (*(depth or 1 for depth in _depths(shapes)[:-1]), _depth(shapes, "middle_block")),
+            attention_head_dim=lambda shapes: tuple(num_heads(width) for width in _widths(shapes)),    # so diffusers calls their number
+            cross_attention_dim=_context_width, use_linear_projection=lambda shapes: len(shapes["middle_block.1.proj_in.weight"]) == 2,
+            class_embed_type=lambda shapes: "projection" if labelled else None,        # of a vector that ComfyUI has made
+            projection_class_embeddings_input_dim=lambda shapes: shapes["label_emb.0.0.weight"][1] if labelled else None),
+        num_channels=lambda config: config["out_channels"],
+        num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
+        conditioning={"context": "cross_attention_dim"} | ({"y": "projection_class_embeddings_input_dim"} if labelled else {}),
+        arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+                   "class_labels": given("y", where="class_embed_type")},
+        plan=RowPlan(first="conv_in", self_attention="attn1", of_text=("attn2.to_k", "attn2.to_v"),
+                     num_levels=lambda config: len(config["block_out_channels"]), skips=_skips))
+
+
+def tiny(detected, config, arguments):
+    """The Tiny of such a family. config, arguments: of diffusers' class and ComfyUI's, where they are the family's own."""
+    return Tiny(
+        {"sample_size": 64, "in_channels": 4, "out_channels": 4, "norm_num_groups": 8, "cross_attention_dim": 24,
+         "class_embed_type": None, **config},
+        "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",
+        {"image_size": 32, "use_checkpoint": False, "legacy": False, "use_spatial_transformer": True, "in_channels": 4, "out_channels": 4,
+         **arguments}, detected=detected)
+
+
+def convert(tensors, config):
+    """From the publisher's names, which number the layers of all levels through, to diffusers'."""
+    return KEYS({_in_level(name, config["layers_per_block"]): tensor for name, tensor in tensors.items()}, config)
+
+
+def settings_of(folder_config):
+    """What a folder's config.json says, in the words of the config that is made from a file's shapes; without what its tensors tell, or
+    ComfyUI does: types of arithmetic, how SDXL's vector is made.
+    """
+    said = {key: value for key, value in folder_config.items() if not key.startswith("_")
+            and key not in ("upcast_attention", "addition_time_embed_dim", "projection_class_embeddings_input_dim")}
+    kinds = said.get("down_block_types") or ()
+    each = lambda value: (value,) * len(kinds) if isinstance(value, int) else tuple(value or ())  # noqa: E731
+    if said.get("addition_embed_type") == "text_time" and not said.get("class_embed_type"):
+        said |= {"addition_embed_type": None, "class_embed_type": "projection"}
+    said["attention_head_dim"] = each(said.pop("num_attention_heads", None) or said.get("attention_head_dim", 8))
+    depths = each(said.get("transformer_layers_per_block", 1))
+    # Where a level has no attention its depth means nothing; the last is the middle's too.
+    said["transformer_layers_per_block"] = tuple(depth if kind.startswith("Cross") else 1 for kind, depth in zip(kinds, depths[:-1])
+                                                 ) + depths[-1:]
+    return said
+
+
+def publishers_names(names):
+    """{diffusers' name: the publisher's} of the tensors of a U-Net; what is no U-Net's keeps its name."""
+    num_layers = len({name.split(".")[3] for name in names if name.startswith("down_blocks.0.resnets.")})
+    with_attention = {name.split(".")[1] for name in names if name.startswith("up_blocks.") and ".attentions." in name}
+    return {name: _publishers_name(name, num_layers, with_attention) for name in names}
+
+
+def _publishers_name(name, num_layers, with_attention):
+    own = {other: each for each, other in IN_RESNET.items()}
+    name = OF_RESNET.sub(lambda match: match[1] + own[match[2]], name.replace("add_embedding.", "class_embedding."))
+    match = OF_LEVEL.fullmatch(name)
+    if match is None:
+        own = {other: each for each, other in OUTSIDE.items()}
+        return next((name.replace(other, each, 1) for other, each in own.items() if name.startswith(other)), name)
+    way, level, kind, layer, rest = match.groups()
+    first = int(level) * (num_layers + 1) + (way == "down")
+    if kind == "downsamplers":
+        return f"input_blocks.{first + num_layers}.0.op.{rest.removeprefix('conv.')}"
+    if kind == "upsamplers":
+        return f"output_blocks.{first + num_layers}.{1 + (level in with_attention)}.{rest}"
+    return f"{'input' if way == 'down' else 'output'}_blocks.{first + int(layer)}.{int(kind == 'attentions')}.{rest}"
+
+
+def _in_level(name, num_layers):
+    match = re.match(r"(in|out)put_blocks\.(\d+)\.(\d+)\.(.*)", name)
+    if match is None or match[2] == "0" and match[1] == "in":
+        return name
+    down = match[1] == "in"
+    level, layer = divmod(int(match[2]) - down, num_layers + 1)
+    block = f"{'down' if down else 'up'}_blocks.{level}"
+    if match[4].startswith("op.") and down and layer == num_layers:
+        return f"{block}.downsamplers.0.conv.{match[4].removeprefix('op.')}"
+    if match[4].startswith("conv.") and not down and layer == num_layers:
+        return f"{block}.upsamplers.0.{match[4]}"
+    return f"{block}.{'resnets' if match[3] == '0' else 'attentions'}.{layer}.{match[4]}"
+
+
+def _levels(shapes):
+    """Numbers of the input blocks of each level: a level ends with the block that halves the image."""
+    levels = [[]]
+    for block in range(1, blocks("input_blocks.")(shapes)):
+        if f"input_blocks.{block}.0.op.weight" in shapes:
+            levels.append([])
+        else:
+            levels[-1].append(block)
+    return levels
+
+
+def _widths(shapes):
+    return tuple(shapes[f"input_blocks.{layers[0]}.0.out_layers.3.weight"][0] for layers in _levels(shapes))
+
+
+def _depth(shapes, block):
+    """Transformer blocks in a block of the file; 0 where it has no attention."""
+    return blocks(f"{block}.1.transformer_blocks.")(shapes)
+
+
+def _depths(shapes):
+    return [_depth(shapes, f"input_blocks.{layers[0]}") for layers in _levels(shapes)]
+
+
+def _skips(config):
+    widths = config["block_out_channels"]
+    skips = [(widths[0], 0)]
+    for level, width in enumerate(widths):
+        skips += [(width, level)] * config["layers_per_block"] + [(width, level + 1)] * (level + 1 < len(widths))
+    return skips
+
+
+def _kind(depth):
+    return "CrossAttn" if depth else ""
+
+
+def _is_uneven(shapes):
+    levels = _levels(shapes)
+    down = [[_depth(shapes, f"input_blocks.{block}") for block in layers] for layers in levels]
+    a_level = len(levels[0]) + 1
+    up = [[_depth(shapes, f"output_blocks.{level * a_level + layer}") for layer in range(a_level)] for level in range(len(levels))]
+    return (len({len(layers) for layers in levels}) > 1 or any(len(set(depths)) > 1 for depths in down)
+            or up != [[depths[0]] * a_level for depths in reversed(down)] or down[-1][0] not in (0, _depth(shapes, "middle_block")))
+
+
+def _context_width(shapes):
+    """Of the text that cross-attention reads; None where there is none."""
+    shape = next((shape for name, shape in shapes.items() if name.endswith(".attn2.to_k.weight")), ())
+    return shape[1] if len(shape) == 2 and math.prod(shape) else None
