@@ -7,8 +7,8 @@ from comfy_api.latest import io
 
 from ..xdit_backend.protocol.errors import ConfigError, UnsupportedError
 from .bridge.model.patcher import ShellPatcher
+from .bridge.supported.by_patches import PATCHWISE
 from .bridge.supported.inputs import check_latent, check_links
-from .bridge.supported.reasons import PATCHWISE
 
 
 class XDiTParallelSampler(io.ComfyNode):

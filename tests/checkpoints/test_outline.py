@@ -38,7 +38,8 @@ def shapes_of():
 
 def look_at(path):
     header = open_checkpoint(path)
-    return header.config, header.outline()
+    model = header.outline()                                   # which tells in words what config cannot be made of
+    return header.config, model
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,6 @@
 """Tiny random diffusers models of each family, with inputs for them. Used by the exactness tests, in float64."""
 
+import types
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,8 @@ class Example:
 
     def loaded(self, hooks, blocks=None):
         """As a worker has it, with these blocks of it; None: all."""
-        transformer = Transformer(self.model, self.config, self.family, None, torch.device("cpu"))
+        of_no_file = types.SimpleNamespace(family=self.family, config=self.config)
+        transformer = Transformer(self.model, of_no_file, None, torch.device("cpu"))
         return Loaded(transformer, hooks, self.latent.dtype, range(hooks.num_blocks) if blocks is None else blocks)
 
     def run(self):

@@ -42,7 +42,7 @@ class Pretended:
     def client(self, *devices):
         """The Client of a group with these devices' names, on as many CPU workers."""
         client = self._workers(len(devices))
-        self.monkeypatch.setattr(client, "devices", devices)
+        self.monkeypatch.setattr(client.workers, "devices", devices)
         self.groups._clients[devices] = client
         post = client.group.post
 

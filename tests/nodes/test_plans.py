@@ -69,7 +69,7 @@ def test_a_short_run_on_unmeasured_devices_is_not_held_up(comfyui, said, user):
 
 @pytest.mark.slow
 def test_a_long_run_measures_once(comfyui, said, user, monkeypatch):
-    planner = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.planner")
+    planner = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.forecast.planner")
     monkeypatch.setattr(planner, "LONG_S", 0.0)
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", warmup="auto"))
     client = comfyui.groups.client(TWO)

@@ -47,7 +47,7 @@ def test_keys_and_values_that_host_memory_has_no_room_for_are_refused(comfyui, m
     """Of the ranks on this machine together; those on the devices would fit."""
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", pipefusion=2, offload_keys_values=True, forecast_keys_values=0.0))
 
-    room = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.room")
+    room = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
 
     def sample():
         return comfyui.sample(model, "sd3", steps=2, cfg=1.0, latent=comfyui.latent("sd3", size=(16, 16)))

@@ -118,7 +118,7 @@ def test_auto_leaves_a_picture_to_the_fastest_device_where_links_are_slow(comfyu
 
 def test_devices_are_measured_before_a_long_decode(comfyui, vae_of, monkeypatch):
     """Once; where nothing is known of them, all share the picture."""
-    planner, measured = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.planner"), []
+    planner, measured = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.forecast.planner"), []
     monkeypatch.setattr(comfyui.groups, "machine", lambda devices, dtype, may_measure: measured.append(may_measure))
     monkeypatch.setattr(planner, "LONG_S", 1e-6)
 

@@ -198,7 +198,7 @@ def test_a_run_that_is_cancelled_says_so_in_place_of_the_seconds_left(comfyui, s
 
 @pytest.mark.parametrize("total, words", [(10 ** 7, "loading weights 5 of 10 MB"), (10 ** 10, "loading weights 5.0 of 10.0 GB")])
 def test_what_is_loaded_is_said_in_units_of_its_size(comfyui, total, words):
-    runs = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.workers.runs"].Runs()
+    runs = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.workers.progress"].Runs()
     messages = sys.modules[f"{comfyui.pack.__name__}.xdit_backend.protocol.messages"]
 
     assert runs.phase_words(messages.Phase(0, "loading weights", total // 2, total, True)).startswith(words)

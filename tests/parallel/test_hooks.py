@@ -299,7 +299,7 @@ def attention_calls(rank, world_size, name):
         calls.append(arguments[0].shape)
         return attention(*arguments)
 
-    import xdit_backend.hooks.transformer as module
+    import xdit_backend.hooks.attention as module
     module.usp_attention = counted
     hooks = Hooks(one.model, one.family.plan)
     with hooks.serving(whole(build_mesh(Layout(ring_degree=world_size), world_size), one, hooks)):

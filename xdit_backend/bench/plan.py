@@ -58,7 +58,8 @@ def main(options):
         raise ConfigError(f"{family.title} are U-Nets: auto shares out the branches of guidance and the images of a batch alone, and "
                           f"nothing is forecast for them.")
     quantisation = options.weight_dtype if options.weight_dtype in TYPES else ""
-    config, model = header.config, header.outline(quantisation)
+    model = header.outline(quantisation)
+    config = header.config
     storage = "bfloat16" if quantisation else WEIGHT_TYPES.get(options.weight_dtype) or _most_common(header)
     compute = "bfloat16" if storage.startswith("float8") else storage
     net = net_of(family, config, header.spec(storage, compute, quantisation=quantisation), model)

@@ -5,7 +5,7 @@ import torch
 import comfy.utils
 
 from ....xdit_backend.protocol.errors import UnsupportedError
-from ..supported.carried import compute_dtype_of, refuse_patcher
+from ..supported.model import compute_dtype_of, refuse_patcher
 from ..workers.placement import RemotePatcher
 from .file_weights import read_weights
 from .weight_patches import PREFIX, changes_of, effective_patches, file_of, patched

@@ -25,11 +25,11 @@ from ....xdit_backend.protocol.errors import CheckpointError, ConfigError, Unsup
 from ....xdit_backend.protocol.segments import dtype_name
 from ..run import wrappers
 from ..run.remote import RemoteModel
+from ..supported.by_patches import KEY
 from ..supported.inputs import check_text
 from ..supported.modules import hold_elsewhere, remember_modules
-from ..supported.reasons import KEY
 from ..workers.groups import GROUPS, check_packages, devices_of, load_device_of, memory_of
-from ..workers.room import Room
+from ..workers.memory_checks import Room
 from .file_weights import places, prepare_text, read_values
 from .folders import marks_of, refuse_unlike, sample_as_said, under_comfyui_names
 from .own_model import OwnConfig
@@ -136,6 +136,7 @@ def _make_remote(base_model, remote):
     module.forward = torch.compiler.disable(remote.forward)    # nodes compile the model; there is nothing to trace in a call to workers
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
     remote.modules = remember_modules(module)
+    remote.places = functools.cache(functools.partial(places, remote.checkpoint, itself))
     base_model.remote = remote
     of_one_device = functools.partial(type(base_model).memory_required, itself)
     base_model.memory_required = functools.partial(remote.memory_required, of_one_device)

@@ -24,7 +24,7 @@ from ....xdit_backend.host.changes import Change
 from ....xdit_backend.protocol import specs
 from ....xdit_backend.protocol.errors import UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
-from .file_weights import places, read_weight, read_weights
+from .file_weights import read_weight, read_weights
 
 PREFIX = "diffusion_model."
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)      # to the nearest; anything else ComfyUI rounds at random
@@ -73,7 +73,7 @@ def file_of(patcher):
     """
     checkpoint, base_model, spec = patcher.remote.checkpoint, weakref.proxy(patcher.model), patcher.remote.spec
     checkpoint.check_is(spec)
-    found = places(checkpoint, base_model)
+    found = patcher.remote.places()
     every = functools.cache(lambda: read_weights(checkpoint, base_model))
     weight_of = functools.partial(read_weight, checkpoint, found, base_model) if checkpoint.is_packed else lambda name: every()[name]
     if spec.quantisation:

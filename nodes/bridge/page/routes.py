@@ -39,14 +39,35 @@ def add_routes(server):
     POST /xdit/fit {"settings": {a field of ParallelConfig: value}} -> {"settings": those that differ of the nearest that can work here}.
     POST /xdit/do {"action": one of panel.ACTIONS} -> {}; 409 while a prompt runs, or where it cannot be done.
     """
-    routes, watch = server.routes, Watch(server)
+    _add_questions(server.routes)
+    _add_panel(server.routes, server)
 
+
+def _add_questions(routes):
+    """Which files are refused, and which settings would fit."""
     @routes.post("/xdit/refusals")
     async def answer_refusals(request):
         asked = await _body(request)
         if not _is_asked(asked):
             return _refuse(f'Send {{"models": [names of files], "vaes": [names of files]}}, at most {MAX_FILES} each.')
         return web.json_response(await asyncio.to_thread(refusals, asked["models"], asked["vaes"]))
+
+    @routes.post("/xdit/fit")
+    async def answer_fit(request):
+        asked = await _body(request)
+        if not isinstance(asked, dict) or asked.keys() != {"settings"} or not _are_settings(asked["settings"]):
+            return _refuse('Send {"settings": {name of a setting of xDiT Parallel Config: its value}}.')
+        try:
+            found = fitting_here(ParallelConfig(**asked["settings"]))
+        except XDiTError as error:
+            return _refuse(str(error), 409)
+        return web.json_response({"settings": {name: value for name in asked["settings"]
+                                               if (value := getattr(found, name)) != asked["settings"][name]}})
+
+
+def _add_panel(routes, server):
+    """What the panel shows and does."""
+    watch = Watch(server)
 
     @routes.get("/xdit/state")
     async def answer_state(request):
@@ -71,18 +92,6 @@ def add_routes(server):
             return _refuse("No socket has this id.")
         watch.set(asked["client"], asked["open"])
         return web.json_response({})
-
-    @routes.post("/xdit/fit")
-    async def answer_fit(request):
-        asked = await _body(request)
-        if not isinstance(asked, dict) or asked.keys() != {"settings"} or not _are_settings(asked["settings"]):
-            return _refuse('Send {"settings": {name of a setting of xDiT Parallel Config: its value}}.')
-        try:
-            found = fitting_here(ParallelConfig(**asked["settings"]))
-        except XDiTError as error:
-            return _refuse(str(error), 409)
-        return web.json_response({"settings": {name: value for name in asked["settings"]
-                                               if (value := getattr(found, name)) != asked["settings"][name]}})
 
     @routes.post("/xdit/do")
     async def answer_do(request):

@@ -8,7 +8,7 @@ from ....xdit_backend.forecast.learning import KNOWN, NEW, Learnt, as_learnt
 from ....xdit_backend.forecast.planner import is_long, plan_run
 from ....xdit_backend.forecast.words import measured_words, plan_words, seconds_words
 from ..workers.groups import GROUPS
-from .timed import Timed
+from .step_times import Timed
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ class PipelineRun:
         self._client.end_run(self)
 
     def describe(self, whole_because, drained_because):
-        """How the run is split, in a person's words. The arguments: as reasons.py has them."""
+        """How the run is split, in a person's words. The arguments: as by_patches.py has them."""
         text, num_patches = describe_layout(self._layout), len(self.patches)
         if whole_because is not None:
             return f"{text}, every step whole, because this workflow uses {whole_because}"

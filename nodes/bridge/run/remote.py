@@ -11,10 +11,10 @@ from ....xdit_backend.forecast.planner import USUAL_JOB, branches_together, desc
 from ....xdit_backend.forecast.words import layout_words
 from ....xdit_backend.host.calls import Call
 from ....xdit_backend.protocol.errors import ConfigError
-from ..supported.carried import refuse_call, refuse_changed_modules
+from ..supported.by_patches import DRAINED, WHOLE
 from ..supported.inputs import check_conditioning, check_finite, check_latent
+from ..supported.model import refuse_call, refuse_changed_modules
 from ..supported.operations import guided_of, operations_of, scores_of
-from ..supported.reasons import DRAINED, WHOLE
 from ..workers.groups import GROUPS, ask_for_room, parking_room, show_text
 from .control import places_of
 from .displaced import DisplacedRun
@@ -27,8 +27,9 @@ PATIENCE_S = 0.5                           # to wait for the workers' memory whe
 class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
-    computing_in(dtype) -> (setup.Setup, room.Room) for another type to compute in. load_device, modules: of the shell as it was made, to
-    compare with; see modules.py.
+    computing_in(dtype) -> (setup.Setup, memory_checks.Room) for another type to compute in. load_device, modules: of the shell as it
+    was made, to compare with; see modules.py. places(): where its weights are in the file, see file_weights.py; found once, which
+    takes half a second for Flux.
     """
 
     def __init__(self, computing_in, dtype, load_device):
@@ -38,6 +39,7 @@ class RemoteModel:
         self.checkpoint, self.family = setup.checkpoint, setup.family
         self.config, self.devices = setup.config, setup.devices
         self.load_device, self.modules = load_device, {}       # the second: modules.remember_modules
+        self.places = None
         self._looked_at = set()                                # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
         self._beside_bytes = 0                                 # that ComfyUI was told a rank needs for a run
@@ -184,7 +186,7 @@ class RemoteModel:
         return self.spec.stages is not None or (self.config.mode == "manual" and self.config.displaced_degree > 1)
 
     def begin_run(self, schedule, shape, whole_because=None, drained_because=None):
-        """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent. The others: see reasons.py."""
+        """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent. The others: see by_patches.py."""
         self._end_pipeline()
         self._schedule = schedule
         self._pipeline = PipelineRun(self._client(), self.setup, self.setup.layout(1), schedule, shape)

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 from comfy.patcher_extension import WrapperExecutor
 
-from ..supported.carried import refuse_model_options
-from ..supported.reasons import DRAINED, PATCHWISE, WHOLE, why_drained, why_one_call, why_whole, why_whole_run
+from ..supported.by_patches import DRAINED, PATCHWISE, WHOLE, why_drained, why_one_call, why_whole, why_whole_run
+from ..supported.model import refuse_model_options
 from ..workers.groups import GROUPS, show_text
 from .control import refuse_controls
 

@@ -1,5 +1,5 @@
 """The modules of a shell's diffusion model, which compute nothing: who asks for their weights is told where these are, and what nodes
-change in them is found. Made so by shell.py; carried.py refuses the changes.
+change in them is found. Made so by shell.py; model.py refuses the changes.
 """
 
 import functools

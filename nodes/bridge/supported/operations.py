@@ -1,7 +1,7 @@
 """What ComfyUI's nodes replace inside a model and we know the meaning of: named operations, which the workers carry out.
 
 A node hands ComfyUI a function of its own. It is known by where it was written, and by what it does to a marker: a function that
-does otherwise, or of another node, is refused (carried.py).
+does otherwise, or of another node, is refused (model.py).
 """
 
 import math

@@ -25,7 +25,7 @@ from ....xdit_backend.machines.listener import Listener, own_addresses, read_add
 from ....xdit_backend.protocol.devices import machine_of, machines_of, own_name
 from ....xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
 from .idle import watch
-from .runs import Runs
+from .progress import Runs
 from .settings import chosen_address
 
 log = logging.getLogger(__name__)
