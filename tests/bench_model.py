@@ -1,8 +1,8 @@
-"""Time our MODEL with one worker against the native KSampler, in a real ComfyUI, each with one thread.
+"""Time our MODEL with one worker, and with two in layouts, against the native KSampler, in a real ComfyUI, each with one thread.
 
-    XDIT_COMFYUI=FOLDER OMP_NUM_THREADS=1 python -m tests.bench_model [--steps 20] [--rounds 5]
+    XDIT_COMFYUI=FOLDER OMP_NUM_THREADS=1 python -m tests.bench_model [--steps 20] [--rounds 5] [--layouts cfg ulysses ring pipefusion]
 
-Runs alternate; prints seconds of each, the medians and their ratio. The model is the demo's SD3 (depth 8, 44 M parameters).
+Runs alternate; prints seconds of each, the medians and their ratios. The model is the demo's SD3 (depth 8, 44 M parameters).
 """
 
 import argparse
@@ -22,6 +22,8 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--size", type=int, default=48, help="rows and columns of the latent")
+    parser.add_argument("--layouts", nargs="*", default=(), choices=("cfg", "ulysses", "ring", "pipefusion", "tensor"),
+                        help="of two workers; PipeFusion with four patches and a step of warm-up")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]     # our nodes/ would shadow ComfyUI's nodes.py
@@ -29,9 +31,13 @@ def main():
         comfyui = ComfyUI(comfyui_folder(), base)
         native = comfyui.native("sd3", size="demo")
         ours = comfyui.ours("sd3", comfyui.config("cpu"), size="demo")
-        seconds = {"native KSampler": [], "one worker": []}
+        models = {"native KSampler": native, "one worker": ours}
+        for method in options.layouts:
+            config = comfyui.config("cpu,cpu", **{method: 2}, **({"num_patches": 4} if method == "pipefusion" else {}))
+            models[f"{method} 2"] = comfyui.ours("sd3", config, size="demo")
+        seconds = {name: [] for name in models}
         for _ in range(options.rounds + 1):                            # the first round warms up
-            for name, model in (("native KSampler", native), ("one worker", ours)):
+            for name, model in models.items():
                 started_s = time.perf_counter()
                 comfyui.sample(model, "sd3", steps=options.steps, latent=comfyui.latent("sd3", size=(options.size, options.size)))
                 seconds[name].append(time.perf_counter() - started_s)
@@ -40,6 +46,8 @@ def main():
     for name, values in seconds.items():
         print(f"{name:<16} {medians[name]:7.3f} s for {options.steps} steps   {' '.join(f'{value:.3f}' for value in values[1:])}")
     print(f"one worker takes {medians['one worker'] / medians['native KSampler']:.3f} of the native time")
+    for method in options.layouts:
+        print(f"{method} 2 is {medians['one worker'] / medians[f'{method} 2']:.2f} times as fast as one worker")
 
 
 if __name__ == "__main__":
