@@ -3,7 +3,6 @@
 Called by checkpoint.py.
 """
 
-import os
 
 from ..models import FAMILIES, supported
 from ..protocol.errors import CheckpointError
@@ -44,7 +43,7 @@ CLASSES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtT
 
 def recognise(checkpoint) -> Family:
     """The family of a Checkpoint. Raises CheckpointError when it is none that can be run, saying which can."""
-    name = os.path.basename(checkpoint.path)
+    name = checkpoint.name
     if checkpoint.folder_config is not None:
         return _family_of_folder(name, checkpoint.folder)
     _refuse_others(name, checkpoint.shapes, BESIDE_A_MODEL)

@@ -50,7 +50,7 @@ class Autoencoders:
             try:
                 self._workers.request(lambda request: messages.LoadAutoencoder(request, spec), segments.values(), group)
             except BaseException:                              # some ranks may hold it
-                self.forget(name)
+                self.held.forget(name)
                 raise
 
     def _transform(self, command, name, tensor, shape, **options):
@@ -87,16 +87,3 @@ class Autoencoders:
         done = self._workers.request(lambda request: messages.Estimate(request, name, tuple(shape), scale, num_ranks, with_work),
                              group=self._workers.holding)
         return done[0].numbers
-
-
-    def drop(self, name):
-        """Give a VAE's memory back on every worker."""
-        if name in self.held:
-            self.held.now.pop(name, None)
-            self._workers.request(lambda request: messages.DropModel(request, name))
-
-    def forget(self, name):
-        """As drop, but waits for nothing. From any thread."""
-        if name in self.held:
-            self.held.now.pop(name, None)
-            self._workers.post_drop(name)

@@ -51,13 +51,13 @@ class Client:
 
     def drop(self, name):
         """Give a model's or VAE's memory back on every worker."""
-        self.models.drop(name)
-        self.autoencoders.drop(name)
+        self.models.held.drop(name)
+        self.autoencoders.held.drop(name)
 
     def forget(self, name):
         """As drop, but waits for nothing, and starts nothing where the workers have ended. From any thread."""
         self.models.forget(name)
-        self.autoencoders.forget(name)
+        self.autoencoders.held.forget(name)
 
     # --- predictions, and the conditioning of runs ---
 

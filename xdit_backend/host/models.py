@@ -27,9 +27,7 @@ class Models:
     def forget(self, name):
         """A model is dropped, or not known to be whole any more: have the workers drop it. Waits for nothing. From any thread."""
         self.changes.forget(name)
-        if name in self.held:
-            self.held.now.pop(name, None)
-            self._workers.post_drop(name)
+        self.held.forget(name)
 
     def load(self, spec, changes=None):
         """Make sure that every worker holds the model, on its device, with these changes.
@@ -116,7 +114,7 @@ class Models:
         is_here = not machines_of(self._workers.devices)                # memory for what is parked is of one machine
         segments = self._reserve(residence.needed_bytes(targets), room_bytes) if is_here else None
         if segments is None:
-            self.drop(name)
+            self.held.drop(name)
             return sum(residence.weight_bytes[rank] - before[rank] for rank in ranks)
         try:                                                   # not to be given up halfway: ranks write what others will read
             residence.parked(self._workers.group.request(lambda request: messages.ParkModel(request, name, targets, segments),
@@ -138,10 +136,3 @@ class Models:
         except XDiTError:
             return None
         return segments
-
-
-    def drop(self, name):
-        """Give a model's memory back on every worker."""
-        if name in self.held:
-            self.held.now.pop(name, None)
-            self._workers.request(lambda request: messages.DropModel(request, name))

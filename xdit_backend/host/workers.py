@@ -106,3 +106,15 @@ class Held:
 
     def __contains__(self, name):
         return self._workers.running and name in self.now
+
+    def drop(self, name):
+        """Give its memory back on every worker."""
+        if name in self:
+            self.now.pop(name, None)
+            self._workers.request(lambda request: messages.DropModel(request, name))
+
+    def forget(self, name):
+        """As drop, but waits for nothing. From any thread."""
+        if name in self:
+            self.now.pop(name, None)
+            self._workers.post_drop(name)
