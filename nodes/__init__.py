@@ -9,5 +9,5 @@ from .parallel_sampler import XDiTParallelSampler
 from .vae_decode import XDiTVAEDecode
 from .vae_encode import XDiTVAEEncode
 
-NODES = [XDiTLoadModel, XDiTParallelConfig, XDiTParallelSampler, XDiTVAEDecode, XDiTVAEEncode, XDiTLoadClipVae, XDiTClassLabel,
-         XDiTDemoPrompt]
+NODES = [XDiTLoadModel, XDiTParallelConfig, XDiTParallelSampler, XDiTVAEDecode, XDiTVAEEncode, XDiTLoadClipVae,
+         XDiTClassLabel, XDiTDemoPrompt]

@@ -22,11 +22,14 @@ class XDiTClassLabel(io.ComfyNode):
             node_id="XDiTClassLabel",
             display_name="xDiT Class Label",
             category="xDiT",
-            description="The prompt of a class-conditional model such as DiT: one of the classes it was trained on, or none.",
+            description="The prompt of a class-conditional model such as DiT: one of the classes it was trained on, "
+                        "or none.",
             search_aliases=["dit", "imagenet", "class", "prompt"],
             inputs=[
-                io.Model.Input("model", tooltip="From Load xDiT Model: a class-conditional model, in a folder of models/diffusers."),
-                io.String.Input("label", default="207", tooltip="The number of a class, or a name that the folder's model_index.json has: "
+                io.Model.Input("model", tooltip="From Load xDiT Model: a class-conditional model, in a folder of "
+                                                "models/diffusers."),
+                io.String.Input("label", default="207",
+                                tooltip="The number of a class, or a name that the folder's model_index.json has: "
                                 "207 or golden retriever. Empty: no class, which is the negative prompt."),
             ],
             outputs=[io.Conditioning.Output()],
@@ -38,7 +41,8 @@ class XDiTClassLabel(io.ComfyNode):
         remote = getattr(model.model, "remote", None)
         num_classes = remote and remote.setup.num_classes
         if not num_classes:
-            raise ConfigError("This MODEL does not draw classes. Use the CLIP that belongs to it, or a folder of DiT in Load xDiT Model.")
+            raise ConfigError("This MODEL does not draw classes. Use the CLIP that belongs to it, or a folder of DiT "
+                              "in Load xDiT Model.")
         number = class_of(label, num_classes, _names(remote.spec.path))
         marks = torch.zeros(1, 1, num_classes)
         if number is not None:
@@ -60,7 +64,8 @@ def class_of(label, num_classes, names):
         raise ConfigError(f"label: {label} is the name of the classes {same}. Give one of these numbers.")
     label = label[:MOST_SHOWN]
     near = difflib.get_close_matches(label.lower(), names, NUM_NAMED)
-    words = f", or a name such as {', '.join(near or sorted(names)[:NUM_NAMED])}" if names else "; the model's folder has no names of them"
+    words = (f", or a name such as {', '.join(near or sorted(names)[:NUM_NAMED])}"
+             if names else "; the model's folder has no names of them")
     raise ConfigError(f"label: {label} is no class of this model. It takes numbers from 0 to {num_classes - 1}{words}.")
 
 
@@ -75,6 +80,6 @@ def _names(folder):
                 for name in of_class.split(","):
                     names.setdefault(name.strip().lower(), set()).add(int(number))
         except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} does not say what classes are called ({error}). Download it again, or remove it and give "
-                                  f"numbers.") from error
+            raise CheckpointError(f"{path} does not say what classes are called ({error}). Download it again, or "
+                                  f"remove it and give numbers.") from error
     return names

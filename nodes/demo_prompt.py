@@ -13,13 +13,13 @@ class XDiTDemoPrompt(io.ComfyNode):
             node_id="XDiTDemoPrompt",
             display_name="Demo Prompt",
             category="xDiT",
-            description="Encodes a prompt for xdit_demo.safetensors, the small model that comes with the pack. It draws emoji: a "
-                        "thing or a face, and the colour of its background.",
+            description="Encodes a prompt for xdit_demo.safetensors, the small model that comes with the pack. It "
+                        "draws emoji: a thing or a face, and the colour of its background.",
             search_aliases=["demo", "prompt", "text encode", "emoji"],
             inputs=[
                 io.String.Input("text", multiline=True, default="cat face on a blue background",
-                                tooltip=f"At most {MAX_WORDS} English words, such as: woman astronaut on a purple background. Empty: the "
-                                        f"negative prompt."),
+                                tooltip=f"At most {MAX_WORDS} English words, such as: woman astronaut on a purple "
+                                        f"background. Empty: the negative prompt."),
             ],
             outputs=[io.Conditioning.Output()],
         )

@@ -15,8 +15,8 @@ class XDiTLoadClipVae(io.ComfyNode):
             node_id="XDiTLoadClipVae",
             display_name="Load CLIP and VAE",
             category="xDiT",
-            description="Loads the text encoders and the VAE of an all-in-one checkpoint, and nothing else of it: Load xDiT Model "
-                        "loads its diffusion model onto the workers.",
+            description="Loads the text encoders and the VAE of an all-in-one checkpoint, and nothing else of it: "
+                        "Load xDiT Model loads its diffusion model onto the workers.",
             search_aliases=["checkpoint", "sdxl", "sd1.5", "load checkpoint"],
             inputs=[
                 io.Combo.Input("ckpt_name", options=folder_paths.get_filename_list("checkpoints"),
@@ -32,6 +32,6 @@ class XDiTLoadClipVae(io.ComfyNode):
         _, clip, vae, _ = comfy.sd.load_checkpoint_guess_config(
             path, output_model=False, embedding_directory=folder_paths.get_folder_paths("embeddings"))
         if clip is None and getattr(vae, "first_stage_model", None) is None:
-            raise CheckpointError(f"{ckpt_name} holds no text encoder and no VAE. Load them from files of their own, with Load CLIP and "
-                                  f"Load VAE.")
+            raise CheckpointError(f"{ckpt_name} holds no text encoder and no VAE. Load them from files of their own, "
+                                  f"with Load CLIP and Load VAE.")
         return io.NodeOutput(clip, vae)

@@ -18,24 +18,29 @@ SUFFIXES = (".safetensors", ".sft")        # the second is the same under anothe
 class XDiTLoadModel(io.ComfyNode):
     @classmethod
     def define_schema(cls):
-        names = [name for folder in FOLDERS for name in folder_paths.get_filename_list(folder) if name.endswith(SUFFIXES)]
+        names = [name for folder in FOLDERS for name in folder_paths.get_filename_list(folder)
+                 if name.endswith(SUFFIXES)]
         names += gguf_files() + diffusers_folders()
         return io.Schema(
             node_id="XDiTLoadModel",
             display_name="Load xDiT Model",
             category="xDiT",
-            description="Loads a diffusion model on all devices: a file that Load Diffusion Model takes, of the families that the "
-                        "help page lists, or the diffusion model of an all-in-one checkpoint.",
+            description="Loads a diffusion model on all devices: a file that Load Diffusion Model takes, of the "
+                        "families that the help page lists, or the diffusion model of an all-in-one checkpoint.",
             search_aliases=["load diffusion model", "unet loader", "multi gpu"],
             inputs=[
                 io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip="A .safetensors file "
-                               f"of {supported(last='or')}, in models/diffusion_models or models/checkpoints; a .gguf file in "
+                               f"of {supported(last='or')}, in models/diffusion_models or models/checkpoints; a .gguf "
+                               f"file in "
                                "models/diffusion_models; or a folder of models/diffusers."),
-                io.Combo.Input("weight_dtype", options=list(WEIGHT_DTYPES), default="default", tooltip="How the weights are held. "
-                               "default: as ComfyUI's own loader would; what is quantised in a file stays so. fp8_e4m3fn halves the "
-                               "memory and changes the picture a little; int8 halves it, with a scale for each row, and nf4 takes "
-                               "a bit more than a quarter: layers are quantised when they are loaded (packages torchao, bitsandbytes)."),
-                Parallel.Input("parallel", optional=True, tooltip="From xDiT Parallel Config. Not connected: all GPUs, split "
+                io.Combo.Input("weight_dtype", options=list(WEIGHT_DTYPES), default="default",
+                               tooltip="How the weights are held. "
+                               "default: as ComfyUI's own loader would; what is quantised in a file stays so. "
+                               "fp8_e4m3fn halves the memory and changes the picture a little; int8 halves it, with a "
+                               "scale for each row, and nf4 takes a bit more than a quarter: layers are quantised "
+                               "when they are loaded (packages torchao, bitsandbytes)."),
+                Parallel.Input("parallel", optional=True,
+                               tooltip="From xDiT Parallel Config. Not connected: all GPUs, split "
                                "chosen for each run."),
             ],
             outputs=[io.Model.Output()],
@@ -60,8 +65,8 @@ def _path_of(model_name):
     for root in folder_paths.get_folder_paths("diffusers"):
         if os.path.isdir(os.path.join(root, model_name)):
             return os.path.join(root, model_name)
-    raise FileNotFoundError(f"model_name: {model_name} is in none of the folders models/{', models/'.join(FOLDERS)} and models/diffusers. "
-                            f"Press R to refresh the list.")
+    raise FileNotFoundError(f"model_name: {model_name} is in none of the folders models/{', models/'.join(FOLDERS)} "
+                            f"and models/diffusers. Press R to refresh the list.")
 
 
 def gguf_folders():
@@ -72,13 +77,14 @@ def gguf_folders():
 def gguf_files():
     """GGUF files of diffusion models, which ComfyUI does not list of itself."""
     roots = dict.fromkeys(root for name in gguf_folders() for root in folder_paths.get_folder_paths(name))
-    return sorted({name for root in roots if os.path.isdir(root) for name in folder_paths.recursive_search(root, [".git"])[0]
+    return sorted({name for root in roots if os.path.isdir(root)
+                   for name in folder_paths.recursive_search(root, [".git"])[0]
                    if name.lower().endswith(".gguf")})
 
 
 def diffusers_folders():
-    """Folders of models/diffusers that have a transformer or a U-Net, as ComfyUI's DiffusersLoader names them; and a second transformer in
-    one, which is for low noise."""
+    """Folders of models/diffusers that have a transformer or a U-Net, as ComfyUI's DiffusersLoader names them; and a
+    second transformer in one, which is for low noise."""
     found = []
     for root in folder_paths.get_folder_paths("diffusers"):
         for folder, folders, _ in os.walk(root, followlinks=True):

@@ -16,13 +16,14 @@ class XDiTVAEDecode(io.ComfyNode):
             node_id="XDiTVAEDecode",
             display_name="Distributed VAE Decode",
             category="xDiT",
-            description="Decodes a latent on all devices, each with its rows of the picture or video. Equal to VAE Decode, without "
-                        "tile seams.",
+            description="Decodes a latent on all devices, each with its rows of the picture or video. Equal to VAE "
+                        "Decode, without tile seams.",
             search_aliases=["vae decode", "decode", "latent to image", "multi gpu"],
             inputs=[
                 io.Latent.Input("samples", tooltip="The latent to decode."),
                 io.Vae.Input("vae", tooltip=f"The ordinary VAE of {supported(last='or')}."),
-                Parallel.Input("parallel", optional=True, tooltip="From xDiT Parallel Config. Not connected: the workers that are "
+                Parallel.Input("parallel", optional=True,
+                               tooltip="From xDiT Parallel Config. Not connected: the workers that are "
                                "running, else all GPUs."),
             ],
             outputs=[io.Image.Output()],

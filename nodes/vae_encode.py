@@ -16,12 +16,14 @@ class XDiTVAEEncode(io.ComfyNode):
             node_id="XDiTVAEEncode",
             display_name="Distributed VAE Encode",
             category="xDiT",
-            description="Encodes a picture or video on all devices, each with its rows. Equal to VAE Encode, without tile seams.",
+            description="Encodes a picture or video on all devices, each with its rows. Equal to VAE Encode, without "
+                        "tile seams.",
             search_aliases=["vae encode", "encode", "image to latent", "multi gpu"],
             inputs=[
                 io.Image.Input("pixels", tooltip="The picture to encode; for a video VAE, the frames."),
                 io.Vae.Input("vae", tooltip=f"The ordinary VAE of {supported(last='or')}."),
-                Parallel.Input("parallel", optional=True, tooltip="From xDiT Parallel Config. Not connected: the workers that are "
+                Parallel.Input("parallel", optional=True,
+                               tooltip="From xDiT Parallel Config. Not connected: the workers that are "
                                "running, else all GPUs."),
             ],
             outputs=[io.Latent.Output()],

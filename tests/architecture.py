@@ -1,4 +1,5 @@
-"""The rooms of this repository and which imports which, read from the source; `python -m tests.architecture` draws them.
+"""The rooms of this repository and which imports which, read from the source; `python -m tests.architecture` draws
+them.
 
 Used by the test that holds the arrows, and by the one that finds docs/architecture.svg current.
 """
@@ -19,7 +20,8 @@ def sources(package):
 
 
 def imports(path, inside=True):
-    """Absolute names of what a file imports, relative imports resolved from the repository's root; inside functions too, or not."""
+    """Absolute names of what a file imports, relative imports resolved from the repository's root;
+    inside functions too, or not."""
     package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree) if inside else tree.body:
@@ -32,7 +34,8 @@ def imports(path, inside=True):
 
 
 def find_rooms():
-    """{room: its files}: each package of nodes/ and xdit_backend/, and each file that lies beside the backend's packages."""
+    """{room: its files}: each package of nodes/ and xdit_backend/,
+    and each file that lies beside the backend's packages."""
     rooms = {}
     for path in sources("nodes") + sources("xdit_backend"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -46,7 +49,8 @@ def find_arrows(rooms):
     """{room: the other rooms that it imports}."""
     def room_of(module):
         return max((room for room in rooms if f"{module}.".startswith(f"{room}.")), key=len, default=None)
-    return {room: {room_of(name) for path in files for name in imports(path)} - {room, None} for room, files in rooms.items()}
+    return {room: {room_of(name) for path in files for name in imports(path)} - {room, None}
+            for room, files in rooms.items()}
 
 
 def reach(arrows, start):
@@ -63,7 +67,8 @@ def reach(arrows, start):
 def side_of(room, arrows):
     """In which processes a room's code runs: a key of SIDES; None for tools, which neither of them imports."""
     in_host, in_worker = (room in reach(arrows, start) for start in ("nodes", "xdit_backend.worker"))
-    return {(True, False): "ComfyUI's process", (True, True): "both", (False, True): "the workers"}.get((in_host, in_worker))
+    return {(True, False): "ComfyUI's process", (True, True): "both",
+            (False, True): "the workers"}.get((in_host, in_worker))
 
 
 def essential(arrows):
@@ -127,7 +132,8 @@ def files_text(files):
 
 
 def box(room, text, x, y, height, colour):
-    rows = "".join(f'<text x="{x + 10:g}" y="{y + 40 + index * LINE:g}" font-size="12" fill="#444">{html.escape(row)}</text>'
+    rows = "".join(f'<text x="{x + 10:g}" y="{y + 40 + index * LINE:g}" font-size="12" '
+                   f'fill="#444">{html.escape(row)}</text>'
                    for index, row in enumerate(text))
     return (f'<rect x="{x:g}" y="{y:g}" width="{BOX_WIDTH}" height="{height:g}" rx="5" fill="{colour}" stroke="#888"/>'
             f'<text x="{x + 10:g}" y="{y + 21:g}" font-weight="bold">{room.replace(".", "/")}</text>{rows}')
@@ -138,8 +144,8 @@ def curve(start, end, passes_others):
     (x, _, bottom), (to_x, top, _) = start, end
     bend = 0.8 * BOX_WIDTH if passes_others and abs(x - to_x) < BOX_WIDTH / 4 else 0
     middle = (bottom + top) / 2
-    return (f'<path d="M{x:g} {bottom:g}C{x + bend:g} {middle:g} {to_x + bend:g} {middle:g} {to_x:g} {top:g}" fill="none" '
-            f'stroke="#666" marker-end="url(#head)"/>')
+    return (f'<path d="M{x:g} {bottom:g}C{x + bend:g} {middle:g} {to_x + bend:g} {middle:g} {to_x:g} {top:g}" '
+            f'fill="none" stroke="#666" marker-end="url(#head)"/>')
 
 
 if __name__ == "__main__":

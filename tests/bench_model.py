@@ -1,8 +1,11 @@
-"""Time our MODEL with one worker, and with two in layouts, against the native KSampler, in a real ComfyUI, each with one thread.
+"""Time our MODEL with one worker, and with two in layouts, against the native KSampler, in a real ComfyUI, each with
+one thread.
 
-    XDIT_COMFYUI=FOLDER OMP_NUM_THREADS=1 python -m tests.bench_model [--steps 20] [--rounds 5] [--layouts cfg ulysses ring pipefusion]
+    XDIT_COMFYUI=FOLDER OMP_NUM_THREADS=1 python -m tests.bench_model [--steps 20] [--rounds 5] [--layouts cfg ulysses
+    ring pipefusion]
 
-Runs alternate; prints seconds of each, the medians and their ratios. The model is the demo's SD3 (depth 8, 44 M parameters).
+Runs alternate; prints seconds of each, the medians and their ratios. The model is the demo's SD3 (depth 8, 44 M
+parameters).
 """
 
 import argparse
@@ -26,7 +29,8 @@ def main():
                         help="of two workers; PipeFusion with four patches and a step of warm-up")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]     # our nodes/ would shadow ComfyUI's nodes.py
+    # our nodes/ would shadow ComfyUI's nodes.py
+    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as base:
         comfyui = ComfyUI(comfyui_folder(), base)
         native = comfyui.native("sd3", size="demo")
@@ -39,12 +43,14 @@ def main():
         for _ in range(options.rounds + 1):                            # the first round warms up
             for name, model in models.items():
                 started_s = time.perf_counter()
-                comfyui.sample(model, "sd3", steps=options.steps, latent=comfyui.latent("sd3", size=(options.size, options.size)))
+                comfyui.sample(model, "sd3", steps=options.steps,
+                               latent=comfyui.latent("sd3", size=(options.size, options.size)))
                 seconds[name].append(time.perf_counter() - started_s)
         comfyui.groups.close()
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     for name, values in seconds.items():
-        print(f"{name:<16} {medians[name]:7.3f} s for {options.steps} steps   {' '.join(f'{value:.3f}' for value in values[1:])}")
+        print(f"{name:<16} {medians[name]:7.3f} s for {options.steps} steps   "
+              f"{' '.join(f'{value:.3f}' for value in values[1:])}")
     print(f"one worker takes {medians['one worker'] / medians['native KSampler']:.3f} of the native time")
     for method in options.layouts:
         print(f"{method} 2 is {medians['one worker'] / medians[f'{method} 2']:.2f} times as fast as one worker")

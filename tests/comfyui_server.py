@@ -160,11 +160,12 @@ class Host(contextlib.AbstractContextManager):
             return f"ComfyUI answered: {error}"
         if "exception_message" in error:
             message = "\n".join(f"    {line[:300]}" for line in error["exception_message"].strip().splitlines()[:15])
-            return (f"{error['node_type']} (node {error['node_id']}) failed with {error['exception_type']}:\n{message}\n"
-                    f"{self.log_tail()}")
+            return (f"{error['node_type']} (node {error['node_id']}) failed with "
+                    f"{error['exception_type']}:\n{message}\n{self.log_tail()}")
         lines = []
         for node_id, report in (error.get("node_errors") or {}).items():
-            lines += [f"    {report['class_type']} (node {node_id}): {one['message']}: {one['details']}" for one in report["errors"]]
+            lines += [f"    {report['class_type']} (node {node_id}): {one['message']}: {one['details']}"
+                      for one in report["errors"]]
         if not lines:
             lines = [f"    {json.dumps(error)}"]
         return "\n".join(["ComfyUI refused the workflow:", *lines])

@@ -51,14 +51,16 @@ subprocess.Popen = NotedPopen
 
 
 def left_behind():
-    """Segments' folders and worker processes that exist now, but for those of a host that tests here have not started."""
+    """Segments' folders and worker processes that exist now,
+    but for those of a host that tests here have not started."""
     folders = [str(path) for base in {"/dev/shm", tempfile.gettempdir()} if os.path.isdir(base)
                for path in Path(base).glob("xdit-*-*")]
     processes = []
     for process in psutil.process_iter():
         kind = kind_of(process)
         with suppress(psutil.Error, ValueError, IndexError):   # it ends at this moment
-            if kind is not None and (kind != "forkserver" or not psutil.pid_exists(host_of(process))) and _counts(host_of(process)):
+            if (kind is not None and (kind != "forkserver" or not psutil.pid_exists(host_of(process)))
+                    and _counts(host_of(process))):
                 processes.append(f"{process.pid} {kind}")      # a forkserver lives as long as its host
     return [folder for folder in folders if (host := FOLDER.search(folder)) and _counts(int(host[1]))] + processes
 
@@ -93,8 +95,10 @@ def nothing_left_behind(tmp_path_factory):
 def _common_state():
     """What the tests of a process have in common, and a careless one would leave otherwise than it found it."""
     import torch
-    environment = {name: value for name, value in os.environ.items() if name.startswith(("XDIT_", "NCCL_", "DIFFUSERS_", "PYTHON", "LC_"))}
-    return {"gradients": torch.is_grad_enabled(), "default type": torch.get_default_dtype(), "threads": torch.get_num_threads(),
+    environment = {name: value for name, value in os.environ.items()
+                   if name.startswith(("XDIT_", "NCCL_", "DIFFUSERS_", "PYTHON", "LC_"))}
+    return {"gradients": torch.is_grad_enabled(), "default type": torch.get_default_dtype(),
+            "threads": torch.get_num_threads(),
             "folder": os.getcwd(), "log level": logging.getLogger().level, "garbage collection": gc.isenabled(),
             "alarm": signal.getsignal(signal.SIGALRM), **environment}
 
@@ -105,7 +109,8 @@ def nothing_changed_for_others():
     before = _common_state()
     yield
     after = _common_state()
-    changed = {name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)}
+    changed = {name: (before.get(name), after.get(name)) for name in before | after
+               if before.get(name) != after.get(name)}
     assert not changed, f"changed for the tests that follow: {changed}"
 
 
@@ -128,7 +133,8 @@ def seeded():
 def pytest_addoption(parser):
     order.add_options(parser)
     parser.addoption("--tolerances", action="store_true",
-                     help="print, for every comparison of numbers, the largest error that was met beside the one allowed")
+                     help="print, for every comparison of numbers, the largest error that was met beside the one "
+                          "allowed")
 
 
 def pytest_configure(config):
@@ -165,7 +171,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_collection_finish():
-    """The libraries' objects stay: the garbage collector, which takes a second for all of them, need not look at them again."""
+    """The libraries' objects stay: the garbage collector, which takes a second for all of them,
+    need not look at them again."""
     gc.collect()
     gc.freeze()
 
@@ -183,4 +190,5 @@ def pytest_collection_modifyitems(config, items):
     if lacking := [name for name in ("torchao", "bitsandbytes") if importlib.util.find_spec(name) is None]:
         for item in items:
             if "quantisers" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(lacking)}: start.py test runs it with .host/quantisers"))
+                item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(lacking)}: start.py test runs it with "
+                                                        f".host/quantisers"))

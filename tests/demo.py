@@ -1,4 +1,5 @@
-"""The demo: a real ComfyUI draws a prompt on two workers, then times one worker and two on a larger model. Called by start.py.
+"""The demo: a real ComfyUI draws a prompt on two workers, then times one worker and two on a larger model. Called by
+start.py.
 
     XDIT_COMFYUI=FOLDER python -m tests.demo [--prompt TEXT] [--keep] [--port N]
 """
@@ -44,8 +45,8 @@ def run(comfyui, options):
     if num_gpus > 1:
         print("One GPU is compared with two.", flush=True)
     else:
-        print(f"This machine has {'one GPU' if num_gpus else 'no GPU'}: CPU workers stand in for GPUs, each on {num_threads} of its "
-              f"{os.cpu_count()} cores.", flush=True)
+        print(f"This machine has {'one GPU' if num_gpus else 'no GPU'}: CPU workers stand in for GPUs, each on "
+              f"{num_threads} of its {os.cpu_count()} cores.", flush=True)
     make_base(BASE, extra_packs=[ROOT / "tests" / "host_nodes"])
     make_checkpoint("sd3", BASE / "models" / "diffusion_models" / TIMED_MODEL)
 
@@ -68,8 +69,8 @@ Log           {host.log}
         if difference > TOLERANCE:
             raise HostError(f"The two results differ by more than {TOLERANCE:.0e}: that is a fault.")
         if options.keep:
-            print(f"Open {host.url}, drop the picture onto the page to see its graph, or choose Templates > Extensions > {PACK}.\n"
-                  f"ComfyUI runs until you press Ctrl-C here.", flush=True)
+            print(f"Open {host.url}, drop the picture onto the page to see its graph, or choose Templates > "
+                  f"Extensions > {PACK}.\nComfyUI runs until you press Ctrl-C here.", flush=True)
             wait_for_end(host)
         else:
             print("To open the page and try the graph yourself: python3 start.py --keep", flush=True)
@@ -122,7 +123,8 @@ def parallel_config(devices):
 
 def sampler(seed, steps, cfg):
     return node("XDiTParallelSampler", model=["model", 0], seed=seed, steps=steps, cfg=cfg, sampler_name="euler",
-                scheduler="simple", positive=["positive", 0], negative=["negative", 0], latent_image=["latent", 0], denoise=1.0)
+                scheduler="simple", positive=["positive", 0], negative=["negative", 0], latent_image=["latent", 0],
+                denoise=1.0)
 
 
 def node(class_type, **inputs):
@@ -143,7 +145,8 @@ def compare(path, other_path):
 
 def count_gpus():
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()[-1])
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                              check=True).stdout.split()[-1])
 
 
 def make_checkpoint(kind, path):

@@ -1,7 +1,9 @@
-"""Trains two U-Nets, and tells what DistriFusion's modes and forecasts do to their pictures: python -m tests.displaced_unets
+"""Trains two U-Nets, and tells what DistriFusion's modes and forecasts do to their pictures: python -m
+tests.displaced_unets
 
-docs/measuring.md says what came out; displaced_modes.chosen_for follows it. "sd15" has SD 1.5's structure and predicts noise; "sdxl" has
-SDXL's, no attention at full size and linear projections, and predicts velocities, at other noise levels. Latents are emoji of 32 x 32.
+docs/measuring.md says what came out; displaced_modes.chosen_for follows it. "sd15" has SD 1.5's structure and predicts
+noise; "sdxl" has SDXL's, no attention at full size and linear projections, and predicts velocities, at other noise
+levels. Latents are emoji of 32 x 32.
 """
 
 import argparse
@@ -33,10 +35,11 @@ SMALLER, SMALLER_UNTIL = 16, 0.6           # a side that is cheaper, which these
 SIGMA_MAX, SIGMA_MIN = 14.6, 0.03          # of SD
 KINDS = {
     "sd15": {"down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-             "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"), "block_out_channels": (32, 64, 128),
-             "norm_num_groups": 4, "attention_head_dim": (1, 2, 4)},
+             "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+             "block_out_channels": (32, 64, 128), "norm_num_groups": 4, "attention_head_dim": (1, 2, 4)},
     "sdxl": {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-             "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "block_out_channels": (32, 96, 128),
+             "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+             "block_out_channels": (32, 96, 128),
              "norm_num_groups": 8, "attention_head_dim": (1, 3, 4), "transformer_layers_per_block": (1, 1, 2),
              "use_linear_projection": True},
 }
@@ -61,9 +64,11 @@ def train(kind, folder, share, num_entries, steps, peak):
         entry = torch.randint(len(entries), (batch,), generator=generator)
         background = torch.randint(len(palette), (batch,), generator=generator)
         clean = compose(glyphs[side][entry], palette[background])
-        sigma, noise = sigmas_at(kind, torch.rand(batch, generator=generator)), torch.randn(clean.shape, generator=generator)
+        sigma, noise = sigmas_at(kind, torch.rand(batch, generator=generator)), torch.randn(
+            clean.shape, generator=generator)
         blank = torch.rand(batch, generator=generator) < WITHOUT_TEXT
-        captions = [[] if blank[row] else words_of(prompt(entries[entry[row]], background[row])) for row in range(batch)]
+        captions = [[] if blank[row] else words_of(prompt(entries[entry[row]], background[row]))
+                    for row in range(batch)]
         context, _ = text(*arrange(captions), batch)
         scale = (sigma ** 2 + 1).rsqrt()[:, None, None, None]
         wanted = noise if kind == "sd15" else scale * (noise - sigma[:, None, None, None] * clean)
@@ -93,7 +98,8 @@ def prompt(entry, background):
 
 
 def sigmas_at(kind, part):
-    """Noise levels at these parts of the way down: of even timesteps (ComfyUI's "normal"), and of T. Karras et al. 2022."""
+    """Noise levels at these parts of the way down: of even timesteps (ComfyUI's "normal"), and of T. Karras et al.
+    2022."""
     if kind == "sd15":
         return sigma_of(999 * (1 - part))
     return (SIGMA_MAX ** (1 / 7) + part * (SIGMA_MIN ** (1 / 7) - SIGMA_MAX ** (1 / 7))) ** 7
@@ -119,7 +125,8 @@ def time_of(sigma):
 class Ranks:
     """The ranks of one exchange as coroutines of this process, with the hooks and exchanges that workers have.
 
-    Where a rank needs what all tell now, the others run up to there; a bucket that leaves is copied, and arrives where it is waited for.
+    Where a rank needs what all tell now, the others run up to there; a bucket that leaves is copied, and arrives where
+    it is waited for.
     """
 
     FUNCTIONS = ("conv2d", "group_norm", "scaled_dot_product_attention")       # that the hooks replace
@@ -141,7 +148,8 @@ class Ranks:
             for name, function in zip(self.FUNCTIONS, plain):
                 setattr(F, name, function)
             context = ForwardContext(inputs, None, Traffic(), range(0), 0, None, exchange=exchange, bands=bands)
-            with exchange.call(context.traffic, is_stale and mode.is_stale, mode.keeps or not is_stale, mode.norms, time):
+            with exchange.call(context.traffic, is_stale and mode.is_stale, mode.keeps or not is_stale, mode.norms,
+                               time):
                 return hooks.run(context)[0]
 
         with replaced(exchange_module, all_gather=self._all_gather, start_all_gather=self._start_all_gather,
@@ -179,7 +187,8 @@ def sample(kind, predict, latent, context, num_steps, guidance):
     for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:])):
         scale, time = (sigma ** 2 + 1).rsqrt(), time_of(sigma)
         scaled = (x * scale).repeat(2, 1, 1, 1)
-        predicted = predict(step, time.item(), sample=scaled, timestep=time.repeat(len(scaled)), encoder_hidden_states=context)
+        predicted = predict(step, time.item(), sample=scaled, timestep=time.repeat(len(scaled)),
+                            encoder_hidden_states=context)
         if kind == "sd15":
             slope = predicted
         else:                                                  # clean = x scale^2 - sigma scale v
@@ -190,13 +199,15 @@ def sample(kind, predict, latent, context, num_steps, guidance):
 
 
 def measure(options):
-    """Prints, as a table in Markdown and for each setting, the mean PSNR to one device, over all pictures, and its standard error."""
+    """Prints, as a table in Markdown and for each setting, the mean PSNR to one device, over all pictures,
+    and its standard error."""
     entries = chosen_entries(options.share, options.entries)
     model = new(options.kind).eval()
     model.load_state_dict(torch.load(options.out / f"{options.kind}.weights.pt", weights_only=True)["model"])
     numbers = range(options.first, options.first + options.pictures)
     prompts = [prompt(entries[number % len(entries)], number * 5 % len(BACKGROUNDS)) for number in numbers]
-    noise = torch.stack([torch.randn(CHANNELS, options.side, options.side, generator=torch.Generator().manual_seed(number))
+    noise = torch.stack([torch.randn(CHANNELS, options.side, options.side,
+                                     generator=torch.Generator().manual_seed(number))
                          for number in numbers])
     context, _ = load_text_encoder().encode([*prompts, *[""] * len(prompts)])
 
@@ -218,8 +229,8 @@ def measure(options):
                 return ranks.predict(step >= max(1, warmup_steps), MODES[mode], bands, time, **inputs)
             picture = sample(options.kind, together, noise, context, options.steps, options.guidance).clamp(-1, 1)
             psnr = -10 * ((picture - whole) / 2).square().mean((1, 2, 3)).clamp(min=1e-10).log10()
-            print(f"| {num_ranks} | {options.side // num_ranks} | {mode} | {warmup_steps} | {forecast:g} | {psnr.mean():.1f} | "
-                  f"{psnr.std() / len(psnr) ** 0.5:.1f} |", flush=True)
+            print(f"| {num_ranks} | {options.side // num_ranks} | {mode} | {warmup_steps} | {forecast:g} | "
+                  f"{psnr.mean():.1f} | {psnr.std() / len(psnr) ** 0.5:.1f} |", flush=True)
 
 
 def main():

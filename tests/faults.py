@@ -1,10 +1,11 @@
-"""Workers and hosts killed, stopped and cancelled at random moments: a run ends in time with its picture or in words, the next is right.
+"""Workers and hosts killed, stopped and cancelled at random moments: a run ends in time with its picture or in words,
+the next is right.
 
     OMP_NUM_THREADS=1 python -m tests.faults [--first N] [--count N] [--workers 2 or 4]
 
-draws faults by their numbers and prints what came of them; the same number draws the same fault. What is left behind at the end,
-processes, files, open files or threads, counts as a failure too; of a host that was killed, after each. tests/host/test_faults.py runs a
-few.
+draws faults by their numbers and prints what came of them; the same number draws the same fault. What is left behind at
+the end, processes, files, open files or threads, counts as a failure too; of a host that was killed, after each.
+tests/host/test_faults.py runs a few.
 """
 
 import argparse
@@ -43,9 +44,10 @@ START_S = 90                               # after which a start is given up; 30
 PATIENCE_S = 120                           # for one run, the start of a group included; longer is a hang
 SIGMAS = [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]
 LAYOUTS = {2: {"cfg": Layout(cfg_degree=2), "data": Layout(data_degree=2), "ulysses": Layout(ulysses_degree=2),
-               "ring": Layout(ring_degree=2), "pipefusion": Layout(pipefusion_degree=2), "displaced": Layout(displaced_degree=2),
-               "tensor": Layout(tensor_degree=2)},
-           4: {"cfg x ulysses": Layout(cfg_degree=2, ulysses_degree=2), "ring x ulysses": Layout(ring_degree=2, ulysses_degree=2),
+               "ring": Layout(ring_degree=2), "pipefusion": Layout(pipefusion_degree=2),
+               "displaced": Layout(displaced_degree=2), "tensor": Layout(tensor_degree=2)},
+           4: {"cfg x ulysses": Layout(cfg_degree=2, ulysses_degree=2),
+               "ring x ulysses": Layout(ring_degree=2, ulysses_degree=2),
                "pipefusion x ulysses": Layout(pipefusion_degree=2, ulysses_degree=2),
                "pipefusion x tensor": Layout(pipefusion_degree=2, tensor_degree=2),
                "data x displaced": Layout(data_degree=2, displaced_degree=2)}}
@@ -91,11 +93,13 @@ def draw(number, num_workers=2):
     rng = random.Random(number)
     phase = rng.choice(PHASES)
     kind = rng.choice([kind for kind in FAULTS if (phase, kind) not in NEVER])
-    return Fault(number, rng.choice(list(LAYOUTS[num_workers])), phase, kind, rng.randrange(num_workers), rng.uniform(0, LONGEST_S[phase]))
+    return Fault(number, rng.choice(list(LAYOUTS[num_workers])), phase, kind, rng.randrange(num_workers),
+                 rng.uniform(0, LONGEST_S[phase]))
 
 
 class Host:
-    """A client of CPU workers with a tiny model and a tiny VAE, and what its runs give where nothing happens to them."""
+    """A client of CPU workers with a tiny model and a tiny VAE,
+    and what its runs give where nothing happens to them."""
 
     def __init__(self, folder, num_workers):
         self.client, self.folder = Client(("cpu",) * num_workers), folder
@@ -117,8 +121,10 @@ class Host:
     def run(self, layout, phase="computing"):
         """A decode, or Euler steps; under CFG parallelism of two branches, which are added up."""
         if phase == "decoding":
-            return self.client.autoencoders.decode("vae", "float64", lambda: self._vae, self._latent, (2, 192, 192, 3)).clone()
-        call, spec, degrees = Call(self.one.latent, self.one.timestep, self.one.conditioning), self.spec(layout), self.layouts[layout]
+            return self.client.autoencoders.decode("vae", "float64", lambda: self._vae, self._latent,
+                                                   (2, 192, 192, 3)).clone()
+        call, spec, degrees = Call(self.one.latent, self.one.timestep,
+                                   self.one.conditioning), self.spec(layout), self.layouts[layout]
         patches = cut_patches(self.one.latent.shape, (2, 2), 3) if degrees.pipefusion_degree > 1 else None
         try:
             if degrees.cfg_degree == 1:
@@ -178,16 +184,19 @@ class Host:
         return outcome
 
     def _strike(self, fault):
-        victim = below(os.getpid(), self._others).get(fault.kind.removeprefix("kill ") if " " in fault.kind else fault.rank)
+        victim = below(os.getpid(), self._others).get(fault.kind.removeprefix("kill ") if " " in fault.kind
+                                                      else fault.rank)
         if victim is not None and fault.kind in SIGNALS:
             victim.send_signal(SIGNALS[fault.kind])
 
 
 def kill_host(fault, folder, num_workers):
-    """Have a host of its own start workers, and compute, until a signal ends it; says so when nothing of it runs or is left."""
+    """Have a host of its own start workers, and compute, until a signal ends it;
+    says so when nothing of it runs or is left."""
     before = set(left_behind())
     number = HOST_SIGNALS[fault.number % len(HOST_SIGNALS)]
-    command = [sys.executable, "-m", "tests.faults", "--host", folder, "--layout", fault.layout, "--workers", str(num_workers)]
+    command = [sys.executable, "-m", "tests.faults", "--host", folder, "--layout", fault.layout, "--workers",
+               str(num_workers)]
     host = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         while (line := host.stdout.readline()).strip() != fault.phase:
@@ -208,7 +217,8 @@ def kill_host(fault, folder, num_workers):
 
 def be_host(folder, layout, num_workers):
     """What kill_host starts: says when workers start and when they compute, and goes on until it is ended."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)   # a shell has its background jobs ignore it, and nohup the other
+    # a shell has its background jobs ignore it, and nohup the other
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     host = Host(folder, num_workers)
     print("starting", flush=True)
@@ -254,7 +264,8 @@ def suffer_all(numbers, report=lambda text: None, num_workers=2):
         finally:
             host.client.close()
     assert not (left := still_there(before)), f"left behind: {sorted(left)}"
-    assert all(after <= then + 3 for after, then in zip(held_after, held_before)), f"files and threads: {held_before}, then {held_after}"
+    assert all(after <= then + 3
+               for after, then in zip(held_after, held_before)), f"files and threads: {held_before}, then {held_after}"
     return outcomes
 
 
@@ -268,7 +279,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.host:
         be_host(options.host, options.layout, options.workers)
-    counts = suffer_all(range(options.first, options.first + options.count), lambda text: print(text, file=sys.stderr, flush=True),
-                        options.workers)
+    counts = suffer_all(range(options.first, options.first + options.count),
+                        lambda text: print(text, file=sys.stderr, flush=True), options.workers)
     told = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     print(f"{options.count} faults of {options.workers} workers from number {options.first}: {told}")

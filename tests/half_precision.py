@@ -1,9 +1,10 @@
-"""How far half precision is from float32: of every family under every method, beside ComfyUI's own model in half precision.
+"""How far half precision is from float32: of every family under every method, beside ComfyUI's own model in half
+precision.
 
     OMP_NUM_THREADS=1 python -m tests.half_precision [--kinds wan flux] [--dtypes bf16] [--seeds 1 2]
 
-prints a row of a table for each kind of tiny checkpoint and type: the relative error of ComfyUI's own half precision against its float32,
-and that of every method divided by it. tests/nodes/test_half.py asks the same of a few.
+prints a row of a table for each kind of tiny checkpoint and type: the relative error of ComfyUI's own half precision
+against its float32, and that of every method divided by it. tests/nodes/test_half.py asks the same of a few.
 """
 
 import argparse
@@ -41,16 +42,18 @@ def arguments(comfyui, kind, seed):
     size = (34, 36) if family.name.startswith("PixArt") else (16, 8) if family.by_rows else (8, 6)
     prompts = [comfyui.conditioning(kind, number, tokens=8) for number in (2 * seed - 1, 2 * seed)]
     for ((_, options),) in prompts:
-        options["guidance"] = 4.0          # a thousand of it is the same in every type: else the rounding of that is most of what is seen
-    return {"positive": prompts[0], "negative": prompts[1], "latent": comfyui.latent(kind, batch=2, size=size), "steps": STEPS,
-            "seed": 6 + seed}
+        # a thousand of it is the same in every type: else the rounding of that is most of what is seen
+        options["guidance"] = 4.0
+    return {"positive": prompts[0], "negative": prompts[1], "latent": comfyui.latent(kind, batch=2, size=size),
+            "steps": STEPS, "seed": 6 + seed}
 
 
 def errors(comfyui, kind, dtype, seeds=(1,)):
-    """(ComfyUI's own half precision's error, {method: its error divided by that}); of latents in parts the worst of them.
+    """(ComfyUI's own half precision's error, {method: its error divided by that}); of latents in parts the worst of
+    them.
 
-    An error is relative to ComfyUI's float32, with weights of `dtype` in all; the root of its mean square over the seeds. Of PipeFusion
-    and displaced patches the steps are exact ones.
+    An error is relative to ComfyUI's float32, with weights of `dtype` in all; the root of its mean square over the
+    seeds. Of PipeFusion and displaced patches the steps are exact ones.
     """
     family, weights = families()[kind], DTYPES[dtype]
     methods = list(map(words, layouts_of(family.name, 1)))
@@ -65,9 +68,11 @@ def errors(comfyui, kind, dtype, seeds=(1,)):
         for method, model in zip(squares, [own, *models]):
             result = parts(comfyui.sample(model, kind, **asked))
             squares[method].append([relative_error(*pair) ** 2 for pair in zip(result, exact, strict=True)])
-    means = {method: [math.sqrt(sum(of_part) / len(seeds)) for of_part in zip(*rows)] for method, rows in squares.items()}
+    means = {method: [math.sqrt(sum(of_part) / len(seeds)) for of_part in zip(*rows)]
+             for method, rows in squares.items()}
     allowed = means.pop("native")
-    return max(allowed), {method: max(error / least for error, least in zip(of_parts, allowed)) for method, of_parts in means.items()}
+    return max(allowed), {method: max(error / least for error, least in zip(of_parts, allowed))
+                          for method, of_parts in means.items()}
 
 
 def holds(kind, dtype):
@@ -83,7 +88,8 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     from tests.nodes.conftest import ComfyUI
-    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]     # our nodes/ would shadow ComfyUI's nodes.py
+    # our nodes/ would shadow ComfyUI's nodes.py
+    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
     with tempfile.TemporaryDirectory(prefix="xdit-half-") as base:
         comfyui = ComfyUI(comfyui_folder(), base)
         try:
@@ -92,8 +98,8 @@ def main():
                     started_s = time.monotonic()
                     own, ratios = errors(comfyui, kind, dtype, options.seeds)
                     cells = ", ".join(f"{method} {ratio:.2f}" for method, ratio in ratios.items())
-                    print(f"| {families()[kind].name} ({kind}) | {dtype} | {own:.1e} | {cells} | {max(ratios.values()):.2f} | "
-                          f"{time.monotonic() - started_s:.0f} s", flush=True)
+                    print(f"| {families()[kind].name} ({kind}) | {dtype} | {own:.1e} | {cells} | "
+                          f"{max(ratios.values()):.2f} | {time.monotonic() - started_s:.0f} s", flush=True)
                 comfyui.native(kind).detach()
         finally:
             comfyui.groups.close()

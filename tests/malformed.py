@@ -1,10 +1,11 @@
-"""Malformed messages, frames and strangers by the thousand: each is refused or is a message, and a group that starts meanwhile works.
+"""Malformed messages, frames and strangers by the thousand: each is refused or is a message, and a group that starts
+meanwhile works.
 
     python -m tests.malformed [--seed N] [--count N]
 
-The same seed draws the same bytes. Half of them are given to `decode`; a tenth goes as frames through connections of a real door, of which
-a group's host has the other end; the rest are what strangers say at the door of a group of two workers while it starts, who have no key.
-tests/protocol runs a few.
+The same seed draws the same bytes. Half of them are given to `decode`; a tenth goes as frames through connections of a
+real door, of which a group's host has the other end; the rest are what strangers say at the door of a group of two
+workers while it starts, who have no key. tests/protocol runs a few.
 """
 
 import argparse
@@ -36,14 +37,16 @@ EXAMPLES = [
     messages.LoadModel(1, dataclasses.replace(SPEC, stages=specs.Stages(2, num_blocks=(3, 4), offload=True))),
     messages.DropModel(2, "flux-1"),
     messages.ChangeWeights(2, "flux-1", {"img_in.weight": specs.Change(None, (
-        specs.LowRank(SEGMENT, SEGMENT, 0.5), specs.LowRank(SEGMENT, SEGMENT, 0.5, (0, 8, 8))), "bfloat16", "float32")}),
+        specs.LowRank(SEGMENT, SEGMENT, 0.5),
+        specs.LowRank(SEGMENT, SEGMENT, 0.5, (0, 8, 8))), "bfloat16", "float32")}),
     messages.ChangeWeights(2, "flux-1", {"img_in.weight": specs.Change(SEGMENT, ())}, version=2, begins=False),
     messages.ReturnWeights(2, "flux-1", 1, 2),
     messages.ParkModel(2, "flux-1", [0, 4096], [SEGMENT]),
     messages.RestoreModel(2, "flux-1"),
     messages.Conditioning(3, "conditioning-1", {"context": SEGMENT}),
     messages.DropConditioning(4, ["conditioning-1"]),
-    messages.Predict(5, "flux-1", specs.Layout(cfg_degree=2), [specs.Branch(SEGMENT, SEGMENT, "conditioning-1", SEGMENT)]),
+    messages.Predict(5, "flux-1", specs.Layout(cfg_degree=2),
+                     [specs.Branch(SEGMENT, SEGMENT, "conditioning-1", SEGMENT)]),
     messages.Predict(5, "flux-1", specs.Layout(), [], specs.Patch(2, 4, 16), keep=True),
     messages.LoadAutoencoder(6, specs.AutoencoderSpec("vae-1", "float32", {"conv_in.weight": SEGMENT}, {"scale": "8"})),
     messages.Estimate(7, "vae-1", (1, 16, 8, 8), 1),
@@ -76,12 +79,14 @@ def noise(chance):
         stop = min(len(raw), start + chance.choice([0, 1, 1, 2, 8, 64, 10 ** 6]))
         other = chance.choice(raws)
         first = chance.randrange(len(other))
-        raw[start:stop] = chance.choice([b"", chance.randbytes(2), b'"', b"0", b"[", b"-", other[first:first + chance.randint(1, 40)]])
+        raw[start:stop] = chance.choice([b"", chance.randbytes(2), b'"', b"0", b"[", b"-",
+                                         other[first:first + chance.randint(1, 40)]])
     return bytes(raw)
 
 
 def decode_noise(seed, count):
-    """{outcome: how often}. Raises AssertionError for bytes that are taken for a message which would be sent in other words."""
+    """{outcome: how often}. Raises AssertionError for bytes that are taken for a message which would be sent in other
+    words."""
     chance, outcomes = random.Random(seed), collections.Counter()
     for _ in range(count):
         try:
@@ -95,10 +100,13 @@ def decode_noise(seed, count):
 
 
 def frame(chance):
-    """Bytes as they go over a connection: a length, and a message of another length, or none; a good frame may stand before."""
+    """Bytes as they go over a connection: a length, and a message of another length, or none;
+    a good frame may stand before."""
     raw = noise(chance)
-    said = chance.choice([len(raw), len(raw), len(raw) - 1, len(raw) + 1, 0, -1, -2 ** 31, 2 ** 31 - 1, MAX_BYTES, MAX_BYTES + 1])
-    head = struct.pack("!iQ", -1, chance.choice([len(raw), 2 ** 62, MAX_BYTES + 1])) if chance.random() < 0.1 else struct.pack("!i", said)
+    said = chance.choice([len(raw), len(raw), len(raw) - 1, len(raw) + 1, 0, -1, -2 ** 31, 2 ** 31 - 1, MAX_BYTES,
+                          MAX_BYTES + 1])
+    head = (struct.pack("!iQ", -1, chance.choice([len(raw), 2 ** 62, MAX_BYTES + 1])) if chance.random() < 0.1
+            else struct.pack("!i", said))
     good = encode(chance.choice(EXAMPLES))
     before = struct.pack("!i", len(good)) + good if chance.random() < 0.3 else b""
     whole = before + head + raw
@@ -114,7 +122,8 @@ def receive_frames(seed, count):
             for _ in range(count):
                 host, other = _pair(door, folder)
                 sent = frame(chance)
-                stays_open = chance.random() < 0.01            # the host waits for the rest, as of a worker that was stopped
+                # the host waits for the rest, as of a worker that was stopped
+                stays_open = chance.random() < 0.01
                 limit_s = 10 * _wait_s(host) if stays_open else math.inf
                 os.write(other.raw.fileno(), sent)
                 if not stays_open:
@@ -160,7 +169,8 @@ def _receive_all(host, stays_open, limit_s):
 
 
 def knock(seed, count):
-    """{outcome: how often} of strangers at the door of a group of two workers while it starts; the group serves afterwards."""
+    """{outcome: how often} of strangers at the door of a group of two workers while it starts;
+    the group serves afterwards."""
     chance, outcomes, over = random.Random(seed), collections.Counter(), threading.Event()
     before, strangers = set(left_behind()), []
 
@@ -181,7 +191,8 @@ def knock(seed, count):
     class Watched(WorkerGroup):
         def _greet(self, party, on_phase, check):
             address = (Path(self.segments.folder) / ADDRESS_FILE).read_text()
-            strangers.extend(threading.Thread(target=stranger, args=(address, chance.random()), daemon=True) for _ in range(4))
+            strangers.extend(threading.Thread(target=stranger, args=(address, chance.random()), daemon=True)
+                             for _ in range(4))
             for one in strangers:
                 one.start()
             super()._greet(party, on_phase, check)

@@ -2,8 +2,9 @@
 
     XDIT_COMFYUI=FOLDER OMP_NUM_THREADS=1 python -m tests.model_nodes [--write] [--pipefusion] [--only NAME ...]
 
-runs each node once on a tiny model of a kind that it is for, samples with the MODEL that comes out (or takes what else it made), and
-without the node, prints the outcomes, and with --write makes docs/nodes.md of them. tests/nodes/test_model_nodes.py does the same.
+runs each node once on a tiny model of a kind that it is for, samples with the MODEL that comes out (or takes what else
+it made), and without the node, prints the outcomes, and with --write makes docs/nodes.md of them.
+tests/nodes/test_model_nodes.py does the same.
 """
 
 import argparse
@@ -27,18 +28,19 @@ TABLE = ROOT / "docs" / "nodes.md"
 TOLERANCE = 1e-4                           # relative, float32 on both sides
 INTRO = """# ComfyUI's nodes that take a MODEL
 
-What each of them does with the MODEL of Load xDiT Model: on a kind of model that the node is for, with the defaults of its widgets but
-for those that are named beside the kind, of which the defaults would change nothing or are too large for a test. Between the steps
-at which it acts lie all of them, and a merge takes 0.7 of each part from the first model.
+What each of them does with the MODEL of Load xDiT Model: on a kind of model that the node is for, with the defaults
+of its widgets but for those that are named beside the kind, of which the defaults would change nothing or are too large
+for a test. Between the steps at which it acts lie all of them, and a merge takes 0.7 of each part from the first model.
 
-- **equal**: the latents, or what else the node makes, are those of ComfyUI's own loader; and, where a node changes the MODEL, they are
-  others than without it.
+- **equal**: the latents, or what else the node makes, are those of ComfyUI's own loader; and, where a node changes the
+  MODEL, they are others than without it.
 - **equal but for rounding**: it has both compute in half precision, where each rounds in its own way.
-- **equal, and changes nothing**: so it does with ComfyUI's own loader: it compiles, chooses among devices of which there is one, or is
-  kept for old workflows.
-- **refused**: the workflow ends with this message, before anything wrong is drawn. With ComfyUI's own loader the node has an effect.
-- **made for** another model, which xDiT does not run: what comes of it on one that xDiT runs. **As with ComfyUI's own**: its loader ends
-  in the same error.
+- **equal, and changes nothing**: so it does with ComfyUI's own loader: it compiles, chooses among devices of which
+  there is one, or is kept for old workflows.
+- **refused**: the workflow ends with this message, before anything wrong is drawn. With ComfyUI's own loader the node
+  has an effect.
+- **made for** another model, which xDiT does not run: what comes of it on one that xDiT runs. **As with ComfyUI's
+  own**: its loader ends in the same error.
 
 In a merge, the MODEL in question is the first one; the second one is of ComfyUI's loader.
 
@@ -49,28 +51,36 @@ Written by `python -m tests.model_nodes --write`; a test compares it with what h
 """
 # the kind of model a node is for; sd3 for those that are for all
 KINDS = {
-    **dict.fromkeys(("DiffControlNetLoader", "HypernetworkLoader", "HyperTile", "ModelSamplingContinuousEDM", "ModelSamplingContinuousV",
-                     "ModelSamplingDiscrete", "PerturbedAttentionGuidance", "SDTurboScheduler", "SelfAttentionGuidance", "TomePatchModel",
-                     "UNetCrossAttentionMultiply", "UNetSelfAttentionMultiply", "UNetTemporalAttentionMultiply"), "sd15"),
-    **dict.fromkeys(("FreeU", "FreeU_V2", "ModelMergeBlocks", "ModelMergeSD1", "PatchModelAddDownscale"), "sd15-blocks"),
-    **dict.fromkeys(("EasyCache", "ModelMergeFlux1", "ModelSamplingFlux", "NAGuidance", "ScaleROPE", "SkipLayerGuidanceDiT",
-                     "SkipLayerGuidanceDiTSimple", "USOStyleReference"), "flux"),
-    **dict.fromkeys(("ARVideoI2V", "ContextWindowsManual", "ModelMergeWAN2_1", "WanContextWindowsManual", "WanUni3CControlnetApply",
-                     "wanBlockSwap"), "wan"),
+    **dict.fromkeys(("DiffControlNetLoader", "HypernetworkLoader", "HyperTile", "ModelSamplingContinuousEDM",
+                     "ModelSamplingContinuousV",
+                     "ModelSamplingDiscrete", "PerturbedAttentionGuidance", "SDTurboScheduler", "SelfAttentionGuidance",
+                     "TomePatchModel",
+                     "UNetCrossAttentionMultiply", "UNetSelfAttentionMultiply", "UNetTemporalAttentionMultiply"),
+                    "sd15"),
+    **dict.fromkeys(("FreeU", "FreeU_V2", "ModelMergeBlocks", "ModelMergeSD1", "PatchModelAddDownscale"),
+                    "sd15-blocks"),
+    **dict.fromkeys(("EasyCache", "ModelMergeFlux1", "ModelSamplingFlux", "NAGuidance", "ScaleROPE",
+                     "SkipLayerGuidanceDiT", "SkipLayerGuidanceDiTSimple", "USOStyleReference"), "flux"),
+    **dict.fromkeys(("ARVideoI2V", "ContextWindowsManual", "ModelMergeWAN2_1", "WanContextWindowsManual",
+                     "WanUni3CControlnetApply", "wanBlockSwap"), "wan"),
     **dict.fromkeys(("GetICLoRAParameters", "LTXVContextWindows", "ModelMergeLTXV", "ModelSamplingLTXV"), "ltx-video"),
     **dict.fromkeys(("ModelMergeCosmos7B", "ModelMergeCosmos14B"), "cosmos-predict1"),
     **dict.fromkeys(("ModelMergeCosmosPredict2_2B", "ModelMergeCosmosPredict2_14B"), "cosmos-predict2"),
     **dict.fromkeys(("ModelMergeAuraflow", "ModelSamplingAuraFlow"), "auraflow"),
     **dict.fromkeys(("ModelMergeQwenImage", "QwenImageDiffsynthControlnet"), "qwen-image"),
-    "AnimaLLLiteApply": "anima", "ChromaRadianceOptions": "chroma", "FluxKVCache": "flux2", "HiDreamO1PatchSeamSmoothing": "hidream-i1",
-    "LTXVReferenceAudio": "ltx-2", "ModelMergeKrea2": "krea-2", "ModelMergeMochiPreview": "mochi", "ModelMergeSD2": "sd2",
-    "ModelMergeSD35_Large": "sd35-large", "ModelMergeSDXL": "sdxl-blocks", "RenormCFG": "lumina-2", "SUPIRApply": "sdxl",
-    "WanInfiniteTalkToVideo": "wan-i2v", "ZImageFunControlnet": "z-image"}
+    "AnimaLLLiteApply": "anima", "ChromaRadianceOptions": "chroma", "FluxKVCache": "flux2",
+    "HiDreamO1PatchSeamSmoothing": "hidream-i1",
+    "LTXVReferenceAudio": "ltx-2", "ModelMergeKrea2": "krea-2", "ModelMergeMochiPreview": "mochi",
+    "ModelMergeSD2": "sd2",
+    "ModelMergeSD35_Large": "sd35-large", "ModelMergeSDXL": "sdxl-blocks", "RenormCFG": "lumina-2",
+    "SUPIRApply": "sdxl", "WanInfiniteTalkToVideo": "wan-i2v", "ZImageFunControlnet": "z-image"}
 # What nodes are made for that no family of xDiT is
-OTHERS = {"ARVideoI2V": "Causal-Wan", "ChromaRadianceOptions": "Chroma Radiance", "HiDreamO1PatchSeamSmoothing": "HiDream-O1",
-          "MiniMaxH3SigmaShift": "MiniMax-H3", "ModelSamplingStableCascade": "Stable Cascade", "RTDETR_detect": "RT-DETR",
-          "SAM3_Detect": "SAM 3", "SAM3_VideoTrack": "SAM 3", "SDPoseKeypointExtractor": "SDPose", "SeedVR2Conditioning": "SeedVR2",
-          "TripoSplatSamplingPreview": "TripoSplat"}
+OTHERS = {"ARVideoI2V": "Causal-Wan", "ChromaRadianceOptions": "Chroma Radiance",
+          "HiDreamO1PatchSeamSmoothing": "HiDream-O1",
+          "MiniMaxH3SigmaShift": "MiniMax-H3", "ModelSamplingStableCascade": "Stable Cascade",
+          "RTDETR_detect": "RT-DETR",
+          "SAM3_Detect": "SAM 3", "SAM3_VideoTrack": "SAM 3", "SDPoseKeypointExtractor": "SDPose",
+          "SeedVR2Conditioning": "SeedVR2", "TripoSplatSamplingPreview": "TripoSplat"}
 # Nodes that change nothing, with any value of their widgets, on one device
 IDLE = {"MultiGPU_WorkUnits", "SelectModelDevice", "TorchCompileModel", "wanBlockSwap"}
 # Values of widgets whose defaults change nothing of a tiny model, or are too large for a test
@@ -82,16 +92,22 @@ VALUES = {
     "EasyCache": {"reuse_threshold": 3.0}, "LazyCache": {"reuse_threshold": 3.0},
     "HyperTile": {"tile_size": 64}, "LTXVContextWindows": {"context_length": 9, "context_overlap": 8},
     "ModelComputeDtype": {"dtype": "fp16"}, "ModelNoiseScale": {"noise_scale": 1.5},
-    "ModelSamplingAuraFlow": {"shift": 3.0}, "ModelSamplingFlux": {"max_shift": 2.0}, "ModelSamplingSD3": {"shift": 5.0},
+    "ModelSamplingAuraFlow": {"shift": 3.0}, "ModelSamplingFlux": {"max_shift": 2.0},
+    "ModelSamplingSD3": {"shift": 5.0},
     "ModelSamplingDiscrete": {"sampling": "v_prediction"}, "SamplingPercentToSigma": {"sampling_percent": 0.5},
     "ScaleROPE": {"scale_x": 1.5}, "SkipLayerGuidanceDiT": {"double_layers": "1", "single_layers": "0"},
-    "SkipLayerGuidanceDiTSimple": {"double_layers": "1", "single_layers": "0"}, "SkipLayerGuidanceSD3": {"layers": "1, 2"},
+    "SkipLayerGuidanceDiTSimple": {"double_layers": "1", "single_layers": "0"},
+    "SkipLayerGuidanceSD3": {"layers": "1, 2"},
     "UNetCrossAttentionMultiply": {"k": 1.2}, "UNetSelfAttentionMultiply": {"k": 1.2},
-    "UNetTemporalAttentionMultiply": {"self_structural": 1.2}, "WanContextWindowsManual": {"context_length": 5, "context_overlap": 4}}
-OPTIONAL = {"ZImageFunControlnet": {"image"}, "WanInfiniteTalkToVideo": {"start_image", "clip_vision_output"}}  # inputs that are linked
+    "UNetTemporalAttentionMultiply": {"self_structural": 1.2},
+    "WanContextWindowsManual": {"context_length": 5, "context_overlap": 4}}
+# inputs that are linked
+OPTIONAL = {"ZImageFunControlnet": {"image"}, "WanInfiniteTalkToVideo": {"start_image", "clip_vision_output"}}
 SHORT = {"steps": 3, "cfg": 4.0, "noise_seed": 7, "seed": 7, "start_percent": 0.0, "end_percent": 1.0}
-IN_HALF = {"ModelComputeDtype"}            # two programs round half precision each in their own way (tests/nodes/test_half.py)
-UNCOMPILED = {"TorchCompileModel"}         # compared with the native model without the node, whose compiling takes minutes
+# two programs round half precision each in their own way (tests/nodes/test_half.py)
+IN_HALF = {"ModelComputeDtype"}
+# compared with the native model without the node, whose compiling takes minutes
+UNCOMPILED = {"TorchCompileModel"}
 VAES = {"wan": "vae-wan", "wan-i2v": "vae-wan", "qwen-image": "vae-wan", "z-image": "vae-flux", "sdxl": "vae-sd"}
 SLOW = {"sd15-blocks", "sdxl-blocks", "sd2"}                   # U-Nets as deep as published ones
 ACTS = 10 * TOLERANCE                      # by what a node that changes something changes the latents at least
@@ -100,8 +116,8 @@ ROUNDS = 50 * TOLERANCE                    # of float16
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a node did. text: "equal", "equal but for rounding", "equal, and changes nothing", "refused: ...", "as with ComfyUI's own: ...";
-    else a fault, which good says."""
+    """What a node did. text: "equal", "equal but for rounding", "equal, and changes nothing", "refused: ...", "as with
+    ComfyUI's own: ..."; else a fault, which good says."""
 
     node: str
     kind: str
@@ -115,7 +131,8 @@ def model_nodes(comfyui):
         run_async(comfyui.nodes.init_extra_nodes(init_custom_nodes=False, init_api_nodes=False))
     found = {}
     for name, node in comfyui.nodes.NODE_CLASS_MAPPINGS.items():
-        if not name.startswith("XDiT") and any("MODEL" in type_of(option).split(",") for option in inputs_of(node).values()):
+        if (not name.startswith("XDiT")
+                and any("MODEL" in type_of(option).split(",") for option in inputs_of(node).values())):
             found[name] = node
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
@@ -138,7 +155,8 @@ class Matrix:
         self.folder = Path(tempfile.mkdtemp(dir=comfyui.base))
         self.nodes = model_nodes(comfyui)
         comfyui.folder_paths.set_output_directory(str(self.folder))
-        for kind, save in (("loras", self._save_lora), ("hypernetworks", self._save_hypernetwork), ("controlnet", self._save_controlnet),
+        for kind, save in (("loras", self._save_lora), ("hypernetworks", self._save_hypernetwork),
+                           ("controlnet", self._save_controlnet),
                            ("model_patches", self._save_model_patches)):
             (self.folder / kind).mkdir()
             comfyui.folder_paths.add_model_folder_path(kind, str(self.folder / kind), is_default=True)
@@ -165,18 +183,21 @@ class Matrix:
             return Outcome(name, kind, text, good=other)
         idle = not self._acts(name, kind, native)
         if refused:
-            return Outcome(name, kind, f"refused{', and changes nothing' if idle else ''}: {ours}", good=other or not idle)
+            return Outcome(name, kind, f"refused{', and changes nothing' if idle else ''}: {ours}",
+                           good=other or not idle)
         if isinstance(ours, Exception):
             return Outcome(name, kind, f"raw {type(ours).__name__}: {_one_line(ours)}", good=False)
         error = difference(ours, native)
         if not error < (ROUNDS if name in IN_HALF else TOLERANCE):
             return Outcome(name, kind, f"different by {error:.1e}", good=False)
         how = "equal but for rounding" if name in IN_HALF else "equal"
-        return Outcome(name, kind, f"{how}{', and changes nothing' if idle else ''}", good=other or idle == (name in IDLE))
+        return Outcome(name, kind, f"{how}{', and changes nothing' if idle else ''}",
+                       good=other or idle == (name in IDLE))
 
     def _attempt(self, name, kind, model, plain=False):
         """What came of it, an exception too."""
-        listed = self.comfyui.management.current_loaded_models # nodes ask for all that are loaded, and fail at one that is gone
+        # nodes ask for all that are loaded, and fail at one that is gone
+        listed = self.comfyui.management.current_loaded_models
         listed[:] = [loaded for loaded in listed if loaded.model is not None]
         try:
             return self._result(name, kind, model, plain)
@@ -184,8 +205,8 @@ class Matrix:
             return error
 
     def _acts(self, name, kind, result):
-        """Does what came of ComfyUI's own MODEL with this node differ from what comes of it without? Of a node that makes something that
-        there is not without it: yes."""
+        """Does what came of ComfyUI's own MODEL with this node differ from what comes of it without? Of a node that
+        makes something that there is not without it: yes."""
         node = self.nodes[name]
         if name == "GetICLoRAParameters":
             return result != run_node(node, {"iclora_model": self.comfyui.native(kind)})[0]
@@ -233,8 +254,8 @@ class Matrix:
             saved = set(self.folder.rglob("*.safetensors")) - before
             if saved:
                 return _flat(load_file(saved.pop()))
-            tensors = {"LATENT": lambda latent: latent["samples"], "FLOAT": lambda value: torch.tensor([value]), "LORA_MODEL": _flat,
-                       "IC_LORA_PARAMETERS": lambda parameters: parameters}
+            tensors = {"LATENT": lambda latent: latent["samples"], "FLOAT": lambda value: torch.tensor([value]),
+                       "LORA_MODEL": _flat, "IC_LORA_PARAMETERS": lambda parameters: parameters}
             for result in tensors.keys() & made if "MODEL" not in made else ():
                 return tensors[result](made[result][0] if isinstance(made[result], list) else made[result])
             usable = {key: made[key] for key in ("GUIDER", "SIGMAS", "SAMPLER") if key in made} | self._task(name, kind)
@@ -242,11 +263,14 @@ class Matrix:
                 usable |= dict(zip(("positive", "negative"), made["CONDITIONING"]))
             if "CONTROL_NET" in made:
                 image = torch.rand(1, 128, 144, 3, generator=torch.Generator().manual_seed(5))
-                usable |= dict(zip(("positive", "negative"), self.comfyui.nodes.ControlNetApplyAdvanced().apply_controlnet(
-                    self.comfyui.conditioning(kind, 1), self.comfyui.conditioning(kind, 2), made["CONTROL_NET"], image, 1.0, 0.0, 1.0)))
+                usable |= dict(zip(("positive", "negative"),
+                                   self.comfyui.nodes.ControlNetApplyAdvanced().apply_controlnet(
+                                       self.comfyui.conditioning(kind, 1), self.comfyui.conditioning(kind, 2),
+                                       made["CONTROL_NET"], image, 1.0, 0.0, 1.0)))
             if not usable and "MODEL" not in made:
                 raise NotImplementedError(f"{name} makes {list(made)}, and this test does not know how to use it")
-            return self._sample(kind, made.get("MODEL", model), **usable | {"latent": made["LATENT"]} if "LATENT" in made else usable)
+            return self._sample(kind, made.get("MODEL", model), **usable | {"latent": made["LATENT"]}
+                                if "LATENT" in made else usable)
 
     def _task(self, name, kind):
         """What is to be sampled for a node to have something to act on, but for what is sampled for all."""
@@ -274,8 +298,9 @@ class Matrix:
             return comfyui.sample(model, kind, latent=latent, **task)
         sigmas = SIGMAS if SIGMAS is not None else run_node(nodes["BasicScheduler"], {
             "model": model, "scheduler": "simple", "steps": 3, "denoise": 1.0})[0]
-        guider = GUIDER or run_node(nodes["CFGGuider"], {"model": model, "cfg": 4.0, "positive": comfyui.conditioning(kind, 1),
-                                                     "negative": comfyui.conditioning(kind, 2)})[0]
+        guider = (GUIDER or run_node(nodes["CFGGuider"],
+                                     {"model": model, "cfg": 4.0, "positive": comfyui.conditioning(kind, 1),
+                                 "negative": comfyui.conditioning(kind, 2)})[0])
         return run_node(nodes["SamplerCustomAdvanced"], {
             "noise": self._noise(), "guider": guider, "sampler": SAMPLER or self._sampler(), "sigmas": sigmas,
             "latent_image": latent})[0]["samples"]
@@ -284,9 +309,10 @@ class Matrix:
         comfyui, generator = self.comfyui, torch.Generator().manual_seed(5)
         seeds = iter(range(3, 12))                             # not those of the prompts that are sampled with
         made = {"CONDITIONING": lambda: comfyui.conditioning(kind, next(seeds)), "LATENT": lambda: self._latent(kind),
-                "VAE": lambda: self._audio_vae() if name == "LTXVReferenceAudio" else self.vae(kind), "NOISE": self._noise,
-                "SAMPLER": self._sampler, "SIGMAS": lambda: torch.linspace(1, 0, 4),
-                "IMAGE": lambda: torch.rand(1, *((128, 144) if name == "SUPIRApply" else (64, 64)), 3, generator=generator),
+                "VAE": lambda: self._audio_vae() if name == "LTXVReferenceAudio" else self.vae(kind),
+                "NOISE": self._noise, "SAMPLER": self._sampler, "SIGMAS": lambda: torch.linspace(1, 0, 4),
+                "IMAGE": lambda: torch.rand(1, *((128, 144) if name == "SUPIRApply" else (64, 64)), 3,
+                                            generator=generator),
                 "MASK": lambda: torch.ones(1, 64, 64),
                 "CLIP": lambda: None, "MODEL_PATCH": lambda: self._model_patch(name),
                 "AUDIO": lambda: {"waveform": torch.zeros(1, 2, 16000), "sample_rate": 16000},
@@ -301,7 +327,8 @@ class Matrix:
             kind_of_input, settings = type_of(option), option[1] if len(option) > 1 else {}
             if key in VALUES.get(name, {}):
                 arguments[key] = VALUES[name][key]
-            elif kind_of_input == "MODEL":                     # the first is the one in question, the others ComfyUI's own
+            elif kind_of_input == "MODEL":
+                # the first is the one in question, the others ComfyUI's own
                 arguments[key] = model if seen == 0 else self._weaker(kind) if "Merge" in name else comfyui.native(kind)
                 seen += 1
             elif kind_of_input in made:
@@ -315,18 +342,22 @@ class Matrix:
                 arguments[key] = settings.get("default", False)
             elif kind_of_input == "COMBO":
                 options = settings.get("options") if isinstance(option[0], str) else option[0]
-                arguments[key] = next((value for value in options if str(value).startswith("tiny")), next(iter(options), None))
+                arguments[key] = next((value for value in options if str(value).startswith("tiny")),
+                                      next(iter(options), None))
             elif key not in optional:
                 raise NotImplementedError(f"{name} needs {key} of type {kind_of_input}, which this test does not make")
-        arguments |= {key: value for key, value in SHORT.items() if key in arguments and key not in VALUES.get(name, {})}
+        arguments |= {key: value for key, value in SHORT.items() if key in arguments
+                      and key not in VALUES.get(name, {})}
         if getattr(node, "INPUT_IS_LIST", False):
             return {key: [value] for key, value in arguments.items()}
         return arguments
 
     def _weaker(self, kind):
-        """ComfyUI's own MODEL with a fifth of its weights: so that merges change something, and not so much that rounding shows."""
+        """ComfyUI's own MODEL with a fifth of its weights:
+        so that merges change something, and not so much that rounding shows."""
         model = self.comfyui.native(kind).clone()
-        model.add_patches({key: ("diff", (torch.zeros(1),)) for key in model.model_state_dict("diffusion_model.")}, 0.0, 0.2)
+        model.add_patches({key: ("diff", (torch.zeros(1),)) for key in model.model_state_dict("diffusion_model.")}, 0.0,
+                          0.2)
         return model
 
     def _latent(self, kind):
@@ -366,7 +397,8 @@ class Matrix:
 
     def _save_lora(self, folder):
         generator, tensors = torch.Generator().manual_seed(9), {}
-        for name in ("joint_blocks.0.x_block.attn.proj", "transformer_blocks.0.attn1.to_q"):   # of sd3 and ltx-video, both 256 wide
+        # of sd3 and ltx-video, both 256 wide
+        for name in ("joint_blocks.0.x_block.attn.proj", "transformer_blocks.0.attn1.to_q"):
             tensors |= {f"diffusion_model.{name}.lora_up.weight": torch.randn(256, 4, generator=generator),
                         f"diffusion_model.{name}.lora_down.weight": torch.randn(4, 256, generator=generator)}
         save_file(tensors, str(folder / "tiny.safetensors"), metadata={"reference_downscale_factor": "2"})
@@ -374,7 +406,8 @@ class Matrix:
     def _save_hypernetwork(self, folder):
         """For SD 1.5's layers that attend to text: two matrices of its width each."""
         generator = torch.Generator().manual_seed(9)
-        torch.save({768: [{"linear.weight": 0.03 * torch.randn(768, 768, generator=generator), "linear.bias": torch.zeros(768)}
+        torch.save({768: [{"linear.weight": 0.03 * torch.randn(768, 768, generator=generator),
+                           "linear.bias": torch.zeros(768)}
                           for _ in range(2)]}, folder / "tiny.pt")
 
     def _save_controlnet(self, folder):
@@ -402,7 +435,8 @@ def equal_on(kind):
     cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in TABLE.read_text(encoding="utf-8").splitlines()
              if line.startswith("| ")][2:]
     return [name for name, made_with, text in cells
-            if text.partition(",")[0] == "equal" and made_with.partition(",")[0] == kind and "made for" not in made_with]
+            if text.partition(",")[0] == "equal" and made_with.partition(",")[0] == kind
+            and "made for" not in made_with]
 
 
 def difference(result, reference):
@@ -446,17 +480,20 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     from tests.nodes.conftest import ComfyUI
-    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]     # our nodes/ would shadow ComfyUI's nodes.py
+    # our nodes/ would shadow ComfyUI's nodes.py
+    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
     with tempfile.TemporaryDirectory(prefix="xdit-nodes-") as base, contextlib.ExitStack() as stack:
         comfyui = ComfyUI(comfyui_folder(), base)
         stack.callback(comfyui.groups.close)
-        config = comfyui.config("cpu,cpu", pipefusion=2, warmup_steps=1000) if options.pipefusion else comfyui.config("cpu,cpu")
+        config = (comfyui.config("cpu,cpu", pipefusion=2, warmup_steps=1000) if options.pipefusion
+                  else comfyui.config("cpu,cpu"))
         matrix = Matrix(comfyui, config, lambda kind, **options: comfyui.nodes.VAELoader().load_vae(
             comfyui.file(kind, "vae", **options))[0])
         outcomes = []
         for name in options.only or matrix.nodes:
             outcomes.append(matrix.outcome(name))
-            print(f"{'' if outcomes[-1].good else 'FAULT '}{name} ({outcomes[-1].kind}): {outcomes[-1].text}", flush=True)
+            print(f"{'' if outcomes[-1].good else 'FAULT '}{name} ({outcomes[-1].kind}): {outcomes[-1].text}",
+                  flush=True)
     if options.write:
         TABLE.parent.mkdir(exist_ok=True)
         TABLE.write_text(write_table(outcomes), encoding="utf-8")

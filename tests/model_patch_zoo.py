@@ -1,7 +1,8 @@
-"""Small random model patches (ControlNets and the like that nodes put inside of a MODEL) for the tiny models, in the published formats.
+"""Small random model patches (ControlNets and the like that nodes put inside of a MODEL) for the tiny models, in the
+published formats.
 
-They are loaded by ComfyUI's own Load Model Patch, whose classes have the widths of the published ones and are thin meanwhile. Used by
-tests/model_nodes.py.
+They are loaded by ComfyUI's own Load Model Patch, whose classes have the widths of the published ones and are thin
+meanwhile. Used by tests/model_nodes.py.
 """
 
 import importlib
@@ -14,13 +15,15 @@ from safetensors.torch import save_file
 from tests.tiny_checkpoints import SEED, families, fill
 
 # node: what its patch is
-PATCHES = {"AnimaLLLiteApply": "lllite", "QwenImageDiffsynthControlnet": "qwen-blockwise", "ZImageFunControlnet": "z-image-fun",
+PATCHES = {"AnimaLLLiteApply": "lllite", "QwenImageDiffsynthControlnet": "qwen-blockwise",
+           "ZImageFunControlnet": "z-image-fun",
            "USOStyleReference": "uso", "WanUni3CControlnetApply": "uni3c", "WanInfiniteTalkToVideo": "infinite-talk"}
-# What ComfyUI's loader does not read from a file: the widths of the published ones. "module:class": a thin one's arguments; the loader's
-# own module has no name to import it by
+# What ComfyUI's loader does not read from a file: the widths of the published ones. "module:class": a thin one's
+# arguments; the loader's own module has no name to import it by
 THIN = {
     ":QwenImageBlockWiseControlNet": {"num_layers": 3, "dim": 128},
-    ":SigLIPMultiFeatProjModel": {"siglip_token_nums": 4, "style_token_nums": 3, "siglip_token_dims": 8, "hidden_size": 256},
+    ":SigLIPMultiFeatProjModel": {"siglip_token_nums": 4, "style_token_nums": 3, "siglip_token_dims": 8,
+                                  "hidden_size": 256},
     ":MultiTalkModelPatch": {"num_layers": 3},
     "comfy.ldm.wan.model_multitalk:SingleStreamMultiAttention": {"num_heads": 2},
     "comfy.ldm.lumina.controlnet:ZImage_Control": {"dim": 384, "n_heads": 4, "n_kv_heads": 4}}
@@ -71,8 +74,8 @@ def _modules(name, patches):
             modules.add_module(f"lllite_dit_blocks_0_{layer}", lllite.AnimaLLLiteModule(width, 12, 8, **place))
         return modules
     if name == "uni3c":
-        return uni3c.WanUni3CControlnet(conv_out_dim=32, dim=256, ffn_dim=64, num_layers=2, time_embed_dim=256, out_proj_dim=256,
-                                        mid_channels=8, **place)
+        return uni3c.WanUni3CControlnet(conv_out_dim=32, dim=256, ffn_dim=64, num_layers=2, time_embed_dim=256,
+                                        out_proj_dim=256, mid_channels=8, **place)
     if name == "infinite-talk":
         return patches.MultiTalkModelPatch(intermediate_dim=8, in_dim=256, out_dim=24, context_tokens=32, device="cpu",
                                            operations=disable_weight_init)

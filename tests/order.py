@@ -1,4 +1,5 @@
-"""In which order tests run, beside what, and what they draw: pytest's --order, --order-seed, --beside, --smoke-seed, for conftest.py."""
+"""In which order tests run, beside what, and what they draw:
+pytest's --order, --order-seed, --beside, --smoke-seed, for conftest.py."""
 
 import random
 import subprocess
@@ -13,8 +14,10 @@ BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n for _ 
 def add_options(parser):
     parser.addoption("--order", choices=ORDERS, default="written", help="of the files, and of the tests in each")
     parser.addoption("--order-seed", type=int, metavar="SEED", help="of --order drawn; default: another each time")
-    parser.addoption("--smoke-seed", type=int, metavar="SEED", help="of the layouts of tests/test_smoke.py; default: another each time")
-    parser.addoption("--beside", type=int, default=0, metavar="COUNT", help="so many processes that are never idle run beside the tests")
+    parser.addoption("--smoke-seed", type=int, metavar="SEED",
+                     help="of the layouts of tests/test_smoke.py; default: another each time")
+    parser.addoption("--beside", type=int, default=0, metavar="COUNT",
+                     help="so many processes that are never idle run beside the tests")
 
 
 def choose_seeds(config):
@@ -28,7 +31,8 @@ def choose_seeds(config):
 
 def header(config):
     order, seed, beside = config.option.order, config.option.order_seed, config.option.beside
-    lines = {"written": [], "reverse": ["order: reverse"], "drawn": [f"order: drawn, again with --order drawn --order-seed {seed}"]}[order]
+    lines = {"written": [], "reverse": ["order: reverse"],
+             "drawn": [f"order: drawn, again with --order drawn --order-seed {seed}"]}[order]
     lines.append(f"layouts of the smoke test: --smoke-seed {config.option.smoke_seed}")
     return lines + ([f"beside {beside} busy processes"] if beside else [])
 

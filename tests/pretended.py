@@ -1,4 +1,5 @@
-"""What code asks of a CUDA device, counted on tensors that pretend to be on one: they have shapes, and no numbers. Needs no GPU."""
+"""What code asks of a CUDA device, counted on tensors that pretend to be on one: they have shapes, and no numbers.
+Needs no GPU."""
 
 import collections
 import os
@@ -12,20 +13,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 CUDA = torch.device("cuda:0")
-NO_KERNELS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze", "split",
-              "split_with_sizes", "as_strided", "detach", "alias", "unbind", "chunk", "unfold", "view_as_complex", "view_as_real",
+NO_KERNELS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze",
+              "split",
+              "split_with_sizes", "as_strided", "detach", "alias", "unbind", "chunk", "unfold", "view_as_complex",
+              "view_as_real",
               "_reshape_alias", "lift_fresh", "diagonal", "narrow", "empty", "new_empty", "empty_like", "empty_strided"}
 READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero"}             # of numbers, by the host
 
 
 class DeviceWork(TorchDispatchMode):
-    """Kernels, bytes that they read and write, bytes that are held at most, and `waits`: where the host waits for the device."""
+    """Kernels, bytes that they read and write, bytes that are held at most, and `waits`:
+    where the host waits for the device."""
 
     def __init__(self, others=()):
         """others: tensors whose bytes are not counted among those held."""
         super().__init__()
         self.kernels = self.moved_bytes = self.held_bytes = self.peak_bytes = 0
-        self.waits, self._storages, self._others = [], collections.Counter(), {tensor.untyped_storage()._cdata for tensor in others}
+        self.waits, self._storages, self._others = [], collections.Counter(), {
+            tensor.untyped_storage()._cdata for tensor in others}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
@@ -41,7 +46,8 @@ class DeviceWork(TorchDispatchMode):
             self.waits.append(f"copy of {given[-1].nbytes} bytes at {_line()}")
         if any(tensor.is_cuda for tensor in outputs) and name not in NO_KERNELS and func.namespace == "aten":
             self.kernels += 1
-            self.moved_bytes += sum(tensor.nbytes for tensor in {id(each): each for each in (*given, *outputs)}.values() if tensor.is_cuda)
+            self.moved_bytes += sum(tensor.nbytes for tensor in {id(each): each for each in (*given, *outputs)}.values()
+                                    if tensor.is_cuda)
         for tensor in outputs:
             self._hold(tensor)
         return made
@@ -66,7 +72,8 @@ class DeviceWork(TorchDispatchMode):
 
 @contextmanager
 def pretended_cuda(monkeypatch):
-    """A device without numbers, under no_grad. Gives a function that runs a call and returns its DeviceWork, without what it is given."""
+    """A device without numbers, under no_grad. Gives a function that runs a call and returns its DeviceWork,
+    without what it is given."""
     monkeypatch.setattr(FakeTensorMode, "avoid_device_init", property(lambda self: True, lambda self, value: None))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
 
@@ -85,7 +92,8 @@ def _tensors(tree):
 
 def _line():
     """The innermost line of the pack or of diffusers."""
-    frames = [frame for frame in traceback.extract_stack() if "xdit_backend" in frame.filename or "diffusers" in frame.filename]
+    frames = [frame for frame in traceback.extract_stack() if "xdit_backend" in frame.filename
+              or "diffusers" in frame.filename]
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} {frames[-1].name}" if frames else "a test"
 
 
@@ -94,7 +102,8 @@ def move(model):
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=CUDA), False)
+                module._parameters[name] = torch.nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype, device=CUDA), False)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=CUDA)

@@ -1,6 +1,7 @@
 """Workflows drawn at random, with ComfyUI's own model and with ours: the combinations that no other test thinks of.
 
-    XDIT_COMFYUI=FOLDER OMP_NUM_THREADS=1 python -m tests.random_workflows [--first N] [--count N] [--layout NAME ...] [--kind NAME ...]
+    XDIT_COMFYUI=FOLDER OMP_NUM_THREADS=1 python -m tests.random_workflows [--first N] [--count N] [--layout NAME ...]
+    [--kind NAME ...]
 
 draws workflows by their numbers and prints what came of each. The same number draws the same workflow.
 tests/nodes/test_random_workflows.py runs a few of each layout.
@@ -28,7 +29,8 @@ from tests.tiny_checkpoints import families
 from tests.tolerances import relative_error
 
 MOVED = 1e-6                               # by how much text is moved to see whether a workflow enlarges rounding
-TOLERANCE = 1e-4                           # relative; samplers that divide by small differences of predictions enlarge rounding
+# relative; samplers that divide by small differences of predictions enlarge rounding
+TOLERANCE = 1e-4
 PATIENCE_S = 180                           # for one workflow; longer is a hang
 TWO, THREE, FOUR = "cpu,cpu", "cpu,cpu,cpu", "cpu,cpu,cpu,cpu"
 WHOLE = {"warmup_steps": 1000}             # no step is stale
@@ -38,19 +40,22 @@ LAYOUTS = {                                # name -> devices and degrees; the re
     "warm-up": (TWO, {"pipefusion": 2, "num_patches": 3, **WHOLE}),
     "warm-up by sequence": (TWO, {"pipefusion": 2, "num_patches": 4, **WHOLE, "warmup": "sequence"}),
     "warm-up by batches": (TWO, {"pipefusion": 2, "num_patches": 4, **WHOLE, "warmup": "micro_batches"}),
-    "auto 4": (FOUR, {}), "cfg x ulysses": (FOUR, {"cfg": 2, "ulysses": 2}), "cfg x ring": (FOUR, {"cfg": 2, "ring": 2}),
+    "auto 4": (FOUR, {}), "cfg x ulysses": (FOUR, {"cfg": 2, "ulysses": 2}),
+    "cfg x ring": (FOUR, {"cfg": 2, "ring": 2}),
     "ring x ulysses": (FOUR, {"ring": 2, "ulysses": 2}), "data x ulysses": (FOUR, {"data": 2, "ulysses": 2}),
     "cfg x pipefusion": (FOUR, {"cfg": 2, "pipefusion": 2, "num_patches": 2, **WHOLE}),
     "pipefusion x ring": (FOUR, {"pipefusion": 2, "ring": 2, "num_patches": 1}),
     "pipefusion x ulysses": (FOUR, {"pipefusion": 2, "ulysses": 2, "num_patches": 3, **WHOLE, "warmup": "sequence"}),
-    "displaced": (TWO, {"displaced": 2, "displaced_mode": "full_sync"}), "displaced, warm-up": (TWO, {"displaced": 2, **WHOLE}),
+    "displaced": (TWO, {"displaced": 2, "displaced_mode": "full_sync"}),
+    "displaced, warm-up": (TWO, {"displaced": 2, **WHOLE}),
     "cfg x displaced": (FOUR, {"cfg": 2, "displaced": 2, "displaced_mode": "full_sync"}),
     "tensor": (TWO, {"tensor": 2}), "tensor x ring": (FOUR, {"tensor": 2, "ring": 2}),
     "three rings": (THREE, {"ring": 3}), "three stages": (THREE, {"pipefusion": 3, "num_patches": 5, **WHOLE}),
     "three bands": (THREE, {"displaced": 3, "displaced_mode": "full_sync"}),
 }
 STALE = {                                  # the result is the oracle's
-    "stale": (TWO, {"pipefusion": 2, "num_patches": 4}), "stale, cold": (TWO, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 0}),
+    "stale": (TWO, {"pipefusion": 2, "num_patches": 4}),
+    "stale, cold": (TWO, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 0}),
     "stale, offloaded": (TWO, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 2, "offload_keys_values": True}),
     "stale, micro-batches": (TWO, {"pipefusion": 2, "num_patches": 2, "warmup": "micro_batches"}),
     "stale x cfg": (FOUR, {"cfg": 2, "pipefusion": 2, "num_patches": 3}),
@@ -60,41 +65,53 @@ STALE = {                                  # the result is the oracle's
 }
 UNET_LAYOUTS = ("auto", "auto 4", "cfg", "data", "displaced", "displaced, warm-up", "cfg x displaced", "three bands")
 SIZES = ((16, 18), (8, 24), (15, 17), (9, 31), (2, 6), (3, 3), (2, 2), (31, 5), (1, 8), (4, 40), (12, 10))
-OWN_SIZES = {**dict.fromkeys(("hunyuanvideo", "cosmos-predict1", "cosmos-predict1-video"),  # of what ComfyUI's own models take
+# of what ComfyUI's own models take
+OWN_SIZES = {**dict.fromkeys(("hunyuanvideo", "cosmos-predict1", "cosmos-predict1-video"),
                              ((16, 18), (8, 24), (2, 6), (2, 2), (30, 4), (4, 40), (12, 10))),
              **dict.fromkeys(("pixart", "pixart-alpha"), ((34, 32), (20, 46), (48, 20), (62, 4), (36, 36)))}
 CHANGES = [("RescaleCFG", {"multiplier": 0.7}), ("CFGNorm", {"strength": 0.9}), ("CFGZeroStar", {}),
-           ("APG", {"eta": 0.8, "norm_threshold": 4.0, "momentum": 0.3}), ("APG", {"eta": 1.0, "norm_threshold": 0.0, "momentum": -0.5}),
+           ("APG", {"eta": 0.8, "norm_threshold": 4.0, "momentum": 0.3}),
+           ("APG", {"eta": 1.0, "norm_threshold": 0.0, "momentum": -0.5}),
            ("TCFG", {}), ("Mahiro", {}), ("FreSca", {"scale_low": 1.1, "scale_high": 1.3, "freq_cutoff": 4}),
-           ("Epsilon Scaling", {"scaling_factor": 1.02}), ("ModelSamplingSD3", {"shift": 5.0}), ("ModelSamplingAuraFlow", {"shift": 1.2}),
-           ("ModelSamplingFlux", {"max_shift": 1.3, "base_shift": 0.4, "width": 128, "height": 192}), ("ModelNoiseScale", {}),
+           ("Epsilon Scaling", {"scaling_factor": 1.02}), ("ModelSamplingSD3", {"shift": 5.0}),
+           ("ModelSamplingAuraFlow", {"shift": 1.2}),
+           ("ModelSamplingFlux", {"max_shift": 1.3, "base_shift": 0.4, "width": 128, "height": 192}),
+           ("ModelNoiseScale", {}),
            ("ModelSamplingDiscrete", {"sampling": "v_prediction", "zsnr": True}), ("ModelSamplingContinuousEDM", {}),
-           ("DifferentialDiffusion", {"strength": 0.8}), ("CFGOverride", {"cfg": 2.0, "start_percent": 0.2, "end_percent": 0.8}),
+           ("DifferentialDiffusion", {"strength": 0.8}),
+           ("CFGOverride", {"cfg": 2.0, "start_percent": 0.2, "end_percent": 0.8}),
            ("LazyCache", {"reuse_threshold": 0.4}), ("EasyCache", {}),
            ("ContextWindowsManual", {"context_length": 6, "context_overlap": 2, "dim": 2}),
-           ("ContextWindowsManual", {"context_length": 9, "context_overlap": 3, "dim": 2, "context_schedule": "looped_uniform",
-                                     "freenoise": True}),
-           ("WanContextWindowsManual", {"context_length": 9, "context_overlap": 4}), ("ModelComputeDtype", {"dtype": "fp32"}),
+           ("ContextWindowsManual", {"context_length": 9, "context_overlap": 3, "dim": 2,
+                                     "context_schedule": "looped_uniform", "freenoise": True}),
+           ("WanContextWindowsManual", {"context_length": 9, "context_overlap": 4}),
+           ("ModelComputeDtype", {"dtype": "fp32"}),
            ("LatentApplyOperationCFG", {})]
 SAMPLERS = [
-    ("SamplerDPMPP_2M_SDE", {"solver_type": "heun", "eta": 0.7, "noise_device": "cpu"}), ("SamplerDPMPP_3M_SDE", {"noise_device": "gpu"}),
-    ("SamplerDPMPP_SDE", {"r": 0.4, "s_noise": 0.9}), ("SamplerDPMPP_2S_Ancestral", {"eta": 0.6}), ("SamplerEulerAncestral", {"eta": 0.5}),
+    ("SamplerDPMPP_2M_SDE", {"solver_type": "heun", "eta": 0.7, "noise_device": "cpu"}),
+    ("SamplerDPMPP_3M_SDE", {"noise_device": "gpu"}),
+    ("SamplerDPMPP_SDE", {"r": 0.4, "s_noise": 0.9}), ("SamplerDPMPP_2S_Ancestral", {"eta": 0.6}),
+    ("SamplerEulerAncestral", {"eta": 0.5}),
     ("SamplerEulerAncestralCFGPP", {"eta": 0.8}), ("SamplerLMS", {"order": 3}), ("SamplerDPMAdaptative", {"order": 2}),
     ("SamplerER_SDE", {"solver_type": "Reverse-time SDE"}), ("SamplerSASolver", {"use_pece": True}),
     ("SamplerSEEDS2", {"solver_type": "phi_2"})]
 SCHEDULES = [
-    ("KarrasScheduler", {"sigma_max": 0.98, "sigma_min": 0.02}), ("ExponentialScheduler", {"sigma_max": 0.95, "sigma_min": 0.05}),
-    ("PolyexponentialScheduler", {"sigma_max": 1.0, "sigma_min": 0.03}), ("LaplaceScheduler", {"sigma_max": 0.9, "sigma_min": 0.1}),
-    ("BetaSamplingScheduler", {}), ("OptimalStepsScheduler", {"model_type": "Wan"}), ("ManualSigmas", {"sigmas": "0.9, 0.7, 0.72, 0.3, 0"})]
-GUIDERS = ("BasicGuider", "CFGGuider", "CFGGuider", "DualCFGGuider", "DualCFGGuider nested", "PerpNegGuider", "DualModelGuider",
-           "DualModelGuider, other")
+    ("KarrasScheduler", {"sigma_max": 0.98, "sigma_min": 0.02}),
+    ("ExponentialScheduler", {"sigma_max": 0.95, "sigma_min": 0.05}),
+    ("PolyexponentialScheduler", {"sigma_max": 1.0, "sigma_min": 0.03}),
+    ("LaplaceScheduler", {"sigma_max": 0.9, "sigma_min": 0.1}),
+    ("BetaSamplingScheduler", {}), ("OptimalStepsScheduler", {"model_type": "Wan"}),
+    ("ManualSigmas", {"sigmas": "0.9, 0.7, 0.72, 0.3, 0"})]
+GUIDERS = ("BasicGuider", "CFGGuider", "CFGGuider", "DualCFGGuider", "DualCFGGuider nested", "PerpNegGuider",
+           "DualModelGuider", "DualModelGuider, other")
 ADAPTERS = (None, "lora", "dora", "loha", "lokr", "oft", "diff")             # None: a file with each of them
 REFERENCES = ((10, 8), (5, 7), (16, 18), (2, 2), (24, 6))                    # sizes of reference latents
-PROMPTS = ("plain", "plain", "mask", "mask bounds", "area", "area and strength", "combine", "combine both", "average", "concat", "range",
-           "range, late", "zero out", "longer", "shorter", "same", "guidance", "no guidance")
+PROMPTS = ("plain", "plain", "mask", "mask bounds", "area", "area and strength", "combine", "combine both", "average",
+           "concat", "range", "range, late", "zero out", "longer", "shorter", "same", "guidance", "no guidance")
 SIMPLE = {"prompt": ("plain", "average", "longer", "zero out"), "guider": ("BasicGuider", "CFGGuider"),
           "changes": ((), (("ModelSamplingSD3", {"shift": 5.0}),), (("DifferentialDiffusion", {"strength": 0.8}),)),
-          "schedule": (None,), "sigmas": (None,), "second": ("none", "none", "interrupted"), "dtype": ("fp32",), "loras": ((),)}
+          "schedule": (None,), "sigmas": (None,), "second": ("none", "none", "interrupted"), "dtype": ("fp32",),
+          "loras": ((),)}
 
 
 def draw(comfyui, number, layouts=None, kinds=None):
@@ -103,15 +120,19 @@ def draw(comfyui, number, layouts=None, kinds=None):
     group = pick((LAYOUTS, LAYOUTS, LAYOUTS, STALE)) if layouts is None else None
     names = layouts or [name for name in group for _ in range(1 if group[name][0] == FOUR else 2)]
     kind = pick(kinds or list(families()))
-    layout = pick([name for name in names if name in UNET_LAYOUTS] or UNET_LAYOUTS if families()[kind].by_rows else names)
+    layout = pick([name for name in names if name in UNET_LAYOUTS] or UNET_LAYOUTS if families()[kind].by_rows
+                  else names)
     drawn = {
-        "number": number, "layout": layout, "kind": kind, "dtype": pick(("fp32", "fp32", "fp32", "bf16", "fp16", "fp8_e4m3fn")),
+        "number": number, "layout": layout, "kind": kind,
+        "dtype": pick(("fp32", "fp32", "fp32", "bf16", "fp16", "fp8_e4m3fn")),
         "node": pick(("KSampler", "Parallel Sampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")),
         "sampler": pick(comfyui.samplers.KSampler.SAMPLERS), "sampler node": pick((None, None, *SAMPLERS)),
         "scheduler": pick(comfyui.samplers.KSampler.SCHEDULERS), "schedule": pick((None, None, None, *SCHEDULES)),
         "sigmas": pick((None, None, None, "split", "denoise", "flip", "extend", "first")),
-        "steps": pick((1, 2, 3, 4)), "cfg": pick((1.0, 0.5, 1.5, 4.0, 7.5)), "denoise": pick((1.0, 1.0, 0.6)), "seed": number,
-        "size": pick(OWN_SIZES.get(kind, SIZES)), "frames": pick((1, 2, 3, 5)), "batch": pick((1, 1, 2, 3)), "tokens": pick((20, 1, 77, 7)),
+        "steps": pick((1, 2, 3, 4)), "cfg": pick((1.0, 0.5, 1.5, 4.0, 7.5)), "denoise": pick((1.0, 1.0, 0.6)),
+        "seed": number,
+        "size": pick(OWN_SIZES.get(kind, SIZES)), "frames": pick((1, 2, 3, 5)), "batch": pick((1, 1, 2, 3)),
+        "tokens": pick((20, 1, 77, 7)),
         "latent": pick(("empty", "empty", "picture", "noise mask", "masks of a batch", "batch index")),
         "range": (pick((0, 1)), pick((2, 3, 10000))), "noise": pick(("enable", "enable", "disable")),
         "leftover": pick(("enable", "disable")), "prompt": pick(PROMPTS), "guider": pick(GUIDERS),
@@ -161,7 +182,8 @@ class Runner:
     def other(self, kind):
         """ComfyUI's own model once more: clones of one model share its sampling, which nodes change."""
         if ("other", kind) not in self.models:
-            self.models["other", kind] = self.comfyui.nodes.UNETLoader().load_unet(self.comfyui.file(kind), "default")[0]
+            self.models["other", kind] = self.comfyui.nodes.UNETLoader().load_unet(self.comfyui.file(kind), "default")[
+                0]
         return self.models["other", kind]
 
     def ours(self, drawn):
@@ -187,7 +209,8 @@ class Runner:
     def prompts(self, drawn):
         """The positive and the negative prompt of a workflow."""
         def make(seed, tokens=drawn["tokens"]):
-            return [[text * self.text_scale, options] for text, options in self.comfyui.conditioning(drawn["kind"], seed, tokens=tokens)]
+            return [[text * self.text_scale, options]
+                    for text, options in self.comfyui.conditioning(drawn["kind"], seed, tokens=tokens)]
 
         positive, negative, other, node = make(1), make(2), make(4, 33), self.node
         mask = torch.zeros(1, 64, 64)
@@ -197,7 +220,8 @@ class Runner:
             positive = (node("ConditioningSetMask", conditioning=positive, mask=mask, set_cond_area=where, strength=0.8)
                         + node("ConditioningSetMask", conditioning=other, mask=1 - mask, set_cond_area="default"))
         elif drawn["prompt"] == "area":
-            positive = node("ConditioningSetAreaPercentage", conditioning=positive, width=0.5, height=1.0, x=0.25, y=0.0) + other
+            positive = node("ConditioningSetAreaPercentage", conditioning=positive, width=0.5, height=1.0, x=0.25,
+                            y=0.0) + other
         elif drawn["prompt"] == "area and strength":
             positive = node("ConditioningSetAreaStrength", strength=0.6, conditioning=node(
                 "ConditioningSetArea", conditioning=positive, width=64, height=64, x=16, y=0, strength=1.0)) + other
@@ -206,7 +230,8 @@ class Runner:
         elif drawn["prompt"] == "combine both":
             positive, negative = positive + other, negative + make(6, 9)
         elif drawn["prompt"] == "average":
-            positive = node("ConditioningAverage", conditioning_to=positive, conditioning_from=make(4, 12), conditioning_to_strength=0.4)
+            positive = node("ConditioningAverage", conditioning_to=positive, conditioning_from=make(4, 12),
+                            conditioning_to_strength=0.4)
         elif drawn["prompt"] == "concat":
             positive = node("ConditioningConcat", conditioning_to=positive, conditioning_from=other)
         elif drawn["prompt"] == "range":
@@ -235,7 +260,8 @@ class Runner:
             samples = samples[:, :, :1].repeat(1, 1, drawn["frames"], 1, 1)
         made = {"samples": samples if drawn["latent"] == "empty" else torch.randn(samples.shape, generator=generator)}
         if drawn["latent"] in ("noise mask", "masks of a batch"):
-            made["noise_mask"] = torch.rand(batch if drawn["latent"] == "masks of a batch" else 1, 1, *size, generator=generator)
+            made["noise_mask"] = torch.rand(batch if drawn["latent"] == "masks of a batch" else 1, 1, *size,
+                                            generator=generator)
         elif drawn["latent"] == "batch index":
             made["batch_index"] = [3 * index + 1 for index in range(batch)]
         return made
@@ -243,7 +269,8 @@ class Runner:
     def changed(self, model, drawn):
         """The MODEL after the nodes of the workflow that change it."""
         for index, (adapter, strength) in enumerate(drawn["loras"]):
-            model = self.loras.load(model, self.loras.file(drawn["kind"], "publisher", adapter, seed=9 + index), strength)
+            model = self.loras.load(model, self.loras.file(drawn["kind"], "publisher", adapter, seed=9 + index),
+                                    strength)
         for name, given in drawn["changes"]:
             if name == "LatentApplyOperationCFG":
                 given = {"operation": self.node("LatentOperationTonemapReinhard", multiplier=0.9)}
@@ -252,12 +279,14 @@ class Runner:
 
     def sigmas(self, model, drawn):
         if drawn["schedule"] is None:
-            sigmas = self.node("BasicScheduler", model=model, scheduler=drawn["scheduler"], steps=drawn["steps"], denoise=drawn["denoise"])
+            sigmas = self.node("BasicScheduler", model=model, scheduler=drawn["scheduler"], steps=drawn["steps"],
+                               denoise=drawn["denoise"])
         else:
             name, given = drawn["schedule"]
             sigmas = self.node(name, **{"model": model, "steps": max(drawn["steps"], 2), **given})
         if drawn["sigmas"] in ("split", "denoise"):
-            name, given = {"split": ("SplitSigmas", {"step": 2}), "denoise": ("SplitSigmasDenoise", {"denoise": 0.5})}[drawn["sigmas"]]
+            name, given = {"split": ("SplitSigmas", {"step": 2}),
+                           "denoise": ("SplitSigmasDenoise", {"denoise": 0.5})}[drawn["sigmas"]]
             sigmas = self.node(name, sigmas=sigmas, **given)
         elif drawn["sigmas"] == "flip":
             sigmas = self.node("FlipSigmas", sigmas=sigmas)
@@ -273,13 +302,15 @@ class Runner:
             return self.node(name, model=model, conditioning=positive)
         if name.startswith("DualCFGGuider"):
             style = "nested" if "nested" in name else "regular"
-            return self.node("DualCFGGuider", model=model, cond1=positive, cond2=third, negative=negative, cfg_conds=cfg,
-                             cfg_cond2_negative=1.5, style=style)
+            return self.node("DualCFGGuider", model=model, cond1=positive, cond2=third, negative=negative,
+                             cfg_conds=cfg, cfg_cond2_negative=1.5, style=style)
         if name == "PerpNegGuider":
-            return self.node(name, model=model, positive=positive, negative=negative, empty_conditioning=third, cfg=cfg, neg_scale=0.7)
+            return self.node(name, model=model, positive=positive, negative=negative, empty_conditioning=third, cfg=cfg,
+                             neg_scale=0.7)
         if name.startswith("DualModelGuider"):
             other = self.other(drawn["kind"]) if "other" in name else model.clone()
-            return self.node("DualModelGuider", model=model, positive=positive, cfg=cfg, model_negative=other, negative=negative)
+            return self.node("DualModelGuider", model=model, positive=positive, cfg=cfg, model_negative=other,
+                             negative=negative)
         return self.node(name, model=model, positive=positive, negative=negative, cfg=cfg)
 
     def run(self, model, drawn):
@@ -293,29 +324,32 @@ class Runner:
                 made = self.sample(model, drawn, positive, negative, {"samples": made["samples"]})
             elif drawn["second"] == "hires" and made["samples"].ndim == 4:
                 height, width = (side * 3 // 2 // 2 * 2 for side in made["samples"].shape[2:])
-                made = self.node("LatentUpscale", samples={"samples": made["samples"]}, upscale_method="bilinear", width=width * 8,
-                                 height=height * 8, crop="disabled")
+                made = self.node("LatentUpscale", samples={"samples": made["samples"]}, upscale_method="bilinear",
+                                 width=width * 8, height=height * 8, crop="disabled")
                 made = self.sample(model, {**drawn, "denoise": 0.5, "noise": "enable"}, positive, negative, made)
             return made["samples"]
 
     def sample(self, model, drawn, positive, negative, latent):
-        given = {"model": model, "positive": positive, "negative": negative, "latent_image": latent, "cfg": drawn["cfg"]}
+        given = {"model": model, "positive": positive, "negative": negative, "latent_image": latent,
+                 "cfg": drawn["cfg"]}
         named = {**given, "steps": drawn["steps"], "sampler_name": drawn["sampler"], "scheduler": drawn["scheduler"]}
         if drawn["node"] == "KSamplerAdvanced":
             start, end = drawn["range"]
-            return self.node("KSamplerAdvanced", **named, add_noise=drawn["noise"], noise_seed=drawn["seed"], start_at_step=start,
-                             end_at_step=end, return_with_leftover_noise=drawn["leftover"])
+            return self.node("KSamplerAdvanced", **named, add_noise=drawn["noise"], noise_seed=drawn["seed"],
+                             start_at_step=start, end_at_step=end, return_with_leftover_noise=drawn["leftover"])
         if drawn["node"].startswith("SamplerCustom"):
             name, options = drawn["sampler node"] or ("KSamplerSelect", {"sampler_name": drawn["sampler"]})
             sampler, sigmas = self.node(name, **{"model": model, **options}), self.sigmas(model, drawn)
             if drawn["node"] == "SamplerCustom":
-                return self.node("SamplerCustom", **given, add_noise=drawn["noise"] == "enable", noise_seed=drawn["seed"], sampler=sampler,
-                                 sigmas=sigmas)
-            noise = self.node("RandomNoise", noise_seed=drawn["seed"]) if drawn["noise"] == "enable" else self.node("DisableNoise")
-            return self.node("SamplerCustomAdvanced", noise=noise, guider=self.guider(model, drawn, positive, negative), sampler=sampler,
-                             sigmas=sigmas, latent_image=latent)
+                return self.node("SamplerCustom", **given, add_noise=drawn["noise"] == "enable",
+                                 noise_seed=drawn["seed"], sampler=sampler, sigmas=sigmas)
+            noise = (self.node("RandomNoise", noise_seed=drawn["seed"]) if drawn["noise"] == "enable"
+                     else self.node("DisableNoise"))
+            return self.node("SamplerCustomAdvanced", noise=noise, guider=self.guider(model, drawn, positive, negative),
+                             sampler=sampler, sigmas=sigmas, latent_image=latent)
         ours = drawn["node"] == "Parallel Sampler" and isinstance(model, self.comfyui.shell.ShellPatcher)
-        return self.node("XDiTParallelSampler" if ours else "KSampler", **named, seed=drawn["seed"], denoise=drawn["denoise"])
+        return self.node("XDiTParallelSampler" if ours else "KSampler", **named, seed=drawn["seed"],
+                         denoise=drawn["denoise"])
 
     def interrupted(self, model, drawn, positive, negative, latent):
         """Another run of the workflow, which is cancelled on its way. ComfyUI's own model only ends sooner or later."""
@@ -408,7 +442,8 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     from tests.nodes.conftest import ComfyUI
-    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]     # our nodes/ would shadow ComfyUI's nodes.py
+    # our nodes/ would shadow ComfyUI's nodes.py
+    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
     counts = collections.defaultdict(collections.Counter)
     with tempfile.TemporaryDirectory(prefix="xdit-workflows-") as base:
         comfyui = ComfyUI(comfyui_folder(), base)

@@ -39,7 +39,8 @@ def run_ranks(function, world_size, *args, timeout_s=300):
 def run_cases(function, world_size, cases, timeout_s=1800):
     """As run_ranks(function, world_size, *case) of each case, one after the other on one set of processes.
 
-    Returns for each case its results by rank, or what was raised: where one fails, each runs by itself, since it may leave ranks apart.
+    Returns for each case its results by rank, or what was raised: where one fails, each runs by itself, since it may
+    leave ranks apart.
     """
     try:
         return list(zip(*_run(function, world_size, cases, timeout_s)))
@@ -87,7 +88,8 @@ def _run(function, world_size, cases, timeout_s):
 
 
 def _forkserver():
-    """The server that ranks are forked from, which has imported all that they need: 8 s for the first ranks, 0.2 s for later ones.
+    """The server that ranks are forked from, which has imported all that they need: 8 s for the first ranks, 0.2 s for
+    later ones.
 
     It finds the module by a folder of its own, since the repository's must not be on sys.path (see conftest.py).
     """

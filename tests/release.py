@@ -1,7 +1,8 @@
-"""Writes the addresses that ComfyUI's registry asks for into pyproject.toml: python -m tests.release [--repository ADDRESS]
+"""Writes the addresses that ComfyUI's registry asks for into pyproject.toml: python -m tests.release [--repository
+ADDRESS]
 
-The repository, and the icon and the banner in it, are where the code is published: without --repository at git's remote "origin".
-Says what else a release needs. Run it again after the code has moved.
+The repository, and the icon and the banner in it, are where the code is published: without --repository at git's remote
+"origin". Says what else a release needs. Run it again after the code has moved.
 """
 
 import argparse
@@ -12,7 +13,8 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-GITHUB = re.compile(r"(?:https://github\.com/|git@github\.com:|ssh://git@github\.com/)([\w.-]+)/([\w.-]+?)(?:\.git)?/?$")
+GITHUB = re.compile(
+    r"(?:https://github\.com/|git@github\.com:|ssh://git@github\.com/)([\w.-]+)/([\w.-]+?)(?:\.git)?/?$")
 
 
 def main():
@@ -23,23 +25,28 @@ def main():
     options = parser.parse_args()
     path = options.folder / "pyproject.toml"
     try:
-        text = with_addresses(path.read_text(encoding="utf-8"), options.repository or origin(options.folder), options.branch)
+        text = with_addresses(path.read_text(encoding="utf-8"), options.repository or origin(options.folder),
+                              options.branch)
     except ValueError as error:
         sys.exit(str(error))
     path.write_text(text, encoding="utf-8")
-    print(f"{path} has the addresses. Before publishing: commit it, and give {date.today()} to the version's section in CHANGELOG.md.")
+    print(f"{path} has the addresses. Before publishing: commit it, and give {date.today()} to the version's section "
+          f"in CHANGELOG.md.")
 
 
 def origin(folder):
     """The address of git's remote "origin"; "" where there is none."""
-    return subprocess.run(["git", "config", "--get", "remote.origin.url"], cwd=folder, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(["git", "config", "--get", "remote.origin.url"], cwd=folder, capture_output=True,
+                          text=True).stdout.strip()
 
 
 def with_addresses(text, repository, branch):
-    """pyproject.toml's text with Repository, Icon and Banner of this repository. Raises ValueError where it is none that is known."""
+    """pyproject.toml's text with Repository, Icon and Banner of this repository.
+    Raises ValueError where it is none that is known."""
     match = GITHUB.match(repository)
     if match is None:
-        raise ValueError(f'The repository\'s address is "{repository}", and the registry takes one such as https://github.com/OWNER/NAME. '
+        raise ValueError(f'The repository\'s address is "{repository}", and the registry takes one such as '
+                         f'https://github.com/OWNER/NAME. '
                          f"Give it with --repository.")
     owner, name = match.groups()
     web = f"https://raw.githubusercontent.com/{owner}/{name}/{branch}/web"

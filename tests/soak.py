@@ -1,9 +1,11 @@
-"""Hundreds of prompts of changing sizes, models and layouts through one ComfyUI: what do it and its workers hold as time goes by?
+"""Hundreds of prompts of changing sizes, models and layouts through one ComfyUI: what do it and its workers hold as
+time goes by?
 
     XDIT_COMFYUI=FOLDER OMP_NUM_THREADS=1 python -m tests.soak [--count 500]
 
-prints, for the host and for the workers, memory (their own, not what they map of files), open files and threads: how much more the last
-quarter of the prompts has than the second one, and the slope between. Fails where a slope is more than noise.
+prints, for the host and for the workers, memory (their own, not what they map of files), open files and threads: how
+much more the last quarter of the prompts has than the second one, and the slope between. Fails where a slope is more
+than noise.
 """
 
 import argparse
@@ -49,7 +51,8 @@ def draw(number):
     """A prompt, by its number."""
     chance = random.Random(number)
     graph = workflow(seed=number + 1, steps=chance.randint(2, 4), **chance.choice(LAYOUTS))
-    graph["latent"]["inputs"] |= {"width": chance.choice(SIDES), "height": chance.choice(SIDES), "batch_size": chance.randint(1, 2)}
+    graph["latent"]["inputs"] |= {"width": chance.choice(SIDES), "height": chance.choice(SIDES),
+                                  "batch_size": chance.randint(1, 2)}
     graph["model"]["inputs"]["model_name"] = f"{chance.choice(KINDS)}.safetensors"
     graph["positive"]["inputs"]["tokens"] = chance.choice((7, 20, 77))
     return graph
@@ -76,7 +79,8 @@ def soak(count, report=lambda text: None):
 
 
 def slopes(told):
-    """{process: {field: (median of the second quarter, of the last, what a hundred prompts add)}}. Workers must be the same throughout."""
+    """{process: {field: (median of the second quarter, of the last, what a hundred prompts add)}}.
+    Workers must be the same throughout."""
     second, last = told[len(told) // 4:len(told) // 2], told[-len(told) // 4:]
     result = {}
     for name in told[0]:
@@ -98,7 +102,8 @@ def main():
     grown = []
     for name, fields in slopes(told).items():
         for field, (early, late, slope) in fields.items():
-            print(f"{name:9} {field:12} {early:8.1f} in the second quarter, {late:8.1f} in the last, {slope:+.2f} in 100 prompts")
+            print(f"{name:9} {field:12} {early:8.1f} in the second quarter, {late:8.1f} in the last, {slope:+.2f} in "
+                  f"100 prompts")
             if slope > (MOST_MB if field == "memory_mb" else MOST_COUNT):
                 grown.append(f"{name}'s {field}")
     sys.exit(f"not flat: {', '.join(grown)}" if grown else 0)

@@ -1,7 +1,7 @@
 """Measures on the demo model what is not built, and why: python -m tests.stale_ideas
 
-The oracles of PipeFusion and of displaced patches draw prompts as `bench quality` does, in this process, and each way is compared with one
-device's pictures. docs/measuring.md tells what came out.
+The oracles of PipeFusion and of displaced patches draw prompts as `bench quality` does, in this process, and each way
+is compared with one device's pictures. docs/measuring.md tells what came out.
 """
 
 import argparse
@@ -24,7 +24,8 @@ TOKEN_ROWS, SIZE = 8, 2                    # of the demo model's latent, and lat
 
 @dataclass(frozen=True)
 class Way:
-    """num_patches: of PipeFusion. num_bands: of displaced patches. order: of the forecast. refresh: further steps that run whole."""
+    """num_patches: of PipeFusion. num_bands: of displaced patches. order: of the forecast.
+    refresh: further steps that run whole."""
 
     num_patches: int = 1
     num_bands: int = 1
@@ -42,7 +43,8 @@ class Way:
         """[latent rows of each patch, [(first, last + 1)]], in order."""
         height, count = TOKEN_ROWS * SIZE, self.num_patches
         if self.interleaves:
-            found = [[(row * SIZE, (row + 1) * SIZE) for row in range(patch, TOKEN_ROWS, count)] for patch in range(count)]
+            found = [[(row * SIZE, (row + 1) * SIZE) for row in range(patch, TOKEN_ROWS, count)]
+                     for patch in range(count)]
         else:
             found = [[(patch * height // count, (patch + 1) * height // count)] for patch in range(count)]
         return found[::-1] if self.alternates and step % 2 else found
@@ -52,7 +54,8 @@ def ideas(num_patches, forecast):
     """{name: Way}"""
     plain = Way(num_patches, forecast=forecast)
     return {"as it is": plain, "order of patches alternating": replace(plain, alternates=True),
-            "rows interleaved": replace(plain, interleaves=True), "both": replace(plain, interleaves=True, alternates=True),
+            "rows interleaved": replace(plain, interleaves=True),
+            "both": replace(plain, interleaves=True, alternates=True),
             "two more steps whole at the start": replace(plain, warmup_steps=3),
             "two more steps whole, later": replace(plain, refresh=(7, 14))}
 
@@ -75,7 +78,8 @@ def main():
         error = ((decode(draw(way, options)[0]) - one) / 2).square().mean((1, 2, 3)).clamp(min=1e-10)
         return -10 * error.log10()
 
-    print(f"{options.prompts} prompts, {options.steps} steps of {options.sampler}; PSNR to one device in dB", flush=True)
+    print(f"{options.prompts} prompts, {options.steps} steps of {options.sampler}; PSNR to one device in dB",
+          flush=True)
     for count in options.patches:
         if options.what == "drift":
             print_warmup_by_drift(count, psnr, options)
@@ -87,25 +91,31 @@ def main():
 def ways(options, count):
     """{name: Way}"""
     if options.what == "displaced":
-        return {f"displaced, N={count}, W={steps}, forecast {strength:g}": Way(num_bands=count, warmup_steps=steps, forecast=strength)
+        return {f"displaced, N={count}, W={steps}, forecast {strength:g}":
+                Way(num_bands=count, warmup_steps=steps, forecast=strength)
                 for steps in options.warmup_steps for strength in options.forecast}
     if options.what == "orders":
-        return {f"M={count}, {('line', 'parabola')[order - 1]}, forecast {strength:g}": Way(count, forecast=strength, order=order)
+        return {f"M={count}, {('line', 'parabola')[order - 1]}, forecast {strength:g}":
+                Way(count, forecast=strength, order=order)
                 for order in (1, 2) for strength in options.forecast}
     return {f"M={count}, forecast {strength:g}, {name}": way for strength in options.forecast
             for name, way in ideas(count, strength).items()}
 
 
 def print_warmup_by_drift(count, psnr, options):
-    """Two warm-up steps, or four where keys and values have changed more than in half of the runs from the first step to the second."""
+    """Two warm-up steps, or four where keys and values have changed more than in half of the runs from the first step
+    to the second."""
     drift = draw(Way(warmup_steps=2, num_patches=count), replace_steps(options))[1]
     more = drift > drift.median()
-    print(f"M={count}, drift from step 1 to 2: {drift.mean():.3f}, of all prompts from {drift.min():.3f} to {drift.max():.3f}", flush=True)
+    print(f"M={count}, drift from step 1 to 2: {drift.mean():.3f}, of all prompts from {drift.min():.3f} to "
+          f"{drift.max():.3f}", flush=True)
     for strength in options.forecast:
         by_steps = {steps: psnr(Way(count, warmup_steps=steps, forecast=strength)) for steps in (2, 3, 4)}
-        print(f"M={count}, forecast {strength:g}: " + ", ".join(f"W={steps} {each.mean():.2f}" for steps, each in by_steps.items())
+        print(f"M={count}, forecast {strength:g}: "
+              + ", ".join(f"W={steps} {each.mean():.2f}" for steps, each in by_steps.items())
               + f"; four where the drift is large, else two {torch.where(more, by_steps[4], by_steps[2]).mean():.2f}"
-              + f"; four where it is small, else two {torch.where(more, by_steps[2], by_steps[4]).mean():.2f}", flush=True)
+              + f"; four where it is small, else two {torch.where(more, by_steps[2], by_steps[4]).mean():.2f}",
+              flush=True)
 
 
 def replace_steps(options):
@@ -121,7 +131,8 @@ def draw(way, options):
     loaded = load_transformer(header.spec("float32", "float32"), torch.device("cpu"))
     model, config = loaded.model, loaded.config
     example = SimpleNamespace(model=model, family=family, config=config, conditioning=conditioning_of(family, prompts))
-    example.run = lambda: model(**family.inputs(example.latent, example.timestep, example.conditioning, config), return_dict=False)[0]
+    example.run = lambda: model(**family.inputs(example.latent, example.timestep, example.conditioning, config),
+                                return_dict=False)[0]
     example.run_parts = lambda: (example.run(),)
     predict, changed = predictor(example, way)
     x, before = noise_of(range(len(prompts))), None
@@ -130,7 +141,8 @@ def draw(way, options):
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(10 ** 6 + step))
         both = torch.cat([x, x])
         positive, negative = predict(both, torch.full((len(both),), 1000 * sigma), step).chunk(2)
-        x, before = SAMPLERS[options.sampler](x, sigma, following, negative + GUIDANCE * (positive - negative), before, noise)
+        x, before = SAMPLERS[options.sampler](x, sigma, following, negative + GUIDANCE * (positive - negative), before,
+                                              noise)
     return x, changed(len(prompts))
 
 

@@ -1,4 +1,5 @@
-"""A step of a family under a layout, from a folder on disk through the engine of each rank, beside one device's. Of tests and commands."""
+"""A step of a family under a layout, from a folder on disk through the engine of each rank, beside one device's.
+Of tests and commands."""
 
 import functools
 import itertools
@@ -27,7 +28,8 @@ EXACT = 1e-10
 SIZES = {"rows": 6, "columns": 10, "batch": 2}
 # What a folder cannot say of a tiny model: it is as published ones are.
 PUBLISHED = {"Anima": {"_conditioner": FAMILIES["Anima"].tiny.config["_conditioner"] | {"num_attention_heads": 16}},
-             **{name: {"block_out_channels": (64,) * len(UNETS[name]["block_out_channels"]), "norm_num_groups": 32} for name in UNETS}}
+             **{name: {"block_out_channels": (64,) * len(UNETS[name]["block_out_channels"]), "norm_num_groups": 32}
+                for name in UNETS}}
 # what diffusers saves of LTX-2's positions only where a pipeline has said so
 SAID = {"LTX-2": {"rope_type": "split", "rope_double_precision": True, "cross_attn_timestep_scale_multiplier": 1000}}
 
@@ -37,7 +39,8 @@ def layouts_of(name, num_methods):
     family, found = FAMILIES[name], []
     config = family.tiny.config | PUBLISHED.get(name, {})
     for degrees in itertools.combinations(DEGREES, num_methods):
-        layout, settings = (kind(**dict.fromkeys(degrees, 2)) for kind in (Layout, functools.partial(ParallelConfig, mode="manual")))
+        layout, settings = (kind(**dict.fromkeys(degrees, 2))
+                            for kind in (Layout, functools.partial(ParallelConfig, mode="manual")))
         try:
             validate(settings, 2 ** num_methods)
             refuse_methods(layout, family.refused, family.name)
@@ -78,14 +81,16 @@ class Saved:
     def __init__(self, name, folder, num_text_tokens):
         self.name, self.family, self._folder, self._wanted = name, FAMILIES[name], folder, {}
         sizes = SIZES | ({"rows": 16, "columns": 12} if name in UNETS else {})
-        self.branches = [example(name, num_text_tokens=count, more=PUBLISHED.get(name, {}), **sizes) for count in num_text_tokens]
+        self.branches = [example(name, num_text_tokens=count, more=PUBLISHED.get(name, {}), **sizes)
+                         for count in num_text_tokens]
         save(self.branches[0], folder)
 
     def spec(self, layout=None):
         stages = None
         if layout and layout.pipefusion_degree > 1:
             stages = Stages(2, layout.ulysses_degree * layout.ring_degree * layout.tensor_degree)
-        checkpoint = replace(open_checkpoint(self._folder), recognised=self.family)        # a U-Net so small is of no published family
+        # a U-Net so small is of no published family
+        checkpoint = replace(open_checkpoint(self._folder), recognised=self.family)
         return checkpoint.spec("float64", "float64", stages, layout.tensor_degree if layout else 1)
 
     def wanted(self, layout):
@@ -135,7 +140,8 @@ def carry_out(rank, world_size, runs):
 
 
 def errors_of(asked, folder, world_size, num_text_tokens=(7, 9)):
-    """{(family, layout): the error of a step, or what was raised}, one after the other on one set of ranks. asked: those keys.
+    """{(family, layout): the error of a step, or what was raised}, one after the other on one set of ranks. asked:
+    those keys.
 
     num_text_tokens: of the two branches that a step has.
     """
@@ -159,11 +165,13 @@ def errors_of(asked, folder, world_size, num_text_tokens=(7, 9)):
 
 
 def _in_a_row(runs):
-    """What `carry_out` takes. Layouts of one family for which the workers hold the same are one after the other: it is loaded once."""
+    """What `carry_out` takes. Layouts of one family for which the workers hold the same are one after the other:
+    it is loaded once."""
     models = {}
     for run in runs:
         models.setdefault(run.model, []).append(run)
-    return [(run.layout, [*([run.load] if run is alike[0] else []), *run.commands, *([run.drop] if run is alike[-1] else [])])
+    return [(run.layout, [*([run.load] if run is alike[0] else []), *run.commands,
+                          *([run.drop] if run is alike[-1] else [])])
             for alike in models.values() for run in alike]
 
 

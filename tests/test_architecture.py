@@ -55,7 +55,8 @@ ARROWS = {
     "xdit_backend.protocol": set(),
     "nodes.bridge": set(),                                     # an introduction alone
 }
-COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "execution", "latent_preview"}
+COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "execution",
+           "latent_preview"}
 
 
 def name_of(path):
@@ -68,7 +69,8 @@ def room_of(module):
     return max(rooms, key=len) if rooms else None
 
 
-@pytest.mark.parametrize("path", sources("nodes") + sources("xdit_backend"), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", sources("nodes") + sources("xdit_backend"),
+                         ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_follow_the_arrows(path):
     own = name_of(path)
     room = room_of(own)
@@ -88,7 +90,8 @@ def test_no_files_import_each_other_in_a_circle():
     """At their top: what a function imports is not there when the file is read."""
     modules = {name_of(path): path for path in sources("nodes") + sources("xdit_backend")}
     del modules["nodes"]                                       # who imports that means ComfyUI's
-    graph = {name: {found if found in modules else found.rpartition(".")[0] for found in imports(path, inside=False)} & set(modules)
+    graph = {name: {found if found in modules else found.rpartition(".")[0] for found in imports(path, inside=False)}
+             & set(modules)
              for name, path in modules.items()}
 
     assert list(graphlib.TopologicalSorter(graph).static_order())              # raises CycleError

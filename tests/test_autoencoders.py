@@ -15,7 +15,8 @@ LOADED = {key: family for key, family in FAMILIES.items() if family.models}
 
 
 def test_the_readme_lists_the_families():
-    rows = re.findall(r"^\| (.*) \| (rows or columns.*) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| (.*) \| (rows or columns.*) \|$", (ROOT / "README.md").read_text(encoding="utf-8"),
+                      re.MULTILINE)
     split = {re.sub(r" \(.*\)", "", models): by for models, by in rows}
 
     assert list(split) == [", ".join(family.models) for family in LOADED.values()]
@@ -27,7 +28,8 @@ def test_the_readme_lists_the_families():
 def test_help_pages_name_every_model(page):
     text = (ROOT / "web" / "docs" / page).read_text(encoding="utf-8")
 
-    assert [name for family in LOADED.values() for name in family.models if not re.search(rf"\b{re.escape(name)}\b", text)] == []
+    assert [name for family in LOADED.values() for name in family.models
+            if not re.search(rf"\b{re.escape(name)}\b", text)] == []
 
 
 @pytest.mark.parametrize("key", FAMILIES)
@@ -37,7 +39,8 @@ def test_a_family_is_told_from_the_others(key):
 
     assert hasattr(diffusers, family.autoencoder)
     assert [other.autoencoder for other in FAMILIES.values()].count(family.autoencoder) == 1
-    assert not [mark for mark in family.marks for other in LOADED.values() if other is not family for its in other.marks if its in mark]
+    assert not [mark for mark in family.marks for other in LOADED.values() if other is not family for its in other.marks
+                if its in mark]
 
 
 def test_one_family_takes_what_has_no_mark():

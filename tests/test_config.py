@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from tests.conftest import ROOT
-from xdit_backend.config import ParallelConfig, devices_a_machine, fitting, resolve_devices, validate, validate_layout, validate_stages
+from xdit_backend.config import (
+    ParallelConfig,
+    devices_a_machine,
+    fitting,
+    resolve_devices,
+    validate,
+    validate_layout,
+    validate_stages,
+)
 from xdit_backend.protocol.displaced_modes import chosen_for
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.specs import Layout
@@ -18,7 +26,8 @@ def manual(**degrees):
 
 
 def test_there_is_no_split_scheme_to_ask_for():
-    """xDiT's option, which it takes and does not read. docs/algorithms.md says why there is none; who asks for one is told."""
+    """xDiT's option, which it takes and does not read. docs/algorithms.md says why there is none;
+    who asks for one is told."""
     docs = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
     for takes_degrees in (ParallelConfig, Layout):
@@ -28,9 +37,11 @@ def test_there_is_no_split_scheme_to_ask_for():
 
 
 @pytest.mark.parametrize("config, num_devices", [
-    (ParallelConfig(), 1), (ParallelConfig(), 7), (manual(), 1), (manual(cfg=2), 2), (manual(cfg=2, ring=2, ulysses=2), 8),
+    (ParallelConfig(), 1), (ParallelConfig(), 7), (manual(), 1), (manual(cfg=2), 2),
+    (manual(cfg=2, ring=2, ulysses=2), 8),
     (manual(data=3), 3), (manual(pipefusion=2, ulysses=2), 4), (manual(tensor=2, cfg=2), 4),
-    (replace(manual(pipefusion=2), stage_blocks=" 20, 37 "), 2), (ParallelConfig(num_patches=8, warmup_steps=0), 2)], ids=str)
+    (replace(manual(pipefusion=2), stage_blocks=" 20, 37 "), 2), (ParallelConfig(num_patches=8, warmup_steps=0), 2)],
+                         ids=str)
 def test_accepts_what_works(config, num_devices):
     validate(config, num_devices)
 
@@ -48,8 +59,10 @@ def test_accepts_what_works(config, num_devices):
     (manual(displaced=2, pipefusion=2), 4, ["displaced_degree=2 and pipefusion_degree=2", "one of them to 1"]),
     (ParallelConfig(displaced_mode="stale"), 1, ['displaced_mode="stale"', "corrected_async_gn"]),
     (ParallelConfig(approximate="a bit"), 1, ['approximate="a bit"', "not allowed"]),
-    (replace(manual(pipefusion=2), approximate="not allowed"), 2, ['approximate="not allowed"', "pipefusion_degree=2", "tensor_degree"]),
-    (replace(manual(displaced=2), approximate="not allowed"), 2, ['approximate="not allowed"', "displaced_degree=2", "full_sync"]),
+    (replace(manual(pipefusion=2), approximate="not allowed"), 2,
+     ['approximate="not allowed"', "pipefusion_degree=2", "tensor_degree"]),
+    (replace(manual(displaced=2), approximate="not allowed"), 2,
+     ['approximate="not allowed"', "displaced_degree=2", "full_sync"]),
     (ParallelConfig(forecast_keys_values=7), 1, ["forecast_keys_values=7", "from 0 to 1"]),
     (ParallelConfig(forecast_keys_values=float("nan")), 1, ["forecast_keys_values=nan", "from 0 to 1"]),
     (ParallelConfig(num_patches=-1), 1, ["num_patches=-1"])], ids=str)
@@ -61,9 +74,12 @@ def test_refuses_what_cannot_work(config, num_devices, words):
 
 
 @pytest.mark.parametrize("given, words", [
-    ({"ring_degree": "2"}, "ring_degree=2 is no whole number"), ({"num_patches": 2.5}, "num_patches=2.5 is no whole number"),
-    ({"forecast_keys_values": None}, "forecast_keys_values=None is no number"), ({"stage_blocks": [1, 2]}, "stage_blocks=.* is no text"),
-    ({"devices": ["cpu"] * 99}, "devices=.{60} is no text"), ({"offload_keys_values": "on"}, "offload_keys_values=on is no yes or no"),
+    ({"ring_degree": "2"}, "ring_degree=2 is no whole number"),
+    ({"num_patches": 2.5}, "num_patches=2.5 is no whole number"),
+    ({"forecast_keys_values": None}, "forecast_keys_values=None is no number"),
+    ({"stage_blocks": [1, 2]}, "stage_blocks=.* is no text"),
+    ({"devices": ["cpu"] * 99}, "devices=.{60} is no text"),
+    ({"offload_keys_values": "on"}, "offload_keys_values=on is no yes or no"),
 ], ids=str)
 def test_refuses_values_of_another_type(given, words):
     """As a prompt of ComfyUI's API may have them."""
@@ -71,16 +87,20 @@ def test_refuses_values_of_another_type(given, words):
         ParallelConfig(**given)
 
 
-@pytest.mark.parametrize("config", [replace(manual(pipefusion=2), num_patches=1), replace(manual(displaced=2), displaced_mode="full_sync"),
-                                    manual(tensor=2), replace(manual(pipefusion=2), mode="auto")], ids=str)
+@pytest.mark.parametrize("config",
+                         [replace(manual(pipefusion=2), num_patches=1),
+                          replace(manual(displaced=2), displaced_mode="full_sync"),
+                          manual(tensor=2), replace(manual(pipefusion=2), mode="auto")], ids=str)
 def test_what_is_exact_goes_where_nothing_else_is_allowed(config):
     validate(replace(config, approximate="not allowed"), 2)
 
 
 @pytest.mark.parametrize("devices, num_cuda, expected", [
     ("auto", 0, ("cpu",)), ("auto", 2, ("cuda:0", "cuda:1")), ("AUTO", 1, ("cuda:0",)), ("cuda", 1, ("cuda:0",)),
-    ("other-pc/cuda:1, cuda, third/cuda, other-pc/cuda:0", 1, ("cuda:0", "other-pc/cuda:1", "other-pc/cuda:0", "third/cuda:0")),
-    ("cuda:1, cuda:0", 2, ("cuda:1", "cuda:0")), ("cuda:0,cuda:0", 1, ("cuda:0", "cuda:0")), ("cpu,cpu", 2, ("cpu", "cpu"))])
+    ("other-pc/cuda:1, cuda, third/cuda, other-pc/cuda:0", 1,
+     ("cuda:0", "other-pc/cuda:1", "other-pc/cuda:0", "third/cuda:0")),
+    ("cuda:1, cuda:0", 2, ("cuda:1", "cuda:0")), ("cuda:0,cuda:0", 1, ("cuda:0", "cuda:0")),
+    ("cpu,cpu", 2, ("cpu", "cpu"))])
 def test_devices_resolve(devices, num_cuda, expected):
     assert resolve_devices(devices, num_cuda) == expected
 
@@ -88,8 +108,10 @@ def test_devices_resolve(devices, num_cuda, expected):
 @pytest.mark.parametrize("devices, num_cuda, words", [
     ("", 1, "devices is empty"), ("gpu", 1, '"gpu" is not a device'), ("cuda:2", 2, "has cuda:0, cuda:1"),
     ("cuda:0,cuda:2", 2, 'Set devices to "cuda:0,cuda:1" and the degrees to a product of 2'),
-    ("other-pc/gpu", 1, '"other-pc/gpu" is not a device'), ("a/b/cuda:0", 1, '"a/b/cuda:0" is not'), ("/cuda:0", 1, '"/cuda:0" is not'),
-    ("other-pc/cuda:0", 1, "no device of this machine, which has cuda:0"), ("cuda:0,other-pc/cpu", 1, "mixes CPU and CUDA"),
+    ("other-pc/gpu", 1, '"other-pc/gpu" is not a device'), ("a/b/cuda:0", 1, '"a/b/cuda:0" is not'),
+    ("/cuda:0", 1, '"/cuda:0" is not'),
+    ("other-pc/cuda:0", 1, "no device of this machine, which has cuda:0"),
+    ("cuda:0,other-pc/cpu", 1, "mixes CPU and CUDA"),
     ("cuda:0", 0, "has no CUDA device"), ("cpu,cuda:0", 1, "mixes CPU and CUDA")])
 def test_impossible_devices_are_refused(devices, num_cuda, words):
     with pytest.raises(ConfigError, match=words):
@@ -97,7 +119,8 @@ def test_impossible_devices_are_refused(devices, num_cuda, words):
 
 
 @pytest.mark.parametrize("devices, num_cuda, expected", [
-    ("cuda:0,cuda:1,cuda:2", 2, ("cuda:0", "cuda:1")), ("cuda:3,cuda:1", 2, ("cuda:1",)), ("cuda:2,cuda:3", 2, ("cuda:0", "cuda:1")),
+    ("cuda:0,cuda:1,cuda:2", 2, ("cuda:0", "cuda:1")), ("cuda:3,cuda:1", 2, ("cuda:1",)),
+    ("cuda:2,cuda:3", 2, ("cuda:0", "cuda:1")),
     ("cuda:0,cuda:1", 0, ("cpu",)), ("cpu,cpu", 2, ("cpu", "cpu"))])
 def test_auto_takes_those_of_another_machines_devices_that_are_there(devices, num_cuda, expected):
     assert resolve_devices(devices, num_cuda, "auto") == expected
@@ -109,9 +132,12 @@ def test_accepts_ulysses_degree_that_divides_heads(degree):
 
 
 @pytest.mark.parametrize("layout, num_heads, num_key_heads, words", [
-    (Layout(tensor_degree=5), 24, None, "tensor_degree=5 does not divide FLUX's 24 attention heads. Use 1, 2, 3, 4, 6, 8, 12 or 24."),
-    (Layout(tensor_degree=3), 24, 8, "tensor_degree=3 does not divide FLUX's 24 attention heads and 8 key heads. Use 1, 2, 4 or 8."),
-    (Layout(tensor_degree=4, ulysses_degree=4), 24, None, "the 6 of FLUX's 24 attention heads that a rank has with tensor_degree=4. "
+    (Layout(tensor_degree=5), 24, None, "tensor_degree=5 does not divide FLUX's 24 attention heads. Use 1, 2, 3, 4, "
+                                        "6, 8, 12 or 24."),
+    (Layout(tensor_degree=3), 24, 8, "tensor_degree=3 does not divide FLUX's 24 attention heads and 8 key heads. Use "
+                                     "1, 2, 4 or 8."),
+    (Layout(tensor_degree=4, ulysses_degree=4), 24, None, "the 6 of FLUX's 24 attention heads that a rank has with "
+                                                          "tensor_degree=4. "
      "Use ulysses_degree 1, 2, 3 or 6, or ring_degree"),
     (Layout(tensor_degree=2), 7, None, "7 attention heads. Use 1 or 7."),
     (Layout(tensor_degree=2), None, None, "tensor_degree=2 shares out .* and FLUX is a U-Net")])
@@ -128,8 +154,8 @@ def test_rejects_ulysses_degree_that_does_not_divide_heads():
     with pytest.raises(ConfigError) as error:
         validate_layout(Layout(ulysses_degree=5), 24, "FLUX")
 
-    assert str(error.value) == ("ulysses_degree=5 does not divide FLUX's 24 attention heads. Use 1, 2, 3, 4, 6, 8, 12 or 24, "
-                                "or ring_degree instead.")
+    assert str(error.value) == ("ulysses_degree=5 does not divide FLUX's 24 attention heads. Use 1, 2, 3, 4, 6, 8, 12 "
+                                "or 24, or ring_degree instead.")
 
 
 @pytest.mark.slow
@@ -151,9 +177,11 @@ def test_stages_must_fit_the_models_blocks():
 
 
 @pytest.mark.parametrize("given, num_cuda, expected", [
-    ({"devices": "cuda:0,cuda:1,cuda:2,cuda:3", "cfg_degree": 2, "ulysses_degree": 2}, 2, {"devices": "cuda:0,cuda:1", "cfg_degree": 2}),
-    ({"devices": "cuda:0,cuda:1,cuda:2,cuda:3", "pipefusion_degree": 4, "stage_blocks": "1,2,3,4"}, 2, {"devices": "cuda:0,cuda:1",
-                                                                                                     "pipefusion_degree": 2}),
+    ({"devices": "cuda:0,cuda:1,cuda:2,cuda:3", "cfg_degree": 2, "ulysses_degree": 2}, 2,
+     {"devices": "cuda:0,cuda:1", "cfg_degree": 2}),
+    ({"devices": "cuda:0,cuda:1,cuda:2,cuda:3", "pipefusion_degree": 4, "stage_blocks": "1,2,3,4"}, 2,
+     {"devices": "cuda:0,cuda:1",
+   "pipefusion_degree": 2}),
     ({"devices": "cpu,cpu", "ring_degree": 3}, 0, {"devices": "cpu,cpu", "ring_degree": 2}),
     ({"devices": "cpu, cpu, cpu", "cfg_degree": 2}, 0, {"devices": "cpu, cpu, cpu", "cfg_degree": 1}),
     ({"devices": "gpu0", "ulysses_degree": 8}, 8, {"ulysses_degree": 8}),
@@ -171,7 +199,8 @@ def test_what_fits_is_near_and_can_work(given, num_cuda, expected):
 
 
 @pytest.mark.parametrize("devices, size", [
-    ("cpu,cpu", 0), ("cpu,a/cpu", 1), ("cpu,cpu,a/cpu,a/cpu", 2), ("cpu,cpu,a/cpu", 1), ("cpu,cpu,cpu,cpu,a/cpu,a/cpu,b/cpu,b/cpu", 2)])
+    ("cpu,cpu", 0), ("cpu,a/cpu", 1), ("cpu,cpu,a/cpu,a/cpu", 2), ("cpu,cpu,a/cpu", 1),
+    ("cpu,cpu,cpu,cpu,a/cpu,a/cpu,b/cpu,b/cpu", 2)])
 def test_devices_a_machine(devices, size):
     assert devices_a_machine(resolve_devices(devices, 0)) == size
 

@@ -1,4 +1,5 @@
-"""Run on all GPUs, and back, on every workflow that ComfyUI's own package of templates installs; in Node, without a page."""
+"""Run on all GPUs, and back, on every workflow that ComfyUI's own package of templates installs;
+in Node, without a page."""
 
 import importlib.util
 import json
@@ -35,7 +36,8 @@ def converted(node, modules):
     if comfyui_folder() is None or found is None:
         pytest.skip("no ComfyUI with its templates: run `python3 start.py test`")
     folder = Path(found.origin).parent / "templates"
-    done = subprocess.run([node, Path(__file__).parent / "browser" / "convert_templates.mjs", modules / "convert.mjs", folder],
+    done = subprocess.run([node, Path(__file__).parent / "browser" / "convert_templates.mjs", modules / "convert.mjs",
+                           folder],
                           stdout=subprocess.PIPE, check=True)
     return {entry["name"]: entry for entry in json.loads(done.stdout)}
 
@@ -62,7 +64,8 @@ def test_twice_is_once(converted):
     ("default.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTParallelSampler", "XDiTVAEDecode"], []),
     ("sdxlturbo_example.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTVAEDecode"], []),
     ("01_get_started_text_to_image.json", ["XDiTLoadModel", "XDiTParallelSampler", "XDiTVAEDecode"], []),
-    ("sd3.5_large_canny_controlnet_example.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTParallelSampler", "XDiTVAEDecode"], []),
+    ("sd3.5_large_canny_controlnet_example.json",
+     ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTParallelSampler", "XDiTVAEDecode"], []),
     ("image_qwen_image_controlnet_patch.json", [], [("UNETLoader", "patch"), ("KSampler", "model_stays")]),
 ])
 def test_what_becomes_of_a_template(converted, name, types, stay):
@@ -75,7 +78,8 @@ def test_what_becomes_of_a_template(converted, name, types, stay):
 
 def test_what_is_refused_is_what_the_nodes_page_says(node, modules):
     """convert.js leaves a loader alone whose MODEL goes to one of these."""
-    script = f"import {{ REFUSED }} from {json.dumps(str(modules / 'convert.mjs'))}; console.log(JSON.stringify(REFUSED))"
+    script = (f"import {{ REFUSED }} from {json.dumps(str(modules / 'convert.mjs'))}; "
+              f"console.log(JSON.stringify(REFUSED))")
     done = subprocess.run([node, "--input-type=module", "-e", script], stdout=subprocess.PIPE, check=True)
     page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
     refused = set(re.findall(r"^\| ([^|]+) \| [^|]+ \| refused[^:|]*: ", page, re.M))

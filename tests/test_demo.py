@@ -23,7 +23,8 @@ def small(tmp_path, monkeypatch):
 
 
 class Host:
-    """A ComfyUI that answers at once: each prompt's output is a file, and each latent differs from the one before by `step`."""
+    """A ComfyUI that answers at once: each prompt's output is a file,
+    and each latent differs from the one before by `step`."""
 
     url, log, step, num_saved = "http://here", "log", 0.0, 0
 

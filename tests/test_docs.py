@@ -1,4 +1,5 @@
-"""What README, docs/ and the help pages say can be followed: commands run, links lead somewhere, cited sections exist."""
+"""What README, docs/ and the help pages say can be followed:
+commands run, links lead somewhere, cited sections exist."""
 
 import importlib
 import importlib.util
@@ -13,7 +14,8 @@ from tests.architecture import PICTURE, ROOT, draw, sources
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.timeouts import TIMEOUTS
 
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "web" / "docs").glob("*.md")),
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")),
+         *sorted((ROOT / "web" / "docs").glob("*.md")),
          *sorted((ROOT / "xdit_backend").rglob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = sorted({line.partition("  #")[0].strip() for page in PAGES
@@ -47,7 +49,8 @@ def test_there_are_commands():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_understood(command, monkeypatch, capsys):
     """Commands of ours are parsed by the parser that they would meet; modules and files that others name are there."""
-    words = [word for word in shlex.split(command.replace("<this repository>", "REPOSITORY")) if "=" not in word or word.startswith("-")]
+    words = [word for word in shlex.split(command.replace("<this repository>", "REPOSITORY")) if "=" not in word
+             or word.startswith("-")]
     arguments = words[1:]
     if words[:2] == ["python3", "start.py"]:
         start = module_of("start", ROOT / "start.py")
@@ -63,10 +66,12 @@ def test_commands_are_understood(command, monkeypatch, capsys):
         assert end.value.code == 0
         assert all(word in shown for word in arguments if word.startswith("--"))
     elif arguments[:1] == ["-m"] and arguments[1] != "pip":
-        assert (ROOT / arguments[1].replace(".", "/")).with_suffix(".py").exists() or (ROOT / arguments[1].replace(".", "/")).is_dir()
+        assert ((ROOT / arguments[1].replace(".", "/")).with_suffix(".py").exists()
+                or (ROOT / arguments[1].replace(".", "/")).is_dir())
     else:
         assert words[0] in ("cd", "git", "python"), command
-        assert all((ROOT.parent / word.replace("xdit-comfyui", ROOT.name)).exists() for word in words if word.endswith(".txt"))
+        assert all((ROOT.parent / word.replace("xdit-comfyui", ROOT.name)).exists() for word in words
+                   if word.endswith(".txt"))
 
 
 def module_of(name, path):
@@ -105,13 +110,16 @@ def test_readme_names_each_family(family):
 def test_versions_agree():
     """Of requirements.txt, pyproject.toml, the README and what start.py installs."""
     start = module_of("start", ROOT / "start.py")
-    required = [line for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    dependencies = re.search(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)[1]
+    required = [line for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+                if not line.startswith("#")]
+    dependencies = re.search(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"),
+                             re.M)[1]
     oldest = dict(package.split("==") for package in start.OLDEST)
 
     assert dependencies == ", ".join(f'"{line}"' for line in required)
     assert f"diffusers>={oldest['diffusers'].rpartition('.')[0]}" in required
-    for name, version in (("PyTorch", oldest["torch"]), ("diffusers", oldest["diffusers"]), ("PyTorch", start.TORCH[0].split("==")[1])):
+    for name, version in (("PyTorch", oldest["torch"]), ("diffusers", oldest["diffusers"]),
+                          ("PyTorch", start.TORCH[0].split("==")[1])):
         assert f"{name} {version.rpartition('.')[0]}" in README
     assert start.COMFYUI_TAG.removeprefix("v") in README
 

@@ -12,7 +12,8 @@ GB = 2 ** 30
 
 def cgroup(folder, version, limit, used, cache):
     names = {2: ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-             1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file")}[version]
+             1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
+                 "total_inactive_file")}[version]
     (folder / "memory").mkdir()
     for name, text in zip(names, (str(limit), str(used), f"anon 5\n{names[3]} {cache}\nslab 7\n")):
         (folder / name).write_text(text)

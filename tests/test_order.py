@@ -35,14 +35,15 @@ def test_a_drawn_order_keeps_files_together_and_a_part_of_it_is_in_the_same_orde
 
     assert sorted(drawn) == WRITTEN and drawn not in (WRITTEN, arranged("drawn", seed + 1))
     assert sum(one != other for one, other in zip(files, files[1:])) == 5 and files != sorted(files)
-    assert [item for item in drawn if item in part] == arranged("drawn", seed, part) == arranged("drawn", seed, part[::-1])
+    assert [item for item in drawn
+            if item in part] == arranged("drawn", seed, part) == arranged("drawn", seed, part[::-1])
 
 
 @pytest.mark.slow
 def test_all_processes_draw_the_same_order():
     """pytest-xdist refuses to run where they found tests in orders that differ."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--order", "drawn",
-               "tests/test_order.py", "tests/test_tolerances.py", "-k", "not processes"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--order",
+               "drawn", "tests/test_order.py", "tests/test_tolerances.py", "-k", "not processes"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
     assert result.returncode == 0 and "again with --order drawn --order-seed" in result.stdout, result.stdout

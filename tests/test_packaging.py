@@ -1,4 +1,5 @@
-"""What ComfyUI's registry is given: metadata as its own reader takes it, and an archive with what runs and nothing else."""
+"""What ComfyUI's registry is given: metadata as its own reader takes it,
+and an archive with what runs and nothing else."""
 
 import importlib.util
 import re
@@ -17,7 +18,8 @@ MAX_BYTES = 100 * 10 ** 6                   # the demo model's weights are most 
 def git(*arguments):
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout: there are no tracked files to pack")
-    return subprocess.run(["git", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    return subprocess.run(["git", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                          check=True).stdout.splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,10 @@ def test_the_archive_has_what_runs_and_nothing_else(archive):
     runs = {name for name in tracked if name.split("/")[0] in PACK_FILES}
 
     assert runs <= archive
-    assert archive - runs == {"README.md", "README.zh.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "requirements.txt", *(
-        name for name in tracked if re.fullmatch(r"docs/(?!adding_a_|adding_an_)[^/]+", name))}
+    assert archive - runs == {"README.md", "README.zh.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "requirements.txt",
+                              *(
+                                  name for name in tracked
+                                  if re.fullmatch(r"docs/(?!adding_a_|adding_an_)[^/]+", name))}
     assert sum((ROOT / name).stat().st_size for name in archive) < MAX_BYTES
 
 
@@ -41,7 +45,8 @@ def test_files_that_the_pack_names_are_in_the_archive(archive):
     targets = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
 
     assert "docs/troubleshooting.md" in archive
-    developers = {"CONTRIBUTING.md", "docs/adding_a_family.md", "docs/adding_an_autoencoder.md", "docs/adding_a_method.md"}
+    developers = {"CONTRIBUTING.md", "docs/adding_a_family.md", "docs/adding_an_autoencoder.md",
+                  "docs/adding_a_method.md"}
     assert {target for target in targets if target not in archive} <= developers
 
 
@@ -49,13 +54,16 @@ def test_metadata_is_what_the_registry_reads():
     comfyui = comfyui_folder()
     if comfyui is None:
         pytest.skip("no ComfyUI: run `python3 start.py test`")
-    read = f"import sys; sys.path.insert(0, {str(comfyui)!r}); from comfy_config.config_parser import extract_node_configuration; " \
-           f"one = extract_node_configuration({str(ROOT)!r}); print(one.project.name, one.project.version, one.tool_comfy.publisher_id, " \
+    read = (f"import sys; sys.path.insert(0, {str(comfyui)!r}); from comfy_config.config_parser import "
+            f"extract_node_configuration; " \
+           f"one = extract_node_configuration({str(ROOT)!r}); print(one.project.name, one.project.version, "
+           f"one.tool_comfy.publisher_id, " \
            f"one.tool_comfy.display_name, one.project.supported_os, one.project.supported_accelerators, " \
-           f"one.project.supported_comfyui_version, one.project.license, sep='|')"
+           f"one.project.supported_comfyui_version, one.project.license, sep='|')")
     if importlib.util.find_spec("pydantic_settings") is None:
         pytest.skip("ComfyUI's requirements are not installed")
-    shown = subprocess.run([sys.executable, "-c", read], stdout=subprocess.PIPE, text=True, check=True).stdout.strip().split("|")
+    shown = subprocess.run([sys.executable, "-c", read], stdout=subprocess.PIPE, text=True,
+                           check=True).stdout.strip().split("|")
 
     name, version, publisher, display, system, accelerator, comfyui_version, license = shown
     assert re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) and re.fullmatch(r"\d+\.\d+\.\d+", version)
@@ -91,11 +99,13 @@ def test_a_release_has_the_registrys_addresses_of_where_it_is_published(archive,
 
 def test_a_release_without_an_address_says_what_to_give(tmp_path):
     shutil.copy2(ROOT / "pyproject.toml", tmp_path)
-    ended = subprocess.run([sys.executable, "-m", "tests.release", "--folder", str(tmp_path), "--repository", "somewhere"], cwd=ROOT,
+    ended = subprocess.run([sys.executable, "-m", "tests.release", "--folder", str(tmp_path), "--repository",
+                            "somewhere"], cwd=ROOT,
                            capture_output=True, text=True)
 
     assert ended.returncode == 1 and "--repository" in ended.stderr and "somewhere" in ended.stderr
-    assert (tmp_path / "pyproject.toml").read_text(encoding="utf-8") == (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert (tmp_path / "pyproject.toml").read_text(encoding="utf-8") == (ROOT / "pyproject.toml").read_text(
+        encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -112,7 +122,8 @@ def test_what_the_archive_holds_runs_in_an_empty_comfyui(archive, tmp_path):
         nodes, templates = host.get("/object_info"), host.get("/api/workflow_templates")
         pages = [host.get(f"/extensions/{PACK}/docs/{name}.md") for name in nodes if name.startswith("XDiT")]
 
-    assert {"XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode", "XDiTLoadClipVae"} <= set(nodes)
+    assert {"XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode",
+            "XDiTLoadClipVae"} <= set(nodes)
     assert all(page.startswith(b"# ") for page in pages) and "demo" in templates[PACK]
 
 

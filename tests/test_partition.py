@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 
 from xdit_backend.forecast.planner import choose_num_patches
-from xdit_backend.partition import check_shards, cut_patches, holders, last_stage_ranks, shard_sizes, shard_start, split_stages, stage_of
+from xdit_backend.partition import (
+    check_shards,
+    cut_patches,
+    holders,
+    last_stage_ranks,
+    shard_sizes,
+    shard_start,
+    split_stages,
+    stage_of,
+)
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.specs import Layout, ModelSpec, Patch, Stages
 
@@ -23,7 +32,8 @@ def test_shards_cover_all_tokens_once(num_tokens, num_shards):
 @pytest.mark.parametrize("num_tokens", [1, 3, 17, 1024])
 @pytest.mark.parametrize("speeds", [(100, 100), (100, 26), (26, 100, 50), (1, 100, 1, 1), (7, 7, 7, 3)], ids=str)
 def test_shards_by_speed_take_as_long_as_each_other(num_tokens, speeds):
-    """No way to share them out is done sooner: with one token more on any other, the slowest now would not be the slowest."""
+    """No way to share them out is done sooner: with one token more on any other,
+    the slowest now would not be the slowest."""
     sizes, some = (shard_sizes(num_tokens, len(speeds), speeds, least) for least in (0, 1))
 
     assert sum(sizes) == sum(some) == num_tokens and min(sizes) >= 0 and (min(some) > 0 or num_tokens < len(speeds))
@@ -63,15 +73,17 @@ def test_stages_are_balanced_by_cost():
 
 
 def test_stages_respect_what_a_device_can_hold():
-    """A split that is slower but fits; where none fits, the fastest, since the device says so itself when it is loaded."""
+    """A split that is slower but fits; where none fits, the fastest,
+    since the device says so itself when it is loaded."""
     sizes = [340] * 19 + [142] * 38
 
     assert split_stages([170] * 19 + [142] * 38, 2, sizes=sizes, limits=[6200, 6200]) == [18, 39]
     assert split_stages([1] * 4, 2, sizes=[10] * 4, limits=[5, 5]) == [2, 2]
 
 
-@pytest.mark.parametrize("shape, patch_size", [((1, 16, 80, 64), (2, 2)), ((2, 4, 15, 9), (2, 2)), ((1, 16, 1, 12, 8), (1, 2, 2)),
-                                               ((1, 16, 21, 12, 8), (1, 2, 2))], ids=str)
+@pytest.mark.parametrize("shape, patch_size",
+                         [((1, 16, 80, 64), (2, 2)), ((2, 4, 15, 9), (2, 2)), ((1, 16, 1, 12, 8), (1, 2, 2)),
+                          ((1, 16, 21, 12, 8), (1, 2, 2))], ids=str)
 @pytest.mark.parametrize("asked", range(1, 12))
 def test_patches_tile_the_latent_in_whole_token_rows(shape, patch_size, asked):
     patches = cut_patches(shape, patch_size, choose_num_patches(asked, 2, shape, patch_size))
@@ -79,7 +91,8 @@ def test_patches_tile_the_latent_in_whole_token_rows(shape, patch_size, asked):
     unit = patch_size[dim - 2]
 
     assert dim == (3 if len(shape) == 5 and shape[2] == 1 else 2)          # frames, where there are several
-    assert [patch.start for patch, _ in patches] == [sum(rows for _, rows in patches[:index]) for index in range(len(patches))]
+    assert [patch.start for patch, _ in patches] == [sum(rows for _, rows in patches[:index])
+                                                     for index in range(len(patches))]
     assert sum(rows for _, rows in patches) == shape[dim] == patches[0][0].whole
     assert all(patch.start % unit == 0 and rows > 0 for patch, rows in patches)
     assert max(rows for _, rows in patches) - min(rows for _, rows in patches) < 2 * unit

@@ -73,20 +73,27 @@ def test_manual_refuses_degrees_that_do_not_fit_the_model():
 
 
 @pytest.mark.parametrize("asked, num_stages, rows, columns, sequence_degree, expected", [
-    (0, 2, 128, 128, 1, 4), (0, 3, 128, 128, 1, 6), (0, 2, 6, 64, 1, 3), (8, 2, 8, 16, 2, 4), (8, 2, 8, 2, 2, 2), (1, 4, 64, 64, 1, 1),
+    (0, 2, 128, 128, 1, 4), (0, 3, 128, 128, 1, 6), (0, 2, 6, 64, 1, 3), (8, 2, 8, 16, 2, 4), (8, 2, 8, 2, 2, 2),
+    (1, 4, 64, 64, 1, 1),
     (5, 1, 64, 64, 1, 5), (3, 2, 2, 2, 1, 1)])
 def test_number_of_patches(asked, num_stages, rows, columns, sequence_degree, expected):
-    """Chosen: twice the stages; fewer where the latent has too few rows, or a row too few tokens for the sequence ranks."""
+    """Chosen: twice the stages; fewer where the latent has too few rows,
+    or a row too few tokens for the sequence ranks."""
     assert choose_num_patches(asked, num_stages, (1, 4, rows, columns), (2, 2), sequence_degree) == expected
 
 
 @pytest.mark.parametrize("layout, stages, batch, expected", [
-    (Layout(), None, 2, 1), (Layout(cfg_degree=2), None, 2, 1 / 2), (Layout(ulysses_degree=2, ring_degree=2), None, 6, 1 / 4),
-    (Layout(data_degree=2), None, 2, 1), (Layout(data_degree=2), None, 6, 2 / 3), (Layout(cfg_degree=2, ring_degree=2), None, 8, 1 / 4),
-    (Layout(pipefusion_degree=2), Stages(2), 4, 1 / 2), (Layout(pipefusion_degree=2), Stages(2, every_block=True), 4, 1 / 4),
-    (Layout(cfg_degree=2, pipefusion_degree=2, ulysses_degree=2), Stages(2, 2), 2, 1 / 4), (Layout(), None, 1, 1)], ids=str)
+    (Layout(), None, 2, 1), (Layout(cfg_degree=2), None, 2, 1 / 2),
+    (Layout(ulysses_degree=2, ring_degree=2), None, 6, 1 / 4),
+    (Layout(data_degree=2), None, 2, 1), (Layout(data_degree=2), None, 6, 2 / 3),
+    (Layout(cfg_degree=2, ring_degree=2), None, 8, 1 / 4),
+    (Layout(pipefusion_degree=2), Stages(2), 4, 1 / 2),
+    (Layout(pipefusion_degree=2), Stages(2, every_block=True), 4, 1 / 4),
+    (Layout(cfg_degree=2, pipefusion_degree=2, ulysses_degree=2), Stages(2, 2), 2, 1 / 4), (Layout(), None, 1, 1)],
+                         ids=str)
 def test_a_ranks_share_of_the_activations(layout, stages, batch, expected):
-    """batch: of both branches. One image cannot be shared; stages take one branch after the other, and all rows of it to warm up."""
+    """batch: of both branches. One image cannot be shared;
+    stages take one branch after the other, and all rows of it to warm up."""
     branches = 2 - batch % 2
     job = Job(4096, 0, 20, branches, images=batch // branches)
     assert working_share(job, degrees_of(layout, ParallelConfig(), stages), branches_apart=True) == expected
@@ -94,12 +101,15 @@ def test_a_ranks_share_of_the_activations(layout, stages, batch, expected):
 
 @pytest.mark.parametrize("spread", [(None, 1), (None, 2), (Stages(2, 2), 1)], ids=str)
 def test_no_run_has_weights_loaded_again(spread):
-    """Of short runs and long, of one picture and several, with and without guidance: all are layouts of what the ranks hold."""
+    """Of short runs and long, of one picture and several, with and without guidance:
+    all are layouts of what the ranks hold."""
     stages, tensor_degree = spread
     machine = Machine((Device(2e14, 2e14, 2e12, memory_bytes=80e9),) * 4, Links({
-        (name, size): rate for name, rate in (("all_to_all", 5e9), ("hop", 2e10), ("all_reduce", 1e11)) for size in (2, 4)}))
+        (name, size): rate for name, rate in (("all_to_all", 5e9), ("hop", 2e10), ("all_reduce", 1e11))
+        for size in (2, 4)}))
     for tokens, branches, images in itertools.product((1024, 4096, 65536), (1, 2), (1, 4)):
-        plan = plan_run(ParallelConfig(), machine, model_of(24e9), Job(tokens, 512, 28, branches, images=images), *spread)
+        plan = plan_run(ParallelConfig(), machine, model_of(24e9), Job(tokens, 512, 28, branches, images=images),
+                        *spread)
 
         held = {(one.degrees.pipefusion, one.degrees.tensor) for one in plan.ordered}
         assert held == {(stages.pipefusion_degree if stages else 1, tensor_degree)} and plan.chosen in plan.ordered
@@ -107,12 +117,15 @@ def test_no_run_has_weights_loaded_again(spread):
 
 @pytest.mark.parametrize("rate", [200e9, 20e9, 5e9])
 def test_where_the_weights_fit_sharding_tensors_pays_nothing(rate):
-    """So exact runs have nothing to load again for: by forecast another exact layout is as fast, over fast links and slow ones."""
+    """So exact runs have nothing to load again for: by forecast another exact layout is as fast,
+    over fast links and slow ones."""
     for (net, job), count in itertools.product(JOBS.values(), (2, 4, 8)):
-        links = Links({(name, size): rate for name in ("all_to_all", "hop", "all_reduce", "gather") for size in (2, 4, 8)}, 2e-5)
+        links = Links({(name, size): rate for name in ("all_to_all", "hop", "all_reduce", "gather")
+                       for size in (2, 4, 8)}, 2e-5)
         machine = Machine((Device(2e14, 2e14, 2e12, memory_bytes=80e9),) * count, links)
         exact = [one.seconds for one in forecasts(net, job, machine) if one.is_exact]
-        split = [one.seconds for one in forecasts(net, job, machine, list(further_candidates(net, job, machine))) if one.degrees.tensor > 1]
+        split = [one.seconds for one in forecasts(net, job, machine, list(further_candidates(net, job, machine)))
+                 if one.degrees.tensor > 1]
 
         assert min(exact) < min(split)
 
@@ -121,7 +134,8 @@ def test_where_the_weights_fit_sharding_tensors_pays_nothing(rate):
 def test_the_choice_looks_at_few_layouts_and_takes_less_than_ten_times_what_forecasts_of_all_take(count, most):
     """Of unlike devices, whose forecasts take longest."""
     unlike = [Device(rate, 1e14, 1e12, memory_bytes=80e9, name=f"card {rate:g}") for rate in (1e14, 2e14)]
-    rates = {(name, size): 2e10 for name in ("all_to_all", "hop", "all_reduce", "gather") for size in (2, 4, 8, 16, 32, 64)}
+    rates = {(name, size): 2e10 for name in ("all_to_all", "hop", "all_reduce", "gather")
+             for size in (2, 4, 8, 16, 32, 64)}
     machine, net = Machine(tuple(unlike[rank % 2] for rank in range(count)), Links(rates)), model_of(24e9)
     taken, taken_by_all = [], []
     for tokens in (4096, 4097, 4098):                          # nothing that an earlier choice has found helps
@@ -137,12 +151,13 @@ def test_the_choice_looks_at_few_layouts_and_takes_less_than_ten_times_what_fore
 
 
 def test_bytes_of_stale_keys_and_values():
-    """Two branches of one image, 100 tokens of width 64 in half precision, 5 blocks in two stages; forecasts need two steps'."""
+    """Two branches of one image, 100 tokens of width 64 in half precision, 5 blocks in two stages;
+    forecasts need two steps'."""
     net, job = Net(5, 64, 4, 12.0, 1e6), Job(100, 0, 20, branches=2)
 
     def memory(offload=False, is_forecast=False, **degrees):
-        return rank_memory(net, job, degrees_of(Layout(pipefusion_degree=2, **degrees), ParallelConfig()), steps_kept=1 + is_forecast,
-                           offload=offload)
+        return rank_memory(net, job, degrees_of(Layout(pipefusion_degree=2, **degrees), ParallelConfig()),
+                           steps_kept=1 + is_forecast, offload=offload)
 
     def kept(**settings):
         return memory(**settings).keys_values
@@ -158,7 +173,8 @@ def test_bytes_of_stale_keys_and_values():
 
 
 @pytest.mark.parametrize("settings, times", [
-    ({}, 2), ({"forecast_keys_values": 0.0}, 1), ({"displaced_mode": "stale_gn"}, 2), ({"displaced_mode": "no_sync"}, 1)], ids=str)
+    ({}, 2), ({"forecast_keys_values": 0.0}, 1), ({"displaced_mode": "stale_gn"}, 2),
+    ({"displaced_mode": "no_sync"}, 1)], ids=str)
 def test_bytes_that_displaced_patches_keep(settings, times):
     """Of all 5 blocks, on every rank; those of two calls where they are forecast, which what is frozen is not."""
     net, job = Net(5, 64, 4, 12.0, 1e6), Job(100, 0, 20, branches=2)
@@ -180,8 +196,10 @@ def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
     gigabyte = 2 ** 30
     small, large = model_of(12 * gigabyte), model_of(24 * gigabyte)
     for devices, net, size, expected in (
-            (2, small, 24, None), (1, large, 12, None), (2, large, 16, Stages(2)), (4, large, 16, Stages(2, sequence_degree=2)),
-            (4, large, 8, Stages(4)), (4, large, 1, Stages(4)), (2, replace(large, outside_bytes=23 * gigabyte), 16, Stages(2)),
+            (2, small, 24, None), (1, large, 12, None), (2, large, 16, Stages(2)),
+            (4, large, 16, Stages(2, sequence_degree=2)),
+            (4, large, 8, Stages(4)), (4, large, 1, Stages(4)),
+            (2, replace(large, outside_bytes=23 * gigabyte), 16, Stages(2)),
             (4, replace(large, outside_bytes=4 * gigabyte), 16, Stages(4))):
         assert choose_spread(ParallelConfig(), devices, net, [size * gigabyte] * devices) == (expected, 1)
     layout = choose_layout(ParallelConfig(), 4, 2, 24, "this model", Stages(2, sequence_degree=2))
@@ -189,10 +207,12 @@ def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
 
 
 @pytest.mark.parametrize("weights, count, a_machine, expected", [
-    (10e9, 2, 1, (Stages(2, 1), 1)), (10e9, 4, 2, (Stages(2, 2), 1)), (10e9, 3, 1, (Stages(3, 1), 1)), (60e9, 4, 2, (Stages(4, 1), 1)),
+    (10e9, 2, 1, (Stages(2, 1), 1)), (10e9, 4, 2, (Stages(2, 2), 1)), (10e9, 3, 1, (Stages(3, 1), 1)),
+    (60e9, 4, 2, (Stages(4, 1), 1)),
     (10e9, 4, 0, (None, 1)), (900e9, 4, 2, (Stages(4, 1), 1))])
 def test_machines_are_stages(weights, count, a_machine, expected):
-    """Also where a model fits on one device: tokens are shared within a machine. Parts of a machine where it does not fit otherwise."""
+    """Also where a model fits on one device: tokens are shared within a machine.
+    Parts of a machine where it does not fit otherwise."""
     spread = choose_spread(ParallelConfig(), count, model_of(weights), [24e9] * count, a_machine=a_machine)
 
     assert spread == expected
@@ -202,26 +222,32 @@ def test_machines_are_stages(weights, count, a_machine, expected):
 
 def machines(network, count=4, a_machine=2):
     """Of like devices, whose links within are as fast as PCIe and between as this many bytes a second."""
-    rates = {(name, size): 1e10 if size <= a_machine else network for name in ("all_to_all", "hop", "all_reduce", "gather")
+    rates = {(name, size): 1e10 if size <= a_machine else network
+             for name in ("all_to_all", "hop", "all_reduce", "gather")
              for size in {a_machine, count} - {1}}
     latencies = {(name, size): 3e-5 if size <= a_machine else 3e-4 for name, size in rates}
-    return Machine((Device(1e14, 1e14, 1e12, memory_bytes=24e9),) * count, Links(rates, latencies=latencies, a_machine=a_machine))
+    return Machine((Device(1e14, 1e14, 1e12, memory_bytes=24e9),) * count,
+                   Links(rates, latencies=latencies, a_machine=a_machine))
 
 
 @pytest.mark.parametrize("network, branches, weights, expected", [
     (1e9, (1,), 5e9, Stages(2, 2)), (1e9, (1, 2), 5e9, None), (1e6, (1,), 5e9, None), (1e6, (1,), 30e9, Stages(2, 2)),
     (1e6, (1, 2), 80e9, Stages(4, 1))], ids=str)
 def test_what_machines_share_is_chosen_by_their_links(network, branches, weights, expected):
-    """Stages, or branches and images where the network is slow, or every run has both branches; stages where weights fit on no device."""
+    """Stages, or branches and images where the network is slow, or every run has both branches;
+    stages where weights fit on no device."""
     machine = machines(network)
-    assert choose_spread(ParallelConfig(), 4, model_of(weights), [24e9] * 4, machine, a_machine=2, branches=branches)[0] == expected
+    assert choose_spread(ParallelConfig(), 4, model_of(weights), [24e9] * 4, machine, a_machine=2,
+                         branches=branches)[0] == expected
 
 
 @pytest.mark.parametrize("network", [1e10, 1e9, 1e6])
 @pytest.mark.parametrize("count, a_machine", [(4, 2), (2, 1), (6, 3)])
-@pytest.mark.parametrize("job", [Job(4096, 512, 20), Job(4096, 512, 20, branches=2), Job(4096, 512, 20, images=4)], ids=str)
+@pytest.mark.parametrize("job", [Job(4096, 512, 20), Job(4096, 512, 20, branches=2), Job(4096, 512, 20, images=4)],
+                         ids=str)
 def test_ranks_that_share_tokens_are_in_one_machine(network, count, a_machine, job):
-    """However fast the network is said to be; and with one image and one branch a machine works alone, instead of one device."""
+    """However fast the network is said to be; and with one image and one branch a machine works alone,
+    instead of one device."""
     chosen = plan_run(ParallelConfig(), machines(network, count, a_machine), model_of(5e9), job).chosen
     unmeasured = choose_layout(EXACTLY, count, job.branches, 24, "this model", a_machine=a_machine)
 
@@ -233,24 +259,29 @@ def test_ranks_that_share_tokens_are_in_one_machine(network, count, a_machine, j
 
 def test_where_nothing_approximate_is_allowed_machines_share_branches_and_images():
     assert choose_spread(EXACTLY, 4, model_of(5e9), [24e9] * 4, a_machine=2) == (None, 1)
-    assert choose_spread(EXACTLY, 4, model_of(60e9), [24e9] * 4, a_machine=2, has_stages=False) == (None, 2)        # within a machine
+    # within a machine
+    assert choose_spread(EXACTLY, 4, model_of(60e9), [24e9] * 4, a_machine=2, has_stages=False) == (None, 2)
 
 
 
 
 
 @pytest.mark.parametrize("devices, gigabytes, changes, splittable, expected", [
-    (2, 24, {}, EVERY, (None, 2)), (4, 24, {}, EVERY, (None, 2)), (4, 16, {}, EVERY, (None, 4)), (2, 48, {}, EVERY, (None, 1)),
-    (5, 24, {}, EVERY, (Stages(5), 1)), (2, 24, {}, (), (Stages(2), 1)), (2, 24, {"key_heads": 3}, EVERY, (Stages(2), 1)),
+    (2, 24, {}, EVERY, (None, 2)), (4, 24, {}, EVERY, (None, 2)), (4, 16, {}, EVERY, (None, 4)),
+    (2, 48, {}, EVERY, (None, 1)),
+    (5, 24, {}, EVERY, (Stages(5), 1)), (2, 24, {}, (), (Stages(2), 1)),
+    (2, 24, {"key_heads": 3}, EVERY, (Stages(2), 1)),
     (4, 24, {}, (4,), (None, 4)), (4, 1, {}, EVERY, (None, 4))], ids=str)
 def test_where_nothing_approximate_is_allowed_auto_spreads_layers(devices, gigabytes, changes, splittable, expected):
-    """Of 24 heads; what cannot be split by a degree has stages with one patch. splittable: degrees by which the file can be."""
+    """Of 24 heads; what cannot be split by a degree has stages with one patch.
+    splittable: degrees by which the file can be."""
     net = replace(model_of(30e9), **changes)
     assert choose_spread(EXACTLY, devices, net, [gigabytes * 1e9] * devices, None, splittable.__contains__) == expected
     assert EXACTLY.patches_asked == 1 and degrees_of(Layout(pipefusion_degree=2), EXACTLY).num_patches == 1
 
 
-@pytest.mark.parametrize("all_reduce, expected", [(None, (Stages(2, 1), 1)), (1e8, (Stages(2, 1), 1)), (1e12, (None, 2))])
+@pytest.mark.parametrize("all_reduce, expected",
+                         [(None, (Stages(2, 1), 1)), (1e8, (Stages(2, 1), 1)), (1e12, (None, 2))])
 def test_auto_takes_an_exact_spread_that_is_forecast_to_be_as_fast(all_reduce, expected):
     """Over slow links stages that wait for each other are faster than layers that are spread, and as exact."""
     rates = {("all_to_all", 2): 1e10, ("hop", 2): 1e10} | ({("all_reduce", 2): all_reduce} if all_reduce else {})
@@ -290,7 +321,8 @@ def test_a_unet_shares_out_branches_and_images_alone():
     layouts = [choose_layout(ParallelConfig(), devices, branches, None, "SDXL")
                for devices, branches in ((1, 2), (2, 2), (3, 2), (4, 2), (2, 1))]
 
-    assert layouts == [Layout(), Layout(cfg_degree=2), Layout(data_degree=3), Layout(cfg_degree=2, data_degree=2), Layout(data_degree=2)]
+    assert layouts == [Layout(), Layout(cfg_degree=2), Layout(data_degree=3), Layout(cfg_degree=2, data_degree=2),
+                       Layout(data_degree=2)]
     for name in ("ring_degree", "ulysses_degree", "pipefusion_degree", "tensor_degree"):
         with pytest.raises(ConfigError, match=f"{name}=2 shares out .* and SDXL is a U-Net"):
             choose_layout(ParallelConfig(mode="manual", **{name: 2}), 2, 2, None, "SDXL")

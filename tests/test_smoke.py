@@ -1,7 +1,7 @@
 """Every family under every method: a step of two ranks equals one device. And products of methods, drawn.
 
-`start.py test --smoke` runs one method of each family alone, in a minute; `--smoke-seed` draws the same again. tests/products.py runs all
-products.
+`start.py test --smoke` runs one method of each family alone, in a minute; `--smoke-seed` draws the same again.
+tests/products.py runs all products.
 """
 
 import random
@@ -21,7 +21,8 @@ def pytest_generate_tests(metafunc):
     for name in FAMILIES:
         layouts = layouts_of(name, 1)
         drawn = random.Random(f"{seed} {name}").choice(layouts)
-        rows += [pytest.param(name, layout, marks=[pytest.mark.smoke] if layout == drawn else [], id=f"{name}-{words(layout)}")
+        rows += [pytest.param(name, layout, marks=[pytest.mark.smoke] if layout == drawn else [],
+                              id=f"{name}-{words(layout)}")
                  for layout in layouts]
     if "layout" in metafunc.fixturenames:
         metafunc.parametrize("name, layout", rows)
@@ -29,8 +30,10 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def errors(request, tmp_path_factory):
-    asked = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    return errors_of([(params["name"], params["layout"]) for params in asked if "layout" in params], tmp_path_factory.mktemp("smoke"), 2)
+    asked = [item.callspec.params for item in request.session.items if item.path == request.path
+             and hasattr(item, "callspec")]
+    return errors_of([(params["name"], params["layout"]) for params in asked if "layout" in params],
+                     tmp_path_factory.mktemp("smoke"), 2)
 
 
 def test_a_step_of_two_ranks_equals_one_device(errors, name, layout):
@@ -45,7 +48,8 @@ def test_a_step_of_two_ranks_equals_one_device(errors, name, layout):
 def test_a_step_under_a_product_of_two_methods_that_is_drawn_equals_one_device(request, tmp_path, num_text_tokens):
     rng = random.Random(f"{request.config.option.smoke_seed} {num_text_tokens}")
     asked = rng.sample([(name, layout) for name in FAMILIES for layout in layouts_of(name, 2)], NUM_PRODUCTS)
-    wrong = {f"{name}, {words(layout)}": error for (name, layout), error in errors_of(asked, tmp_path, 4, num_text_tokens).items()
+    wrong = {f"{name}, {words(layout)}": error
+             for (name, layout), error in errors_of(asked, tmp_path, 4, num_text_tokens).items()
              if isinstance(error, Exception) or not error <= EXACT}
 
     assert not wrong

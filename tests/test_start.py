@@ -1,4 +1,5 @@
-"""start.py: which versions --newest takes for the newest and what it refuses; what the options of the tests' order come to."""
+"""start.py: which versions --newest takes for the newest and what it refuses;
+what the options of the tests' order come to."""
 
 import importlib.util
 import re
@@ -55,7 +56,8 @@ def test_a_newer_tag_that_does_not_come_is_an_error(start, monkeypatch):
 
 
 @pytest.mark.parametrize("carried, taken", [("0.30.0", None), ("0.30.1", "ComfyUI-0.30.1")])
-def test_without_the_repository_a_newer_source_distribution_is_looked_into(start, monkeypatch, tmp_path, carried, taken):
+def test_without_the_repository_a_newer_source_distribution_is_looked_into(
+    start, monkeypatch, tmp_path, carried, taken):
     """Its own version says nothing of ComfyUI's."""
     monkeypatch.setattr(start, "versions_on_registry", lambda python, project: ["2.6.0", "99.0.0"])
     monkeypatch.setattr(start, "run_logged", lambda command, what: pack(command, tmp_path, carried))
@@ -75,7 +77,8 @@ def test_where_no_comfyui_is_newer_none_is_fetched(start, monkeypatch, tags, ver
     assert start.newer_comfyui("python") is None
 
 
-# What the registry has, newest first; what clashes with its companions, and what is taken. {torch} and {comfyui} are what is tested.
+# What the registry has, newest first; what clashes with its companions, and what is taken. {torch} and {comfyui} are
+# what is tested.
 @pytest.mark.parametrize("torches, clashing, comfyui, taken", [
     (["{torch}.2", "{torch}.1"], [], "{comfyui}", "{torch}.2"),
     (["{torch}.2+cu1", "{torch}.1+cu1"], ["{torch}.2+cu1"], "{comfyui}", "{torch}.1+cu1"),
@@ -83,8 +86,10 @@ def test_where_no_comfyui_is_newer_none_is_fetched(start, monkeypatch, tags, ver
     (["{torch}.2", "{torch}"], ["{torch}.2"], "{comfyui}", None),
     (["{torch}+cu1"], [], "{comfyui}", None),
     (["1.99"], [], "0.29.9", None)])
-def test_the_newest_torch_that_its_companions_work_with_is_taken(start, monkeypatch, tmp_path, capsys, torches, clashing, comfyui, taken):
-    """What clashed is noted, and not installed a second time. With nothing newer than what is tested anyway, nothing is run."""
+def test_the_newest_torch_that_its_companions_work_with_is_taken(
+    start, monkeypatch, tmp_path, capsys, torches, clashing, comfyui, taken):
+    """What clashed is noted, and not installed a second time.
+    With nothing newer than what is tested anyway, nothing is run."""
     tested = {"torch": start.TORCH[0].split("==")[1], "comfyui": start.COMFYUI_TAG.removeprefix("v")}
     torches, clashing = ([name.format(**tested) for name in names] for names in (torches, clashing))
     taken = taken and taken.format(**tested)
@@ -97,8 +102,10 @@ def test_the_newest_torch_that_its_companions_work_with_is_taken(start, monkeypa
         installed.append(next(torch for torch in torches if torch.split("+")[0] not in refused))
 
     monkeypatch.setattr(start, "pip_install", pip_install)
-    monkeypatch.setattr(start, "installed_versions", lambda python, names: {"torchvision": "0", "torchaudio": "0", "torch": installed[-1]})
-    monkeypatch.setattr(start, "error_of_import", lambda python, modules: "OSError: no symbol" if installed[-1] in clashing else None)
+    monkeypatch.setattr(start, "installed_versions",
+                        lambda python, names: {"torchvision": "0", "torchaudio": "0", "torch": installed[-1]})
+    monkeypatch.setattr(start, "error_of_import", lambda python, modules: "OSError: no symbol"
+                        if installed[-1] in clashing else None)
     stamp = tmp_path / "stamp.json"
 
     for tries in [*clashing, taken or torches[-1]], [taken or torches[-1]]:
@@ -114,7 +121,8 @@ def test_the_newest_torch_that_its_companions_work_with_is_taken(start, monkeypa
 
 def test_an_import_that_fails_is_told_by_its_last_line(start):
     assert start.error_of_import(sys.executable, ["json", "re"]) is None
-    assert start.error_of_import(sys.executable, ["json", "not_there"]) == "ModuleNotFoundError: No module named 'not_there'"
+    assert start.error_of_import(sys.executable,
+                                 ["json", "not_there"]) == "ModuleNotFoundError: No module named 'not_there'"
 
 
 @pytest.mark.parametrize("given, has, lacks", [

@@ -20,6 +20,7 @@ def test_an_error_above_its_tolerance_fails_and_is_remembered(request):
 
 
 def test_the_loosest_tolerance_comes_first():
-    made = [Comparison("a.py::tight[1]", 1e-5, 1e-4), Comparison("a.py::loose", 1e-7, 1e-2), Comparison("a.py::tight[2]", 5e-5, 1e-4)]
+    made = [Comparison("a.py::tight[1]", 1e-5, 1e-4), Comparison("a.py::loose", 1e-7, 1e-2),
+            Comparison("a.py::tight[2]", 5e-5, 1e-4)]
 
     assert report(made) == ["   1.0e-07 of 1.0e-02  a.py::loose", "   5.0e-05 of 1.0e-04  a.py::tight"]

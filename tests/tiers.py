@@ -1,16 +1,19 @@
-"""What `start.py test` runs and what it leaves to `--all`: of a matrix that takes minutes, all that has every family meet every method."""
+"""What `start.py test` runs and what it leaves to `--all`:
+of a matrix that takes minutes, all that has every family meet every method."""
 
 import pytest
 
 # Of each structure one: two streams, two kinds of blocks, one stream, video, a U-Net; and their tiny files.
 FEW_FAMILIES = {"SD3", "Flux.1", "PixArt-Sigma", "Wan", "SDXL", "sd3", "flux", "pixart", "wan", "sdxl"}
 FEW_VAES = {"sd", "wan", "vae-sd", "vae-wan"}
-RUN_WORKERS = ("parallel", "nodes", "host")                                    # folders of tests whose families take long
+# folders of tests whose families take long
+RUN_WORKERS = ("parallel", "nodes", "host")
 LEFT_OUT = pytest.StashKey[int]()
 
 
 def by_default(chosen, values):
-    """Parameters for all of `values`; those that are not chosen are left to --all. chosen: (value) -> bool, or the values."""
+    """Parameters for all of `values`; those that are not chosen are left to --all.
+    chosen: (value) -> bool, or the values."""
     is_chosen = chosen if callable(chosen) else lambda value: value in chosen
     return [value if is_chosen(value) else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
@@ -22,8 +25,9 @@ def mark(config, items):
     from xdit_backend.models import FAMILIES
     others = {*FAMILIES, *families(), *AUTOENCODERS, *KINDS} - FEW_FAMILIES - FEW_VAES
     for item in items:
-        if "everyone" not in item.keywords and item.path.parent.name in RUN_WORKERS and hasattr(item, "callspec") and any(
-                isinstance(value, str) and value in others for value in item.callspec.params.values()):
+        if ("everyone" not in item.keywords and item.path.parent.name in RUN_WORKERS and hasattr(item, "callspec")
+                and any(
+                        isinstance(value, str) and value in others for value in item.callspec.params.values())):
             item.add_marker(pytest.mark.slow)
     is_left = config.option.markexpr.startswith("not slow")
     config.stash[LEFT_OUT] = sum("slow" in item.keywords for item in items) if is_left else 0
@@ -40,7 +44,8 @@ def take_count(config, output):
 
 def summary(reporter, config):
     """One line: how many tests ran, and how to run the others."""
-    num_run = sum(len(reporter.stats.get(outcome, ())) for outcome in ("passed", "failed", "error", "xfailed", "xpassed"))
+    num_run = sum(len(reporter.stats.get(outcome, ()))
+                  for outcome in ("passed", "failed", "error", "xfailed", "xpassed"))
     skipped = len(reporter.stats.get("skipped", ()))
     left_out = config.stash.get(LEFT_OUT, 0)
     more = f"{left_out} were left out, which `python3 start.py test --all` runs too." if left_out else ""

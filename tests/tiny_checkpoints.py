@@ -17,36 +17,44 @@ import torch
 
 SEED = 1234
 SHORT = {"Flux.1": "flux", "Flux.2": "flux2", "PixArt-Sigma": "pixart", "SD 1.5": "sd15", "SD 2": "sd2"}
-REFINER = {"num_res_blocks": [1, 1, 1, 1], "channel_mult": [1, 2, 2, 2], "transformer_depth": [0, 2, 2, 0], "transformer_depth_middle": 2,
+REFINER = {"num_res_blocks": [1, 1, 1, 1], "channel_mult": [1, 2, 2, 2], "transformer_depth": [0, 2, 2, 0],
+           "transformer_depth_middle": 2,
            "transformer_depth_output": [0, 0, 2, 2, 2, 2, 0, 0], "context_dim": 1280, "adm_in_channels": 2560}
 # What ComfyUI's loader makes Cosmos-Predict1's VAE with, but for the channels.
-COSMOS_VAE = {"z_channels": 16, "latent_channels": 16, "z_factor": 1, "resolution": 1024, "in_channels": 3, "out_channels": 3,
-              "channels": 16, "channels_mult": [1, 2, 2], "num_res_blocks": 1, "attn_resolutions": [32], "dropout": 0.0, "patch_size": 4,
-              "num_groups": 1, "temporal_compression": 8, "spacial_compression": 8}
+COSMOS_VAE = {"z_channels": 16, "latent_channels": 16, "z_factor": 1, "resolution": 1024, "in_channels": 3,
+              "out_channels": 3,
+              "channels": 16, "channels_mult": [1, 2, 2], "num_res_blocks": 1, "attn_resolutions": [32], "dropout": 0.0,
+              "patch_size": 4, "num_groups": 1, "temporal_compression": 8, "spacial_compression": 8}
 
 VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}),
-            "sd35-large": ("sd3", {"qk_norm": "rms", "adm_in_channels": 2048}), "sd35-text": ("sd3", {"context_processor_layers": 2}),
-            "flux-schnell": ("flux", {"guidance_embed": False}),
+            "sd35-large": ("sd3", {"qk_norm": "rms", "adm_in_channels": 2048}),
+            "sd35-text": ("sd3", {"context_processor_layers": 2}), "flux-schnell": ("flux", {"guidance_embed": False}),
             "flux-fill": ("flux", {"in_channels": 96}), "flux-canny": ("flux", {"in_channels": 32}),
             "qwen-image-2511": ("qwen-image", {"default_ref_method": "index_timestep_zero"}),
-            "hunyuanvideo-i2v": ("hunyuanvideo", {"in_channels": 33}), "hunyuanvideo-skyreels": ("hunyuanvideo", {"in_channels": 32}),
+            "hunyuanvideo-i2v": ("hunyuanvideo", {"in_channels": 33}),
+            "hunyuanvideo-skyreels": ("hunyuanvideo", {"in_channels": 32}),
             "cogvideox-1.5-i2v": ("cogvideox-1.5", {"in_channels": 32, "ofs_embed_dim": 64}),
             "cosmos-predict1-video": ("cosmos-predict1", {"in_channels": 17}),
             "cosmos-predict2-video": ("cosmos-predict2", {
                 "in_channels": 17, "rope_t_extrapolation_ratio": 5 / 6, **dict.fromkeys(
                     ("rope_h_extrapolation_ratio", "rope_w_extrapolation_ratio"), 2.0)}),
             "ltx-video-causal": ("ltx-video", {"causal_temporal_positioning": True}),
-            "ltx-2.3": ("ltx-2", {"apply_gated_attention": True, "cross_attention_adaln": True, "caption_proj_before_connector": True,
+            "ltx-2.3": ("ltx-2", {"apply_gated_attention": True, "cross_attention_adaln": True,
+                                  "caption_proj_before_connector": True,
                                   "caption_projection_first_linear": False, "connector_attention_head_dim": 8,
                                   "connector_num_attention_heads": 32, "audio_connector_attention_head_dim": 4,
                                   "audio_connector_num_attention_heads": 32}),
-            "ltx-2-plain": ("ltx-2", {"rope_type": "interleaved", "frequencies_precision": "float32", "use_middle_indices_grid": False,
+            "ltx-2-plain": ("ltx-2", {"rope_type": "interleaved", "frequencies_precision": "float32",
+                                      "use_middle_indices_grid": False,
                                       "causal_temporal_positioning": False, "av_ca_timestep_scale_multiplier": 1.0}),
             "wan-i2v": ("wan", {"model_type": "i2v", "in_dim": 36}), "wan22-i2v": ("wan", {"in_dim": 36}),
             "wan-flf": ("wan", {"model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 8}),
-            "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}), "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48}),
-            "sd15-blocks": ("sd15", {"num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 2, 4, 4],     # as many blocks as published ones
-                                     "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0], "transformer_depth_output": [1] * 9 + [0] * 3}),
+            "wan-fun-control": ("wan", {"model_type": "i2v", "in_dim": 48}),
+            "wan22-ti2v": ("wan", {"in_dim": 48, "out_dim": 48}),
+            # as many blocks as published ones
+            "sd15-blocks": ("sd15", {"num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 2, 4, 4],
+                                     "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
+                                     "transformer_depth_output": [1] * 9 + [0] * 3}),
             "sdxl-blocks": ("sdxl", {"num_res_blocks": [2, 2, 2], "transformer_depth": [0, 0, 1, 1, 2, 2],
                                      "transformer_depth_output": [0, 0, 0, 1, 1, 1, 2, 2, 2]}),
             "sd15-inpaint": ("sd15", {"in_channels": 9}), "sd15-ip2p": ("sd15", {"in_channels": 8}),
@@ -54,10 +62,12 @@ VARIANTS = {"sd35": ("sd3", {"qk_norm": "rms", "x_block_self_attn_layers": [0, 1
 # where another class of comfy.supported_models detects a variant
 DETECTED = {"sdxl-refiner": "SDXLRefiner", "sd15-ip2p": "SD15_instructpix2pix", "cosmos-predict1-video": "CosmosI2V",
             "cosmos-predict2-video": "CosmosI2VPredict2"}
-SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3")                # what these are, the file says in its metadata
+# what these are, the file says in its metadata
+SAID = ("ltx-video-causal", "ltx-2", "ltx-2-plain", "ltx-2.3")
 DEMO = {"sd3": {"depth": 8, "context_embedder_config": {
     "target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 512}}}}
-AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox", "vae-ltx",
+AUTOENCODERS = ("vae-sd", "vae-sd3", "vae-flux", "vae-flux2", "vae-wan", "vae-wan22", "vae-hunyuan", "vae-cogvideox",
+                "vae-ltx",
                 "vae-ltx095", "vae-cosmos", "vae-taesd", "vae-hunyuanimage", "vae-hunyuan15", "vae-mochi", "vae-ltx2")
 
 AUTOENCODER = {
@@ -73,7 +83,8 @@ TEXT_WIDTH, ADAPTER = 96, {"source_dim": 64, "target_dim": 64, "model_dim": 96, 
 def fill(module, generator):
     """Random weights that keep activations near 1: norms near 1, matrices by fan-in, biases and tables small."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if not tensor.is_floating_point() or 0 in tensor.stride() or name.endswith(".wavelets"):  # or one in the place of a tensor
+        # or one in the place of a tensor
+        if not tensor.is_floating_point() or 0 in tensor.stride() or name.endswith(".wavelets"):
             continue
         leaf = name.rpartition(".")[2]
         if tensor.ndim >= 2 and leaf == "weight":
@@ -89,7 +100,8 @@ def fill(module, generator):
 def families():
     """{kind of checkpoint: family}, one kind for each family and those that are said to differ from it."""
     from xdit_backend.models import FAMILIES
-    kinds = {SHORT.get(name, name.lower().replace(" ", "-")): family for name, family in FAMILIES.items() if not family.sampled}
+    kinds = {SHORT.get(name, name.lower().replace(" ", "-")): family for name, family in FAMILIES.items()
+             if not family.sampled}
     return kinds | {kind: kinds[base] for kind, (base, _) in VARIANTS.items()}
 
 
@@ -114,7 +126,8 @@ def thin_parts():
     if isinstance(adapter, type):                              # not done yet
         anima.LLMAdapter = functools.partial(adapter, **ADAPTER)
         # Of Mochi's blocks the width is asserted.
-        mochi.FeedForward = lambda in_features, hidden_size, **place: feed_forward(in_features, 4 * in_features, **place)
+        mochi.FeedForward = lambda in_features, hidden_size, **place: feed_forward(
+            in_features, 4 * in_features, **place)
         mmdit.ContextProcessor = lambda width, *arguments, **place: processor(TEXT_WIDTH, *arguments, **place)
 
 
@@ -132,21 +145,23 @@ def detect_thin():
         if family.by_rows:                                     # a class of its own for what is compared
             thin = {key: arguments[key] for key in detected.unet_config if key in arguments}
             place = 0 if kind in DETECTED else len(models)     # what says more comes first, as in ComfyUI's own list
-            models.insert(place, type(f"Thin{detected.__name__}", (detected,), {"unet_config": detected.unet_config | thin}))
+            models.insert(place, type(f"Thin{detected.__name__}", (detected,),
+                                      {"unet_config": detected.unet_config | thin}))
         elif detected is not None:
             detected.unet_extra_config = arguments if kind in DETECTED else family.tiny.arguments
             detected.unet_config = {key: arguments.get(key, value) for key, value in detected.unet_config.items()}
 
 
 # LTX-Video's with fewer layers and channels, as the file of a VAE says it.
-LTX = {"dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128, "norm_layer": "pixel_norm", "patch_size": 4,
-       "latent_log_var": "uniform", "encoder_base_channels": 8, "decoder_base_channels": 8}
+LTX = {"dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128, "norm_layer": "pixel_norm",
+       "patch_size": 4, "latent_log_var": "uniform", "encoder_base_channels": 8, "decoder_base_channels": 8}
 VAE_CONFIGS = {
     "vae-ltx": {**LTX, "blocks": [["res_x", 2], ["compress_all", 1], ["res_x_y", 1], ["res_x", 1], ["compress_all", 1],
                                   ["res_x_y", 1], ["res_x", 1], ["compress_all", 1], ["res_x", 1], ["res_x", 2]]},
     "vae-ltx095": {
         **LTX, "timestep_conditioning": True,
-        "encoder_blocks": [["res_x", {"num_layers": 1}], ["compress_space_res", {"multiplier": 2}], ["res_x", {"num_layers": 2}],
+        "encoder_blocks": [["res_x", {"num_layers": 1}], ["compress_space_res", {"multiplier": 2}],
+                           ["res_x", {"num_layers": 2}],
                            ["compress_time_res", {"multiplier": 2}], ["res_x", {"num_layers": 1}],
                            ["compress_all_res", {"multiplier": 2}], ["res_x", {"num_layers": 1}],
                            ["compress_all_res", {"multiplier": 2}], ["res_x", {"num_layers": 1}]],
@@ -160,17 +175,19 @@ VAE_CONFIGS = {
 VAE_CONFIGS["vae-ltx2"] = {**VAE_CONFIGS["vae-ltx095"], "timestep_conditioning": False, "causal_decoder": False}
 
 
-# The widths of some are in ComfyUI's loader, and not found from the file: its module, the class, and a thin one's arguments.
+# The widths of some are in ComfyUI's loader, and not found from the file: its module, the class, and a thin one's
+# arguments.
 THIN = {
     "vae-wan22": ("comfy.ldm.wan.vae2_2", "WanVAE", {
         "dim": 16, "dec_dim": 16, "z_dim": 48, "temperal_downsample": [False, True, True]}),
     "vae-hunyuan": ("comfy.sd", "AutoencoderKL", {"embed_dim": 16, "ddconfig": {
-        **AUTOENCODER, "ch_mult": [1, 1, 2, 2], "num_res_blocks": 1, "z_channels": 16, "conv3d": True, "time_compress": 4}}),
+        **AUTOENCODER, "ch_mult": [1, 1, 2, 2], "num_res_blocks": 1, "z_channels": 16, "conv3d": True,
+        "time_compress": 4}}),
     "vae-hunyuanimage": ("comfy.sd", "AutoencodingEngine", {
         "regularizer_config": {"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"}, **{
             f"{half.lower()}_config": {"target": f"comfy.ldm.hunyuan_video.vae.{half}", "params": {
-                "block_out_channels": [32, 32, 64, 64, 64, 128], "in_channels": 3, "out_channels": 3, "num_res_blocks": 1,
-                "ffactor_spatial": 32, "z_channels": 64}} for half in ("Encoder", "Decoder")}}),
+                "block_out_channels": [32, 32, 64, 64, 64, 128], "in_channels": 3, "out_channels": 3,
+                "num_res_blocks": 1, "ffactor_spatial": 32, "z_channels": 64}} for half in ("Encoder", "Decoder")}}),
     "vae-hunyuan15": ("comfy.sd", "AutoencodingEngine", {
         "regularizer_config": {"target": "comfy.ldm.models.autoencoder.EmptyRegularizer"}, **{
             f"{half.lower()}_config": {"target": f"comfy.ldm.hunyuan_video.vae_refiner.{half}", "params": {
@@ -190,11 +207,13 @@ def thin(kind, made):
         return made(**THIN[kind][2])
     vae = made.__new__(made)
     torch.nn.Module.__init__(vae)
-    same = {"base_channels": 32, "channel_multipliers": [1, 2, 1, 2], "num_res_blocks": [1, 1, 2, 1, 1], "latent_dim": 12,
-            "padding_mode": "replicate"}
-    vae.encoder = mochi.Encoder(in_channels=15, temporal_reductions=[1, 2, 3], spatial_reductions=[2, 2, 2], input_is_conv_1x1=True,
+    same = {"base_channels": 32, "channel_multipliers": [1, 2, 1, 2], "num_res_blocks": [1, 1, 2, 1, 1],
+            "latent_dim": 12, "padding_mode": "replicate"}
+    vae.encoder = mochi.Encoder(in_channels=15, temporal_reductions=[1, 2, 3], spatial_reductions=[2, 2, 2],
+                                input_is_conv_1x1=True,
                                 prune_bottlenecks=[False] * 5, has_attentions=[False, True, True, True, True], **same)
-    vae.decoder = mochi.Decoder(temporal_expansions=[1, 2, 3], spatial_expansions=[2, 2, 2], has_attention=[False] * 5, output_norm=False,
+    vae.decoder = mochi.Decoder(temporal_expansions=[1, 2, 3], spatial_expansions=[2, 2, 2], has_attention=[False] * 5,
+                                output_norm=False,
                                 **same)
     return vae
 
@@ -258,15 +277,18 @@ def state_dict(kind, size="test", encoder=False, positions=None):
         tensors["decoder.unpatcher3d.wavelets"] = module.decoder.unpatcher3d.wavelets.clone()
     if positions is not None:
         hidden = tensors["x_embedder.proj.weight"].shape[0]
-        tensors["pos_embed"] = 0.1 * torch.randn(1, positions ** 2, hidden, generator=torch.Generator().manual_seed(SEED))
-    if kind.startswith(("flux", "chroma")):                                # files say .scale where ComfyUI's module says .weight
+        tensors["pos_embed"] = 0.1 * torch.randn(1, positions ** 2, hidden,
+                                                 generator=torch.Generator().manual_seed(SEED))
+    # files say .scale where ComfyUI's module says .weight
+    if kind.startswith(("flux", "chroma")):
         tensors = {name.replace("_norm.weight", "_norm.scale") if "norm." in name else name: tensor
                    for name, tensor in tensors.items()}
     return tensors
 
 
 def save(kind, path, size="test", prefix="", dtype=None, encoder=False, positions=None, vae=None):
-    """Write a checkpoint. vae: the kind of one that is in the same file, as in all-in-one checkpoints, after some of a text encoder."""
+    """Write a checkpoint. vae: the kind of one that is in the same file, as in all-in-one checkpoints,
+    after some of a text encoder."""
     from safetensors.torch import save_file
     tensors = {prefix + name: tensor if dtype is None else tensor.to(dtype)
                for name, tensor in state_dict(kind, size, encoder, positions).items()}
@@ -274,7 +296,8 @@ def save(kind, path, size="test", prefix="", dtype=None, encoder=False, position
         tensors |= {f"first_stage_model.{name}": tensor for name, tensor in state_dict(vae, encoder=True).items()}
         tensors["cond_stage_model.text_model.encoder.layers.0.mlp.fc1.weight"] = torch.ones(4, 4)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    said = {"vae": VAE_CONFIGS[kind]} if kind in VAE_CONFIGS else {"transformer": said_of(kind)} if kind in SAID else None
+    said = ({"vae": VAE_CONFIGS[kind]} if kind in VAE_CONFIGS else {"transformer": said_of(kind)} if kind in SAID
+            else None)
     config = {} if said is None else {"config": json.dumps(said)}
     save_file(tensors, str(path), metadata={"format": "pt", **config})
 
@@ -288,7 +311,8 @@ def said_of(kind):
 def save_scaled(path, source, marks="comfy_quant", per_row=False):
     """Write the checkpoint `source` anew, its matrices as scaled float8; returns {name: tensor} of what that comes to.
 
-    marks: "comfy_quant", "scaled_fp8" (the older one) or "metadata". per_row: every second matrix has a scale for each row.
+    marks: "comfy_quant", "scaled_fp8" (the older one) or "metadata". per_row: every second matrix has a scale for each
+    row.
     """
     from safetensors.torch import load_file, save_file
     tensors, plain, said = {}, {}, {}
@@ -314,18 +338,21 @@ def save_scaled(path, source, marks="comfy_quant", per_row=False):
     return plain
 
 
-# Where a block of a GGUF type has its factors, float16: {place: its share}. One that is taken away has the share that makes their mean 0.
-FACTORS = {"Q6_K": {208: 1.0}, "Q5_K": {0: 1.0, 2: 15.5}, "Q4_K": {0: 1.0, 2: 7.5}, "Q3_K": {108: 1.0}, "Q2_K": {80: 1.0, 82: 1.5}}
+# Where a block of a GGUF type has its factors, float16: {place: its share}. One that is taken away has the share that
+# makes their mean 0.
+FACTORS = {"Q6_K": {208: 1.0}, "Q5_K": {0: 1.0, 2: 15.5}, "Q4_K": {0: 1.0, 2: 7.5}, "Q3_K": {108: 1.0},
+           "Q2_K": {80: 1.0, 82: 1.5}}
 
 
 def save_gguf(path, source, type_="Q8_0"):
-    """Write the checkpoint `source` as a GGUF file, as ComfyUI-GGUF's converter names and shapes it; returns {name: tensor} of what its
-    weights come to by the package gguf. Types that this does not write are of random blocks.
+    """Write the checkpoint `source` as a GGUF file, as ComfyUI-GGUF's converter names and shapes it; returns {name:
+    tensor} of what its weights come to by the package gguf. Types that this does not write are of random blocks.
     """
     import gguf
     import numpy as np
     from safetensors.torch import load_file
-    writer, plain, names, generator = gguf.GGUFWriter(str(path), "flux"), {}, matrices(source), np.random.default_rng(SEED)
+    writer, plain, names, generator = gguf.GGUFWriter(str(path), "flux"), {}, matrices(source), np.random.default_rng(
+        SEED)
     kind = gguf.GGMLQuantizationType[type_]
     block = gguf.GGML_QUANT_SIZES[kind][0]
     if "config" in metadata_of(source):
@@ -345,16 +372,19 @@ def save_gguf(path, source, type_="Q8_0"):
             raw = gguf.quants.quantize(values, kind)
         writer.add_tensor(name, raw, raw_dtype=kind)
         plain[name] = torch.from_numpy(gguf.quants.dequantize(raw, kind))
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file,
+                  writer.close):
         write()
     return plain
 
 
 def save_dequantised(path, source, quantisation):
-    """Write the checkpoint `source` anew, with what its matrices come to as torchao's int8, or as bitsandbytes' nf4 in blocks of 64."""
+    """Write the checkpoint `source` anew, with what its matrices come to as torchao's int8,
+    or as bitsandbytes' nf4 in blocks of 64."""
     from safetensors.torch import load_file, save_file
     names = matrices(source)
-    save_file({name: of_library(tensor, quantisation) if name in names and (quantisation == "int8" or tensor.shape[1] % 64 == 0) else tensor
+    save_file({name: of_library(tensor, quantisation) if name in names
+               and (quantisation == "int8" or tensor.shape[1] % 64 == 0) else tensor
                for name, tensor in load_file(source).items()}, str(path), metadata=metadata_of(source))
 
 
@@ -391,7 +421,8 @@ def matrices(source):
     """Names of a checkpoint's tensors that are matrices of linear layers."""
     from safetensors import safe_open
     with safe_open(source, "pt") as file:
-        return {name for name in file.keys() if name.endswith(".weight") and len(file.get_slice(name).get_shape()) == 2}  # noqa: SIM118
+        return {name for name in file.keys() if name.endswith(".weight")
+                and len(file.get_slice(name).get_shape()) == 2}  # noqa: SIM118
 
 
 def metadata_of(source):
@@ -401,7 +432,8 @@ def metadata_of(source):
 
 
 def import_comfyui(folder=None):
-    """Make ComfyUI's packages importable in this process, on the CPU; with PyTorch's attention, which it takes by itself on GPUs."""
+    """Make ComfyUI's packages importable in this process, on the CPU;
+    with PyTorch's attention, which it takes by itself on GPUs."""
     folder = folder or os.environ["XDIT_COMFYUI"]
     sys.path.insert(0, str(folder))
     import comfy.options

@@ -20,7 +20,8 @@ class Comparison:
 
 
 def relative_error(result, reference):
-    """Euclidean norm of the difference, in units of the reference's. Of several tensors (a list, or ComfyUI's nested one), the largest."""
+    """Euclidean norm of the difference, in units of the reference's.
+    Of several tensors (a list, or ComfyUI's nested one), the largest."""
     if not torch.is_tensor(result):
         return max(relative_error(*pair) for pair in zip(_parts(result), _parts(reference), strict=True))
     return ((result - reference).norm() / reference.norm()).item()
@@ -43,7 +44,8 @@ def within(error, tolerance, case=None):
 
 
 def report(comparisons):
-    """Lines of a table: of each test (all its parameters together) the largest error beside its tolerance, the loosest first."""
+    """Lines of a table: of each test (all its parameters together) the largest error beside its tolerance,
+    the loosest first."""
     worst = {}
     for one in comparisons:
         name = one.test.partition("[")[0], one.tolerance
@@ -55,10 +57,12 @@ def report(comparisons):
 class InDouble(TorchFunctionMode):
     """What models compute in float32 though they are in float64 (norms, rotations) stays in float64 under this.
 
-    Where partial sums are added in another order, a number may round to the float32 above instead of the one below, 1e-7 away.
+    Where partial sums are added in another order, a number may round to the float32 above instead of the one below,
+    1e-7 away.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        to_float = function is torch.Tensor.float or function is torch.Tensor.to and torch.float32 in (*args[1:], *kwargs.values())
+        to_float = (function is torch.Tensor.float or function is torch.Tensor.to
+                    and torch.float32 in (*args[1:], *kwargs.values()))
         return args[0] if to_float and args[0].dtype == torch.float64 else function(*args, **kwargs)

@@ -1,10 +1,12 @@
-"""Two machines, each a network namespace, and a link between them that delays, loses, stalls, is cut at bad moments, and comes back.
+"""Two machines, each a network namespace, and a link between them that delays, loses, stalls, is cut at bad moments,
+and comes back.
 
     python -m tests.two_machines [--delay MS] [--jitter MS] [--loss PERCENT] [--seed N] [--steps N]
 
-Needs root, or a user who may make namespaces (unshare -Urn), and /dev/net/tun: the link is a process between two TUN devices.
-Prints how long starting, a step, noticing a cut and coming back took; every result is compared with one process's. Fails where a cut is
-no error after 10 s that says rank, device and phase, or where anything less than a cut is one.
+Needs root, or a user who may make namespaces (unshare -Urn), and /dev/net/tun: the link is a process between two TUN
+devices.
+Prints how long starting, a step, noticing a cut and coming back took; every result is compared with one process's.
+Fails where a cut is no error after 10 s that says rank, device and phase, or where anything less than a cut is one.
 """
 
 import argparse
@@ -32,7 +34,8 @@ SET_INTERFACE, TUN_OF_BARE_PACKETS = 0x400454CA, 0x1001        # linux/if_tun.h:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--delay", type=float, default=0.0, metavar="MS", help="of every packet, one way")
-    parser.add_argument("--jitter", type=float, default=0.0, metavar="MS", help="of which a packet takes up to so much more")
+    parser.add_argument("--jitter", type=float, default=0.0, metavar="MS",
+                        help="of which a packet takes up to so much more")
     parser.add_argument("--loss", type=float, default=0.0, metavar="PERCENT", help="of packets, drawn one by one")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--steps", type=int, default=20)
@@ -40,7 +43,8 @@ def main():
     options = parser.parse_args()
     if not options.inside:                                     # in namespaces of our own, where we may make links
         prefix = ["unshare", "-n"] if os.getuid() == 0 else ["unshare", "-Urn"]
-        sys.exit(subprocess.run([*prefix, sys.executable, "-m", "tests.two_machines", "--inside", *sys.argv[1:]]).returncode)
+        sys.exit(subprocess.run([*prefix, sys.executable, "-m", "tests.two_machines", "--inside",
+                                 *sys.argv[1:]]).returncode)
     before = set(left_behind())
     holder = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])          # it holds the other machine's namespace
     try:
@@ -59,7 +63,8 @@ def main():
 
 
 class Link:
-    """Joins this namespace and that of a process, until it is cut: from then on every packet is lost, and nobody is told."""
+    """Joins this namespace and that of a process, until it is cut:
+    from then on every packet is lost, and nobody is told."""
 
     def __init__(self, pid, options):
         deadline_s = time.monotonic() + 10
@@ -98,7 +103,8 @@ def tun(name):
 
 def carry(ends, options, is_cut):
     """Pass packets between two ends, for ever. None overtakes another, as on a cable."""
-    rng, under_way = random.Random(options.seed), {end: collections.deque() for end in ends}      # by where they go: (when, packet)
+    # by where they go: (when, packet)
+    rng, under_way = random.Random(options.seed), {end: collections.deque() for end in ends}
     while True:
         soonest_s = min((packets[0][0] for packets in under_way.values() if packets), default=None)
         ready, _, _ = select.select(ends, [], [], None if soonest_s is None else max(0.0, soonest_s - time.monotonic()))
@@ -159,7 +165,8 @@ def run(folder, pid, link, steps):
 
     def measure():
         links = measurements.measure(client, "float32", lambda device: ("CPU", 1e12)).links
-        print(f"a hop takes {1000 * links.latency('hop', 2):.1f} ms, and passes {links.rate('hop', 2) / 1e6:.1f} MB/s", flush=True)
+        print(f"a hop takes {1000 * links.latency('hop', 2):.1f} ms, and passes {links.rate('hop', 2) / 1e6:.1f} MB/s",
+              flush=True)
 
     def stall():
         link.cut()
@@ -173,7 +180,8 @@ def run(folder, pid, link, steps):
 
     def start():
         client.close()
-        client.workers.on_phase = lambda phase: phase.text == "starting workers" and not link.is_cut.is_set() and link.cut()
+        client.workers.on_phase = (lambda phase: phase.text == "starting workers" and not link.is_cut.is_set()
+                                   and link.cut())
         try:
             predict()
         finally:
@@ -193,7 +201,8 @@ def run(folder, pid, link, steps):
     def see():
         link.cut()
         show()
-    moments = {"the workers started": start, "computing a step": step, "looking for": find, "loading a model": load, "decoding": see}
+    moments = {"the workers started": start, "computing a step": step, "looking for": find, "loading a model": load,
+               "decoding": see}
     try:
         timed("join, start and load", predict)
         timed(f"{steps} steps", run_steps)
@@ -206,7 +215,8 @@ def run(folder, pid, link, steps):
             except (WorkerDiedError, WorkerStartError) as error:
                 noticed_s = time.monotonic() - link.cut_s
                 print(f"cut while {doing}, and noticed after {noticed_s:.1f} s: {str(error)[:250]}", flush=True)
-                assert noticed_s < NOTICED_S and "rank 1 (other-pc/cpu)" in str(error) and f"while {doing}" in str(error)
+                assert (noticed_s < NOTICED_S and "rank 1 (other-pc/cpu)" in str(error)
+                        and f"while {doing}" in str(error))
             else:
                 raise AssertionError(f"a cut while {doing} was no error")
             link.heal()

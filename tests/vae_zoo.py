@@ -33,8 +33,8 @@ class Kind:
 
 def kl(**options):
     return AutoencoderKL(
-        block_out_channels=(16, 32, 32), layers_per_block=1, norm_num_groups=8, down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3, **options)
+        block_out_channels=(16, 32, 32), layers_per_block=1, norm_num_groups=8,
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, **options)
 
 
 def wan():
@@ -42,8 +42,8 @@ def wan():
 
 
 def wan22():
-    return AutoencoderKLWan(base_dim=8, decoder_base_dim=8, z_dim=4, dim_mult=[1, 2, 4, 4], num_res_blocks=1, is_residual=True,
-                            patch_size=2, in_channels=12, out_channels=12, scale_factor_spatial=16)
+    return AutoencoderKLWan(base_dim=8, decoder_base_dim=8, z_dim=4, dim_mult=[1, 2, 4, 4], num_res_blocks=1,
+                            is_residual=True, patch_size=2, in_channels=12, out_channels=12, scale_factor_spatial=16)
 
 
 def dc():
@@ -55,8 +55,10 @@ def dc():
 
 
 def ltx(noised=False):
-    """LTX 0.9's structure, or 0.9.5's, whose decoder takes off the last noise (and is causal here); padded as ComfyUI pads it."""
-    depths = {"layers_per_block": (1, 1, 1), "decoder_layers_per_block": (1, 1, 1), "decoder_inject_noise": (False,) * 3}
+    """LTX 0.9's structure, or 0.9.5's, whose decoder takes off the last noise (and is causal here);
+    padded as ComfyUI pads it."""
+    depths = {"layers_per_block": (1, 1, 1), "decoder_layers_per_block": (1, 1, 1),
+              "decoder_inject_noise": (False,) * 3}
     if noised:
         options = {
             "block_out_channels": (8, 16, 32), "down_block_types": ("LTXVideo095DownBlock3D",) * 2,
@@ -66,9 +68,11 @@ def ltx(noised=False):
             "spatial_compression_ratio": 8, "decoder_causal": True}
     else:
         options = {
-            "block_out_channels": (8, 16), "down_block_types": ("LTXVideoDownBlock3D",) * 2, "downsample_type": ("conv",) * 2,
+            "block_out_channels": (8, 16), "down_block_types": ("LTXVideoDownBlock3D",) * 2,
+            "downsample_type": ("conv",) * 2,
             "spatio_temporal_scaling": (True, False), "decoder_block_out_channels": (8, 16),
-            "decoder_spatio_temporal_scaling": (True, False), "upsample_residual": (False, False), "upsample_factor": (1, 1)}
+            "decoder_spatio_temporal_scaling": (True, False), "upsample_residual": (False, False),
+            "upsample_factor": (1, 1)}
     vae = AutoencoderKLLTXVideo(latent_channels=8, patch_size=2, **depths, **options)
     for module in vae.decoder.modules():
         if isinstance(module, torch.nn.Conv3d):
@@ -78,15 +82,18 @@ def ltx(noised=False):
 
 
 def hunyuan():
-    return AutoencoderKLHunyuanVideo(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=4)
+    return AutoencoderKLHunyuanVideo(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4,
+                                     latent_channels=4)
 
 
 def cogvideox():
-    return AutoencoderKLCogVideoX(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=4)
+    return AutoencoderKLCogVideoX(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4,
+                                  latent_channels=4)
 
 
 def hunyuan_image():
-    return diffusers.AutoencoderKLHunyuanImage(in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(32, 32, 64),
+    return diffusers.AutoencoderKLHunyuanImage(in_channels=3, out_channels=3, latent_channels=4,
+                                               block_out_channels=(32, 32, 64),
                                                layers_per_block=1, spatial_compression_ratio=4, sample_size=64)
 
 
@@ -97,42 +104,50 @@ def hunyuan15():
 
 def mochi():
     return diffusers.AutoencoderKLMochi(
-        latent_channels=4, encoder_block_out_channels=(32, 64, 32), decoder_block_out_channels=(32, 64, 32), layers_per_block=(1,) * 4,
+        latent_channels=4, encoder_block_out_channels=(32, 64, 32), decoder_block_out_channels=(32, 64, 32),
+        layers_per_block=(1,) * 4,
         temporal_expansions=(1, 3), spatial_expansions=(2, 2), add_attention_block=(False, True, True, True))
 
 
 def cosmos():
     return diffusers.AutoencoderKLCosmos(latent_channels=4, encoder_block_out_channels=(8, 8, 16, 16),
-                                         decode_block_out_channels=(8, 16, 16, 16), attention_resolutions=(), num_layers=1)
+                                         decode_block_out_channels=(8, 16, 16, 16), attention_resolutions=(),
+                                         num_layers=1)
 
 
 KL_MUTANTS = ("zeros for borrowed rows", "own moments", "mean of variances", "own tokens")
 KINDS = {
     "sd": Kind(lambda: kl(latent_channels=4), 4, scale=4, mutants=KL_MUTANTS),
-    "flux": Kind(lambda: kl(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False), 16, scale=4, mutants=KL_MUTANTS),
+    "flux": Kind(lambda: kl(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False), 16, scale=4,
+                 mutants=KL_MUTANTS),
     # It upsamples in float32.
     "wan": Kind(wan, 4, frames=3, pixel_frames=9, tolerance=1e-6, mutants=("zeros for borrowed rows", "own tokens")),
-    "wan22": Kind(wan22, 4, scale=16, frames=2, pixel_frames=5, tolerance=1e-6, mutants=("zeros for borrowed rows", "own tokens")),
+    "wan22": Kind(wan22, 4, scale=16, frames=2, pixel_frames=5, tolerance=1e-6,
+                  mutants=("zeros for borrowed rows", "own tokens")),
     # Its attention and norms are float32.
     "dc": Kind(dc, 4, scale=4, tolerance=1e-5, mutants=("zeros for borrowed rows", "own sums"), encode_mutants=()),
     # In pieces: of two frames and one, and of one and four.
-    "hunyuan": Kind(hunyuan, 4, frames=3, pixel_frames=5, mutants=("zeros for borrowed rows", "own moments", "own tokens"),
+    "hunyuan": Kind(hunyuan, 4, frames=3, pixel_frames=5,
+                    mutants=("zeros for borrowed rows", "own moments", "own tokens"),
                     encode_mutants=()),
     "cogvideox": Kind(cogvideox, 4, frames=2, pixel_frames=9, mutants=KL_MUTANTS[:-1]),
     # Its encoder's first features are float32.
-    "mochi": Kind(mochi, 4, scale=4, frames=2, pixel_frames=5, mutants=KL_MUTANTS[:-1], encode_mutants=(), tolerance=1e-9),
-    "cosmos": Kind(cosmos, 4, frames=2, pixel_frames=9, mutants=("zeros for borrowed rows", "own moments", "own tokens"),
+    "mochi": Kind(mochi, 4, scale=4, frames=2, pixel_frames=5, mutants=KL_MUTANTS[:-1], encode_mutants=(),
+                  tolerance=1e-9),
+    "cosmos": Kind(cosmos, 4, frames=2, pixel_frames=9,
+                   mutants=("zeros for borrowed rows", "own moments", "own tokens"),
                    encode_mutants=()),
     "ltx": Kind(ltx, 8, scale=4, frames=3, pixel_frames=5, tolerance=1e-5, encode_mutants=(), least_rows=2),
-    "ltx095": Kind(lambda: ltx(True), 8, scale=8, frames=2, pixel_frames=5, tolerance=1e-5, encode_mutants=(), least_rows=2),
+    "ltx095": Kind(lambda: ltx(True), 8, scale=8, frames=2, pixel_frames=5, tolerance=1e-5, encode_mutants=(),
+                   least_rows=2),
 }
 
 
 if hasattr(diffusers, "AutoencoderKLHunyuanImage"):
     KINDS["hunyuan image"] = Kind(hunyuan_image, 4, scale=4, mutants=KL_MUTANTS, encode_mutants=())
 if hasattr(diffusers, "AutoencoderKLHunyuanVideo15"):          # in pieces of two frames and one, and of one and four
-    KINDS["hunyuan 1.5"] = Kind(hunyuan15, 4, scale=4, frames=3, pixel_frames=5, mutants=("zeros for borrowed rows", "own tokens"),
-                                encode_mutants=())
+    KINDS["hunyuan 1.5"] = Kind(hunyuan15, 4, scale=4, frames=3, pixel_frames=5,
+                                mutants=("zeros for borrowed rows", "own tokens"), encode_mutants=())
 
 
 def tiny_vae(kind, dtype=torch.float64):

@@ -1,4 +1,5 @@
-"""Which processes of worker groups run: forkservers, the torchruns that these fork, and workers. Used by tests that end them."""
+"""Which processes of worker groups run: forkservers, the torchruns that these fork, and workers.
+Used by tests that end them."""
 
 import re
 

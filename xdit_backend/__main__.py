@@ -1,4 +1,5 @@
-"""The commands of this package: python -m xdit_backend bench COMMAND, one file of bench/ each, plan, doctor and join."""
+"""The commands of this package: python -m xdit_backend bench COMMAND, one file of bench/ each, plan,
+doctor and join."""
 
 import argparse
 import sys
@@ -9,7 +10,8 @@ from .machines import join
 from .protocol.errors import XDiTError
 
 BENCHES = {"methods": methods, "displaced": displaced, "vae": vae, "quality": quality, "planner": planner,
-           "reach": reach, "scale": scale, "unlike": unlike, "drift": drift, "loading": loading, "start": start, "runs": runs}
+           "reach": reach, "scale": scale, "unlike": unlike, "drift": drift, "loading": loading, "start": start,
+           "runs": runs}
 
 
 def main():
@@ -21,9 +23,11 @@ def main():
 
 
 def make_parser():
-    parser = argparse.ArgumentParser(prog="python -m xdit_backend", description="Measures what xDiT for ComfyUI does on this machine.")
+    parser = argparse.ArgumentParser(prog="python -m xdit_backend",
+                                     description="Measures what xDiT for ComfyUI does on this machine.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    bench = commands.add_parser("bench", help="time the parallel methods or the VAE, measure PipeFusion's pictures or the forecasts",
+    bench = commands.add_parser("bench", help="time the parallel methods or the VAE, measure PipeFusion's pictures or "
+                                              "the forecasts",
                                 description="Without a command, or with layouts in its place, it runs `methods`.")
     benches = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, module in BENCHES.items():
@@ -37,8 +41,8 @@ def make_parser():
 def _add(commands, name, module):
     """A command that is a module: its docstring, its add_arguments and its main."""
     summary, _, details = module.__doc__.partition("\n\n")
-    one = commands.add_parser(name, help=summary[0].lower() + summary[1:].rstrip("."), description=summary, epilog=details,
-                              formatter_class=Defaults)
+    one = commands.add_parser(name, help=summary[0].lower() + summary[1:].rstrip("."), description=summary,
+                              epilog=details, formatter_class=Defaults)
     module.add_arguments(one)
     one.set_defaults(run=module.main)
 

@@ -31,7 +31,8 @@ BOTH = ("warmup_steps", "forecast_keys_values")                # and what displa
 class ParallelConfig:
     """Devices and degrees. The defaults run on any machine.
 
-    devices: "auto", or torch device names with commas ("cuda:0,cuda:1", "cpu,cpu"); of another machine, "other-pc/cuda:0".
+    devices: "auto", or torch device names with commas ("cuda:0,cuda:1", "cpu,cpu"); of another machine,
+    "other-pc/cuda:0".
     mode: "auto" chooses the degrees for each run; "manual" uses the ones given, whose product is the device count.
     """
 
@@ -48,7 +49,8 @@ class ParallelConfig:
     stage_blocks: str = ""                     # blocks of each stage, "20,37"; "": balanced by cost
     warmup: str = "auto"                       # how the warm-up steps run, one of WARMUPS
     offload_keys_values: bool = False          # stale keys and values in host memory
-    forecast_keys_values: float = 0.6          # how far stale keys and values go on as they went in the step before: 0 not at all
+    # how far stale keys and values go on as they went in the step before: 0 not at all
+    forecast_keys_values: float = 0.6
     displaced_degree: int = 1
     displaced_mode: str = DISPLACED_MODES[0]   # how displaced patches synchronise, one of DISPLACED_MODES
     approximate: str = APPROXIMATE[0]          # may the picture differ a little from one device's? One of APPROXIMATE
@@ -66,21 +68,22 @@ class ParallelConfig:
             return ()
         parts = [part.strip() for part in self.stage_blocks.split(",")]
         if not all(part.isdigit() and int(part) > 0 for part in parts):
-            raise ConfigError(f'stage_blocks="{self.stage_blocks}" is not a list of block counts of at least 1. Use one number a '
-                              f'stage with commas, such as "20,37", or leave it empty.')
+            raise ConfigError(f'stage_blocks="{self.stage_blocks}" is not a list of block counts of at least 1. Use '
+                              f'one number a stage with commas, such as "20,37", or leave it empty.')
         return tuple(map(int, parts))
 
     @property
     def idle(self):
-        """What a run without PipeFusion makes of settings that only PipeFusion reads (or displaced patches), in a person's words; "" if
-        all are unset."""
+        """What a run without PipeFusion makes of settings that only PipeFusion reads (or displaced patches), in a
+        person's words; "" if all are unset."""
         read = self.mode == "manual" and self.displaced_degree > 1
         unused = {"pipefusion_degree": PIPEFUSION if read else (*PIPEFUSION, *BOTH),
                   "displaced_degree": () if read else ("displaced_mode",)}
         text = ""
         for degree, names in unused.items():
             given = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
-                     if field.name in names and getattr(self, field.name) not in (field.default, FORMER_DEFAULTS.get(field.name))]
+                     if field.name in names
+                     and getattr(self, field.name) not in (field.default, FORMER_DEFAULTS.get(field.name))]
             text += f" ({', '.join(given)} unused: {degree} is 1)" if given else ""
         return text
 
@@ -93,7 +96,8 @@ class ParallelConfig:
     def steps_kept(self):
         """Of how many steps stale keys and values are kept: of two, where they are forecast."""
         displaced = MODES.get(self.displaced_mode) if self.mode == "manual" and self.displaced_degree > 1 else None
-        frozen = displaced is not None and not (displaced.is_stale and displaced.keeps)        # auto chooses none of those
+        # auto chooses none of those
+        frozen = displaced is not None and not (displaced.is_stale and displaced.keeps)
         return 2 if self.forecast_keys_values > 0 and not frozen else 1
 
     @property
@@ -105,9 +109,10 @@ class ParallelConfig:
 def resolve_devices(devices, num_cuda_devices, mode="manual"):
     """Turn the `devices` setting into torch device names, one a worker.
 
-    "auto" takes every CUDA device, else one CPU worker. Of devices that this machine does not have, the mode "auto" takes those
-    that are there, and what "auto" takes where none is: a workflow from another machine runs. Those of this machine come first, then
-    those of each other one together, so that ranks which talk most are on one. What another machine has is known when it has joined.
+    "auto" takes every CUDA device, else one CPU worker. Of devices that this machine does not have, the mode "auto"
+    takes those that are there, and what "auto" takes where none is: a workflow from another machine runs. Those of this
+    machine come first, then those of each other one together, so that ranks which talk most are on one. What another
+    machine has is known when it has joined.
     Raises ConfigError for names that make no sense, and in other modes for those that are not there.
     """
     cuda = [f"cuda:{index}" for index in range(num_cuda_devices)]
@@ -120,30 +125,34 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
     for name in names:
         if not re.fullmatch(rf"({MACHINE_NAME}/)?(cpu|cuda:\d+)", name):
             raise ConfigError(f'devices="{devices}": "{name}" is not a device. Use "auto", or names such as '
-                              f'"cuda:0,cuda:1" or "cpu,cpu"; those of another machine with its name, "cuda:0,other-pc/cuda:0".')
+                              f'"cuda:0,cuda:1" or "cpu,cpu"; those of another machine with its name, '
+                              f'"cuda:0,other-pc/cuda:0".')
         if name.startswith("cuda:") and name not in cuda and mode != "auto":
-            there = f'{", ".join(cuda)}. Set devices to "{",".join(cuda)}"' if cuda else 'no CUDA device. Set devices to "cpu"'
-            raise ConfigError(f'devices="{devices}": {name} is not on this machine, which has {there} and the degrees to a product of '
-                              f'{max(1, len(cuda))}, or mode to "auto" to take what is there.')
+            there = (f'{", ".join(cuda)}. Set devices to "{",".join(cuda)}"'
+                     if cuda else 'no CUDA device. Set devices to "cpu"')
+            raise ConfigError(f'devices="{devices}": {name} is not on this machine, which has {there} and the degrees '
+                              f'to a product of {max(1, len(cuda))}, or mode to "auto" to take what is there.')
     if len({own_name(name).partition(":")[0] for name in names}) > 1:
         raise ConfigError(f'devices="{devices}" mixes CPU and CUDA workers. Use one kind.')
     own = tuple(name for name in names if name == "cpu" or name in cuda)
     others = [name for machine in machines_of(names) for name in names if machine_of(name) == machine]
     if others and not own:
-        raise ConfigError(f'devices="{devices}" names no device of this machine, which has {", ".join(cuda) or "the device cpu alone"}. At '
+        raise ConfigError(f'devices="{devices}" names no device of this machine, which has '
+                          f'{", ".join(cuda) or "the device cpu alone"}. At '
                           f"least one has to be of it.")
     return (own or tuple(cuda) or ("cpu",)) + tuple(others)
 
 
 def devices_a_machine(devices):
-    """The largest size of groups of neighbours, of what resolve_devices gives, that lie within one machine; 0: there is one machine."""
+    """The largest size of groups of neighbours, of what resolve_devices gives, that lie within one machine;
+    0: there is one machine."""
     counts = collections.Counter(map(machine_of, devices))
     return math.gcd(*counts.values()) if len(counts) > 1 else 0
 
 
 def fitting(config, num_cuda_devices):
-    """The ParallelConfig nearest to this one that can work here, before a model is known: of its devices those that are there, and
-    degrees whose product is their number, of methods that it uses as far as possible.
+    """The ParallelConfig nearest to this one that can work here, before a model is known: of its devices those that are
+    there, and degrees whose product is their number, of methods that it uses as far as possible.
     """
     try:
         devices = resolve_devices(config.devices, num_cuda_devices, "auto")
@@ -156,7 +165,8 @@ def fitting(config, num_cuda_devices):
     def distance(degrees):
         """From the given ones; of equally near ones those come first whose methods send less."""
         given = [max(1, getattr(config, name)) for name in DEGREES]
-        return (sum(abs(math.log2(new / old)) + (10 if new > 1 and old == 1 else 0) for new, old in zip(degrees, given)),
+        return (sum(abs(math.log2(new / old)) + (10 if new > 1 and old == 1 else 0)
+                    for new, old in zip(degrees, given)),
                 [-degree for degree in degrees])
 
     every = sorted(_factored(count, len(DEGREES)), key=distance)
@@ -194,7 +204,8 @@ def validate(config, num_devices):
         if value < 1:
             raise ConfigError(f"{name}={value} must be at least 1. 1 switches the method off.")
     if config.num_patches < 0 or config.warmup_steps < 0:
-        raise ConfigError(f"num_patches={config.num_patches} and warmup_steps={config.warmup_steps} must not be negative.")
+        raise ConfigError(f"num_patches={config.num_patches} and warmup_steps={config.warmup_steps} must not be "
+                          f"negative.")
     if config.warmup not in WARMUPS:
         raise ConfigError(f'warmup="{config.warmup}" is not one of {", ".join(WARMUPS)}.')
     if config.displaced_mode not in DISPLACED_MODES:
@@ -208,8 +219,9 @@ def validate(config, num_devices):
         raise ConfigError(f'stage_blocks="{config.stage_blocks}" names {num_stages} stages, and pipefusion_degree='
                           f'{config.pipefusion_degree}. Give one number a stage, or leave it empty.')
     if config.displaced_degree > 1 and config.pipefusion_degree > 1:
-        raise ConfigError(f"displaced_degree={config.displaced_degree} and pipefusion_degree={config.pipefusion_degree} both use what is "
-                          f"left of the step before: a stage would be behind twice. Set one of them to 1.")
+        raise ConfigError(f"displaced_degree={config.displaced_degree} and "
+                          f"pipefusion_degree={config.pipefusion_degree} both use what is left of the step before: a "
+                          f"stage would be behind twice. Set one of them to 1.")
     _refuse_approximate(config)
     if config.cfg_degree > 2:
         raise ConfigError(f"cfg_degree={config.cfg_degree}: guidance has two branches, so 1 or 2 can work.")
@@ -230,13 +242,13 @@ def _refuse_approximate(config):
     if config.approximate == "allowed":
         return
     if config.pipefusion_degree > 1 and config.num_patches != 1:
-        raise ConfigError(f'approximate="{config.approximate}" and pipefusion_degree={config.pipefusion_degree}: its patches use keys and '
-                          f'values of the step before. Use tensor_degree, num_patches 1, with which stages wait for each other, or set '
-                          f'approximate to allowed.')
+        raise ConfigError(f'approximate="{config.approximate}" and pipefusion_degree={config.pipefusion_degree}: its '
+                          f'patches use keys and values of the step before. Use tensor_degree, num_patches 1, with '
+                          f'which stages wait for each other, or set approximate to allowed.')
     if config.displaced_degree > 1 and (config.displaced_mode == AUTO or MODES[config.displaced_mode].is_stale):
-        raise ConfigError(f'approximate="{config.approximate}" and displaced_degree={config.displaced_degree}: in the mode '
-                          f'{config.displaced_mode} devices use rows of the step before. Set displaced_mode to full_sync, or approximate '
-                          f'to allowed.')
+        raise ConfigError(f'approximate="{config.approximate}" and displaced_degree={config.displaced_degree}: in the '
+                          f'mode {config.displaced_mode} devices use rows of the step before. Set displaced_mode to '
+                          f'full_sync, or approximate to allowed.')
 
 
 def validate_stages(config, num_blocks, family):
@@ -247,19 +259,21 @@ def validate_stages(config, num_blocks, family):
     counts = config.num_stage_blocks
     if counts and sum(counts) != num_blocks:
         raise ConfigError(f'stage_blocks="{config.stage_blocks}" adds up to {sum(counts)}, and this {family} model has '
-                          f'{num_blocks} blocks. The numbers must add up to {num_blocks}; leave it empty to balance the stages.')
+                          f'{num_blocks} blocks. The numbers must add up to {num_blocks}; leave it empty to balance '
+                          f'the stages.')
 
 
 def validate_layout(layout, num_heads, family, num_key_heads=None):
-    """Refuse a layout that this model cannot run. num_heads: None of a U-Net; num_key_heads: None: as many. Raises ConfigError with
-    what would work."""
+    """Refuse a layout that this model cannot run. num_heads: None of a U-Net; num_key_heads: None: as many. Raises
+    ConfigError with what would work."""
     degree = layout.ulysses_degree
     if num_heads is None:
         for name in ("ulysses_degree", "ring_degree", "pipefusion_degree", "tensor_degree"):
             value = getattr(layout, name)
             if value > 1:
-                raise ConfigError(f"{name}={value} shares out the tokens and blocks of a transformer, and {family} is a U-Net, which "
-                                  f"has neither from end to end. Use cfg_degree, data_degree or displaced_degree, and 1 here.")
+                raise ConfigError(f"{name}={value} shares out the tokens and blocks of a transformer, and {family} is "
+                                  f"a U-Net, which has neither from end to end. Use cfg_degree, data_degree or "
+                                  f"displaced_degree, and 1 here.")
         return
     if layout.tensor_degree > 1:
         _validate_tensor_degree(layout, num_heads, num_key_heads or num_heads, family)
@@ -270,11 +284,13 @@ def validate_layout(layout, num_heads, family, num_key_heads=None):
 
 
 def refuse_methods(layout, refused, family):
-    """Refuse methods that a family cannot have. refused: {degree, without "_degree": why}. Raises ConfigError with what would work."""
+    """Refuse methods that a family cannot have. refused: {degree, without "_degree": why}.
+    Raises ConfigError with what would work."""
     for name, reason in refused.items():
         value = getattr(layout, f"{name}_degree")
         if value > 1:
-            others = [f"{other}_degree" for other in ("cfg", "data", "ulysses", "ring", "tensor") if other not in refused]
+            others = [f"{other}_degree" for other in ("cfg", "data", "ulysses", "ring", "tensor")
+                      if other not in refused]
             raise ConfigError(f"{name}_degree={value}: xDiT does not run {family} so, because {reason}. "
                               f"Use {_one_of(others)}, and 1 here.")
 
@@ -283,13 +299,14 @@ def _validate_tensor_degree(layout, num_heads, num_key_heads, family):
     degree, ulysses_degree = layout.tensor_degree, layout.ulysses_degree
     works = [d for d in range(1, num_heads + 1) if num_heads % d == num_key_heads % d == 0]
     if degree not in works:
-        heads = f"{num_heads} attention heads" + (f" and {num_key_heads} key heads" if num_key_heads != num_heads else "")
+        heads = f"{num_heads} attention heads" + (f" and {num_key_heads} key heads" if num_key_heads != num_heads
+                                                  else "")
         raise ConfigError(f"tensor_degree={degree} does not divide {family}'s {heads}. Use {_one_of(works)}.")
     if num_heads // degree % ulysses_degree:
         works = [d for d in range(1, num_heads // degree + 1) if num_heads // degree % d == 0]
-        raise ConfigError(f"ulysses_degree={ulysses_degree} does not divide the {num_heads // degree} of {family}'s {num_heads} "
-                          f"attention heads that a rank has with tensor_degree={degree}. Use ulysses_degree {_one_of(works)}, or "
-                          f"ring_degree instead.")
+        raise ConfigError(f"ulysses_degree={ulysses_degree} does not divide the {num_heads // degree} of {family}'s "
+                          f"{num_heads} attention heads that a rank has with tensor_degree={degree}. Use "
+                          f"ulysses_degree {_one_of(works)}, or ring_degree instead.")
 
 
 def _one_of(numbers):

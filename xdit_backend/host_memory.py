@@ -8,15 +8,16 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def memory_room(cgroups=CGROUPS):
-    """(bytes of host memory that may still be taken, bytes in all). A container's limit, where it is less than the machine's.
+    """(bytes of host memory that may still be taken, bytes in all). A container's limit, where it is less than the
+    machine's.
 
     What a container has of files it has read can be given up, and counts as free.
     """
     memory = psutil.virtual_memory()
     room, limit = memory.available, memory.total
     for most, used, statistics, field in (("memory.max", "memory.current", "memory.stat", "inactive_file"),
-                                          ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
-                                           "total_inactive_file")):
+                                          ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes",
+                                           "memory/memory.stat", "total_inactive_file")):
         try:
             own_limit = int((cgroups / most).read_text())      # "max": ValueError
             fields = dict(line.split() for line in (cgroups / statistics).read_text().splitlines())

@@ -1,6 +1,7 @@
 """Who has which part: tokens of a shard, blocks of a stage, rows of a patch, ranks of a stage. Pure arithmetic.
 
-The host and every worker import it, so that each knows the others' parts without asking. What is chosen is forecast/planner.py's.
+The host and every worker import it, so that each knows the others' parts without asking. What is chosen is
+forecast/planner.py's.
 """
 
 import itertools
@@ -11,11 +12,13 @@ from .protocol.errors import ConfigError
 from .protocol.specs import Patch
 
 ALIGNMENT = 16                 # bytes; a layer's place in a bucket of an exchange fits any dtype
-FULL = 0.8                     # of a device's memory that weights may take; the rest is for activations, and for other nodes
+# of a device's memory that weights may take; the rest is for activations, and for other nodes
+FULL = 0.8
 
 
 def shard_sizes(num_tokens, num_shards, speeds=(), least=0):
-    """Sizes of contiguous shards, so that all take about as long; alike, they differ by one at most, the larger ones first.
+    """Sizes of contiguous shards, so that all take about as long; alike, they differ by one at most, the larger ones
+    first.
 
     speeds: of each shard's rank, relative; (): alike. least: what each shard has, where there is enough for all.
     """
@@ -28,7 +31,8 @@ def shard_sizes(num_tokens, num_shards, speeds=(), least=0):
     while sum(sizes) < num_tokens:                             # to who would be done first
         sizes[min(range(num_shards), key=lambda index: (sizes[index] + 1) / speeds[index])] += 1
     while sum(sizes) > num_tokens:                             # from who is done last
-        sizes[max((index for index in range(num_shards) if sizes[index] > least), key=lambda index: sizes[index] / speeds[index])] -= 1
+        sizes[max((index for index in range(num_shards) if sizes[index] > least),
+                  key=lambda index: sizes[index] / speeds[index])] -= 1
     return sizes
 
 
@@ -43,8 +47,8 @@ def shard_start(num_tokens, num_shards, index, speeds=(), least=0):
 def check_shards(num_tokens, num_shards, what="tokens"):
     """Refuse more sequence shards than tokens, or than rows of tokens."""
     if num_tokens < num_shards:
-        raise ConfigError(f"The latent has {num_tokens} {what}, too few for ulysses_degree x ring_degree = {num_shards}. "
-                          f"Use a larger latent or lower degrees.")
+        raise ConfigError(f"The latent has {num_tokens} {what}, too few for ulysses_degree x ring_degree = "
+                          f"{num_shards}. Use a larger latent or lower degrees.")
 
 
 # --- PipeFusion: which blocks, which rows (docs/algorithms.md sections 2.1 and 2.4) ---
@@ -94,7 +98,8 @@ def _ranges(values):
 
 
 def patch_dim(shape, patch_size):
-    """The dim of a latent that is cut into patches: rows, or frames where there are several, so that tokens stay contiguous.
+    """The dim of a latent that is cut into patches: rows, or frames where there are several, so that tokens stay
+    contiguous.
 
     shape: (B, C, H, W) or (B, C, F, H, W). patch_size: latent pixels of a token along the dims after C.
     """
@@ -107,7 +112,8 @@ def num_tokens(sizes, patch_size):
 
 
 def cut_patches(shape, patch_size, num_patches):
-    """Cut a latent into patches of whole token rows that differ by one token row at most: [(Patch, number of latent rows)]."""
+    """Cut a latent into patches of whole token rows that differ by one token row at most:
+    [(Patch, number of latent rows)]."""
     dim = patch_dim(shape, patch_size)
     unit = patch_size[dim - 2]
     patches, start = [], 0
@@ -119,7 +125,8 @@ def cut_patches(shape, patch_size, num_patches):
 
 
 def cut_bands(num_rows, num_ranks, multiple, speeds=()):
-    """First row of each rank's band of an image, and the number of rows: bands of whole multiples, as even as can be, or by speed.
+    """First row of each rank's band of an image, and the number of rows: bands of whole multiples, as even as can be,
+    or by speed.
 
     The last one takes what is left of a multiple. None where there are too few rows for all ranks.
     """
@@ -148,14 +155,16 @@ def level_of(name, num_levels):
 
 
 def summed_modules(splits):
-    """Paths of the modules whose outputs tensor ranks add up: attentions and feed-forwards, or the matrix that both end in.
+    """Paths of the modules whose outputs tensor ranks add up: attentions and feed-forwards, or the matrix that both end
+    in.
 
     splits: {name of a weight: checkpoints.shares.Split}.
     """
     summed = set()
     for name, split in splits.items():
         if split.how == "rows" and name.endswith(".weight"):
-            names = name.split(".")[:-1]                       # list, index, (one module that is the block,) attention or feed-forward
+            # list, index, (one module that is the block,) attention or feed-forward
+            names = name.split(".")[:-1]
             summed.add(".".join(names[:4 if names[2] == "block" else 3]))
     return sorted(summed)
 
@@ -167,7 +176,8 @@ def slot_bytes(shapes, dtype):
 
 
 def opens_step(patch):
-    """Does this patch (None: a whole latent) come first in a step? Text tokens come with it (docs/algorithms.md section 2.5)."""
+    """Does this patch (None: a whole latent) come first in a step? Text tokens come with it (docs/algorithms.md section
+    2.5)."""
     return patch is None or patch.start == 0
 
 

@@ -1,4 +1,5 @@
-"""The commands of the backend: what they are called, and what their help says. test_docs.py holds the documented ones."""
+"""The commands of the backend: what they are called, and what their help says.
+test_docs.py holds the documented ones."""
 
 import argparse
 import re

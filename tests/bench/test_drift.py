@@ -11,7 +11,8 @@ def calls_along(polynomial):
     return [(time, torch.full((2, 1, 1, 3, 2), polynomial(time), dtype=torch.float64)) for time in (1.0, 0.8, 0.5, 0.1)]
 
 
-@pytest.mark.parametrize("order, polynomial", [(1, lambda time: 3 - 2 * time), (2, lambda time: 3 - 2 * time + 5 * time * time)])
+@pytest.mark.parametrize("order, polynomial",
+                         [(1, lambda time: 3 - 2 * time), (2, lambda time: 3 - 2 * time + 5 * time * time)])
 def test_drift_of_its_order_is_foretold(order, polynomial):
     """From the call on that has enough before it; and not by none, nor by one order less."""
     calls = calls_along(polynomial)

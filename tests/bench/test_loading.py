@@ -20,8 +20,8 @@ def test_every_kind_of_file_is_loaded_and_none_is_left(tmp_path, capsys, monkeyp
     parser = argparse.ArgumentParser()
     loading.add_arguments(parser)
 
-    loading.main(parser.parse_args(["--gigabytes", "0.01", "--folder", str(tmp_path), "--rounds", "1", "--device", "cpu",
-                                    "--threads", str(torch.get_num_threads())]))
+    loading.main(parser.parse_args(["--gigabytes", "0.01", "--folder", str(tmp_path), "--rounds", "1", "--device",
+                                    "cpu", "--threads", str(torch.get_num_threads())]))
 
     lines = capsys.readouterr().out.splitlines()[2:]
     assert [re.split(r"\s{2,}", line)[0] for line in lines] == list(loading.TYPES)

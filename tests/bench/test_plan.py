@@ -11,8 +11,10 @@ from xdit_backend.__main__ import make_parser
 from xdit_backend.bench import plan
 from xdit_backend.protocol.errors import CheckpointError, ConfigError
 
-CARD = {"name": "a card", "memory_bytes": 24e9, "matrix_flops_s": 60e12, "attention_flops_s": 50e12, "memory_bytes_s": 936e9}
-LINKS = {"all_to_all": {"2": {"bytes_s": 9e9}}, "hop": {"2": {"bytes_s": 12e9, "latency_s": 2e-5}}, "all_reduce": {"2": {"bytes_s": 9e9}}}
+CARD = {"name": "a card", "memory_bytes": 24e9, "matrix_flops_s": 60e12, "attention_flops_s": 50e12,
+        "memory_bytes_s": 936e9}
+LINKS = {"all_to_all": {"2": {"bytes_s": 9e9}}, "hop": {"2": {"bytes_s": 12e9, "latency_s": 2e-5}},
+         "all_reduce": {"2": {"bytes_s": 9e9}}}
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +47,15 @@ def planned(flux, tmp_path, capsys, *arguments, card=CARD, count=2, links=LINKS,
 def test_a_plan_says_what_is_chosen_what_it_takes_and_what_limits_it(flux, tmp_path, capsys):
     text = planned(flux, tmp_path, capsys, "--steps", "28", card=CARD | {"memory_bytes": 48e9})
 
-    assert "4096 tokens, 256 of text, 28 steps, 2 branches, 1 image; 57 blocks of width 3072, 23.80 GB of weights\non 2 x a card" in text
+    assert ("4096 tokens, 256 of text, 28 steps, 2 branches, 1 image; 57 blocks of width 3072, 23.80 GB of weights\n"
+            "on 2 x a card") in text
     rows = {match[1].strip(): [float(number) for number in match[2].split()] for match in
             re.finditer(r"^[* ] (\S.*?) {2,}([\d.]+ +[\d.]+)x", text, re.MULTILINE)}
     assert {"CFG 2", "Ulysses 2", "Ring 2", "PipeFusion 2, 4 patches", "one device"} <= set(rows)
     for seconds, faster in rows.values():
         within(abs(seconds * faster / rows["one device"][0] - 1), 0.01)
-    assert re.search(r"^\* CFG 2 ", text, re.MULTILINE) and "Plan: CFG 2, about " in text and "Why: devices are busy" in text
+    assert (re.search(r"^\* CFG 2 ", text, re.MULTILINE) and "Plan: CFG 2, about " in text
+            and "Why: devices are busy" in text)
 
 
 @pytest.mark.parametrize("a_machine, exactly, expected", [
@@ -60,8 +64,8 @@ def test_a_plan_says_what_is_chosen_what_it_takes_and_what_limits_it(flux, tmp_p
 def test_a_plan_of_two_machines_keeps_tokens_within_one(flux, tmp_path, capsys, a_machine, exactly, expected):
     """Of the same measurements, which show a fast network."""
     links = {name: sizes | {"4": {"bytes_s": 5e9}} for name, sizes in LINKS.items()}
-    text = planned(flux, tmp_path, capsys, "--branches", "1", *exactly, card=CARD | {"memory_bytes": 48e9}, count=4, links=links,
-                   a_machine=a_machine)
+    text = planned(flux, tmp_path, capsys, "--branches", "1", *exactly, card=CARD | {"memory_bytes": 48e9}, count=4,
+                   links=links, a_machine=a_machine)
 
     assert ("on 4 x a card, 2 a machine\n" in text) == (a_machine == 2)
     assert re.search(rf"Plan: ({expected}), about ", text), text
@@ -78,7 +82,8 @@ def test_a_plan_spreads_what_does_not_fit(flux, tmp_path, capsys):
 def test_an_exact_plan_spreads_the_layers(flux, tmp_path, capsys):
     text = planned(flux, tmp_path, capsys, "--branches", "1", "--exact")
 
-    assert re.search(r"^\* tensor 2 .* compute|^\* tensor 2 .* link", text, re.MULTILINE) and "Plan: tensor 2, about " in text
+    assert (re.search(r"^\* tensor 2 .* compute|^\* tensor 2 .* link", text, re.MULTILINE)
+            and "Plan: tensor 2, about " in text)
     assert "its layers are spread, and the picture is one device's" in text
 
 

@@ -1,4 +1,5 @@
-"""`bench planner` fits a table's machine on the rows that a probe would measure, and tells how well the others are predicted."""
+"""`bench planner` fits a table's machine on the rows that a probe would measure,
+and tells how well the others are predicted."""
 
 import argparse
 import csv
@@ -16,9 +17,11 @@ from xdit_backend.forecast.cost import Degrees, Job
 from xdit_backend.forecast.memory import rank_memory
 from xdit_backend.protocol.errors import ConfigError
 
-COLUMNS = ("id,source,model,resolution,frames,tokens,text_tokens,steps,cfg_branches,gpu,number,link,machine,layout,deg_cfg,deg_ulysses,"
-           "deg_ring,deg_pipefusion,deg_tensor,deg_distrifusion,patches,warmup,compiled,unit,seconds,read_from,note,exclude").split(",")
-LAYOUTS = [{}, {"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"pipefusion": 2}, {"ulysses": 4}, {"ring": 4}, {"pipefusion": 4}, {"tensor": 2},
+COLUMNS = ("id,source,model,resolution,frames,tokens,text_tokens,steps,cfg_branches,gpu,number,link,machine,layout,"
+           "deg_cfg,deg_ulysses,deg_ring,deg_pipefusion,deg_tensor,deg_distrifusion,patches,warmup,compiled,unit,"
+           "seconds,read_from,note,exclude").split(",")
+LAYOUTS = [{}, {"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"pipefusion": 2}, {"ulysses": 4}, {"ring": 4},
+           {"pipefusion": 4}, {"tensor": 2},
            {"cfg": 2, "ulysses": 2}, {"cfg": 2, "pipefusion": 2}, {"ulysses": 2, "ring": 2}, {"distrifusion": 2}]
 
 
@@ -41,13 +44,16 @@ def table(tmp_path_factory):
                 for degree in layout.values():
                     number *= degree
                 lines.append({
-                    "id": f"R{len(lines)}", "source": "made", "model": model, "resolution": str(tokens), "frames": 1, "tokens": tokens,
-                    "text_tokens": 512, "steps": 20, "cfg_branches": 2, "gpu": card, "number": number, "link": link, "machine": machine,
-                    "layout": str(layout), **{f"deg_{name}": layout.get(name, 1) for name in published.DEGREES}, "warmup": 1,
-                    "compiled": 0, "seconds": 1.0})
+                    "id": f"R{len(lines)}", "source": "made", "model": model, "resolution": str(tokens), "frames": 1,
+                    "tokens": tokens,
+                    "text_tokens": 512, "steps": 20, "cfg_branches": 2, "gpu": card, "number": number, "link": link,
+                    "machine": machine,
+                    "layout": str(layout), **{f"deg_{name}": layout.get(name, 1) for name in published.DEGREES},
+                    "warmup": 1, "compiled": 0, "seconds": 1.0})
     path = write(tmp_path_factory.mktemp("planner") / "runs.csv", COLUMNS, lines)
     rows, chance = read_rows(path), random.Random(0)
-    truth = {name: usual * (1 if name[0] == "host" else 2 ** chance.uniform(-0.8, 0.8) if spread > 1 else 2 ** chance.uniform(-0.2, 0.2))
+    truth = {name: usual * (1 if name[0] == "host" else 2 ** chance.uniform(-0.8, 0.8) if spread > 1
+                            else 2 ** chance.uniform(-0.2, 0.2))
              for name, (usual, spread) in planner.usual_constants(rows, probe_rows(rows)).items()}
     for line, row in zip(lines, rows):
         line["seconds"] = predict(row, truth) * chance.uniform(0.98, 1.02)
@@ -92,9 +98,10 @@ def test_the_command_prints_all_models_and_links(table, tmp_path, capsys):
     lines = []
     for layout in ({}, {"pipefusion": 4}, {"ulysses": 4}):
         degrees = Degrees(**layout)
-        formula = rank_memory(NETS["flux.1-dev"], Job(4096, 512, 1), degrees, beside_bytes=7e9, told_copies=2).total / 1e9
-        lines.append({"model": "flux.1-dev", "number": degrees.devices, "tokens": 4096, "text_tokens": 512, "cfg_branches": 1,
-                      "gb": formula, **{name: layout.get(name, 1) for name in published.DEGREES}})
+        formula = rank_memory(NETS["flux.1-dev"], Job(4096, 512, 1), degrees, beside_bytes=7e9,
+                              told_copies=2).total / 1e9
+        lines.append({"model": "flux.1-dev", "number": degrees.devices, "tokens": 4096, "text_tokens": 512,
+                      "cfg_branches": 1, "gb": formula, **{name: layout.get(name, 1) for name in published.DEGREES}})
     memory = write(tmp_path / "memory.csv", names, lines)
 
     planner.print_seconds(table)
@@ -108,8 +115,10 @@ def test_the_command_prints_all_models_and_links(table, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("changed, message", [
-    ({"model": "sd9"}, "line 2 .R0. is left out: nothing is known of model 'sd9'"), ({"gpu": "TPU"}, "nothing is known of gpu 'TPU'"),
-    ({"seconds": "fast"}, "line 2 .R0. is left out: could not convert string"), ({"seconds": "0"}, "not a number above 0"),
+    ({"model": "sd9"}, "line 2 .R0. is left out: nothing is known of model 'sd9'"),
+    ({"gpu": "TPU"}, "nothing is known of gpu 'TPU'"),
+    ({"seconds": "fast"}, "line 2 .R0. is left out: could not convert string"),
+    ({"seconds": "0"}, "not a number above 0"),
     ({"seconds": "nan"}, "not a number above 0"), ({"tokens": ""}, "line 2 .R0. is left out: there is no 'tokens'"),
     ({"deg_cfg": "0"}, "a degree is below 1")], ids=str)
 def test_rows_that_cannot_be_read_are_left_out_by_name(table, tmp_path, changed, message):
@@ -118,7 +127,8 @@ def test_rows_that_cannot_be_read_are_left_out_by_name(table, tmp_path, changed,
     path, left_out = write(tmp_path / "runs.csv", COLUMNS, [lines[0] | changed, *lines[1:]]), []
 
     assert len(read_rows(path, left_out)) == len(lines) - 1 and len(left_out) == 1 and re.search(message, left_out[0])
-    assert len(read_rows(write(path, COLUMNS, [lines[0] | changed | {"exclude": "odd"}, *lines[1:]]), left_out)) == len(lines) - 1
+    assert len(read_rows(write(path, COLUMNS, [lines[0] | changed | {"exclude": "odd"}, *lines[1:]]), left_out)) == len(
+        lines) - 1
     assert len(left_out) == 1
     with pytest.raises(ConfigError, match="no line can be read"):
         read_rows(write(path, COLUMNS, [lines[0] | changed]))
@@ -128,20 +138,25 @@ def test_a_table_of_fewer_columns_and_empty_cells_is_read(table, tmp_path):
     """What a run usually is stands for what is not said; links go by other names, models in capitals."""
     with open(table, newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
-    few = ["model", "tokens", "text_tokens", "steps", "gpu", "number", "seconds", "link", *(f"deg_{name}" for name in published.DEGREES)]
-    bare = [{name: "" if line[name] == "1" and name.startswith("deg_") else line[name] for name in few} for line in lines]
-    bare = [line | {"model": line["model"].upper(), "link": "SXM4" if line["link"] == "NVLink" else ""} for line in bare]
+    few = ["model", "tokens", "text_tokens", "steps", "gpu", "number", "seconds", "link",
+           *(f"deg_{name}" for name in published.DEGREES)]
+    bare = [{name: "" if line[name] == "1" and name.startswith("deg_") else line[name] for name in few}
+            for line in lines]
+    bare = [line | {"model": line["model"].upper(), "link": "SXM4" if line["link"] == "NVLink" else ""}
+            for line in bare]
 
     rows, whole = read_rows(write(tmp_path / "runs.csv", few, bare)), read_rows(table)
 
-    assert [replace(row.degrees, warmup_steps=1) for row in rows] == [replace(row.degrees, warmup_steps=1) for row in whole]
+    assert [replace(row.degrees, warmup_steps=1)
+            for row in rows] == [replace(row.degrees, warmup_steps=1) for row in whole]
     assert [planner.link_of(row) for row in rows] == [planner.link_of(row) for row in whole]
     errors, losses = score([replace(row, predicted=row.seconds) for row in rows], set())
     assert len(losses) == 16 and len({row.machine for row in rows}) == 2
 
 
-@pytest.mark.parametrize("text, message", [(None, "there is no such file"), ("model,seconds\n", "lacks the columns tokens, steps"),
-                                           ("gb,model\n", "lacks the columns tokens, number")])
+@pytest.mark.parametrize("text, message",
+                         [(None, "there is no such file"), ("model,seconds\n", "lacks the columns tokens, steps"),
+                          ("gb,model\n", "lacks the columns tokens, number")])
 def test_what_is_no_table_is_refused(tmp_path, text, message):
     path = tmp_path / "table.csv"
     if text is not None:

@@ -28,7 +28,8 @@ def test_a_distribution_has_no_distance_to_itself():
 
 
 def test_naive_patches_are_runs_of_their_own():
-    """What another patch begins with changes nothing in one; so they are not one device's picture, which a single patch is."""
+    """What another patch begins with changes nothing in one;
+    so they are not one device's picture, which a single patch is."""
     one = example("SD3", rows=8, columns=6)
     other = one.latent.clone()
     other[:, :, :4] += 1
@@ -38,7 +39,8 @@ def test_naive_patches_are_runs_of_their_own():
         x = call.latent
         for sigma, following in zip(sigmas, sigmas[1:]):
             x = x + (following - sigma) * one.family.prediction(one.model(**one.family.inputs(
-                x, torch.full((len(x),), 1000 * sigma, dtype=x.dtype), call.conditioning, one.config), return_dict=False)[0], x)
+                x, torch.full((len(x),), 1000 * sigma, dtype=x.dtype), call.conditioning,
+                one.config), return_dict=False)[0], x)
         return x
 
     def drawn(latent, num_patches):
@@ -47,5 +49,6 @@ def test_naive_patches_are_runs_of_their_own():
     whole = run(None, Call(one.latent, torch.zeros(1), one.conditioning), [1.0, 0.6, 0.2])
     apart = drawn(one.latent, 2)
     within((drawn(one.latent, 1) - whole).abs().max(), 1e-12)
-    assert torch.equal(apart[:, :, 4:], drawn(other, 2)[:, :, 4:]) and not torch.equal(apart[:, :, :4], drawn(other, 2)[:, :, :4])
+    assert (torch.equal(apart[:, :, 4:], drawn(other, 2)[:, :, 4:])
+            and not torch.equal(apart[:, :, :4], drawn(other, 2)[:, :, :4]))
     assert (apart - whole).abs().max() > 1e-3

@@ -23,7 +23,8 @@ def host(tmp_path_factory):
     make_base(base)
     for folder, names in template_files():
         (base / "models" / folder).mkdir(parents=True, exist_ok=True)
-        for name in names:                                     # empty: the page lists names, and marks those that are not there
+        # empty: the page lists names, and marks those that are not there
+        for name in names:
             (base / "models" / folder / name).touch()
     (base / "input").mkdir(exist_ok=True)
     Image.new("RGB", (64, 64)).save(base / "input" / "example.png")         # ComfyUI brings one of this name

@@ -2,8 +2,8 @@
 
     python -m tests.browser.pictures
 
-Writes web/graph.png (a template), web/panel.png (the panel after a run with PipeFusion) and web/converted.png (a template of ComfyUI's
-own on all GPUs).
+Writes web/graph.png (a template), web/panel.png (the panel after a run with PipeFusion) and web/converted.png (a
+template of ComfyUI's own on all GPUs).
 """
 
 import importlib.util
@@ -34,8 +34,10 @@ def main():
     from playwright.sync_api import sync_playwright
     with tempfile.TemporaryDirectory() as base, sync_playwright() as playwright:
         make_base(base)
-        template, own = template_of_comfyui(), json.loads((ROOT / "workflows" / "sd35_parallel.json").read_text(encoding="utf-8"))
-        for node in template["nodes"] + own["nodes"]:          # with the files it names; the page marks a node that lacks one
+        template, own = template_of_comfyui(), json.loads(
+            (ROOT / "workflows" / "sd35_parallel.json").read_text(encoding="utf-8"))
+        # with the files it names; the page marks a node that lacks one
+        for node in template["nodes"] + own["nodes"]:
             for name in node.get("widgets_values", ()):
                 if str(name).endswith(".safetensors"):
                     for folder in ("diffusion_models", "text_encoders", "vae"):
@@ -72,7 +74,8 @@ def take_graph(page, template):
 def take_panel(page):
     page.set_viewport_size({"width": 1400, "height": 1180})
 
-    page.evaluate("graph => app.loadGraphData(graph)", json.loads((ROOT / "workflows" / "demo.json").read_text(encoding="utf-8")))
+    page.evaluate("graph => app.loadGraphData(graph)",
+                  json.loads((ROOT / "workflows" / "demo.json").read_text(encoding="utf-8")))
     page.evaluate(SET, SETTINGS)
     page.locator(".xdit-tab-button").click()
     page.wait_for_selector(".xdit-device")

@@ -20,7 +20,8 @@ PIPEFUSION = {"num_patches", "warmup_steps", "stage_blocks", "warmup", "offload_
 
 
 def open_demo(page, **values):
-    """Open the template Demo and set these widgets, one after the other. Returns the node's height, as the last one leaves it."""
+    """Open the template Demo and set these widgets, one after the other.
+    Returns the node's height, as the last one leaves it."""
     page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
     return [page.evaluate(SET, [name, value]) for name, value in values.items()][-1]
 
@@ -32,7 +33,8 @@ def test_it_shows_what_counts(page):
              ("mode", "manual", {"devices", "mode"} | DEGREES),
              ("pipefusion_degree", 2, {"devices", "mode", "approximate"} | DEGREES | PIPEFUSION),
              ("pipefusion_degree", 1, {"devices", "mode"} | DEGREES),
-             ("displaced_degree", 2, {"devices", "mode", "warmup_steps", "forecast_keys_values", "displaced_mode", "approximate"}
+             ("displaced_degree", 2, {"devices", "mode", "warmup_steps", "forecast_keys_values", "displaced_mode",
+                                      "approximate"}
               | DEGREES)]
     for name, value, expected in steps:
         high = page.evaluate(SET, [name, value])
@@ -65,7 +67,8 @@ def test_a_file_opens_and_is_saved_as_it_was(page, name):
 
 MARKED = """() => Object.fromEntries(app.graph.nodes.flatMap(node => (node.inputs ?? []).filter(slot => slot.hasErrors)
     .map(slot => [node.type, slot.name])))"""
-BUTTON = """() => app.graph.nodes.find(node => node.type === "XDiTParallelConfig").widgets.find(widget => widget.name === "xdit_fit")"""
+BUTTON = """() => app.graph.nodes.find(node => node.type === "XDiTParallelConfig")
+    .widgets.find(widget => widget.name === "xdit_fit")"""
 
 
 def test_a_refused_layout_marks_its_widget_and_offers_what_fits(page):
@@ -83,7 +86,8 @@ def test_a_refused_layout_marks_its_widget_and_offers_what_fits(page):
 
     assert marked == {"XDiTParallelConfig": "ring_degree"} and label == "Set what fits this machine"
     assert with_button == [node.get("widgets_values") for node in saved]       # it is not saved
-    assert (values["devices"], values["mode"], values["ring_degree"], values["cfg_degree"]) == ("cpu,cpu", "manual", 2, 1)
+    assert (values["devices"], values["mode"], values["ring_degree"],
+            values["cfg_degree"]) == ("cpu,cpu", "manual", 2, 1)
     assert page.problems == []
 
 
@@ -92,7 +96,8 @@ def test_what_fits_is_offered_no_more_when_a_run_begins(page):
     page.evaluate("() => app.queuePrompt(0).catch(() => null)")
     page.wait_for_function(f"() => ({BUTTON})()", timeout=120_000)
 
-    page.evaluate("""async () => (await import("/scripts/api.js")).api.dispatchEvent(new CustomEvent("execution_start", { detail: {} }))""")
+    page.evaluate("""async () => (await import("/scripts/api.js")).api
+        .dispatchEvent(new CustomEvent("execution_start", { detail: {} }))""")
 
     assert page.evaluate(f"() => !({BUTTON})()")
 

@@ -1,4 +1,5 @@
-"""The page's commands Run on all GPUs and Run on one GPU: in ComfyUI's own page, on its own templates, and what the server says to both."""
+"""The page's commands Run on all GPUs and Run on one GPU:
+in ComfyUI's own page, on its own templates, and what the server says to both."""
 
 import importlib.util
 import json
@@ -9,9 +10,10 @@ import pytest
 from tests.browser.conftest import post, validated
 from tests.tiers import by_default
 
-# Of families that the workers run: an all-in-one checkpoint, two of them, subgraphs with promoted widgets, two models, LoRA, video.
-TEMPLATES = ["default", "sdxl_simple_example", "01_get_started_text_to_image", "video_wan2_2_14B_t2v", "flux_dev_full_text_to_image",
-             "ltxv_text_to_video", "sd3.5_simple_example"]
+# Of families that the workers run: an all-in-one checkpoint, two of them, subgraphs with promoted widgets, two models,
+# LoRA, video.
+TEMPLATES = ["default", "sdxl_simple_example", "01_get_started_text_to_image", "video_wan2_2_14B_t2v",
+             "flux_dev_full_text_to_image", "ltxv_text_to_video", "sd3.5_simple_example"]
 SERIALIZE = "() => app.rootGraph.serialize()"
 COUNT_UNDO = """() => {
     const history = app.extensionManager.workflow.activeWorkflow.changeTracker;
@@ -45,9 +47,11 @@ def test_a_template_there_and_back(page, host, tmp_path, name):
     given = stock(name)
     files = {(one["directory"], one["name"]) for graph in graphs_of(given)
              for node in graph["nodes"] for one in node.get("properties", {}).get("models", [])}
-    page.route("**/xdit/refusals", lambda route: route.fulfill(json={"models": {}, "vaes": {}}))        # as if they were whole
+    # as if they were whole
+    page.route("**/xdit/refusals", lambda route: route.fulfill(json={"models": {}, "vaes": {}}))
     page.evaluate("graph => app.loadGraphData(graph)", given)
-    page.wait_for_timeout(500)                                 # the page goes on changing what it has loaded for a moment
+    # the page goes on changing what it has loaded for a moment
+    page.wait_for_timeout(500)
     undo = page.evaluate(COUNT_UNDO)
     before = page.evaluate(SERIALIZE)
 
@@ -83,14 +87,16 @@ def test_the_keys_convert_and_the_page_says_what_stays(page):
     before = page.evaluate(SERIALIZE)
 
     page.keyboard.press("Alt+Shift+G")
-    page.wait_for_function("() => document.querySelector('.p-toast')?.innerText.includes('QwenImageDiffsynthControlnet')")
+    page.wait_for_function(
+        "() => document.querySelector('.p-toast')?.innerText.includes('QwenImageDiffsynthControlnet')")
 
     assert page.evaluate(SERIALIZE) == before
     assert page.problems == []
 
 
-@pytest.mark.parametrize("body", [b"no json", b"[]", b"{}", b'{"models": "a", "vaes": []}', b'{"models": [1], "vaes": []}',
-                                  b'{"models": [], "vaes": [], "more": []}', json.dumps({"models": ["a"] * 201, "vaes": []}).encode()])
+@pytest.mark.parametrize("body", [b"no json", b"[]", b"{}", b'{"models": "a", "vaes": []}',
+                                  b'{"models": [1], "vaes": []}', b'{"models": [], "vaes": [], "more": []}',
+                                  json.dumps({"models": ["a"] * 201, "vaes": []}).encode()])
 def test_what_is_asked_in_another_form_is_refused(host, body):
     status, answer = post(host, "/xdit/refusals", body)
 

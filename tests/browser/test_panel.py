@@ -1,4 +1,5 @@
-"""The panel in ComfyUI's own page, with two CPU workers: during a run, after it, after a crash; in both themes and both languages."""
+"""The panel in ComfyUI's own page, with two CPU workers: during a run, after it, after a crash;
+in both themes and both languages."""
 
 import json
 import re
@@ -17,17 +18,20 @@ CHINESE = re.compile(r"[\u4e00-\u9fff]")
 CONTRAST = """(selector) => {
     const panel = document.querySelector(".xdit-panel");
     const light = colour => {
-        const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        const [r, g, b] = colour.match(/[\\d.]+/g).map(Number)
+            .map(v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
-    const [a, b] = [light(getComputedStyle(panel.querySelector(selector)).color), light(getComputedStyle(panel).backgroundColor)];
+    const [a, b] = [light(getComputedStyle(panel.querySelector(selector)).color),
+                    light(getComputedStyle(panel).backgroundColor)];
     return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), b];
 }"""
 
 
 @pytest.fixture(scope="module")
 def page(chromium, host):
-    """ComfyUI's page with the demo on two CPU workers; page.states: what its socket was told of the panel; page.errors: of our files."""
+    """ComfyUI's page with the demo on two CPU workers; page.states: what its socket was told of the panel;
+    page.errors: of our files."""
     page = chromium.new_page(viewport={"width": 1600, "height": 1000})
     page.problems, page.errors, page.states = [], [], []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
@@ -36,7 +40,8 @@ def page(chromium, host):
     page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: page.states.append(frame)
                                                   if isinstance(frame, str) and "xdit.state" in frame else None))
     page.goto(host.url)
-    page.wait_for_function("() => window.app?.graph && window.LiteGraph?.registered_node_types?.XDiTLoadModel", timeout=120_000)
+    page.wait_for_function("() => window.app?.graph && window.LiteGraph?.registered_node_types?.XDiTLoadModel",
+                           timeout=120_000)
     page.wait_for_function("() => app.graph.nodes.length > 0", timeout=120_000)
     page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
     page.evaluate("""steps => {
@@ -63,7 +68,8 @@ def after_a_run(page):
     """The panel is open, and shows a run that is done, and workers that wait."""
     open_panel(page)
     page.wait_for_selector(".xdit-device")
-    if not page.query_selector(".xdit-panel dl[data-state=done]") or not page.query_selector(".xdit-group[data-state=idle]"):
+    if (not page.query_selector(".xdit-panel dl[data-state=done]")
+            or not page.query_selector(".xdit-group[data-state=idle]")):
         queue(page, 12)
     wait_for_run(page, "done")
     page.wait_for_selector(".xdit-group[data-state=idle]", timeout=120_000)
@@ -72,15 +78,18 @@ def after_a_run(page):
 
 def queue(page, seed):
     page.evaluate("""seed => {
-        app.graph.nodes.find(node => node.type === "XDiTParallelSampler").widgets.find(widget => widget.name === "seed").value = seed;
+        app.graph.nodes.find(node => node.type === "XDiTParallelSampler")
+            .widgets.find(widget => widget.name === "seed").value = seed;
         return app.queuePrompt(0);
     }""", seed)
 
 
 def bars(page):
     """{device: {owner: bytes}} as the bars show them."""
-    return page.evaluate("""() => Object.fromEntries([...document.querySelectorAll(".xdit-device")].map(device => [device.dataset.device,
-        Object.fromEntries([...device.querySelectorAll(".xdit-bar span")].map(one => [one.dataset.owner, Number(one.dataset.bytes)]))]))""")
+    return page.evaluate("""() => Object.fromEntries([...document.querySelectorAll(".xdit-device")].map(device => [
+        device.dataset.device,
+        Object.fromEntries([...device.querySelectorAll(".xdit-bar span")]
+            .map(one => [one.dataset.owner, Number(one.dataset.bytes)]))]))""")
 
 
 def wait_for_run(page, state):
@@ -101,7 +110,8 @@ def stopped(process):
 
 
 def send(host, path, body=None, **headers):
-    request = urllib.request.Request(host.url + path, data=body, headers={"Content-Type": "application/json", **headers})
+    request = urllib.request.Request(host.url + path, data=body,
+                                     headers={"Content-Type": "application/json", **headers})
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read() or "null")
@@ -112,7 +122,8 @@ def send(host, path, body=None, **headers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path, body", [
-    *[("/xdit/watch", body) for body in (b"no json", b"[]", b"{}", b'{"client": 1, "open": true}', b'{"client": "", "open": true}',
+    *[("/xdit/watch", body) for body in (b"no json", b"[]", b"{}", b'{"client": 1, "open": true}',
+                                         b'{"client": "", "open": true}',
                                          b'{"client": "nobody", "open": true}', b'{"client": "a", "open": 1}',
                                          b'{"client": "a", "open": false, "more": 1}')],
     *[("/xdit/do", body) for body in (b"no json", b"[]", b"{}", b'{"action": "rm"}', b'{"action": ["stop"]}',
@@ -126,7 +137,8 @@ def test_what_is_asked_in_another_form_is_refused(host, path, body):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["/xdit/state", "/xdit/timeline", "/xdit/trace", "/xdit/watch", "/xdit/do", "/xdit/fit", "/xdit/refusals"])
+@pytest.mark.parametrize("path", ["/xdit/state", "/xdit/timeline", "/xdit/trace", "/xdit/watch", "/xdit/do",
+                                  "/xdit/fit", "/xdit/refusals"])
 def test_other_sites_are_refused(host, path):
     body = None if path in ("/xdit/state", "/xdit/timeline", "/xdit/trace") else b'{"action": "stop"}'
     assert send(host, path, body, Origin="http://elsewhere.example")[0] == 403
@@ -141,7 +153,8 @@ def test_it_is_live_during_a_run_and_silent_when_closed(page, host):
 
     while ((host.get("/xdit/state")["run"] or {}).get("step") or 0) < 3:
         time.sleep(0.01)
-    with stopped(workers(host)[0]):                            # the run goes on when the page, which may be slow, has shown it
+    # the run goes on when the page, which may be slow, has shown it
+    with stopped(workers(host)[0]):
         wait_for_run(page, "running")
         busy = send(host, "/xdit/do", b'{"action": "stop"}')
         page.wait_for_function("() => document.querySelector('.xdit-panel progress')?.value > 1", timeout=120_000)
@@ -158,7 +171,8 @@ def test_it_is_live_during_a_run_and_silent_when_closed(page, host):
          [...row.querySelectorAll("rect[data-kind=whole]")].map(one => Number(one.dataset.step))])""")
     assert [name for name, _ in ranks] == ["0: cpu", "1: cpu"]
     assert [steps for _, steps in ranks] == [list(range(1, STEPS + 1))] * 2
-    told = page.evaluate("() => [...document.querySelectorAll('.xdit-panel dd')].map(one => [one.dataset.fact, one.textContent])")
+    told = page.evaluate("() => [...document.querySelectorAll('.xdit-panel dd')].map(one => [one.dataset.fact, "
+                         "one.textContent])")
     assert dict(told)["run_steps"] == f"{STEPS} of {STEPS}" and dict(told)["run_how"] == "CFG 2"
     page.wait_for_function("() => document.querySelector('.xdit-time rect[data-kind=decode]')", timeout=120_000)
     assert sum(bars(page)["cpu"].values()) == total
@@ -178,10 +192,12 @@ def test_it_is_used_by_keys_and_saves_a_trace(page, after_a_run):
     def press(key):
         """The seconds at the left end and at the last tick, after a key."""
         page.keyboard.press(key)
-        ticks = page.evaluate("() => [...document.querySelectorAll('.xdit-time .xdit-tick')].map(one => parseFloat(one.textContent))")
+        ticks = page.evaluate("() => [...document.querySelectorAll('.xdit-time .xdit-tick')].map(one => "
+                              "parseFloat(one.textContent))")
         return ticks[0], ticks[-1]
 
-    assert page.evaluate("() => document.querySelector('.xdit-time').getScreenCTM().a") == 1   # its letters are not squeezed
+    # its letters are not squeezed
+    assert page.evaluate("() => document.querySelector('.xdit-time').getScreenCTM().a") == 1
     page.locator(".xdit-time").focus()
     whole, nearer, moved, again = [press(key) for key in ("Home", "+", "ArrowRight", "Home")]
     with page.expect_download() as download:
@@ -232,7 +248,8 @@ def test_after_a_crash_it_says_so_and_the_next_run_works(page, host, after_a_run
     page.wait_for_selector(".xdit-group[data-state=stopped]", timeout=120_000)
     number = page.locator(".xdit-panel dl").get_attribute("data-run")
     queue(page, 13)
-    page.wait_for_function("number => document.querySelector('.xdit-panel dl')?.dataset.run !== number", arg=number, timeout=120_000)
+    page.wait_for_function("number => document.querySelector('.xdit-panel dl')?.dataset.run !== number", arg=number,
+                           timeout=120_000)
     wait_for_run(page, "done")
 
     assert page.problems == [] and page.errors == []
@@ -244,11 +261,13 @@ def test_the_bubble_is_the_time_without_work(page):
     spans = [["whole", 0, 4, 1, 0], ["wait", 1, 2, 1, 0], ["patch", 6, 10, 2, 0], ["decode", 12, 13, 0, 0]]
     whole, later, drawn = page.evaluate("""async spans => {
         const { shares, rectangles } = await import("/extensions/xdit-comfyui/timeline.js");
-        return [shares(spans, 0, 10), shares(spans, 2, 10), rectangles(spans, 5, 15, 100).map(({ x, width, span }) => [span[0], x, width])];
+        return [shares(spans, 0, 10), shares(spans, 2, 10),
+                rectangles(spans, 5, 15, 100).map(({ x, width, span }) => [span[0], x, width])];
     }""", spans)
 
     assert whole["steps"] == 2 and (whole["busy"], whole["waits"]) == (8, 1)
-    assert abs(whole["idle"] - 0.3) < 1e-9 and abs(later["idle"] - 0.125) < 1e-9       # what came before the steps is no bubble
+    # what came before the steps is no bubble
+    assert abs(whole["idle"] - 0.3) < 1e-9 and abs(later["idle"] - 0.125) < 1e-9
     assert drawn == [["patch", 10, 40], ["decode", 70, 10]]
 
 
@@ -256,8 +275,9 @@ def test_the_bubble_is_the_time_without_work(page):
 def test_the_settings_for_idle_workers_reach_the_host_and_the_panel(page, host):
     open_panel(page)
     page.wait_for_selector("[data-residency=keep]")
-    choose = "async ([how, minutes]) => { const { setting } = app.extensionManager; await setting.set('xdit.IdleMinutes', minutes); " \
-             "await setting.set('xdit.Residency', how); }"
+    choose = ("async ([how, minutes]) => { const { setting } = app.extensionManager; await "
+              "setting.set('xdit.IdleMinutes', minutes); " \
+             "await setting.set('xdit.Residency', how); }")
 
     page.evaluate(choose, ["park", 7])
     page.wait_for_selector("[data-residency=park]")

@@ -15,14 +15,16 @@ from tests.tiers import by_default
 PAGE_ONLY = {"upload"}                     # LoadImage's button
 NAMES = [path.stem for path in template_paths()]
 TITLE, WORDS = 30, 70                      # pixels of a node's title, and of two lines under its widgets
-SAY = {"XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced"}
-NODE_IDS = ["XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode", "XDiTLoadClipVae",
-            "XDiTDemoPrompt"]
+SAY = {"XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode", "KSamplerAdvanced", "SamplerCustom",
+       "SamplerCustomAdvanced"}
+NODE_IDS = ["XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode",
+            "XDiTLoadClipVae", "XDiTDemoPrompt"]
 
 # What the page made of a graph: nodes, links with both ends' types, and widget values in the order of the file.
 READ_GRAPH = """() => ({
     nodes: app.graph.nodes.map(node => ({
-        id: Number(node.id), type: node.type, missing: !(node.type in LiteGraph.registered_node_types) || !!node.has_errors,
+        id: Number(node.id), type: node.type,
+        missing: !(node.type in LiteGraph.registered_node_types) || !!node.has_errors,
         inputs: node.inputs.map(slot => [slot.name, slot.type]), widgets: node.serialize().widgets_values ?? [],
     })),
     links: [...app.graph.links.values()].map(link => {
@@ -33,7 +35,8 @@ READ_GRAPH = """() => ({
 })"""
 # Dialogs, and the panels in which the page reports missing nodes, missing models and failed runs.
 READ_COMPLAINTS = """() => [...document.querySelectorAll(
-    "[role=dialog], [role=alertdialog], .p-dialog, .p-toast-message-error, [data-testid*=error-overlay], [data-testid*=missing]")]
+    "[role=dialog], [role=alertdialog], .p-dialog, .p-toast-message-error, " +
+    "[data-testid*=error-overlay], [data-testid*=missing]")]
     .filter(element => element.checkVisibility()).map(element => element.innerText)"""
 
 
@@ -57,7 +60,8 @@ def test_template_opens_with_nothing_missing_and_the_server_takes_it(page, host,
     assert sorted(link["id"] for link in graph["links"]) == sorted(link[0] for link in given["links"])
     status, answer = validated(host, page.evaluate("async () => (await app.graphToPrompt()).output"))
     refused = {error["class_type"] for error in answer["node_errors"].values()}
-    assert (status, refused) == (200, set()) or (name, refused) == ("flux1_pipefusion", {"XDiTParallelConfig"})        # for two GPUs
+    # for two GPUs
+    assert (status, refused) == (200, set()) or (name, refused) == ("flux1_pipefusion", {"XDiTParallelConfig"})
     for link in graph["links"]:
         assert link["from"] == link["to"] == link["type"] and link["held"] == link["id"], link
 
@@ -76,17 +80,21 @@ def test_template_inputs_are_those_the_nodes_declare(host, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_can_offer_each_file_of_the_note_for_download(name):
-    """It reads `models` of the nodes. ComfyUI's own templates have the same addresses, where they take a file from the same repository."""
+    """It reads `models` of the nodes. ComfyUI's own templates have the same addresses,
+    where they take a file from the same repository."""
     rows, text = files_of_note(name)
-    given = [(node, model) for node in template(name)["nodes"] for model in node.get("properties", {}).get("models", [])]
+    given = [(node, model) for node in template(name)["nodes"]
+             for model in node.get("properties", {}).get("models", [])]
     places = comfyuis_places()
 
     assert {model["name"] for _, model in given} == {name for _, names in rows for name in names}
     for node, model in given:
-        repository, file = re.fullmatch(r"https://huggingface.co/([^/]+/[^/]+)/resolve/main/(?:.+/)?([^/]+)", model["url"]).groups()
+        repository, file = re.fullmatch(r"https://huggingface.co/([^/]+/[^/]+)/resolve/main/(?:.+/)?([^/]+)",
+                                        model["url"]).groups()
         assert model["name"] in node["widgets_values"] and f"`{repository}`" in text
         assert file == model["name"] or "(rename it)" in text
-        assert f"`models/{model['directory']}`" in next(line for line in text.splitlines() if f"`{model['name']}`" in line)
+        assert f"`models/{model['directory']}`" in next(line for line in text.splitlines()
+                                                        if f"`{model['name']}`" in line)
         same = {place for place in places.get(model["name"], ()) if repository in place[0]}
         assert not same or (model["url"], model["directory"]) in same
 
@@ -131,7 +139,8 @@ def test_templates_are_listed(host):
 def test_template_has_a_thumbnail_the_page_can_show(page, host, name):
     url = f"{host.url}/api/workflow_templates/{PACK}/{name}.jpg"
 
-    width = page.evaluate("async url => { const i = new Image(); i.src = url; await i.decode(); return i.naturalWidth }", url)
+    width = page.evaluate("async url => { const i = new Image(); i.src = url; await i.decode(); return "
+                          "i.naturalWidth }", url)
 
     assert width == 512
     assert len(host.get(f"/api/workflow_templates/{PACK}/{name}.jpg")) < 60_000

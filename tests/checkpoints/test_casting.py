@@ -1,4 +1,5 @@
-"""Weights held in a smaller type than a model computes in give what ComfyUI's own loader gives, and are held so, all of them."""
+"""Weights held in a smaller type than a model computes in give what ComfyUI's own loader gives, and are held so,
+all of them."""
 
 import inspect
 
@@ -31,11 +32,13 @@ def asked(family, config):
     sides = (8, 9) if family.latent.patch[-1] == 1 else (34, 36)
     size = (family.tiny.frames, *sides)[-len(family.latent.patch):]
     latent = torch.randn(1, family.taken_channels(config), *size, generator=generator)
-    return latent, torch.tensor([0.613 * family.time_scale]), conditioning_of(family, config, generator, {"context": 12}, size=size)
+    return latent, torch.tensor([0.613 * family.time_scale]), conditioning_of(
+        family, config, generator, {"context": 12}, size=size)
 
 
 def rounded(conditioning, dtype):
-    return tree_map(lambda value: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value, conditioning)
+    return tree_map(lambda value: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value,
+                    conditioning)
 
 
 def ours(path, family, storage, compute="float32", quantisation=""):
@@ -43,7 +46,8 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     spec, dtype = open_checkpoint(path).spec(storage, compute, quantisation=quantisation), getattr(torch, compute)
     transformer = load_transformer(spec, CPU)
     model, config = transformer.model, transformer.config
-    assert sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) == held_bytes(model, family, spec)
+    assert sum(t.numel() * t.element_size()
+               for t in (*model.parameters(), *model.buffers())) == held_bytes(model, family, spec)
     loaded = Loaded(transformer, (RowHooks if family.by_rows else Hooks)(model, family.plan), dtype, range(0))
     latent, timestep, conditioning = asked(family, config)
     conditioning = rounded(conditioning, dtype)
@@ -96,10 +100,12 @@ def test_weights_cast_at_use_equal_comfyuis(file_of, kind, storage):
     assert relative_error(want, exact) > 1e-3
 
 
-@pytest.mark.parametrize("kind", [kind if kind in ("sd3", "wan") else pytest.param(kind, marks=pytest.mark.slow) for kind in families()
+@pytest.mark.parametrize("kind", [kind if kind in ("sd3", "wan") else pytest.param(kind, marks=pytest.mark.slow)
+                                  for kind in families()
                                   if kind not in VARIANTS])
 def test_arithmetic_in_half_precision_is_as_exact_as_comfyuis(file_of, kind):
-    """Of weights rounded alike, as far from float32 as ComfyUI's own model: what it computes in float32 is not rounded here."""
+    """Of weights rounded alike, as far from float32 as ComfyUI's own model:
+    what it computes in float32 is not rounded here."""
     family, path = families()[kind], file_of(kind)
     with torch.inference_mode():
         result, want = ours(path, family, "bfloat16", "bfloat16"), native(path, family, "bfloat16", "bfloat16")
@@ -111,7 +117,8 @@ def test_arithmetic_in_half_precision_is_as_exact_as_comfyuis(file_of, kind):
 
 @pytest.mark.parametrize("name", ["DiT", "Latte"])
 def test_positions_that_no_file_holds_are_not_rounded_as_weights(tmp_path, name):
-    """Of a latent of the size that they were made for: there the table is added as it is held. Beside weights that were rounded before."""
+    """Of a latent of the size that they were made for: there the table is added as it is held.
+    Beside weights that were rounded before."""
     one = example(name, torch.float32, rows=8, columns=8)
     tables = {key for key, _ in one.model.named_buffers()}
     for parameter in one.model.parameters():
@@ -136,7 +143,8 @@ def test_positions_that_no_file_holds_are_not_rounded_as_weights(tmp_path, name)
              "qk_norm": "rms_norm"}, 192 * 192 * 2432),
     ("Wan", {}, 1024 * 128 * 4 * 2 + 5120 * (16 * 4 + 1))], ids=["flux-dev", "sd3.5-large", "wan-14b"])
 def test_a_published_model_in_float8_takes_a_byte_a_parameter(name, config, tables):
-    """Beside: SD3's table of positions; Wan's rotary tables in float32, and its patch embedding, which ComfyUI does not round."""
+    """Beside: SD3's table of positions; Wan's rotary tables in float32, and its patch embedding,
+    which ComfyUI does not round."""
     family = FAMILIES[name]
     with torch.device("meta"):
         model = build(family, {**defaults(family), **config})
@@ -144,7 +152,8 @@ def test_a_published_model_in_float8_takes_a_byte_a_parameter(name, config, tabl
     blocks = [block for list_ in family.plan.blocks for block in model.get_submodule(list_.name)]
 
     assert held_bytes(model, family, spec) == sum(parameter.numel() for parameter in model.parameters()) + tables
-    assert block_bytes(model, family, spec) == [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    assert block_bytes(model, family, spec) == [sum(parameter.numel() for parameter in block.parameters())
+                                                for block in blocks]
 
 
 def defaults(family):

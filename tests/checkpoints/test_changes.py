@@ -1,4 +1,5 @@
-"""Weights that change after a model was loaded: only what is changed is read, where it is held; what is taken back is as before."""
+"""Weights that change after a model was loaded: only what is changed is read, where it is held;
+what is taken back is as before."""
 
 import os
 
@@ -68,7 +69,8 @@ def test_a_file_that_was_replaced_is_not_mixed_with_what_was_loaded(store, spec)
     other = torch.randn(32, 32).double()
     loaded = load_transformer(spec, CPU)
     before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
-    change = {NAME.format(0): Change(None, (LowRank(store.share(other), store.share(other), 0.5, None),), "float64", "float64")}
+    change = {NAME.format(0): Change(None, (LowRank(store.share(other), store.share(other), 0.5, None),), "float64",
+                                     "float64")}
     file, = open_checkpoint(spec.path).files
     save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, f"{file}.new")
     os.replace(f"{file}.new", file)
@@ -85,23 +87,28 @@ def test_a_file_that_was_replaced_is_not_mixed_with_what_was_loaded(store, spec)
 QKV, PROJ = "joint_blocks.0.x_block.attn.qkv.weight", "joint_blocks.1.x_block.attn.proj.weight"
 
 
-@pytest.mark.parametrize("how", ["scaled", "Q8_0", *(pytest.param(how, marks=pytest.mark.quantisers) for how in ("int8", "nf4"))])
+@pytest.mark.parametrize("how", ["scaled", "Q8_0",
+                                 *(pytest.param(how, marks=pytest.mark.quantisers) for how in ("int8", "nf4"))])
 def test_a_quantised_weight_stays_so_beside_factors_and_is_plain_where_it_is_replaced(file_of, store, tmp_path, how):
-    """Compared with the same changes of the dequantised weights; factors of some rows of a fused matrix, and of some columns."""
+    """Compared with the same changes of the dequantised weights;
+    factors of some rows of a fused matrix, and of some columns."""
     plain_path, quantisation = tmp_path / "plain.safetensors", how if how in TYPES else ""
     if quantisation:
         path = file_of("sd3")
         save_dequantised(plain_path, path, how)
     else:
         path = tmp_path / f"model.{'safetensors' if how == 'scaled' else 'gguf'}"
-        save_file(save_scaled(path, file_of("sd3"), per_row=True) if how == "scaled" else save_gguf(path, file_of("sd3"), how), plain_path)
+        save_file(save_scaled(path, file_of("sd3"), per_row=True) if how == "scaled"
+                  else save_gguf(path, file_of("sd3"), how), plain_path)
     specs = [open_checkpoint(file).spec("float32", "float32", quantisation=quantisation)
              for file, quantisation in ((path, quantisation), (plain_path, ""))]
     loaded, plain = (load_transformer(spec, CPU) for spec in specs)
     model = loaded.model
     before, data = outputs(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    rows, columns = (messages_of(store, *shapes) for shapes in (((256, 2), (2, 256), (0, 256, 256)), ((256, 2), (2, 64), (1, 128, 64))))
-    added = {QKV: Change(None, (rows, rows), "float32", "float32"), PROJ: Change(None, (columns,), "float32", "float32")}
+    rows, columns = (messages_of(store, *shapes)
+                     for shapes in (((256, 2), (2, 256), (0, 256, 256)), ((256, 2), (2, 64), (1, 128, 64))))
+    added = {QKV: Change(None, (rows, rows), "float32", "float32"),
+             PROJ: Change(None, (columns,), "float32", "float32")}
     replaced = {QKV: Change(store.share(torch.randn(768, 256)), ()), PROJ: Change(None, ())}
 
     for change in (added, replaced):
@@ -150,7 +157,8 @@ def outputs(model):
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(5))
     attention = [block.attn for block in model.transformer_blocks[:2]]
     with torch.inference_mode():
-        return torch.cat([attention[0].to_q(x), attention[0].to_k(x), attention[0].to_v(x), attention[1].to_out[0](x)], 1)
+        return torch.cat([attention[0].to_q(x), attention[0].to_k(x), attention[0].to_v(x), attention[1].to_out[0](x)],
+                         1)
 
 
 def test_a_stage_takes_the_changes_of_its_own_blocks(store, spec):
@@ -158,7 +166,8 @@ def test_a_stage_takes_the_changes_of_its_own_blocks(store, spec):
     loaded = load_transformer(spec, CPU, choose_blocks=lambda model: range(1, 3))
     mine, others = torch.randn(32, 32).double(), Change(Segment("/dev/shm/nothing", "float64", (32, 32)), ())
 
-    change_weights(loaded, {NAME.format(0): others, NAME.format(1): Change(store.share(mine), ()), NAME.format(3): others})
+    change_weights(loaded, {NAME.format(0): others, NAME.format(1): Change(store.share(mine), ()),
+                            NAME.format(3): others})
 
     state = loaded.model.state_dict()
     assert torch.equal(state[NAME.format(1)], mine) and state[NAME.format(0)].is_meta

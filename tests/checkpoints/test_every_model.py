@@ -26,13 +26,17 @@ from xdit_backend.protocol.errors import CheckpointError
 FAMILY = {
     "SD15": "SD 1.5", "SD15_instructpix2pix": "SD 1.5", "SD20": "SD 2", "SDXL": "SDXL", "SDXL_instructpix2pix": "SDXL",
     "SDXLRefiner": "SDXL", "KOALA_1B": "SDXL", "SD3": "SD3", "AuraFlow": "AuraFlow", "PixArtAlpha": "PixArt-Alpha",
-    "PixArtSigma": "PixArt-Sigma", "HunyuanDiT": "HunyuanDiT", "HunyuanDiT1": "HunyuanDiT", "Flux": "Flux.1", "FluxInpaint": "Flux.1",
+    "PixArtSigma": "PixArt-Sigma", "HunyuanDiT": "HunyuanDiT", "HunyuanDiT1": "HunyuanDiT", "Flux": "Flux.1",
+    "FluxInpaint": "Flux.1",
     "FluxSchnell": "Flux.1", "Flux2": "Flux.2", "GenmoMochi": "Mochi", "LTXV": "LTX-Video", "LTXAV": "LTX-2",
-    "HunyuanVideo15": "HunyuanVideo 1.5", "HunyuanVideo15_SR_Distilled": "HunyuanVideo 1.5", "HunyuanImage21": "HunyuanImage",
+    "HunyuanVideo15": "HunyuanVideo 1.5", "HunyuanVideo15_SR_Distilled": "HunyuanVideo 1.5",
+    "HunyuanImage21": "HunyuanImage",
     "HunyuanVideo": "HunyuanVideo", "HunyuanVideoI2V": "HunyuanVideo", "HunyuanVideoSkyreelsI2V": "HunyuanVideo",
     "CosmosT2V": "Cosmos-Predict1", "CosmosI2V": "Cosmos-Predict1", "CosmosT2IPredict2": "Cosmos-Predict2",
-    "CosmosI2VPredict2": "Cosmos-Predict2", "ZImage": "Z-Image", "Lumina2": "Lumina 2", "WAN21_T2V": "Wan", "WAN21_I2V": "Wan",
-    "WAN22_T2V": "Wan", "WAN21_FunControl2V": "Wan", "WAN21_Vace": "Wan VACE", "HiDream": "HiDream-I1", "Chroma": "Chroma",
+    "CosmosI2VPredict2": "Cosmos-Predict2", "ZImage": "Z-Image", "Lumina2": "Lumina 2", "WAN21_T2V": "Wan",
+    "WAN21_I2V": "Wan",
+    "WAN22_T2V": "Wan", "WAN21_FunControl2V": "Wan", "WAN21_Vace": "Wan VACE", "HiDream": "HiDream-I1",
+    "Chroma": "Chroma",
     "QwenImage": "Qwen-Image", "Kandinsky5": "Kandinsky 5", "Kandinsky5Image": "Kandinsky 5 Image", "Anima": "Anima",
     "LongCatImage": "LongCat-Image", "ErnieImage": "ERNIE-Image", "Krea2": "Krea 2",
     "CogVideoX_T2V": "CogVideoX", "CogVideoX_I2V": "CogVideoX", "CogVideoX_Inpaint": "CogVideoX",
@@ -45,23 +49,29 @@ REFUSED = {
     "SD21UnclipL": (SD21, {"label_emb.0.0.weight": (1280, 1536)}, "unCLIP"),
     "SD21UnclipH": (SD21, {"label_emb.0.0.weight": (1280, 2048)}, "unCLIP"),
     "SD_X4Upscaler": (SD21, {"label_emb.weight": (1000, 1024)}, "x4 upscaler"),
-    **{name: (SDXL_BASE, {"output_blocks.0.1.transformer_blocks.4.attn2.to_k.weight": None}, name_of) for name, name_of in (
-        ("SSD1B", "SSD-1B"), ("Segmind_Vega", "Vega"), ("KOALA_700M", "KOALA"))},
+    **{name: (SDXL_BASE, {"output_blocks.0.1.transformer_blocks.4.attn2.to_k.weight": None}, name_of)
+       for name, name_of in (
+           ("SSD1B", "SSD-1B"), ("Segmind_Vega", "Vega"), ("KOALA_700M", "KOALA"))},
     **dict.fromkeys(("SV3D_u", "SV3D_p", "SVD_img2vid"), (
         SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "Stable Video Diffusion")),
     **dict.fromkeys(("Stable_Cascade_B", "Stable_Cascade_C"), ({}, {"clf.1.weight": (2, 2)}, "Stable Cascade")),
-    **dict.fromkeys(("StableAudio", "StableAudio3"), ({}, {"transformer.rotary_pos_emb.inv_freq": (2,)}, "Stable Audio")),
-    "ACEStep": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step"), "ACEStep15": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step"),
+    **dict.fromkeys(("StableAudio", "StableAudio3"),
+                    ({}, {"transformer.rotary_pos_emb.inv_freq": (2,)}, "Stable Audio")),
+    "ACEStep": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step"),
+    "ACEStep15": ({}, {"genre_embedder.weight": (2, 2)}, "ACE-Step"),
     "MiniMaxH3": ({}, {"audio_patch_proj.weight": (2, 2)}, "MiniMax H3"),
     "Ideogram4": ({}, {"embed_image_indicator.weight": (2, 2)}, "Ideogram 4"),
-    "JoyImage": ({}, {"double_blocks.0.img_mod.modulate_table": (2, 2), "double_blocks.0.attn.img_attn_qkv.weight": (2, 2)}, "JoyImage"),
+    "JoyImage": ({}, {"double_blocks.0.img_mod.modulate_table": (2, 2),
+                      "double_blocks.0.attn.img_attn_qkv.weight": (2, 2)}, "JoyImage"),
     "Lens": ({}, {"transformer_blocks.0.attn.img_qkv.weight": (2, 2), "transformer_blocks.0.img_mod.1.weight": (2, 2),
                   "txt_norm.0.weight": (2,), "img_in.weight": (2, 2)}, "Lens"),
     "MageFlow": (QWEN_IMAGE, {"txt_norm.weight": (2560,), "proj_out.weight": (128, 3072)}, "Mage-Flow"),
     "ChromaRadiance": (CHROMA, {"nerf_blocks.0.norm.scale": (64,)}, "Chroma Radiance"),
     "Omnigen2": ({}, {"ref_image_refiner.0.norm2.weight": (2,)}, "OmniGen 2"),
-    "Boogu": ({}, {"ref_image_refiner.0.norm2.weight": (2,), "double_stream_layers.0.norm2.weight": (2,)}, "Boogu-Image"),
-    "HiDreamO1": ({}, {"t_embedder1.mlp.0.weight": (2, 2), "visual.blocks.0.mlp.linear_fc2.weight": (2, 2)}, "HiDream-O1"),
+    "Boogu": ({}, {"ref_image_refiner.0.norm2.weight": (2,), "double_stream_layers.0.norm2.weight": (2,)},
+              "Boogu-Image"),
+    "HiDreamO1": ({}, {"t_embedder1.mlp.0.weight": (2, 2), "visual.blocks.0.mlp.linear_fc2.weight": (2, 2)},
+                  "HiDream-O1"),
     "SeedVR2": ({}, {"blocks.0.mlp.all.proj_in_gate.weight": (2, 2)}, "SeedVR2"),
     "PixelDiTT2I": ({}, {"pixel_embedder.proj.weight": (2, 2)}, "PixelDiT"),
     "PiD": ({}, {"core.pixel_embedder.proj.weight": (2, 2)}, "PixelDiT"),
@@ -70,16 +80,20 @@ REFUSED = {
     **dict.fromkeys(("WAN21_Camera", "WAN22_Camera"), (WAN_14B, {"control_adapter.conv.weight": (1, 1)}, "Wan Camera")),
     "WAN22_S2V": (WAN_14B, {"casual_audio_encoder.encoder.final_linear.weight": (1, 1)}, "S2V"),
     "WAN21_HuMo": (WAN_I2V, {"audio_proj.audio_proj_glob_1.layer.bias": (1,)}, "HuMo"),
-    "WAN22_Animate": (WAN_I2V, {"face_adapter.fuser_blocks.0.k_norm.weight": (1,), "pose_patch_embedding.weight": (1,)}, "Animate"),
+    "WAN22_Animate": (WAN_I2V, {"face_adapter.fuser_blocks.0.k_norm.weight": (1,), "pose_patch_embedding.weight": (1,)},
+                      "Animate"),
     "WAN21_SCAIL": (WAN_I2V, {"patch_embedding_pose.weight": (1, 1)}, "SCAIL"),
     "WAN21_SCAIL2": (WAN_I2V, {"patch_embedding_mask.weight": (1, 1)}, "SCAIL-2"),
     "WAN22_WanDancer": (WAN_14B, {"patch_embedding_global.weight": (1, 1)}, "WanDancer"),
     **dict.fromkeys(("Hunyuan3Dv2mini", "Hunyuan3Dv2"), ({}, {"latent_in.weight": (2, 2)}, "Hunyuan3D")),
-    "Hunyuan3Dv2_1": ({}, {"blocks.0.moe.shared_experts.net.2.weight": (2, 2), "blocks.0.attn1.to_q.weight": (2, 2)}, "Hunyuan3D"),
+    "Hunyuan3Dv2_1": ({}, {"blocks.0.moe.shared_experts.net.2.weight": (2, 2), "blocks.0.attn1.to_q.weight": (2, 2)},
+                      "Hunyuan3D"),
     "TripoSplat": ({}, {"context_repo_layers.0.norm.weight": (2,)}, "TripoSplat"),
     **{name: ({}, {mark: (2, 2)}, "finds things in pictures") for name, mark in (
-        ("RT_DETR_v4", "backbone.stem.stem1.conv.weight"), ("SAM3", "detector.backbone.vision_backbone.trunk.pos_embed"),
-        ("SAM31", "detector.backbone.vision_backbone.trunk.pos_embed"), ("DepthAnything3", "head.scratch.refinenet1.out_conv.weight"))}}
+        ("RT_DETR_v4", "backbone.stem.stem1.conv.weight"),
+        ("SAM3", "detector.backbone.vision_backbone.trunk.pos_embed"),
+        ("SAM31", "detector.backbone.vision_backbone.trunk.pos_embed"),
+        ("DepthAnything3", "head.scratch.refinenet1.out_conv.weight"))}}
 
 
 def classes_of_comfyui():
@@ -87,7 +101,8 @@ def classes_of_comfyui():
     if comfyui_folder() is None:
         pytest.skip("there is no ComfyUI; set XDIT_COMFYUI to its folder")
     source = (Path(comfyui_folder()) / "comfy" / "supported_models.py").read_text(encoding="utf-8")
-    return [each.id for node in ast.parse(source).body if isinstance(node, ast.Assign) and node.targets[0].id == "models"
+    return [each.id for node in ast.parse(source).body if isinstance(node, ast.Assign)
+            and node.targets[0].id == "models"
             for each in node.value.elts]
 
 
@@ -105,7 +120,8 @@ def test_each_model_of_comfyui_is_a_family_or_refused():
 def test_a_model_that_is_not_run_is_refused_by_its_name(tmp_path, name):
     base, more, words = REFUSED[name]
     if None in more.values():                                  # a level that is not like the others
-        base = {key: shape for key, shape in base.items() if not key.startswith("output_blocks.0.1.transformer_blocks.9.")}
+        base = {key: shape for key, shape in base.items()
+                if not key.startswith("output_blocks.0.1.transformer_blocks.9.")}
         more = {}
     write_header(tmp_path / "model.safetensors", {**base, **more})
 

@@ -24,7 +24,8 @@ def make(root, files, part="transformer"):
 
 @pytest.mark.parametrize("part", ["transformer", "unet"])
 @pytest.mark.parametrize("files, read", [
-    ([f"{NAME}.safetensors"], [f"{NAME}.safetensors"]), (SHARDS, SHARDS), (HALF, HALF), (OLD_HALF, OLD_HALF), (SHARDS + HALF, SHARDS),
+    ([f"{NAME}.safetensors"], [f"{NAME}.safetensors"]), (SHARDS, SHARDS), (HALF, HALF), (OLD_HALF, OLD_HALF),
+    (SHARDS + HALF, SHARDS),
     ([f"{NAME}.fp16.safetensors", f"{NAME}.safetensors", f"{NAME}.non_ema.safetensors"], [f"{NAME}.safetensors"]),
     ([f"{NAME}.fp16.safetensors", f"{NAME}.safetensors.index.fp16.json"], [f"{NAME}.fp16.safetensors"])], ids=str)
 def test_one_set_of_weights_is_read(tmp_path, part, files, read):
@@ -35,8 +36,10 @@ def test_one_set_of_weights_is_read(tmp_path, part, files, read):
 
 
 @pytest.mark.parametrize("files, words", [
-    (SHARDS[1:], f"has 1 of 2 shards, {SHARDS[1]}"), ([*SHARDS, f"{NAME}.safetensors"], f"more than once, as {SHARDS[0]} and as {NAME}.s"),
-    ([f"{NAME}.fp16.safetensors", f"{NAME}.bf16.safetensors"], "more than once"), ([f"{NAME}.bin"], ".bin files can run code"),
+    (SHARDS[1:], f"has 1 of 2 shards, {SHARDS[1]}"),
+    ([*SHARDS, f"{NAME}.safetensors"], f"more than once, as {SHARDS[0]} and as {NAME}.s"),
+    ([f"{NAME}.fp16.safetensors", f"{NAME}.bf16.safetensors"], "more than once"),
+    ([f"{NAME}.bin"], ".bin files can run code"),
     ([], "lacks .safetensors files")], ids=str)
 def test_weights_that_are_not_clear_or_not_whole_are_refused(tmp_path, files, words):
     with pytest.raises(CheckpointError, match=words):
@@ -46,12 +49,15 @@ def test_weights_that_are_not_clear_or_not_whole_are_refused(tmp_path, files, wo
 def test_a_folder_of_other_parts_says_what_loads_them(tmp_path):
     make(make(tmp_path / "folder", [f"{NAME}.safetensors"], "vae"), ["model.safetensors"], "text_encoder")
 
-    with pytest.raises(CheckpointError, match="It has text_encoder, vae. Load CLIP and Load VAE take files of such parts"):
+    with pytest.raises(CheckpointError, match="It has text_encoder, vae. Load CLIP and Load VAE take files of such "
+                                              "parts"):
         read_folder(tmp_path / "folder")
 
 
-@pytest.mark.parametrize("content", [b"{", b"[1]", b"null", b"3", b"\xff\xfe\x00", b"[" * 100_000], ids=lambda content: str(content[:8]))
-@pytest.mark.parametrize("file", ["model_index.json", "scheduler/scheduler_config.json", "vae/config.json", "transformer/config.json"])
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"null", b"3", b"\xff\xfe\x00", b"[" * 100_000],
+                         ids=lambda content: str(content[:8]))
+@pytest.mark.parametrize("file", ["model_index.json", "scheduler/scheduler_config.json", "vae/config.json",
+                                  "transformer/config.json"])
 def test_json_that_is_malformed_or_of_another_type_is_refused_by_its_path(tmp_path, file, content):
     folder = make(tmp_path / "folder", [f"{NAME}.safetensors"])
     (folder / file).parent.mkdir(exist_ok=True)
@@ -69,7 +75,8 @@ def test_a_part_alone_is_read_with_what_is_beside_it(tmp_path):
     found = read_folder(folder / "transformer_2")
 
     assert {file.parent.name for file in found.files} == {"transformer_2"}
-    assert found.beside == {"model_index": read_json(folder / "model_index.json")} and folder / "model_index.json" in found.said
+    assert (found.beside == {"model_index": read_json(folder / "model_index.json")}
+            and folder / "model_index.json" in found.said)
 
 
 def test_a_folder_is_found_elsewhere_by_its_content(tmp_path):

@@ -1,4 +1,5 @@
-"""GGUF files: our model computes with what the package gguf makes of their blocks, held as in the file; broken ones are refused."""
+"""GGUF files: our model computes with what the package gguf makes of their blocks, held as in the file;
+broken ones are refused."""
 
 import struct
 
@@ -28,7 +29,8 @@ def test_blocks_of_every_type_come_to_what_the_package_makes_of_them(tmp_path, t
     want = save_gguf(tmp_path / "a.gguf", tmp_path / "plain.safetensors", type_)["a.weight"]
     header = open_checkpoint(tmp_path / "a.gguf")
     first, _ = header.stored["a.weight"]
-    raw = torch.tensor(list((tmp_path / "a.gguf").read_bytes()[first:first + row_bytes(type_, values.numel())]), dtype=torch.uint8)
+    raw = torch.tensor(list((tmp_path / "a.gguf").read_bytes()[first:first + row_bytes(type_, values.numel())]),
+                       dtype=torch.uint8)
 
     result = dequantised(raw.view(6, -1), type_)
 
@@ -37,14 +39,18 @@ def test_blocks_of_every_type_come_to_what_the_package_makes_of_them(tmp_path, t
         assert torch.equal(dequantised(raw.view(6, -1), type_, dtype), result.to(dtype))
 
 
-@pytest.mark.parametrize("type_, moved_bytes", [("Q8_0", 3.4), ("Q4_0", 6.9), ("Q4_1", 6.2), ("Q5_0", 13), ("Q5_1", 12.3), ("Q2_K", 6.9), (
-    "Q3_K", 11.5), ("Q4_K", 6.7), ("Q5_K", 10.8), ("Q6_K", 11.4), ("IQ4_NL", 15.9), ("IQ4_XS", 16.2), ("INT8", 3.1), ("F8_E4M3", 5.1)])
+@pytest.mark.parametrize("type_, moved_bytes",
+                         [("Q8_0", 3.4), ("Q4_0", 6.9), ("Q4_1", 6.2), ("Q5_0", 13), ("Q5_1", 12.3), ("Q2_K", 6.9), (
+                             "Q3_K", 11.5), ("Q4_K", 6.7), ("Q5_K", 10.8), ("Q6_K", 11.4), ("IQ4_NL", 15.9),
+                          ("IQ4_XS", 16.2), ("INT8", 3.1), ("F8_E4M3", 5.1)])
 def test_unpacking_does_not_wait_for_the_device(monkeypatch, type_, moved_bytes):
-    """Every linear of every forward does it. moved_bytes: that its kernels read and write for a number in bfloat16, which takes two."""
+    """Every linear of every forward does it. moved_bytes:
+    that its kernels read and write for a number in bfloat16, which takes two."""
     rows, columns, scale = 512, 1024, None
     with pretended_cuda(monkeypatch) as work_of:
         if type_ in SCALED:
-            blocks, scale = torch.empty(rows, columns, dtype=SCALED[type_], device=CUDA), torch.empty(rows, 1, device=CUDA)
+            blocks, scale = torch.empty(rows, columns, dtype=SCALED[type_],
+                                        device=CUDA), torch.empty(rows, 1, device=CUDA)
         else:
             blocks = torch.empty(rows, row_bytes(type_, columns), dtype=torch.uint8, device=CUDA)
         work = work_of(unpacked, blocks, type_, scale, torch.bfloat16)
@@ -54,7 +60,8 @@ def test_unpacking_does_not_wait_for_the_device(monkeypatch, type_, moved_bytes)
     assert work.peak_bytes <= (6.1 if type_.startswith("IQ4") else 3.6) * rows * columns
 
 
-@pytest.mark.parametrize("type_", [type_ for type_ in UNPACKED if type_ != "IQ1_M"])           # whose factor is not in one place
+# whose factor is not in one place
+@pytest.mark.parametrize("type_", [type_ for type_ in UNPACKED if type_ != "IQ1_M"])
 def test_types_that_are_unpacked_when_read_equal_the_dequantised_file(file_of, tmp_path, type_):
     family, path = families()["sd3"], tmp_path / "model.gguf"
     want = save_gguf(path, file_of("sd3"), type_)
@@ -83,7 +90,8 @@ def test_a_gguf_file_equals_the_dequantised_one(file_of, tmp_path, kind, type_):
     assert relative_error(result, exact) > 1e-3
     header = open_checkpoint(path)
     spec = header.spec("float32", "float32")
-    held, plain = (held_bytes(open_checkpoint(file).outline(), family, spec) for file in (path, tmp_path / "plain.safetensors"))
+    held, plain = (held_bytes(open_checkpoint(file).outline(), family, spec)
+                   for file in (path, tmp_path / "plain.safetensors"))
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
     numbers = sum(header.shapes[name][0] * header.shapes[name][1] for name in header.quantised)
     assert header.quantised <= matrices(file_of(kind)) and len(header.quantised) > 10
@@ -91,7 +99,8 @@ def test_a_gguf_file_equals_the_dequantised_one(file_of, tmp_path, kind, type_):
 
 
 def write(path, tensors, count=None, **metadata):
-    """A GGUF file. tensors: {name: (array, its type's number or None, what is added to its offset)}. count: what its header says."""
+    """A GGUF file. tensors: {name: (array, its type's number or None, what is added to its offset)}.
+    count: what its header says."""
     said, infos, data = b"", b"", b""
     string = lambda text: struct.pack("<Q", len(text)) + text.encode()  # noqa: E731
     for key, shape in metadata.items():

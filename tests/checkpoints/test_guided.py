@@ -1,4 +1,5 @@
-"""What ComfyUI's nodes do to what self-attention gives: our models in one process against ComfyUI's own, with the nodes' own functions."""
+"""What ComfyUI's nodes do to what self-attention gives: our models in one process against ComfyUI's own,
+with the nodes' own functions."""
 
 import functools
 
@@ -19,7 +20,8 @@ from xdit_backend.hooks.unet import RowHooks
 from xdit_backend.protocol.specs import Nag
 from xdit_backend.worker.models import Loaded
 
-HEEDING = [kind for kind, family in families().items() if kind not in VARIANTS and (family.by_rows or family.plan.heeds_output)]
+HEEDING = [kind for kind, family in families().items() if kind not in VARIANTS
+           and (family.by_rows or family.plan.heeds_output)]
 SETTINGS = {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}
 
 
@@ -43,10 +45,12 @@ class Recorded:
 
 
 def both(path, family, options, **context):
-    """(ours, native): a prediction for a negative and a positive prompt in one batch. context: fields of our ForwardContext."""
+    """(ours, native): a prediction for a negative and a positive prompt in one batch.
+    context: fields of our ForwardContext."""
     import comfy.sd
     transformer = load_transformer(open_checkpoint(path).spec("float32", "float32"), CPU)
-    loaded = Loaded(transformer, (RowHooks if family.by_rows else Hooks)(transformer.model, family.plan), torch.float32, range(0))
+    loaded = Loaded(transformer, (RowHooks if family.by_rows else Hooks)(transformer.model, family.plan), torch.float32,
+                    range(0))
     latent, timestep, conditioning = asked(family, transformer.config)
     twice = lambda tensor: torch.cat([tensor, tensor.flip(-1)]) if torch.is_tensor(tensor) else tensor  # noqa: E731
     latent, timestep = torch.cat([latent, latent]), torch.cat([timestep, timestep])
@@ -57,7 +61,8 @@ def both(path, family, options, **context):
         call = functools.partial(net, latent, timestep, **as_comfyui(conditioning))
         own = options_of(family, conditioning)
         plain = call(transformer_options=own)
-        return family.prediction(output, latent), call(transformer_options={"cond_or_uncond": [1, 0], **own, **options}), plain
+        return family.prediction(output, latent), call(
+            transformer_options={"cond_or_uncond": [1, 0], **own, **options}), plain
 
 
 @pytest.mark.parametrize("kind", by_default(["flux", "sd15"], HEEDING))
@@ -75,7 +80,8 @@ def test_normalized_attention_guidance_equals_the_native_model(file_of, kind):
 
 @pytest.mark.parametrize("kind", ["sd15", "sdxl"])
 def test_attention_scores_equal_those_that_the_node_sees(file_of, kind):
-    """Of the first block in the middle: their mean over heads and sum over queries, of which the node makes its mask."""
+    """Of the first block in the middle: their mean over heads and sum over queries,
+    of which the node makes its mask."""
     family, path = families()[kind], file_of(kind)
     from comfy_extras.nodes_sag import SelfAttentionGuidance
     model = SelfAttentionGuidance.execute(Recorded(), 0.5, 2.0).args[0]

@@ -39,7 +39,8 @@ FLUX_DEV = {**FLUX_SCHNELL, "guidance_in.in_layer.weight": (3072, 256)}
 def flux_without_pooled_text(text_width, num_double, num_single, mlp):
     """mlp: how wide linear1's part of the feed-forward is."""
     return {"img_in.weight": (3072, 64), "txt_in.weight": (3072, text_width), "final_layer.linear.weight": (64, 3072),
-            **blocks("double_blocks.", num_double, {"img_attn.norm.key_norm.scale": (128,), "img_mod.lin.weight": (18432, 3072)}),
+            **blocks("double_blocks.", num_double,
+                     {"img_attn.norm.key_norm.scale": (128,), "img_mod.lin.weight": (18432, 3072)}),
             **blocks("single_blocks.", num_single, {"linear1.weight": (9216 + mlp, 3072)})}
 
 
@@ -52,7 +53,8 @@ FLUX_CANNY = {**FLUX_DEV, "img_in.weight": (3072, 128)}
 
 def wan(width, feed_forward, num_blocks, in_channels=16, out_channels=16):
     return {"patch_embedding.weight": (width, in_channels, 1, 2, 2), "text_embedding.0.weight": (width, 4096),
-            "time_embedding.0.weight": (width, 256), "head.head.weight": (out_channels * 4, width), "head.modulation": (1, 2, width),
+            "time_embedding.0.weight": (width, 256), "head.head.weight": (out_channels * 4, width),
+            "head.modulation": (1, 2, width),
             **blocks("blocks.", num_blocks, {"self_attn.norm_q.weight": (width,), "ffn.0.weight": (feed_forward, width),
                                              "norm3.weight": (width,)})}
 
@@ -60,27 +62,31 @@ def wan(width, feed_forward, num_blocks, in_channels=16, out_channels=16):
 WAN_14B, WAN_1B, WAN22_5B = wan(5120, 13824, 40), wan(1536, 8960, 30), wan(3072, 14336, 30, 48, 48)
 WAN_I2V = {**wan(5120, 13824, 40, 36), "img_emb.proj.0.bias": (1280,), "img_emb.proj.1.weight": (1280, 1280),
            **blocks("blocks.", 40, {"cross_attn.k_img.weight": (5120, 5120)})}
-WAN_VACE = {**WAN_14B, "vace_patch_embedding.weight": (5120, 96, 1, 2, 2), **blocks("vace_blocks.", 8, {"norm3.weight": (5120,)}),
-            "vace_blocks.0.before_proj.weight": (5120, 5120)}
+WAN_VACE = {**WAN_14B, "vace_patch_embedding.weight": (5120, 96, 1, 2, 2),
+            **blocks("vace_blocks.", 8, {"norm3.weight": (5120,)}), "vace_blocks.0.before_proj.weight": (5120, 5120)}
 WAN_FLF = {**WAN_I2V, "img_emb.emb_pos": (1, 514, 1280)}
 PIXART_SIGMA = {
-    "x_embedder.proj.weight": (1152, 4, 2, 2), "final_layer.linear.weight": (32, 1152), "t_block.1.weight": (6912, 1152),
+    "x_embedder.proj.weight": (1152, 4, 2, 2), "final_layer.linear.weight": (32, 1152),
+    "t_block.1.weight": (6912, 1152),
     "y_embedder.y_proj.fc1.weight": (1152, 4096), **blocks("blocks.", 28, {"attn.qkv.weight": (3456, 1152)})}
 PIXART_ALPHA = {**PIXART_SIGMA, "ar_embedder.mlp.0.weight": (384, 256), "csize_embedder.mlp.0.weight": (384, 256)}
 QWEN_IMAGE = {
-    "img_in.weight": (3072, 64), "txt_in.weight": (3072, 3584), "txt_norm.weight": (3584,), "proj_out.weight": (64, 3072),
+    "img_in.weight": (3072, 64), "txt_in.weight": (3072, 3584), "txt_norm.weight": (3584,),
+    "proj_out.weight": (64, 3072),
     **blocks("transformer_blocks.", 60, {"attn.norm_q.weight": (128,), "img_mod.1.weight": (18432, 3072)})}
 def flux2(width, num_double, num_single, text_width):
     return {
         "img_in.weight": (width, 128), "txt_in.weight": (width, text_width), "final_layer.linear.weight": (128, width),
         "double_stream_modulation_img.lin.weight": (6 * width, width),
-        **blocks("double_blocks.", num_double, {"img_attn.norm.key_norm.scale": (128,), "img_attn.qkv.weight": (3 * width, width)}),
+        **blocks("double_blocks.", num_double,
+                 {"img_attn.norm.key_norm.scale": (128,), "img_attn.qkv.weight": (3 * width, width)}),
         **blocks("single_blocks.", num_single, {"linear1.weight": (9 * width, width)})}
 
 
 CHROMA = {
     "img_in.weight": (3072, 64), "txt_in.weight": (3072, 4096), "final_layer.linear.weight": (64, 3072),
-    "distilled_guidance_layer.in_proj.weight": (5120, 64), **blocks("distilled_guidance_layer.norms.", 5, {"scale": (5120,)}),
+    "distilled_guidance_layer.in_proj.weight": (5120, 64),
+    **blocks("distilled_guidance_layer.norms.", 5, {"scale": (5120,)}),
     **blocks("double_blocks.", 19, {"img_attn.norm.key_norm.scale": (128,), "img_attn.qkv.weight": (9216, 3072)}),
     **blocks("single_blocks.", 38, {"linear1.weight": (21504, 3072)})}
 LUMINA2 = {
@@ -100,7 +106,8 @@ AURAFLOW = {
     "positional_encoding": (1, 4096, 3072), **blocks("double_layers.", 4, {"attn.w1q.weight": (3072, 3072)}),
     **blocks("single_layers.", 32, {"attn.w1q.weight": (3072, 3072)})}
 Z_IMAGE = {
-    "x_embedder.weight": (3840, 64), "cap_embedder.1.weight": (3840, 2560), "x_pad_token": (1, 3840), "cap_pad_token": (1, 3840),
+    "x_embedder.weight": (3840, 64), "cap_embedder.1.weight": (3840, 2560), "x_pad_token": (1, 3840),
+    "cap_pad_token": (1, 3840),
     "t_embedder.mlp.0.weight": (1024, 256), **blocks("noise_refiner.", 2, {"attention.k_norm.weight": (128,)}),
     **blocks("context_refiner.", 2, {"attention_norm1.weight": (3840,)}),
     **blocks("layers.", 30, {"attention.q_norm.weight": (128,), "attention.qkv.weight": (11520, 3840)})}
@@ -109,26 +116,31 @@ ERNIE = {
     **blocks("layers.", 36, {"adaLN_mlp_ln.weight": (4096,), "self_attention.norm_q.weight": (128,),
                              "mlp.linear_fc2.weight": (4096, 12288)})}
 KREA2 = {
-    "first.weight": (6144, 64), "tmlp.0.weight": (6144, 256), "txtmlp.0.scale": (2560,), "txtfusion.projector.weight": (1, 12),
-    **blocks("blocks.", 28, {"attn.wq.weight": (6144, 6144), "attn.wk.weight": (1536, 6144), "attn.gate.weight": (6144, 6144),
+    "first.weight": (6144, 64), "tmlp.0.weight": (6144, 256), "txtmlp.0.scale": (2560,),
+    "txtfusion.projector.weight": (1, 12),
+    **blocks("blocks.", 28, {"attn.wq.weight": (6144, 6144), "attn.wk.weight": (1536, 6144),
+                             "attn.gate.weight": (6144, 6144),
                              "attn.qknorm.qnorm.scale": (128,), "mlp.gate.weight": (16384, 6144)}),
     **blocks("txtfusion.layerwise_blocks.", 2, {"attn.wq.weight": (2560, 2560), "attn.wk.weight": (2560, 2560),
                                                 "attn.qknorm.qnorm.scale": (128,), "mlp.gate.weight": (6912, 2560),
                                                 "prenorm.scale": (2560,)}),
     **blocks("txtfusion.refiner_blocks.", 2, {"prenorm.scale": (2560,)})}
 HUNYUAN_VIDEO = {
-    "img_in.proj.weight": (3072, 16, 1, 2, 2), "txt_in.input_embedder.weight": (3072, 4096), "vector_in.in_layer.weight": (3072, 768),
+    "img_in.proj.weight": (3072, 16, 1, 2, 2), "txt_in.input_embedder.weight": (3072, 4096),
+    "vector_in.in_layer.weight": (3072, 768),
     "guidance_in.in_layer.weight": (3072, 256), "final_layer.linear.weight": (64, 3072),
     **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (3072,)}),
     **blocks("double_blocks.", 20, {"img_attn.qkv.weight": (9216, 3072)}),
     **blocks("single_blocks.", 40, {"linear1.weight": (21504, 3072)})}
 HUNYUAN_IMAGE = {
-    "img_in.proj.weight": (3584, 64, 1, 1), "txt_in.input_embedder.weight": (3584, 3584), "final_layer.linear.weight": (64, 3584),
-    "byt5_in.fc1.weight": (2048, 1472), **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (3584,)}),
+    "img_in.proj.weight": (3584, 64, 1, 1), "txt_in.input_embedder.weight": (3584, 3584),
+    "final_layer.linear.weight": (64, 3584), "byt5_in.fc1.weight": (2048, 1472),
+    **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (3584,)}),
     **blocks("double_blocks.", 20, {"img_attn.qkv.weight": (10752, 3584)}),
     **blocks("single_blocks.", 40, {"linear1.weight": (25088, 3584)})}
 HUNYUAN_VIDEO15 = {
-    "img_in.proj.weight": (2048, 65, 1, 1, 1), "txt_in.input_embedder.weight": (2048, 3584), "final_layer.linear.weight": (32, 2048),
+    "img_in.proj.weight": (2048, 65, 1, 1, 1), "txt_in.input_embedder.weight": (2048, 3584),
+    "final_layer.linear.weight": (32, 2048),
     "byt5_in.fc1.weight": (2048, 1472), "vision_in.proj.0.weight": (1152,), "cond_type_embedding.weight": (3, 2048),
     **blocks("txt_in.individual_token_refiner.blocks.", 2, {"norm1.weight": (2048,)}),
     **blocks("double_blocks.", 54, {"img_attn.qkv.weight": (6144, 2048)})}
@@ -136,7 +148,8 @@ HUNYUAN_VIDEO15 = {
 
 def cogvideox(width, num_blocks, projection):
     return {"patch_embed.proj.weight": (width, *projection), "patch_embed.text_proj.weight": (width, 4096),
-            "proj_out.weight": (64 if len(projection) > 1 else 128, width), "time_embedding_linear_1.weight": (512, width),
+            "proj_out.weight": (64 if len(projection) > 1 else 128, width),
+            "time_embedding_linear_1.weight": (512, width),
             **blocks("blocks.", num_blocks, {"norm1.linear.weight": (6 * width, 512)})}
 
 
@@ -167,12 +180,15 @@ def kandinsky5(width, time, feed_forward, num_blocks, patch, head=64):
             "text_embeddings.in_layer.weight": (width, 3584), "pooled_text_embeddings.in_layer.weight": (time, 768),
             "time_embeddings.in_layer.weight": (time, width), "time_embeddings.in_layer.bias": (time,),
             "out_layer.out_layer.weight": (64, width),
-            **blocks("visual_transformer_blocks.", num_blocks, {"feed_forward.in_layer.weight": (feed_forward, width), **norm}),
-            **blocks("text_transformer_blocks.", 4 if head == 128 else 2, {"feed_forward.in_layer.weight": (feed_forward, width)})}
+            **blocks("visual_transformer_blocks.", num_blocks,
+                     {"feed_forward.in_layer.weight": (feed_forward, width), **norm}),
+            **blocks("text_transformer_blocks.", 4 if head == 128 else 2,
+                     {"feed_forward.in_layer.weight": (feed_forward, width)})}
 
 
 ANIMA = {**cosmos(2048, 28), "llm_adapter.embed.weight": (32128, 1024), "llm_adapter.out_proj.weight": (1024, 1024),
-         **blocks("llm_adapter.blocks.", 6, {"cross_attn.k_proj.weight": (1024, 1024), "self_attn.q_proj.weight": (1024, 1024)})}
+         **blocks("llm_adapter.blocks.", 6,
+                  {"cross_attn.k_proj.weight": (1024, 1024), "self_attn.q_proj.weight": (1024, 1024)})}
 HUNYUAN_VIDEO_I2V = {**HUNYUAN_VIDEO, "img_in.proj.weight": (3072, 33, 1, 2, 2)}
 
 
@@ -183,7 +199,8 @@ def ltx(width, num_blocks):
 
 
 MOCHI = {"x_embedder.proj.weight": (3072, 12, 2, 2), "t5_yproj.weight": (1536, 4096), "pos_frequencies": (3, 24, 64),
-         "t_embedder.mlp.0.weight": (3072, 256), "t5_y_embedder.to_kv.weight": (8192, 4096), "final_layer.linear.weight": (48, 3072),
+         "t_embedder.mlp.0.weight": (3072, 256), "t5_y_embedder.to_kv.weight": (8192, 4096),
+         "final_layer.linear.weight": (48, 3072),
          **blocks("blocks.", 48, {"mod_x.weight": (12288, 3072), "attn.qkv_y.weight": (9216, 1536)})}
 LTX_2B, LTX_13B = ltx(2048, 28), ltx(4096, 48)
 
@@ -191,37 +208,50 @@ LTX_2B, LTX_13B = ltx(2048, 28), ltx(4096, 48)
 def ltx2(of_blocks, more):
     """19 billion parameters: of the video 4096 wide, of the sound 2048."""
     names = {"attn1": (4096, 4096, 4096), "audio_attn1": (2048, 2048, 2048), "attn2": (4096, 4096, 4096),
-             "audio_attn2": (2048, 2048, 2048), "audio_to_video_attn": (2048, 4096, 2048), "video_to_audio_attn": (2048, 2048, 4096)}
-    attentions = {f"{name}.to_{kind}.weight": (width, {"q": own, "k": read}[kind]) for name, (width, own, read) in names.items()
+             "audio_attn2": (2048, 2048, 2048), "audio_to_video_attn": (2048, 4096, 2048),
+             "video_to_audio_attn": (2048, 2048, 4096)}
+    attentions = {f"{name}.to_{kind}.weight": (width, {"q": own, "k": read}[kind])
+                  for name, (width, own, read) in names.items()
                   for kind in "qk"}
-    return {"patchify_proj.weight": (4096, 128), "audio_patchify_proj.weight": (2048, 128), "proj_out.weight": (128, 4096),
+    return {"patchify_proj.weight": (4096, 128), "audio_patchify_proj.weight": (2048, 128),
+            "proj_out.weight": (128, 4096),
             "audio_proj_out.weight": (128, 2048), "adaln_single.emb.timestep_embedder.linear_1.bias": (4096,),
-            "av_ca_a2v_gate_adaln_single.linear.weight": (4096, 4096), "av_ca_v2a_gate_adaln_single.linear.weight": (2048, 2048),
-            "video_embeddings_connector.learnable_registers": (128, 3840), "audio_embeddings_connector.learnable_registers": (128, 3840),
+            "av_ca_a2v_gate_adaln_single.linear.weight": (4096, 4096),
+            "av_ca_v2a_gate_adaln_single.linear.weight": (2048, 2048),
+            "video_embeddings_connector.learnable_registers": (128, 3840),
+            "audio_embeddings_connector.learnable_registers": (128, 3840),
             **blocks("transformer_blocks.", 48, attentions | of_blocks), **more}
 
 
 LTX2_19B = ltx2({"scale_shift_table": (6, 4096), "audio_scale_shift_table": (6, 2048)}, {
     "audio_adaln_single.linear.weight": (12288, 2048), "caption_projection.linear_1.weight": (4096, 3840),
     "caption_projection.linear_2.weight": (4096, 4096), "audio_caption_projection.linear_1.weight": (2048, 3840)})
-LTX23_22B = ltx2({"scale_shift_table": (9, 4096), "prompt_scale_shift_table": (2, 4096), "attn1.to_gate_logits.weight": (32, 4096)}, {
-    "audio_adaln_single.linear.weight": (18432, 2048), "prompt_adaln_single.linear.weight": (8192, 4096)})
-HUNYUAN_DIT = {"x_embedder.proj.weight": (1408, 4, 2, 2), "mlp_t5.0.weight": (8192, 2048), "mlp_t5.2.weight": (1024, 8192),
-               "text_embedding_padding": (333, 1024), "pooler.positional_embedding": (257, 2048), "pooler.c_proj.weight": (1024, 2048),
+LTX23_22B = ltx2({"scale_shift_table": (9, 4096), "prompt_scale_shift_table": (2, 4096),
+                  "attn1.to_gate_logits.weight": (32, 4096)}, {
+                      "audio_adaln_single.linear.weight": (18432, 2048),
+                      "prompt_adaln_single.linear.weight": (8192, 4096)})
+HUNYUAN_DIT = {"x_embedder.proj.weight": (1408, 4, 2, 2), "mlp_t5.0.weight": (8192, 2048),
+               "mlp_t5.2.weight": (1024, 8192),
+               "text_embedding_padding": (333, 1024), "pooler.positional_embedding": (257, 2048),
+               "pooler.c_proj.weight": (1024, 2048),
                "extra_embedder.0.weight": (5632, 1024), "final_layer.linear.weight": (32, 1408),
-               **blocks("blocks.", 40, {"attn1.q_norm.weight": (88,), "attn1.Wqkv.weight": (4224, 1408), "mlp.fc1.weight": (6144, 1408)})}
+               **blocks("blocks.", 40, {"attn1.q_norm.weight": (88,), "attn1.Wqkv.weight": (4224, 1408),
+                                        "mlp.fc1.weight": (6144, 1408)})}
 
 
 def unet(widths, depths, middle, context, vector=None, num_layers=2, linear=True, channels=4):
-    """Of a U-Net in the publisher's names, what tells its shape. depths: transformer blocks of a layer of each level."""
-    shapes, number, down = {"input_blocks.0.0.weight": (widths[0], channels, 3, 3), "out.2.weight": (4, widths[0], 3, 3)}, 1, []
+    """Of a U-Net in the publisher's names, what tells its shape.
+    depths: transformer blocks of a layer of each level."""
+    shapes, number, down = {"input_blocks.0.0.weight": (widths[0], channels, 3, 3),
+                            "out.2.weight": (4, widths[0], 3, 3)}, 1, []
 
     def layer(name, width, depth):
         shapes.update({f"{name}.0.in_layers.0.weight": (width,), f"{name}.0.out_layers.3.weight": (width, width, 3, 3)})
         if depth:
             projection = (width, width) if linear else (width, width, 1, 1)
             shapes.update({f"{name}.1.norm.weight": (width,), f"{name}.1.proj_in.weight": projection})
-            shapes.update({f"{name}.1.transformer_blocks.{block}.attn2.to_k.weight": (width, context) for block in range(depth)})
+            shapes.update({f"{name}.1.transformer_blocks.{block}.attn2.to_k.weight": (width, context)
+                           for block in range(depth)})
 
     for level, (width, depth) in enumerate(zip(widths, depths)):
         for _ in range(num_layers):
@@ -250,10 +280,12 @@ PUBLISHED = {
                                         "out_channels": 16, "dual_attention_layers": ()}),
     "sd3.5-medium": ("SD3", SD35_MEDIUM, {"num_layers": 24, "num_attention_heads": 24, "pos_embed_max_size": 384,
                                           "caption_projection_dim": 1536, "dual_attention_layers": tuple(range(13))}),
-    "sd3.5-medium-text": ("SD3", {**SD35_MEDIUM, **blocks("context_processor.layers.", 2, {"attn.qkv.weight": (12288, 4096)})}, {
-        "_context_layers": 2, "num_layers": 24}),
-    "flux-dev": ("Flux.1", FLUX_DEV, {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "in_channels": 64,
-                                      "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}),
+    "sd3.5-medium-text": ("SD3", {**SD35_MEDIUM,
+                                  **blocks("context_processor.layers.", 2, {"attn.qkv.weight": (12288, 4096)})}, {
+                                      "_context_layers": 2, "num_layers": 24}),
+    "flux-dev": ("Flux.1", FLUX_DEV,
+                 {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "in_channels": 64,
+                  "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}),
     "flux-schnell": ("Flux.1", FLUX_SCHNELL, {"num_layers": 19, "guidance_embeds": False}),
     "flux-fill": ("Flux.1", FLUX_FILL, {"in_channels": 384, "out_channels": 64, "guidance_embeds": True}),
     "flux-canny": ("Flux.1", FLUX_CANNY, {"in_channels": 128, "out_channels": 64, "num_layers": 19}),
@@ -262,52 +294,66 @@ PUBLISHED = {
     "ovis-image-7b": ("Ovis-Image", OVIS, {"num_layers": 6, "num_single_layers": 27, "num_attention_heads": 24,
                                            "joint_attention_dim": 2048, "out_channels": 64}),
     "wan-14b": ("Wan", WAN_14B, {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824, "text_dim": 4096,
-                                     "in_channels": 16, "out_channels": 16, "cross_attn_norm": True, "image_dim": None}),
+                                     "in_channels": 16, "out_channels": 16, "cross_attn_norm": True,
+                                 "image_dim": None}),
     "wan-1.3b": ("Wan", WAN_1B, {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}),
-    "wan-i2v-14b": ("Wan", WAN_I2V, {"in_channels": 36, "out_channels": 16, "image_dim": 1280, "added_kv_proj_dim": 5120,
-                                     "pos_embed_seq_len": None}),
+    "wan-i2v-14b": ("Wan", WAN_I2V,
+                    {"in_channels": 36, "out_channels": 16, "image_dim": 1280, "added_kv_proj_dim": 5120,
+                     "pos_embed_seq_len": None}),
     "wan-flf2v-14b": ("Wan", WAN_FLF, {"in_channels": 36, "image_dim": 1280, "pos_embed_seq_len": 514}),
-    "wan-vace-14b": ("Wan VACE", WAN_VACE, {"vace_layers": [0, 5, 10, 15, 20, 25, 30, 35], "vace_in_channels": 96, "num_layers": 40}),
+    "wan-vace-14b": ("Wan VACE", WAN_VACE,
+                     {"vace_layers": [0, 5, 10, 15, 20, 25, 30, 35], "vace_in_channels": 96, "num_layers": 40}),
     "wan2.2-i2v-14b": ("Wan", wan(5120, 13824, 40, 36), {"in_channels": 36, "out_channels": 16, "image_dim": None}),
-    "wan2.2-ti2v-5b": ("Wan", WAN22_5B, {"in_channels": 48, "out_channels": 48, "num_attention_heads": 24, "num_layers": 30}),
-    "qwen-image": ("Qwen-Image", QWEN_IMAGE, {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "in_channels": 64,
-                                              "out_channels": 16, "joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56)}),
-    "qwen-image-edit-2511": ("Qwen-Image", {**QWEN_IMAGE, "__index_timestep_zero__": (0,)}, {"zero_cond_t": True, "num_layers": 60}),
+    "wan2.2-ti2v-5b": ("Wan", WAN22_5B,
+                       {"in_channels": 48, "out_channels": 48, "num_attention_heads": 24, "num_layers": 30}),
+    "qwen-image": ("Qwen-Image", QWEN_IMAGE,
+                   {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "in_channels": 64,
+                    "out_channels": 16, "joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56)}),
+    "qwen-image-edit-2511": ("Qwen-Image", {**QWEN_IMAGE, "__index_timestep_zero__": (0,)},
+                             {"zero_cond_t": True, "num_layers": 60}),
     "flux2-dev": ("Flux.2", {**flux2(6144, 8, 48, 15360), "guidance_in.in_layer.weight": (6144, 256)}, {
-        "num_layers": 8, "num_single_layers": 48, "num_attention_heads": 48, "joint_attention_dim": 15360, "guidance_embeds": True}),
+        "num_layers": 8, "num_single_layers": 48, "num_attention_heads": 48, "joint_attention_dim": 15360,
+        "guidance_embeds": True}),
     "flux2-klein-4b": ("Flux.2", flux2(3072, 5, 20, 7680), {"num_attention_heads": 24, "guidance_embeds": False}),
-    "chroma": ("Chroma", CHROMA, {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "approximator_hidden_dim": 5120,
-                                  "approximator_layers": 5}),
-    "lumina2": ("Lumina 2", LUMINA2, {"hidden_size": 2304, "num_layers": 26, "num_refiner_layers": 2, "num_attention_heads": 24,
-                                      "num_kv_heads": 8, "cap_feat_dim": 2304, "axes_dim_rope": (32, 32, 32), "in_channels": 16}),
-    "z-image-turbo": ("Z-Image", Z_IMAGE, {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
-                                           "axes_dims": [32, 48, 48], "in_channels": 16}),
+    "chroma": ("Chroma", CHROMA, {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24,
+                                  "approximator_hidden_dim": 5120, "approximator_layers": 5}),
+    "lumina2": ("Lumina 2", LUMINA2,
+                {"hidden_size": 2304, "num_layers": 26, "num_refiner_layers": 2, "num_attention_heads": 24,
+                 "num_kv_heads": 8, "cap_feat_dim": 2304, "axes_dim_rope": (32, 32, 32), "in_channels": 16}),
+    "z-image-turbo": ("Z-Image", Z_IMAGE,
+                      {"dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "cap_feat_dim": 2560,
+                       "axes_dims": [32, 48, 48], "in_channels": 16}),
     "ernie-image": ("ERNIE-Image", ERNIE, {
-        "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36, "ffn_hidden_size": 12288, "in_channels": 128, "out_channels": 128,
-        "text_in_dim": 3072}),
+        "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36, "ffn_hidden_size": 12288, "in_channels": 128,
+        "out_channels": 128, "text_in_dim": 3072}),
     "krea-2": ("Krea 2", KREA2, {
-        "in_channels": 64, "num_layers": 28, "attention_head_dim": 128, "num_attention_heads": 48, "num_key_value_heads": 12,
+        "in_channels": 64, "num_layers": 28, "attention_head_dim": 128, "num_attention_heads": 48,
+        "num_key_value_heads": 12,
         "intermediate_size": 16384, "text_hidden_dim": 2560, "num_text_layers": 12, "text_num_attention_heads": 20,
-        "text_num_key_value_heads": 20, "text_intermediate_size": 6912, "num_layerwise_text_blocks": 2, "num_refiner_text_blocks": 2,
-        "axes_dims_rope": (32, 48, 48), "timestep_embed_dim": 256, "_text_width": 30720}),
+        "text_num_key_value_heads": 20, "text_intermediate_size": 6912, "num_layerwise_text_blocks": 2,
+        "num_refiner_text_blocks": 2, "axes_dims_rope": (32, 48, 48), "timestep_embed_dim": 256, "_text_width": 30720}),
     "hidream-i1": ("HiDream-I1", HIDREAM, {
-        "num_layers": 16, "num_single_layers": 32, "num_attention_heads": 20, "caption_channels": [4096, 4096], "text_emb_dim": 2048,
+        "num_layers": 16, "num_single_layers": 32, "num_attention_heads": 20, "caption_channels": [4096, 4096],
+        "text_emb_dim": 2048,
         "num_routed_experts": 4, "llama_layers": [*range(32), *[31] * 16], "in_channels": 16, "out_channels": 16}),
     "hunyuan-dit-1.2": ("HunyuanDiT", HUNYUAN_DIT, {
         "num_layers": 40, "num_attention_heads": 16, "attention_head_dim": 88, "hidden_size": 1408, "mlp_ratio": 4.3637,
-        "cross_attention_dim": 1024, "cross_attention_dim_t5": 2048, "pooled_projection_dim": 1024, "text_len": 77, "text_len_t5": 256,
-        "in_channels": 4, "use_style_cond_and_image_meta_size": False}),
-    "hunyuan-dit-1.1": ("HunyuanDiT", {**HUNYUAN_DIT, "style_embedder.weight": (1, 1408), "extra_embedder.0.weight": (5632, 3968)}, {
-        "use_style_cond_and_image_meta_size": True, "num_layers": 40}),
+        "cross_attention_dim": 1024, "cross_attention_dim_t5": 2048, "pooled_projection_dim": 1024, "text_len": 77,
+        "text_len_t5": 256, "in_channels": 4, "use_style_cond_and_image_meta_size": False}),
+    "hunyuan-dit-1.1": ("HunyuanDiT",
+                        {**HUNYUAN_DIT, "style_embedder.weight": (1, 1408), "extra_embedder.0.weight": (5632, 3968)}, {
+                            "use_style_cond_and_image_meta_size": True, "num_layers": 40}),
     "mochi-1-preview": ("Mochi", MOCHI, {
-        "num_layers": 48, "num_attention_heads": 24, "attention_head_dim": 128, "pooled_projection_dim": 1536, "text_embed_dim": 4096,
-        "in_channels": 12, "time_embed_dim": 256}),
+        "num_layers": 48, "num_attention_heads": 24, "attention_head_dim": 128, "pooled_projection_dim": 1536,
+        "text_embed_dim": 4096, "in_channels": 12, "time_embed_dim": 256}),
     "cogvideox-2b": ("CogVideoX", cogvideox(1920, 30, (16, 2, 2)), {
-        "num_layers": 30, "num_attention_heads": 30, "in_channels": 16, "out_channels": 16, "time_embed_dim": 512, "text_embed_dim": 4096,
-        "patch_size_t": None, "ofs_embed_dim": None}),
+        "num_layers": 30, "num_attention_heads": 30, "in_channels": 16, "out_channels": 16, "time_embed_dim": 512,
+        "text_embed_dim": 4096, "patch_size_t": None, "ofs_embed_dim": None}),
     "cogvideox-5b": ("CogVideoX", cogvideox(3072, 42, (16, 2, 2)), {"num_layers": 42, "num_attention_heads": 48}),
-    "cogvideox-1.5-5b": ("CogVideoX 1.5", cogvideox(3072, 42, (128,)), {"in_channels": 16, "out_channels": 16, "patch_size_t": 2}),
-    "cogvideox-1.5-5b-i2v": ("CogVideoX 1.5", COGVIDEOX_15_I2V, {"in_channels": 32, "out_channels": 16, "ofs_embed_dim": 512}),
+    "cogvideox-1.5-5b": ("CogVideoX 1.5", cogvideox(3072, 42, (128,)),
+                         {"in_channels": 16, "out_channels": 16, "patch_size_t": 2}),
+    "cogvideox-1.5-5b-i2v": ("CogVideoX 1.5", COGVIDEOX_15_I2V,
+                             {"in_channels": 32, "out_channels": 16, "ofs_embed_dim": 512}),
     "cosmos-predict1-7b": ("Cosmos-Predict1", cosmos1(4096, 28), {
         "num_layers": 28, "num_attention_heads": 32, "attention_head_dim": 128, "in_channels": 16, "out_channels": 16,
         "text_embed_dim": 1024, "adaln_lora_dim": 256, "max_size": (128, 240, 240), "rope_scale": (2.0, 1.0, 1.0),
@@ -315,59 +361,76 @@ PUBLISHED = {
     "cosmos-predict1-14b": ("Cosmos-Predict1", cosmos1(5120, 36), {
         "num_layers": 36, "num_attention_heads": 40, "rope_scale": (2.0, 2.0, 2.0)}),
     "cosmos-predict1-7b-video": ("Cosmos-Predict1", cosmos1(4096, 28, 17), {"in_channels": 17, "out_channels": 16}),
-    "cosmos-predict1-14b-video": ("Cosmos-Predict1", cosmos1(5120, 36, 17), {"in_channels": 17, "num_attention_heads": 40}),
+    "cosmos-predict1-14b-video": ("Cosmos-Predict1", cosmos1(5120, 36, 17),
+                                  {"in_channels": 17, "num_attention_heads": 40}),
     "cosmos-predict2-2b": ("Cosmos-Predict2", cosmos(2048, 28), {
         "num_layers": 28, "num_attention_heads": 16, "in_channels": 16, "text_embed_dim": 1024, "adaln_lora_dim": 256,
         "rope_scale": (1.0, 4.0, 4.0), "extra_pos_embed_type": None}),
     "cosmos-predict2-14b": ("Cosmos-Predict2", cosmos(5120, 36), {"num_layers": 36, "num_attention_heads": 40}),
-    "cosmos-predict2-2b-video": ("Cosmos-Predict2", cosmos(2048, 28, 17), {"in_channels": 17, "rope_scale": (1.0, 3.0, 3.0)}),
-    "cosmos-predict2-14b-video": ("Cosmos-Predict2", cosmos(5120, 36, 17), {"in_channels": 17, "rope_scale": (5 / 6, 2.0, 2.0)}),
+    "cosmos-predict2-2b-video": ("Cosmos-Predict2", cosmos(2048, 28, 17),
+                                 {"in_channels": 17, "rope_scale": (1.0, 3.0, 3.0)}),
+    "cosmos-predict2-14b-video": ("Cosmos-Predict2", cosmos(5120, 36, 17),
+                                  {"in_channels": 17, "rope_scale": (5 / 6, 2.0, 2.0)}),
     "anima": ("Anima", ANIMA, {
         "num_layers": 28, "in_channels": 16, "rope_scale": (1.0, 4.0, 4.0), "text_embed_dim": 1024, "_conditioner": {
             "source_dim": 1024, "target_dim": 1024, "model_dim": 1024, "num_layers": 6, "num_attention_heads": 16,
             "target_vocab_size": 32128, "use_self_attention": True}}),
     "kandinsky-5-lite": ("Kandinsky 5", kandinsky5(1792, 512, 7168, 32, 132), {
         "in_visual_dim": 16, "visual_cond": True, "model_dim": 1792, "axes_dims": (16, 24, 24), "num_visual_blocks": 32,
-        "num_text_blocks": 2, "out_visual_dim": 16, "in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 512, "ff_dim": 7168}),
-    "kandinsky-5-pro": ("Kandinsky 5", kandinsky5(4096, 1024, 16384, 60, 132, 128), {"axes_dims": (32, 48, 48), "num_visual_blocks": 60}),
+        "num_text_blocks": 2, "out_visual_dim": 16, "in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 512,
+        "ff_dim": 7168}),
+    "kandinsky-5-pro": ("Kandinsky 5", kandinsky5(4096, 1024, 16384, 60, 132, 128),
+                        {"axes_dims": (32, 48, 48), "num_visual_blocks": 60}),
     "kandinsky-5-image": ("Kandinsky 5 Image", kandinsky5(2560, 512, 10240, 50, 64, 128), {
         "in_visual_dim": 16, "visual_cond": False, "axes_dims": (32, 48, 48), "out_visual_dim": 16}),
     "hunyuan-image-2.1": ("HunyuanImage", HUNYUAN_IMAGE, {
-        "in_channels": 64, "out_channels": 64, "num_attention_heads": 28, "num_layers": 20, "num_single_layers": 40, "patch_size": [1, 1],
-        "num_refiner_layers": 2, "text_embed_dim": 3584, "text_embed_2_dim": 1472}),
+        "in_channels": 64, "out_channels": 64, "num_attention_heads": 28, "num_layers": 20, "num_single_layers": 40,
+        "patch_size": [1, 1], "num_refiner_layers": 2, "text_embed_dim": 3584, "text_embed_2_dim": 1472}),
     "auraflow-0.3": ("AuraFlow", AURAFLOW, {
-        "num_mmdit_layers": 4, "num_single_dit_layers": 32, "attention_head_dim": 256, "num_attention_heads": 12, "in_channels": 4,
-        "joint_attention_dim": 2048, "caption_projection_dim": 3072, "pos_embed_max_size": 4096}),
+        "num_mmdit_layers": 4, "num_single_dit_layers": 32, "attention_head_dim": 256, "num_attention_heads": 12,
+        "in_channels": 4, "joint_attention_dim": 2048, "caption_projection_dim": 3072, "pos_embed_max_size": 4096}),
     "hunyuan-video": ("HunyuanVideo", HUNYUAN_VIDEO, {
-        "num_layers": 20, "num_single_layers": 40, "num_refiner_layers": 2, "num_attention_heads": 24, "attention_head_dim": 128,
-        "in_channels": 16, "out_channels": 16, "text_embed_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}),
+        "num_layers": 20, "num_single_layers": 40, "num_refiner_layers": 2, "num_attention_heads": 24,
+        "attention_head_dim": 128,
+        "in_channels": 16, "out_channels": 16, "text_embed_dim": 4096, "pooled_projection_dim": 768,
+        "guidance_embeds": True}),
     "hunyuan-video-i2v": ("HunyuanVideo", HUNYUAN_VIDEO_I2V, {"in_channels": 33, "out_channels": 16}),
     "hunyuan-video-1.5": ("HunyuanVideo 1.5", HUNYUAN_VIDEO15, {
         "in_channels": 65, "out_channels": 32, "num_attention_heads": 16, "num_layers": 54, "num_refiner_layers": 2,
         "text_embed_dim": 3584, "text_embed_2_dim": 1472, "image_embed_dim": 1152}),
-    "ltx-2b": ("LTX-Video", LTX_2B, {"num_layers": 28, "num_attention_heads": 32, "attention_head_dim": 64, "in_channels": 128,
-                                     "cross_attention_dim": 2048, "caption_channels": 4096}),
+    "ltx-2b": ("LTX-Video", LTX_2B,
+               {"num_layers": 28, "num_attention_heads": 32, "attention_head_dim": 64, "in_channels": 128,
+                "cross_attention_dim": 2048, "caption_channels": 4096}),
     "ltx-13b": ("LTX-Video", LTX_13B, {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096}),
     "ltx-2-19b": ("LTX-2", LTX2_19B, {
         "num_layers": 48, "num_attention_heads": 32, "attention_head_dim": 128, "audio_num_attention_heads": 32,
-        "audio_attention_head_dim": 64, "cross_attention_dim": 4096, "audio_cross_attention_dim": 2048, "in_channels": 128,
-        "audio_in_channels": 128, "caption_channels": 3840, "use_prompt_embeddings": True, "gated_attn": False, "cross_attn_mod": False}),
-    "ltx-2.3-22b": ("LTX-2", LTX23_22B, {"use_prompt_embeddings": False, "gated_attn": True, "cross_attn_mod": True, "_text_width": 6144}),
-    "pixart-sigma": ("PixArt-Sigma", PIXART_SIGMA, {"num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72,
-                                                    "caption_channels": 4096, "out_channels": 8}),
-    "pixart-alpha": ("PixArt-Alpha", PIXART_ALPHA, {"num_layers": 28, "use_additional_conditions": True, "caption_channels": 4096}),
-    "sd1.5": ("SD 1.5", SD15, {"block_out_channels": SD_WIDTHS, "layers_per_block": 2, "attention_head_dim": (8,) * 4, "in_channels": 4,
+        "audio_attention_head_dim": 64, "cross_attention_dim": 4096, "audio_cross_attention_dim": 2048,
+        "in_channels": 128,
+        "audio_in_channels": 128, "caption_channels": 3840, "use_prompt_embeddings": True, "gated_attn": False,
+        "cross_attn_mod": False}),
+    "ltx-2.3-22b": ("LTX-2", LTX23_22B,
+                    {"use_prompt_embeddings": False, "gated_attn": True, "cross_attn_mod": True, "_text_width": 6144}),
+    "pixart-sigma": ("PixArt-Sigma", PIXART_SIGMA,
+                     {"num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72,
+                      "caption_channels": 4096, "out_channels": 8}),
+    "pixart-alpha": ("PixArt-Alpha", PIXART_ALPHA,
+                     {"num_layers": 28, "use_additional_conditions": True, "caption_channels": 4096}),
+    "sd1.5": ("SD 1.5", SD15, {"block_out_channels": SD_WIDTHS, "layers_per_block": 2, "attention_head_dim": (8,) * 4,
+                               "in_channels": 4,
                                "cross_attention_dim": 768, "use_linear_projection": False, "class_embed_type": None,
                                "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",)}),
     "sd1.5-inpainting": ("SD 1.5", SD15_INPAINTING, {"in_channels": 9, "out_channels": 4}),
-    "sd2.1": ("SD 2", SD21, {"attention_head_dim": (5, 10, 20, 20), "cross_attention_dim": 1024, "use_linear_projection": True}),
+    "sd2.1": ("SD 2", SD21, {"attention_head_dim": (5, 10, 20, 20), "cross_attention_dim": 1024,
+                             "use_linear_projection": True}),
     "sdxl": ("SDXL", SDXL_BASE, {"block_out_channels": (320, 640, 1280), "transformer_layers_per_block": (1, 2, 10),
-                                 "attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048, "use_linear_projection": True,
+                                 "attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048,
+                                 "use_linear_projection": True,
                                  "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
                                  "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
                                  "projection_class_embeddings_input_dim": 2816}),
-    "sdxl-refiner": ("SDXL", SDXL_REFINER, {"transformer_layers_per_block": (1, 4, 4, 4), "attention_head_dim": (6, 12, 24, 24),
-                                            "cross_attention_dim": 1280, "projection_class_embeddings_input_dim": 2560}),
+    "sdxl-refiner": ("SDXL", SDXL_REFINER,
+                     {"transformer_layers_per_block": (1, 4, 4, 4), "attention_head_dim": (6, 12, 24, 24),
+                      "cross_attention_dim": 1280, "projection_class_embeddings_input_dim": 2560}),
 }
 
 
@@ -407,7 +470,8 @@ def needed_of(family, shapes):
 
 
 # what tells one family from the next, without which a file is as near to the other
-TELLING = {"LongCat-Image": "txt_in.weight", "CogVideoX": "patch_embed.proj.weight", "Kandinsky 5": "visual_embeddings.in_layer.weight"}
+TELLING = {"LongCat-Image": "txt_in.weight", "CogVideoX": "patch_embed.proj.weight",
+           "Kandinsky 5": "visual_embeddings.in_layer.weight"}
 
 
 @pytest.mark.parametrize("name", [name for name, (family, _, _) in PUBLISHED.items() if not FAMILIES[family].by_rows])
@@ -419,16 +483,20 @@ def test_a_file_that_lacks_one_tensor_is_said_to_be_nearly_of_its_family(tmp_pat
         if needed == TELLING.get(family) or any(other.recognise(header.shapes) for other in FAMILIES.values()):
             continue
 
-        with pytest.raises(CheckpointError, match=re.escape(f"is nearly a {family} model, but it lacks {needed}. ")) as caught:
+        with pytest.raises(CheckpointError,
+                           match=re.escape(f"is nearly a {family} model, but it lacks {needed}. ")) as caught:
             recognise(header)
 
         assert len(str(caught.value)) < 1500
 
 
 @pytest.mark.parametrize("base, name, shape, words", [
-    (FLUX_DEV, "img_in.weight", (2, 3, 4), "nearly a Flux.1 model, but its img_in.weight has the shape [2, 3, 4], where 2 dims are needed"),
-    (kandinsky5(1792, 512, 7168, 32, 132), "visual_embeddings.in_layer.weight", (1,), "has the shape [1], where 2 dims are needed"),
-    (cogvideox(1920, 30, (16, 2, 2)), "patch_embed.proj.weight", (1,) * 5, "nearly a CogVideoX model, but its patch_embed.proj.weight")])
+    (FLUX_DEV, "img_in.weight", (2, 3, 4), "nearly a Flux.1 model, but its img_in.weight has the shape [2, 3, 4], "
+                                           "where 2 dims are needed"),
+    (kandinsky5(1792, 512, 7168, 32, 132), "visual_embeddings.in_layer.weight", (1,),
+     "has the shape [1], where 2 dims are needed"),
+    (cogvideox(1920, 30, (16, 2, 2)), "patch_embed.proj.weight", (1,) * 5,
+     "nearly a CogVideoX model, but its patch_embed.proj.weight")])
 def test_a_file_of_which_one_shape_is_off_is_said_to_be_nearly_of_its_family(tmp_path, base, name, shape, words):
     write_header(tmp_path / "model.safetensors", {**base, name: shape})
 
@@ -436,7 +504,8 @@ def test_a_file_of_which_one_shape_is_off_is_said_to_be_nearly_of_its_family(tmp
         recognise(open_checkpoint(tmp_path / "model.safetensors"))
 
 
-@pytest.mark.parametrize("names", [["a.weight", "b.weight"], ["blocks.0.norm.weight", "patch_embedding.weight"], []], ids=str)
+@pytest.mark.parametrize("names", [["a.weight", "b.weight"], ["blocks.0.norm.weight", "patch_embedding.weight"], []],
+                         ids=str)
 def test_a_file_that_is_near_to_no_family_is_not_compared_with_one(tmp_path, names):
     write_header(tmp_path / "model.safetensors", dict.fromkeys(names, (4, 4)))
 
@@ -477,7 +546,8 @@ def test_text_encoders_in_the_same_file_are_left_out(tmp_path):
     (SD21, {"input_blocks.1.1.time_stack.0.norm1.weight": (320,)}, "Stable Video Diffusion"),
     (SD21, {"label_emb.0.0.weight": (1280, 1536)}, "unCLIP"), (SD21, {"label_emb.weight": (1000, 1024)}, "x4 upscaler"),
     (SD15, {"cc_projection.weight": (768, 772)}, "Zero123"),
-    (unet((320, 640, 1280), (0, 2, 4), 4, 2048, 2816), {"output_blocks.0.1.transformer_blocks.4.attn2.to_k.weight": (1280, 2048)},
+    (unet((320, 640, 1280), (0, 2, 4), 4, 2048, 2816),
+     {"output_blocks.0.1.transformer_blocks.4.attn2.to_k.weight": (1280, 2048)},
      "SSD-1B")], ids=lambda value: value if isinstance(value, str) else "")
 def test_variants_that_cannot_be_run_are_refused_by_name(tmp_path, base, extra, words):
     write_header(tmp_path / "model.safetensors", {**base, **extra})
@@ -487,12 +557,14 @@ def test_variants_that_cannot_be_run_are_refused_by_name(tmp_path, base, extra, 
 
 
 @pytest.mark.parametrize("said, words", [({"causal_temporal_positioning": True}, None), ({"norm_num_groups": 32}, None),
-                                         ({"rope_type": "split"}, "rope_type = 'split', and xDiT runs 'interleaved' only"),
+                                         ({"rope_type": "split"},
+                                          "rope_type = 'split', and xDiT runs 'interleaved' only"),
                                          ("nothing", "metadata that cannot be read")], ids=str)
 def test_what_the_metadata_says_is_heeded_or_refused_by_name(tmp_path, said, words):
     """Of a family whose model in ComfyUI takes settings from there."""
     write_header(tmp_path / "model.safetensors", LTX_2B)
-    header = dataclasses.replace(open_checkpoint(tmp_path / "model.safetensors"), metadata={"config": json.dumps({"transformer": said})})
+    header = dataclasses.replace(open_checkpoint(tmp_path / "model.safetensors"),
+                                 metadata={"config": json.dumps({"transformer": said})})
 
     if words is None:
         assert header.config["_causal_temporal_positioning"] == said.get("causal_temporal_positioning", False)
@@ -528,7 +600,8 @@ def test_a_folder_whose_config_cannot_be_read_is_refused(tmp_path, said):
 @pytest.mark.parametrize("said", [None, ["a"], {"config": 5}, {"config": None}])
 def test_metadata_that_are_no_texts_are_refused(tmp_path, said):
     """As the library that reads the tensors refuses them."""
-    raw = json.dumps({"__metadata__": said, "a.weight": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}).encode()
+    raw = json.dumps({"__metadata__": said,
+                      "a.weight": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(8))
 
     with pytest.raises(CheckpointError, match="has a header that cannot be read"):

@@ -17,7 +17,8 @@ SIZES = torch.tensor([[768.0, 512.0, 1024.0, 640.0, 0.0, 0.0]])
 
 @pytest.fixture(scope="module")
 def models(file_of, tmp_path_factory):
-    """ComfyUI's module of a version before 1.2, and ours of its file. Tiny ones ComfyUI's loader takes for 1.2, by their widths."""
+    """ComfyUI's module of a version before 1.2, and ours of its file.
+    Tiny ones ComfyUI's loader takes for 1.2, by their widths."""
     file_of("hunyuandit")                                      # which makes ComfyUI importable
     import comfy.ops
     from comfy.ldm.hydit.models import HunYuanDiT
@@ -42,8 +43,10 @@ def test_a_version_that_is_told_sizes_equals_comfyuis_own(models, tokens, masked
     x, t = torch.randn(2, 4, 7, 12, generator=torch.Generator().manual_seed(2)), torch.tensor([900.0, 30.0])
 
     with torch.inference_mode():
-        result = FAMILY.prediction(model(**FAMILY.inputs(x, t, {**given, "image_meta_size": SIZES}, config), return_dict=False)[0], x)
-        want, other = (native(x, t, **{name: tensor.clone() for name, tensor in given.items()}, image_meta_size=sizes.repeat(2, 1))
+        result = FAMILY.prediction(model(**FAMILY.inputs(x, t, {**given, "image_meta_size": SIZES}, config),
+                                         return_dict=False)[0], x)
+        want, other = (native(x, t, **{name: tensor.clone() for name, tensor in given.items()},
+                              image_meta_size=sizes.repeat(2, 1))
                        for sizes in (SIZES, 2 * SIZES))       # it writes into the text that it is given
 
     close(result, want, 2e-5)

@@ -1,4 +1,5 @@
-"""What the cost model knows of a family's model is what its config says: sizes of published models, and every family's tiny one."""
+"""What the cost model knows of a family's model is what its config says:
+sizes of published models, and every family's tiny one."""
 
 import inspect
 
@@ -14,11 +15,13 @@ from xdit_backend.models import FAMILIES
 def usual_config(family):
     """Of a class of diffusers: most classes' defaults are the published model's."""
     arguments = inspect.signature(getattr(diffusers, family.transformer).__init__).parameters
-    return {name: argument.default for name, argument in arguments.items() if argument.default is not inspect.Parameter.empty}
+    return {name: argument.default for name, argument in arguments.items()
+            if argument.default is not inspect.Parameter.empty}
 
 
 @pytest.mark.parametrize("name, published, sums", [
-    ("Flux.1", "flux.1-dev", (2 * 19 + 38) / 57), ("PixArt-Sigma", "pixart-alpha", 3), ("HunyuanVideo", "hunyuanvideo", (2 * 20 + 40) / 60),
+    ("Flux.1", "flux.1-dev", (2 * 19 + 38) / 57), ("PixArt-Sigma", "pixart-alpha", 3),
+    ("HunyuanVideo", "hunyuanvideo", (2 * 20 + 40) / 60),
     ("Qwen-Image", "qwen-image", 2), ("Wan", "wan2.1-14b", 3)])
 def test_published_sizes(name, published, sums):
     """sums: of section 10 of docs/algorithms.md."""

@@ -1,4 +1,5 @@
-"""What a file or folder lacks, or is, is said in words before a worker is asked: for every family, from headers alone."""
+"""What a file or folder lacks, or is, is said in words before a worker is asked:
+for every family, from headers alone."""
 
 import json
 import random
@@ -48,12 +49,14 @@ def test_a_whole_file_has_all_that_is_needed(tmp_path, shapes_of, kind):
 
     config, model = look_at(tmp_path / "model.safetensors")
 
-    assert families()[kind].num_blocks(config) == sum(len(model.get_submodule(list_.name)) for list_ in families()[kind].plan.blocks)
+    assert families()[kind].num_blocks(config) == sum(len(model.get_submodule(list_.name))
+                                                      for list_ in families()[kind].plan.blocks)
 
 
 @pytest.mark.parametrize("kind", by_default(FEW_FAMILIES, [kind for kind in families() if kind not in VARIANTS]))
 def test_mutated_headers_are_refused_in_words(tmp_path, shapes_of, kind):
-    """A tensor left out, of another shape, of absurd size, one too many: six of each, or three; the same ones each time."""
+    """A tensor left out, of another shape, of absurd size, one too many: six of each, or three;
+    the same ones each time."""
     chance, path = random.Random(kind), tmp_path / "model.safetensors"
     unread = {"y_embedder.y_embedding"}                        # for training
     write_header(path, shapes_of(kind))
@@ -74,8 +77,10 @@ def test_mutated_headers_are_refused_in_words(tmp_path, shapes_of, kind):
             config, _ = look_at(path)
         except CheckpointError as error:
             assert "model.safetensors" in str(error)
-        else:                                                  # another size of the family, or what ComfyUI alone prepares text with
-            assert name in unread or "_embeddings_connector." in name or config != whole, (number, name, shapes.get(name))
+        else:
+            # another size of the family, or what ComfyUI alone prepares text with
+            assert (name in unread or "_embeddings_connector." in name
+                    or config != whole), (number, name, shapes.get(name))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,7 +96,8 @@ def test_a_tensor_that_is_missing_is_named(tmp_path, shapes_of, kind):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"data_offsets": [4, 8]}, "starts at byte 4"), ({"data_offsets": [0, 6]}, "has 6 bytes"), ({"dtype": "F3"}, "unknown type F3"),
+    ({"data_offsets": [4, 8]}, "starts at byte 4"), ({"data_offsets": [0, 6]}, "has 6 bytes"),
+    ({"dtype": "F3"}, "unknown type F3"),
     ({"shape": [-1, -2]}, "has shape"), ({"shape": "ab"}, "cannot be read"), ({"data_offsets": [0]}, "cannot be read"),
     ({"shape": [2 ** 70]}, "has 4 bytes")], ids=str)
 def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words):
@@ -106,20 +112,26 @@ def test_headers_that_contradict_themselves_are_refused(tmp_path, change, words)
     (["lora_unet_double_blocks_0_img_attn_proj.lora_down.weight"], "a LoRA"),
     (["diffusion_model.double_blocks.0.img_attn.proj.lora_A.weight"], "a LoRA"),
     (["transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight"], "a LoRA"),
-    (["lycoris_double_blocks_0_img_attn_proj.lokr_w1"], "a LoRA"), (["diffusion_model.blocks.0.self_attn.q.diff_b"], "a LoRA"),
-    (["controlnet_blocks.0.weight", "controlnet_x_embedder.weight", "txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"],
+    (["lycoris_double_blocks_0_img_attn_proj.lokr_w1"], "a LoRA"),
+    (["diffusion_model.blocks.0.self_attn.q.diff_b"], "a LoRA"),
+    (["controlnet_blocks.0.weight", "controlnet_x_embedder.weight", "txt_norm.weight",
+      "transformer_blocks.0.img_mod.1.weight"],
      "a ControlNet"),                                          # its blocks are named as Qwen-Image's own
-    (["vision_model.encoder.layers.0.mlp.fc1.weight"], "a CLIP vision model"), (["per_channel_statistics.mean-of-means"], "a VAE"),
+    (["vision_model.encoder.layers.0.mlp.fc1.weight"], "a CLIP vision model"),
+    (["per_channel_statistics.mean-of-means"], "a VAE"),
     (["encoder.block.0.layer.0.SelfAttention.k.weight", "shared.weight"], "a text encoder"),
     (["text_model.encoder.layers.0.mlp.fc1.weight"], "a text encoder"),
     (["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"], "a text encoder"),
-    (["decoder.conv_in.weight", "encoder.down.0.block.0.conv1.weight"], "a VAE"), (["first_stage_model.decoder.conv_in.weight"], "a VAE"),
+    (["decoder.conv_in.weight", "encoder.down.0.block.0.conv1.weight"], "a VAE"),
+    (["first_stage_model.decoder.conv_in.weight"], "a VAE"),
     (["model.diffusion_model.input_blocks.0.0.weight", "conditioner.embedders.0.transformer.text_model.a",
       "first_stage_model.decoder.conv_in.b"],
      "a U-Net of a kind"),
-    (["double_blocks.0.img_mod.modulate_table"], "a JoyImage model"), (["ref_image_refiner.0.norm2.weight"], "a model of OmniGen 2"),
+    (["double_blocks.0.img_mod.modulate_table"], "a JoyImage model"),
+    (["ref_image_refiner.0.norm2.weight"], "a model of OmniGen 2"),
     (["t_embedder1.mlp.0.weight", "x_embedder.proj1.weight"], "a model of HiDream-O1"),
-    (["transformer_blocks.0.attn.add_q_proj.weight"], "under diffusers' names"), (["a"], "not a diffusion model that xDiT runs")], ids=str)
+    (["transformer_blocks.0.attn.add_q_proj.weight"], "under diffusers' names"),
+    (["a"], "not a diffusion model that xDiT runs")], ids=str)
 def test_other_files_are_called_what_they_are(tmp_path, names, words):
     write_header(tmp_path / "model.safetensors", dict.fromkeys(names, (2, 2)))
 
@@ -138,7 +150,8 @@ def folder_of(tmp_path_factory):
             example(name).model.save_pretrained(path)
             shutil.copy(path / "config.json", path / "original.json")
         config = json.loads((path / "original.json").read_text())
-        rules = families_by_name()[name].config.rules          # those of the published sizes, which the tiny model has others of
+        # those of the published sizes, which the tiny model has others of
+        rules = families_by_name()[name].config.rules
         fixed = {key: value for key, value in rules.items() if not callable(value) and key not in changes}
         (path / "config.json").write_text(json.dumps(config | fixed | changes))
         return path
@@ -183,8 +196,10 @@ def test_whole_numbers_in_the_place_of_weights_are_refused(tmp_path, shapes_of, 
     from safetensors.torch import save_file
     types = {"I16": torch.int16, "U8": torch.uint8, "BOOL": torch.bool}
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes_of("sd3").items()}
-    tensors["joint_blocks.1.x_block.attn.qkv.weight"] = tensors["joint_blocks.1.x_block.attn.qkv.weight"].to(types[dtype])
+    tensors["joint_blocks.1.x_block.attn.qkv.weight"] = tensors["joint_blocks.1.x_block.attn.qkv.weight"].to(
+        types[dtype])
     save_file(tensors, tmp_path / "model.safetensors")
 
-    with pytest.raises(CheckpointError, match="has whole numbers where the weights have fractions: transformer_blocks.1.attn.to_q.weight"):
+    with pytest.raises(CheckpointError, match="has whole numbers where the weights have fractions: "
+                                              "transformer_blocks.1.attn.to_q.weight"):
         look_at(tmp_path / "model.safetensors")

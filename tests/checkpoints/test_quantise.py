@@ -1,4 +1,5 @@
-"""Weights quantised when they are loaded: our model computes with what the libraries make of them, and holds what that takes."""
+"""Weights quantised when they are loaded: our model computes with what the libraries make of them,
+and holds what that takes."""
 
 import pytest
 import torch
@@ -18,18 +19,21 @@ CPU = torch.device("cpu")
 @pytest.mark.quantisers
 @pytest.mark.parametrize("kind, quantisation", [("sd3", "int8"), ("sd3", "nf4"), ("flux", "nf4"), ("sd15", "int8")])
 def test_quantised_weights_equal_the_dequantised_ones(file_of, tmp_path, kind, quantisation):
-    """A matrix takes a byte a number and four a row, or 36 bytes for 64 numbers; what the host plans is what is held."""
+    """A matrix takes a byte a number and four a row, or 36 bytes for 64 numbers;
+    what the host plans is what is held."""
     family, path, plain = families()[kind], file_of(kind), tmp_path / "plain.safetensors"
     save_dequantised(plain, path, quantisation)
 
     with torch.inference_mode():
         result = ours(path, family, "float32", quantisation=quantisation)
         want, exact = (ours(file, family, "float32") for file in (plain, path))
-        half, half_want = (ours(file, family, *2 * ["bfloat16"], quantisation=how) for file, how in ((path, quantisation), (plain, "")))
+        half, half_want = (ours(file, family, *2 * ["bfloat16"], quantisation=how)
+                           for file, how in ((path, quantisation), (plain, "")))
 
     close(result, want, 1e-5)
     assert relative_error(result, exact) > 1e-3
-    close(half, half_want, 1e-5)                               # a number is rounded to bfloat16 once, where it is unpacked
+    # a number is rounded to bfloat16 once, where it is unpacked
+    close(half, half_want, 1e-5)
     header = open_checkpoint(path)
     model, spec = header.outline(quantisation), header.spec("float32", "float32", quantisation=quantisation)
     held = held_bytes(model, family, spec)

@@ -1,4 +1,5 @@
-"""Scaled float8 files: our model equals ComfyUI's own, and that of the dequantised weights; they are held as in the file."""
+"""Scaled float8 files: our model equals ComfyUI's own, and that of the dequantised weights;
+they are held as in the file."""
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from xdit_backend.protocol.errors import CheckpointError
 
 @pytest.mark.parametrize("kind, marks, per_row", [
     ("sd3", "comfy_quant", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("flux", "scaled_fp8", False), ("wan", "metadata", False), ("hunyuanvideo", "comfy_quant", True), ("sd15", "comfy_quant", False)))])
+        ("flux", "scaled_fp8", False), ("wan", "metadata", False), ("hunyuanvideo", "comfy_quant", True),
+        ("sd15", "comfy_quant", False)))])
 def test_a_scaled_file_equals_comfyuis_and_the_dequantised_one(file_of, tmp_path, kind, marks, per_row):
     """A scaled matrix takes a byte a number, whatever the rest is held in; what the host plans is what is held."""
     family, path = families()[kind], tmp_path / "scaled.safetensors"
-    save_file(save_scaled(path, file_of(kind), marks, per_row), tmp_path / "plain.safetensors", metadata_of(file_of(kind)))
+    save_file(save_scaled(path, file_of(kind), marks, per_row), tmp_path / "plain.safetensors",
+              metadata_of(file_of(kind)))
 
     with torch.inference_mode():
         result, want = ours(path, family, "float32"), ours(tmp_path / "plain.safetensors", family, "float32")
@@ -32,7 +35,8 @@ def test_a_scaled_file_equals_comfyuis_and_the_dequantised_one(file_of, tmp_path
     plain = held_bytes(open_checkpoint(file_of(kind)).outline(), family, header.spec("float32", "float32"))
     numbers = sum(header.shapes[name][0] * header.shapes[name][1] for name in matrices(path))
     scales = 4 * sum(count for _, count in header.scales.values())
-    assert len(header.scales) == len(matrices(path)) and 0 < held - (plain - 3 * numbers) <= 4 * scales      # one for each part
+    # one for each part
+    assert len(header.scales) == len(matrices(path)) and 0 < held - (plain - 3 * numbers) <= 4 * scales
 
 
 FP8 = torch.zeros(4, 8, dtype=torch.float8_e4m3fn)
@@ -60,7 +64,8 @@ def test_what_is_not_known_of_a_quantisation_is_refused_by_name(tmp_path, tensor
     whole = {"a.weight": FP8, "a.weight_scale": torch.ones(4, 1), "a.comfy_quant": said('{"format": "float8_e4m3fn"}')}
     save_file(whole, tmp_path / "whole.safetensors")
     assert open_checkpoint(tmp_path / "whole.safetensors").scales == {"a.weight": ("a.weight_scale", 4)}
-    save_file({name: tensor for name, tensor in (whole | tensors).items() if tensor is not None}, tmp_path / "other.safetensors")
+    save_file({name: tensor for name, tensor in (whole | tensors).items() if tensor is not None},
+              tmp_path / "other.safetensors")
 
     with pytest.raises(CheckpointError, match=words):
         open_checkpoint(tmp_path / "other.safetensors")

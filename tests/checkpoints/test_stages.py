@@ -67,8 +67,10 @@ def check(path, names_read, own):
     assert len(set(names_read)) == len(names_read) < len(all_names)
     read = sum(tensor.numel() for tensor in part.parameters() if not tensor.is_meta)
     sizes = [size for size, _ in block_sizes(whole, family.plan)]
-    beside = sum(tensor.numel() for name, tensor in whole.named_parameters() if name.startswith(family.plan.outside) and 0 not in own)
-    assert read == sum(tensor.numel() for tensor in whole.parameters()) - sum(sizes) + sum(sizes[block] for block in own) + beside
+    beside = sum(tensor.numel() for name, tensor in whole.named_parameters() if name.startswith(family.plan.outside)
+                 and 0 not in own)
+    assert read == sum(tensor.numel()
+                       for tensor in whole.parameters()) - sum(sizes) + sum(sizes[block] for block in own) + beside
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -21,7 +21,8 @@ CPU = torch.device("cpu")
 
 
 def check(path, dtypes, degree=2, quantisation=""):
-    """Load the whole, and each rank's share; compare them and their sizes. Returns the share of the whole that rank 0 holds."""
+    """Load the whole, and each rank's share; compare them and their sizes.
+    Returns the share of the whole that rank 0 holds."""
     header = open_checkpoint(path)
     family = header.family
     read = []                                                  # (bytes so far, in all) that a loader says
@@ -38,16 +39,22 @@ def check(path, dtypes, degree=2, quantisation=""):
             assert torch.equal(parameter.float(), wanted.float()), name
             assert parameter.is_contiguous() or name not in splits
         for name, buffer in model.named_buffers():
-            assert torch.equal(buffer, splits[name].own(buffers[name], degree, rank) if name in splits else buffers[name]), name
-        blocks = tuple(f"{name}." for name in (*(name for list_ in family.plan.blocks for name in list_.names), *family.plan.beside))
-        linears = [name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear) and name.startswith(blocks)
+            assert torch.equal(buffer, splits[name].own(buffers[name], degree, rank) if name in splits
+                               else buffers[name]), name
+        blocks = tuple(f"{name}." for name in (*(name for list_ in family.plan.blocks for name in list_.names),
+                                               *family.plan.beside))
+        linears = [name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear)
+                   and name.startswith(blocks)
                    and not name.endswith(tuple(f".{path}" for path in family.plan.unsplit))]
-        formula = sum(parameter.nbytes / (degree if name.rpartition(".")[0] in linears else 1) for name, parameter in parts.items())
+        formula = sum(parameter.nbytes / (degree if name.rpartition(".")[0] in linears else 1)
+                      for name, parameter in parts.items())
         held = sum(parameter.nbytes for parameter in model.parameters())
         assert abs(held / formula - 1) < 0.05
-        beside = of_whole - in_all                             # buffers, and what is held in another type than the file's
+        # buffers, and what is held in another type than the file's
+        beside = of_whole - in_all
         assert read[-1][0] == read[-1][1] and (quantisation or abs(read[-1][1] / (formula + beside) - 1) < 0.05)
-        assert rank or held + sum(buffer.nbytes for buffer in model.buffers()) == held_bytes(whole, family, spec, splits)
+        assert (rank or held + sum(buffer.nbytes for buffer in model.buffers())
+                == held_bytes(whole, family, spec, splits))
     return held / in_all
 
 
@@ -106,7 +113,8 @@ def check_numbers(path, type_):
         assert len(cut) > 5
         for name, weight in cut.items():
             parts = dequantised(whole[name], type_).split(splits[name].parts, 1)
-            assert torch.equal(dequantised(weight, type_), torch.cat([part.chunk(2, 1)[rank] for part in parts], 1)), name
+            assert torch.equal(dequantised(weight, type_),
+                               torch.cat([part.chunk(2, 1)[rank] for part in parts], 1)), name
 
 
 @pytest.mark.parametrize("type_", ["Q4_K", "Q8_0"])
@@ -119,7 +127,8 @@ def test_a_rank_reads_its_share_of_a_gguf_file(file_of, tmp_path, type_):
     if type_ == "Q8_0":
         assert check(tmp_path / "model.gguf", ("float32", "float32")) < 0.95
         check_numbers(tmp_path / "model.gguf", type_)
-    with pytest.raises(UnsupportedError, match="tensor_degree=(2|16) cannot share out these quantised weights: transformer_blocks.0.* has "
+    with pytest.raises(UnsupportedError, match="tensor_degree=(2|16) cannot share out these quantised weights: "
+                                               "transformer_blocks.0.* has "
                        f"256 inputs, in blocks of {256 if type_ == 'Q4_K' else 32}, .*"
                        f"Use {'2 or 4 or 8, ' * (type_ == 'Q8_0')}tensor_degree.*fp8"
                        + (" or int8.$" if type_ == "Q8_0" else ", int8 or Q8_0.$")):

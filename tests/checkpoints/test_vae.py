@@ -24,9 +24,11 @@ from xdit_backend.protocol.errors import CheckpointError
 MADE_BY_COMFYUI = """
 import sys, torch, tiny_checkpoints
 tiny_checkpoints.import_comfyui(sys.argv[1])
-import comfy.ldm.hunyuan_video.vae, comfy.ldm.hunyuan_video.vae_refiner, comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae
+import comfy.ldm.hunyuan_video.vae, comfy.ldm.hunyuan_video.vae_refiner
+import comfy.ldm.models.autoencoder, comfy.ldm.modules.temporal_ae
 import comfy.ldm.genmo.vae.model
-import comfy.ldm.wan.vae, comfy.ldm.cogvideo.vae, comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.ldm.wan.vae2_2, comfy.taesd.taesd
+import comfy.ldm.wan.vae, comfy.ldm.wan.vae2_2, comfy.ldm.cogvideo.vae
+import comfy.ldm.lightricks.vae.causal_video_autoencoder, comfy.taesd.taesd
 
 AutoencoderKL = comfy.ldm.models.autoencoder.AutoencoderKL
 config = dict(double_z=True, z_channels=4, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4],
@@ -44,14 +46,16 @@ def ltx(kind):
     return vae
 
 def hunyuan():
-    widths = {"ch": 32, "ch_mult": [1, 1, 2, 2], "num_res_blocks": 1, "z_channels": 16, "conv3d": True, "time_compress": 4}
+    widths = {"ch": 32, "ch_mult": [1, 1, 2, 2], "num_res_blocks": 1, "z_channels": 16, "conv3d": True,
+              "time_compress": 4}
     return AutoencoderKL(ddconfig={**config, **widths}, embed_dim=16)
 
 def cogvideox():
     return comfy.ldm.cogvideo.vae.AutoencoderKLCogVideoX(block_out_channels=(32, 64, 64, 64), layers_per_block=1)
 
 small = {**config, "ch": 32, "ch_mult": [1, 2, 3], "num_res_blocks": 1}
-wan = dict(dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[], temperal_downsample=[False, True, True], dropout=0.0)
+wan = dict(dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[], temperal_downsample=[False, True, True],
+           dropout=0.0)
 # kind -> VAE, shape of a latent, shape of a picture
 tiny = {
     "sd": (AutoencoderKL(ddconfig=small, embed_dim=4), (2, 4, 6, 5), (2, 3, 24, 20)),
@@ -100,8 +104,8 @@ for kind, (vae, latent_shape, picture_shape) in tiny.items():
 others = {
     "Flux.2": lambda: AutoencoderKL(ddconfig={**config, "z_channels": 32, "batch_norm_latent": True}, embed_dim=32),
     "HunyuanImage's refiner": lambda: torch.nn.ModuleDict({"decoder": comfy.ldm.hunyuan_video.vae_refiner.Decoder(
-        z_channels=32, out_channels=3, block_out_channels=[128, 256, 512, 1024, 1024], num_res_blocks=2, ffactor_spatial=16,
-        ffactor_temporal=4, refiner_vae=False)}),
+        z_channels=32, out_channels=3, block_out_channels=[128, 256, 512, 1024, 1024], num_res_blocks=2,
+        ffactor_spatial=16, ffactor_temporal=4, refiner_vae=False)}),
     "Stable Video Diffusion": lambda: comfy.ldm.models.autoencoder.AutoencodingEngine(
         regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
         encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
@@ -118,9 +122,11 @@ published = {
     "Mochi": lambda: comfy.ldm.genmo.vae.model.VideoVAE(),
     "LTX-2": lambda: comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE(config={
         **tiny_checkpoints.LTX, "encoder_base_channels": 128, "decoder_base_channels": 128,
-        "encoder_blocks": [["res_x", {"num_layers": 4}], ["compress_space_res", {"multiplier": 2}], ["res_x", {"num_layers": 6}],
-                           ["compress_time_res", {"multiplier": 2}], ["res_x", {"num_layers": 6}], ["compress_all_res", {"multiplier": 2}],
-                           ["res_x", {"num_layers": 2}], ["compress_all_res", {"multiplier": 2}], ["res_x", {"num_layers": 2}]],
+        "encoder_blocks": [
+            ["res_x", {"num_layers": 4}], ["compress_space_res", {"multiplier": 2}], ["res_x", {"num_layers": 6}],
+            ["compress_time_res", {"multiplier": 2}], ["res_x", {"num_layers": 6}],
+            ["compress_all_res", {"multiplier": 2}], ["res_x", {"num_layers": 2}],
+            ["compress_all_res", {"multiplier": 2}], ["res_x", {"num_layers": 2}]],
         "decoder_blocks": [["res_x", {"num_layers": 5}], *[["compress_all", {"residual": True, "multiplier": 2}],
                                                            ["res_x", {"num_layers": 5}]] * 3]}),
 }
@@ -149,8 +155,8 @@ def tensors(made_by_comfyui):
 
 DECODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.decoder})
 ENCODED_WITH = tuple({prefix for family in FAMILIES.values() for prefix in family.encoder})
-KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "ltx", "ltx 0.9.5", "ltx 2", "taesd", "hunyuan",
-         "hunyuan, one frame", "hunyuan image", "hunyuan 1.5", "hunyuan 1.5, one frame", "mochi",
+KINDS = ["sd", "flux", "wan", "wan, one frame", "wan with alpha", "wan 2.2", "ltx", "ltx 0.9.5", "ltx 2", "taesd",
+         "hunyuan", "hunyuan, one frame", "hunyuan image", "hunyuan 1.5", "hunyuan 1.5, one frame", "mochi",
          "mochi, one frame", "cosmos", "cosmos, other frames", "cosmos, one frame",
          "cogvideox", "cogvideox, even", "cogvideox, one frame more", "cogvideox, one frame"]
 TOLERANCE = 1e-4
@@ -227,7 +233,8 @@ def test_the_comparison_notices_other_pieces_of_frames(made_by_comfyui, monkeypa
     vae = load_autoencoder(whole(tensors), torch.float32, "cpu")
     monkeypatch.setattr(f"xdit_backend.autoencoders.{name}", mutant)
 
-    result, want = (decode_rows(vae, latent).tensor, pixels) if way == "decode" else (encode_rows(vae, picture, 8).tensor, encoded)
+    result, want = ((decode_rows(vae, latent).tensor, pixels) if way == "decode"
+                    else (encode_rows(vae, picture, 8).tensor, encoded))
 
     assert result.shape != want.shape or (result - want).norm() > 10 * TOLERANCE * want.norm()
 
@@ -259,36 +266,43 @@ def test_config_of_stable_diffusions_vae(made_by_comfyui):
 
 
 PUBLISHED = {
-    "HunyuanVideo 1.5": {"block_out_channels": (128, 256, 512, 1024, 1024), "layers_per_block": 2, "latent_channels": 32,
-                         "spatial_compression_ratio": 16, "temporal_compression_ratio": 4},
-    "Mochi": {"encoder_block_out_channels": (64, 128, 256, 384), "decoder_block_out_channels": (128, 256, 512, 768), "in_channels": 15,
+    "HunyuanVideo 1.5": {"block_out_channels": (128, 256, 512, 1024, 1024), "layers_per_block": 2,
+                         "latent_channels": 32, "spatial_compression_ratio": 16, "temporal_compression_ratio": 4},
+    "Mochi": {"encoder_block_out_channels": (64, 128, 256, 384), "decoder_block_out_channels": (128, 256, 512, 768),
+              "in_channels": 15,
               "latent_channels": 12, "layers_per_block": (3, 3, 4, 6, 3), "temporal_expansions": (1, 2, 3),
               "add_attention_block": (False, True, True, True, True)},
     "LTX-2": {"block_out_channels": (128, 256, 512, 1024, 2048), "layers_per_block": (4, 6, 6, 2, 2),
-              "decoder_layers_per_block": (5, 5, 5, 5), "upsample_factor": (2, 2, 2), "decoder_block_out_channels": (256, 512, 1024),
-              "timestep_conditioning": False}}
+              "decoder_layers_per_block": (5, 5, 5, 5), "upsample_factor": (2, 2, 2),
+              "decoder_block_out_channels": (256, 512, 1024), "timestep_conditioning": False}}
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-@pytest.mark.parametrize("prefixes", by_default([DECODED_WITH + ENCODED_WITH], [DECODED_WITH + ENCODED_WITH, DECODED_WITH, ENCODED_WITH]),
+@pytest.mark.parametrize("prefixes",
+                         by_default([DECODED_WITH + ENCODED_WITH],
+                                    [DECODED_WITH + ENCODED_WITH, DECODED_WITH, ENCODED_WITH]),
                          ids=["whole", "decoder", "encoder"])
 def test_vaes_of_the_published_sizes_fit(made_by_comfyui, kind, prefixes):
     """Without bytes; what is said of a half alone is as of the whole."""
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in half(made_by_comfyui[3][kind], prefixes).items()}
+    tensors = {name: torch.empty(shape, device="meta")
+               for name, shape in half(made_by_comfyui[3][kind], prefixes).items()}
 
     vae = load_autoencoder(tensors, torch.float32, "meta")
 
-    assert prefixes != DECODED_WITH + ENCODED_WITH or {key: vae.config[key] for key in PUBLISHED[kind]} == PUBLISHED[kind]
+    assert (prefixes != DECODED_WITH + ENCODED_WITH
+            or {key: vae.config[key] for key in PUBLISHED[kind]} == PUBLISHED[kind])
 
 
 @pytest.mark.parametrize("kind, named", [
-    ("Flux.2", "Flux.2"), ("HunyuanImage's refiner", "HunyuanImage's refiner"), ("Stable Video Diffusion", "Stable Video Diffusion"),
+    ("Flux.2", "Flux.2"), ("HunyuanImage's refiner", "HunyuanImage's refiner"),
+    ("Stable Video Diffusion", "Stable Video Diffusion"),
     ("LTX 0.9.1", "adds random noise"), ("TAESD of Flux.2", "tiny autoencoder of Flux.2"),
 ])
 def test_rejects_the_other_vaes_of_comfyui(made_by_comfyui, kind, named):
     tensors = {name: torch.empty(shape, device="meta") for name, shape in made_by_comfyui[2][kind].items()}
 
-    with pytest.raises(CheckpointError, match="Decode and Encode work with the VAEs of SD, SDXL, SD3, Flux, Flux.2,") as caught:
+    with pytest.raises(CheckpointError, match="Decode and Encode work with the VAEs of SD, SDXL, SD3, Flux, "
+                                              "Flux.2,") as caught:
         load_autoencoder(tensors, torch.float32, "cpu")
 
     assert named in str(caught.value)
@@ -296,7 +310,8 @@ def test_rejects_the_other_vaes_of_comfyui(made_by_comfyui, kind, named):
 
 @pytest.mark.parametrize("name", ["decoder.stages.0.op_list.0.main.conv.weight", "decoder.up_blocks.0.0.conv1.weight"])
 def test_rejects_sanas_deep_compression_autoencoder(name):
-    with pytest.raises(CheckpointError, match="Sana|no tensor decoder.conv_in.weight; its 1 tensors begin with decoder.up_blocks"):
+    with pytest.raises(CheckpointError, match="Sana|no tensor decoder.conv_in.weight; its 1 tensors begin with "
+                                              "decoder.up_blocks"):
         load_autoencoder({name: torch.ones(64, 32, 3, 3)}, torch.float32, "cpu")
 
 

@@ -1,4 +1,5 @@
-"""Versions of weights that are kept: what a model goes back to is what it had, to the bit, whatever was changed on the way."""
+"""Versions of weights that are kept: what a model goes back to is what it had, to the bit,
+whatever was changed on the way."""
 
 import random
 
@@ -12,10 +13,12 @@ ROOM = 2 ** 20
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_way_through_versions_leads_to_their_own_weights(seed):
-    """Versions differ in some weights each, are reached in several commands, and some weights are as in a file in some versions."""
+    """Versions differ in some weights each, are reached in several commands,
+    and some weights are as in a file in some versions."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     plain = [torch.randn(3, generator=generator) for _ in range(6)]
-    wanted = {0: plain} | {number: [torch.randn(3, generator=generator) if draw.random() < 0.4 else values for values in plain]
+    wanted = {0: plain} | {number: [torch.randn(3, generator=generator) if draw.random() < 0.4 else values
+                                    for values in plain]
                            for number in range(1, MOST_KEPT + 2)}
     weights = [torch.nn.Parameter(values, requires_grad=False) for values in plain]
     files = {id(weight): weight.data for weight in weights}
@@ -35,7 +38,8 @@ def test_any_way_through_versions_leads_to_their_own_weights(seed):
                     files[id(weights[place])] = values
         now = following
         assert all(torch.equal(weight, values) for weight, values in zip(weights, wanted[now]))
-        assert files.keys() == {id(weight) for weight, values, first in zip(weights, wanted[now], plain) if values is first}
+        assert files.keys() == {id(weight) for weight, values, first in zip(weights, wanted[now], plain)
+                                if values is first}
     assert num_returns > 10
 
 

@@ -148,4 +148,5 @@ def test_a_small_unet_is_read_back_as_it_was_trained(tmp_path, monkeypatch):
     latent, sigma, context = torch.randn(2, 16, 16, 16), torch.tensor([1.0, 0.3]), torch.randn(2, 24, 128)
     model.load_state_dict(state)
     with torch.no_grad():
-        assert torch.equal(small.predicted(read, latent, sigma, context, None), small.predicted(model, latent, sigma, context, None))
+        assert torch.equal(small.predicted(read, latent, sigma, context, None),
+                           small.predicted(model, latent, sigma, context, None))

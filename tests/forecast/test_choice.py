@@ -37,7 +37,8 @@ def test_links_of_a_machine_say_nothing_of_the_network():
     rates = {("hop", 2): 1e10, ("hop", 4): 1e8}
     apart, together = Links(rates, latencies=rates, a_machine=2), Links(rates, latencies=rates)
 
-    assert [apart.rate("hop", size) for size in (2, 3, 4)] == [apart.latency("hop", size) for size in (2, 3, 4)] == [1e10, 1e8, 1e8]
+    assert [apart.rate("hop", size)
+            for size in (2, 3, 4)] == [apart.latency("hop", size) for size in (2, 3, 4)] == [1e10, 1e8, 1e8]
     assert 1e8 < together.rate("hop", 3) < 1e10
     odd = Links({("hop", 2): 1e8, ("hop", 3): 1e10, ("hop", 6): 1e8}, a_machine=3)
     assert [odd.rate("hop", size) for size in (2, 3, 4)] == [1e8, 1e10, 1e8]
@@ -48,8 +49,10 @@ def test_stages_on_two_machines_wait_for_the_network_that_their_ranks_share():
     rates = {(name, size): 1e11 if size == 2 else 1e6 for name in ("hop", "all_to_all") for size in (2, 4)}
     job, device = Job(4096, 512, 20), Device(1e17, 1e17, 1e15)
     degrees = Degrees(pipefusion=2, ulysses=2, num_patches=2)
-    hop_s = 4096 * FLUX.width * 2 / 2 / 1e6                    # of the two ranks' halves of one of two patches, in bfloat16
-    slow, fast = (sum(run_seconds(FLUX, job, degrees, device, Links(rates, a_machine=size)).values()) for size in (2, 0))
+    # of the two ranks' halves of one of two patches, in bfloat16
+    hop_s = 4096 * FLUX.width * 2 / 2 / 1e6
+    slow, fast = (sum(run_seconds(FLUX, job, degrees, device, Links(rates, a_machine=size)).values())
+                  for size in (2, 0))
 
     assert 2 * 19 * hop_s < slow < 2.3 * 20 * hop_s
     within(abs(fast / slow - 0.5), 0.02)                       # as if each had a network of its own
@@ -60,7 +63,8 @@ def test_stages_on_two_machines_wait_for_the_network_that_their_ranks_share():
     (PIXART, Job(65536, 120, 20, branches=2), 2, L40, PCIE, Degrees(cfg=2)),
     (FLUX, Job(16384, 512, 28), 2, A100, NVLINK, Degrees(ulysses=2)),
     (FLUX, Job(16384, 512, 28), 8, L40, PCIE, Degrees(pipefusion=8, num_patches=8)),
-    (FLUX, Job(4096, 512, 28), 1, L40, PCIE, Degrees())], ids=["cfg-nvlink", "cfg-pcie", "ulysses-nvlink", "pipefusion-pcie", "one"])
+    (FLUX, Job(4096, 512, 28), 1, L40, PCIE, Degrees())],
+                         ids=["cfg-nvlink", "cfg-pcie", "ulysses-nvlink", "pipefusion-pcie", "one"])
 def test_golden_choices(net, job, devices, device, between, expected):
     assert choose(forecasts(net, job, machine(devices, device, between))).degrees == expected
 
@@ -90,13 +94,15 @@ def test_candidates_use_all_devices_and_can_be_run(devices):
         assert 24 % degrees.ulysses == 0 and degrees.pipefusion <= 57
 
 
-EVERY = [Degrees(), Degrees(cfg=2), Degrees(data=2), Degrees(ulysses=4), Degrees(ring=4), Degrees(ulysses=2, ring=4), Degrees(tensor=4),
-         Degrees(displaced=4), Degrees(pipefusion=4), Degrees(pipefusion=4, num_patches=8), Degrees(pipefusion=2, warmup_by_sequence=True),
+EVERY = [Degrees(), Degrees(cfg=2), Degrees(data=2), Degrees(ulysses=4), Degrees(ring=4), Degrees(ulysses=2, ring=4),
+         Degrees(tensor=4), Degrees(displaced=4), Degrees(pipefusion=4), Degrees(pipefusion=4, num_patches=8),
+         Degrees(pipefusion=2, warmup_by_sequence=True),
          Degrees(cfg=2, ulysses=2, pipefusion=2, num_patches=4), Degrees(ring=2, pipefusion=2)]
 
 
 @pytest.mark.parametrize("degrees", EVERY, ids=str)
-@pytest.mark.parametrize("net", [FLUX, PIXART, replace(FLUX, skips=True, key_heads=8), replace(PIXART, attention="linear")],
+@pytest.mark.parametrize("net", [FLUX, PIXART, replace(FLUX, skips=True, key_heads=8),
+                                 replace(PIXART, attention="linear")],
                          ids=["flux", "pixart", "skips", "linear"])
 def test_faster_is_never_slower(net, degrees):
     """A faster link, device or host, or less to do, takes no longer."""
@@ -104,9 +110,11 @@ def test_faster_is_never_slower(net, degrees):
     slow = forecast(net, job, degrees, machine(8, L40, PCIE)).seconds
 
     faster_links = replace(PCIE, rates={name: 2 * rate for name, rate in PCIE.rates.items()})
-    host = {name: getattr(L40, name) / 2 for name in ("block_launch_s", "collective_launch_s", "round_launch_s", "slot_launch_s")}
+    host = {name: getattr(L40, name) / 2
+            for name in ("block_launch_s", "collective_launch_s", "round_launch_s", "slot_launch_s")}
     for device, between in ((L40, faster_links), (replace(L40, matrix_flops_s=3e14, attention_flops_s=3e14), PCIE),
-                            (replace(L40, **host), PCIE), (L40, replace(PCIE, hidden=1.0)), (L40, replace(PCIE, latency_s=0.0))):
+                            (replace(L40, **host), PCIE), (L40, replace(PCIE, hidden=1.0)),
+                            (L40, replace(PCIE, latency_s=0.0))):
         assert forecast(net, job, degrees, machine(8, device, between)).seconds <= slow * (1 + 1e-12)
     for less in (replace(job, steps=10), replace(job, branches=1), replace(job, tokens=2048), replace(job, images=1)):
         assert forecast(net, less, degrees, machine(8, L40, PCIE)).seconds <= slow * (1 + 1e-12)
@@ -123,7 +131,8 @@ def test_forecasts_of_absurd_sizes_are_finite(degrees):
 
 
 def test_memory_adds_up_over_ranks():
-    """Stages and shards of tensors hold the weights once, in all; stages the keys and values; shards of a sequence the activations."""
+    """Stages and shards of tensors hold the weights once, in all; stages the keys and values;
+    shards of a sequence the activations."""
     job, net = Job(4096, 512, 20), replace(FLUX, blocks=56)
     one = forecast(net, job, Degrees(), EIGHT).memory
     four, eight = (forecast(net, job, Degrees(pipefusion=stages), EIGHT).memory for stages in (4, 8))
@@ -137,15 +146,18 @@ def test_memory_adds_up_over_ranks():
     within(abs(4 * four.keys_values / (2 * (4096 + 512) * 3072 * 56 * 2) - 1), 1e-12)      # 2 B (S + S_t) h
     within(abs(4 * shards.activations / (one.activations) - 1), 1e-12)
     assert forecast(FLUX, job, Degrees(pipefusion=4, warmup_by_sequence=True), EIGHT).memory.weights == one.weights
-    twice, away = (forecast(net, job, Degrees(pipefusion=4), EIGHT, **more).memory for more in ({"steps_kept": 2}, {"offload": True}))
+    twice, away = (forecast(net, job, Degrees(pipefusion=4), EIGHT, **more).memory
+                   for more in ({"steps_kept": 2}, {"offload": True}))
     assert twice.keys_values == 2 * four.keys_values
-    assert away.host == four.keys_values and away.keys_values == 2 / (56 / 4) * four.keys_values       # two blocks' are on the device
+    # two blocks' are on the device
+    assert away.host == four.keys_values and away.keys_values == 2 / (56 / 4) * four.keys_values
     outside = forecast(replace(net, outside_bytes=GB), job, Degrees(pipefusion=4), EIGHT).memory
     within(abs(outside.weights - (GB + (one.weights - GB) / 4)) / GB, 1e-12)
 
 
 @pytest.mark.parametrize("job, degrees, between, cause", [
-    (Job(65536, 512, 20), Degrees(ulysses=2), NVLINK, "compute"), (Job(16384, 512, 20), Degrees(ulysses=8), PCIE, "link"),
+    (Job(65536, 512, 20), Degrees(ulysses=2), NVLINK, "compute"),
+    (Job(16384, 512, 20), Degrees(ulysses=8), PCIE, "link"),
     (Job(64, 16, 20), Degrees(ulysses=2), NVLINK, "launch"),
     (Job(65536, 512, 4), Degrees(pipefusion=8, num_patches=16), NVLINK, "warm-up")])
 def test_what_limits_a_run_is_named(job, degrees, between, cause):
@@ -154,7 +166,8 @@ def test_what_limits_a_run_is_named(job, degrees, between, cause):
 
 def test_a_schedule_is_that_of_its_slots():
     """One device's work without links and launching: PipeFusion's steps are its slots, warm-up its whole steps."""
-    ideal = Device(1e14, 1e14, 1e30, half_rows=0, half_keys=0, block_launch_s=0, collective_launch_s=0, round_launch_s=0, slot_launch_s=0)
+    ideal = Device(1e14, 1e14, 1e30, half_rows=0, half_keys=0, block_launch_s=0, collective_launch_s=0,
+                   round_launch_s=0, slot_launch_s=0)
     free = links((1e12,) * 3, (1e12,) * 3, latency_s=0.0)
     net, job = replace(FLUX, blocks=56), Job(4096, 0, 16)
     one = forecast(net, job, Degrees(), machine(8, ideal, free)).seconds
@@ -178,8 +191,8 @@ def test_displaced_steps_are_synchronous_in_the_warm_up_and_at_the_first():
 
 # --- devices that are not alike: seconds are shares of the fast one's, as arithmetic on the rates says ---
 
-FAST, IDEAL = Device(1e14, 1e14, 1e30, half_rows=0, half_keys=0, block_launch_s=0, collective_launch_s=0, round_launch_s=0,
-                     slot_launch_s=0), links((1e12,) * 3, (1e12,) * 3, latency_s=0.0)
+FAST, IDEAL = Device(1e14, 1e14, 1e30, half_rows=0, half_keys=0, block_launch_s=0, collective_launch_s=0,
+                     round_launch_s=0, slot_launch_s=0), links((1e12,) * 3, (1e12,) * 3, latency_s=0.0)
 
 
 @pytest.mark.parametrize("slower, degrees, ratio", [
@@ -239,7 +252,8 @@ def test_a_large_model_fits_where_stages_have_room_together():
 def test_small_gains_are_not_promised():
     """One device is as fast: a small picture over a slow link, or few seconds in all."""
     job = Job(256, 16, 4)
-    chosen, one = choose(forecasts(FLUX, job, machine(2, A100, PCIE))), forecast(FLUX, job, Degrees(data=2), machine(2, A100, PCIE))
+    chosen, one = choose(forecasts(FLUX, job, machine(2, A100, PCIE))), forecast(
+        FLUX, job, Degrees(data=2), machine(2, A100, PCIE))
 
     assert chosen.working == 1 and not is_worth_it(chosen, one)
     job = Job(16384, 512, 28)
@@ -255,9 +269,11 @@ def test_devices_that_share_a_machine_are_faster_alone():
 
 
 def test_what_the_host_launches_takes_a_cpus_own_time():
-    """A block of few tokens, whose launch passes beside computing on a card, and adds to it where the host is the device."""
+    """A block of few tokens, whose launch passes beside computing on a card,
+    and adds to it where the host is the device."""
     job = Job(64, 16, 1)
-    card, cpu = (forecast(FLUX, job, Degrees(), machine(1, replace(A100, launch_hidden=hidden), PCIE)).causes for hidden in (1.0, 0.0))
+    card, cpu = (forecast(FLUX, job, Degrees(), machine(1, replace(A100, launch_hidden=hidden), PCIE)).causes
+                 for hidden in (1.0, 0.0))
 
     launched = FLUX.blocks * FLUX.kernels * A100.block_launch_s
     within(abs((cpu["compute"] - card["compute"]) / launched - 1), 1e-6)

@@ -31,7 +31,8 @@ def test_a_picture_is_shared_by_the_devices_that_make_it_faster(work, made, expe
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_what_is_chosen_is_no_more_than_5_percent_behind_the_fastest(count):
-    for work, rate in itertools.product((LARGE, SMALL, Work(1.0, 1.0, 0, 0), Work(1e20, 1e15, 1e6, 1e12)), (1e6, 1e9, 1e12)):
+    for work, rate in itertools.product((LARGE, SMALL, Work(1.0, 1.0, 0, 0), Work(1e20, 1e15, 1e6, 1e12)),
+                                        (1e6, 1e9, 1e12)):
         made = machine(count, rate)
         chosen = choose_ranks(work, made, count)
 

@@ -32,16 +32,20 @@ def test_devices_that_are_alike_are_said_once():
 
 @pytest.mark.parametrize("said, message", [
     ([], '"devices" must be a list'), ({"devices": []}, "at least one device"),
-    ({"devices": [{}]}, "lacks matrix_flops_s, attention_flops_s"), ({"devices": [DEVICE], "speed": 1}, '"speed" is not known'),
-    ({"devices": [DEVICE | {"tflops": 3}]}, 'a device has "tflops"'), ({"devices": [DEVICE | {"count": 0}]}, "count is 0"),
+    ({"devices": [{}]}, "lacks matrix_flops_s, attention_flops_s"),
+    ({"devices": [DEVICE], "speed": 1}, '"speed" is not known'),
+    ({"devices": [DEVICE | {"tflops": 3}]}, 'a device has "tflops"'),
+    ({"devices": [DEVICE | {"count": 0}]}, "count is 0"),
     ({"devices": [DEVICE | {"matrix_flops_s": "fast"}]}, "matrix_flops_s is 'fast'"),
     ({"devices": [DEVICE | {"memory_bytes": -1}]}, "memory_bytes is -1, and must be a number above 0"),
     ({"devices": [DEVICE] * 2}, "links lacks all_to_all, hop, and there are 2 devices"),
-    ({"devices": [DEVICE] * 2, "links": LINKS, "a_machine": 3}, "a_machine is 3, and must be a number that divides the 2 devices"),
+    ({"devices": [DEVICE] * 2, "links": LINKS, "a_machine": 3},
+     "a_machine is 3, and must be a number that divides the 2 devices"),
     ({"devices": [DEVICE] * 2, "links": LINKS, "a_machine": True}, "a_machine is True"),
     ({"devices": [DEVICE] * 2, "links": {"nvlink": {}}}, 'links has "nvlink"'),
     ({"devices": [DEVICE] * 2, "links": LINKS | {"hop": {"two": {}}}}, 'links.hop has "two"'),
-    ({"devices": [DEVICE] * 2, "links": LINKS | {"hop": {"2": {"bytes_s": float("nan")}}}}, "links.hop.2.bytes_s is nan")], ids=str)
+    ({"devices": [DEVICE] * 2, "links": LINKS | {"hop": {"2": {"bytes_s": float("nan")}}}},
+     "links.hop.2.bytes_s is nan")], ids=str)
 def test_what_is_no_machine_is_refused(tmp_path, said, message):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(said))

@@ -25,7 +25,8 @@ def test_a_factor_becomes_what_runs_take():
 
 
 def test_one_device_takes_what_was_learnt_and_links_stay():
-    known = {("Flux.1", "a card"): Learnt(1.5, 3), ("Wan", "a card"): Learnt(2.0, 1), ("Flux.1", "another"): Learnt(3.0, 1)}
+    known = {("Flux.1", "a card"): Learnt(1.5, 3), ("Wan", "a card"): Learnt(2.0, 1),
+             ("Flux.1", "another"): Learnt(3.0, 1)}
     machine = as_learnt(PAIR, known, "Flux.1")
 
     one, before = (forecast(FLUX, JOB, Degrees(data=2), each).seconds for each in (machine, PAIR))
@@ -42,7 +43,8 @@ def test_what_was_learnt_is_kept_beside_the_probe(tmp_path):
     within(abs(known["Flux.1", "a card"].factor - 1.2), 1e-12)
 
 
-@pytest.mark.parametrize("said", ["{", "[]", '{"Flux.1": [1, 1]}', '{"Flux.1 | a card": "fast"}', '{"Flux.1 | a card": [1e9, 1]}'])
+@pytest.mark.parametrize("said", ["{", "[]", '{"Flux.1": [1, 1]}', '{"Flux.1 | a card": "fast"}',
+                                  '{"Flux.1 | a card": [1e9, 1]}'])
 def test_what_cannot_be_read_teaches_nothing(tmp_path, said):
     (tmp_path / measurements.RUNS).write_text(said)
 
@@ -56,4 +58,5 @@ def test_words_say_a_range_until_it_was_measured():
     text = plan_words(chosen, one, [chosen, one])
     words = f"about {faster:.1f}x as fast as one device ({faster * 0.85:.1f}x to {faster * 1.15:.1f}x, "
     assert words in text and "measured" not in text
-    assert "Plan: Ulysses 2, measured 2.0x as fast as one device's forecast (" in plan_words(chosen, one, [chosen, one], one.seconds / 2)
+    assert "Plan: Ulysses 2, measured 2.0x as fast as one device's forecast (" in plan_words(
+        chosen, one, [chosen, one], one.seconds / 2)

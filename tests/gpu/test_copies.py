@@ -1,4 +1,5 @@
-"""Copies between host memory and a GPU that is still at work: they are right, and the process does not wait for them."""
+"""Copies between host memory and a GPU that is still at work:
+they are right, and the process does not wait for them."""
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ SHAPE = (2, 1, 24, 4608, 128)              # keys and values of one attention of
 
 
 def kept_by(device, shape, steps=4, num_entries=3):
-    """What attentions see and what host memory holds after steps over patches, on a device that is late with everything."""
+    """What attentions see and what host memory holds after steps over patches,
+    on a device that is late with everything."""
     offload, seen = Offload(device), []
     entries = [Kept(offload.home(shape, torch.zeros(0, dtype=torch.float16)), 0) for _ in range(num_entries)]
     quarter = shape[3] // 4

@@ -15,7 +15,8 @@ from xdit_backend.host.client import Client
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)],
+                         ids=str)
 @pytest.mark.parametrize("head_size", [64, 72, 128])
 @pytest.mark.parametrize("num_keys", [33, 256])
 def test_attention_backends_return_log_sum_exp(dtype, tolerance, head_size, num_keys):
@@ -30,7 +31,8 @@ def test_attention_backends_return_log_sum_exp(dtype, tolerance, head_size, num_
     assert (out.double() - want).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 8 * 2 ** -8), (torch.float16, 8 * 2 ** -11), (torch.float32, 1e-5)],
+@pytest.mark.parametrize("dtype, tolerance",
+                         [(torch.bfloat16, 8 * 2 ** -8), (torch.float16, 8 * 2 ** -11), (torch.float32, 1e-5)],
                          ids=str)
 @pytest.mark.parametrize("shape", [(2, 64, 40, 24), (1, 64, 3, 20, 24), (1, 64, 480)], ids=str)
 def test_norms_by_rows_are_torchs_norm(dtype, tolerance, shape):
@@ -62,10 +64,12 @@ def test_one_worker_equals_the_native_ksampler_in_half_precision(tmp_path):
     with Host(comfyui_folder(), tmp_path, cpu=False) as host:
         for parallel in (False, True):
             graph = workflow(parallel, devices="cuda:0")
-            graph["save"] = {"class_type": "SaveLatent", "inputs": {"samples": ["sampler", 0], "filename_prefix": "latent"}}
+            graph["save"] = {"class_type": "SaveLatent",
+                             "inputs": {"samples": ["sampler", 0], "filename_prefix": "latent"}}
             del graph["decode"], graph["vae"]
             entry = host.run(graph)[0]["save"]["latents"][0]
-            latents.append(load_file(tmp_path / "output" / entry["subfolder"] / entry["filename"])["latent_tensor"].float())
+            latents.append(load_file(tmp_path / "output" / entry["subfolder"]
+                                     / entry["filename"])["latent_tensor"].float())
 
     assert (latents[1] - latents[0]).norm() / latents[0].norm() < 3e-2
 
@@ -82,7 +86,8 @@ def gpu_client(request):
 def test_predictions_equal_the_model_on_the_cpu(gpu_client, spec_of, name, dtype, tolerance):  # noqa: F811
     """Two ranks on one GPU talk over gloo, as NCCL refuses them."""
     one = example(name, torch.float32, rows=16, columns=12)
-    several = [degrees for degrees in ({"ulysses": 2}, {"ring": 2}, {"cfg": 2}) if not {*degrees} & one.family.refused.keys()]
+    several = [degrees for degrees in ({"ulysses": 2}, {"ring": 2}, {"cfg": 2})
+               if not {*degrees} & one.family.refused.keys()]
     for degrees in several if len(gpu_client.devices) == 2 else [{}]:
         result, = gpu_client.predict(spec_of(name, dtype), layout(**degrees), 4, [call_of(one)])
 
@@ -99,7 +104,8 @@ def test_stale_patches_on_one_gpu_equal_the_oracle(name, offload, spec_of):  # n
     want = oracle(one, 4, 1)
     client = Client(("cuda:0", "cuda:0"))
     try:
-        result = sample(client, spec_of(name, "float32", Stages(2, offload=offload)), one, Layout(pipefusion_degree=2), 4, 1)
+        result = sample(client, spec_of(name, "float32", Stages(2, offload=offload)), one, Layout(pipefusion_degree=2),
+                        4, 1)
     finally:
         client.close()
 

@@ -1,4 +1,5 @@
-"""Which kernels run on this GPU, that they are right, and that nothing in a step or a norm makes the process wait for the device."""
+"""Which kernels run on this GPU, that they are right, and that nothing in a step or a norm makes the process wait for
+the device."""
 
 import subprocess
 import sys
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 # heads, head size, tokens: at 1024 px, and 81 frames of 480 x 832
 PUBLISHED = {"Flux.1 dev": (24, 128, 4608), "SD3.5 large": (38, 64, 4429), "Wan 2.1 14B": (40, 128, 32760)}
-CHOICES = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+CHOICES = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
+           "efficient": SDPBackend.EFFICIENT_ATTENTION}
 
 
 @contextmanager
@@ -50,7 +52,8 @@ def kernels(dtype, head_size):
     return [*chosen, Kernel("efficient", dtype, 8)]
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-4)], ids=str)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-4)],
+                         ids=str)
 @pytest.mark.parametrize("head_size", [12, 64, 72, 128, 160, 264])
 def test_every_kernel_gives_attention_and_its_log_sum_exp(dtype, tolerance, head_size):
     q, k, v = random(2, 4, 50, head_size, dtype=dtype), *random(2, 2, 4, 300, head_size, dtype=dtype, seed=1)
@@ -85,7 +88,8 @@ def test_norms_of_constant_and_of_far_channels(dtype, tolerance):
 
     out = group_norm_rows(x, 8, None, None, 1e-6, RowSplit((0, 40), None, Traffic()))
 
-    within((out.double() - F.group_norm(x.double(), 8, eps=1e-6)).abs().max(), max(tolerance, 1e-3 * (dtype == torch.float32)))
+    within((out.double() - F.group_norm(x.double(), 8, eps=1e-6)).abs().max(),
+           max(tolerance, 1e-3 * (dtype == torch.float32)))
 
 
 def test_a_norm_does_not_wait_for_the_device():
@@ -115,12 +119,14 @@ def test_workers_have_torchs_own_allocator_with_segments_that_grow(monkeypatch):
     code = ("import torch; x = torch.ones(1000, device='cuda:0')\n"
             "print(torch.cuda.get_allocator_backend(), torch.cuda.memory_snapshot()[0]['is_expandable'])")
 
-    said = subprocess.run([sys.executable, "-c", code], env=environment_of(("cuda:0",)), cwd=ROOT, capture_output=True, text=True)
+    said = subprocess.run([sys.executable, "-c", code], env=environment_of(("cuda:0",)), cwd=ROOT, capture_output=True,
+                          text=True)
 
     assert said.stdout.split() == ["native", "True"], said.stderr
 
 
-# What a receive that is posted ahead does: a kernel on a stream of its own, which holds a tensor and waits for another rank.
+# What a receive that is posted ahead does: a kernel on a stream of its own, which holds a tensor and waits for another
+# rank.
 POSTED_RECEIVE = """
 import torch
 side, buffer = torch.cuda.Stream(), torch.empty(2 ** 22, device="cuda")

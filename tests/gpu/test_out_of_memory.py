@@ -18,7 +18,8 @@ pytestmark = pytest.mark.gpu
 
 
 def predict_with_and_without_memory(rank, world_size, commands):
-    """Carry out the last command twice; the first time, rank 0 has no memory left. Returns (did it fail?, exchanges begun)."""
+    """Carry out the last command twice; the first time, rank 0 has no memory left.
+    Returns (did it fail?, exchanges begun)."""
     engine, ballast, failed = Engine(rank, torch.device("cuda", 0), lambda *phase: None), [], False
     for command in commands[:-1]:
         engine.carry_out(command)
@@ -55,7 +56,8 @@ def test_a_rank_without_memory_fails_alone_and_is_right_the_next_time(spec_of): 
             commands.append(messages.Conditioning(2 + index, f"branch {index}", tensors))
             prediction, view = store.create(tuple(one.latent.shape), torch.float32)
             predictions.append(view)
-            named.append(specs.Branch(store.share(one.latent), store.share(one.timestep), f"branch {index}", prediction))
+            named.append(specs.Branch(store.share(one.latent), store.share(one.timestep), f"branch {index}",
+                                      prediction))
         commands.append(messages.Predict(4, spec.name, Layout(cfg_degree=2), named))
 
         outcomes = run_ranks(predict_with_and_without_memory, 2, commands, timeout_s=200)
@@ -68,13 +70,15 @@ def test_a_rank_without_memory_fails_alone_and_is_right_the_next_time(spec_of): 
 
 
 def test_a_full_gpu_is_told_and_the_next_prediction_is_right(spec_of):  # noqa: F811
-    one, spec, client = example("SD3", torch.float32, rows=512, columns=512), spec_of("SD3", "float32"), Client(("cuda:0",))
+    one, spec, client = example("SD3", torch.float32, rows=512,
+                                columns=512), spec_of("SD3", "float32"), Client(("cuda:0",))
     small = example("SD3", torch.float32)
     try:
         client.predict(spec, layout(), 4, [call_of(small)])
         free, _ = torch.cuda.mem_get_info(0)
         ballast = torch.empty(free - 2 ** 26, dtype=torch.uint8, device="cuda:0")
-        with pytest.raises(WorkerFailedError, match="OutOfMemory.* more were asked for, and .* free. Held by: .* Use a smaller latent"):
+        with pytest.raises(WorkerFailedError, match="OutOfMemory.* more were asked for, and .* free. Held by: .* Use "
+                                                    "a smaller latent"):
             client.predict(spec, layout(), 4, [call_of(one)])
         pid = client.report_memory()[0]["pid"]
         del ballast

@@ -41,7 +41,8 @@ class CountingWorkers(Workers):
             return super().group
         counting, environment = Path(__file__).parent / "counting", torchrun.environment_of
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torchrun, "environment_of", lambda *of: environment(*of) | {"PYTHONPATH": f"{counting}:{torchrun.ROOT}"})
+            patch.setattr(torchrun, "environment_of",
+                          lambda *of: environment(*of) | {"PYTHONPATH": f"{counting}:{torchrun.ROOT}"})
             return super().group
 
 
@@ -56,7 +57,8 @@ def client(forkserver):
 
 def decode(client):
     """A picture of a random VAE, (1, 96, 96, 3), from these workers."""
-    return client.autoencoders.decode("vae", "float64", lambda: random_decoder(32), small_latent(), (1, 96, 96, 3)).clone()
+    return client.autoencoders.decode("vae", "float64", lambda: random_decoder(32), small_latent(),
+                                      (1, 96, 96, 3)).clone()
 
 
 def decoded():

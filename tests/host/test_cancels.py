@@ -23,7 +23,8 @@ class Cancelled(Exception):
 
 
 def counted(client):
-    """{rank: what lives in a worker}, once it has done what it was asked: tensors, objects of ours, and bytes that C allocated."""
+    """{rank: what lives in a worker}, once it has done what it was asked:
+    tensors, objects of ours, and bytes that C allocated."""
     pids = {rank: int(numbers["pid"]) for rank, numbers in client.report_memory().items()}
     told = {}
     for rank, pid in pids.items():
@@ -81,12 +82,15 @@ def test_a_hundred_cancels_leave_nothing_and_the_next_runs_are_right(client, spe
         run_each()
     after = counted(client)
 
-    assert num_cancelled >= NUM_CANCELS // 10                  # those that have not a moment: about a fifth, by this seed
+    # those that have not a moment: about a fifth, by this seed
+    assert num_cancelled >= NUM_CANCELS // 10
     for rank, now in after.items():
         then = before[rank]
-        assert now["tensors"] < then["tensors"] + NUM_CANCELS // 5 and now["own"] < then["own"] + NUM_CANCELS // 5, (then, now)
+        assert (now["tensors"] < then["tensors"] + NUM_CANCELS // 5
+                and now["own"] < then["own"] + NUM_CANCELS // 5), (then, now)
         assert now["allocated_bytes"] < then["allocated_bytes"] + NUM_CANCELS * LEAK_BYTES, (then, now)
-    assert all(now <= then + 8 for pair in zip(opened(client), open_before) for now, then in zip(*pair)), (open_before, opened(client))
+    assert all(now <= then + 8 for pair in zip(opened(client), open_before)
+               for now, then in zip(*pair)), (open_before, opened(client))
     assert client.group.segments.names() == []
     assert [numbers["num_conditionings"] for numbers in client.report_memory().values()] == [0, 0]
     assert sorted(int(numbers["pid"]) for numbers in client.report_memory().values()) == pids

@@ -14,7 +14,8 @@ def test_what_a_control_gives_to_many_places_is_made_once():
     shared, own, made = torch.zeros(1), torch.ones(1), []
     call = Call(None, None, {}, control={"output.0": shared, "output.1": own, "output.2": shared})
 
-    assert call.control_by(lambda tensor: made.append(tensor) or len(made)) == {"output.0": 1, "output.1": 2, "output.2": 1}
+    assert call.control_by(lambda tensor: made.append(tensor)
+                           or len(made)) == {"output.0": 1, "output.1": 2, "output.2": 1}
 
 
 def test_changes_lead_from_those_in_effect_to_those_asked_for():

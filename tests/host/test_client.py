@@ -25,7 +25,8 @@ TOLD = [name for name in FOLDERS if not FAMILIES[name].settings]               #
 
 
 def methods_of(name):
-    """One, in turn; of one family all. What a family makes of each is for tests/parallel, and this for its tensors on their way."""
+    """One, in turn; of one family all. What a family makes of each is for tests/parallel,
+    and this for its tensors on their way."""
     possible = [degrees for degrees in METHODS if not {*degrees} & FAMILIES[name].refused.keys()]
     return possible if name == "SD3" else [possible[TOLD.index(name) % len(possible)]]
 
@@ -61,7 +62,8 @@ def test_conditioning_is_sent_once_a_run(client, spec_of, monkeypatch):
     client.end_run()
     one, sent = example("SD3"), []
     share = type(client.group.segments).share
-    monkeypatch.setattr(type(client.group.segments), "share", lambda store, tensor: sent.append(tensor.shape) or share(store, tensor))
+    monkeypatch.setattr(type(client.group.segments), "share", lambda store, tensor: sent.append(tensor.shape)
+                        or share(store, tensor))
 
     for step in range(3):
         call = call_of(example("SD3"))                         # tensors made anew, as ComfyUI does
@@ -212,7 +214,8 @@ def test_workers_say_what_they_did_and_when(client, spec_of):
         assert [span.time for span in steps] == [900.0, 700.0]
         assert began_s <= steps[0].start_s < steps[0].end_s <= steps[1].start_s < steps[1].end_s <= ended_s
         for span in done[rank].spans:
-            assert span.kind in ("whole", "exchange") and any(step.start_s <= span.start_s and span.end_s <= step.end_s for step in steps)
+            assert (span.kind in ("whole", "exchange")
+                    and any(step.start_s <= span.start_s and span.end_s <= step.end_s for step in steps))
     assert client.memory[0]["reserved_bytes"] > 0 and client.workers.state == "idle"
     assert client.peek() is not None and client.peek()[0].spans == []
 

@@ -21,7 +21,8 @@ def report(capsys, *arguments):
 def test_it_starts_workers_and_says_what_they_have(capsys):
     told = report(capsys, "--devices", "cpu")
 
-    assert all(f"\n{section}\n" in f"\n{told}" for section in ("Versions", "Machine", "Devices", "Links", "Environment", "Workers"))
+    assert all(f"\n{section}\n" in f"\n{told}"
+               for section in ("Versions", "Machine", "Devices", "Links", "Environment", "Workers"))
     assert "torch " in told and "start on cpu in" in told
     assert "are forked from one process" in told and "rank 0 (cpu): " in told and "shared memory" in told
 
@@ -42,4 +43,5 @@ def test_of_the_environment_it_tells_names_alone(capsys, monkeypatch):
     told = report(capsys, "--no-workers")
 
     assert "XDIT_SECRET is set" in told and "NCCL_DEBUG_FILE is set" in told
-    assert not any(private in told for private in ("hush", "someone", "TOKEN", socket.gethostname(), f"/{getpass.getuser()}"))
+    assert not any(private in told
+                   for private in ("hush", "someone", "TOKEN", socket.gethostname(), f"/{getpass.getuser()}"))

@@ -1,4 +1,5 @@
-"""What becomes of a worker group when a rank fails: with CUDA, an exchange that one rank never joined outlives the command."""
+"""What becomes of a worker group when a rank fails: with CUDA,
+an exchange that one rank never joined outlives the command."""
 
 import functools
 import multiprocessing
@@ -151,8 +152,10 @@ def test_a_failure_in_a_cancelled_step_is_not_passed_over(group):
 @with_devices(("cpu", "cpu"))
 def test_ranks_are_told_of_a_load_or_a_decode_that_was_given_up_and_of_nothing_that_they_do_not_leave(group):
     spec = ModelSpec("name", "SD3", "file.safetensors", "float32", "float32")
-    decode = functools.partial(Decode, autoencoder="vae", latent=Segment("/a", "float32", (1,)), picture=Segment("/b", "float32", (1,)))
-    for command, told in ((lambda request: LoadModel(request, spec), [Abandon(1)]), (decode, [Abandon(2)]), (ReportMemory, [])):
+    decode = functools.partial(Decode, autoencoder="vae", latent=Segment("/a", "float32", (1,)),
+                               picture=Segment("/b", "float32", (1,)))
+    for command, told in ((lambda request: LoadModel(request, spec), [Abandon(1)]), (decode, [Abandon(2)]),
+                          (ReportMemory, [])):
         request = group.post(command)
         group.answer(request, done=[0])
         with pytest.raises(KeyboardInterrupt):
@@ -177,7 +180,8 @@ def test_a_rank_that_is_stuck_in_a_cancelled_step_ends_the_next(group, clock):
 @with_devices(("cpu", "cpu"))
 def test_a_worker_that_beats_may_take_as_long_as_it_needs(group, clock, monkeypatch):
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
-    request = group.post(lambda request: Decode(request, "vae", Segment("/a", "float32", (1,)), Segment("/b", "float32", (1,))))
+    request = group.post(lambda request: Decode(request, "vae", Segment("/a", "float32", (1,)),
+                                                Segment("/b", "float32", (1,))))
     group.answer(request, done=[0])
     beats = iter(range(8))
 
@@ -202,8 +206,9 @@ def test_ranks_that_all_wait_for_each_other_and_get_nothing_hang(group, clock, m
         clock.sleep(0.1)
         group.workers[0].send(Beat(0, request, 7, True))
         group.workers[1].send(Beat(1, request, 8, True))
-    with pytest.raises(WorkerDiedError, match=r"rank 0 \(cpu\) hangs while measuring \(step 2 of 9\), measuring 3 of 4: rank 0 \(cpu\) and "
-                                              r"rank 1 \(cpu\) waited for other ranks, and nothing has come for \d s"):
+    with pytest.raises(WorkerDiedError, match=r"rank 0 \(cpu\) hangs while measuring \(step 2 of 9\), measuring 3 of "
+                                              r"4: rank 0 \(cpu\) and rank 1 \(cpu\) waited for other ranks, and "
+                                              r"nothing has come for \d s"):
         group.wait([request], check=beat)
 
     assert not group.goes_on
@@ -220,15 +225,16 @@ def test_who_waits_for_a_rank_that_gets_on_does_not_hang(group, clock, monkeypat
         clock.sleep(0.1)
         if (index := next(beats, None)) is None:
             group.answer(request, done=[0, 1])
-        elif gets_on == "answers" and index == 8:              # the other one got what it waited for then, and beats later
+        elif gets_on == "answers" and index == 8:
+            # the other one got what it waited for then, and beats later
             group.answer(request, done=[1])
         elif gets_on == "answers" and index > 3:
             group.workers[0].send(Beat(0, request, 7, True))
             group.workers[1].send(Beat(1, request, 0, False))
         else:
             group.workers[0].send(Beat(0, request, 7, True))
-            group.workers[1].send(Beat(1, request + index * (gets_on == "began anew"), 8 + index * (gets_on == "gets what it waits for"),
-                                       gets_on != "computes"))
+            group.workers[1].send(Beat(1, request + index * (gets_on == "began anew"),
+                                       8 + index * (gets_on == "gets what it waits for"), gets_on != "computes"))
 
     assert group.wait([request], check=beat)[0] == request and group.goes_on
 

@@ -44,7 +44,8 @@ def test_ranks_are_forked_and_share_the_pages_of_their_libraries(forkserver):
 
 
 @pytest.mark.parametrize("early, why", [
-    ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "what was imported has started 1 threads"),
+    ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+     "what was imported has started 1 threads"),
     pytest.param("open_gpu = open('/dev/null')\nimport os\nlink = os.readlink\n"
                  "os.readlink = lambda path: '/dev/nvidiactl' if link(path) == '/dev/null' else link(path)",
                  "what was imported has opened a GPU", marks=pytest.mark.slow)], ids=["a thread", "a GPU"])
@@ -106,7 +107,8 @@ def test_a_forkserver_that_is_stopped_is_noticed_and_replaced(monkeypatch):
     process, = (psutil.Process(each.process.pid) for each in server._servers.values())
     process.suspend()
     try:
-        with pytest.raises(WorkerStartError, match="The process that workers are forked from has given no sign of life for"):
+        with pytest.raises(WorkerStartError, match="The process that workers are forked from has given no sign of "
+                                                   "life for"):
             WorkerGroup(("cpu",), forkserver=server)
         assert not process.is_running()
         WorkerGroup(("cpu",), forkserver=server).close()
@@ -127,7 +129,8 @@ def test_libraries_that_cannot_be_imported_are_an_error_with_the_reason(tmp_path
     finally:
         server.close()
 
-    assert "ended while loading its libraries (exit code 1)" in str(error.value) and "diffusers" in str(error.value).splitlines()[-1]
+    assert ("ended while loading its libraries (exit code 1)" in str(error.value)
+            and "diffusers" in str(error.value).splitlines()[-1])
     assert not still_there(before)
 
 

@@ -1,4 +1,5 @@
-"""An exchange that one rank never joins, and one that it joins late: real workers, with torch's transfer replaced in them."""
+"""An exchange that one rank never joins, and one that it joins late:
+real workers, with torch's transfer replaced in them."""
 
 import pytest
 
@@ -32,7 +33,8 @@ dist.all_to_all_single = faulty
 
 
 @pytest.mark.slow
-def test_a_lost_exchange_is_noticed_and_replaced_and_a_late_one_is_waited_for(spec_of, tmp_path, monkeypatch, forkserver):
+def test_a_lost_exchange_is_noticed_and_replaced_and_a_late_one_is_waited_for(
+    spec_of, tmp_path, monkeypatch, forkserver):
     (tmp_path / "sitecustomize.py").write_text(LATE_OR_LOST.format(folder=str(tmp_path)))
     (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
     monkeypatch.setattr(torchrun, "ROOT", tmp_path)
@@ -50,7 +52,8 @@ def test_a_lost_exchange_is_noticed_and_replaced_and_a_late_one_is_waited_for(sp
         predict()
         assert not (tmp_path / "late").exists()
         (tmp_path / "lost").touch()
-        with pytest.raises(WorkerDiedError, match=r"hangs while computing a step \(step 3 of 20\).* waited for other ranks"):
+        with pytest.raises(WorkerDiedError,
+                           match=r"hangs while computing a step \(step 3 of 20\).* waited for other ranks"):
             predict()
         (tmp_path / "lost").unlink()
         predict()

@@ -115,8 +115,10 @@ def test_a_group_starts_serves_and_ends(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(spec_of, tmp_path, monkeypatch, forkserver):
-    """What the workers printed stays, in the private folder that the error names; the doctor tells of the error, but not of folders.
+def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(
+    spec_of, tmp_path, monkeypatch, forkserver):
+    """What the workers printed stays, in the private folder that the error names; the doctor tells of the error, but
+    not of folders.
 
     The exit code is known though torchrun could write nothing, as on a full disk.
     """
@@ -154,7 +156,8 @@ def test_a_stopped_rank_is_noticed_and_replaced(client, spec_of, monkeypatch):
     call = call_of(example("SD3"))
     both = client.predict(spec_of("SD3"), layout(cfg=2), 4, [call, call])
     os.kill(int(client.report_memory()[1]["pid"]), signal.SIGSTOP)
-    with pytest.raises(WorkerDiedError, match=r"Worker rank 1 \(cpu\) has given no sign of life for \d+ s while computing a step"):
+    with pytest.raises(WorkerDiedError, match=r"Worker rank 1 \(cpu\) has given no sign of life for \d+ s while "
+                                              r"computing a step"):
         client.predict(spec_of("SD3"), layout(cfg=2), 4, [call, call])
     again = client.predict(spec_of("SD3"), layout(cfg=2), 4, [call, call])
 
@@ -174,12 +177,14 @@ elif "RANK" not in os.environ:
 @pytest.mark.slow
 @pytest.mark.parametrize("doing", ["loading its libraries", TRYING_LINKS])
 def test_a_rank_that_is_stopped_while_the_group_starts_is_noticed_and_named(tmp_path, monkeypatch, doing):
-    """But not one whose libraries come slowly, for longer than a silence may last, nor the one that waits for it. Each is a program."""
+    """But not one whose libraries come slowly, for longer than a silence may last, nor the one that waits for it.
+    Each is a program."""
     (tmp_path / "sitecustomize.py").write_text(SLOW)
     (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
     monkeypatch.setattr(torchrun, "ROOT", tmp_path)
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "5")
-    before, others = set(left_behind()), set(psutil.Process().children(recursive=True))        # of groups that other tests use
+    # of groups that other tests use
+    before, others = set(left_behind()), set(psutil.Process().children(recursive=True))
 
     def stop(rank):
         process = below(os.getpid(), others).get(rank)
@@ -190,16 +195,19 @@ def test_a_rank_that_is_stopped_while_the_group_starts_is_noticed_and_named(tmp_
         if phase.text == doing and phase.rank == 1:
             stop(1)
     error = None
-    for _ in range(3):                                         # it may have tried its links before it is stopped; then again
+    # it may have tried its links before it is stopped; then again
+    for _ in range(3):
         try:
-            group = WorkerGroup(("cpu", "cpu"), on_phase, check=(lambda: None) if doing == TRYING_LINKS else lambda: stop(1))
+            group = WorkerGroup(("cpu", "cpu"), on_phase, check=(lambda: None) if doing == TRYING_LINKS
+                                else lambda: stop(1))
         except WorkerStartError as raised:
             error = raised
             break
         below(os.getpid(), others)[1].resume()
         group.close()
 
-    assert re.match(rf"Worker rank 1 \(cpu\) has given no sign of life for \d+ s while {doing}: it was stopped", str(error))
+    assert re.match(rf"Worker rank 1 \(cpu\) has given no sign of life for \d+ s while {doing}: it was stopped",
+                    str(error))
     assert gone(before)
 
 
@@ -208,7 +216,8 @@ def test_a_killed_torchrun_is_replaced_by_a_new_group(client, spec_of):
     """Nothing was lost, so nothing is said; the orphaned workers end."""
     call = call_of(example("SD3"))
     want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
-    old, folder = [psutil.Process(int(numbers["pid"])) for numbers in client.report_memory().values()], client.group.segments.folder
+    old, folder = [psutil.Process(int(numbers["pid"]))
+                   for numbers in client.report_memory().values()], client.group.segments.folder
     torchrun = client.group._opened.process
     torchrun.kill()
     assert torchrun.wait_ended(30)
@@ -224,7 +233,8 @@ def test_a_dying_host_takes_its_group_along(tmp_path):
     """kill -9 on the host: its workers, also one that is stopped, and files are gone."""
     code = ("import time; from xdit_backend.host.launcher import WorkerGroup\n"
             "group = WorkerGroup(('cpu', 'cpu')); from xdit_backend.protocol.messages import ReportMemory\n"
-            "print(*(int(done.numbers['pid']) for done in group.request(ReportMemory).values()), flush=True); time.sleep(60)")
+            "print(*(int(done.numbers['pid']) for done in group.request(ReportMemory).values()), flush=True); "
+            "time.sleep(60)")
     before = set(left_behind())
     host = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
                             stdout=subprocess.PIPE, text=True)
@@ -250,7 +260,8 @@ def test_a_host_killed_while_its_workers_start_leaves_nothing_to_the_next(tmp_pa
     host = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
                             stdout=subprocess.PIPE, text=True)
     folder = host.stdout.readline().strip()
-    assert os.path.isdir(folder)                               # asked now: when it is killed, whoever starts next removes it
+    # asked now: when it is killed, whoever starts next removes it
+    assert os.path.isdir(folder)
 
     host.kill()
     host.wait()
@@ -272,8 +283,8 @@ signal.pause()
 
 def test_a_host_that_is_killed_is_missed_though_a_process_it_forked_lives_on(tmp_path):
     """As other nodes make them: it holds the host's end of the pipe, and of the workers' connections."""
-    host = subprocess.Popen([sys.executable, "-c", HOST_WITH_A_FORK], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                            stdout=subprocess.PIPE, text=True)
+    host = subprocess.Popen([sys.executable, "-c", HOST_WITH_A_FORK], cwd=tmp_path,
+                            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
     torchrun, fork = map(psutil.Process, map(int, host.stdout.readline().split()))
     try:
         time.sleep(1)                                          # none is let go of while the host lives
@@ -295,7 +306,7 @@ if os.fork() == 0:
     if os.fork() == 0:
         print(os.getpid(), *{store.folder, store.overflow_folder}, flush=True)
         time.sleep(600)
-    sys.exit()                                                 # with what is to be done at the end of Python, as the host would
+    sys.exit()         # with what is to be done at the end of Python, as the host would
 os.wait()
 assert store.folder.is_dir() and store.overflow_folder.is_dir()
 time.sleep(600)
@@ -303,8 +314,8 @@ time.sleep(600)
 
 
 def test_a_process_that_a_host_forked_neither_removes_its_files_nor_keeps_them_when_it_is_killed(tmp_path):
-    host = subprocess.Popen([sys.executable, "-c", HOST_WITH_SEGMENTS], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                            stdout=subprocess.PIPE, text=True)
+    host = subprocess.Popen([sys.executable, "-c", HOST_WITH_SEGMENTS], cwd=tmp_path,
+                            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
     fork, *folders = host.stdout.readline().split()
     try:
         time.sleep(0.5)
@@ -324,7 +335,8 @@ def test_what_the_system_refuses_at_the_start_is_told_with_what_to_do(tmp_path, 
     for module in (launcher, segments):
         monkeypatch.setattr(module, "folders_of", lambda name: (place / name, place / name))
 
-    with pytest.raises(WorkerStartError, match=f"cannot be started: AF_UNIX path too long. They need a little room in {place}, where"):
+    with pytest.raises(WorkerStartError, match=f"cannot be started: AF_UNIX path too long. They need a little room in "
+                                               f"{place}, where"):
         WorkerGroup(("cpu",))
 
     assert not list(place.iterdir())

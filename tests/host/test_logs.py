@@ -1,4 +1,5 @@
-"""What is kept of workers' output: the last few folders, none that another user could read or change, no file without bound."""
+"""What is kept of workers' output: the last few folders, none that another user could read or change,
+no file without bound."""
 
 import errno
 import os
@@ -103,7 +104,8 @@ def test_a_file_of_output_begins_anew_when_it_is_large(tmp_path):
     before = tmp_path / "rank-0.log.before"
 
     assert path.stat().st_size <= 100 and before.stat().st_size <= 100 + 20
-    assert (before.read_text() + path.read_text()).endswith("".join(f"xxxxxxxxxxline {number}\n" for number in range(45, 50)) + "x" * 10)
+    assert (before.read_text() + path.read_text()).endswith(
+        "".join(f"xxxxxxxxxxline {number}\n" for number in range(45, 50)) + "x" * 10)
     assert sorted(tmp_path.iterdir()) == [path, before] and output.MOST_BYTES > 2 ** 20
 
 
@@ -112,9 +114,11 @@ def test_output_that_is_removed_while_a_worker_runs_ends_nothing(tmp_path, left)
     """As by who tidies /tmp: the thread that sees to the file is the one that tells the host that the worker lives."""
     path = tmp_path / "logs" / "rank-0.log"
     path.parent.mkdir()
-    removed = f"import shutil; shutil.rmtree({str(path.parent)!r})\n" + f"os.mkdir({str(path.parent)!r})\n" * (left == "folder")
+    removed = f"import shutil; shutil.rmtree({str(path.parent)!r})\n" + f"os.mkdir({str(path.parent)!r})\n" * (
+        left == "folder")
     begun = PRINTS.partition("for ")[0]
-    subprocess.run([sys.executable, "-c", f"{begun}{removed}output.keep_small(sys.argv[1])\nprint('on')", path], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", f"{begun}{removed}output.keep_small(sys.argv[1])\nprint('on')", path],
+                   cwd=ROOT, check=True)
 
     assert not path.exists() if left == "nothing" else path.read_text() == "on\n"
 
@@ -125,12 +129,14 @@ def test_the_last_errors_are_told_without_what_is_private(place, monkeypatch):
     for number in range(2):
         folder = logs.make(f"xdit-{number}-00aa", None)
         for count in range(4):
-            logs.note(folder, WorkerDiedError(f"no {number} {count}\n\nin /home/ada/models/sd3.safetensors of engine, ~/x/serve.py: ada, "
-                                              f"'/mnt/ada lovelace (new)/a b.gguf', {place / 'x.log'}, it's 1/2"))
+            logs.note(folder, WorkerDiedError(f"no {number} {count}\n\nin /home/ada/models/sd3.safetensors of engine, "
+                                              f"~/x/serve.py: ada, '/mnt/ada lovelace (new)/a b.gguf', "
+                                              f"{place / 'x.log'}, it's 1/2"))
 
     told = logs.last_errors()
 
-    assert [line.split(": ")[1] for line in told if "Error" in line] == ["no 1 3", "no 1 2", "no 1 1", "no 1 0", "no 0 3"]
+    assert [line.split(": ")[1] for line in told
+            if "Error" in line] == ["no 1 3", "no 1 2", "no 1 1", "no 1 0", "no 0 3"]
     assert told[1] == "  in .../sd3.safetensors of ..., .../serve.py: ..., '.../a b.gguf', .../x.log, it's 1/2"
     assert not any(private in line for line in told for private in ("ada", "engine", "home", "lovelace", "logs"))
 

@@ -1,4 +1,5 @@
-"""Memory of real workers that hold the same file, or whose weights are parked, and time to have them back: pytest -s shows the figures."""
+"""Memory of real workers that hold the same file, or whose weights are parked, and time to have them back:
+pytest -s shows the figures."""
 
 import shutil
 import threading
@@ -56,7 +57,8 @@ def highest(pids):
 
 @pytest.mark.slow
 def test_four_workers_hold_a_file_once_and_a_cast_once_each(large_spec, spec_of, forkserver):
-    """The most that is held while it is loaded and used. What a worker imports and makes in any case is loaded before."""
+    """The most that is held while it is loaded and used.
+    What a worker imports and makes in any case is loaded before."""
     figures, one, specs = {}, example("SD3"), [large_spec(dtype) for dtype in ("float32", "bfloat16")]
     client = Client(("cpu",) * 4, forkserver=forkserver)
 
@@ -69,8 +71,10 @@ def test_four_workers_hold_a_file_once_and_a_cast_once_each(large_spec, spec_of,
             with highest(pids) as most:
                 client.predict(spec, layout(ring=4), 4, [call_of(one)])
             weight_bytes = client.models.residence(spec.name).weight_bytes[0]
-            figures[spec.compute_dtype] = held, own = [(most[name] - before[name]) / weight_bytes for name in ("Pss:", "Anonymous:")]
-            print(f"\n{spec.compute_dtype}: four workers hold {held:.2f} times the weights of one, {own:.2f} times of their own")
+            figures[spec.compute_dtype] = held, own = [(most[name] - before[name]) / weight_bytes
+                                                       for name in ("Pss:", "Anonymous:")]
+            print(f"\n{spec.compute_dtype}: four workers hold {held:.2f} times the weights of one, {own:.2f} times of "
+                  f"their own")
             client.drop(spec.name)
     finally:
         client.close()
@@ -89,7 +93,8 @@ def two_workers(forkserver):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["as in the file", "cast"])
 def test_parked_weights_are_in_memory_once_and_come_back(large_spec, two_workers, dtype):
-    """A file of 480 MB on two workers. What is in the file as the workers have it is never copied; what was cast is held once."""
+    """A file of 480 MB on two workers. What is in the file as the workers have it is never copied;
+    what was cast is held once."""
     spec, client, figures = large_spec(dtype), two_workers, []
 
     def held_bytes():
@@ -113,7 +118,8 @@ def test_parked_weights_are_in_memory_once_and_come_back(large_spec, two_workers
     homeless_bytes = client.models.residence(spec.name).homeless_bytes[0]
     client.drop(spec.name)
 
-    print(f"\n{dtype}: {rank_bytes / 2**20:.0f} MB of weights on each of two ranks, {homeless_bytes / 2**20:.0f} MB not in the file so")
+    print(f"\n{dtype}: {rank_bytes / 2**20:.0f} MB of weights on each of two ranks, {homeless_bytes / 2**20:.0f} MB "
+          f"not in the file so")
     for what, took_s, held in figures:
         print(f"{what:20} {took_s:7.2f} s   {held / 2**20:6.0f} MB held by both ranks")
     (_, _, read), (_, _, parked), _, (_, _, parked_again), _ = figures

@@ -53,13 +53,16 @@ def oracle(one, num_patches, warmup_steps, forecast=0.0):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", having("pipefusion", BARE))
 def test_host_driven_patches_equal_the_oracle(client, spec_of, name):
-    """Requests of different shapes one after the other: a run leaves nothing that the next can see. Of most families two."""
-    runs = [((4, 1), 0.8, {}), ((3, 0), 0.5, {"batch": 2}), ((2, 0), 0.0, {"rows": 8}), ((3, 2), 0.0, {"num_text_tokens": 5}),
+    """Requests of different shapes one after the other: a run leaves nothing that the next can see.
+    Of most families two."""
+    runs = [((4, 1), 0.8, {}), ((3, 0), 0.5, {"batch": 2}), ((2, 0), 0.0, {"rows": 8}),
+            ((3, 2), 0.0, {"num_text_tokens": 5}),
             ((4, 4), 0.8, {}), ((1, 1), 0.0, {})]
     for settings, forecast, more in runs if name in ("SD3", "Flux.1", "Wan") else runs[:2]:
         one = small(name, **more)
 
-        result = sample(client, spec_of(name, stages=STAGES), one, Layout(pipefusion_degree=2), *settings, forecast=forecast)
+        result = sample(client, spec_of(name, stages=STAGES), one, Layout(pipefusion_degree=2), *settings,
+                        forecast=forecast)
 
         within((result - oracle(one, *settings, forecast)).abs().max(), 1e-6, settings)
 
@@ -144,7 +147,8 @@ def test_an_error_in_a_stage_is_told_and_the_next_run_works(client, spec_of, mon
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_killed_stage_is_named_and_ends_the_run_within_ten_times_what_the_run_takes_undisturbed(client, spec_of, rank):
+def test_a_killed_stage_is_named_and_ends_the_run_within_ten_times_what_the_run_takes_undisturbed(
+    client, spec_of, rank):
     """Nobody waits for what it owed: stages have half an hour for that."""
     large, spec = small("SD3", rows=60, columns=60), spec_of("SD3", stages=STAGES)
     finish(client, keep_flying(client, spec, large, rounds=1))
@@ -175,7 +179,8 @@ def test_a_run_whose_workers_died_is_not_continued_by_a_new_group(client, spec_o
     client.wait([first])
     client.group.close()
     patch, rows = cut_patches(one.latent.shape, (2, 2), 4)[0]
-    call = Call(one.latent.narrow(2, patch.start, rows).clone(), torch.full((1,), 600.0, dtype=torch.float64), one.conditioning)
+    call = Call(one.latent.narrow(2, patch.start, rows).clone(), torch.full((1,), 600.0, dtype=torch.float64),
+                one.conditioning)
 
     with pytest.raises(WorkerDiedError, match="Queue the prompt again"):
         client.submit(spec, layout, 4, [call], patch=patch)

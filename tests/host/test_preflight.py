@@ -1,4 +1,5 @@
-"""What is looked at before workers start, and workers whose links fail: real processes, with torch's transfer replaced in them."""
+"""What is looked at before workers start, and workers whose links fail:
+real processes, with torch's transfer replaced in them."""
 
 import collections
 import functools
@@ -25,7 +26,8 @@ GB = 2 ** 30
 
 
 @pytest.mark.parametrize("package, version, words", [
-    ("torch", "2.5.1", "torch 2.6 or newer, and 2.5.1 is installed"), ("diffusers", "0.34.0", "diffusers 0.35 or newer, and 0.34.0"),
+    ("torch", "2.5.1", "torch 2.6 or newer, and 2.5.1 is installed"),
+    ("diffusers", "0.34.0", "diffusers 0.35 or newer, and 0.34.0"),
     ("diffusers", None, "diffusers 0.35 or newer, and this Python does not have it")])
 def test_packages_that_are_too_old_or_missing_are_named(monkeypatch, package, version, words):
     real = importlib.metadata.version
@@ -45,7 +47,8 @@ def test_packages_that_are_too_old_or_missing_are_named(monkeypatch, package, ve
 
 @pytest.mark.parametrize("built, count, devices, words", [
     (None, 0, ("cuda:0",), "is built for CPUs"),
-    ("12.8", 0, ("cuda:0", "cuda:1"), "cuda:0, cuda:1: there is no such device here. PyTorch finds none: is the driver there"),
+    ("12.8", 0, ("cuda:0", "cuda:1"), "cuda:0, cuda:1: there is no such device here. PyTorch finds none: is the "
+                                      "driver there"),
     ("12.8", 2, ("cuda:1", "cuda:2"), "^cuda:2: there is no such device here. PyTorch finds cuda:0, cuda:1.")])
 def test_devices_that_are_not_there_are_named(monkeypatch, built, count, devices, words):
     monkeypatch.setattr(torch.version, "cuda", built)
@@ -63,7 +66,8 @@ def test_too_little_host_memory_is_refused_in_numbers(monkeypatch):
     monkeypatch.setattr(preflight, "memory_room", lambda: (0.75 * GB, 4 * GB))
 
     preflight.check_memory(3)
-    with pytest.raises(WorkerStartError, match=r"4 workers need at least 1.0 GB of host memory .* 768 MB of 4.0 GB are free"):
+    with pytest.raises(WorkerStartError, match=r"4 workers need at least 1.0 GB of host memory .* 768 MB of 4.0 GB "
+                                               r"are free"):
         preflight.check_memory(4)
 
 
@@ -72,14 +76,16 @@ def test_too_little_host_memory_is_refused_in_numbers(monkeypatch):
     (4096, GB, "full")])
 def test_little_shared_memory_is_told_and_too_little_refused(monkeypatch, free, disk_free, outcome):
     usage = collections.namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, free if folder.startswith("/dev/shm") else disk_free))
+    monkeypatch.setattr(shutil, "disk_usage",
+                        lambda folder: usage(0, 0, free if folder.startswith("/dev/shm") else disk_free))
 
     if outcome == "full":
         with pytest.raises(WorkerStartError, match=r"/dev/shm is full, .* Remove what is not needed"):
             preflight.check_room("/dev/shm/xdit-1", "/tmp/xdit-1")
         return
     if outcome == "refused":
-        with pytest.raises(WorkerStartError, match=r"/dev/shm, which has 50 MB free, or /tmp, which has 20 MB; at least 64 MB"):
+        with pytest.raises(WorkerStartError,
+                           match=r"/dev/shm, which has 50 MB free, or /tmp, which has 20 MB; at least 64 MB"):
             preflight.check_room("/dev/shm/xdit-1", "/tmp/xdit-1")
         return
     remarks = preflight.check_room("/dev/shm/xdit-1", "/tmp/xdit-1")
@@ -90,7 +96,8 @@ def test_only_what_is_not_off_already_is_another_way(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     offs = lambda devices, **environment: [off for off, _ in preflight.detours(devices, environment)]  # noqa: E731
 
-    assert offs(("cuda:0", "cuda:1")) == ["", "peer-to-peer copies", "peer-to-peer copies and shared memory between the devices"]
+    assert offs(("cuda:0", "cuda:1")) == ["", "peer-to-peer copies",
+                                          "peer-to-peer copies and shared memory between the devices"]
     assert len(offs(("cuda:0", "cuda:1"), NCCL_P2P_DISABLE="1")) == 2
     assert len(offs(("cuda:0", "cuda:1"), NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")) == 1
     assert len(offs(("cuda:0", "other/cuda:0"))) == 3
@@ -145,7 +152,8 @@ def test_workers_that_cannot_reach_each_other_in_any_way_are_refused(faulty):
     before = set(left_behind())
     faulty(WRONG, ways=1)
 
-    with pytest.raises(WorkerStartError, match=r"cannot exchange tensors: cpu sent cpu \(rank \d\) numbers that arrived as others"):
+    with pytest.raises(WorkerStartError, match=r"cannot exchange tensors: cpu sent cpu \(rank \d\) numbers that "
+                                               r"arrived as others"):
         WorkerGroup(("cpu", "cpu"))
 
     assert not still_there(before)
@@ -208,14 +216,17 @@ def test_links_are_blamed_for_what_takes_long_after_all_have_joined(tmp_path, mo
         greet(torchrun, tmp_path, look)
 
 
-NO_DEVICE, NO_LINK = Unready(0, "cuda:0 cannot be used"), Unready(0, "cuda:1 sent cuda:0 (rank 0) other numbers", by_links=True)
+NO_DEVICE, NO_LINK = Unready(0, "cuda:0 cannot be used"), Unready(
+    0, "cuda:1 sent cuda:0 (rank 0) other numbers", by_links=True)
 
 
 @pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("told, code, error, words", [
-    (NO_DEVICE, -9, WorkerStartError, "cuda:0 cannot be used"), (NO_DEVICE, -6, WorkerStartError, "cuda:0 cannot be used"),
+    (NO_DEVICE, -9, WorkerStartError, "cuda:0 cannot be used"),
+    (NO_DEVICE, -6, WorkerStartError, "cuda:0 cannot be used"),
     (NO_LINK, -6, LinkError, "cuda:1 sent cuda:0"), (NO_LINK, -9, None, "exit code -9, killed")])
-def test_why_workers_cannot_start_does_not_hang_on_who_is_seen_first(tmp_path, monkeypatch, told, code, error, words, ways):
+def test_why_workers_cannot_start_does_not_hang_on_who_is_seen_first(
+    tmp_path, monkeypatch, told, code, error, words, ways):
     """A rank says why, another ends, and torchrun ends: in every order, each as the host looks, or all before."""
     for order, at_once in itertools.product(itertools.permutations(range(3)), (False, True)):
         if order.index(0) > order.index(2):                    # torchrun ends the worker that would say why
@@ -235,4 +246,5 @@ def test_why_workers_cannot_start_does_not_hang_on_who_is_seen_first(tmp_path, m
             greet(torchrun, tmp_path, look, ways)
 
         assert type(raised.value) is (error or (LinkError if ways > 1 else WorkerStartError)), order
-        assert words in str(raised.value) or (error is None and ways > 1 and "a worker ended in a transfer" in str(raised.value)), order
+        assert (words in str(raised.value)
+                or (error is None and ways > 1 and "a worker ended in a transfer" in str(raised.value))), order

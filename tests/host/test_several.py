@@ -27,11 +27,12 @@ host.client.close()
 
 
 @pytest.mark.slow
-def test_two_hosts_have_workers_at_the_same_time_and_one_that_ends_takes_nothing_of_the_other(tmp_path, client, spec_of, forkserver):
+def test_two_hosts_have_workers_at_the_same_time_and_one_that_ends_takes_nothing_of_the_other(
+    tmp_path, client, spec_of, forkserver):
     """They start in the same seconds, and what one removes of hosts that have ended is none of the other's."""
     before, one = set(left_behind()), example("SD3")
-    other = subprocess.Popen([sys.executable, "-c", OTHER_HOST, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                             text=True)
+    other = subprocess.Popen([sys.executable, "-c", OTHER_HOST, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE, text=True)
     second = Client(("cpu", "cpu"), forkserver=forkserver)
     try:
         result, = second.predict(spec_of("SD3"), layout(ulysses=2), 4, [call_of(one)])

@@ -18,13 +18,16 @@ GB = 2 ** 30
 
 def test_words_say_who_holds_what_and_what_would_fit():
     """6 GB of 24 are the run's or free, and it would have taken 8: three quarters of it fits."""
-    words = shortage_words({"asked_bytes": 3 * GB, "free_bytes": GB, "total_bytes": 24 * GB, "weight_bytes": 14 * GB, "cast_bytes": 0,
-                            "key_value_bytes": 2 * GB, "activation_bytes": 3 * GB, "other_bytes": 4 * GB, "num_conditionings": 3}, 2)
+    words = shortage_words({"asked_bytes": 3 * GB, "free_bytes": GB, "total_bytes": 24 * GB, "weight_bytes": 14 * GB,
+                            "cast_bytes": 0,
+                            "key_value_bytes": 2 * GB, "activation_bytes": 3 * GB, "other_bytes": 4 * GB,
+                            "num_conditionings": 3}, 2)
 
-    assert words.startswith("3.0 GB more were asked for, and 1.0 GB of 24.0 GB are free. Held by: weights 14.0 GB, keys and values 2.0 GB, "
-                            "activations 3.0 GB, other programs and libraries 4.0 GB.")
+    assert words.startswith("3.0 GB more were asked for, and 1.0 GB of 24.0 GB are free. Held by: weights 14.0 GB, "
+                            "keys and values 2.0 GB, activations 3.0 GB, other programs and libraries 4.0 GB.")
     assert "at most 75% of these pixels (each side times 0.87)" in words and "at least 3 devices" in words
-    assert "weight_dtype fp8_e4m3fn (7.0 GB) or int8, with the package torchao (7.0 GB) or nf4, with the package bitsandbytes (3." in words
+    assert ("weight_dtype fp8_e4m3fn (7.0 GB) or int8, with the package torchao (7.0 GB) or nf4, with the package "
+            "bitsandbytes (3.") in words
     assert "4.0 GB; nvidia-smi" in words
 
 
@@ -42,7 +45,8 @@ def test_nothing_is_reckoned_from_what_is_not_known():
 
 
 @pytest.mark.parametrize("words, num_bytes", [
-    ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB of which 3 GiB is free", 2.5 * GB),
+    ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB of which 3 GiB is free",
+     2.5 * GB),
     ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1", 20 * 2 ** 20)])
 def test_what_was_asked_for_is_read_from_torchs_words(words, num_bytes):
     error, found = torch.OutOfMemoryError(words), ASKED.search(words)
@@ -62,8 +66,9 @@ def test_a_worker_without_memory_says_so_in_numbers_and_draws_the_next_one(clien
     client.step = "step 7 of 20"
     worker.rlimit(resource.RLIMIT_AS, (worker.memory_info().vms + 2 ** 25, before[1]))
     try:
-        with pytest.raises(WorkerFailedError, match=r"rank 1 \(cpu\) failed with OutOfMemoryError while computing a step \(step 7 of 20\): "
-                                                    r"memory ran out: \d+ MB more were asked for, .* Use a smaller latent"):
+        with pytest.raises(WorkerFailedError, match=r"rank 1 \(cpu\) failed with OutOfMemoryError while computing a "
+                                                    r"step \(step 7 of 20\): memory ran out: \d+ MB more were asked "
+                                                    r"for, .* Use a smaller latent"):
             client.predict(spec_of("SD3"), layout(cfg=2), 4, [call_of(one), call_of(large)])
     finally:
         worker.rlimit(resource.RLIMIT_AS, before)

@@ -14,7 +14,8 @@ from xdit_backend.protocol.messages import TRYING_LINKS
 def test_who_gets_a_piece_now_and_then_lives_and_who_is_stopped_does_not(monkeypatch):
     """Rank 0 reads from something slow, which takes no time of a processor that the system would count."""
     monkeypatch.setattr(starting, "LOOK_S", 0.1)
-    ranks = [subprocess.Popen([sys.executable, "-c", "import os\nprint(flush=True)\nwhile os.read(0, 1): pass"], stdin=subprocess.PIPE,
+    ranks = [subprocess.Popen([sys.executable, "-c", "import os\nprint(flush=True)\nwhile os.read(0, 1): pass"],
+                              stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, env=os.environ | {"RANK": str(rank)}) for rank in range(2)]
     try:
         for process in ranks:
@@ -31,7 +32,8 @@ def test_who_gets_a_piece_now_and_then_lives_and_who_is_stopped_does_not(monkeyp
             process.kill()
             process.communicate()
 
-    assert found[0] == 1 and found[1].startswith("has given no sign of life for 3 s while loading its libraries: it was stopped, or hung")
+    assert (found[0] == 1 and found[1].startswith("has given no sign of life for 3 s while loading its libraries: it "
+                                                  "was stopped, or hung"))
 
 
 def test_silence_is_what_nobody_has_said_while_somebody_listened(monkeypatch):
@@ -51,4 +53,5 @@ def test_silence_is_what_nobody_has_said_while_somebody_listened(monkeypatch):
     now_s += 2
 
     rank, words = signs.silent([0, 1], 10)
-    assert rank == 0 and words.startswith(f"has given no sign of life for 12 s while {TRYING_LINKS}: it was stopped, or hung")
+    assert (rank == 0 and words.startswith(f"has given no sign of life for 12 s while {TRYING_LINKS}: it was stopped, "
+                                           f"or hung"))

@@ -1,4 +1,5 @@
-"""A machine joins, its ranks work as those of this machine do, and where it is lost the group is replaced when it is back."""
+"""A machine joins, its ranks work as those of this machine do,
+and where it is lost the group is replaced when it is back."""
 
 import os
 import shutil
@@ -41,14 +42,16 @@ def worker_of(joined):
 
 @pytest.mark.slow
 def test_ranks_on_another_machine(files, tmp_path, forkserver):
-    """Two addresses of this machine stand for two; what goes between them goes through a relay, which is cut in the middle of a step."""
+    """Two addresses of this machine stand for two; what goes between them goes through a relay,
+    which is cut in the middle of a step."""
     here, there = files
     one, told = example("Flux.1"), []
     listener = Listener("127.0.0.2:0", tmp_path / "key")
     relay = Relay(listener.address, listener.port)
     key = listener.command("other").split()[-1]
-    joined = subprocess.Popen([sys.executable, "-m", "xdit_backend", "join", f"127.0.0.1:{relay.port}", "other", key, "--models",
-                               str(there.parent)], cwd=ROOT, env=os.environ | {"XDIT_LOG_FOLDER": str(tmp_path / "logs")})
+    joined = subprocess.Popen([sys.executable, "-m", "xdit_backend", "join", f"127.0.0.1:{relay.port}", "other", key,
+                               "--models", str(there.parent)], cwd=ROOT, env=os.environ
+                              | {"XDIT_LOG_FOLDER": str(tmp_path / "logs")})
     client = Client(("cpu", "other/cpu"), listener, forkserver)
     client.workers.on_phase = lambda phase: told.append(phase.text)
 
@@ -59,7 +62,8 @@ def test_ranks_on_another_machine(files, tmp_path, forkserver):
         whole, staged = spec_of(here), spec_of(here, Stages(2))
         for spec, degrees in ((whole, {"ulysses": 2}), (whole, {"cfg": 2}), (staged, {"pipefusion": 2})):
             predict(spec, **degrees)
-        assert any(text.startswith("waiting for other to join. There, ") and listener.command("other") in text for text in told)
+        assert any(text.startswith("waiting for other to join. There, ") and listener.command("other") in text
+                   for text in told)
         within((decode(client) - decoded()).abs().max(), 1e-5)
         assert client.models.park(whole.name, 2 ** 30) > 0
         assert client.models.residence(whole.name) is None     # dropped: no memory is common to all
@@ -67,7 +71,8 @@ def test_ranks_on_another_machine(files, tmp_path, forkserver):
         weights = next((there / "transformer").glob("*.safetensors"))
         content = weights.read_bytes()
         weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        with pytest.raises(CheckpointError, match="other: no file here has the content of flux|another content than flux"):
+        with pytest.raises(CheckpointError, match="other: no file here has the content of flux|another content than "
+                                                  "flux"):
             predict(whole, ulysses=2)
         assert client.running                                  # refused before any rank began
         weights.write_bytes(content)
@@ -79,7 +84,8 @@ def test_ranks_on_another_machine(files, tmp_path, forkserver):
         relay.cut()
         with pytest.raises(WorkerDiedError) as error:
             client.wait([ticket])
-        assert all(words in str(error.value) for words in ("rank 1 (other/cpu)", "lost with its machine, other", "computing a step")), error
+        assert all(words in str(error.value)
+                   for words in ("rank 1 (other/cpu)", "lost with its machine, other", "computing a step")), error
         assert not group.alive
         psutil.wait_procs([worker], timeout=120)
         assert not worker.is_running() and joined.poll() is None

@@ -47,7 +47,8 @@ def pair(listener):
     """Two ends of one connection over TLS: (the host's, the other's)."""
     server = socket.create_server(("127.0.0.1", 0))
     made = []
-    thread = threading.Thread(target=lambda: made.append(links.welcome(server.accept()[0], listener._context, listener._key.secret)))
+    thread = threading.Thread(
+        target=lambda: made.append(links.welcome(server.accept()[0], listener._context, listener._key.secret)))
     thread.start()
     other = connect(server.getsockname(), listener._key)
     thread.join()
@@ -130,8 +131,8 @@ def test_older_tls_is_refused(listener):
 
 
 @pytest.mark.parametrize("frame", [
-    struct.pack("!iI", MACHINE, 2 ** 32 - 1), struct.pack("!iI", -2, 10) + b"Ping {}   ", HEADER.pack(MACHINE, 5) + b"Pong ",
-    HEADER.pack(MACHINE, 7) + b"Stop {}", HEADER.pack(0, 7) + b"Ping {}",
+    struct.pack("!iI", MACHINE, 2 ** 32 - 1), struct.pack("!iI", -2, 10) + b"Ping {}   ",
+    HEADER.pack(MACHINE, 5) + b"Pong ", HEADER.pack(MACHINE, 7) + b"Stop {}", HEADER.pack(0, 7) + b"Ping {}",
     HEADER.pack(MACHINE, 42) + b'Piece {"path":"a","start":0,"num_bytes":0}',
     HEADER.pack(0, 17) + b'Stop {"request":0', HEADER.pack(MACHINE, 4) + b"\xff\xfe\0\0"], ids=range(8))
 def test_what_is_no_message_ends_the_connection(pair, frame):
@@ -196,7 +197,8 @@ def test_pings_are_signs_of_life(pair, monkeypatch):
 
 
 def test_what_a_machine_lacks_is_refused_by_name(listener):
-    for changed, words in (({"torch": "1.0"}, "torch is 1.0 there"), ({"the xDiT nodes": "0"}, "the xDiT nodes is 0 there")):
+    for changed, words in (({"torch": "1.0"}, "torch is 1.0 there"),
+                           ({"the xDiT nodes": "0"}, "the xDiT nodes is 0 there")):
         _, answer = join(listener, versions=versions() | changed)
         assert isinstance(answer, Refused) and words in answer.reason
     assert unlike({}, {"torch": "2"}).startswith("torch is not there there and 2 here")
@@ -207,7 +209,8 @@ def test_the_doctor_knows_of_machines_that_joined_were_refused_and_left(listener
         return [line for line in logs.machines() if line.startswith("fourth ")]
 
     join(listener, name="fourth", versions=versions() | {"torch": "1.0"})
-    assert told() == [f"fourth refused: torch is 1.0 there and {versions()['torch']} here. Install the same on both machines."]
+    assert told() == [f"fourth refused: torch is 1.0 there and {versions()['torch']} here. Install the same on both "
+                      f"machines."]
     _, welcome = join(listener, name="fourth")
     replies, _ = join(listener, name="fourth", purpose="replies", session=welcome.session)
     wait_for(lambda: "fourth" in listener.joined() or None, time.monotonic() + 60, lambda: None)
@@ -220,7 +223,8 @@ def test_the_doctor_knows_of_machines_that_joined_were_refused_and_left(listener
 def test_the_doctor_knows_of_no_machine_of_a_host_that_has_ended(monkeypatch, tmp_path):
     monkeypatch.setenv("XDIT_LOG_FOLDER", str(tmp_path / "logs"))
     tell_machines = logs.tell_machines
-    monkeypatch.setattr(logs, "tell_machines", lambda lines: None)             # the listener of other tests, which runs on, tells its own
+    # the listener of other tests, which runs on, tells its own
+    monkeypatch.setattr(logs, "tell_machines", lambda lines: None)
     tell_machines(["other joined"])
     own, = (tmp_path / "logs").iterdir()
     assert logs.machines() == ["other joined"] and own.stat().st_mode & 0o077 == 0
@@ -246,7 +250,8 @@ def test_a_machine_that_does_not_come_is_asked_for_by_the_command(listener, monk
 
     command = listener.command("absent")
     assert command in str(error.value) and command in told[0] and "has not joined after 0 s" in str(error.value)
-    assert command.split()[:4] == ["python", "-m", "xdit_backend", "join"] and read_key(command.split()[-1]) == listener._key
+    assert (command.split()[:4] == ["python", "-m", "xdit_backend", "join"]
+            and read_key(command.split()[-1]) == listener._key)
 
 
 def test_a_person_can_give_up_waiting(listener):
@@ -273,7 +278,8 @@ def test_a_secret_that_was_not_written_whole_is_none(tmp_path, monkeypatch):
     folder = tmp_path / "key"
     with monkeypatch.context() as patched:
         patched.setattr(secrets, "token_bytes", full)
-        with pytest.raises(ConfigError, match=f"cannot be kept in {folder}: .*No space left on device. Give this user room there"):
+        with pytest.raises(ConfigError, match=f"cannot be kept in {folder}: .*No space left on device. Give this user "
+                                              f"room there"):
             identity(folder)
 
     assert len(identity(folder).secret) == SECRET_BYTES
@@ -301,7 +307,8 @@ def test_keys_that_are_none_are_refused(text):
 
 # --- tensors ---
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.uint8, torch.float8_e4m3fn],
+                         ids=str)
 def test_tensors_arrive_by_their_bits(pair, dtype):
     """Those that several machines write a part of each too: what one has not written stays as the other has it."""
     host, other = pair
@@ -395,7 +402,8 @@ def test_of_a_folder_what_is_read_counts(tmp_path):
         (tmp_path / name / "readme.md").write_text(name)
 
     assert contents.of(tmp_path / "one") == contents.of(tmp_path / "two")
-    assert contents.find("other", contents.of(tmp_path / "one"), [tmp_path]) in (str(tmp_path / "one"), str(tmp_path / "two"))
+    assert contents.find("other", contents.of(tmp_path / "one"),
+                         [tmp_path]) in (str(tmp_path / "one"), str(tmp_path / "two"))
     (tmp_path / "two" / "transformer" / "config.json").write_text('{"a": 1}')
     assert contents.of(tmp_path / "one") != contents.of(tmp_path / "two")
 

@@ -39,16 +39,18 @@ def test_the_help_page_names_every_family():
 
 
 def test_it_is_said_which_families_take_controlnets():
-    taking = {family.name for family in FAMILIES.values() if family.by_rows or any(list_.control for list_ in family.plan.blocks)}
+    taking = {family.name for family in FAMILIES.values() if family.by_rows
+              or any(list_.control for list_ in family.plan.blocks)}
 
     for path, begin, end in (("README.md", "itself takes them for (", "), under"),
                              ("web/docs/XDiTLoadModel.md", "takes them for: ", ". One")):
-        assert set((ROOT / path).read_text(encoding="utf-8").partition(begin)[2].partition(end)[0].split(", ")) == taking
+        assert set((ROOT / path).read_text(encoding="utf-8").partition(begin)[2].partition(end)[0].split(
+            ", ")) == taking
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_one_small_file(name):
-    """About 40 lines; imports, a table of keys, and what a model computes of its own, come on top."""
+    """About 50 lines; imports, a table of keys, and what a model computes of its own, come on top."""
     source = inspect.getsource(MODULES[name])
     keys = re.search(r"^KEYS = table\(.*?\n\n", source, re.MULTILINE | re.DOTALL)
     functions = [value for value in vars(MODULES[name]).values() if inspect.isfunction(value)
@@ -57,10 +59,11 @@ def test_a_family_is_one_small_file(name):
     others = [keys.group() if keys else "", *imports, *(inspect.getsource(function) for function in functions)]
     num_lines = lambda text: len([line for line in text.splitlines() if line.strip()])  # noqa: E731
 
-    assert num_lines(source) - sum(num_lines(other) for other in others) <= 42
+    assert num_lines(source) - sum(num_lines(other) for other in others) <= 52
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.sampled])     # the others are folders
+# the others are folders
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.sampled])
 def test_a_file_is_of_one_family(name):
     published = [shapes for family, shapes, _ in PUBLISHED.values() if family == name]
 

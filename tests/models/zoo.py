@@ -40,42 +40,49 @@ class Example:
 
     def run_parts(self):
         """The same, of each part of the latent."""
-        output = self.model(**self.family.inputs(self.latent, self.timestep, self.conditioning, self.config), return_dict=False)[0]
+        output = self.model(**self.family.inputs(self.latent, self.timestep, self.conditioning, self.config),
+                            return_dict=False)[0]
         return [self.family.prediction(output, self.latent), *self.family.part_predictions(output).values()]
 
 
 # All, but for those that need a newer diffusers than is installed.
 CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
-           if not family.by_rows and not any(refusal.__name__ == "older_diffusers" and refusal({}) for refusal in family.refusals)}
+           if not family.by_rows and not any(refusal.__name__ == "older_diffusers" and refusal({})
+                                             for refusal in family.refusals)}
 # Of these, those that have a method, as degrees call it.
 having = lambda method, names=CONFIGS: [name for name in names if method not in FAMILIES[name].refused]  # noqa: E731
-# Of them, those that a folder has whole: the text of the others is prepared by a part that has a folder of its own there.
+# Of them, those that a folder has whole: the text of the others is prepared by a part that has a folder of its own
+# there.
 FOLDERS = [name for name in CONFIGS if name not in ("Anima", "LTX-2")]
 PIPELINES = {"LTX-Video": "LTXConditionPipeline"}              # of folders that tell by that which model they have
-# Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these with no more.
+# Of them, those whose latents have no pictures beside them, and whose folder says all of them: a host can draw these
+# with no more.
 BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMILIES[name].settings
         and FAMILIES[name].taken_channels(config) == FAMILIES[name].num_channels(config)]
 # Families whose plans are those of others again, or nearly; and one that tests of its own run under other layouts.
-ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict1", "Cosmos-Predict2", "Anima", "CogVideoX 1.5", "Mochi",
-         "HunyuanDiT", "LTX-2")
+ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict1", "Cosmos-Predict2", "Anima", "CogVideoX 1.5",
+         "Mochi", "HunyuanDiT", "LTX-2")
 UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.by_rows}
 VISION_TOKENS = 5
-# families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a given frame
+# families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a
+# given frame
 APART = {"Wan": lambda family, shape: shape[2], "Cosmos-Predict2": lambda family, shape: shape[2],
          "LTX-Video": lambda family, shape: family.latent.num_tokens(shape),
          "LTX-2": lambda family, shape: family.latent.num_tokens(shape), "HunyuanVideo": None}
 
 
 def matrix(names, layouts, one, family=lambda name: name):
-    """Every (name, layout) for a test's parameters; of families that are like others, with `one` layout alone. family(name): whose."""
+    """Every (name, layout) for a test's parameters; of families that are like others, with `one` layout alone.
+    family(name): whose."""
     return [(name, layout) for name in names for layout in layouts if family(name) not in ALIKE or layout == one]
 
 
 def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, batch=1, frames=None, masked=False,
             apart=False, references=(), method=None, audio=5, more={}):
-    """A model with seeded weights; rows x columns are latent pixels. The same on every rank. masked: some text is not attended to.
-    apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how they are
-    placed. more: of the config.
+    """A model with seeded weights; rows x columns are latent pixels. The same on every rank. masked: some text is not
+    attended to.
+    apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how
+    they are placed. more: of the config.
     """
     family = FAMILIES[name]
     config = family.tiny.config | more
@@ -83,12 +90,14 @@ def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, ba
     model = build(family, config).eval().to(dtype).requires_grad_(False)
     _wake(model)
     generator = torch.Generator().manual_seed(1)
-    columns += 60 if name.startswith("PixArt") else 0           # they have no positions for latents of less than 66 rows and columns
+    # they have no positions for latents of less than 66 rows and columns
+    columns += 60 if name.startswith("PixArt") else 0
     shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)
     latent = torch.randn(batch, family.taken_channels(config), *shape, generator=generator).to(dtype)
     conditioning = conditioning_of(family, config, generator, {"context": num_text_tokens}, batch, shape)
     for number, size in enumerate(references):
-        conditioning[f"ref_latents.{number}"] = torch.randn(*latent.shape[:2], *latent.shape[2:-2], *size, generator=generator)
+        conditioning[f"ref_latents.{number}"] = torch.randn(*latent.shape[:2], *latent.shape[2:-2], *size,
+                                                            generator=generator)
     if method is not None:
         conditioning[f"ref_latents_method.{method}"] = torch.zeros(1)
     if masked:
@@ -109,7 +118,8 @@ def sound(config, generator, length, batch, times, apart=False):
     """What a call of a model of video and sound has beside the video, as it reaches the workers."""
     audio = torch.randn(batch, config["audio_in_channels"] // 16, length, 16, generator=generator)
     audio_times = torch.rand(batch, length, 1, generator=generator) if apart else torch.full((batch,), 0.6)
-    return ({"audio": audio} if length else {}) | {"audio_times": audio_times, "most_times": torch.tensor([[0.7, 0.65]])}
+    return ({"audio": audio} if length else {}) | {"audio_times": audio_times,
+                                                   "most_times": torch.tensor([[0.7, 0.65]])}
 
 
 def _wake(model):
@@ -131,7 +141,8 @@ def hold_share(model, plan, degree, rank):
 
 
 def conditioning_of(family, config, generator, lengths, batch=1, size=()):
-    """Random conditioning for a model of this config. lengths: of what is text, in tokens. size: of the latent. No masks."""
+    """Random conditioning for a model of this config. lengths: of what is text, in tokens. size: of the latent.
+    No masks."""
     made = {}
     for name, width in family.conditioning.items():
         if name == "vace_context":
@@ -141,7 +152,8 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
         elif name == "encoder_hidden_states_llama3":           # of each of its layers
             layers = max(config["llama_layers"]) + 1
             made[name] = torch.randn(batch, layers, VISION_TOKENS, config[width], generator=generator)
-        elif name == "encoder_hidden_states_t5":               # more than its model asks for, of which some are not real
+        elif name == "encoder_hidden_states_t5":
+            # more than its model asks for, of which some are not real
             made[name] = torch.randn(batch, config["text_len_t5"] + 2, config[width], generator=generator)
         elif name.startswith("text_embedding_mask"):
             length = config["text_len_t5"] + 2 if name.endswith("t5") else lengths["context"]
@@ -154,11 +166,13 @@ def conditioning_of(family, config, generator, lengths, batch=1, size=()):
             made[name] = torch.tensor([2.0])
         elif width == "num_embeds_ada_norm":                   # a class, or none
             marks = torch.eye(config[width] + 1, config[width])
-            made[name] = marks[(torch.randint(0, len(marks), (batch, 1), generator=generator) + lengths["context"]) % len(marks)]
+            made[name] = marks[(torch.randint(0, len(marks), (batch, 1), generator=generator)
+                                + lengths["context"]) % len(marks)]
         elif name == "guidance":
             made[name] = torch.full((batch,), 3.5)
         elif width is not None and config.get(width) is not None:
-            length = (lengths[name],) if name in lengths else (VISION_TOKENS,) if name in ("clip_fea", "txt_byt5") else ()
+            length = ((lengths[name],) if name in lengths else (VISION_TOKENS,) if name in ("clip_fea", "txt_byt5")
+                      else ())
             made[name] = torch.randn(batch, *length, config[width], generator=generator)
     return made
 

@@ -14,7 +14,8 @@ from tests.tiny_checkpoints import detect_thin, families, import_comfyui, save, 
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.worker.memory import return_freed_memory
 
-LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16), "pixart": (34, 36),
+LATENT_SIZES = {"flux": (16, 16), "flux-schnell": (16, 16), "flux-fill": (16, 16), "flux-canny": (16, 16),
+                "pixart": (34, 36),
                 "pixart-alpha": (34, 36), "flux2": (8, 10), "ltx-video": (8, 9), "ltx-video-causal": (8, 9),
                 **dict.fromkeys(("ltx-2", "ltx-2-plain", "ltx-2.3"), (4, 5))}
 DEGREES = ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses", "tensor")
@@ -36,7 +37,8 @@ class ComfyUI:
         for name in ("diffusion_models", "checkpoints", "vae"):
             (self.base / name).mkdir()
             self.folder_paths.add_model_folder_path(name, str(self.base / name), is_default=True)
-        for name in ("user", "output", "temp"):                # what whoever uses this ComfyUI has set and measured is theirs
+        # what whoever uses this ComfyUI has set and measured is theirs
+        for name in ("user", "output", "temp"):
             (self.base / name).mkdir()
             getattr(self.folder_paths, f"set_{name}_directory")(str(self.base / name))
         self.nodes, self.samplers = importlib.import_module("nodes"), importlib.import_module("comfy.samplers")
@@ -48,14 +50,16 @@ class ComfyUI:
         self.parallel_sampler = classes["XDiTParallelSampler"]
         self.vae_decode, self.vae_encode = classes["XDiTVAEDecode"], classes["XDiTVAEEncode"]
         groups = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.workers.groups")
-        self.groups, groups.MAX_SHARING = groups.GROUPS, 3     # which take long to start: tests take turns with one, two and four workers
+        # which take long to start: tests take turns with one, two and four workers
+        self.groups, groups.MAX_SHARING = groups.GROUPS, 3
         self.shell = importlib.import_module(f"{self.pack.__name__}.nodes.bridge.model.shell")
         self.errors = importlib.import_module(f"{self.pack.__name__}.xdit_backend.protocol.errors")
         self._native, self._references = {}, {}
 
     def file(self, kind, folder="diffusion_models", **options):
         """The name of a tiny checkpoint, made when it is first asked for."""
-        name = f"{kind}-{'-'.join(str(value) for value in options.values())}.safetensors" if options else f"{kind}.safetensors"
+        name = (f"{kind}-{'-'.join(str(value) for value in options.values())}.safetensors"
+                if options else f"{kind}.safetensors")
         if not (self.base / folder / name).exists():
             save(kind, self.base / folder / name, **options)
         return name
@@ -68,7 +72,8 @@ class ComfyUI:
         return self._native[name]
 
     def module(self, kind, **options):
-        """ComfyUI's own module, to be called by itself: the weights are the file's, whatever nodes have changed of them in place."""
+        """ComfyUI's own module, to be called by itself: the weights are the file's,
+        whatever nodes have changed of them in place."""
         model = self.native(kind, **options)
         self.management.load_models_gpu([model])
         return model.model.diffusion_model
@@ -77,12 +82,14 @@ class ComfyUI:
         """XDIT_PARALLEL: auto mode, or manual where degrees are given, as cfg=2. Other settings by their names."""
         values = {"devices": devices, "mode": "manual" if degrees else "auto", "num_patches": 0, "warmup_steps": 1,
                   "warmup": "whole"} | {name: value for name, value in degrees.items() if name not in DEGREES}
-        return self.parallel_config.execute(**values, **{f"{name}_degree": degrees.get(name, 1) for name in DEGREES}).args[0]
+        return self.parallel_config.execute(**values,
+                                            **{f"{name}_degree": degrees.get(name, 1) for name in DEGREES}).args[0]
 
     def native_checkpoint(self, name):
         """The MODEL that ComfyUI's own loader takes out of an all-in-one checkpoint."""
         path = str(self.base / "checkpoints" / name)
-        return importlib.import_module("comfy.sd").load_checkpoint_guess_config(path, output_vae=False, output_clip=False)[0]
+        return importlib.import_module("comfy.sd").load_checkpoint_guess_config(
+            path, output_vae=False, output_clip=False)[0]
 
     def ours(self, kind, config, weight_dtype="fp32", **options):
         return self.load_model.execute(self.file(kind, **options), weight_dtype, config).args[0]
@@ -105,16 +112,19 @@ class ComfyUI:
         if "encoder_hidden_states_llama3" in made:
             options["conditioning_llama3"] = made["encoder_hidden_states_llama3"]
         if "t5xxl_ids" in made:                                # the text encoder says them of one text
-            options |= {"t5xxl_ids": made["t5xxl_ids"][0, :7 + seed % 2], "t5xxl_weights": made["t5xxl_weights"][0, :7 + seed % 2, 0]}
+            options |= {"t5xxl_ids": made["t5xxl_ids"][0, :7 + seed % 2],
+                        "t5xxl_weights": made["t5xxl_weights"][0, :7 + seed % 2, 0]}
         if "text_embedding_mask" in made:
-            options |= {"attention_mask": made["text_embedding_mask"], "conditioning_mt5xl": made["encoder_hidden_states_t5"],
+            options |= {"attention_mask": made["text_embedding_mask"],
+                        "conditioning_mt5xl": made["encoder_hidden_states_t5"],
                         "attention_mask_mt5xl": made["text_embedding_mask_t5"]}
         if "y" in families()[kind].ignored:                    # which ComfyUI asks for, and its model leaves out
             options["pooled_output"] = torch.zeros(1, 8)
         if kind.startswith("ltx-2"):                           # as its text encoder gives it, for ComfyUI to prepare
             made["context"] = made["context"].chunk(2, -1)[0] if kind != "ltx-2.3" else made["context"]
             options["unprocessed_ltxav_embeds"] = True
-        if families()[kind].name in ("LTX-Video", "Mochi", "Cosmos-Predict1"):    # their text encoders say which tokens are real
+        # their text encoders say which tokens are real
+        if families()[kind].name in ("LTX-Video", "Mochi", "Cosmos-Predict1"):
             options["attention_mask"] = (torch.arange(tokens) < 13 - 3 * seed % 7)[None].long()
         return [[made["context"], options]]
 
@@ -125,7 +135,8 @@ class ComfyUI:
         return {"samples": in_parts(video, torch.zeros(batch, 8, audio, 16)) if family.parts else video}
 
     def unload_all(self):
-        """Have ComfyUI unload its models. It forgets those that are gone first: its own loop over them fails at one that it still lists."""
+        """Have ComfyUI unload its models. It forgets those that are gone first:
+        its own loop over them fails at one that it still lists."""
         gc.collect()
         self.management.cleanup_models()
         self.management.unload_all_models()
@@ -176,14 +187,15 @@ def comfyui(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def runs_end(request):
-    """No test leaves conditioning with the workers that other tests share, nor a MODEL that is gone in ComfyUI's list, at which it fails
-    where a ControlNet asks for all that are loaded."""
+    """No test leaves conditioning with the workers that other tests share, nor a MODEL that is gone in ComfyUI's list,
+    at which it fails where a ControlNet asks for all that are loaded."""
     if "comfyui" in request.fixturenames:
         listed = request.getfixturevalue("comfyui").management.current_loaded_models
         listed[:] = [loaded for loaded in listed if loaded.model is not None]
     yield
     if "comfyui" in request.fixturenames:
-        assert not any(client.num_runs for client in request.getfixturevalue("comfyui").groups.clients), "a run has not ended"
+        assert not any(client.num_runs
+                       for client in request.getfixturevalue("comfyui").groups.clients), "a run has not ended"
 
 
 @pytest.fixture(scope="package")

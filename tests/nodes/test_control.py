@@ -1,4 +1,5 @@
-"""ControlNet: our MODEL with what ComfyUI's ControlNets give draws what the native MODEL draws with it, under every method."""
+"""ControlNet: our MODEL with what ComfyUI's ControlNets give draws what the native MODEL draws with it,
+under every method."""
 
 import functools
 
@@ -14,7 +15,8 @@ from tests.tolerances import close, relative_error
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 VAES = {"sd3-instantx": "vae-taesd", "flux-instantx": "vae-taesd", "qwen-instantx": "vae-wan",
         "qwen-inpaint": "vae-wan", "qwen-fun": "vae-wan", "sd35-stability": "vae-taesd"}
-LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2}), "ulysses2": ("cpu,cpu", {"ulysses": 2}),
+LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2}),
+           "ulysses2": ("cpu,cpu", {"ulysses": 2}),
            "ring2": ("cpu,cpu", {"ring": 2}), "tensor2": ("cpu,cpu", {"tensor": 2}),
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2, "warmup_steps": 9}),
            "displaced2": ("cpu,cpu", {"displaced": 2, "warmup_steps": 9}),
@@ -46,7 +48,8 @@ class Controls:
             from comfy_extras.nodes_controlnet import ControlNetInpaintingAliMamaApply
             mask = torch.zeros(1, 72, 64)
             mask[:, 20:60] = 1
-            return ControlNetInpaintingAliMamaApply.execute(*prompts, self.load(name), vae, image, mask, strength, start, end).args
+            return ControlNetInpaintingAliMamaApply.execute(
+                *prompts, self.load(name), vae, image, mask, strength, start, end).args
         return self.comfyui.nodes.ControlNetApplyAdvanced().apply_controlnet(
             *prompts, net or self.load(name), image, strength, start, end, vae)
 
@@ -74,7 +77,8 @@ def compare(comfyui, kind, config, prompts, **arguments):
 FILES = [("sd3-instantx", "cfg2"), ("sd15", "displaced2"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (
     ("sdxl", "data2"), ("sd15-t2i", "displaced2"), ("sdxl-t2i", "cfg2"), ("sdxl-t2i", "data2"),
     ("sd35-stability", "ulysses2"), ("sdxl", "cfg2-displaced2"), ("sd3-instantx", "ring2"),
-    ("sd3-instantx", "pipefusion2-ulysses2"), ("flux-instantx", "ulysses2"), ("flux-xlabs", "pipefusion2"), ("qwen-instantx", "ring2"),
+    ("sd3-instantx", "pipefusion2-ulysses2"), ("flux-instantx", "ulysses2"), ("flux-xlabs", "pipefusion2"),
+    ("qwen-instantx", "ring2"),
     ("qwen-inpaint", "ring2")))]
 
 
@@ -83,9 +87,11 @@ FILES = [("sd3-instantx", "cfg2"), ("sd15", "displaced2"), *(pytest.param(*pair,
 def test_controlnets_equal_native_ksampler(comfyui, controls, name, layout):
     """A latent of odd sides, and a batch, which a hint is repeated for."""
     kind, (devices, degrees) = CONTROLNETS[name][0], LAYOUTS[layout]
-    latent = comfyui.latent(kind, batch=2 if layout == "data2" else 1, size=(20, 15) if families()[kind].by_rows else (18, 14))
+    latent = comfyui.latent(kind, batch=2 if layout == "data2" else 1, size=(20, 15) if families()[kind].by_rows
+                            else (18, 14))
 
-    compare(comfyui, kind, comfyui.config(devices, **degrees), controls.apply(controls.prompts(kind), name), latent=latent)
+    compare(comfyui, kind, comfyui.config(devices, **degrees), controls.apply(controls.prompts(kind), name),
+            latent=latent)
 
 
 @pytest.mark.slow
@@ -120,7 +126,8 @@ def test_a_controlnet_copies_layers_of_a_quantised_model(comfyui, controls):
 def with_residuals(comfyui, kind, prompts, **options):
     """Both prompts with a ControlNet that adds something of its own at every place."""
     control = residuals(families()[kind], comfyui.transformer_config(kind), **options)
-    return [[[text, {**given, "control": control, "control_apply_to_uncond": False}] for text, given in prompt] for prompt in prompts]
+    return [[[text, {**given, "control": control, "control_apply_to_uncond": False}] for text, given in prompt]
+            for prompt in prompts]
 
 
 KINDS = [kind for kind, family in families().items()
@@ -128,7 +135,8 @@ KINDS = [kind for kind, family in families().items()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind if kind == "sd3" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
+@pytest.mark.parametrize("kind", [kind if kind == "sd3" else pytest.param(kind, marks=pytest.mark.slow)
+                                  for kind in KINDS])
 def test_every_place_of_every_family_is_comfyuis(comfyui, controls, kind):
     """Something else at every block, of both kinds that ComfyUI's models take; prompts of unequal length."""
     config = comfyui.config() if families()[kind].by_rows else comfyui.config("cpu,cpu", ring=2)
@@ -139,7 +147,8 @@ def test_every_place_of_every_family_is_comfyuis(comfyui, controls, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one", pytest.param("pipefusion2", marks=pytest.mark.slow)])
 def test_several_controlnets_with_strengths_and_ranges_equal_native_ksampler(comfyui, controls, layout):
-    """One for the first steps, one for the last ones, one for the positive prompt alone; KSampler, whose batch is of both branches."""
+    """One for the first steps, one for the last ones, one for the positive prompt alone;
+    KSampler, whose batch is of both branches."""
     devices, degrees = LAYOUTS[layout]
     prompts = controls.apply(controls.prompts("sd3"), "sd3-instantx", strength=0.5, end=0.5)
     prompts = controls.apply(prompts, "sd3-instantx", seed=6, strength=1.3, start=0.3)
@@ -149,7 +158,8 @@ def test_several_controlnets_with_strengths_and_ranges_equal_native_ksampler(com
 
 
 def test_stale_patches_equal_the_oracle(comfyui, controls, said):
-    """Each patch has its own rows of what a ControlNet adds, which reads the whole latent: the steps run one after the other."""
+    """Each patch has its own rows of what a ControlNet adds, which reads the whole latent:
+    the steps run one after the other."""
     _, blocks, _ = transformer(comfyui.base / "diffusion_models" / comfyui.file("sd3"))
     positive, negative = controls.apply(controls.prompts("sd3"), "sd3-instantx")
     arguments = {"positive": positive, "negative": negative, "latent": comfyui.latent("sd3", size=(22, 13))}
@@ -166,8 +176,10 @@ def test_stale_patches_equal_the_oracle(comfyui, controls, said):
         return model
 
     def added(module, args, output, number):
-        return (output[0], output[1] + now["control"]["output"][number]) if number < len(now["control"]["output"]) else None
-    hooks = [block.register_forward_hook(functools.partial(added, number=number)) for number, block in enumerate(blocks.transformer_blocks)]
+        return ((output[0], output[1] + now["control"]["output"][number]) if number < len(now["control"]["output"])
+                else None)
+    hooks = [block.register_forward_hook(functools.partial(added, number=number))
+             for number, block in enumerate(blocks.transformer_blocks)]
     try:
         reference = sample_oracle(comfyui, "sd3", 4, 1, noting_control, **arguments)
     finally:
@@ -182,26 +194,31 @@ def test_controlnets_that_compute_with_the_models_own_layers_are_refused_by_name
     from comfy.controlnet import ControlLora
     weights = {"lora_controlnet": torch.zeros(0), "input_hint_block.0.weight": torch.zeros(16, 3, 3, 3)}
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="a Control-LoRA computes with layers of the model itself"):
+    with pytest.raises(comfyui.errors.UnsupportedError,
+                       match="a Control-LoRA computes with layers of the model itself"):
         positive, negative = controls.apply(controls.prompts("sdxl"), None, ControlLora(weights))
         comfyui.sample(comfyui.ours("sdxl", comfyui.config()), "sdxl", positive=positive, negative=negative)
     positive, negative = controls.apply(controls.prompts("qwen-image"), "qwen-fun")
-    with pytest.raises(comfyui.errors.UnsupportedError, match="Qwen-Image's Fun ControlNet computes with layers of the model itself"):
+    with pytest.raises(comfyui.errors.UnsupportedError,
+                       match="Qwen-Image's Fun ControlNet computes with layers of the model itself"):
         comfyui.sample(comfyui.ours("qwen-image", comfyui.config()), "qwen-image", positive=positive, negative=negative)
 
 
 def test_a_controlnet_of_another_model_is_refused_by_name_and_the_group_survives(comfyui, controls):
     sd3, sd15, hydit = (comfyui.ours(kind, comfyui.config("cpu,cpu")) for kind in ("sd3", "sd15", "hunyuandit"))
     for model, kind, other, message in ((sd3, "sd3", "sd15", "something for its input blocks, which takes output only"),
-                                        (sd15, "sd15", "sdxl", r"gives .128, 4, 5. for input block 5 of this SD 1.5 model, and it takes"),
-                                        (comfyui.ours("pixart", comfyui.config("cpu,cpu")), "pixart", "sd3", "PixArt-Sigma takes no Con"),
+                                        (sd15, "sd15", "sdxl",
+                                         r"gives .128, 4, 5. for input block 5 of this SD 1.5 model, and it takes"),
+                                        (comfyui.ours("pixart", comfyui.config("cpu,cpu")), "pixart", "sd3",
+                                         "PixArt-Sigma takes no Con"),
                                         (hydit, "hunyuandit", "hunyuandit", "1 tensors for the 2 skips")):
         positive, negative = controls.prompts(kind)
         control = with_residuals(comfyui, other, (positive, negative))[0][0][1]["control"]
         positive[0][1]["control"] = control
         if kind == other:                                      # of fewer blocks
             get = control.get_control
-            control.get_control = lambda *arguments, get=get: {name: tensors[:1] for name, tensors in get(*arguments).items()}
+            control.get_control = lambda *arguments, get=get: {
+                name: tensors[:1] for name, tensors in get(*arguments).items()}
         with pytest.raises(comfyui.errors.XDiTError, match=message):
             comfyui.sample(model, kind, positive=positive, steps=1)
 

@@ -24,7 +24,8 @@ class Demo:
 
     def latent(self, model, text, steps=20, **arguments):
         return self.comfyui.sample(model, "sd3", steps=steps, cfg=3.0, positive=self.conditioning(text),
-                                   negative=self.conditioning(""), latent={"samples": torch.zeros(1, 16, 16, 16)}, **arguments)
+                                   negative=self.conditioning(""), latent={"samples": torch.zeros(1, 16, 16, 16)},
+                                   **arguments)
 
     def ours(self, devices="cpu,cpu", **degrees):
         return self.comfyui.load_model.execute(NAMES[0], "default", self.comfyui.config(devices, **degrees)).args[0]
@@ -73,7 +74,8 @@ def test_pictures_are_of_what_the_prompts_name(demo, recogniser):
 
 @pytest.mark.slow
 def test_previews_show_the_picture(demo):
-    """ComfyUI computes previews of SD3 latents by fixed factors; the demo's autoencoder is trained to agree with them."""
+    """ComfyUI computes previews of SD3 latents by fixed factors;
+    the demo's autoencoder is trained to agree with them."""
     import latent_preview
     from comfy.latent_formats import SD3
     latent = demo.latent(demo.ours(), "red heart on a white background")

@@ -1,4 +1,5 @@
-"""Displaced patches through ComfyUI: synchronous they are KSampler's latents, stale ones the oracle's; the rule of which is which."""
+"""Displaced patches through ComfyUI: synchronous they are KSampler's latents, stale ones the oracle's;
+the rule of which is which."""
 
 import sys
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ ROUNDING = 1.001                           # of noise levels
 
 
 class OracleForward:
-    """What stands for the diffusion model of ComfyUI's own MODEL: for each image of a batch, by its prompt, the oracle."""
+    """What stands for the diffusion model of ComfyUI's own MODEL:
+    for each image of a batch, by its prompt, the oracle."""
 
     def __init__(self, comfyui, kind, num_ranks, warmup_steps):
         header = open_checkpoint(comfyui.base / "diffusion_models" / comfyui.file(kind))
@@ -33,7 +35,8 @@ class OracleForward:
         predictions = []
         seen = []
         for image in range(len(x)):
-            given = {name: tensor[image:image + 1] for name, tensor in {"context": context, **extra}.items() if torch.is_tensor(tensor)}
+            given = {name: tensor[image:image + 1] for name, tensor in {"context": context, **extra}.items()
+                     if torch.is_tensor(tensor)}
             prompt = tuple(tensor.sum().item() for tensor in given.values())
             key = prompt, seen.count(prompt)                   # of several images with one prompt, which
             seen.append(prompt)
@@ -46,20 +49,28 @@ class OracleForward:
                                               ParallelConfig.forecast_keys_values), config
             oracle, config = self.oracles[key]
             self.num_stale += is_stale
-            predictions.append(oracle.predict(is_stale, **self.family.inputs(x[image:image + 1], timestep[image:image + 1], given, config)))
+            predictions.append(oracle.predict(is_stale,
+                                              **self.family.inputs(x[image:image + 1], timestep[image:image + 1], given,
+                                                                   config)))
         return torch.cat(predictions)
 
 
 @pytest.mark.parametrize("kind, devices, degrees, arguments", [
     ("sdxl", 2, {"displaced": 2}, {"sampler": "heun", "scheduler": "normal", "steps": 3}),
-    pytest.param("sd15", 3, {"displaced": 3}, {"sampler": "dpmpp_2s_ancestral", "scheduler": "karras"}, marks=pytest.mark.slow),
-    pytest.param("sdxl", 4, {"displaced": 2, "cfg": 2}, {"sampler": "dpmpp_2m", "scheduler": "normal"}, marks=pytest.mark.slow),
-    pytest.param("sdxl", 4, {"displaced": 2, "data": 2}, {"sampler": "euler", "scheduler": "normal"}, marks=pytest.mark.slow)],
+    pytest.param("sd15", 3, {"displaced": 3}, {"sampler": "dpmpp_2s_ancestral", "scheduler": "karras"},
+                 marks=pytest.mark.slow),
+    pytest.param("sdxl", 4, {"displaced": 2, "cfg": 2}, {"sampler": "dpmpp_2m", "scheduler": "normal"},
+                 marks=pytest.mark.slow),
+    pytest.param("sdxl", 4, {"displaced": 2, "data": 2}, {"sampler": "euler", "scheduler": "normal"},
+                 marks=pytest.mark.slow)],
     ids=str)
 def test_stale_steps_equal_the_oracles_through_comfyuis_sampler(comfyui, kind, devices, degrees, arguments):
-    """An odd latent, two branches of guidance, one warm-up step; samplers with one call a step and with two; a batch's images apart."""
-    arguments = {**arguments, "latent": comfyui.latent(kind, batch=degrees.get("data", 1), size=(23 if kind == "sdxl" else 21, 10))}
-    model = comfyui.ours(kind, comfyui.config(",".join(["cpu"] * devices), displaced_mode="corrected_async_gn", **degrees))
+    """An odd latent, two branches of guidance, one warm-up step; samplers with one call a step and with two;
+    a batch's images apart."""
+    arguments = {**arguments,
+                 "latent": comfyui.latent(kind, batch=degrees.get("data", 1), size=(23 if kind == "sdxl" else 21, 10))}
+    model = comfyui.ours(kind, comfyui.config(",".join(["cpu"] * devices), displaced_mode="corrected_async_gn",
+                                              **degrees))
     native, oracle = comfyui.native(kind).clone(), OracleForward(comfyui, kind, degrees["displaced"], 1)
     forward = native.model.diffusion_model.forward
 
@@ -71,7 +82,8 @@ def test_stale_steps_equal_the_oracles_through_comfyuis_sampler(comfyui, kind, d
     finally:
         native.model.diffusion_model.forward = forward
 
-    close(result, reference, 1e-4)                             # moments of norms are differences, which enlarge rounding
+    # moments of norms are differences, which enlarge rounding
+    close(result, reference, 1e-4)
     assert oracle.num_stale > 0 and relative_error(result, whole) > 1e-3
 
 
@@ -80,18 +92,24 @@ def test_stale_steps_equal_the_oracles_through_comfyuis_sampler(comfyui, kind, d
 def test_synchronous_steps_equal_native_ksampler(comfyui, kind):
     """Every step a warm-up step, or full_sync; odd sizes and a batch."""
     for sampler, scheduler, size, settings in (
-            ("euler", "normal", (16, 18), {"warmup_steps": 9}), ("heun", "karras", (17, 23), {"displaced_mode": "full_sync"}),
-            ("dpmpp_2m", "sgm_uniform", (33, 9), {"warmup_steps": 2}), ("uni_pc", "simple", (20, 8), {"displaced_mode": "full_sync"})):
+            ("euler", "normal", (16, 18), {"warmup_steps": 9}),
+            ("heun", "karras", (17, 23), {"displaced_mode": "full_sync"}),
+            ("dpmpp_2m", "sgm_uniform", (33, 9), {"warmup_steps": 2}),
+            ("uni_pc", "simple", (20, 8), {"displaced_mode": "full_sync"})):
         model = comfyui.ours(kind, comfyui.config("cpu,cpu", displaced=2, **settings))
-        arguments = {"sampler": sampler, "scheduler": scheduler, "steps": 2, "latent": comfyui.latent(kind, batch=2, size=size)}
+        arguments = {"sampler": sampler, "scheduler": scheduler, "steps": 2,
+                     "latent": comfyui.latent(kind, batch=2, size=size)}
 
-        allowed = TOLERANCE * (2 if sampler == "heun" else 1)  # moments of norms are added up in another order: at odd sizes it is 2.1e-5
-        close(comfyui.sample(model, kind, **arguments), comfyui.sample(comfyui.native(kind), kind, **arguments), allowed, sampler)
+        # moments of norms are added up in another order: at odd sizes it is 2.1e-5
+        allowed = TOLERANCE * (2 if sampler == "heun" else 1)
+        close(comfyui.sample(model, kind, **arguments), comfyui.sample(comfyui.native(kind), kind, **arguments),
+              allowed, sampler)
 
 
 @contextmanager
 def noting_calls(comfyui):
-    """A list of what each call is, of both branches of guidance at once: "once" (nothing is kept), "keep" or "stale"."""
+    """A list of what each call is, of both branches of guidance at once:
+    "once" (nothing is kept), "keep" or "stale"."""
     client, seen = comfyui.groups.client(("cpu", "cpu")), []
     submit = type(client).submit
 
@@ -107,13 +125,15 @@ def noting_calls(comfyui):
 
 def stale_calls(comfyui, **arguments):
     with noting_calls(comfyui) as seen:
-        comfyui.sample(comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, **arguments.pop("settings", {}))), "sdxl", **arguments)
+        comfyui.sample(comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, **arguments.pop("settings", {}))),
+                       "sdxl", **arguments)
     return seen
 
 
 @contextmanager
 def noting_noise(native):
-    """A list of the noise level of each call of ComfyUI's own MODEL (of both branches at once), and of the run's schedule."""
+    """A list of the noise level of each call of ComfyUI's own MODEL (of both branches at once),
+    and of the run's schedule."""
     seen, schedule, forward = [], [], native.model.diffusion_model.forward
 
     def noted(x, *args, transformer_options={}, **options):
@@ -125,20 +145,25 @@ def noting_noise(native):
         yield seen, schedule
     finally:
         native.model.diffusion_model.forward = forward
-    assert seen[::2] == seen[1::2]                             # ComfyUI may ask for the branches at once or one after the other
+    # ComfyUI may ask for the branches at once or one after the other
+    assert seen[::2] == seen[1::2]
     seen[:] = seen[::2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_every_sampler_runs_displaced(comfyui, part):
-    """Synchronous calls give KSampler's latents. Else all but the first are stale from the second step's noise level on, as many as
-    KSampler makes; dpm_adaptive, whose calls depend on an error over the latent, has none, nor dpm_fast in two steps."""
+    """Synchronous calls give KSampler's latents. Else all but the first are stale from the second step's noise level
+    on, as many as KSampler makes; dpm_adaptive, whose calls depend on an error over the latent, has none, nor dpm_fast
+    in two steps."""
     native = comfyui.native("sdxl").clone()
-    synchronous, stale = (comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, warmup_steps=steps)) for steps in (100, 1))
+    synchronous, stale = (comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, warmup_steps=steps))
+                          for steps in (100, 1))
     for sampler in comfyui.samplers.SAMPLER_NAMES[part::8]:
-        arguments = {"sampler": sampler, "scheduler": "normal", "steps": 2, "latent": comfyui.latent("sdxl", size=(8, 6)),
-                     "denoise": 0.2 if sampler == "dpm_adaptive" else 1.0}         # it makes hundreds of calls from pure noise
+        arguments = {"sampler": sampler, "scheduler": "normal", "steps": 2,
+                     "latent": comfyui.latent("sdxl", size=(8, 6)),
+                     # it makes hundreds of calls from pure noise
+                     "denoise": 0.2 if sampler == "dpm_adaptive" else 1.0}
         with noting_noise(native) as (sigmas, schedule):
             reference = comfyui.sample(native, "sdxl", **arguments)
         expected = ["keep"] + ["stale" if sigma <= schedule[1] * ROUNDING else "keep" for sigma in sigmas[1:]]
@@ -161,9 +186,12 @@ def test_every_sampler_runs_displaced(comfyui, part):
     ({"sampler": "euler", "steps": 3}, ["keep", "stale", "stale"]),
     ({"sampler": "euler", "steps": 3, "settings": {"warmup_steps": 0}}, ["keep", "stale", "stale"]),
     ({"sampler": "euler", "steps": 3, "settings": {"warmup_steps": 2}}, ["keep", "keep", "stale"]),
-    ({"sampler": "heun", "steps": 2}, ["keep", "stale", "stale"]),             # its second call is at the next step's noise
-    ({"sampler": "dpmpp_2s_ancestral", "steps": 2}, ["keep", "stale", "stale"]),       # so is this one's, but for rounding
-    ({"sampler": "dpm_2", "steps": 2}, ["keep", "keep", "stale"]),             # its second call is halfway between the two steps' noise
+    # its second call is at the next step's noise
+    ({"sampler": "heun", "steps": 2}, ["keep", "stale", "stale"]),
+    # so is this one's, but for rounding
+    ({"sampler": "dpmpp_2s_ancestral", "steps": 2}, ["keep", "stale", "stale"]),
+    # its second call is halfway between the two steps' noise
+    ({"sampler": "dpm_2", "steps": 2}, ["keep", "keep", "stale"]),
     ({"sampler": "euler", "steps": 2, "settings": {"displaced_mode": "full_sync"}}, ["once", "once"])], ids=str)
 def test_staleness_is_counted_in_calls_and_warm_up_in_noise(comfyui, arguments, expected):
     assert stale_calls(comfyui, **arguments) == expected
@@ -200,13 +228,15 @@ def test_img2img_and_inpainting_are_displaced_too(comfyui):
     arguments = {"latent": latent, "denoise": 0.6, "steps": 4}
 
     assert stale_calls(comfyui, **arguments) == ["keep", *["stale"] * 3]
-    result = comfyui.sample(comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, warmup_steps=4)), "sdxl", **arguments)
+    result = comfyui.sample(comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, warmup_steps=4)), "sdxl",
+                            **arguments)
     close(result, comfyui.sample(comfyui.native("sdxl"), "sdxl", **arguments), TOLERANCE)
 
 
 def test_the_same_run_again_is_the_same_and_nothing_is_left(comfyui):
     model = comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2))
-    first, other = comfyui.sample(model, "sd15"), comfyui.sample(model, "sd15", latent=comfyui.latent("sd15", size=(24, 8)))
+    first, other = comfyui.sample(model, "sd15"), comfyui.sample(
+        model, "sd15", latent=comfyui.latent("sd15", size=(24, 8)))
     client = comfyui.groups.client(("cpu", "cpu"))
 
     assert other.isfinite().all() and torch.equal(comfyui.sample(model, "sd15"), first)
@@ -215,11 +245,14 @@ def test_the_same_run_again_is_the_same_and_nothing_is_left(comfyui):
 
 
 def test_what_cannot_be_displaced_is_refused_in_words(comfyui):
-    with pytest.raises(comfyui.errors.ConfigError, match="displaced_degree=2 is too much for a latent of 7 rows: SD 1.5 .* at most 1 dev"):
-        comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2)), "sd15", latent=comfyui.latent("sd15", size=(7, 16)))
+    with pytest.raises(comfyui.errors.ConfigError,
+                       match="displaced_degree=2 is too much for a latent of 7 rows: SD 1.5 .* at most 1 dev"):
+        comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2)), "sd15",
+                       latent=comfyui.latent("sd15", size=(7, 16)))
     with pytest.raises(comfyui.errors.ConfigError, match="displaced_degree=2 and pipefusion_degree=2"):
         comfyui.config("cpu,cpu,cpu,cpu", displaced=2, pipefusion=2)
-    with pytest.raises(comfyui.errors.ConfigError, match='displaced_mode="stale" is not one of auto, corrected_async_gn'):
+    with pytest.raises(comfyui.errors.ConfigError,
+                       match='displaced_mode="stale" is not one of auto, corrected_async_gn'):
         comfyui.config("cpu,cpu", displaced=2, displaced_mode="stale")
 
 
@@ -227,8 +260,10 @@ def test_the_node_says_how_it_runs(comfyui, said):
     area = comfyui.conditioning("sd15", 1)
     area[0][1]["area"] = (16, 8, 0, 0)
     for prompt in (None, area):
-        comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2, warmup="auto")), "sd15", steps=1, positive=prompt)
+        comfyui.sample(comfyui.ours("sd15", comfyui.config("cpu,cpu", displaced=2, warmup="auto")), "sd15", steps=1,
+                       positive=prompt)
 
-    assert said[0] == ("running on cpu, cpu: DistriFusion 2, sync_gn (norms exchanged at once: a device has 1 row of the smallest "
-                       "images, fewer than 4)")
-    assert any("DistriFusion 2, every step synchronous, because this workflow uses an area for a prompt" in text for text in said)
+    assert said[0] == ("running on cpu, cpu: DistriFusion 2, sync_gn (norms exchanged at once: a device has 1 row of "
+                       "the smallest images, fewer than 4)")
+    assert any("DistriFusion 2, every step synchronous, because this workflow uses an area for a prompt" in text
+               for text in said)

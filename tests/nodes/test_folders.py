@@ -1,4 +1,5 @@
-"""Diffusers folders, sharded: what is in them, under ComfyUI's names, is what is in the single file; or they are refused by name."""
+"""Diffusers folders, sharded: what is in them, under ComfyUI's names, is what is in the single file;
+or they are refused by name."""
 
 import json
 import sys
@@ -15,8 +16,10 @@ from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.checkpoints.reading import read_file
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
-REFUSED = {"sd35-text": "has tensors of shapes|has tensors that a SD3 model does not|names are not known for all"}  # nobody publishes one
-DROPPED, OF_DROPPED = ("y_embedder.y_embedding",), "model_max_length"          # which no conversion keeps: it is for training
+# nobody publishes one
+REFUSED = {"sd35-text": "has tensors of shapes|has tensors that a SD3 model does not|names are not known for all"}
+# which no conversion keeps: it is for training
+DROPPED, OF_DROPPED = ("y_embedder.y_embedding",), "model_max_length"
 MARK = "__index_timestep_zero__"
 # U-Nets: test_unet_folders.py. What ltx-2-plain's file says has no words in diffusers' config.
 KINDS = [kind for kind, family in families().items() if not family.by_rows and kind != "ltx-2-plain"]
@@ -42,8 +45,9 @@ def save_folder(comfyui, kind, name):
         block = "LTXVideo095DownBlock3D" if kind == "ltx-video-causal" else "LTXVideoDownBlock3D"
         (folder / "vae" / "config.json").write_text(json.dumps({"down_block_types": [block] * 4}))
     if kind.startswith("ltx-2"):
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_type": "split", "rope_double_precision": True,
-                                                                       "cross_attn_timestep_scale_multiplier": 1000}))
+        config.write_text(json.dumps(json.loads(config.read_text())
+                                     | {"rope_type": "split", "rope_double_precision": True,
+                                        "cross_attn_timestep_scale_multiplier": 1000}))
         connectors_of(file, said_of(kind)).save_pretrained(folder / "connectors", max_shard_size="1MB")
     return folder
 
@@ -52,12 +56,14 @@ def connectors_of(file, said):
     """Diffusers' object of what an LTX-2 file prepares its text with."""
     from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
     registers = load_file(file)["video_embeddings_connector.learnable_registers"]
-    sizes = {f"{kind}_connector_{size}": said.get(f"{kind}_connector_{size}".replace("video_", ""), said.get(f"connector_{size}", usual))
+    sizes = {f"{kind}_connector_{size}": said.get(f"{kind}_connector_{size}".replace("video_", ""),
+                                                  said.get(f"connector_{size}", usual))
              for kind in ("video", "audio")
              for size, usual in (("attention_head_dim", 128), ("num_attention_heads", 30), ("num_layers", 2))}
     made = LTX2TextConnectors(caption_channels=24, text_proj_in_factor=2, rope_type="split", **sizes, **{
         f"{kind}_connector_num_learnable_registers": len(registers) for kind in ("video", "audio")})
-    words = (("_embeddings_connector.", "_connector."), (".transformer_1d_blocks.", ".transformer_blocks."), (".q_norm.", ".norm_q."),
+    words = (("_embeddings_connector.", "_connector."), (".transformer_1d_blocks.", ".transformer_blocks."),
+             (".q_norm.", ".norm_q."),
              (".k_norm.", ".norm_k."))
     tensors = {}
     for name, tensor in load_file(file).items():
@@ -65,7 +71,8 @@ def connectors_of(file, said):
             for ours, theirs in words:
                 name = name.replace(ours, theirs)
             tensors[name] = tensor
-    assert all(name.endswith("text_proj_in.weight") for name in made.load_state_dict(tensors, strict=False).missing_keys)
+    assert all(name.endswith("text_proj_in.weight")
+               for name in made.load_state_dict(tensors, strict=False).missing_keys)
     return made
 
 
@@ -85,12 +92,15 @@ def test_a_folder_is_what_the_single_file_is(comfyui, kind):
     shell, single = (comfyui.shell.load_shell(str(path), "fp32", comfyui.config()) for path in (folder, file))
 
     names = {name.replace(".scale", ".weight"): tensor for name, tensor in names.items()}
-    own = {name.replace(".scale", ".weight"): tensor for name, tensor in load_file(file).items() if name not in (*DROPPED, MARK)}
+    own = {name.replace(".scale", ".weight"): tensor for name, tensor in load_file(file).items()
+           if name not in (*DROPPED, MARK)}
     assert names.keys() == own.keys() and all(torch.equal(names[name], own[name]) for name in own)
-    assert type(shell.model) is type(single.model) and shell.remote.family.name == single.remote.family.name == family.name
+    assert (type(shell.model) is type(single.model)
+            and shell.remote.family.name == single.remote.family.name == family.name)
     config, expected = ({key: value for key, value in one.model.model_config.unet_config.items() if key != OF_DROPPED}
                         for one in (shell, single))
-    if family.in_folder(open_checkpoint(folder).folder) is None:   # else a folder says in full what a file leaves to ComfyUI
+    # else a folder says in full what a file leaves to ComfyUI
+    if family.in_folder(open_checkpoint(folder).folder) is None:
         assert config == expected
 
 
@@ -105,11 +115,13 @@ def test_what_a_folder_says_beside_its_tensors_is_heeded(comfyui, kind):
 
 
 def test_lora_for_a_part_of_a_folders_tensor_equals_native(comfyui):
-    """A folder of Ovis-Image has what is gated and its gate as one tensor; ComfyUI has two, and a LoRA may be for one of them."""
+    """A folder of Ovis-Image has what is gated and its gate as one tensor;
+    ComfyUI has two, and a LoRA may be for one of them."""
     loras = Loras(comfyui)
     save_folder(comfyui, "ovis-image", "folder-ovis-image")
     name = loras.file("ovis-image", adapter="lora", part="gate_proj")
-    models = comfyui.load_model.execute("folder-ovis-image", "fp32", comfyui.config("cpu,cpu")).args[0], comfyui.native("ovis-image")
+    models = comfyui.load_model.execute("folder-ovis-image", "fp32",
+                                        comfyui.config("cpu,cpu")).args[0], comfyui.native("ovis-image")
 
     result, reference = (comfyui.sample(loras.load(model, name), "ovis-image", steps=2) for model in models)
     comfyui.unload_all()                                       # the native model's weights are as they were
@@ -122,7 +134,8 @@ def test_a_folder_that_does_not_say_which_model_it_is_is_refused(comfyui):
     folder = save_folder(comfyui, "ltx-video", "folder-ltx-video")
     (folder / "vae").rename(folder / "elsewhere")
 
-    with pytest.raises(comfyui.errors.CheckpointError, match="^folder-ltx-video is a LTX-Video model, of which a folder"):
+    with pytest.raises(comfyui.errors.CheckpointError, match="^folder-ltx-video is a LTX-Video model, of which a "
+                                                             "folder"):
         comfyui.shell.load_shell(str(folder), "fp32", comfyui.config())
     (folder / "elsewhere").rename(folder / "vae")
 
@@ -141,7 +154,8 @@ def test_a_second_transformer_is_listed_by_itself(comfyui):
 def test_a_table_that_comfyui_has_as_one_row_is_changed(comfyui):
     """A folder of Krea 2 has the six modulations of a block in rows of their own."""
     save_folder(comfyui, "krea-2", "folder-krea-2")
-    models = comfyui.load_model.execute("folder-krea-2", "fp32", comfyui.config("cpu")).args[0].clone(), comfyui.native("krea-2").clone()
+    models = comfyui.load_model.execute("folder-krea-2", "fp32",
+                                        comfyui.config("cpu")).args[0].clone(), comfyui.native("krea-2").clone()
     for model in models:
         model.add_patches({"diffusion_model.blocks.0.mod.lin": (torch.linspace(-1, 1, 6 * 256),)}, 0.5)
 

@@ -1,4 +1,5 @@
-"""Groups of workers live side by side: two MODELs on different devices in one workflow, and what becomes of groups and models."""
+"""Groups of workers live side by side: two MODELs on different devices in one workflow,
+and what becomes of groups and models."""
 
 import gc
 import importlib
@@ -100,8 +101,8 @@ def test_devices_of_other_machines_need_an_address_that_a_person_has_set(comfyui
 
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_a_model_on_two_machines(comfyui, monkeypatch, is_measured):
-    """Stages where measuring fails; over a slow link they share branches. What the other machine has it says when it joins, and links are
-    measured; here that is answered in its place, and nothing is started."""
+    """Stages where measuring fails; over a slow link they share branches. What the other machine has it says when it
+    joins, and links are measured; here that is answered in its place, and nothing is started."""
     module = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups")
     monkeypatch.setattr(module, "chosen_address", lambda: "127.0.0.1:0")
     monkeypatch.setattr(module.Groups, "listener", lambda self: None)

@@ -1,4 +1,5 @@
-"""Half precision: what workers round differs from ComfyUI's float32 result as much as what ComfyUI's own model rounds, and not more.
+"""Half precision: what workers round differs from ComfyUI's float32 result as much as what ComfyUI's own model rounds,
+and not more.
 
 One pair by default, others with --all; `python -m tests.half_precision` prints the figures of all.
 """
@@ -14,7 +15,8 @@ FEW = ("sd3", "bf16"),
 PAIRS = [*FEW, ("wan", "fp16"), ("sd3", "fp16"), ("wan", "bf16"), ("flux", "bf16")]
 
 
-@pytest.mark.parametrize("kind, dtype", [pytest.param(*pair, marks=[] if pair in FEW else pytest.mark.slow) for pair in PAIRS])
+@pytest.mark.parametrize("kind, dtype",
+                         [pytest.param(*pair, marks=([] if pair in FEW else pytest.mark.slow)) for pair in PAIRS])
 def test_half_precision_is_as_near_to_float32_as_comfyuis_own(comfyui, kind, dtype):
     """Under every method; of PipeFusion and displaced patches the steps that are exact."""
     _, ratios = errors(comfyui, kind, dtype)

@@ -1,4 +1,5 @@
-"""What ComfyUI's settings say of workers that have nothing to do, and that they are parked or ended so, and come back."""
+"""What ComfyUI's settings say of workers that have nothing to do, and that they are parked or ended so,
+and come back."""
 
 import importlib
 import json
@@ -28,12 +29,14 @@ def choose(kept, tmp_path, monkeypatch):
     (tmp_path / "default").mkdir()
 
     def save(**settings):
-        (tmp_path / "default" / "comfy.settings.json").write_text(json.dumps({f"xdit.{name}": value for name, value in settings.items()}))
+        (tmp_path / "default" / "comfy.settings.json").write_text(
+            json.dumps({f"xdit.{name}": value for name, value in settings.items()}))
     return save
 
 
 @pytest.mark.parametrize("settings, how, minutes", [
-    (None, "keep", 10), ({}, "keep", 10), ({"Residency": "park"}, "park", 10), ({"Residency": "release", "IdleMinutes": 3}, "release", 3)])
+    (None, "keep", 10), ({}, "keep", 10), ({"Residency": "park"}, "park", 10),
+    ({"Residency": "release", "IdleMinutes": 3}, "release", 3)])
 def test_settings_are_read_as_comfyui_keeps_them(kept, choose, settings, how, minutes):
     if settings is not None:
         choose(**settings)
@@ -42,7 +45,8 @@ def test_settings_are_read_as_comfyui_keeps_them(kept, choose, settings, how, mi
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"Residency": "parked"}, "'parked' .* There are keep, park, release"), ({"IdleMinutes": 0}, "IdleMinutes is 0 .* above 0"),
+    ({"Residency": "parked"}, "'parked' .* There are keep, park, release"),
+    ({"IdleMinutes": 0}, "IdleMinutes is 0 .* above 0"),
     ({"IdleMinutes": "5"}, "IdleMinutes is '5'"), ({"IdleMinutes": True}, "IdleMinutes is True")])
 def test_other_settings_are_refused_by_name(kept, choose, settings, words):
     choose(**settings)
@@ -61,11 +65,13 @@ def test_no_address_for_other_machines_is_chosen_by_itself(kept, choose):
 
 
 def test_the_page_has_these_settings_in_both_languages(kept):
-    page, chinese = (ROOT / "web/xdit.js").read_text(), json.loads((ROOT / "locales/zh/settings.json").read_text(encoding="utf-8"))
+    page, chinese = (ROOT / "web/xdit.js").read_text(), json.loads(
+        (ROOT / "locales/zh/settings.json").read_text(encoding="utf-8"))
 
     for name in (kept.HOW, kept.MINUTES, kept.ADDRESS):
         assert f'id: "{name}"' in page and chinese[name.replace(".", "_")]["name"]
-    assert f"options: {json.dumps(kept.IDLE_WAYS)}" in page and tuple(chinese["xdit_Residency"]["options"]) == kept.IDLE_WAYS
+    assert (f"options: {json.dumps(kept.IDLE_WAYS)}" in page
+            and tuple(chinese["xdit_Residency"]["options"]) == kept.IDLE_WAYS)
 
 
 @pytest.mark.slow
@@ -88,7 +94,8 @@ def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, i
     client.group._used_s = -math.inf
     client.peek()
     assert client.workers.idle_s == math.inf
-    assert torch.equal(comfyui.sample(model, "sd3", steps=2), want) and parked() == 0 and client.workers.idle_s < math.inf
+    assert (torch.equal(comfyui.sample(model, "sd3", steps=2), want) and parked() == 0
+            and client.workers.idle_s < math.inf)
     client.group._used_s = -math.inf
     idle.tend(groups, kept.Idle("release", 1))
     assert client.workers.state == "stopped"

@@ -1,4 +1,5 @@
-"""Every text of ours is there in English and in Chinese: nodes, widgets and tooltips, the page's messages, the help pages."""
+"""Every text of ours is there in English and in Chinese:
+nodes, widgets and tooltips, the page's messages, the help pages."""
 
 import json
 import re
@@ -21,7 +22,8 @@ def test_nodes_have_both(comfyui):
         outputs = {str(index) for index, text in enumerate(getattr(node, "OUTPUT_TOOLTIPS", None) or []) if text}
         assert set(ZH[name]["inputs"]) == tooltips == set(inputs), name
         assert set(ZH[name].get("outputs", {})) == outputs, name
-        for text in (ZH[name]["display_name"], ZH[name]["description"], *(entry["tooltip"] for entry in ZH[name]["inputs"].values())):
+        for text in (ZH[name]["display_name"], ZH[name]["description"],
+                     *(entry["tooltip"] for entry in ZH[name]["inputs"].values())):
             assert CHINESE.search(text), text
 
 

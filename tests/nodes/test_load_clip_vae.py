@@ -11,11 +11,13 @@ from tests.tiny_checkpoints import autoencoder, fill, state_dict
 from tests.tolerances import close, relative_error
 
 # What makes a text encoder thin, by the names under which ComfyUI's own classes take such settings
-CLIP = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3, "projection_dim": 32}
+CLIP = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3,
+        "projection_dim": 32}
 THIN = {"clip_l_model_config": CLIP, "clip_g_model_config": {**CLIP, "hidden_size": 48, "projection_dim": 48},
         "hydit_clip_model_config": {**CLIP, "vocab_size": 47020}, "mt5xl_model_config": {
             "vocab_size": 64, "d_model": 24, "d_ff": 32, "d_kv": 12, "num_heads": 2, "num_layers": 2}}
-# kind: ComfyUI's class of its models, what the names of the model begin with, of its VAE, the classes of its text encoders
+# kind: ComfyUI's class of its models, what the names of the model begin with, of its VAE, the classes of its text
+# encoders
 KINDS = {"sd15": ("SD15", "model.diffusion_model.", "first_stage_model.", "comfy.sd1_clip:SD1ClipModel"),
          "sdxl": ("SDXL", "model.diffusion_model.", "first_stage_model.", "comfy.sdxl_clip:SDXLClipModel"),
          "hunyuandit": ("HunyuanDiT", "model.", "vae.", "comfy.text_encoders.hydit:HyditModel")}
@@ -30,7 +32,8 @@ def thin_encoders(comfyui, monkeypatch):
 
 
 def save_all_in_one(kind, path):
-    """A checkpoint as it is published, tiny: text encoders, their tokeniser's pieces where the file has them, model and VAE."""
+    """A checkpoint as it is published, tiny: text encoders, their tokeniser's pieces where the file has them,
+    model and VAE."""
     import comfy.supported_models
     cls, of_model, of_vae, place = KINDS[kind]
     module, _, name = place.partition(":")
@@ -52,7 +55,8 @@ def pieces():
     """A tokeniser of letters, as SentencePiece writes it."""
     import sentencepiece
     written = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(["a lighthouse on a cliff", "by the sea"]), model_writer=written,
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(["a lighthouse on a cliff", "by the sea"]),
+                                             model_writer=written,
                                              model_type="char", vocab_size=40, hard_vocab_limit=False, minloglevel=2)
     return written.getvalue()
 
@@ -77,12 +81,16 @@ def test_clip_and_vae_are_those_of_load_checkpoint(comfyui, thin_encoders, monke
     with torch.inference_mode():
         (ours, native, other), pictures = [
             one.encode_from_tokens_scheduled(one.tokenize(text))[0] for one, text in (
-                (clip, "a lighthouse on a cliff"), (native_clip, "a lighthouse on a cliff"), (native_clip, "the sea"))], [
-            one.decode(torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))) for one in (vae, native_vae)]
-    for one, reference in ((ours[0], native[0]), *((ours[1][key], native[1][key]) for key in native[1] if torch.is_tensor(native[1][key]))):
+                (clip, "a lighthouse on a cliff"), (native_clip, "a lighthouse on a cliff"),
+                (native_clip, "the sea"))], [
+            one.decode(torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1)))
+            for one in (vae, native_vae)]
+    for one, reference in ((ours[0], native[0]),
+                           *((ours[1][key], native[1][key]) for key in native[1] if torch.is_tensor(native[1][key]))):
         close(one.float(), reference.float(), 1e-6)
     assert ours[1].keys() == native[1].keys() >= {"pooled_output"}
-    assert ours[0].shape != other[0].shape or relative_error(ours[0], other[0]) > 1e-3, "the encoders' weights say nothing"
+    assert (ours[0].shape != other[0].shape
+            or relative_error(ours[0], other[0]) > 1e-3), "the encoders' weights say nothing"
     close(*pictures, 1e-6)
 
 

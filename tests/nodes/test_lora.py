@@ -1,4 +1,5 @@
-"""LoRA and other weight patches: our MODEL with ComfyUI's own loader nodes draws what the native MODEL draws with them."""
+"""LoRA and other weight patches: our MODEL with ComfyUI's own loader nodes draws what the native MODEL draws with
+them."""
 
 import functools
 import itertools
@@ -29,7 +30,8 @@ class Loras:
         comfyui.folder_paths.add_model_folder_path("loras", str(self.folder), is_default=True)
 
     def file(self, kind, naming="publisher", adapter=None, part="", seed=9):
-        """The name of a LoRA for all matrices of a model, but for the end of its head; adapter: None: each is of another kind.
+        """The name of a LoRA for all matrices of a model, but for the end of its head; adapter: None: each is of
+        another kind.
 
         part: what the names of the layers contain.
         """
@@ -55,7 +57,8 @@ class Loras:
                 continue
             shape = list(state[key].shape)
             if offset is not None and sum(offset[1:]) > shape[offset[0]]:
-                continue                                       # ComfyUI takes Lumina 2's grouped keys for as many as Z-Image's
+                # ComfyUI takes Lumina 2's grouped keys for as many as Z-Image's
+                continue
             if offset is not None:
                 shape[offset[0]] = offset[2]
             if len(shape) >= 2 and key.endswith(".weight") and shape[0] % 8 == 0 and shape[1] % 2 == 0:
@@ -80,10 +83,12 @@ def compare(comfyui, loras, kind, config, names, steps=2, weight_dtype="fp32", n
     result, reference = (comfyui.sample(model, kind, steps=steps, **arguments) for model in (ours, native))
 
     close(result, reference, TOLERANCE, names)
-    assert relative_error(reference, comfyui.reference(kind, steps=steps, **arguments)) > 1e-3, "a LoRA that changes nothing"
+    assert relative_error(reference,
+                          comfyui.reference(kind, steps=steps, **arguments)) > 1e-3, "a LoRA that changes nothing"
 
 
-ALL_NAMINGS = ("sd3", "flux", "wan", "sdxl")                  # kinds that are tried with names of every kind, others with one
+# kinds that are tried with names of every kind, others with one
+ALL_NAMINGS = ("sd3", "flux", "wan", "sdxl")
 KINDS = [pytest.param(kind, naming, marks=() if kind == "sd3" else pytest.mark.slow)
          for number, kind in enumerate(kind for kind in families() if kind not in VARIANTS)
          for naming in (NAMINGS if kind in ALL_NAMINGS else [list(NAMINGS)[number % 2]])]
@@ -95,11 +100,13 @@ def test_every_kind_of_adapter_equals_native(comfyui, loras, kind, naming):
     if naming == "diffusers" and not loras.shapes(kind, NAMINGS[naming]):
         pytest.skip("ComfyUI knows no such names for this family")
 
-    compare(comfyui, loras, kind, comfyui.config(), [(loras.file(kind, naming), 0.7), (loras.file(kind, naming, "lora", seed=40), -0.4)])
+    compare(comfyui, loras, kind, comfyui.config(),
+            [(loras.file(kind, naming), 0.7), (loras.file(kind, naming, "lora", seed=40), -0.4)])
 
 
-@pytest.mark.parametrize("degrees", by_default([{"cfg": 2}], [{"cfg": 2}, {"tensor": 2}, {"pipefusion": 2, "warmup_steps": 9},
-                                                       {"pipefusion": 2, "ulysses": 2, "warmup_steps": 9}]), ids=str)
+@pytest.mark.parametrize("degrees",
+                         by_default([{"cfg": 2}], [{"cfg": 2}, {"tensor": 2}, {"pipefusion": 2, "warmup_steps": 9},
+                                            {"pipefusion": 2, "ulysses": 2, "warmup_steps": 9}]), ids=str)
 def test_layouts_equal_native(comfyui, loras, degrees):
     devices = "cpu,cpu,cpu,cpu" if "ulysses" in degrees and "pipefusion" in degrees else "cpu,cpu"
 
@@ -114,25 +121,30 @@ def test_weights_of_small_types_equal_native(comfyui, loras, weight_dtype, dtype
     path = comfyui.base / "diffusion_models" / comfyui.file("sd3")
     native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype})
 
-    compare(comfyui, loras, "sd3", comfyui.config(), [(loras.file("sd3"), 0.7), (loras.file("sd3", "diffusers", "lora"), 0.5)],
+    compare(comfyui, loras, "sd3", comfyui.config(),
+            [(loras.file("sd3"), 0.7), (loras.file("sd3", "diffusers", "lora"), 0.5)],
             weight_dtype=weight_dtype, native=native)
 
 
 STAGES, TENSOR = {"pipefusion": 2, "warmup_steps": 9}, {"tensor": 2}
 
 
-@pytest.mark.parametrize("format_, degrees", [("scaled", {}), ("Q4_K", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-    ("scaled", STAGES), ("Q4_K", STAGES), ("Q8_0", TENSOR))),
-    pytest.param("nf4", TENSOR, marks=pytest.mark.quantisers)], ids=str)
+@pytest.mark.parametrize("format_, degrees",
+                         [("scaled", {}), ("Q4_K", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+                             ("scaled", STAGES), ("Q4_K", STAGES), ("Q8_0", TENSOR))),
+pytest.param("nf4", TENSOR, marks=pytest.mark.quantisers)], ids=str)
 def test_quantised_weights_are_not_rounded_again(comfyui, loras, format_, degrees):
-    """As on the dequantised weights: plain LoRAs, slices of fused matrices, and every other kind; without them, bit for bit as before."""
+    """As on the dequantised weights: plain LoRAs, slices of fused matrices, and every other kind;
+    without them, bit for bit as before."""
     folder, source = comfyui.base / "diffusion_models", comfyui.base / "diffusion_models" / comfyui.file("sd3")
-    name, plain = f"lora-{format_}{'.safetensors' if format_ == 'scaled' else '.gguf'}", f"lora-{format_}-plain.safetensors"
+    name, plain = (f"lora-{format_}{'.safetensors' if format_ == 'scaled' else '.gguf'}",
+                   f"lora-{format_}-plain.safetensors")
     if format_ in TYPES:                                       # when it is loaded
         save_dequantised(folder / plain, source, format_)
         name = source.name
     else:
-        made = save_scaled(folder / name, source, per_row=True) if format_ == "scaled" else save_gguf(folder / name, source, format_)
+        made = (save_scaled(folder / name, source, per_row=True) if format_ == "scaled"
+                else save_gguf(folder / name, source, format_))
         save_file(made, folder / plain)
     native = comfyui.nodes.UNETLoader().load_unet(plain, "default")[0]
     config = comfyui.config("cpu,cpu" if degrees else "cpu", **degrees)
@@ -158,14 +170,16 @@ def test_a_published_types_file_equals_native(comfyui, loras):
     save_file(half, loras.folder / "half.safetensors")
     ours = comfyui.ours("sd3", comfyui.config(), "default", dtype=torch.bfloat16)
 
-    result, reference = (comfyui.sample(loras.load(model, "half.safetensors", -0.8), "sd3", steps=2) for model in (ours, native))
+    result, reference = (comfyui.sample(loras.load(model, "half.safetensors", -0.8), "sd3", steps=2)
+                         for model in (ours, native))
 
     close(result, reference, TOLERANCE)
     assert relative_error(reference, comfyui.sample(native, "sd3", steps=2)) > 1e-3
 
 
 def test_one_file_with_and_without_a_lora(comfyui, loras):
-    """MODELs of one file in turn, from one loader node and from two: each draws its own, and the one without, bit for bit."""
+    """MODELs of one file in turn, from one loader node and from two:
+    each draws its own, and the one without, bit for bit."""
     plain, other = (comfyui.ours("sd3", comfyui.config()) for _ in range(2))
     patched = loras.load(plain, loras.file("sd3", "publisher", "lora"), 0.7)
     stronger = loras.load(plain, loras.file("sd3", "publisher", "lora"), 1.4)
@@ -173,7 +187,8 @@ def test_one_file_with_and_without_a_lora(comfyui, loras):
     models = {"plain": plain, "patched": patched, "stronger": stronger, "other": other, "narrower": narrower}
 
     first = {name: comfyui.sample(model, "sd3", steps=2) for name, model in models.items()}
-    again = {name: comfyui.sample(models[name], "sd3", steps=2) for name in ("other", "patched", "narrower", "plain", "stronger", "plain")}
+    again = {name: comfyui.sample(models[name], "sd3", steps=2)
+             for name in ("other", "patched", "narrower", "plain", "stronger", "plain")}
 
     assert all(torch.equal(first[name], result) for name, result in again.items())
     assert torch.equal(first["plain"], first["other"])
@@ -181,10 +196,12 @@ def test_one_file_with_and_without_a_lora(comfyui, loras):
     assert min(relative_error(first[name], first["plain"]) for name in ("patched", "stronger", "narrower")) > 1e-3
 
 
-@pytest.mark.parametrize("degrees", by_default([{"cfg": 2}], [{"cfg": 2}, {"tensor": 2}, {"pipefusion": 2, "warmup_steps": 9}]), ids=str)
+@pytest.mark.parametrize("degrees",
+                         by_default([{"cfg": 2}], [{"cfg": 2}, {"tensor": 2}, {"pipefusion": 2, "warmup_steps": 9}]),
+                         ids=str)
 def test_another_strength_changes_weights_and_loads_nothing(comfyui, loras, monkeypatch, degrees):
-    """By the messages that the workers get: after the first prompt none of them loads the model; those that change it are as many for
-    every strength, none where it stays as it is, and without the LoRA the file's weights are back."""
+    """By the messages that the workers get: after the first prompt none of them loads the model; those that change it
+    are as many for every strength, none where it stays as it is, and without the LoRA the file's weights are back."""
     config = comfyui.config("cpu,cpu", **degrees)
     client, sent, model = comfyui.groups.client(("cpu", "cpu")), [], comfyui.ours("sd35", config)
     request = client.workers.request
@@ -192,7 +209,8 @@ def test_another_strength_changes_weights_and_loads_nothing(comfyui, loras, monk
         sent.append(type(make(0)).__name__), request(make, *more, **named))[1])
     lora = loras.file("sd35", "publisher", "lora")
 
-    models = {strength: [loras.load(each, lora, strength) for each in (model, comfyui.native("sd35"))] for strength in (0.7, 0.3, -0.4)}
+    models = {strength: [loras.load(each, lora, strength) for each in (model, comfyui.native("sd35"))]
+              for strength in (0.7, 0.3, -0.4)}
     models[None] = [model, comfyui.native("sd35")]
 
     results, messages = [], []
@@ -205,7 +223,8 @@ def test_another_strength_changes_weights_and_loads_nothing(comfyui, loras, monk
 
     assert messages[0][-1:] == ["ChangeWeights"]               # it may be there from a test before
     assert messages[1:] == [[], ["ChangeWeights"], ["ChangeWeights"], ["ChangeWeights"]]
-    assert torch.equal(results[0], results[1]) and min(relative_error(results[0], result) for result in results[2:]) > 1e-3
+    assert (torch.equal(results[0], results[1])
+            and min(relative_error(results[0], result) for result in results[2:]) > 1e-3)
 
 
 @pytest.mark.parametrize("degrees", [{"displaced": 2, "displaced_mode": "full_sync"}], ids=str)
@@ -214,7 +233,8 @@ def test_two_models_of_one_file_in_one_guider_have_their_own_weights(comfyui, lo
     def drawn(config):
         plain, other = (comfyui.ours("sd3", config) for _ in range(2))
         patched = loras.load(other, loras.file("sd3", "publisher", "lora"), 1.4)
-        return [comfyui.sample_dual(*models) for models in ((plain, patched), (patched, plain), (plain, plain), (patched, patched))]
+        return [comfyui.sample_dual(*models)
+                for models in ((plain, patched), (patched, plain), (plain, plain), (patched, patched))]
 
     results, want = drawn(comfyui.config("cpu,cpu", **degrees)), drawn(comfyui.config())
 
@@ -238,9 +258,11 @@ def test_a_lora_outlives_the_weights(comfyui, loras, event):
     assert torch.equal(comfyui.sample(model, "sd3", steps=2), before)
 
 
-@pytest.mark.parametrize("kind", ["sd3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("flux", "pixart", "wan"))])
+@pytest.mark.parametrize("kind", ["sd3", *(pytest.param(kind, marks=pytest.mark.slow)
+                                           for kind in ("flux", "pixart", "wan"))])
 def test_a_diffusers_folder_equals_native(comfyui, loras, kind):
-    """Its matrices are parts of those that ComfyUI's names mean, some with halves in other places: they go where their rows are."""
+    """Its matrices are parts of those that ComfyUI's names mean, some with halves in other places:
+    they go where their rows are."""
     path = comfyui.base / "diffusion_models" / comfyui.file(kind)
     transformer = load_transformer(open_checkpoint(path).spec("float32", "float32"), torch.device("cpu")).model
     comfyui.folder_paths.add_model_folder_path("diffusers", str(comfyui.base / "diffusers"), is_default=True)
@@ -289,7 +311,8 @@ def test_a_saved_model_has_its_loras(comfyui, loras, tmp_path):
 def test_a_file_that_was_replaced_is_loaded_anew(comfyui, loras):
     """ComfyUI keeps a MODEL whose widgets are the same. A LoRA on it would be added to the other file's weights."""
     load, name, lora = comfyui.load_model, "replaced.safetensors", loras.file("sd3", adapter="lora")
-    path, tensors = comfyui.base / "diffusion_models" / name, load_file(comfyui.base / "diffusion_models" / comfyui.file("sd3"))
+    path, tensors = comfyui.base / "diffusion_models" / name, load_file(
+        comfyui.base / "diffusion_models" / comfyui.file("sd3"))
     save_file(tensors, path)
     made = [load.fingerprint_inputs(model_name=name, weight_dtype="fp32", parallel=None) for _ in range(2)]
     model = load.execute(name, "fp32", comfyui.config("cpu")).args[0]
@@ -300,7 +323,8 @@ def test_a_file_that_was_replaced_is_loaded_anew(comfyui, loras):
 
     assert made[0] == made[1] != load.fingerprint_inputs(model_name=name, weight_dtype="fp32")
     close(comfyui.sample(model, "sd3"), comfyui.reference("sd3"), TOLERANCE)                    # nothing is read for it
-    with pytest.raises(comfyui.errors.XDiTError, match="replaced.safetensors has changed on disk since Load xDiT Model read it"):
+    with pytest.raises(comfyui.errors.XDiTError,
+                       match="replaced.safetensors has changed on disk since Load xDiT Model read it"):
         comfyui.sample(loras.load(model, lora), "sd3")
     model = loras.load(load.execute(name, "fp32", comfyui.config("cpu")).args[0], lora)
     close(comfyui.sample(model, "sd3"), comfyui.sample(loras.load(comfyui.native("sd3"), lora), "sd3"), TOLERANCE)
@@ -313,11 +337,13 @@ def test_a_lora_for_another_family_is_refused(comfyui, loras):
 
 @pytest.mark.parametrize("adapter", ["lora", "loha", "diff"])
 def test_a_lora_of_another_shape_is_refused_and_nothing_is_half_applied(comfyui, loras, adapter, caplog):
-    """Its last layer is too wide: the ones before it fit. Of which ComfyUI logs something, where its log is to have errors alone too."""
+    """Its last layer is too wide: the ones before it fit.
+    Of which ComfyUI logs something, where its log is to have errors alone too."""
     caplog.set_level(logging.CRITICAL)
     layers = loras.shapes("sd3", NAMINGS["publisher"], "joint_blocks")
     last = max(layers)
-    save_file(adapters(adapter, layers | {last: [layers[last][0] + 8, layers[last][1]]}), loras.folder / "wide.safetensors")
+    save_file(adapters(adapter, layers | {last: [layers[last][0] + 8, layers[last][1]]}),
+              loras.folder / "wide.safetensors")
     model = comfyui.ours("sd3", comfyui.config())
 
     with pytest.raises(comfyui.errors.UnsupportedError, match=f"does not fit {last}.weight.*made for another model"):
@@ -329,15 +355,19 @@ def test_a_lora_of_another_shape_is_refused_and_nothing_is_half_applied(comfyui,
 @pytest.mark.parametrize("up, down", [((), (4, 256)), ((256,), (4, 256)), ((256, 0), (0, 256))], ids=str)
 def test_factors_that_are_no_matrices_are_refused_by_name(comfyui, loras, up, down):
     name = "diffusion_model.joint_blocks.0.x_block.attn.proj"
-    save_file({f"{name}.lora_up.weight": torch.ones(up), f"{name}.lora_down.weight": torch.ones(down), f"{name}.alpha": torch.tensor(2.0)},
+    save_file({f"{name}.lora_up.weight": torch.ones(up), f"{name}.lora_down.weight": torch.ones(down),
+               f"{name}.alpha": torch.tensor(2.0)},
               loras.folder / "no-matrices.safetensors")
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match=f"does not fit {name}.weight: its factors have the shapes"):
-        comfyui.sample(loras.load(comfyui.ours("sd3", comfyui.config("cpu")), "no-matrices.safetensors"), "sd3", steps=1)
+    with pytest.raises(comfyui.errors.UnsupportedError,
+                       match=f"does not fit {name}.weight: its factors have the shapes"):
+        comfyui.sample(loras.load(comfyui.ours("sd3", comfyui.config("cpu")), "no-matrices.safetensors"), "sd3",
+                       steps=1)
 
 
 def hooked(comfyui, loras, prompt, name, strength=0.8, keyframes=()):
-    """A prompt with a LoRA of its own, as ComfyUI's nodes make it. keyframes: [(part of the steps at which it begins, strength)]."""
+    """A prompt with a LoRA of its own, as ComfyUI's nodes make it.
+    keyframes: [(part of the steps at which it begins, strength)]."""
     import comfy.hooks
     hooks = comfy.hooks.create_hook_lora(load_file(loras.folder / name), strength, strength)
     group = comfy.hooks.HookKeyframeGroup()
@@ -354,11 +384,13 @@ def test_lora_hooks_equal_native_and_leave_nothing(comfyui, loras, degrees):
     """A LoRA of the positive prompt for a range of steps, beside one of the whole MODEL; then the MODEL without any."""
     first, second = loras.file("sd3", "publisher", "lora", seed=40), loras.file("sd3", "publisher")
     keyframes = [(0.0, 1.0), (0.4, 0.3), (0.7, 0.0)]
-    arguments = {"positive": hooked(comfyui, loras, comfyui.conditioning("sd3", 1), first, keyframes=keyframes), "steps": 4}
+    arguments = {"positive": hooked(comfyui, loras, comfyui.conditioning("sd3", 1), first, keyframes=keyframes),
+                 "steps": 4}
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu" if degrees else "cpu", **degrees))
 
     for name in (None, second):
-        ours, native = (each if name is None else loras.load(each, name, 0.5) for each in (model, comfyui.native("sd3").clone()))
+        ours, native = (each if name is None else loras.load(each, name, 0.5)
+                        for each in (model, comfyui.native("sd3").clone()))
         result, reference = (comfyui.sample(each, "sd3", **arguments) for each in (ours, native))
         close(result, reference, TOLERANCE)
         assert relative_error(reference, comfyui.sample(native, "sd3", steps=4)) > 1e-3, "a hook that changes nothing"
@@ -369,16 +401,19 @@ def test_lora_hooks_equal_native_and_leave_nothing(comfyui, loras, degrees):
 
 @pytest.mark.parametrize("adapter", ["lora", "loha"])
 def test_a_hook_changes_weights_once_in_a_run_and_not_in_every_step(comfyui, loras, monkeypatch, adapter):
-    """Workers keep both versions: the changes that are sent are as many for more steps, and results are as native. Where the file's
-    tensors went is found once: for a model of Flux.1's size that takes half a second."""
+    """Workers keep both versions: the changes that are sent are as many for more steps, and results are as native.
+    Where the file's tensors went is found once: for a model of Flux.1's size that takes half a second."""
     client, sent, looked, places = comfyui.groups.client(("cpu",)), [], [], comfyui.shell.places
     monkeypatch.setattr(comfyui.shell, "places", lambda *of: looked.append(of) or places(*of))
     send = client.models._send_changes
-    monkeypatch.setattr(client.models, "_send_changes", lambda spec, batch, *rest: (sent.append(len(batch)), send(spec, batch, *rest)))
-    arguments = {"positive": hooked(comfyui, loras, comfyui.conditioning("sd3", 1), loras.file("sd3", "publisher", adapter))}
+    monkeypatch.setattr(client.models, "_send_changes",
+                        lambda spec, batch, *rest: (sent.append(len(batch)), send(spec, batch, *rest)))
+    arguments = {"positive": hooked(comfyui, loras, comfyui.conditioning("sd3", 1),
+                                    loras.file("sd3", "publisher", adapter))}
     model, counts = comfyui.ours("sd3", comfyui.config("cpu")), []
 
-    for steps in (2, 2, 5):                                    # the first may find the workers with what another MODEL had changed
+    # the first may find the workers with what another MODEL had changed
+    for steps in (2, 2, 5):
         result = comfyui.sample(model, "sd3", steps=steps, **arguments)
         counts.append(len(sent))
         sent.clear()
@@ -394,7 +429,8 @@ def test_a_hook_leaves_alone_what_the_text_is_prepared_with(comfyui, loras):
     name, own = loras.file("anima", adapter="lora"), loras.file("anima", adapter="lora", seed=40)
     assert any("llm_adapter" in layer for layer in loras.shapes("anima", "diffusion_model."))
     positive = hooked(comfyui, loras, comfyui.conditioning("anima", 1), name)
-    ours, native = (loras.load(model, own, 0.5) for model in (comfyui.ours("anima", comfyui.config()), comfyui.native("anima").clone()))
+    ours, native = (loras.load(model, own, 0.5)
+                    for model in (comfyui.ours("anima", comfyui.config()), comfyui.native("anima").clone()))
 
     close(*(comfyui.sample(model, "anima", positive=positive, steps=2) for model in (ours, native)), TOLERANCE)
 
@@ -414,12 +450,14 @@ def test_what_comfyui_leaves_alone_stays_where_text_is_prepared(comfyui, loras):
 @pytest.mark.parametrize("weight_dtype, dtype", [("bf16", torch.bfloat16), ("fp8_e4m3fn", torch.float8_e4m3fn)])
 @pytest.mark.parametrize("adapter", ["lora", None])
 def test_hooks_on_weights_of_small_types_equal_native(comfyui, loras, weight_dtype, dtype, adapter):
-    """The MODEL's own LoRA is rounded before the hook's is added to it, and that again: in bits the two are not one sum."""
+    """The MODEL's own LoRA is rounded before the hook's is added to it, and that again:
+    in bits the two are not one sum."""
     import comfy.sd
     lasting, passing = loras.file("sd3", "publisher", adapter), loras.file("sd3", "diffusers", adapter, seed=40)
     path = comfyui.base / "diffusion_models" / comfyui.file("sd3")
     ours, native = (loras.load(model, lasting, 0.5) for model in (
-        comfyui.ours("sd3", comfyui.config(), weight_dtype), comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype})))
+        comfyui.ours("sd3", comfyui.config(), weight_dtype),
+        comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype})))
     arguments = {"positive": hooked(comfyui, loras, comfyui.conditioning("sd3", 1), passing), "steps": 2}
 
     result, reference = (comfyui.sample(model, "sd3", **arguments) for model in (ours, native))

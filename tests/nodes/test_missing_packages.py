@@ -1,4 +1,5 @@
-"""Where a package is missing that the workers need, ComfyUI lists all nodes, and who runs one is told what to install."""
+"""Where a package is missing that the workers need, ComfyUI lists all nodes,
+and who runs one is told what to install."""
 
 import json
 import os
@@ -11,7 +12,8 @@ import pytest
 from tests.comfyui_server import ROOT, comfyui_folder
 from tests.tiny_checkpoints import save_gguf
 
-INSTALL = r"python -m pip install -r requirements.txt \(in the folder of the xDiT nodes, with ComfyUI's Python\), and restart ComfyUI"
+INSTALL = (r"python -m pip install -r requirements.txt \(in the folder of the xDiT nodes, with ComfyUI's Python\), "
+           r"and restart ComfyUI")
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,7 @@ def test_all_nodes_load_and_say_what_is_missing(comfyui, base, package, says):
 
     assert answers["missing"] == [package] and answers["loaded"], process.stderr[-2000:]
     assert answers["nodes"] == sorted(name for name in comfyui.nodes.NODE_CLASS_MAPPINGS if name.startswith("XDiT"))
-    needs = rf"(xDiT needs {package}|GGUF files need the package {package}), which this Python does not have\. Install with: {INSTALL}"
+    needs = (rf"(xDiT needs {package}|GGUF files need the package {package}), which this Python does not have\. "
+             rf"Install with: {INSTALL}")
     for what in ("plain.safetensors", "quantised.gguf", "decode", "prompt"):
         assert re.search(needs, answers[what]) if what in says else answers[what] == "ran", answers

@@ -1,4 +1,5 @@
-"""What a MODEL may carry: what ComfyUI carries out around the model is honoured; the rest is refused by name, the unknown too."""
+"""What a MODEL may carry: what ComfyUI carries out around the model is honoured;
+the rest is refused by name, the unknown too."""
 
 import copy
 import random
@@ -27,7 +28,8 @@ def sample(comfyui, model, **arguments):
     """KSampler's latents: what a node of ComfyUI does with a MODEL, ours or native."""
     with torch.inference_mode():
         return comfyui.nodes.KSampler().sample(model, 7, 3, 4.0, "euler", "simple", comfyui.conditioning("sd3", 1),
-                                               comfyui.conditioning("sd3", 2), comfyui.latent("sd3"), 1.0, **arguments)[0]["samples"]
+                                               comfyui.conditioning("sd3", 2), comfyui.latent("sd3"), 1.0,
+                                               **arguments)[0]["samples"]
 
 
 def embedder(model):
@@ -40,26 +42,35 @@ def inject(model):
 
 
 def add_wrapper(kind):
-    return lambda model: model.add_wrapper_with_key(kind, "a_pack", lambda executor, *args, **kwargs: executor(*args, **kwargs))
+    return lambda model: model.add_wrapper_with_key(kind, "a_pack",
+                                                    lambda executor, *args, **kwargs: executor(*args, **kwargs))
 
 
 CHANGES = {
     "injections": (inject, "injections such as a LoRA in bypass mode \\(bypass_lora\\)"),
-    "weight-wrapper": (lambda model: model.add_weight_wrapper("diffusion_model.x_embedder.proj.weight", lambda weight: 2 * weight),
-                       "weight wrappers \\(diffusion_model.x_embedder.proj.weight\\)"),
-    "object-patch-inside": (lambda model: model.add_object_patch("diffusion_model.depth", 2), "a replaced diffusion_model.depth"),
-    "another-model-inside": (lambda model: model.add_object_patch("diffusion_model", torch.nn.Linear(1, 1)), "a replaced diffusion_model"),
+    "weight-wrapper":
+    (lambda model: model.add_weight_wrapper("diffusion_model.x_embedder.proj.weight", lambda weight: 2 * weight),
+     "weight wrappers \\(diffusion_model.x_embedder.proj.weight\\)"),
+    "object-patch-inside": (lambda model: model.add_object_patch("diffusion_model.depth", 2),
+                            "a replaced diffusion_model.depth"),
+    "another-model-inside": (lambda model: model.add_object_patch("diffusion_model", torch.nn.Linear(1, 1)),
+                             "a replaced diffusion_model"),
     "compute-dtype": (lambda model: model.set_model_compute_dtype(torch.float8_e4m3fn),
                       "the compute dtype float8_e4m3fn, which devices do not compute in"),
     "compute-dtype-of-the-model": (lambda model: setattr(model.model, "manual_cast_dtype", torch.float16),
-                                   "the compute dtype float16 that the model itself was given \\(it computes in float32\\)"),
+                                   "the compute dtype float16 that the model itself was given \\(it computes in "
+                                   "float32\\)"),
     "compute-dtype-of-a-callback": (
-        lambda model: model.add_callback("on_pre_run", lambda patcher: setattr(patcher.model, "manual_cast_dtype", torch.bfloat16)),
+        lambda model: model.add_callback("on_pre_run",
+                                         lambda patcher: setattr(patcher.model, "manual_cast_dtype", torch.bfloat16)),
         "the compute dtype bfloat16 that the model itself was given"),
-    "device": (lambda model: setattr(model, "load_device", torch.device("cpu", 0)), "another device, such as Select Model Device's"),
+    "device": (lambda model: setattr(model, "load_device", torch.device("cpu", 0)),
+               "another device, such as Select Model Device's"),
     "attachment": (lambda model: model.set_attachments("a_pack", object()), "attachments \\(a_pack\\)"),
-    "additional-models": (lambda model: model.set_additional_models("a_pack", [model.clone()]), "additional models \\(a_pack\\)"),
-    "attribute": (lambda model: setattr(model, "pack_state", object()), "an attribute that ComfyUI does not know, pack_state"),
+    "additional-models": (lambda model: model.set_additional_models("a_pack", [model.clone()]),
+                          "additional models \\(a_pack\\)"),
+    "attribute": (lambda model: setattr(model, "pack_state", object()),
+                  "an attribute that ComfyUI does not know, pack_state"),
     "model-option": (lambda model: model.model_options.update(pack_option=3), "pack_option in its model_options"),
     "transformer-option": (lambda model: model.model_options["transformer_options"].update(pack_option=False),
                            "pack_option in its transformer_options"),
@@ -67,20 +78,26 @@ CHANGES = {
     "attention": (lambda model: model.model_options["transformer_options"].update(optimized_attention_override=print),
                   "an attention override"),
     "model-patch": (lambda model: model.set_model_double_block_patch(print), "model patches \\(double_block\\)"),
-    "replaced-block": (lambda model: model.set_model_patch_replace(print, "dit", "joint_block", 0), "model patches such as IP-Adapter"),
+    "replaced-block": (lambda model: model.set_model_patch_replace(print, "dit", "joint_block", 0),
+                       "model patches such as IP-Adapter"),
     "diffusion-model-wrapper": (add_wrapper("diffusion_model"), "nodes that wrap the diffusion model \\(a_pack\\)"),
     "wrapper": (add_wrapper("pack_wrapper"), "wrappers of pack_wrapper \\(a_pack\\)"),
-    "callback": (lambda model: model.add_callback_with_key("pack_event", "a_pack", print), "callbacks of pack_event \\(a_pack\\)"),
-    "hook-inside": (lambda model: embedder(model).register_forward_hook(lambda *_: None), "hooks on diffusion_model.x_embedder"),
+    "callback": (lambda model: model.add_callback_with_key("pack_event", "a_pack", print),
+                 "callbacks of pack_event \\(a_pack\\)"),
+    "hook-inside": (lambda model: embedder(model).register_forward_hook(lambda *_: None),
+                    "hooks on diffusion_model.x_embedder"),
     "pre-hook-inside": (lambda model: embedder(model).proj.register_forward_pre_hook(lambda *_: None),
                         "hooks on diffusion_model.x_embedder.proj"),
-    "forward-inside": (lambda model: setattr(embedder(model), "forward", lambda x: x), "a changed diffusion_model.x_embedder.forward"),
+    "forward-inside": (lambda model: setattr(embedder(model), "forward", lambda x: x),
+                       "a changed diffusion_model.x_embedder.forward"),
     "method": (lambda model: setattr(model.model.diffusion_model, "forward_core_with_concat", print),
                "a changed diffusion_model.forward_core_with_concat"),
-    "forward": (lambda model: setattr(model.model.diffusion_model, "forward", print), "a changed diffusion_model.forward"),
+    "forward": (lambda model: setattr(model.model.diffusion_model, "forward", print),
+                "a changed diffusion_model.forward"),
     "weight": (lambda model: setattr(embedder(model).proj, "bias", torch.nn.Parameter(torch.zeros(256))),
                "a changed diffusion_model.x_embedder.proj.parameters"),
-    "module": (lambda model: setattr(embedder(model), "proj", torch.nn.Identity()), "a changed diffusion_model.x_embedder.modules"),
+    "module": (lambda model: setattr(embedder(model), "proj", torch.nn.Identity()),
+               "a changed diffusion_model.x_embedder.modules"),
     "weight-function": (lambda model: setattr(embedder(model).proj, "weight_function", [print]),
                         "a changed diffusion_model.x_embedder.proj.weight_function"),
 }
@@ -91,7 +108,8 @@ def test_what_the_workers_would_not_honour_is_refused_by_name(comfyui, model, ch
     add, words = CHANGES[change]
     add(model)
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match=f"does not support .*{words}.*Remove the node that adds it"):
+    with pytest.raises(comfyui.errors.UnsupportedError,
+                       match=f"does not support .*{words}.*Remove the node that adds it"):
         sample(comfyui, model)
 
 
@@ -136,7 +154,8 @@ def test_what_comfyui_carries_out_itself_is_honoured(comfyui, model):
 
     def hang(model):
         model = model.clone()
-        for kind in ("OUTER_SAMPLE", "PREPARE_SAMPLING", "SAMPLER_SAMPLE", "PREDICT_NOISE", "CALC_COND_BATCH", "APPLY_MODEL"):
+        for kind in ("OUTER_SAMPLE", "PREPARE_SAMPLING", "SAMPLER_SAMPLE", "PREDICT_NOISE", "CALC_COND_BATCH",
+                     "APPLY_MODEL"):
             def wrapper(executor, *args, kind=kind, **kwargs):
                 called.add(kind)
                 result = executor(*args, **kwargs)
@@ -151,7 +170,8 @@ def test_what_comfyui_carries_out_itself_is_honoured(comfyui, model):
                                              disable_cfg1_optimization=True)
         model.set_model_sampler_pre_cfg_function(lambda args: [0.95 * out for out in args["conds_out"]])
         model.set_model_sampler_post_cfg_function(lambda args: args["denoised"].clamp(-2, 2))
-        model.set_model_unet_function_wrapper(lambda apply_model, args: 1.1 * apply_model(args["input"], args["timestep"], **args["c"]))
+        model.set_model_unet_function_wrapper(lambda apply_model, args: 1.1
+                                              * apply_model(args["input"], args["timestep"], **args["c"]))
         return model
 
     hook = model.model.diffusion_model.register_forward_hook(lambda module, args, output: 0.8 * output)
@@ -212,7 +232,8 @@ def test_the_default_compute_dtype_is_the_weights_own_type(comfyui):
 def test_a_compute_dtype_that_a_familys_numbers_do_not_fit_in_is_refused(comfyui):
     model = computing_in(comfyui.ours("cosmos-predict2", comfyui.config()), "fp16")
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="the compute dtype float16, which cannot hold Cosmos-Predict2's numbers"):
+    with pytest.raises(comfyui.errors.UnsupportedError,
+                       match="the compute dtype float16, which cannot hold Cosmos-Predict2's numbers"):
         comfyui.sample(model, "cosmos-predict2", steps=1)
 
 
@@ -243,9 +264,11 @@ def test_a_compiled_model_gives_what_it_gives_uncompiled(comfyui, matrix, model,
     elif form == "fullgraph":
         set_torch_compile_wrapper(compiled, "inductor", fullgraph=True)
     elif form == "blocks":
-        set_torch_compile_wrapper(compiled, "inductor", keys=["diffusion_model.joint_blocks.0", "diffusion_model.joint_blocks.1"])
+        set_torch_compile_wrapper(compiled, "inductor",
+                                  keys=["diffusion_model.joint_blocks.0", "diffusion_model.joint_blocks.1"])
     else:
-        compiled.add_object_patch("diffusion_model", torch.compile(model.get_model_object("diffusion_model"), backend="inductor"))
+        compiled.add_object_patch("diffusion_model",
+                                  torch.compile(model.get_model_object("diffusion_model"), backend="inductor"))
     torch._dynamo.utils.counters.clear()
 
     result = sample(comfyui, compiled)
@@ -275,12 +298,15 @@ def test_what_would_be_saved_is_what_a_native_model_saves(comfyui, kind, weight_
     """Every bit, as the model holds it, with a patch and without."""
     models = (comfyui.load_model.execute(comfyui.file(kind), weight_dtype, comfyui.config()).args[0],
               comfyui.nodes.UNETLoader().load_unet(comfyui.file(kind), weight_dtype)[0].clone())
-    name, shape = next((name, tensor.shape) for name, tensor in models[1].model.state_dict().items() if tensor.ndim == 2)
+    name, shape = next((name, tensor.shape) for name, tensor in models[1].model.state_dict().items()
+                       if tensor.ndim == 2)
     for _ in range(2):
-        ours, native = ({key: tensor.to("cpu") for key, tensor in model.state_dict_for_saving().items()} for model in models)
+        ours, native = ({key: tensor.to("cpu") for key, tensor in model.state_dict_for_saving().items()}
+                        for model in models)
 
         assert ours.keys() == native.keys()
-        assert all(ours[key].dtype == native[key].dtype and torch.equal(ours[key].float(), native[key].float()) for key in native)
+        assert all(ours[key].dtype == native[key].dtype and torch.equal(ours[key].float(), native[key].float())
+                   for key in native)
         for model in models:
             model.add_patches({name: ("diff", (torch.ones(shape),))}, 0.5)
 
@@ -306,7 +332,8 @@ def test_a_controlnet_that_is_a_difference_gets_the_models_own_weights(comfyui, 
     made, reference = loaded(ours), loaded(native)
     assert made.keys() == reference.keys() and all(torch.equal(made[name], reference[name]) for name in made)
 
-    name, shape = next((name, tensor.shape) for name, tensor in native.model.state_dict().items() if ".to_q.weight" in name)
+    name, shape = next((name, tensor.shape) for name, tensor in native.model.state_dict().items()
+                       if ".to_q.weight" in name)
     ours.add_patches({name: ("diff", (torch.ones(shape),))}, 0.5)
     with pytest.raises(comfyui.errors.UnsupportedError, match="reads the weights of this MODEL"):
         loaded(ours)
@@ -317,7 +344,8 @@ def test_a_controlnet_that_is_a_difference_gets_the_models_own_weights(comfyui, 
     lambda net: 2 * net.x_embedder.proj.weight,
     lambda net: net.x_embedder.proj.weight.mul_(2),
     lambda net: net.state_dict()["x_embedder.proj.weight"].cpu(),
-    lambda net: type(net).forward(net, torch.zeros(1, 16, 16, 16), torch.ones(1), torch.zeros(1, 20, 96), torch.zeros(1, 64)),
+    lambda net: type(net).forward(net, torch.zeros(1, 16, 16, 16), torch.ones(1), torch.zeros(1, 20, 96),
+                                  torch.zeros(1, 64)),
     lambda net: setattr(net.x_embedder.proj.weight, "data", torch.zeros(1)),
     copy.deepcopy,
     lambda net: torch.empty(net.x_embedder.proj.weight.shape).copy_(net.x_embedder.proj.weight),
@@ -334,7 +362,8 @@ def test_the_models_forward_before_there_is_a_group_starts_one(comfyui, model):
     """And after the group has gone, another: no caller can be too early or too late."""
     generator = torch.Generator().manual_seed(3)
     arguments = (torch.randn(1, 16, 16, 18, generator=generator), torch.full((1,), 500.0))
-    conditioning = {"context": torch.randn(1, 20, 96, generator=generator), "y": torch.randn(1, 64, generator=generator)}
+    conditioning = {"context": torch.randn(1, 20, 96, generator=generator),
+                    "y": torch.randn(1, 64, generator=generator)}
     native = comfyui.module("sd3")
 
     comfyui.groups.close()
@@ -343,7 +372,8 @@ def test_the_models_forward_before_there_is_a_group_starts_one(comfyui, model):
         close(result, native(*arguments, **conditioning), TOLERANCE)
 
 
-@pytest.mark.parametrize("arguments", [(), (torch.ones(1),), ((8, 8), torch.zeros(1, 20, 96))], ids=["latent", "no text", "no timestep"])
+@pytest.mark.parametrize("arguments", [(), (torch.ones(1),), ((8, 8), torch.zeros(1, 20, 96))],
+                         ids=["latent", "no text", "no timestep"])
 def test_a_call_that_is_not_a_samplers_is_told_what_it_lacks(comfyui, model, arguments):
     with pytest.raises(comfyui.errors.ConfigError, match="SD3 takes a latent, a timestep and conditioning"):
         model.model.diffusion_model(torch.zeros(1, 16, 16, 16), *arguments)
@@ -352,7 +382,8 @@ def test_a_call_that_is_not_a_samplers_is_told_what_it_lacks(comfyui, model, arg
 # --- ComfyUI's nodes ---
 
 def test_the_table_has_every_node_that_takes_a_model(comfyui):
-    rows = [line.split("|")[1].strip() for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
+    rows = [line.split("|")[1].strip() for line in TABLE.read_text(encoding="utf-8").splitlines()
+            if line.startswith("| ")][2:]
 
     assert rows == list(model_nodes(comfyui)) and len(rows) > 110
 
@@ -370,9 +401,11 @@ def test_every_node_that_takes_a_model_is_equal_or_refused_and_the_table_says_so
 def test_nodes_one_after_the_other_are_equal(comfyui, matrix, seed):
     """Three nodes that are equal alone, drawn at random, in a row."""
     draw = random.Random(seed)
-    names = draw.sample([name for name in equal_on("sd3") if matrix.changes_a_model(name) and name not in UNCOMPILED], 3)
+    names = draw.sample([name for name in equal_on("sd3") if matrix.changes_a_model(name) and name not in UNCOMPILED],
+                        3)
 
-    result, reference = (matrix.chain(names, model) for model in (comfyui.ours("sd3", matrix.config), comfyui.native("sd3")))
+    result, reference = (matrix.chain(names, model)
+                         for model in (comfyui.ours("sd3", matrix.config), comfyui.native("sd3")))
 
     close(result, reference, TOLERANCE, names)
 

@@ -1,4 +1,5 @@
-"""What nodes replace inside a model and xDiT knows the meaning of: our MODEL draws what the native MODEL draws; the rest is refused."""
+"""What nodes replace inside a model and xDiT knows the meaning of: our MODEL draws what the native MODEL draws;
+the rest is refused."""
 
 import pytest
 
@@ -17,15 +18,19 @@ SKIPPED = [kind for kind, family in families().items()
 
 def compare(comfyui, kind, config, node, arguments, **sampled):
     node = model_nodes(comfyui)[node]
-    changed = [run_node(node, {"model": model, **arguments})[0] for model in (comfyui.ours(kind, config), comfyui.native(kind))]
+    changed = [run_node(node, {"model": model, **arguments})[0]
+               for model in (comfyui.ours(kind, config), comfyui.native(kind))]
 
     result, reference = (comfyui.sample(model, kind, steps=2, **sampled) for model in changed)
 
     close(result, reference, TOLERANCE)
-    assert relative_error(reference, comfyui.sample(comfyui.native(kind), kind, steps=2, **sampled)) > 1e-3, "a node that changes nothing"
+    assert relative_error(reference,
+                          comfyui.sample(comfyui.native(kind), kind, steps=2,
+                                         **sampled)) > 1e-3, "a node that changes nothing"
 
 
-@pytest.mark.parametrize("kind", [kind if kind == "sd3" else pytest.param(kind, marks=pytest.mark.slow) for kind in SKIPPED])
+@pytest.mark.parametrize("kind", [kind if kind == "sd3" else pytest.param(kind, marks=pytest.mark.slow)
+                                  for kind in SKIPPED])
 def test_skipped_layers_equal_native_ksampler(comfyui, kind):
     """One more layer than a model has is passed over, as ComfyUI does it."""
     compare(comfyui, kind, comfyui.config("cpu,cpu", ring=2), "SkipLayerGuidanceDiT", SKIP)
@@ -35,12 +40,14 @@ def test_skipped_layers_equal_native_ksampler(comfyui, kind):
     ("PerturbedAttentionGuidance", "sd15", "cpu", {}), ("SkipLayerGuidanceDiTSimple", "sd3", "cpu,cpu", {"cfg": 2}),
     ("SelfAttentionGuidance", "sd15", "cpu,cpu", {"cfg": 2}), ("NAGuidance", "sd15", "cpu,cpu", {"data": 2}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("SkipLayerGuidanceSD3", "sd3", "cpu,cpu", {"data": 2}), ("PerturbedAttentionGuidance", "sdxl", "cpu,cpu", {"cfg": 2}),
+        ("SkipLayerGuidanceSD3", "sd3", "cpu,cpu", {"data": 2}),
+        ("PerturbedAttentionGuidance", "sdxl", "cpu,cpu", {"cfg": 2}),
         ("PerturbedAttentionGuidance", "sdxl", "cpu,cpu", {"displaced": 2, "warmup_steps": 9}),
         ("SelfAttentionGuidance", "sdxl", "cpu", {}), ("SelfAttentionGuidance", "sd2", "cpu,cpu", {"data": 2}),
         ("SelfAttentionGuidance", "sdxl", "cpu,cpu", {"displaced": 2, "warmup_steps": 9}),
         ("NAGuidance", "flux", "cpu,cpu", {"cfg": 2}), ("NAGuidance", "chroma", "cpu,cpu", {"ring": 2}),
-        ("NAGuidance", "flux", "cpu,cpu", {"tensor": 2}), ("NAGuidance", "flux2", "cpu,cpu", {"pipefusion": 2, "warmup_steps": 1}),
+        ("NAGuidance", "flux", "cpu,cpu", {"tensor": 2}),
+        ("NAGuidance", "flux2", "cpu,cpu", {"pipefusion": 2, "warmup_steps": 1}),
         ("NAGuidance", "flux", "cpu,cpu", {"displaced": 2, "warmup_steps": 1}),
         ("NAGuidance", "sdxl", "cpu,cpu", {"displaced": 2, "warmup_steps": 1}),
         ("SkipLayerGuidanceDiT", "sd3", "cpu,cpu", {"pipefusion": 2, "warmup_steps": 9}),
@@ -74,7 +81,8 @@ def skip_of(comfyui):
     """The function with which ComfyUI's node passes a block by."""
     node = model_nodes(comfyui)["SkipLayerGuidanceDiT"]
     called, = run_node(node, {"model": comfyui.native("sd3"), **SKIP})[0].model_options["sampler_post_cfg_function"]
-    return next(cell.cell_contents for cell in called.__closure__ if getattr(cell.cell_contents, "__name__", "") == "skip")
+    return next(cell.cell_contents for cell in called.__closure__
+                if getattr(cell.cell_contents, "__name__", "") == "skip")
 
 
 def test_a_block_that_is_passed_by_in_both_branches_equals_native_ksampler(comfyui):
@@ -89,18 +97,23 @@ def test_a_block_that_is_passed_by_in_both_branches_equals_native_ksampler(comfy
 
 
 def test_functions_that_are_not_known_are_refused_by_name(comfyui):
-    """Of another node; of a known name, and doing otherwise; for a place or a kind of model that ComfyUI's own would not heed."""
+    """Of another node; of a known name, and doing otherwise;
+    for a place or a kind of model that ComfyUI's own would not heed."""
     pag, skip, written = model_nodes(comfyui)["PerturbedAttentionGuidance"], skip_of(comfyui), {}
     exec(compile("def skip(args, extra_args): return {}", skip.__code__.co_filename, "exec"), written)
     other = written["skip"]
     other.__qualname__ = skip.__qualname__
-    for kind, key, function, message in (("sd3", "double_block", lambda args, extra: args, "model patches such as IP-Adapter"),
+    for kind, key, function, message in (("sd3", "double_block", lambda args, extra: args,
+                                          "model patches such as IP-Adapter"),
                                          ("sd3", "double_block", other, "model patches such as IP-Adapter"),
                                          ("sd15", "double_block", skip, "SD 1.5 does not heed what a node replaces")):
         model = comfyui.ours(kind, comfyui.config())
         model.set_model_patch_replace(function, "dit", key, 1)
         with pytest.raises(comfyui.errors.UnsupportedError, match=message):
             comfyui.sample(model, kind, steps=1)
-    for node, arguments, kind in ((pag, {"scale": 3.0}, "attn1"), (model_nodes(comfyui)["NAGuidance"], GUIDED, "attn1_output_patch")):
-        with pytest.raises(comfyui.errors.UnsupportedError, match=f"SD3 does not heed what a node replaces in this workflow .{kind}."):
-            comfyui.sample(run_node(node, {"model": comfyui.ours("sd3", comfyui.config()), **arguments})[0], "sd3", steps=1)
+    for node, arguments, kind in ((pag, {"scale": 3.0}, "attn1"),
+                                  (model_nodes(comfyui)["NAGuidance"], GUIDED, "attn1_output_patch")):
+        with pytest.raises(comfyui.errors.UnsupportedError,
+                           match=f"SD3 does not heed what a node replaces in this workflow .{kind}."):
+            comfyui.sample(run_node(node, {"model": comfyui.ours("sd3", comfyui.config()), **arguments})[0], "sd3",
+                           steps=1)

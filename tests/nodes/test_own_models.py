@@ -1,4 +1,5 @@
-"""Families that ComfyUI has no model of equal diffusers' own pipelines, from folders, with ComfyUI's samplers, under every method."""
+"""Families that ComfyUI has no model of equal diffusers' own pipelines, from folders, with ComfyUI's samplers,
+under every method."""
 
 import copy
 import json
@@ -19,30 +20,40 @@ from xdit_backend.models import FAMILIES
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 NAMES = [name for name, family in FAMILIES.items() if family.sampled]
 GUIDANCE, STEPS, SEED = 4.0, 4, 11
-DEGREES = {"one": {}, "auto": {}, "cfg": {"cfg": 2}, "data": {"data": 2}, "ulysses": {"ulysses": 2}, "ring": {"ring": 2},
-           "tensor": {"tensor": 2}, "pipefusion": {"pipefusion": 2, "num_patches": 1},
+DEGREES = {"one": {}, "auto": {}, "cfg": {"cfg": 2}, "data": {"data": 2}, "ulysses": {"ulysses": 2},
+           "ring": {"ring": 2}, "tensor": {"tensor": 2}, "pipefusion": {"pipefusion": 2, "num_patches": 1},
            "displaced": {"displaced": 2, "displaced_mode": "full_sync"}}
-# What config.json says of published models, and their parameters. Of DiT, 675,129,632 in its own code, less its table of positions
-# (294,912) and with one embedder of time and class (2,777,472) in each block, where that has one.
+# What config.json says of published models, and their parameters. Of DiT, 675,129,632 in its own code, less its table
+# of positions (294,912) and with one embedder of time and class (2,777,472) in each block, where that has one.
 PUBLISHED = {
     "DiT-XL-2-512": ("DiT", {
         "_class_name": "Transformer2DModel", "_diffusers_version": "0.12.0.dev0", "activation_fn": "gelu-approximate",
         "attention_bias": True, "attention_head_dim": 72, "cross_attention_dim": None, "dropout": 0.0, "in_channels": 4,
-        "norm_elementwise_affine": False, "norm_num_groups": 32, "norm_type": "ada_norm_zero", "num_attention_heads": 16,
-        "num_embeds_ada_norm": 1000, "num_layers": 28, "num_vector_embeds": None, "only_cross_attention": False, "out_channels": 8,
+        "norm_elementwise_affine": False, "norm_num_groups": 32, "norm_type": "ada_norm_zero",
+        "num_attention_heads": 16,
+        "num_embeds_ada_norm": 1000, "num_layers": 28, "num_vector_embeds": None, "only_cross_attention": False,
+        "out_channels": 8,
         "patch_size": 2, "sample_size": 64, "upcast_attention": False, "use_linear_projection": False}, 749_826_464),
     "Sana_1600M_1024px": ("Sana", {
-        "_class_name": "SanaTransformer2DModel", "_diffusers_version": "0.32.0.dev0", "attention_bias": False, "attention_head_dim": 32,
-        "caption_channels": 2304, "cross_attention_dim": 2240, "cross_attention_head_dim": 112, "dropout": 0.0, "in_channels": 32,
-        "interpolation_scale": None, "mlp_ratio": 2.5, "norm_elementwise_affine": False, "norm_eps": 1e-06, "num_attention_heads": 70,
-        "num_cross_attention_heads": 20, "num_layers": 20, "out_channels": 32, "patch_size": 1, "sample_size": 32}, 1_604_462_752),
+        "_class_name": "SanaTransformer2DModel", "_diffusers_version": "0.32.0.dev0", "attention_bias": False,
+        "attention_head_dim": 32,
+        "caption_channels": 2304, "cross_attention_dim": 2240, "cross_attention_head_dim": 112, "dropout": 0.0,
+        "in_channels": 32,
+        "interpolation_scale": None, "mlp_ratio": 2.5, "norm_elementwise_affine": False, "norm_eps": 1e-06,
+        "num_attention_heads": 70,
+        "num_cross_attention_heads": 20, "num_layers": 20, "out_channels": 32, "patch_size": 1, "sample_size": 32},
+                          1_604_462_752),
     "Latte-1": ("Latte", {
-        "_class_name": "LatteTransformer3DModel", "_diffusers_version": "0.27.0.dev0", "activation_fn": "gelu-approximate",
+        "_class_name": "LatteTransformer3DModel", "_diffusers_version": "0.27.0.dev0",
+        "activation_fn": "gelu-approximate",
         "attention_bias": True, "attention_head_dim": 72, "attention_type": "default", "caption_channels": 4096,
-        "cross_attention_dim": 1152, "double_self_attention": False, "dropout": 0.0, "in_channels": 4, "norm_elementwise_affine": False,
+        "cross_attention_dim": 1152, "double_self_attention": False, "dropout": 0.0, "in_channels": 4,
+        "norm_elementwise_affine": False,
         "norm_eps": 1e-06, "norm_num_groups": 32, "norm_type": "ada_norm_single", "num_attention_heads": 16,
-        "num_embeds_ada_norm": 1000, "num_layers": 28, "num_vector_embeds": None, "only_cross_attention": False, "out_channels": 8,
-        "patch_size": 2, "sample_size": 64, "upcast_attention": False, "use_linear_projection": False, "video_length": 16}, 1_057_246_880)}
+        "num_embeds_ada_norm": 1000, "num_layers": 28, "num_vector_embeds": None, "only_cross_attention": False,
+        "out_channels": 8,
+        "patch_size": 2, "sample_size": 64, "upcast_attention": False, "use_linear_projection": False,
+        "video_length": 16}, 1_057_246_880)}
 
 
 class Identity(torch.nn.Module):
@@ -57,8 +68,10 @@ class Identity(torch.nn.Module):
 
 
 def _dit(module, prompts, batch):
-    """(the latents that the pipeline begins with, those it ends with, the noise levels between, as ComfyUI counts them)."""
-    scheduler = diffusers.DDIMScheduler(beta_start=0.0001, beta_end=0.02, clip_sample=False, timestep_spacing="trailing")
+    """(the latents that the pipeline begins with, those it ends with, the noise levels between,
+    as ComfyUI counts them)."""
+    scheduler = diffusers.DDIMScheduler(beta_start=0.0001, beta_end=0.02, clip_sample=False,
+                                        timestep_spacing="trailing")
     vae, size = Identity(), module.config.sample_size
     noise = torch.randn(batch, 4, size, size, generator=torch.Generator().manual_seed(SEED))
     pipeline = diffusers.DiTPipeline(module, vae, scheduler)
@@ -79,8 +92,9 @@ def _sana(module, prompts, batch):
     pipeline = diffusers.SanaPipeline(None, None, None, module, scheduler)
     pipeline.set_progress_bar_config(disable=True)
     latents, = pipeline(
-        prompt_embeds=positive.expand(batch, -1, -1), prompt_attention_mask=MASKS[0].expand(batch, -1), height=5 * 32, width=7 * 32,
-        negative_prompt=None, negative_prompt_embeds=negative.expand(batch, -1, -1), latents=noise, guidance_scale=GUIDANCE,
+        prompt_embeds=positive.expand(batch, -1, -1), prompt_attention_mask=MASKS[0].expand(batch, -1), height=5 * 32,
+        width=7 * 32, negative_prompt=None, negative_prompt_embeds=negative.expand(batch, -1, -1), latents=noise,
+        guidance_scale=GUIDANCE,
         negative_prompt_attention_mask=MASKS[1].expand(batch, -1), num_inference_steps=STEPS, output_type="latent",
         use_resolution_binning=False, return_dict=False)
     return noise, latents, scheduler.sigmas
@@ -91,14 +105,17 @@ def _texts(width):
 
 
 def _latte(module, prompts, batch):
-    scheduler = diffusers.DDIMScheduler(beta_start=0.0001, beta_end=0.02, clip_sample=False, timestep_spacing="trailing")
+    scheduler = diffusers.DDIMScheduler(beta_start=0.0001, beta_end=0.02, clip_sample=False,
+                                        timestep_spacing="trailing")
     noise = torch.randn(batch, 4, 3, 6, 10, generator=torch.Generator().manual_seed(SEED))
     pipeline = diffusers.LattePipeline(None, None, Identity(), module, scheduler)
     pipeline.vae_scale_factor = 8
     pipeline.set_progress_bar_config(disable=True)
     positive, negative = (text.expand(batch, -1, -1) for text in prompts)
-    latents, = pipeline(prompt_embeds=positive, negative_prompt=None, negative_prompt_embeds=negative, height=48, width=80, video_length=3,
-                        latents=noise, guidance_scale=GUIDANCE, num_inference_steps=STEPS, output_type="latent", return_dict=False)
+    latents, = pipeline(prompt_embeds=positive, negative_prompt=None, negative_prompt_embeds=negative, height=48,
+                        width=80, video_length=3,
+                        latents=noise, guidance_scale=GUIDANCE, num_inference_steps=STEPS, output_type="latent",
+                        return_dict=False)
     kept = scheduler.alphas_cumprod[scheduler.timesteps]
     return noise, latents, torch.cat([((1 - kept) / kept).sqrt(), torch.zeros(1)])
 
@@ -110,7 +127,8 @@ def _masked_prompts(comfyui, model):
     return [[[text, {"attention_mask": mask}]] for text, mask in zip(PIPELINES["Sana"][2], MASKS)]
 
 
-# family -> (its pipeline, the tiny model's arguments that differ for that, prompts for the pipeline, prompts for ComfyUI)
+# family -> (its pipeline, the tiny model's arguments that differ for that, prompts for the pipeline, prompts for
+# ComfyUI)
 PIPELINES = {"DiT": (_dit, {"num_embeds_ada_norm": 1000}, (207, 1000), _dit_prompts),
              "Sana": (_sana, {"in_channels": 32, "out_channels": 32}, _texts(24), _masked_prompts),
              "Latte": (_latte, {}, _texts(24), lambda comfyui, model: [[[text, {}]] for text in _texts(24)])}
@@ -126,7 +144,8 @@ def folder_of(comfyui):
         if name not in made:
             family, path = FAMILIES[name], comfyui.base / "diffusers" / f"own {name}"
             torch.manual_seed(0)
-            module = getattr(diffusers, family.transformer)(**family.tiny.config | PIPELINES[name][1]).eval().requires_grad_(False)
+            module = getattr(diffusers,
+                             family.transformer)(**family.tiny.config | PIPELINES[name][1]).eval().requires_grad_(False)
             for parameter in module.parameters():
                 if parameter.ndim > 1:
                     parameter.copy_(torch.randn(parameter.shape) / math.sqrt(parameter[0].numel()))
@@ -157,11 +176,14 @@ def sample(comfyui, model, name, noise, sigmas):
     guider.set_conds(*PIPELINES[name][3](comfyui, model))
     guider.set_cfg(GUIDANCE)
     with torch.inference_mode():
-        latents = guider.sample(noise, torch.zeros_like(noise), comfyui.samplers.sampler_object("euler"), sigmas, seed=1)
+        latents = guider.sample(noise, torch.zeros_like(noise), comfyui.samplers.sampler_object("euler"), sigmas,
+                                seed=1)
         return model.model.process_latent_in(latents)
 
 
-@pytest.mark.parametrize("name, method", [(name, method) for name in NAMES for method in DEGREES if method not in FAMILIES[name].refused])
+@pytest.mark.parametrize("name, method",
+                         [(name, method) for name in NAMES for method in DEGREES
+                          if method not in FAMILIES[name].refused])
 def test_latents_equal_diffusers_own_pipeline(comfyui, folder_of, expected, name, method):
     devices = "cpu" if method == "one" else "cpu,cpu"
     model = comfyui.load_model.execute(folder_of(name)[0], "fp32", comfyui.config(devices, **DEGREES[method])).args[0]
@@ -170,14 +192,16 @@ def test_latents_equal_diffusers_own_pipeline(comfyui, folder_of, expected, name
     close(sample(comfyui, model, name, noise, sigmas), want, TOLERANCE)
 
 
-@pytest.mark.parametrize("name, prefix", [("DiT", "lora_unet_"), ("Sana", "transformer."), ("Latte", "diffusion_model.")])
+@pytest.mark.parametrize("name, prefix",
+                         [("DiT", "lora_unet_"), ("Sana", "transformer."), ("Latte", "diffusion_model.")])
 def test_a_lora_equals_diffusers_pipeline_of_the_merged_model(comfyui, folder_of, name, prefix):
     """Under the names of kohya's scripts, diffusers' and ComfyUI's."""
     loras, (folder, module) = Loras(comfyui), folder_of(name)
     merged, factors, generator = copy.deepcopy(module), {}, torch.Generator().manual_seed(SEED)
     for path, layer in merged.named_modules():
         if path.endswith(("to_q", "to_out.0")):
-            up, down = (torch.randn(size, generator=generator) * 0.1 for size in ((layer.out_features, 2), (2, layer.in_features)))
+            up, down = (torch.randn(size, generator=generator) * 0.1
+                        for size in ((layer.out_features, 2), (2, layer.in_features)))
             layer.weight += 0.7 * up @ down
             key = prefix + (path.replace(".", "_") if prefix == "lora_unet_" else path)
             factors |= {f"{key}.lora_B.weight": up, f"{key}.lora_A.weight": down}
@@ -194,7 +218,8 @@ def test_a_lora_equals_diffusers_pipeline_of_the_merged_model(comfyui, folder_of
 def test_methods_that_a_family_cannot_have_are_refused_by_name(comfyui, folder_of, name, method):
     config = comfyui.config("cpu,cpu", **{"displaced_mode": "full_sync", "num_patches": 1, method: 2})
 
-    with pytest.raises(comfyui.errors.ConfigError, match=f"{method}_degree=2: xDiT does not run {name} so, because .*Use cfg_degree"):
+    with pytest.raises(comfyui.errors.ConfigError,
+                       match=f"{method}_degree=2: xDiT does not run {name} so, because .*Use cfg_degree"):
         comfyui.load_model.execute(folder_of(name)[0], "fp32", config)
 
 
@@ -206,7 +231,8 @@ def test_published_folders_are_recognised_and_load(comfyui, tmp_path, name):
         module = getattr(diffusers, FAMILIES[family_name].transformer).from_config(config)
     folder = tmp_path / name / "transformer"
     folder.mkdir(parents=True)
-    write_header(folder / "diffusion_pytorch_model.safetensors", {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()})
+    write_header(folder / "diffusion_pytorch_model.safetensors",
+                 {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()})
     (folder / "config.json").write_text(json.dumps(config))
 
     header = open_checkpoint(tmp_path / name)
@@ -218,7 +244,8 @@ def test_published_folders_are_recognised_and_load(comfyui, tmp_path, name):
     assert model.model.latent_format.latent_channels == family.num_channels(config)
     assert {f"diffusion_model.{key}" for key in module.state_dict()} == {
         key for key in model.model.state_dict() if key.startswith("diffusion_model.")}
-    with pytest.raises(comfyui.errors.CheckpointError, match=f"is a {family_name} model, but a single file does not say all"):
+    with pytest.raises(comfyui.errors.CheckpointError,
+                       match=f"is a {family_name} model, but a single file does not say all"):
         comfyui.shell.load_shell(str(folder / "diffusion_pytorch_model.safetensors"), "default", comfyui.config())
 
 
@@ -233,7 +260,8 @@ def test_dit_at_other_sizes_is_diffusers_own_model(size):
         label = marks.argmax(1) if marks.any() else torch.tensor([one.config["num_embeds_ada_norm"]])
         square = module(one.latent, one.timestep, label, return_dict=False)[0]
         side = math.isqrt(size[0] * size[1] // 4)
-        tokens = square.view(1, 8, side, 2, side, 2).permute(0, 2, 4, 1, 3, 5).reshape(1, size[0] // 2, size[1] // 2, 8, 2, 2)
+        tokens = square.view(1, 8, side, 2, side, 2).permute(0, 2, 4, 1, 3, 5).reshape(
+            1, size[0] // 2, size[1] // 2, 8, 2, 2)
         want = tokens.permute(0, 3, 1, 4, 2, 5).reshape(1, 8, *size)[:, :4]
 
         assert (one.run() - want).abs().max() < 1e-12
@@ -247,7 +275,8 @@ def test_latte_with_blocks_in_pairs_is_diffusers_own_model(size, frames):
     module.load_state_dict(one.model.state_dict())
     inputs = one.family.inputs(one.latent, one.timestep, one.conditioning, one.config)
     with torch.inference_mode():
-        want = module(**inputs | {"enable_temporal_attentions": True}, return_dict=False)[0][:, :4, :, :size[0], :size[1]]
+        want = module(**inputs | {"enable_temporal_attentions": True},
+                      return_dict=False)[0][:, :4, :, :size[0], :size[1]]
 
         assert (one.run() - want).abs().max() < 1e-12
 
@@ -269,8 +298,10 @@ def test_a_class_is_a_number_or_a_name(comfyui, folder_of):
 
 
 @pytest.mark.parametrize("marks, words", [
-    (torch.randn(1, 77, 768), "without a text or a mix of classes"), (torch.full((1, 1, 1000), 0.5), "without a text or a mix of classes"),
-    (torch.eye(1, 1000).expand(1, 2, 1000), "without a text or a mix of classes"), (torch.eye(1, 99)[None], "use xDiT Class Label"),
+    (torch.randn(1, 77, 768), "without a text or a mix of classes"),
+    (torch.full((1, 1, 1000), 0.5), "without a text or a mix of classes"),
+    (torch.eye(1, 1000).expand(1, 2, 1000), "without a text or a mix of classes"),
+    (torch.eye(1, 99)[None], "use xDiT Class Label"),
     (torch.eye(1, 1001)[None], "use xDiT Class Label")], ids=["text", "average", "two", "fewer", "more"])
 def test_a_prompt_that_is_no_class_is_refused(comfyui, folder_of, marks, words):
     model = comfyui.load_model.execute(folder_of("DiT")[0], "fp32", comfyui.config()).args[0]

@@ -31,9 +31,11 @@ def test_files_that_the_workers_cannot_have_are_named_with_the_reason(comfyui):
     (comfyui.base / "diffusion_models" / "text.safetensors").write_bytes(b"no model")
     page = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.page.routes")
 
-    found = page.refusals(["text.safetensors", comfyui.file("sd3"), "absent.safetensors"], ["video.safetensors", *names, "absent"])
+    found = page.refusals(["text.safetensors", comfyui.file("sd3"), "absent.safetensors"],
+                          ["video.safetensors", *names, "absent"])
 
-    assert set(found["models"]) == {"text.safetensors"} and "not a safetensors file" in found["models"]["text.safetensors"]
+    assert (set(found["models"]) == {"text.safetensors"}
+            and "not a safetensors file" in found["models"]["text.safetensors"])
     assert set(found["vaes"]) == {"video.safetensors"} and "TAEHV" in found["vaes"]["video.safetensors"]
 
 

@@ -1,4 +1,5 @@
-"""What the panel is told of a run: memory that adds up, the steps that ran on the ranks that ran them, and what its buttons do."""
+"""What the panel is told of a run: memory that adds up, the steps that ran on the ranks that ran them,
+and what its buttons do."""
 
 import importlib
 import json
@@ -16,7 +17,8 @@ def panel(comfyui):
 
 def adds_up(state):
     for device in state["devices"]:
-        assert all(size >= 0 for size in device["owners"].values()) and sum(device["owners"].values()) == device["total"] > 2 ** 30
+        assert (all(size >= 0 for size in device["owners"].values())
+                and sum(device["owners"].values()) == device["total"] > 2 ** 30)
     return {device["name"]: device["owners"] for device in state["devices"]}
 
 
@@ -29,25 +31,30 @@ def test_the_timeline_is_of_the_ranks_and_steps_that_ran(comfyui, panel, kinds, 
 
     run = state["run"]
     assert (run["state"], run["step"], run["steps"], run["devices"]) == ("done", 5, 5, ["cpu", "cpu"])
-    assert times["run"] == run["number"] and times["steps"] == 5 and [rank["name"] for rank in times["ranks"]] == ["0: cpu", "1: cpu"]
+    assert (times["run"] == run["number"] and times["steps"] == 5
+            and [rank["name"] for rank in times["ranks"]] == ["0: cpu", "1: cpu"])
     for rank in times["ranks"]:
         steps = [span for span in rank["spans"] if span[0] in ("whole", "patch")]
-        assert {span[0] for span in rank["spans"]} - {"exchange"} <= set(kinds) and {span[3] for span in steps} == {1, 2, 3, 4, 5}
+        assert ({span[0] for span in rank["spans"]} - {"exchange"} <= set(kinds)
+                and {span[3] for span in steps} == {1, 2, 3, 4, 5})
         assert all(0 <= start <= end <= times["seconds"] for _, start, end, _, _ in rank["spans"])
         assert [span[3] for span in steps] == sorted(span[3] for span in steps)
-        if "patch" in kinds:                                   # one warm-up step, then four pieces of each branch or of both
+        # one warm-up step, then four pieces of each branch or of both
+        if "patch" in kinds:
             patches = [span[4] for span in steps if span[3] == 3]
             assert len(set(patches)) == 4 and 0 in patches
     assert set(kinds) <= {span[0] for rank in times["ranks"] for span in rank["spans"]} | {"exchange"}
     events = [event for event in panel.trace()["traceEvents"] if event["ph"] == "X"]
-    assert len(events) == sum(len(rank["spans"]) for rank in times["ranks"]) and json.loads(json.dumps(events)) == events
+    assert (len(events) == sum(len(rank["spans"]) for rank in times["ranks"])
+            and json.loads(json.dumps(events)) == events)
 
 
 def test_a_group_that_took_no_part_has_no_row_in_the_timeline(comfyui, panel):
     comfyui.sample(comfyui.ours("sd3", comfyui.config()), "sd3", steps=2)
     comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2)), "sd3", steps=2)
 
-    deadline = time.monotonic() + 120                          # what was dropped has its answers without anybody's asking
+    # what was dropped has its answers without anybody's asking
+    deadline = time.monotonic() + 120
     while any(client.workers.state == "working" for client in panel.GROUPS.clients) and time.monotonic() < deadline:
         time.sleep(0.05)
     panel.state()                                              # asks all groups that are idle

@@ -1,4 +1,5 @@
-"""Pictures that a model looks at, beside its latent (Fill, Canny, Depth) or as reference latents (Kontext and other edit models)."""
+"""Pictures that a model looks at, beside its latent (Fill, Canny,
+Depth) or as reference latents (Kontext and other edit models)."""
 
 import pytest
 import torch
@@ -49,7 +50,8 @@ def test_pictures_beside_the_latent_equal_native_ksampler(comfyui, kind, degrees
 
 
 def test_stale_patches_with_pictures_beside_the_latent_equal_the_oracle(comfyui):
-    arguments = {"positive": beside(comfyui, "flux-fill", 1, (16, 16)), "negative": beside(comfyui, "flux-fill", 2, (16, 16))}
+    arguments = {"positive": beside(comfyui, "flux-fill", 1, (16, 16)),
+                 "negative": beside(comfyui, "flux-fill", 2, (16, 16))}
 
     result = comfyui.sample(staged(comfyui, "flux-fill"), "flux-fill", **arguments)
 
@@ -76,7 +78,8 @@ def test_references_equal_comfyuis_own_module(comfyui, kind, method):
         frames, batch = ((1,) if len(family.latent.patch) == 3 else ()), 1 + batch // 4
         given = conditioning_of(family, config, torch.Generator().manual_seed(5), {"context": 9}, batch)
         given["transformer_options"] = options_of(family, given)
-        given |= {"ref_latents": references(kind, sizes, batch)} | ({} if method is None else {"ref_latents_method": method})
+        given |= {"ref_latents": references(kind, sizes, batch)} | (
+            {} if method is None else {"ref_latents_method": method})
         x, t = random(batch, family.taken_channels(config), *frames, *size), torch.full((batch,), 0.6)
         with torch.inference_mode():
             result = ours.model.diffusion_model.forward(x, t, **given)
@@ -90,7 +93,8 @@ def test_references_equal_comfyuis_own_module(comfyui, kind, method):
 def edited(comfyui, kind, sizes=((10, 8), (5, 7))):
     """A prompt with references, as ReferenceLatent gives it."""
     positive = comfyui.conditioning(kind, 1)
-    positive[0][1] |= {"reference_latents": references(kind, sizes)} | ({"reference_latents_method": "index"} if kind == "krea-2" else {})
+    positive[0][1] |= {"reference_latents": references(kind, sizes)} | (
+        {"reference_latents_method": "index"} if kind == "krea-2" else {})
     return positive
 
 
@@ -105,8 +109,10 @@ def test_references_that_krea_2_ignores_are_ignored(comfyui):
 
 
 @pytest.mark.parametrize("more, words", [
-    ({"reference_latents_method": "index_timestep_zero"}, "runs Krea 2 with ref_latents_method = index or offset or uxo"),
-    ({"reference_latents": [random(1, 16, 3, 6, 6)]}, "runs Krea 2 without reference latents of several frames")], ids=["method", "frames"])
+    ({"reference_latents_method": "index_timestep_zero"},
+     "runs Krea 2 with ref_latents_method = index or offset or uxo"),
+    ({"reference_latents": [random(1, 16, 3, 6, 6)]}, "runs Krea 2 without reference latents of several frames")],
+                         ids=["method", "frames"])
 def test_references_that_krea_2_is_not_run_with_are_refused(comfyui, more, words):
     positive = edited(comfyui, "krea-2")
     positive[0][1] |= more
@@ -116,7 +122,8 @@ def test_references_that_krea_2_is_not_run_with_are_refused(comfyui, more, words
 
 
 @pytest.mark.parametrize("kind", EDIT)
-@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"cfg": 2}, {"pipefusion": 2, "num_patches": 4, "warmup_steps": 9}], ids=str)
+@pytest.mark.parametrize("degrees",
+                         [{"ulysses": 2}, {"cfg": 2}, {"pipefusion": 2, "num_patches": 4, "warmup_steps": 9}], ids=str)
 def test_references_of_one_prompt_equal_native_ksampler(comfyui, kind, degrees):
     """The negative prompt has none."""
     positive = edited(comfyui, kind)
@@ -129,10 +136,12 @@ def test_references_of_one_prompt_equal_native_ksampler(comfyui, kind, degrees):
 @pytest.mark.parametrize("degrees", [{"cfg": 2}, {"pipefusion": 2, "num_patches": 3, "warmup_steps": 9}], ids=str)
 def test_pictures_after_texts_of_unequal_length_equal_native_ksampler(comfyui, degrees):
     """LongCat-Image's begin where their own text ends."""
-    arguments = {"positive": edited(comfyui, "longcat-image"), "negative": comfyui.conditioning("longcat-image", 2, tokens=27),
+    arguments = {"positive": edited(comfyui, "longcat-image"),
+                 "negative": comfyui.conditioning("longcat-image", 2, tokens=27),
                  "latent": {"samples": torch.zeros(2, 16, 13, 18)}}
 
-    result = comfyui.sample(comfyui.ours("longcat-image", comfyui.config("cpu,cpu", **degrees)), "longcat-image", **arguments)
+    result = comfyui.sample(comfyui.ours("longcat-image", comfyui.config("cpu,cpu", **degrees)), "longcat-image",
+                            **arguments)
 
     close(result, comfyui.sample(comfyui.native("longcat-image"), "longcat-image", **arguments), EXACT)
 
@@ -146,10 +155,12 @@ def test_a_changed_rotary_scale_of_a_model_that_has_its_own_is_refused(comfyui):
 
 
 def test_a_model_whose_tokens_places_comfyui_gives_is_not_called_without_them(comfyui):
-    """As a node does that calls the diffusion model itself: ComfyUI's own then has all pictures at the text's places."""
+    """As a node does that calls the diffusion model itself:
+    ComfyUI's own then has all pictures at the text's places."""
     model, (text, _) = comfyui.ours("longcat-image", comfyui.config("cpu")), comfyui.conditioning("longcat-image", 1)[0]
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="without the places that ComfyUI gives LongCat-Image.* Use a sampler"):
+    with pytest.raises(comfyui.errors.UnsupportedError,
+                       match="without the places that ComfyUI gives LongCat-Image.* Use a sampler"):
         model.model.diffusion_model(torch.zeros(1, 16, 8, 8), torch.ones(1), text)
 
 
@@ -174,8 +185,10 @@ def test_stale_patches_with_references_equal_the_oracle(comfyui, kind):
 def test_what_a_family_does_not_do_with_references_is_refused_by_name(comfyui):
     model, positive = comfyui.ours("flux", comfyui.config("cpu")), edited(comfyui, "flux")
     positive[0][1]["reference_latents_method"] = "index_timestep_zero"
-    with pytest.raises(comfyui.errors.UnsupportedError, match="= offset or index or uxo, and this workflow's .* has index_t"):
+    with pytest.raises(comfyui.errors.UnsupportedError,
+                       match="= offset or index or uxo, and this workflow's .* has index_t"):
         comfyui.sample(model, "flux", positive=positive)
     positive[0][1].update(reference_latents=[random(1, 4, 8, 8)], reference_latents_method="index")
-    with pytest.raises(comfyui.errors.ConfigError, match="reference latent of 4 channels and 4 dims, and this Flux.1 model takes 16 and 4"):
+    with pytest.raises(comfyui.errors.ConfigError,
+                       match="reference latent of 4 channels and 4 dims, and this Flux.1 model takes 16 and 4"):
         comfyui.sample(model, "flux", positive=positive)

@@ -1,4 +1,5 @@
-"""PipeFusion through ComfyUI: patchwise runs of its own samplers equal the native KSampler where nothing is stale, else the oracle.
+"""PipeFusion through ComfyUI: patchwise runs of its own samplers equal the native KSampler where nothing is stale, else
+the oracle.
 
 The oracle is the native sampler on the whole latent, with a model of stale keys and values in this process.
 """
@@ -26,10 +27,12 @@ KINDS = [kind for kind, family in families().items() if kind not in VARIANTS and
 
 
 def kinds(settings, one):
-    """(kind, each of settings) of the quick kinds; (kind, one of settings in turn) of the others, and `one` of those that are like them."""
+    """(kind, each of settings) of the quick kinds; (kind, one of settings in turn) of the others,
+    and `one` of those that are like them."""
     others = [kind for kind in KINDS if kind not in QUICK]
     return [*((kind, each) for kind in QUICK for each in settings),
-            *(pytest.param(kind, one if families()[kind].name in ALIKE else settings[number % len(settings)], marks=pytest.mark.slow)
+            *(pytest.param(kind, one if families()[kind].name in ALIKE else settings[number % len(settings)],
+                           marks=pytest.mark.slow)
               for number, kind in enumerate(others))]
 
 
@@ -59,15 +62,17 @@ def oracle(comfyui, kind, num_patches, warmup_steps):
         conditioning = {"context": context, **extra}
         key = tuple(transformer_options["cond_or_uncond"])
         if key not in stale["models"]:
-            stale["models"][key] = StaleModel(Example(model, family, config, *[None] * 4), ParallelConfig.forecast_keys_values)
+            stale["models"][key] = StaleModel(Example(model, family, config, *[None] * 4),
+                                              ParallelConfig.forecast_keys_values)
         one = stale["models"][key]
         one.example.conditioning = family.tensors(conditioning) | beside
         if warmup_steps >= len(schedule) - 1 or sigma > schedule[warmup_steps] * 1.001:
             prediction = one.predict(x, timestep)
         else:
             dim = patches[0][0].dim
-            prediction = torch.cat([one.predict(x, timestep, (patch.start, patch.start + rows)).narrow(dim, patch.start, rows)
-                                    for patch, rows in patches], dim)
+            prediction = torch.cat(
+                [one.predict(x, timestep, (patch.start, patch.start + rows)).narrow(dim, patch.start, rows)
+                 for patch, rows in patches], dim)
         return [prediction, *one.others] if one.others else prediction
 
     remote = shell.model.remote                                # the workers are not asked; nothing is started
@@ -84,7 +89,8 @@ def sample_oracle(comfyui, kind, num_patches, warmup_steps, change=lambda model:
     with torch.inference_mode():
         return comfyui.nodes.KSampler().sample(
             model, 7, arguments["steps"], arguments["cfg"], arguments["sampler"], arguments["scheduler"],
-            arguments.get("positive") or comfyui.conditioning(kind, 1), arguments.get("negative") or comfyui.conditioning(kind, 2),
+            arguments.get("positive") or comfyui.conditioning(kind, 1), arguments.get("negative")
+            or comfyui.conditioning(kind, 2),
             arguments.get("latent") or comfyui.latent(kind), arguments["denoise"])[0]["samples"]
 
 
@@ -92,7 +98,8 @@ def staged(comfyui, kind, **settings):
     return comfyui.ours(kind, comfyui.config("cpu,cpu", **{"pipefusion": 2, "num_patches": 4} | settings))
 
 
-@pytest.mark.parametrize("kind, settings", kinds([{"warmup_steps": 3}, {"num_patches": 1}], {"warmup_steps": 3}), ids=str)
+@pytest.mark.parametrize("kind, settings", kinds([{"warmup_steps": 3}, {"num_patches": 1}], {"warmup_steps": 3}),
+                         ids=str)
 def test_nothing_stale_equals_native_ksampler(comfyui, kind, settings):
     result = comfyui.sample(staged(comfyui, kind, **settings), kind)
 
@@ -109,11 +116,12 @@ def test_stale_patches_equal_the_oracle(comfyui, kind, patches):
     assert relative_error(want, comfyui.reference(kind)) > 10 * STALE
 
 
-SAMPLERS = ("euler_ancestral", "heun", "dpmpp_sde", "euler_ancestral_cfg_pp", "dpm_2", "dpmpp_2m", "dpmpp_2m_sde", "lcm", "uni_pc",
-            "res_multistep_cfg_pp", "sa_solver", "er_sde")
+SAMPLERS = ("euler_ancestral", "heun", "dpmpp_sde", "euler_ancestral_cfg_pp", "dpm_2", "dpmpp_2m", "dpmpp_2m_sde",
+            "lcm", "uni_pc", "res_multistep_cfg_pp", "sa_solver", "er_sde")
 
 
-@pytest.mark.parametrize("sampler", [*SAMPLERS[:4], *(pytest.param(sampler, marks=pytest.mark.slow) for sampler in SAMPLERS[4:])])
+@pytest.mark.parametrize("sampler",
+                         [*SAMPLERS[:4], *(pytest.param(sampler, marks=pytest.mark.slow) for sampler in SAMPLERS[4:])])
 def test_stale_patches_of_many_samplers_equal_the_oracle(comfyui, sampler):
     """Noise on the way, several calls a step, history from step to step, guidance inside the sampler."""
     arguments = {"sampler": sampler, "steps": 4}
@@ -127,7 +135,8 @@ def test_stale_patches_of_many_samplers_equal_the_oracle(comfyui, sampler):
 @pytest.mark.parametrize("part", range(4))
 def test_every_sampler_patchwise_equals_native_where_nothing_is_stale(comfyui, part):
     for sampler in comfyui.samplers.SAMPLER_NAMES[part::4]:
-        arguments = {"sampler": sampler, "steps": 4, "denoise": 0.2 if sampler == "dpm_adaptive" else 1.0}     # hundreds of calls else
+        # hundreds of calls else
+        arguments = {"sampler": sampler, "steps": 4, "denoise": 0.2 if sampler == "dpm_adaptive" else 1.0}
 
         result = comfyui.sample(staged(comfyui, "sd3", warmup_steps=100), "sd3", **arguments)
 
@@ -139,7 +148,8 @@ def test_a_plain_ksampler_runs_patches_too(comfyui):
     model = staged(comfyui, "sd3")
     with torch.inference_mode():
         result = comfyui.nodes.KSampler().sample(model, 7, 3, 4.0, "euler", "simple", comfyui.conditioning("sd3", 1),
-                                                 comfyui.conditioning("sd3", 2), comfyui.latent("sd3"), 1.0)[0]["samples"]
+                                                 comfyui.conditioning("sd3", 2), comfyui.latent("sd3"),
+                                                 1.0)[0]["samples"]
 
     close(result, sample_oracle(comfyui, "sd3", 4, 1), STALE)
 
@@ -191,7 +201,8 @@ def test_prompts_of_different_length_equal_the_oracle(comfyui):
 
 
 def test_a_prompt_that_starts_late_runs_whole_when_it_is_first_seen(comfyui):
-    """Its keys and values are not there yet; nothing else would be honest. With all the rest warm-up, that equals native."""
+    """Its keys and values are not there yet; nothing else would be honest.
+    With all the rest warm-up, that equals native."""
     early, late = comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 5)
     early[0][1].update(start_percent=0.0, end_percent=0.7)
     late[0][1].update(start_percent=0.7, end_percent=1.0)     # the last of four steps
@@ -205,9 +216,11 @@ def test_a_prompt_that_starts_late_runs_whole_when_it_is_first_seen(comfyui):
 
 @pytest.mark.slow
 def test_branches_on_ranks_of_their_own_equal_the_oracle_and_native(comfyui):
-    """CFG beside stages: each branch's keys and values are where its patches go, or it runs whole; as the negative one does
-    in the last of four steps, where it is alone and another rank's."""
-    four = lambda **settings: comfyui.ours("sd3", comfyui.config("cpu,cpu,cpu,cpu", cfg=2, pipefusion=2, **settings))  # noqa: E731
+    """CFG beside stages: each branch's keys and values are where its patches go, or it runs whole; as the negative one
+    does in the last of four steps, where it is alone and another rank's."""
+    def four(**settings):
+        return comfyui.ours("sd3", comfyui.config("cpu,cpu,cpu,cpu", cfg=2, pipefusion=2, **settings))
+
     early = comfyui.conditioning("sd3", 1)
     early[0][1].update(start_percent=0.0, end_percent=0.7)
     arguments = {"positive": early, "steps": 4}
@@ -261,7 +274,8 @@ def test_runs_of_different_shape_do_not_see_each_other(comfyui):
 
 
 def test_progress_is_told_once_a_step_and_as_patches_of_long_ones_arrive(comfyui, monkeypatch):
-    """Always with the whole latent. What arrives within a step changes the rows of one patch, and nothing of the result."""
+    """Always with the whole latent. What arrives within a step changes the rows of one patch,
+    and nothing of the result."""
     model, noise = staged(comfyui, "sd3"), torch.randn(1, 16, 16, 18, generator=torch.Generator().manual_seed(1))
     sampler = sys.modules[comfyui.parallel_sampler.__module__]
     prompts = comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 2)
@@ -269,14 +283,17 @@ def test_progress_is_told_once_a_step_and_as_patches_of_long_ones_arrive(comfyui
     def sample(shown_s):
         import comfy.sample
         told = []
-        monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.run.patches"), "SHOWN_S", shown_s)
+        monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.run.patches"), "SHOWN_S",
+                            shown_s)
         with torch.inference_mode():
-            return comfy.sample.sample(sampler.patchwise(model), noise, 5, 4.0, "euler", "simple", *prompts, noise * 0, seed=1,
-                                       callback=lambda step, denoised, x, total: told.append((step, denoised.clone(), total))), told
+            return comfy.sample.sample(sampler.patchwise(model), noise, 5, 4.0, "euler", "simple", *prompts, noise * 0,
+                                       seed=1, callback=lambda step, denoised, x, total: told.append(
+                                           (step, denoised.clone(), total))), told
     (result, told), (again, partly) = sample(1e9), sample(-1.0)
 
     assert torch.equal(result, again) and torch.equal(told[-1][1], partly[-1][1])
-    assert [(step, tuple(denoised.shape), total) for step, denoised, total in told] == [(step, (1, 16, 16, 18), 5) for step in range(5)]
+    assert [(step, tuple(denoised.shape), total)
+            for step, denoised, total in told] == [(step, (1, 16, 16, 18), 5) for step in range(5)]
     steps = [step for step, *_ in partly]
     assert steps == sorted(steps) and set(steps) == set(range(5)) and len(steps) > 10
     for (_, before, _), (_, after, _) in zip(partly, partly[1:]):

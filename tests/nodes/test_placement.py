@@ -1,4 +1,5 @@
-"""What ComfyUI's memory manager makes of our MODELs: driven with a pretended GPU, whose workers are real ones on the CPU."""
+"""What ComfyUI's memory manager makes of our MODELs: driven with a pretended GPU,
+whose workers are real ones on the CPU."""
 
 import importlib
 
@@ -10,19 +11,24 @@ GB = 2 ** 30
 
 
 class Pretended:
-    """ComfyUI as on a machine with CUDA devices, of which it is told how much memory is free; and what the workers are sent."""
+    """ComfyUI as on a machine with CUDA devices, of which it is told how much memory is free;
+    and what the workers are sent."""
 
     def __init__(self, comfyui, monkeypatch, workers):
-        self.comfyui, self.management, self.monkeypatch, self._workers = comfyui, comfyui.management, monkeypatch, workers
+        self.comfyui, self.management, self.monkeypatch, self._workers = (
+            comfyui, comfyui.management, monkeypatch, workers)
         self.free_bytes, self.sent, self.emptied, self.pins = 20 * GB, [], 0, []
         groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups")
         self.groups = type(comfyui.groups)()
-        monkeypatch.setattr(self.groups, "machine", lambda *given, **options: None)            # what is pretended is not measured
+        # what is pretended is not measured
+        monkeypatch.setattr(self.groups, "machine", lambda *given, **options: None)
         for name in ("run.remote", "model.shell", "vae.weights", "vae.autoencoder"):
-            monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"), "GROUPS", self.groups)
+            monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"), "GROUPS",
+                                self.groups)
         self.room = 20 * GB
         for name in ("run.remote", "workers.groups"):
-            monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"), "parking_room", lambda: self.room)
+            monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"), "parking_room",
+                                lambda: self.room)
         self._module = groups
         monkeypatch.setattr(self.management, "current_loaded_models", [])
         monkeypatch.setattr(self.management, "vram_state", self.management.VRAMState.NORMAL_VRAM)
@@ -68,14 +74,16 @@ class Pretended:
         latent = torch.randn(1, 16, 8, 8, generator=generator)
         (text, pooled), = self.comfyui.conditioning("sd3", 1)
         with torch.inference_mode():
-            result = model.model.diffusion_model(latent, torch.full((1,), 500.0), context=text, y=pooled["pooled_output"])
+            result = model.model.diffusion_model(latent, torch.full((1,), 500.0), context=text,
+                                                 y=pooled["pooled_output"])
         model.cleanup()
         return result
 
 
 @pytest.fixture(scope="module")
 def workers(comfyui):
-    """workers(count): the Client of so many on the CPU, which holds nothing. Of these tests' own: they count what it is sent."""
+    """workers(count): the Client of so many on the CPU, which holds nothing.
+    Of these tests' own: they count what it is sent."""
     make, clients = importlib.import_module(f"{comfyui.pack.__name__}.xdit_backend.host.client").Client, {}
 
     def of(count):
@@ -93,10 +101,12 @@ def workers(comfyui):
 def pretended(comfyui, monkeypatch, workers):
     pretended = Pretended(comfyui, monkeypatch, workers)
     yield pretended
-    pretended.groups._clients.clear()                          # these go on, and what the test leaves them is not theirs any more
+    # these go on, and what the test leaves them is not theirs any more
+    pretended.groups._clients.clear()
 
 
-FP16 = {"dtype": torch.float16}                                # held in float32, so that no weight is in the file as it is on the device
+# held in float32, so that no weight is in the file as it is on the device
+FP16 = {"dtype": torch.float16}
 
 
 def held(client):
@@ -106,11 +116,14 @@ def held(client):
 
 @pytest.mark.slow
 def test_weights_move_as_far_as_comfyui_asks_and_come_back_the_same(pretended):
-    """One story on one group, since groups take long to start: load, room short, room for others, unload, no room to park."""
+    """One story on one group, since groups take long to start:
+    load, room short, room for others, unload, no room to park."""
     client = pretended.client("cuda:0", "cuda:1")
     model = pretended.model("cuda:0", "cuda:1", options=FP16, ulysses=2)
-    management, patcher_of, loads = pretended.management, lambda: [loaded.model for loaded in management.current_loaded_models], []
-    model.add_callback("on_load_after", lambda *arguments: loads.append(arguments[1]))    # a node's: what is there is not loaded again
+    management, patcher_of, loads = pretended.management, lambda: [
+        loaded.model for loaded in management.current_loaded_models], []
+    # a node's: what is there is not loaded again
+    model.add_callback("on_load_after", lambda *arguments: loads.append(arguments[1]))
 
     management.load_models_gpu([model])
     assert pretended.sent == ["soft_empty_cache", "LoadModel"]
@@ -146,7 +159,8 @@ def test_weights_move_as_far_as_comfyui_asks_and_come_back_the_same(pretended):
     assert "RestoreModel" in pretended.sent and "LoadModel" not in pretended.sent
     management.load_models_gpu([model])
 
-    # What has once been written need not be written again, so that it may be parked whatever is free; a new model may not.
+    # What has once been written need not be written again, so that it may be parked whatever is free; a new model may
+    # not.
     pretended.room = 0
     management.unload_all_models()
     assert held(client) == [0, 0] and client.holds(model.model.remote.spec.name)
@@ -185,7 +199,8 @@ def test_comfyui_is_told_what_a_run_takes_on_its_device_and_asks_for_room_on_the
         model = pretended.model(*devices, **degrees)
         return model.model.memory_required(shape)
 
-    kept = 2 * 2 * 2 * 1024 * 256 * 2 * 4                      # keys, values; forecasts; branches; tokens, width, half of the blocks, bytes
+    # keys, values; forecasts; branches; tokens, width, half of the blocks, bytes
+    kept = 2 * 2 * 2 * 1024 * 256 * 2 * 4
     assert told("cuda:0", "cuda:1", ulysses=2) == told("cuda:0", "cuda:1", cfg=2) == whole / 2
     assert told("cuda:0", "cuda:0", ring=2) == whole           # both ranks are there
     assert told("cuda:0", "cuda:1", pipefusion=2) == whole / 2 + kept
@@ -245,14 +260,16 @@ def test_a_decode_asks_for_what_it_needs(vae, pretended):
     asked = []
     load = pretended.management.load_models_gpu
     pretended.monkeypatch.setattr(pretended.management, "load_models_gpu",
-                                  lambda models, memory_required=0, **options: asked.append((models[0], memory_required)) or load(models))
+                                  lambda models, memory_required=0, **options: asked.append(
+                                      (models[0], memory_required)) or load(models))
     latent = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(1))
 
     autoencoder = importlib.import_module(f"{pretended.comfyui.pack.__name__}.nodes.bridge.vae.autoencoder")
     autoencoder.decode(vae, latent, pretended.comfyui.config("auto"))
 
     (_, nothing), (patcher, needed) = asked
-    decoder_bytes = sum(tensor.nbytes for name, tensor in vae.first_stage_model.state_dict().items() if name.startswith("decoder."))
+    decoder_bytes = sum(tensor.nbytes for name, tensor in vae.first_stage_model.state_dict().items()
+                        if name.startswith("decoder."))
     assert patcher.model_size() == patcher.loaded_size() >= decoder_bytes
     assert nothing == 0 and needed == client.autoencoders.estimate(patcher.model.remote.name, latent.shape, 1)
     assert 0 < needed < vae.memory_used_decode(latent.shape, vae.vae_dtype) / 2
@@ -263,7 +280,8 @@ def test_asking_for_a_devices_memory_makes_no_context_there(comfyui, monkeypatch
     memory_of = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups").memory_of
     for name in ("mem_get_info", "memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device: pytest.fail(f"a context on {device}"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"total_memory": 24 * GB}))
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: type("Properties", (), {"total_memory": 24 * GB}))
 
     assert memory_of("cuda:1") == 24 * GB
 

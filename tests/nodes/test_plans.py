@@ -1,4 +1,5 @@
-"""auto on devices that have been measured: the forecast chooses, the node says what and why, and the picture is ComfyUI's."""
+"""auto on devices that have been measured: the forecast chooses, the node says what and why,
+and the picture is ComfyUI's."""
 
 import importlib
 import logging
@@ -12,7 +13,8 @@ from xdit_backend.forecast.cost import Device, Links
 from xdit_backend.host import measurements
 
 SLOW = Device(1e6, 1e6, 1e6, name="a slow card", memory_bytes=1e12)
-FAST_LINKS, SLOW_LINKS = (Links({("all_to_all", 2): rate, ("hop", 2): rate, ("gather", 2): rate, ("all_reduce", 2): rate})
+FAST_LINKS, SLOW_LINKS = (Links({("all_to_all", 2): rate, ("hop", 2): rate, ("gather", 2): rate,
+                                 ("all_reduce", 2): rate})
                           for rate in (1e9, 1.0))
 TWO = ("cpu", "cpu")
 
@@ -31,13 +33,16 @@ def user(comfyui, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices, links, cfg, expected", [
     ((SLOW, SLOW), FAST_LINKS, 4.0, "CFG 2"), ((SLOW, SLOW), SLOW_LINKS, 1.0, "one device"),
-    ((SLOW, SLOW), FAST_LINKS, 1.0, "Ulysses 2|Ring 2"), ((SLOW, SLOW.slower(1.2)), FAST_LINKS, 1.0, "Ulysses 2|Ring 2"),
-    ((SLOW, SLOW.slower(90)), FAST_LINKS, 4.0, "one device")], ids=["cfg", "slow-links", "fast-links", "unlike", "far-slower"])
+    ((SLOW, SLOW), FAST_LINKS, 1.0, "Ulysses 2|Ring 2"),
+    ((SLOW, SLOW.slower(1.2)), FAST_LINKS, 1.0, "Ulysses 2|Ring 2"),
+    ((SLOW, SLOW.slower(90)), FAST_LINKS, 4.0, "one device")],
+                         ids=["cfg", "slow-links", "fast-links", "unlike", "far-slower"])
 def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, devices, links, cfg, expected):
     measurements.keep(user, TWO, "float32", Machine(devices, links))
 
     with caplog.at_level(logging.INFO):
-        result = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", warmup="auto")), "sd3", cfg=cfg)
+        result = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", warmup="auto")), "sd3",
+                                cfg=cfg)
 
     close(result, comfyui.reference("sd3", cfg=cfg), EXACT)
     words = expected.split("|")

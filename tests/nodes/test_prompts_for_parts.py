@@ -1,4 +1,5 @@
-"""Prompts for parts of a picture, by masks and by areas: ComfyUI's own nodes on our MODEL give what they give on its own."""
+"""Prompts for parts of a picture, by masks and by areas:
+ComfyUI's own nodes on our MODEL give what they give on its own."""
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ TOLERANCE = 2e-5                           # relative, float32 on both sides
 # kind of model, degrees
 LAYOUTS = [("sd3", {"cfg": 2}), ("sd3", {"pipefusion": 2, "num_patches": 4}),
            *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-               ("sd3", {"ulysses": 2}), ("sd3", {"tensor": 2}), ("flux", {"ring": 2}), ("sdxl", {"cfg": 2}), ("sdxl", {"data": 2}),
+               ("sd3", {"ulysses": 2}), ("sd3", {"tensor": 2}), ("flux", {"ring": 2}), ("sdxl", {"cfg": 2}),
+               ("sdxl", {"data": 2}),
                ("sdxl", {"displaced": 2, "displaced_mode": "full_sync"})))]
 
 
@@ -35,9 +37,12 @@ def test_masks_and_areas_equal_native(comfyui, kind, degrees):
     for how in ("mask", "mask bounds", "area", "percentage"):
         arguments = {"positive": parted(comfyui, kind, how), "steps": 2}
 
-        result, reference = comfyui.sample(model, kind, **arguments), comfyui.sample(comfyui.native(kind), kind, **arguments)
+        result, reference = comfyui.sample(model, kind,
+                                           **arguments), comfyui.sample(comfyui.native(kind), kind, **arguments)
 
         close(result, reference, TOLERANCE, how)
-        whole = [[text, {key: value for key, value in options.items() if key not in ("mask", "area", "strength", "set_area_to_bounds")}]
+        whole = [[text, {key: value for key, value in options.items()
+                         if key not in ("mask", "area", "strength", "set_area_to_bounds")}]
                  for text, options in arguments["positive"]]
-        assert relative_error(reference, comfyui.sample(comfyui.native(kind), kind, positive=whole, steps=2)) > 1e-3, how
+        assert relative_error(reference,
+                              comfyui.sample(comfyui.native(kind), kind, positive=whole, steps=2)) > 1e-3, how

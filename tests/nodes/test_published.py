@@ -1,4 +1,5 @@
-"""Files of the published models load whole: ComfyUI's own module at published size names the tensors; nothing holds bytes."""
+"""Files of the published models load whole: ComfyUI's own module at published size names the tensors;
+nothing holds bytes."""
 
 import importlib
 import json
@@ -11,22 +12,25 @@ from xdit_backend.checkpoints.checkpoint import PREFIXES
 from xdit_backend.checkpoints.transformer import build
 from xdit_backend.models import FAMILIES
 
-APART = ("SD3", "PixArt-Sigma", "PixArt-Alpha")                # whose detection leaves arguments to the class of the model
+# whose detection leaves arguments to the class of the model
+APART = ("SD3", "PixArt-Sigma", "PixArt-Alpha")
 
 
 # what the metadata of a published file says of its transformer, beside what is not looked at here
-SAID = {"ltx-2.3-22b": {"apply_gated_attention": True, "cross_attention_adaln": True, "caption_proj_before_connector": True,
-                        "caption_projection_first_linear": False}}
+SAID = {"ltx-2.3-22b": {"apply_gated_attention": True, "cross_attention_adaln": True,
+                        "caption_proj_before_connector": True, "caption_projection_first_linear": False}}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name][0] not in APART])
 def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, name):
-    """Recognised by ComfyUI and by us, converted, and loaded: no tensor is missing, none left over, every shape fits."""
+    """Recognised by ComfyUI and by us, converted, and loaded:
+    no tensor is missing, none left over, every shape fits."""
     import comfy.ldm.anima.model as anima
     import comfy.model_detection
     import comfy.supported_models
-    monkeypatch.setattr(anima, "LLMAdapter", getattr(anima.LLMAdapter, "func", anima.LLMAdapter))    # thin in other tests
+    # thin in other tests
+    monkeypatch.setattr(anima, "LLMAdapter", getattr(anima.LLMAdapter, "func", anima.LLMAdapter))
     family_name, some_shapes, expected = PUBLISHED[name]
     family = FAMILIES[family_name]
     if family.tiny.detected and not family.by_rows:
@@ -35,7 +39,8 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
     said = SAID.get(name, {})
     unet = comfy.model_detection.detect_unet_config(given, "", {"config": json.dumps({"transformer": said})})
     if family.by_rows:
-        unet |= {"num_heads": 8, "num_head_channels": -1} if family_name == "SD 1.5" else {"num_heads": -1, "num_head_channels": 64}
+        unet |= ({"num_heads": 8, "num_head_channels": -1} if family_name == "SD 1.5"
+                 else {"num_heads": -1, "num_head_channels": 64})
     module, _, class_name = family.tiny.native.partition(":")
     import comfy.ops
     native = getattr(importlib.import_module(module), class_name)(
@@ -44,7 +49,8 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
     tensors = native.state_dict()
     namings = [tensors]                                        # as ComfyUI saves it
     if "ldm.flux" in family.tiny.native or family_name == "Chroma":     # and as it is published
-        namings += [{key.replace("_norm.weight", "_norm.scale") if "norm." in key else key: tensor for key, tensor in tensors.items()}]
+        namings += [{key.replace("_norm.weight", "_norm.scale") if "norm." in key else key: tensor
+                     for key, tensor in tensors.items()}]
 
     for tensors in namings:
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
@@ -60,7 +66,8 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
 
 
 def test_every_prefix_that_comfyui_saves_a_model_under_is_known(comfyui):
-    """HunyuanVideo's is another than most; ComfyUI also reads what has none that it knows under "model.", as AuraFlow was published."""
+    """HunyuanVideo's is another than most; ComfyUI also reads what has none that it knows under "model.",
+    as AuraFlow was published."""
     import comfy.supported_models
     saved = {name.removesuffix("x") for model in comfy.supported_models.models
              for name in model.process_unet_state_dict_for_saving(model, {"x": None})}

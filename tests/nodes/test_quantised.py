@@ -26,7 +26,8 @@ def ours(comfyui, files, format_, config):
 
 @pytest.fixture(scope="module")
 def files_of(comfyui):
-    """files_of(kind, format): names of the quantised file, or of that to quantise, and of one with the same weights as plain numbers."""
+    """files_of(kind, format): names of the quantised file, or of that to quantise,
+    and of one with the same weights as plain numbers."""
     def files(kind, format_):
         folder, source = comfyui.base / "diffusion_models", comfyui.base / "diffusion_models" / comfyui.file(kind)
         if format_ in WHEN_LOADED:
@@ -50,7 +51,8 @@ CASES = [("scaled", "one"), ("Q4_K", "one"), *(pytest.param(*case, marks=pytest.
 
 @pytest.mark.parametrize("format_, layout", CASES)
 def test_latents_equal_those_of_the_dequantised_weights(comfyui, files_of, format_, layout):
-    """Stale patches are compared with our own of those, the rest with ComfyUI's. Weights that were parked are the same."""
+    """Stale patches are compared with our own of those, the rest with ComfyUI's.
+    Weights that were parked are the same."""
     quantised, plain = files_of("sd3", format_)
     config = comfyui.config("cpu,cpu" if LAYOUTS[layout] else "cpu", **LAYOUTS[layout])
     model = ours(comfyui, (quantised, plain), format_, config)
@@ -72,7 +74,8 @@ def test_a_scale_that_comfyui_leaves_out_is_refused(comfyui, kind):
     name = f"{kind}-all-scaled.safetensors"
     save_scaled(comfyui.base / "diffusion_models" / name, comfyui.base / "diffusion_models" / comfyui.file(kind))
 
-    with pytest.raises(comfyui.errors.CheckpointError, match=r"has a scale for \S+\.gate\.weight, which ComfyUI does not heed") \
+    with pytest.raises(comfyui.errors.CheckpointError, match=r"has a scale for \S+\.gate\.weight, which ComfyUI does "
+                                                             r"not heed") \
             if kind == "hidream-i1" else contextlib.nullcontext():
         comfyui.load_model.execute(name, "default", comfyui.config("cpu"))
 
@@ -81,19 +84,22 @@ def test_a_package_that_is_missing_is_named_on_the_node(comfyui, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
 
-    with pytest.raises(comfyui.errors.ConfigError, match="nf4 needs the package bitsandbytes.*pip install -U bitsandbytes"):
+    with pytest.raises(comfyui.errors.ConfigError, match="nf4 needs the package bitsandbytes.*pip install -U "
+                                                         "bitsandbytes"):
         comfyui.ours("sd3", comfyui.config(), "nf4")
 
 
 def test_files_of_every_folder_are_listed_and_load(comfyui, files_of, tmp_path, monkeypatch):
-    """GGUF files of models/diffusion_models and of the folder that another pack registers, safetensors files called .sft, and what
-    extra_model_paths.yaml names, by the older name of a folder too."""
+    """GGUF files of models/diffusion_models and of the folder that another pack registers, safetensors files called
+    .sft, and what extra_model_paths.yaml names, by the older name of a folder too."""
     from utils.extra_config import load_extra_path_config
     name, plain = files_of("sd3", "Q4_K")
     here, folders = comfyui.base / "diffusion_models", comfyui.folder_paths.folder_names_and_paths
-    places = {"below/other.gguf": tmp_path / "unet_gguf" / "below" / "other.gguf", "flux1-dev.sft": tmp_path / "shared" / "flux1-dev.sft",
+    places = {"below/other.gguf": tmp_path / "unet_gguf" / "below" / "other.gguf",
+              "flux1-dev.sft": tmp_path / "shared" / "flux1-dev.sft",
               "sub/sd3.safetensors": tmp_path / "older" / "sub" / "sd3.safetensors",
-              "whole.safetensors": tmp_path / "all" / "whole.safetensors", "shared.gguf": tmp_path / "shared" / "shared.gguf"}
+              "whole.safetensors": tmp_path / "all" / "whole.safetensors",
+              "shared.gguf": tmp_path / "shared" / "shared.gguf"}
     for path in places.values():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(here / (name if path.suffix == ".gguf" else plain))
@@ -109,7 +115,8 @@ def test_files_of_every_folder_are_listed_and_load(comfyui, files_of, tmp_path, 
     models = {listed: comfyui.load_model.execute(listed, "default", comfyui.config("cpu")).args[0] for listed in places}
 
     assert {name, *places} <= set(options)
-    assert {listed: model.remote.spec.path for listed, model in models.items()} == {listed: str(path) for listed, path in places.items()}
+    assert {listed: model.remote.spec.path
+            for listed, model in models.items()} == {listed: str(path) for listed, path in places.items()}
     own = ours(comfyui, (name, plain), "Q4_K", comfyui.config("cpu"))
     assert torch.equal(*(comfyui.sample(model, "sd3", steps=1) for model in (models["below/other.gguf"], own)))
 
@@ -122,7 +129,8 @@ def test_a_quantised_file_is_not_saved_and_says_so(comfyui, files_of, tmp_path, 
     save.output_dir = str(tmp_path)
     model = ours(comfyui, files_of("sd3", format_), format_, comfyui.config())
     changed = model.clone()
-    changed.add_patches({"diffusion_model.joint_blocks.0.x_block.attn.proj.weight": ("diff", (torch.ones(256, 256),))}, 0.5)
+    changed.add_patches({"diffusion_model.joint_blocks.0.x_block.attn.proj.weight": ("diff", (torch.ones(256, 256),))},
+                        0.5)
 
     for each in (model, changed):
         with pytest.raises(comfyui.errors.UnsupportedError, match="(holds|was) quantised .*ModelSave, CheckpointSave"):
@@ -134,7 +142,8 @@ def test_a_quantised_file_is_not_saved_and_says_so(comfyui, files_of, tmp_path, 
 
 def test_a_quantised_file_is_not_quantised_again(comfyui, files_of):
     for format_, type_ in (("scaled", "F8_E4M3"), ("Q4_K", "Q4_K")):
-        with pytest.raises(comfyui.errors.ConfigError, match=f"weight_dtype nf4 would quantise .* its weights are {type_} already"):
+        with pytest.raises(comfyui.errors.ConfigError, match=f"weight_dtype nf4 would quantise .* its weights are "
+                                                             f"{type_} already"):
             comfyui.load_model.execute(files_of("sd3", format_)[0], "nf4", comfyui.config())
 
 

@@ -1,6 +1,8 @@
-"""Workflows drawn at random give what ComfyUI's own model gives, or the oracle where steps are stale; or are refused in our words.
+"""Workflows drawn at random give what ComfyUI's own model gives, or the oracle where steps are stale; or are refused in
+our words.
 
-A failure names the number of the workflow; the same number draws the same workflow. `python -m tests.random_workflows` runs more.
+A failure names the number of the workflow; the same number draws the same workflow. `python -m tests.random_workflows`
+runs more.
 """
 
 import pytest
@@ -8,7 +10,8 @@ import pytest
 from tests.random_workflows import FAULTS, LAYOUTS, STALE, Runner, draw
 
 NUM_WORKFLOWS = 1                          # of each layout
-KINDS = ("sd3", "sd35", "flux", "flux-schnell", "wan", "qwen-image", "hunyuanvideo", "lumina-2")       # so that a new one changes no draw
+# so that a new one changes no draw
+KINDS = ("sd3", "sd35", "flux", "flux-schnell", "wan", "qwen-image", "hunyuanvideo", "lumina-2")
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ def write_safetensors(path, shapes, truncate_bytes=0):
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
         offset += num_bytes
     raw = json.dumps(header).encode()
-    path.write_bytes((struct.pack("<Q", len(raw)) + raw + bytes(offset))[:None if not truncate_bytes else -truncate_bytes])
+    path.write_bytes((struct.pack("<Q", len(raw)) + raw
+                      + bytes(offset))[:None if not truncate_bytes else -truncate_bytes])
 
 
 @pytest.mark.parametrize("settings, message", [
@@ -34,9 +35,12 @@ def write_safetensors(path, shapes, truncate_bytes=0):
     ({"devices": "cuda:31", "mode": "manual"}, "cuda:31 is not on this machine"),
     ({"devices": "cpu,cpu", "mode": "manual"}, "multiply to 1, and there are 2 devices"),
     ({"devices": "cpu,cpu", "mode": "manual", "cfg_degree": 3}, "1 or 2 can work"),
-    ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2, "stage_blocks": "1,2,3"}, "names 3 stages, and pipefusion_degree=2"),
-    ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2, "stage_blocks": "half"}, 'stage_blocks="half" is not a list'),
-    ({"devices": "cpu,cpu", "mode": "manual", "tensor_degree": 4}, "(tensor_degree=4) multiply to 4, and there are 2 devices"),
+    ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2, "stage_blocks": "1,2,3"},
+     "names 3 stages, and pipefusion_degree=2"),
+    ({"devices": "cpu,cpu", "mode": "manual", "pipefusion_degree": 2, "stage_blocks": "half"},
+     'stage_blocks="half" is not a list'),
+    ({"devices": "cpu,cpu", "mode": "manual", "tensor_degree": 4},
+     "(tensor_degree=4) multiply to 4, and there are 2 devices"),
     ({"devices": "cpu", "ulysses_degree": 0}, "ulysses_degree=0 must be at least 1"),
 ], ids=str)
 def test_config_that_cannot_work_is_refused_when_queued(comfyui, settings, message):
@@ -51,7 +55,8 @@ def test_defaults_are_accepted_when_queued(comfyui):
 
 
 def test_ulysses_degree_that_does_not_divide_heads_is_refused_when_loading(comfyui):
-    with pytest.raises(comfyui.errors.ConfigError, match=r"ulysses_degree=3 does not divide SD3's 4 attention heads. Use 1, 2 or 4"):
+    with pytest.raises(comfyui.errors.ConfigError,
+                       match=r"ulysses_degree=3 does not divide SD3's 4 attention heads. Use 1, 2 or 4"):
         comfyui.ours("sd3", comfyui.config("cpu,cpu,cpu", ulysses=3))
 
 
@@ -65,7 +70,8 @@ def test_truncated_file_is_refused(comfyui):
 
 
 @pytest.mark.parametrize("content, words", [
-    (b"", "it is empty"), (b"<!DOCTYPE html><html></html>", "it is a web page"), (b"not a safetensors file at all", "Choose a"),
+    (b"", "it is empty"), (b"<!DOCTYPE html><html></html>", "it is a web page"),
+    (b"not a safetensors file at all", "Choose a"),
     (b"\x10" + bytes(7) + b"{" * 16, "a header that cannot be read")])
 def test_file_that_is_no_safetensors_file_is_refused(comfyui, content, words):
     (comfyui.base / "diffusion_models" / "junk.safetensors").write_bytes(content)
@@ -75,7 +81,8 @@ def test_file_that_is_no_safetensors_file_is_refused(comfyui, content, words):
 
 
 @pytest.mark.parametrize("shapes, message", [
-    ({"input_blocks.0.0.weight": (320, 4, 3, 3)}, "is a U-Net of a kind that xDiT does not run. For a model that ComfyUI"),
+    ({"input_blocks.0.0.weight": (320, 4, 3, 3)},
+     "is a U-Net of a kind that xDiT does not run. For a model that ComfyUI"),
     ({"lora_unet_double_blocks_0.lora_up.weight": (1, 1)}, "is a LoRA: load it with a LoRA node.$"),
     ({"taesd_decoder.1.weight": (1, 1)}, "is a VAE: load it with Load VAE.$"),
     ({"double_blocks.0.img_attn.qkv.weight": (9, 3), "double_blocks.0.img_attn.qkv.scale_weight": (1,)}, "scaled"),
@@ -93,34 +100,39 @@ def test_metadata_that_changes_a_model_is_refused(comfyui):
     """ComfyUI's detection takes a Wan model's settings from the file's metadata."""
     from safetensors.torch import load_file, save_file
     tensors = load_file(comfyui.base / "diffusion_models" / comfyui.file("wan"))
-    save_file(tensors, comfyui.base / "diffusion_models" / "said.safetensors", {"config": json.dumps({"transformer": {"eps": 1e-3}})})
+    save_file(tensors, comfyui.base / "diffusion_models" / "said.safetensors",
+              {"config": json.dumps({"transformer": {"eps": 1e-3}})})
 
-    with pytest.raises(comfyui.errors.CheckpointError, match="says in its metadata that it differs from other Wan models"):
+    with pytest.raises(comfyui.errors.CheckpointError,
+                       match="says in its metadata that it differs from other Wan models"):
         comfyui.load_model.execute("said.safetensors", "default")
 
 
 def test_native_model_in_parallel_sampler_is_refused(comfyui):
     with pytest.raises(comfyui.errors.ConfigError, match="needs a MODEL from Load xDiT Model"):
         comfyui.parallel_sampler.execute(
-            comfyui.native("sd3"), 7, 2, 4.0, "euler", "simple", comfyui.conditioning("sd3", 1), comfyui.conditioning("sd3", 2),
-            comfyui.latent("sd3"), 1.0)
+            comfyui.native("sd3"), 7, 2, 4.0, "euler", "simple", comfyui.conditioning("sd3", 1),
+            comfyui.conditioning("sd3", 2), comfyui.latent("sd3"), 1.0)
 
 
 @pytest.mark.parametrize("value", [None, 3, "abc", {}, {"samples": 3}, [[3, {}]]], ids=str)
 def test_a_value_in_the_place_of_a_link_is_refused_by_name(comfyui, model, value):
     """ComfyUI compares the types of links, and hands any other value of a prompt to the node as it is."""
     classes = comfyui.nodes.NODE_CLASS_MAPPINGS
-    sample = {"model": model, "seed": 7, "steps": 1, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0,
-              "positive": comfyui.conditioning("sd3", 1), "negative": comfyui.conditioning("sd3", 2), "latent_image": comfyui.latent("sd3")}
+    sample = {"model": model, "seed": 7, "steps": 1, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple",
+              "denoise": 1.0, "positive": comfyui.conditioning("sd3", 1), "negative": comfyui.conditioning("sd3", 2),
+              "latent_image": comfyui.latent("sd3")}
     nodes = [(comfyui.parallel_sampler, sample, ("model", "positive", "negative", "latent_image")),
              (comfyui.vae_decode, {"samples": comfyui.latent("sd3"), "vae": object()}, ("samples", "vae", "parallel")),
              (comfyui.vae_encode, {"pixels": torch.zeros(1, 8, 8, 3), "vae": object()}, ("pixels", "vae", "parallel")),
-             (comfyui.load_model, {"model_name": comfyui.file("sd3"), "weight_dtype": "default"}, ("parallel", *TEXTS[:2])),
+             (comfyui.load_model, {"model_name": comfyui.file("sd3"), "weight_dtype": "default"},
+              ("parallel", *TEXTS[:2])),
              (classes["XDiTClassLabel"], {"model": model, "label": "207"}, ("model", "label")),
              (classes["XDiTDemoPrompt"], {}, ("text",)), (classes["XDiTLoadClipVae"], {}, ("ckpt_name",))]
     for node, given, links in nodes:
         for name in links:
-            if (name, value) != ("parallel", None) and (name not in TEXTS or value != "abc"):      # the first: as not connected
+            # the first: as not connected
+            if (name, value) != ("parallel", None) and (name not in TEXTS or value != "abc"):
                 with pytest.raises(comfyui.errors.ConfigError, match=f"^{name} is .* needs"):
                     node.execute(**given | {name: value})
 
@@ -135,7 +147,8 @@ def test_latent_of_another_model_is_refused(comfyui, model):
 def test_latent_of_another_model_is_refused_in_any_sampler_node(comfyui, degrees, shape):
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", **degrees))
 
-    with torch.inference_mode(), pytest.raises(comfyui.errors.ConfigError, match="latent has the shape .*SD3 works on .batch, 16 chan"):
+    with torch.inference_mode(), pytest.raises(comfyui.errors.ConfigError,
+                                               match="latent has the shape .*SD3 works on .batch, 16 chan"):
         comfyui.nodes.KSampler().sample(model, 7, 2, 4.0, "euler", "simple", comfyui.conditioning("sd3", 1),
                                         comfyui.conditioning("sd3", 2), {"samples": torch.ones(shape)}, 1.0)
 
@@ -144,9 +157,11 @@ def test_latent_of_another_model_is_refused_in_any_sampler_node(comfyui, degrees
 def test_an_area_outside_of_the_picture_is_refused(comfyui, kind):
     """ComfyUI cuts it down to nothing, and its models fail."""
     (text, options), = comfyui.conditioning(kind, 1)
-    positive = [[text, {**options, "area": (8, 8, 0, comfyui.latent(kind)["samples"].shape[-1])}], *comfyui.conditioning(kind, 3)]
+    positive = [[text, {**options, "area": (8, 8, 0, comfyui.latent(kind)["samples"].shape[-1])}],
+                *comfyui.conditioning(kind, 3)]
 
-    with pytest.raises(comfyui.errors.ConfigError, match="or the area of it that a prompt is for, is empty: .*Move or enlarge"):
+    with pytest.raises(comfyui.errors.ConfigError,
+                       match="or the area of it that a prompt is for, is empty: .*Move or enlarge"):
         comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu")), kind, positive=positive, steps=1)
 
 
@@ -199,9 +214,11 @@ def test_more_sequence_ranks_than_tokens_are_refused_and_the_group_survives(comf
     (20, 96, 30, r"has pooled text of 30 numbers a token, and this SD3 model takes 64"),
     (0, 96, 64, r"has a text of no tokens \(its shape is \(1, 0, 96\)\), and SD3 takes one or more"),
 ], ids=["narrow", "wide", "pooled", "no tokens"])
-def test_conditioning_of_another_model_is_refused_by_name_and_the_group_survives(comfyui, model, tokens, text, pooled, message):
+def test_conditioning_of_another_model_is_refused_by_name_and_the_group_survives(
+    comfyui, model, tokens, text, pooled, message):
     with pytest.raises(comfyui.errors.ConfigError, match=message):
-        comfyui.sample(model, "sd3", positive=[[torch.zeros(1, tokens, text), {"pooled_output": torch.zeros(1, pooled)}]])
+        comfyui.sample(model, "sd3",
+                       positive=[[torch.zeros(1, tokens, text), {"pooled_output": torch.zeros(1, pooled)}]])
 
     comfyui.sample(model, "sd3")
 
@@ -210,7 +227,8 @@ def test_missing_packages_are_named_with_the_remedy(comfyui, monkeypatch):
     groups = __import__("sys").modules[type(comfyui.groups).__module__]
     monkeypatch.setattr(groups, "WORKER_PACKAGES", ("diffusers", "a_package_that_nobody_has"))
 
-    with pytest.raises(comfyui.errors.ConfigError, match="needs a_package_that_nobody_has.*pip install -r requirements.txt"):
+    with pytest.raises(comfyui.errors.ConfigError,
+                       match="needs a_package_that_nobody_has.*pip install -r requirements.txt"):
         comfyui.ours("sd3", comfyui.config("cpu"))
 
 
@@ -252,7 +270,8 @@ def test_numbers_that_are_not_finite_are_refused_and_the_workers_live_on(comfyui
     with pytest.raises(comfyui.errors.ConfigError, match="The latent has numbers that are not finite"):
         comfyui.sample(model, "sd3", latent=latent)
     for name in ("positive", "negative"):
-        with pytest.raises(comfyui.errors.ConfigError, match="What SD3 predicts at the first step has numbers that are not finite"):
+        with pytest.raises(comfyui.errors.ConfigError,
+                           match="What SD3 predicts at the first step has numbers that are not finite"):
             comfyui.sample(model, "sd3", **{name: [[text, positive[1]]]})
     with pytest.raises(comfyui.errors.ConfigError, match="Its weights, a LoRA or the conditioning"):
         comfyui.sample(broken, "sd3")
@@ -272,5 +291,7 @@ def test_sound_that_is_not_finite_is_refused(comfyui):
 
     with pytest.raises(comfyui.errors.ConfigError, match="The latent has numbers that are not finite"):
         comfyui.sample(comfyui.ours("ltx-2", comfyui.config("cpu")), "ltx-2", latent=latent)
-    with pytest.raises(comfyui.errors.ConfigError, match="What LTX-2 predicts at the first step has numbers that are not finite"):
-        comfyui.sample(comfyui.load_model.execute("ltx-2-nan.safetensors", "fp32", comfyui.config("cpu")).args[0], "ltx-2")
+    with pytest.raises(comfyui.errors.ConfigError,
+                       match="What LTX-2 predicts at the first step has numbers that are not finite"):
+        comfyui.sample(comfyui.load_model.execute("ltx-2-nan.safetensors", "fp32", comfyui.config("cpu")).args[0],
+                       "ltx-2")

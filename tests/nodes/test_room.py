@@ -1,4 +1,5 @@
-"""A run that a device has no room for is refused before it starts, with what would fit: that does run, and one more does not."""
+"""A run that a device has no room for is refused before it starts, with what would fit:
+that does run, and one more does not."""
 
 import importlib
 import re
@@ -16,10 +17,12 @@ def limited(comfyui, monkeypatch, num_bytes, kind, **degrees):
     return comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees))
 
 
-@pytest.mark.parametrize("kind, degrees", [("sd3", {"ulysses": 2}), ("sd3", {"pipefusion": 2}), ("sd3", {"displaced": 2}),
-                                           pytest.param("sdxl", {"displaced": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("kind, degrees",
+                         [("sd3", {"ulysses": 2}), ("sd3", {"pipefusion": 2}), ("sd3", {"displaced": 2}),
+                          pytest.param("sdxl", {"displaced": 2}, marks=pytest.mark.slow)], ids=str)
 def test_what_cannot_fit_is_refused_with_what_would(comfyui, monkeypatch, kind, degrees):
-    weights = comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)).model.remote.bytes_on("cpu") / (1 if "pipefusion" in degrees else 2)
+    weights = comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees)).model.remote.bytes_on("cpu") / (
+        1 if "pipefusion" in degrees else 2)
     model = limited(comfyui, monkeypatch, weights + 12e6, kind, **degrees)
     sent, client = [], comfyui.groups.client(("cpu", "cpu"))
     submit = client.submit
@@ -35,7 +38,8 @@ def test_what_cannot_fit_is_refused_with_what_would(comfyui, monkeypatch, kind, 
         return str(refused.value)
 
     most = int(re.search(r"at most (\d+) images? at once instead of 64", refusal(64, (16, 16)))[1])
-    width, height = map(int, re.search(r"at most (\d+) x (\d+) pixels instead of 4096 x 4096", refusal(1, (512, 512))).groups())
+    width, height = map(int, re.search(r"at most (\d+) x (\d+) pixels instead of 4096 x 4096",
+                                       refusal(1, (512, 512))).groups())
     assert ("forecast_keys_values 0" in refusal(most + 1, (16, 16))) == ("ulysses" not in degrees)
     refusal(1, (height // 8 + 1, width // 8 + 1))
     fitting = sample(most, (16, 16))
@@ -45,7 +49,8 @@ def test_what_cannot_fit_is_refused_with_what_would(comfyui, monkeypatch, kind, 
 
 def test_keys_and_values_that_host_memory_has_no_room_for_are_refused(comfyui, monkeypatch):
     """Of the ranks on this machine together; those on the devices would fit."""
-    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", pipefusion=2, offload_keys_values=True, forecast_keys_values=0.0))
+    model = comfyui.ours("sd3", comfyui.config("cpu,cpu", pipefusion=2, offload_keys_values=True,
+                                               forecast_keys_values=0.0))
 
     room = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.memory_checks")
 
@@ -65,10 +70,12 @@ def test_keys_and_values_that_host_memory_has_no_room_for_are_refused(comfyui, m
 def test_weights_that_cannot_fit_are_refused_when_loading(comfyui, monkeypatch):
     weights = comfyui.ours("sd3", comfyui.config()).model.remote.bytes_on("cpu")
 
-    with pytest.raises(comfyui.errors.ConfigError, match=r"over 2 devices needs about .* GB of weights\), .* Use more devices, or larger"):
+    with pytest.raises(comfyui.errors.ConfigError, match=r"over 2 devices needs about .* GB of weights\), .* Use more "
+                                                         r"devices, or larger"):
         limited(comfyui, monkeypatch, 1e5, "sd3", ulysses=2)
     monkeypatch.setattr(comfyui.shell, "is_installed", lambda type_: type_ == "NF4")
-    with pytest.raises(comfyui.errors.ConfigError, match=r"It would fit with pipefusion_degree=2 on as many devices like these; or "
+    with pytest.raises(comfyui.errors.ConfigError, match=r"It would fit with pipefusion_degree=2 on as many devices "
+                                                         r"like these; or "
                        r"weight_dtype fp8_e4m3fn \(.* GB of weights\) or nf4 \(.* GB of weights\)\.$") as refused:
         limited(comfyui, monkeypatch, weights * 0.95, "sd3", ulysses=2)
     fp8, nf4 = (float(size) * 1e9 for size in re.findall(r"\(([\d.e-]+) GB of weights\)", str(refused.value))[-2:])

@@ -62,7 +62,8 @@ def workflow(parallel=True, devices="cpu,cpu", steps=3, seed=1, size=256, lora=F
         "vae": {"class_type": "VAELoader", "inputs": {"vae_name": "vae.safetensors"}},
         "model": {"class_type": "UNETLoader", "inputs": {"unet_name": "sd3.safetensors", "weight_dtype": "default"}},
         "sampler": {"class_type": "KSampler", "inputs": {
-            "model": ["model", 0], "seed": seed, "steps": steps, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple",
+            "model": ["model", 0], "seed": seed, "steps": steps, "cfg": 4.0, "sampler_name": "euler",
+            "scheduler": "simple",
             "positive": ["positive", 0], "negative": ["negative", 0], "latent_image": ["latent", 0], "denoise": 1.0}},
         "decode": {"class_type": "VAEDecode", "inputs": {"samples": ["sampler", 0], "vae": ["vae", 0]}},
         "save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "test"}},
@@ -74,7 +75,8 @@ def workflow(parallel=True, devices="cpu,cpu", steps=3, seed=1, size=256, lora=F
     if parallel:
         graph["config"] = {"class_type": "XDiTParallelConfig", "inputs": {
             "devices": devices, "mode": "manual" if degrees else "auto", "num_patches": 0, "warmup_steps": 1,
-            **{f"{name}_degree": degrees.get(name, 1) for name in ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses", "tensor")}}}
+            **{f"{name}_degree": degrees.get(name, 1)
+               for name in ("cfg", "data", "pipefusion", "displaced", "ring", "ulysses", "tensor")}}}
         graph["model"] = {"class_type": "XDiTLoadModel", "inputs": {
             "model_name": "sd3.safetensors", "weight_dtype": "default", "parallel": ["config", 0]}}
         graph["sampler"]["class_type"], graph["decode"]["class_type"] = "XDiTParallelSampler", "XDiTVAEDecode"
@@ -90,7 +92,8 @@ def watch(host, prompt, on_message, preview_method="latent2rgb", timeout_s=120):
     """Queue a prompt, call on_message(type, content) for what ComfyUI tells its page, until the prompt is over."""
     async def run():
         client = uuid.uuid4().hex
-        async with aiohttp.ClientSession() as session, session.ws_connect(f"{host.url}/ws?clientId={client}", max_msg_size=0) as page:
+        async with aiohttp.ClientSession() as session, session.ws_connect(
+            f"{host.url}/ws?clientId={client}", max_msg_size=0) as page:
             # A page says so when it can show the newer kinds of messages.
             await page.send_str(json.dumps({"type": "feature_flags", "data": {"supports_preview_metadata": False}}))
             await session.post(f"{host.url}/prompt", json={"prompt": prompt, "client_id": client,
@@ -214,7 +217,8 @@ def test_killed_worker_fails_the_prompt_by_name_and_the_next_one_runs(server):
 
 
 def test_unload_models_parks_the_weights_and_free_memory_drops_what_workers_hold(server, base):
-    """ComfyUI's two buttons. Its queue misses one that comes while it does what another asked for, so they are pressed again."""
+    """ComfyUI's two buttons. Its queue misses one that comes while it does what another asked for,
+    so they are pressed again."""
     def pressed(wanted, **button):
         deadline_s = time.monotonic() + 120
         while not wanted(group := server.get("/xdit/state")["groups"][0]) and time.monotonic() < deadline_s:
@@ -226,9 +230,10 @@ def test_unload_models_parks_the_weights_and_free_memory_drops_what_workers_hold
     first = server.get("/xdit/state")["groups"][0]
     assert first["models"] and not any(map(sum, (model["parked"] for model in first["models"]))) and first["vaes"]
 
-    unloaded = pressed(lambda group: all(model["parked"] == model["weights"] for model in group["models"]) and not group["vaes"],
-                       unload_models=True)
-    assert unloaded["models"] and all(model["parked"] == model["weights"] for model in unloaded["models"]) and not unloaded["vaes"]
+    unloaded = pressed(lambda group: all(model["parked"] == model["weights"] for model in group["models"])
+                       and not group["vaes"], unload_models=True)
+    assert (unloaded["models"] and all(model["parked"] == model["weights"] for model in unloaded["models"])
+            and not unloaded["vaes"])
     assert not pressed(lambda group: not group["models"], unload_models=True, free_memory=True)["models"]
 
     after, _ = server.run(workflow(seed=20))
@@ -263,8 +268,9 @@ def test_everything_listens_on_loopback_only(server):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path, body", [("/xdit/state", None), ("/xdit/trace", None), ("/xdit/do", b'{"action": "stop"}'),
-                                        ("/xdit/fit", b'{"settings": {}}'), ("/xdit/refusals", b'{"models": [], "vaes": []}')])
+@pytest.mark.parametrize("path, body",
+                         [("/xdit/state", None), ("/xdit/trace", None), ("/xdit/do", b'{"action": "stop"}'),
+                          ("/xdit/fit", b'{"settings": {}}'), ("/xdit/refusals", b'{"models": [], "vaes": []}')])
 @pytest.mark.parametrize("headers", [{"Origin": "http://elsewhere.example"}, {"Sec-Fetch-Site": "cross-site"}], ids=str)
 def test_another_site_s_page_is_refused(server, path, body, headers):
     """By ComfyUI's own check, under which our routes stand."""

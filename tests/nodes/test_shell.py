@@ -14,7 +14,8 @@ from tests.tolerances import close
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides; seen: 1e-7 to 3e-6
 
-KINDS = tuple(kind for kind, family in families().items() if kind not in VARIANTS and not family.by_rows)  # U-Nets: test_unets.py
+# U-Nets: test_unets.py
+KINDS = tuple(kind for kind, family in families().items() if kind not in VARIANTS and not family.by_rows)
 LAYOUTS = {
     "one": ("cpu", {}),
     "auto2": ("cpu,cpu", {}),
@@ -32,19 +33,23 @@ OTHERS = [layout for layout in LAYOUTS if layout != "auto2"]
 
 @pytest.mark.parametrize("kind, layout", [
     *(pytest.param(kind, "auto2", marks=pytest.mark.everyone) for kind in KINDS),
-    *(pytest.param(kind, OTHERS[number % len(OTHERS)], marks=pytest.mark.slow)          # in turn: all of a family's are in test_smoke.py
+    # in turn: all of a family's are in test_smoke.py
+    *(pytest.param(kind, OTHERS[number % len(OTHERS)], marks=pytest.mark.slow)
       for number, kind in enumerate(kind for kind in KINDS if families()[kind].name not in ALIKE))])
 def test_latents_equal_native_ksampler(comfyui, kind, layout):
     devices, degrees = LAYOUTS[layout]
     model = comfyui.ours(kind, comfyui.config(devices, **degrees))
-    several = SAMPLERS[3 + KINDS.index(kind) % 2:][:1]         # in turn: that a sampler is right under each layout is for tests of SD3
+    # in turn: that a sampler is right under each layout is for tests of SD3
+    several = SAMPLERS[3 + KINDS.index(kind) % 2:][:1]
     for sampler, scheduler in SAMPLERS[1:3] if layout == "one" else several:
         arguments = {"sampler": sampler, "scheduler": scheduler, "steps": 2 if kind.startswith("flux") else 3}
 
         result = comfyui.sample(model, kind, **arguments)
 
-        # CogVideoX begins with noise alone, thousands of times the picture, which enlarges rounding: one evaluation differs by 2e-7
-        close(result, comfyui.reference(kind, **arguments), TOLERANCE * (5 if kind.startswith("cogvideox") else 1), sampler)
+        # CogVideoX begins with noise alone, thousands of times the picture, which enlarges rounding: one evaluation
+        # differs by 2e-7
+        close(result, comfyui.reference(kind, **arguments), TOLERANCE * (5 if kind.startswith("cogvideox") else 1),
+              sampler)
 
 
 @pytest.mark.slow
@@ -78,13 +83,15 @@ def test_latents_equal_native_ksampler_on_four_workers(comfyui, degrees):
 
 @pytest.mark.parametrize("kind, layout", [
     ("sd3", {"tensor": 2}), *(pytest.param(kind, layout, marks=pytest.mark.slow) for kind, layout in (
-        ("flux", {"tensor": 2}), ("wan", {"tensor": 2}), ("sd35", {"cfg": 2, "tensor": 2}), ("sd35", {"pipefusion": 2, "tensor": 2}),
+        ("flux", {"tensor": 2}), ("wan", {"tensor": 2}), ("sd35", {"cfg": 2, "tensor": 2}),
+        ("sd35", {"pipefusion": 2, "tensor": 2}),
         ("sd35", {"displaced": 2, "tensor": 2})))], ids=str)
 def test_latents_with_tensor_parallelism_equal_native_ksampler(comfyui, kind, layout):
     """With stages, in one piece; with displaced patches, synchronous."""
     devices = ",".join(["cpu"] * math.prod(layout.values()))
 
-    result = comfyui.sample(comfyui.ours(kind, comfyui.config(devices, num_patches=1, displaced_mode="full_sync", **layout)), kind)
+    result = comfyui.sample(
+        comfyui.ours(kind, comfyui.config(devices, num_patches=1, displaced_mode="full_sync", **layout)), kind)
 
     close(result, comfyui.reference(kind), TOLERANCE)
 
@@ -98,7 +105,8 @@ def test_every_sampler_and_scheduler_equals_native_ksampler(comfyui, scheduler_o
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu"))
     for index in range(scheduler_offset, len(samplers), 9):
         arguments = {"sampler": samplers[index], "scheduler": schedulers[index % len(schedulers)], "steps": 4,
-                     "denoise": 0.2 if samplers[index] == "dpm_adaptive" else 1.0}         # it makes hundreds of calls from pure noise
+                     # it makes hundreds of calls from pure noise
+                     "denoise": 0.2 if samplers[index] == "dpm_adaptive" else 1.0}
 
         result = comfyui.sample(model, "sd3", **arguments)
 
@@ -107,8 +115,10 @@ def test_every_sampler_and_scheduler_equals_native_ksampler(comfyui, scheduler_o
 
 @pytest.mark.parametrize("kind, tokens, degrees", [
     ("sd3", 31, {"cfg": 2}), ("sd3", 31, {"tensor": 2}),                        # side by side, and by turns
-    pytest.param("ernie-image", 31, {"pipefusion": 2, "warmup_steps": 9}, marks=pytest.mark.slow),     # whose picture stands after its text
-    ("cogvideox", 40, {"cfg": 2})], ids=str)                                   # of which ComfyUI makes one batch, with 20 tokens twice
+    # whose picture stands after its text
+    pytest.param("ernie-image", 31, {"pipefusion": 2, "warmup_steps": 9}, marks=pytest.mark.slow),
+    # of which ComfyUI makes one batch, with 20 tokens twice
+    ("cogvideox", 40, {"cfg": 2})], ids=str)
 def test_prompts_of_different_length_run_as_two_branches(comfyui, kind, tokens, degrees):
     positive, negative = comfyui.conditioning(kind, 1, tokens=tokens), comfyui.conditioning(kind, 2, tokens=20)
     model = comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees))
@@ -207,7 +217,8 @@ def test_native_ksampler_node_runs_our_model(comfyui):
     close(result, comfyui.reference("sd3"), TOLERANCE)
 
 
-@pytest.mark.parametrize("options", [{"prefix": "model.diffusion_model."}, {"dtype": torch.float16}], ids=["prefix", "fp16"])
+@pytest.mark.parametrize("options", [{"prefix": "model.diffusion_model."}, {"dtype": torch.float16}],
+                         ids=["prefix", "fp16"])
 def test_file_formats_equal_native_ksampler(comfyui, options):
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu"), **options)
 
@@ -235,7 +246,8 @@ def test_the_diffusion_model_of_an_all_in_one_checkpoint_equals_native_ksampler(
     ("sd3", "bf16", torch.bfloat16), ("sd3", "fp16", torch.float16), ("sd3", "fp8_e4m3fn", torch.float8_e4m3fn),
     ("ltx-2", "bf16", torch.bfloat16), ("anima", "fp8_e4m3fn", torch.float8_e4m3fn)])
 def test_weight_dtypes_equal_native_ksampler(comfyui, kind, weight_dtype, dtype):
-    """On a CPU ComfyUI computes in float32 with weights of any type, cast where they are used. So do workers, and who prepares text."""
+    """On a CPU ComfyUI computes in float32 with weights of any type, cast where they are used.
+    So do workers, and who prepares text."""
     import comfy.sd
     path = comfyui.base / "diffusion_models" / comfyui.file(kind)
     reference = comfyui.sample(comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype}), kind)
@@ -253,7 +265,8 @@ def test_a_float8_file_equals_native_ksampler(comfyui, weight_dtype):
     import comfy.sd
     native = comfy.sd.load_diffusion_model(str(path), model_options={} if dtype is None else {"dtype": dtype})
 
-    result = comfyui.sample(comfyui.ours("sd35", comfyui.config("cpu,cpu"), weight_dtype, dtype=torch.float8_e4m3fn), "sd35")
+    result = comfyui.sample(comfyui.ours("sd35", comfyui.config("cpu,cpu"), weight_dtype, dtype=torch.float8_e4m3fn),
+                            "sd35")
 
     close(result, comfyui.sample(native, "sd35"), TOLERANCE)
 
@@ -264,7 +277,8 @@ def test_float8_halves_the_workers_memory(comfyui):
     for weight_dtype in ("bf16", "fp8_e4m3fn"):
         model = comfyui.ours("sd3", comfyui.config("cpu,cpu"), weight_dtype)
         comfyui.sample(model, "sd3", steps=1)
-        weights[weight_dtype] = sum(comfyui.groups.client(("cpu", "cpu")).models.residence(model.model.remote.spec.name).weight_bytes)
+        weights[weight_dtype] = sum(comfyui.groups.client(("cpu", "cpu")).models.residence(
+            model.model.remote.spec.name).weight_bytes)
         assert model.model_size() == weights[weight_dtype]
 
     assert weights["fp8_e4m3fn"] == weights["bf16"] / 2
@@ -277,7 +291,8 @@ def test_float8_in_stages_equals_native_ksampler(comfyui, kind):
     import comfy.sd
     path = comfyui.base / "diffusion_models" / comfyui.file(kind)
     native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float8_e4m3fn})
-    whole, patches = (comfyui.ours(kind, comfyui.config("cpu,cpu", pipefusion=2, warmup_steps=steps), "fp8_e4m3fn") for steps in (3, 1))
+    whole, patches = (comfyui.ours(kind, comfyui.config("cpu,cpu", pipefusion=2, warmup_steps=steps), "fp8_e4m3fn")
+                      for steps in (3, 1))
 
     close(comfyui.sample(whole, kind), comfyui.sample(native, kind), TOLERANCE)
     assert comfyui.sample(patches, kind).isfinite().all()
@@ -312,17 +327,20 @@ def test_unloading_gives_the_workers_memory_back(comfyui):
 
 
 @pytest.mark.parametrize("kind, degrees, is_patched", [
-    ("sd3", {"ulysses": 2}, False), ("sd3", {"cfg": 2}, True), ("sd3", {"pipefusion": 2}, False), ("sdxl", {"displaced": 2}, False)],
-    ids=str)
+    ("sd3", {"ulysses": 2}, False), ("sd3", {"cfg": 2}, True), ("sd3", {"pipefusion": 2}, False),
+    ("sdxl", {"displaced": 2}, False)], ids=str)
 def test_a_model_ends_with_its_last_user(comfyui, kind, degrees, is_patched):
-    """No circle keeps it: ComfyUI, which has found one, says that memory leaks and looks through all objects before it loads a model."""
+    """No circle keeps it: ComfyUI, which has found one, says that memory leaks and looks through all objects before it
+    loads a model."""
     gc.collect()
     gc.disable()
     try:
         model = comfyui.ours(kind, comfyui.config("cpu,cpu", **degrees))
         own = weakref.ref(model), weakref.ref(model.model)
-        if is_patched:                                         # the host makes the changed weight, of the file and the MODEL
-            assert model.add_patches({"diffusion_model.joint_blocks.1.x_block.attn.qkv.weight": (0.1 * torch.randn(768, 256),)})
+        # the host makes the changed weight, of the file and the MODEL
+        if is_patched:
+            assert model.add_patches(
+                {"diffusion_model.joint_blocks.1.x_block.attn.qkv.weight": (0.1 * torch.randn(768, 256),)})
         comfyui.sample(model, kind, latent=comfyui.latent(kind, size=(8, 6)))
         del model
 
@@ -340,7 +358,8 @@ def test_a_run_and_a_call_outside_of_one_leave_no_conditioning_and_no_segment(co
     else:
         comfyui.management.load_models_gpu([model])
         (context, options), = comfyui.conditioning("sd3", 1)
-        model.model.apply_model(comfyui.latent("sd3")["samples"], torch.tensor([0.5]), c_crossattn=context, y=options["pooled_output"])
+        model.model.apply_model(comfyui.latent("sd3")["samples"], torch.tensor([0.5]), c_crossattn=context,
+                                y=options["pooled_output"])
     client = comfyui.groups.client(("cpu", "cpu"))
 
     assert [numbers["num_conditionings"] for numbers in client.report_memory().values()] == [0, 0]
@@ -355,4 +374,5 @@ def test_settings_that_are_not_used_are_said_on_the_node(comfyui, monkeypatch):
         comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2, warmup="auto", **settings)), "sd3", steps=1)
 
     assert texts == ["running on cpu, cpu: CFG 2",
-                     "running on cpu, cpu: CFG 2 (num_patches=8, offload_keys_values=True unused: pipefusion_degree is 1)"]
+                     "running on cpu, cpu: CFG 2 (num_patches=8, offload_keys_values=True unused: pipefusion_degree "
+                     "is 1)"]

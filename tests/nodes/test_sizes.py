@@ -13,12 +13,13 @@ TOLERANCE = 2e-5                           # relative, float32; seen: up to 2e-6
 
 
 # kind of checkpoint -> rows of the tables of positions that files are made with; None: as the class makes it
-POSITIONS = {kind: {"sd3": (None, 96, 192), "pixart": (64, 32, 128, None)}.get(kind, (None,)) for kind, family in families().items()
+POSITIONS = {kind: {"sd3": (None, 96, 192), "pixart": (64, 32, 128, None)}.get(kind, (None,))
+             for kind, family in families().items()
              if not family.by_rows and (kind not in VARIANTS or kind == "sd35")}
 LAYOUTS = {"one": ("cpu", {}), "ulysses2": ("cpu,cpu", {"ulysses": 2}), "ring2": ("cpu,cpu", {"ring": 2}),
            "pipefusion2": ("cpu,cpu", {"pipefusion": 2})}
-SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3, 16, 25, 33, 48), "wan": (2, 7, 12, 13, 16),
-         "hunyuanvideo": (4, 8, 12, 16, 20), "ltx": (1, 3, 5, 8, 11)}
+SIDES = {"pixart": (34, 40, 48, 66, 98), "sd3": (3, 16, 25, 33, 48), "sd35": (3, 16, 25, 33, 48),
+         "wan": (2, 7, 12, 13, 16), "hunyuanvideo": (4, 8, 12, 16, 20), "ltx": (1, 3, 5, 8, 11)}
 # ComfyUI's modules take no odd sides
 EVEN = ("pixart", "pixart-alpha", "hunyuanvideo", "hunyuanvideo-i2v", "hunyuanvideo-skyreels", "wan-vace",
         "kandinsky-5", "kandinsky-5-image", "mochi", "cosmos-predict1")
@@ -41,7 +42,8 @@ def test_positions_of_pixart_are_comfyuis_to_the_bit(comfyui, scale, dtype):
                                              base_size=side * 64 // 2, dtype=dtype)
 
         assert torch.equal(_positions(latent, None, config)[0], want)
-        assert torch.equal(_positions(latent[:, :, 8:20], Patch(2, 8, height), config)[0], want[4 * (width // 2):10 * (width // 2)])
+        assert torch.equal(_positions(latent[:, :, 8:20], Patch(2, 8, height), config)[0],
+                           want[4 * (width // 2):10 * (width // 2)])
 
 
 def cases(kind):
@@ -62,7 +64,8 @@ def inputs(comfyui, kind, size, batch):
     family = families()[kind]
     channels = family.taken_channels(comfyui.transformer_config(kind))
     x = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(5))
-    given = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator().manual_seed(6), {"context": 20}, batch, size)
+    given = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator().manual_seed(6), {"context": 20},
+                            batch, size)
     given = as_comfyui(given) | ({"attention_mask": None} if family.name.startswith("LTX") else {})
     given["transformer_options"] = options_of(family, given)
     if "num_tokens" in (*family.ignored, *family.conditioning):
@@ -103,12 +106,14 @@ HEADERS = [pytest.param(kind, positions, id=f"{kind}-{positions}")
 def test_every_size_equals_comfyuis_own_module(comfyui, kind, positions):
     sizes = list(cases(kind))
     every = positions == POSITIONS[kind][0] and kind != "pixart-alpha"         # which has Sigma's positions
-    check(comfyui, kind, "one", positions, sizes[::2] if every else sizes[::3])           # each side and each shape is among them
+    # each side and each shape is among them
+    check(comfyui, kind, "one", positions, sizes[::2] if every else sizes[::3])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, layout", [
-    (kind, layout) for kind, layout in matrix(POSITIONS, ("ulysses2", "ring2", "pipefusion2"), "pipefusion2", family_name)
+    (kind, layout) for kind, layout in matrix(POSITIONS, ("ulysses2", "ring2", "pipefusion2"), "pipefusion2",
+                                              family_name)
     if layout != ("ulysses2", "ring2")[list(POSITIONS).index(kind) % 2] or kind == "sd3"])
 def test_sizes_equal_comfyuis_own_module_on_two_workers(comfyui, kind, layout):
     check(comfyui, kind, layout, POSITIONS[kind][0], list(cases(kind))[3:6])
@@ -126,7 +131,8 @@ def test_a_latent_larger_than_the_table_of_positions_is_refused(comfyui, kind, s
         ours.forward(torch.zeros(1, 16, *size), torch.tensor([500.0]), **given)
 
 
-@pytest.mark.parametrize("given", [{"guidance": None}, {"y": torch.linspace(-1, 1, 50)[None]}, {"y": None}], ids=["guidance", "wide", "y"])
+@pytest.mark.parametrize("given", [{"guidance": None}, {"y": torch.linspace(-1, 1, 50)[None]}, {"y": None}],
+                         ids=["guidance", "wide", "y"])
 def test_flux_without_guidance_or_with_other_pooled_text_equals_comfyuis_own_module(comfyui, given):
     family, config = families()["flux"], comfyui.transformer_config("flux")
     given = conditioning_of(family, config, torch.Generator().manual_seed(5), {"context": 20}) | given
@@ -155,7 +161,8 @@ def test_sizes_that_comfyuis_module_fails_at_are_refused(comfyui, kind, size):
 def test_sizes_that_comfyuis_module_answers_with_others_are_refused(comfyui):
     """Kandinsky 5's pads to whole patches and does not cut what it padded, so that a sampler fails."""
     kind, family = "kandinsky-5-image", families()["kandinsky-5-image"]
-    given, t = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator(), {"context": 20}), torch.tensor([500.0])
+    given, t = conditioning_of(family, comfyui.transformer_config(kind), torch.Generator(),
+                               {"context": 20}), torch.tensor([500.0])
     odd = torch.zeros(1, 16, 6, 7)
 
     with pytest.raises(comfyui.errors.ConfigError, match="multiples of 16"):

@@ -1,4 +1,5 @@
-"""U-Nets in diffusers folders, as published, equal ComfyUI's own KSampler on the same weights in its own file; what a scheduler says."""
+"""U-Nets in diffusers folders, as published, equal ComfyUI's own KSampler on the same weights in its own file;
+what a scheduler says."""
 
 import json
 import shutil
@@ -12,27 +13,32 @@ from tests.tolerances import close, relative_error
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
 CROSS, PLAIN = "CrossAttnDownBlock2D", "DownBlock2D"
-XL = {"addition_embed_type": "text_time", "addition_time_embed_dim": 256, "use_linear_projection": True, "layers_per_block": 1}
+XL = {"addition_embed_type": "text_time", "addition_time_embed_dim": 256, "use_linear_projection": True,
+      "layers_per_block": 1}
 # arguments of diffusers' class, in the words of the published config.json
 PUBLISHED = {
-    "sd15": {"block_out_channels": (32, 64, 64, 64), "layers_per_block": 1, "cross_attention_dim": 768, "attention_head_dim": 8,
-             "down_block_types": (CROSS, CROSS, CROSS, PLAIN)},
-    "sd2": {"block_out_channels": (64,) * 4, "layers_per_block": 2, "cross_attention_dim": 1024, "attention_head_dim": (1,) * 4,
+    "sd15": {"block_out_channels": (32, 64, 64, 64), "layers_per_block": 1, "cross_attention_dim": 768,
+             "attention_head_dim": 8, "down_block_types": (CROSS, CROSS, CROSS, PLAIN)},
+    "sd2": {"block_out_channels": (64,) * 4, "layers_per_block": 2, "cross_attention_dim": 1024,
+            "attention_head_dim": (1,) * 4,
             "down_block_types": (CROSS, CROSS, CROSS, PLAIN), "use_linear_projection": True, "upcast_attention": True},
     "sdxl": {**XL, "block_out_channels": (32, 64, 128), "cross_attention_dim": 2048, "attention_head_dim": (0, 1, 2),
              "down_block_types": (PLAIN, CROSS, CROSS), "transformer_layers_per_block": (1, 1, 2),
              "projection_class_embeddings_input_dim": 2816},
-    "sdxl-refiner": {**XL, "block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 1280, "attention_head_dim": (0, 1, 1, 1),
+    "sdxl-refiner": {**XL, "block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 1280,
+                     "attention_head_dim": (0, 1, 1, 1),
                      "down_block_types": (PLAIN, CROSS, CROSS, PLAIN), "transformer_layers_per_block": 2,
                      "projection_class_embeddings_input_dim": 2560}}
 PUBLISHED |= {f"{kind}-inpaint": {**PUBLISHED[kind], "in_channels": 9} for kind in ("sd15", "sdxl")}
-BIAS = "up_blocks.3.attentions.2.transformer_blocks.0.norm1.bias"             # by which ComfyUI tells velocity from noise
+# by which ComfyUI tells velocity from noise
+BIAS = "up_blocks.3.attentions.2.transformer_blocks.0.norm1.bias"
 SD_NOISE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 
 
 @pytest.fixture(scope="module")
 def folder_of(comfyui):
-    """folder_of(kind, name, **scheduler): (the path of a folder as diffusers saves it, its name). Weights are those of the tiny file."""
+    """folder_of(kind, name, **scheduler): (the path of a folder as diffusers saves it, its name).
+    Weights are those of the tiny file."""
     import diffusers
 
     import comfy.utils
@@ -42,12 +48,14 @@ def folder_of(comfyui):
         name = name or f"unet-{kind}"
         path = comfyui.base / "diffusers" / name
         if not path.exists():
-            config = {"up_block_types": tuple(kind.replace("Down", "Up") for kind in reversed(PUBLISHED[kind]["down_block_types"]))}
+            config = {"up_block_types": tuple(kind.replace("Down", "Up")
+                                              for kind in reversed(PUBLISHED[kind]["down_block_types"]))}
             unet = diffusers.UNet2DConditionModel(sample_size=96, **PUBLISHED[kind] | config)
             tensors = load_file(comfyui.base / "diffusion_models" / comfyui.file(kind))
             native = comfyui.native(kind).model.model_config.unet_config
-            names = comfy.utils.unet_to_diffusers({**native, "num_res_blocks": [PUBLISHED[kind]["layers_per_block"]] * len(
-                PUBLISHED[kind]["block_out_channels"])})
+            names = comfy.utils.unet_to_diffusers(
+                {**native, "num_res_blocks": [PUBLISHED[kind]["layers_per_block"]] * len(
+                    PUBLISHED[kind]["block_out_channels"])})
             unet.load_state_dict({key: tensors[own] for key, own in names.items() if key in unet.state_dict()})
             unet.save_pretrained(path / "unet", max_shard_size="2MB")
             diffusers.DDIMScheduler(**SD_NOISE | scheduler).save_pretrained(path / "scheduler")
@@ -60,7 +68,8 @@ def folder_of(comfyui):
 def test_a_folder_equals_native_ksampler(comfyui, folder_of, kind):
     from comfy_extras.nodes_model_advanced import ModelSamplingDiscrete
     path, name = folder_of(kind)
-    assert len(list((path / "unet").glob("*.safetensors"))) > 1 and name in comfyui.load_model.define_schema().inputs[0].options
+    assert (len(list((path / "unet").glob("*.safetensors"))) > 1
+            and name in comfyui.load_model.define_schema().inputs[0].options)
 
     model = comfyui.load_model.execute(name, "fp32", comfyui.config()).args[0]
 
@@ -74,7 +83,8 @@ def one_file(comfyui, folder, kind):
     """The name of a file with the tensors of a folder's U-Net, under diffusers' names."""
     name = f"diffusers-{kind}.safetensors"
     shards = sorted((folder / "unet").glob("*.safetensors"))
-    save_file({key: tensor for shard in shards for key, tensor in load_file(shard).items()}, comfyui.base / "diffusion_models" / name)
+    save_file({key: tensor for shard in shards for key, tensor in load_file(shard).items()},
+              comfyui.base / "diffusion_models" / name)
     return name
 
 
@@ -90,7 +100,8 @@ def test_lora_on_weights_under_diffusers_names_equals_native(comfyui, folder_of)
     import comfy.sd
     native, (path, folder) = comfyui.native("sdxl"), folder_of("sdxl")
     state = native.model.state_dict()
-    shapes = {name: list(state[key].shape) for name, key in sorted(comfy.lora.model_lora_keys_unet(native.model, {}).items())
+    shapes = {name: list(state[key].shape)
+              for name, key in sorted(comfy.lora.model_lora_keys_unet(native.model, {}).items())
               if name.startswith("lora_unet_") and key in state and state[key].ndim == 2}
     lora = {}
     for seed, (name, shape) in enumerate(shapes.items()):
@@ -136,17 +147,20 @@ def test_a_scheduler_that_predicts_noise_is_heeded(comfyui, folder_of):
 
 
 @pytest.mark.parametrize("kind, scheduler, expected", [
-    ("sdxl", {"_class_name": "EDMEulerScheduler", "prediction_type": "v_prediction", "sigma_max": 120.0}, "V_PREDICTION_EDM"),
+    ("sdxl", {"_class_name": "EDMEulerScheduler", "prediction_type": "v_prediction", "sigma_max": 120.0},
+     "V_PREDICTION_EDM"),
     ("sdxl", {"_class_name": "EDMDPMSolverMultistepScheduler"}, "EDM"), ("sdxl", {"prediction_type": "sample"}, None),
     ("sd15", {"_class_name": "EDMEulerScheduler"}, None), ("sd15", {"beta_schedule": "linear"}, None),
-    ("sdxl", {"_class_name": "FlowMatchEulerDiscreteScheduler"}, None), ("sdxl-refiner", {"prediction_type": "v_prediction"}, None)],
+    ("sdxl", {"_class_name": "FlowMatchEulerDiscreteScheduler"}, None),
+    ("sdxl-refiner", {"prediction_type": "v_prediction"}, None)],
     ids=str)
 def test_other_schedulers_are_heeded_or_refused(comfyui, folder_of, tmp_path, kind, scheduler, expected):
     folder = tmp_path / "other"
     shutil.copytree(folder_of(kind)[0], folder)
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
     if expected is None:
-        with pytest.raises(comfyui.errors.CheckpointError, match="other is (sampled as its scheduler_config|a SDXL model whose scheduler)"):
+        with pytest.raises(comfyui.errors.CheckpointError,
+                           match="other is (sampled as its scheduler_config|a SDXL model whose scheduler)"):
             comfyui.shell.load_shell(str(folder), "fp32", comfyui.config())
         return
 
@@ -158,9 +172,12 @@ def test_other_schedulers_are_heeded_or_refused(comfyui, folder_of, tmp_path, ki
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"time_cond_proj_dim": 256}, "time_cond_proj_dim = 256"), ({"attention_head_dim": 4}, r"attention_head_dim = \(4, 4, 4, 4\)"),
-    ({"use_linear_projection": True}, "use_linear_projection = True"), ({"down_block_types": 5}, "of other types than diffusers writes"),
-    ({"encoder_hid_dim_type": "ip_image_proj"}, "encoder_hid_dim_type"), ({"_class_name": "UNet3DConditionModel"}, "is a UNet3DCond"),
+    ({"time_cond_proj_dim": 256}, "time_cond_proj_dim = 256"),
+    ({"attention_head_dim": 4}, r"attention_head_dim = \(4, 4, 4, 4\)"),
+    ({"use_linear_projection": True}, "use_linear_projection = True"),
+    ({"down_block_types": 5}, "of other types than diffusers writes"),
+    ({"encoder_hid_dim_type": "ip_image_proj"}, "encoder_hid_dim_type"),
+    ({"_class_name": "UNet3DConditionModel"}, "is a UNet3DCond"),
     ({"_class_name": "AutoencoderKL"}, "is a VAE: load"), ({"_class_name": ["x"]}, "is a x, which"),
     ({"_class_name": 3}, "does not say which"),
     ({"_class_name": None, "architectures": ["CLIPTextModel"]}, "CLIPTextModel, which is a text encoder")], ids=str)

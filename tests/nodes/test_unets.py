@@ -1,4 +1,5 @@
-"""U-Nets as MODELs: the latents of ComfyUI's own KSampler for SD 1.5, SD 2, SDXL, its refiner and inpainting models; refusals."""
+"""U-Nets as MODELs: the latents of ComfyUI's own KSampler for SD 1.5, SD 2, SDXL, its refiner and inpainting models;
+refusals."""
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ KINDS = [kind for kind, family in families().items() if family.by_rows and kind 
 LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2})}
 MATRIX = [*((kind, "one") for kind in KINDS), ("sdxl", "cfg2"), ("sdxl-inpaint", "data2")]
 # sampler, scheduler, size, images
-RUNS = [("euler", "normal", (16, 18), 1), ("dpmpp_2m", "karras", (17, 23), 2), ("dpmpp_2s_ancestral", "simple", (9, 16), 3)]
+RUNS = [("euler", "normal", (16, 18), 1), ("dpmpp_2m", "karras", (17, 23), 2),
+        ("dpmpp_2s_ancestral", "simple", (9, 16), 3)]
 
 
 @pytest.mark.slow
@@ -21,7 +23,8 @@ def test_latents_equal_native_ksampler(comfyui, kind, layout):
     devices, degrees = LAYOUTS[layout]
     model = comfyui.ours(kind, comfyui.config(devices, **degrees))
     for sampler, scheduler, size, batch in RUNS:
-        arguments = {"sampler": sampler, "scheduler": scheduler, "steps": 2, "latent": comfyui.latent(kind, batch, size)}
+        arguments = {"sampler": sampler, "scheduler": scheduler, "steps": 2,
+                     "latent": comfyui.latent(kind, batch, size)}
 
         result = comfyui.sample(model, kind, **arguments)
 
@@ -30,7 +33,8 @@ def test_latents_equal_native_ksampler(comfyui, kind, layout):
 
 @pytest.mark.parametrize("kind", ["sd15", "sdxl"])
 def test_prompts_of_different_length_equal_native_ksampler(comfyui, kind):
-    """Guidance of two prompts that ComfyUI cannot put into one batch, on two devices; and a prompt for a part of the picture."""
+    """Guidance of two prompts that ComfyUI cannot put into one batch, on two devices;
+    and a prompt for a part of the picture."""
     positive, area = comfyui.conditioning(kind, 1, tokens=31), comfyui.conditioning(kind, 3, tokens=20)
     area[0][1]["area"] = (9, 10, 0, 6)
     for prompts in (positive, positive + area):
@@ -53,7 +57,8 @@ def test_img2img_with_noise_mask_equals_native_ksampler(comfyui, kind):
         if kind != "sd15":
             prompts[name][0][1].update(concat_latent_image=latent["samples"], concat_mask=latent["noise_mask"][:, None])
 
-    result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu")), kind, latent=latent, denoise=0.6, steps=5, **prompts)
+    result = comfyui.sample(comfyui.ours(kind, comfyui.config("cpu,cpu")), kind, latent=latent, denoise=0.6, steps=5,
+                            **prompts)
 
     reference = comfyui.sample(comfyui.native(kind), kind, latent=latent, denoise=0.6, steps=5, **prompts)
     close(result, reference, TOLERANCE)
@@ -64,7 +69,8 @@ CHECKPOINTS = {                            # kind, what tells how it is sampled,
     "eps": ("sd15", {}, "EPS"), "sd2-velocity": ("sd2", {SPREAD: torch.linspace(-1, 1, 64)}, "V_PREDICTION"),
     "sd2-noise": ("sd2", {SPREAD: torch.linspace(-0.1, 0.1, 64)}, "EPS"),
     "sdxl-velocity": ("sdxl", {"v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}, "V_PREDICTION"),
-    "sdxl-edm": ("sdxl", {"edm_vpred.sigma_max": torch.tensor(120.0), "edm_vpred.sigma_min": torch.tensor(0.01)}, "V_PREDICTION"),
+    "sdxl-edm": ("sdxl", {"edm_vpred.sigma_max": torch.tensor(120.0), "edm_vpred.sigma_min": torch.tensor(0.01)},
+                 "V_PREDICTION"),
     "playground": ("sdxl", {"edm_mean": torch.zeros(1, 4, 1, 1), "edm_std": torch.ones(1, 4, 1, 1)}, "EDM")}
 
 

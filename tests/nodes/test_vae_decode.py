@@ -22,16 +22,17 @@ def latents(kind, *shape):
 
 IMAGES = [(1, 16, 16), (2, 13, 21), (1, 2, 5)]
 VIDEOS = [(1, 1, 6, 5), (2, 3, 5, 7), (1, 2, 1, 3)]
-LTX = [(1, 1, 4, 3), (1, 3, 3, 5), (1, 2, 2, 2), (1, 6, 2, 3)]  # its reflection needs two rows; the last is split by frames
-CASES = [(kind, shape) for kind in ("vae-sd", "vae-sd3") for shape in IMAGES] + [
-    ("vae-flux2", (2, 7, 6)), ("vae-hunyuanimage", (2, 3, 5)), ("vae-taesd", (2, 13, 21))] + [("vae-wan", shape) for shape in VIDEOS] + [
-    ("vae-wan22", shape) for shape in VIDEOS] + [(kind, shape) for kind in ("vae-ltx", "vae-ltx095") for shape in LTX] + [
-    ("vae-hunyuan", shape) for shape in [(1, 1, 6, 5), (2, 3, 5, 7), (1, 5, 1, 3)]] + [
-    ("vae-hunyuan15", shape) for shape in [(1, 3, 2, 3), (2, 1, 3, 2)]] + [
-    ("vae-ltx2", (1, 3, 3, 5))] + [("vae-mochi", shape) for shape in [(1, 3, 2, 3), (2, 1, 3, 1)]] + [
-    ("vae-cogvideox", shape) for shape in [(1, 1, 4, 5), (2, 3, 5, 3), (1, 4, 1, 3)]] + [
-    ("vae-cosmos", shape) for shape in [(1, 1, 4, 5), (2, 3, 3, 1), (1, 18, 1, 2)]] + [
-    ("vae-ltx", (2, 2, 3, 3))]                                 # of 0.9.5, ComfyUI decodes no batches
+# its reflection needs two rows; the last is split by frames
+LTX = [(1, 1, 4, 3), (1, 3, 3, 5), (1, 2, 2, 2), (1, 6, 2, 3)]
+CASES = [(kind, shape) for kinds, shapes in (
+    (("vae-sd", "vae-sd3"), IMAGES), (("vae-flux2",), [(2, 7, 6)]), (("vae-hunyuanimage",), [(2, 3, 5)]),
+    (("vae-taesd",), [(2, 13, 21)]), (("vae-wan", "vae-wan22"), VIDEOS),
+    # of 0.9.5, ComfyUI decodes no batches
+    (("vae-ltx", "vae-ltx095"), LTX), (("vae-ltx",), [(2, 2, 3, 3)]), (("vae-ltx2",), [(1, 3, 3, 5)]),
+    (("vae-hunyuan",), [(1, 1, 6, 5), (2, 3, 5, 7), (1, 5, 1, 3)]), (("vae-hunyuan15",), [(1, 3, 2, 3), (2, 1, 3, 2)]),
+    (("vae-mochi",), [(1, 3, 2, 3), (2, 1, 3, 1)]), (("vae-cogvideox",), [(1, 1, 4, 5), (2, 3, 5, 3), (1, 4, 1, 3)]),
+    (("vae-cosmos",), [(1, 1, 4, 5), (2, 3, 3, 1), (1, 18, 1, 2)]))
+    for kind in kinds for shape in shapes]
 
 
 @pytest.mark.parametrize("kind, shape, devices", [
@@ -56,7 +57,8 @@ def test_noise_that_a_decoder_takes_off_is_drawn_in_the_type_that_comfyui_draws_
     import comfy.utils
     file = comfyui.base / "vae" / comfyui.file("vae-ltx095", "vae")
     tensors, metadata = comfy.utils.load_torch_file(str(file), return_metadata=True)
-    vae, samples = comfy.sd.VAE(sd=tensors, dtype=torch.float16, metadata=metadata), {"samples": latents("vae-ltx095", 1, 1, 3, 3)}
+    vae, samples = comfy.sd.VAE(sd=tensors, dtype=torch.float16,
+                                metadata=metadata), {"samples": latents("vae-ltx095", 1, 1, 3, 3)}
 
     torch.manual_seed(3)
     picture = comfyui.vae_decode.execute(samples, vae, comfyui.config("cpu,cpu")).args[0]
@@ -87,16 +89,20 @@ def test_a_finished_decode_says_what_it_took(comfyui, vae_of, monkeypatch):
     for module in ("vae.autoencoder", "workers.groups"):
         monkeypatch.setattr(importlib.import_module(f"{bridge}.{module}"), "show_text", texts.append)
 
-    comfyui.vae_decode.execute({"samples": latents("vae-taesd", 1, 8, 8)}, vae_of("vae-taesd"), comfyui.config("cpu,cpu"))
+    comfyui.vae_decode.execute({"samples": latents("vae-taesd", 1, 8, 8)}, vae_of("vae-taesd"),
+                               comfyui.config("cpu,cpu"))
 
     assert any(text.startswith("decoding ") for text in texts)
     assert re.fullmatch(r"decoded in \d+\.\d s on 2 devices", texts[-1])
 
 
 @pytest.mark.parametrize("hop, mode, first_slower, working", [
-    (1.0, "auto", 1, [True, False]), (1.0, "auto", 3, [False, True]), (1e15, "auto", 1, [True, True]), (1.0, "manual", 1, [True, True])])
-def test_auto_leaves_a_picture_to_the_fastest_device_where_links_are_slow(comfyui, vae_of, monkeypatch, hop, mode, first_slower, working):
-    """The picture is the same; bytes a second between devices are those of a probe, which no decode as short as this asks for."""
+    (1.0, "auto", 1, [True, False]), (1.0, "auto", 3, [False, True]), (1e15, "auto", 1, [True, True]),
+    (1.0, "manual", 1, [True, True])])
+def test_auto_leaves_a_picture_to_the_fastest_device_where_links_are_slow(
+    comfyui, vae_of, monkeypatch, hop, mode, first_slower, working):
+    """The picture is the same; bytes a second between devices are those of a probe,
+    which no decode as short as this asks for."""
     bridge, choice, cost = (importlib.import_module(f"{comfyui.pack.__name__}.{name}") for name in (
         "nodes.bridge.vae.autoencoder", "xdit_backend.forecast.choice", "xdit_backend.forecast.cost"))
     device = cost.Device(1e9, 1e9, 1e15, collective_launch_s=0.0)
@@ -104,7 +110,8 @@ def test_auto_leaves_a_picture_to_the_fastest_device_where_links_are_slow(comfyu
     texts, samples, vae = [], {"samples": latents("vae-taesd", 2, 8, 9)}, vae_of("vae-taesd")
     monkeypatch.setattr(bridge, "show_text", texts.append)
     measured = []
-    monkeypatch.setattr(comfyui.groups, "machine", lambda devices, dtype, may_measure: measured.append(may_measure) or machine)
+    monkeypatch.setattr(comfyui.groups, "machine", lambda devices, dtype, may_measure: measured.append(may_measure)
+                        or machine)
     config = comfyui.config("cpu,cpu") if mode == "auto" else comfyui.config("cpu,cpu", cfg=2)
 
     picture = comfyui.vae_decode.execute(samples, vae, config).args[0]
@@ -122,7 +129,8 @@ def test_devices_are_measured_before_a_long_decode(comfyui, vae_of, monkeypatch)
     monkeypatch.setattr(comfyui.groups, "machine", lambda devices, dtype, may_measure: measured.append(may_measure))
     monkeypatch.setattr(planner, "LONG_S", 1e-6)
 
-    comfyui.vae_decode.execute({"samples": latents("vae-taesd", 1, 8, 8)}, vae_of("vae-taesd"), comfyui.config("cpu,cpu"))
+    comfyui.vae_decode.execute({"samples": latents("vae-taesd", 1, 8, 8)}, vae_of("vae-taesd"),
+                               comfyui.config("cpu,cpu"))
 
     assert measured == [True]
 
@@ -163,13 +171,16 @@ def test_other_vaes_are_refused_by_name(comfyui, vae_of, name, arguments):
     vae = copy.copy(vae_of("vae-sd3"))
     vae.first_stage_model = getattr(importlib.import_module(module), class_name)(**arguments)
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match=f"does not support this VAE .{class_name}.*VAEs of SD, SDXL, SD3, Flux"):
+    with pytest.raises(comfyui.errors.UnsupportedError,
+                       match=f"does not support this VAE .{class_name}.*VAEs of SD, SDXL, SD3, Flux"):
         comfyui.vae_decode.execute({"samples": latents("vae-sd3", 1, 8, 8)}, vae, comfyui.config("cpu,cpu"))
 
 
 def test_latent_of_another_model_is_refused(comfyui, vae_of):
-    with pytest.raises(comfyui.errors.UnsupportedError, match="has 4 channels and 4 dims, and this VAE decodes 16 channels and 4 dims"):
-        comfyui.vae_decode.execute({"samples": latents("vae-sd", 1, 8, 8)}, vae_of("vae-sd3"), comfyui.config("cpu,cpu"))
+    with pytest.raises(comfyui.errors.UnsupportedError,
+                       match="has 4 channels and 4 dims, and this VAE decodes 16 channels and 4 dims"):
+        comfyui.vae_decode.execute({"samples": latents("vae-sd", 1, 8, 8)}, vae_of("vae-sd3"),
+                                   comfyui.config("cpu,cpu"))
 
 
 @pytest.mark.parametrize("shape, message", [((1, 1, 4), "1 x 4"), ((2, 3, 1), "3 x 1")], ids=str)

@@ -6,11 +6,13 @@ import torch
 from tests.tolerances import close
 
 # kind, shape of the picture: sizes that are no multiple of the VAE's scale are cropped as VAE Encode crops them
-CASES = [("vae-sd", (1, 64, 64, 3)), ("vae-sd", (2, 77, 100, 3)), ("vae-sd3", (1, 16, 40, 4)), ("vae-flux2", (1, 80, 50, 3)),
+CASES = [("vae-sd", (1, 64, 64, 3)), ("vae-sd", (2, 77, 100, 3)), ("vae-sd3", (1, 16, 40, 4)),
+         ("vae-flux2", (1, 80, 50, 3)),
          ("vae-taesd", (2, 64, 50, 3)), ("vae-hunyuanimage", (2, 96, 64, 3)),
          ("vae-wan", (1, 48, 40, 3)), ("vae-wan", (9, 41, 56, 3)), ("vae-wan", (6, 24, 16, 4)),
          ("vae-wan22", (1, 48, 40, 3)),
-         ("vae-wan22", (5, 33, 64, 3)), ("vae-ltx", (1, 64, 96, 3)), ("vae-ltx", (12, 100, 64, 3)), ("vae-hunyuan", (1, 40, 24, 3)),
+         ("vae-wan22", (5, 33, 64, 3)), ("vae-ltx", (1, 64, 96, 3)), ("vae-ltx", (12, 100, 64, 3)),
+         ("vae-hunyuan", (1, 40, 24, 3)),
          ("vae-hunyuan15", (10, 40, 35, 3)), ("vae-mochi", (9, 25, 40, 3)),
          ("vae-hunyuan", (14, 24, 40, 3)), ("vae-cosmos", (1, 40, 24, 3)), ("vae-cosmos", (9, 33, 40, 3)),
          ("vae-cosmos", (14, 24, 16, 3)), ("vae-cogvideox", (1, 40, 24, 3)), ("vae-cogvideox", (9, 33, 40, 3)),
@@ -49,14 +51,16 @@ def test_decoder_and_encoder_are_on_the_workers_side_by_side(comfyui, vae_of):
     video = comfyui.vae_decode.execute({"samples": latent}, vae, config).args[0]
 
     with torch.inference_mode():
-        want = comfyui.nodes.VAEDecode().decode(vae, comfyui.nodes.VAEEncode().encode(vae, picture((5, 32, 32, 3)))[0])[0]
+        want = comfyui.nodes.VAEDecode().decode(vae, comfyui.nodes.VAEEncode().encode(vae, picture((5, 32, 32, 3)))[0])[
+            0]
     assert video.shape == (5, 32, 32, 3)
     close(video, want, 1e-4)
 
 
 def test_a_picture_smaller_than_a_latents_row_is_refused(comfyui, vae_of):
     with pytest.raises(comfyui.errors.UnsupportedError, match="smaller than 8 x 8 pixels"):
-        comfyui.vae_encode.execute(picture((1, 7, 30, 3)), vae_with_encoder(vae_of, "vae-wan"), comfyui.config("cpu,cpu"))
+        comfyui.vae_encode.execute(picture((1, 7, 30, 3)), vae_with_encoder(vae_of, "vae-wan"),
+                                   comfyui.config("cpu,cpu"))
 
 
 def test_other_vaes_are_refused_by_name(comfyui, vae_of):

@@ -1,4 +1,5 @@
-"""Video models with what ComfyUI's own nodes add to a prompt (pictures, CLIP vision tokens, masks) equal ComfyUI's own loader."""
+"""Video models with what ComfyUI's own nodes add to a prompt (pictures, CLIP vision tokens,
+masks) equal ComfyUI's own loader."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,8 @@ def clip_vision(seed, tokens=5, width=1280):
 
 
 class PictureVAE:
-    """In the place of a VAE that takes too long to make or to use. scale: pixels of the picture to one of the latent."""
+    """In the place of a VAE that takes too long to make or to use.
+    scale: pixels of the picture to one of the latent."""
 
     def __init__(self, channels, scale):
         self.channels, self.scale = channels, scale
@@ -40,7 +42,8 @@ class PictureVAE:
 
 
 def wan_start(vae, size):
-    return "WanImageToVideo", {"vae": vae, "start_image": picture(3, *size, frames=2), "clip_vision_output": clip_vision(4)}
+    return "WanImageToVideo", {"vae": vae, "start_image": picture(3, *size, frames=2),
+                               "clip_vision_output": clip_vision(4)}
 
 
 def wan_start_without_vision(vae, size):
@@ -58,12 +61,13 @@ def wan_first_last(vae, size):
 
 
 def wan_last(vae, size):
-    return "WanFirstLastFrameToVideo", {"vae": vae, "end_image": picture(5, *size), "clip_vision_end_image": clip_vision(6, tokens=9)}
+    return "WanFirstLastFrameToVideo", {"vae": vae, "end_image": picture(5, *size),
+                                        "clip_vision_end_image": clip_vision(6, tokens=9)}
 
 
 def wan_fun_control(vae, size):
-    return "WanFunControlToVideo", {"vae": vae, "start_image": picture(3, *size), "control_video": picture(7, *size, frames=9),
-                                    "clip_vision_output": clip_vision(4)}
+    return "WanFunControlToVideo", {"vae": vae, "start_image": picture(3, *size),
+                                    "control_video": picture(7, *size, frames=9), "clip_vision_output": clip_vision(4)}
 
 
 def wan22_start(vae, size):
@@ -73,8 +77,8 @@ def wan22_start(vae, size):
 def wan_vace(vae, size):
     width, height = size
     masks = (torch.rand(9, height, width, generator=torch.Generator().manual_seed(8)) > 0.5).float()
-    return "WanVaceToVideo", {"vae": vae, "strength": 0.7, "control_video": picture(7, *size, frames=9), "control_masks": masks,
-                              "reference_image": picture(3, *size)}
+    return "WanVaceToVideo", {"vae": vae, "strength": 0.7, "control_video": picture(7, *size, frames=9),
+                              "control_masks": masks, "reference_image": picture(3, *size)}
 
 
 def wan_vace_nothing(vae, size):
@@ -94,7 +98,8 @@ def kandinsky_start(vae, size):
 
 
 def hunyuan15_start(vae, size):
-    return "HunyuanVideo15ImageToVideo", {"vae": vae, "start_image": picture(3, *size), "clip_vision_output": clip_vision(4, width=1152)}
+    return "HunyuanVideo15ImageToVideo", {"vae": vae, "start_image": picture(3, *size),
+                                          "clip_vision_output": clip_vision(4, width=1152)}
 
 
 def hunyuan15_nothing(vae, size):
@@ -124,7 +129,8 @@ def frame_rate(vae, size):
 def ltx_guide(vae, size):
     width, height = size
     latent = torch.randn(1, 128, 3, height // 32, width // 32, generator=torch.Generator().manual_seed(8))
-    return "LTXVAddGuide", {"vae": vae, "latent": {"samples": latent}, "image": picture(3, *size), "frame_idx": 8, "strength": 1.0}
+    return "LTXVAddGuide", {"vae": vae, "latent": {"samples": latent}, "image": picture(3, *size), "frame_idx": 8,
+                            "strength": 1.0}
 
 
 def sound():
@@ -134,11 +140,13 @@ def sound():
 
 
 # (kind of model, kind of VAE, what ComfyUI's node adds)
-CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start), "wan-i2v-blind": ("wan-i2v", "vae-wan", wan_start_without_vision),
+CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start),
+         "wan-i2v-blind": ("wan-i2v", "vae-wan", wan_start_without_vision),
          "wan-i2v-bare": ("wan-i2v", "vae-wan", wan_nothing),
          "wan-flf": ("wan-flf", "vae-wan", wan_first_last), "wan-flf-last": ("wan-flf", "vae-wan", wan_last),
          "wan22-i2v": ("wan22-i2v", "vae-wan", wan_start), "wan-text": ("wan", "vae-wan", wan_start),
-         "wan-fun-control": ("wan-fun-control", "vae-wan", wan_fun_control), "wan22-ti2v": ("wan22-ti2v", "vae-wan22", wan22_start),
+         "wan-fun-control": ("wan-fun-control", "vae-wan", wan_fun_control),
+         "wan22-ti2v": ("wan22-ti2v", "vae-wan22", wan22_start),
          "wan-vace": ("wan-vace", "vae-wan", wan_vace), "wan-vace-bare": ("wan-vace", "vae-wan", wan_vace_nothing),
          "hunyuan-i2v": ("hunyuanvideo-i2v", "vae-hunyuan", hunyuan_concat),
          "hunyuan-replace": ("hunyuanvideo", "vae-hunyuan", hunyuan_replace),
@@ -146,12 +154,14 @@ CASES = {"wan-i2v": ("wan-i2v", "vae-wan", wan_start), "wan-i2v-blind": ("wan-i2
          "hunyuan15-i2v": ("hunyuanvideo-1.5", PictureVAE(32, 16), hunyuan15_start),
          "hunyuan15-text": ("hunyuanvideo-1.5", PictureVAE(32, 16), hunyuan15_nothing),
          "kandinsky-i2v": ("kandinsky-5", "vae-hunyuan", kandinsky_start),
-         "cosmos-i2v": ("cosmos-predict2-video", "vae-wan", cosmos_start), "cosmos-text": ("cosmos-predict2", "vae-wan", cosmos_start),
+         "cosmos-i2v": ("cosmos-predict2-video", "vae-wan", cosmos_start),
+         "cosmos-text": ("cosmos-predict2", "vae-wan", cosmos_start),
          "cosmos1-i2v": ("cosmos-predict1-video", PictureVAE(16, 8), cosmos1_start),
          "cosmos1-text": ("cosmos-predict1-video", None, cosmos1_nothing),
          "cosmos1-rate": ("cosmos-predict1", None, frame_rate),
          "ltx-i2v": ("ltx-video", "vae-ltx095", ltx_start), "ltx-rate": ("ltx-video", "vae-ltx095", frame_rate),
-         "ltx-guide": ("ltx-video", "vae-ltx095", ltx_guide), "ltx-causal": ("ltx-video-causal", "vae-ltx095", ltx_start),
+         "ltx-guide": ("ltx-video", "vae-ltx095", ltx_guide),
+         "ltx-causal": ("ltx-video-causal", "vae-ltx095", ltx_start),
          "ltx2-i2v": ("ltx-2", "vae-ltx095", ltx_start), "ltx2-guide": ("ltx-2.3", "vae-ltx095", ltx_guide),
          "ltx2-rate": ("ltx-2-plain", "vae-ltx095", frame_rate)}
 
@@ -168,7 +178,8 @@ def asked(comfyui, vae_of):
             nodes = comfyui.nodes.NODE_CLASS_MAPPINGS
         if (case, size) not in made:
             kind, vae, add = CASES[case]
-            width, height = (side * SCALES.get(kind if kind in SCALES else kind.partition("-")[0], 1) for side in SIZES[size])
+            width, height = (side * SCALES.get(kind if kind in SCALES else kind.partition("-")[0], 1)
+                             for side in SIZES[size])
             prompts = {"positive": comfyui.conditioning(kind, 1), "negative": comfyui.conditioning(kind, 2)}
             with torch.inference_mode():
                 name, arguments = add(vae_of(vae) if isinstance(vae, str) else vae, (width, height))
@@ -206,7 +217,8 @@ RUNS = [*((case, "one", "odd") for case in CASES), *((case, "pipefusion2", "tall
 
 
 @pytest.mark.parametrize("case, layout, size", [
-    pytest.param(*run, marks=() if run[0] in ("wan-text", "wan-i2v") and run[1] == "one" else pytest.mark.slow) for run in RUNS])
+    pytest.param(*run, marks=() if run[0] in ("wan-text", "wan-i2v") and run[1] == "one" else pytest.mark.slow)
+    for run in RUNS])
 def test_latents_equal_native_ksampler(comfyui, asked, native, case, layout, size):
     devices, degrees = LAYOUTS[layout]
     kind, arguments = asked(case, size)
@@ -235,7 +247,8 @@ def test_pictures_and_their_tokens_change_the_result(native):
 def test_frames_of_other_pictures_are_refused_by_name(comfyui):
     """Of nodes for other models: frames after the video's own, and references in the context."""
     model = comfyui.ours("wan", comfyui.config("cpu"))
-    for key, value in (("time_dim_concat", torch.zeros(1, 16, 1, 16, 18)), ("context_latents", [torch.zeros(1, 16, 1, 16, 18)])):
+    for key, value in (("time_dim_concat", torch.zeros(1, 16, 1, 16, 18)),
+                       ("context_latents", [torch.zeros(1, 16, 1, 16, 18)])):
         positive = comfyui.conditioning("wan", 1)
         positive[0][1][key] = value
 
@@ -247,8 +260,8 @@ def test_another_way_to_give_hunyuanvideo_a_picture_is_refused_by_name(comfyui, 
     kind, arguments = asked("hunyuan-i2v", "wide")
     with torch.inference_mode():
         positive, _ = run_node(comfyui.nodes.NODE_CLASS_MAPPINGS["HunyuanImageToVideo"], {
-            "positive": comfyui.conditioning(kind, 1), "vae": vae_of("vae-hunyuan"), "width": 192, "height": 96, "length": 9,
-            "batch_size": 1, "guidance_type": "custom", "start_image": picture(3, 192, 96)})
+            "positive": comfyui.conditioning(kind, 1), "vae": vae_of("vae-hunyuan"), "width": 192, "height": 96,
+            "length": 9, "batch_size": 1, "guidance_type": "custom", "start_image": picture(3, 192, 96)})
 
     with pytest.raises(comfyui.errors.UnsupportedError, match="runs HunyuanVideo without ref_latent"):
         comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, **{**arguments, "positive": positive})
@@ -258,13 +271,15 @@ def test_guides_without_their_noise_mask_are_refused(comfyui, asked):
     kind, arguments = asked("ltx-guide", "wide")
     arguments = {**arguments, "latent": {"samples": arguments["latent"]["samples"]}}
 
-    with pytest.raises(comfyui.errors.UnsupportedError, match="without guides where the latent has lost the noise mask"):
+    with pytest.raises(comfyui.errors.UnsupportedError,
+                       match="without guides where the latent has lost the noise mask"):
         comfyui.sample(comfyui.ours(kind, comfyui.config("cpu")), kind, **arguments)
 
 
 def test_several_control_videos_are_refused(comfyui, asked):
     kind, arguments = asked("wan-vace", "tall")
-    positive = [[tensor, {**options, **{key: 2 * options[key] for key in ("vace_frames", "vace_mask", "vace_strength")}}]
+    positive = [[tensor, {**options,
+                          **{key: 2 * options[key] for key in ("vace_frames", "vace_mask", "vace_strength")}}]
                 for tensor, options in arguments["positive"]]
 
     with pytest.raises(comfyui.errors.UnsupportedError, match="runs Wan VACE without several control videos"):
@@ -273,19 +288,21 @@ def test_several_control_videos_are_refused(comfyui, asked):
 
 @pytest.mark.parametrize("fit", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["both fit", "one fits"])
 def test_two_models_of_one_workflow_share_the_workers(comfyui, asked, fit):
-    """Wan 2.2's high and low model: two loaders, two KSamplerAdvanced. Both stay, so the second run loads nothing; where ComfyUI unloads
-    one for the other, they change places in the same workers, and no file is opened."""
+    """Wan 2.2's high and low model: two loaders, two KSamplerAdvanced. Both stay, so the second run loads nothing;
+    where ComfyUI unloads one for the other, they change places in the same workers, and no file is opened."""
     _, arguments = asked("wan22-i2v", "odd")
     config = comfyui.config("cpu,cpu", ulysses=2)
 
     def sample(high, low):
         latent = arguments["latent"]
         with torch.inference_mode():
-            for model, noise, first, last, rest in ((high, "enable", 0, 2, "enable"), (low, "disable", 2, 4, "disable")):
+            for model, noise, first, last, rest in ((high, "enable", 0, 2, "enable"),
+                                                    (low, "disable", 2, 4, "disable")):
                 if not fit:
                     comfyui.management.unload_all_models()
                 latent, = comfyui.nodes.KSamplerAdvanced().sample(
-                    model, noise, 7, 4, 3.0, "euler", "simple", arguments["positive"], arguments["negative"], latent, first, last, rest)
+                    model, noise, 7, 4, 3.0, "euler", "simple", arguments["positive"], arguments["negative"], latent,
+                    first, last, rest)
         return latent["samples"]
 
     want = sample(comfyui.native("wan22-i2v"), comfyui.native("wan-i2v"))
@@ -298,8 +315,10 @@ def test_two_models_of_one_workflow_share_the_workers(comfyui, asked, fit):
     def counted(make_command, *args, **kwargs):
         def noted(request):
             command = make_command(request)
-            of = {getattr(command, "model", None), getattr(command, "name", None), getattr(getattr(command, "spec", None), "name", None)}
-            if of & names:                                     # a model that another test has let go of is dropped at any time
+            of = {getattr(command, "model", None), getattr(command, "name", None),
+                  getattr(getattr(command, "spec", None), "name", None)}
+            # a model that another test has let go of is dropped at any time
+            if of & names:
                 sent.append(type(command).__name__)
             return command
         return post(noted, *args, **kwargs)

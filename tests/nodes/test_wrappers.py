@@ -1,4 +1,5 @@
-"""Nodes that wrap or change the sampling, and guiders with two MODELs: what they see and give is as with ComfyUI's own model."""
+"""Nodes that wrap or change the sampling, and guiders with two MODELs:
+what they see and give is as with ComfyUI's own model."""
 
 import sys
 
@@ -10,7 +11,8 @@ from tests.nodes.test_pipefusion import EXACT, STALE, oracle, sample_oracle, sta
 from tests.tolerances import close, relative_error
 
 STAGED = {"pipefusion": 2, "num_patches": 4}
-WRAPPED = ("outer_sample", "sampler_sample", "predict_noise", "calc_cond_batch", "apply_model", "model_function_wrapper")
+WRAPPED = ("outer_sample", "sampler_sample", "predict_noise", "calc_cond_batch", "apply_model",
+           "model_function_wrapper")
 
 
 def looking_at_all(model, where):
@@ -45,7 +47,8 @@ def test_wrappers_that_look_at_the_whole_latent_see_it(comfyui, said, where):
     ("LazyCache", {"reuse_threshold": 0.5, "start_percent": 0.15, "end_percent": 0.95, "verbose": False})])
 def test_nodes_that_wrap_each_step_equal_native(comfyui, said, name, options):
     extras = {"CFGOverride": "nodes_custom_sampler", "LazyCache": "nodes_easycache"}
-    node = getattr(__import__(f"comfy_extras.{extras[name]}", fromlist=["x"]), {"LazyCache": "LazyCacheNode"}.get(name, name))
+    node = getattr(__import__(f"comfy_extras.{extras[name]}", fromlist=["x"]),
+                   {"LazyCache": "LazyCacheNode"}.get(name, name))
     sample = lambda model: comfyui.sample(node.execute(model=model, **options).args[0], "sd3", steps=6)  # noqa: E731
 
     result = sample(staged(comfyui, "sd3"))
@@ -57,7 +60,8 @@ def test_nodes_that_wrap_each_step_equal_native(comfyui, said, name, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, degrees", [
-    ("flux", {"cfg": 2}), ("wan", {"ulysses": 2}), ("qwen-image", STAGED), ("sdxl", {"displaced": 2}), ("sd3", {"cfg": 2})], ids=str)
+    ("flux", {"cfg": 2}), ("wan", {"ulysses": 2}), ("qwen-image", STAGED), ("sdxl", {"displaced": 2}),
+    ("sd3", {"cfg": 2})], ids=str)
 def test_easycache_takes_the_steps_it_takes_with_comfyuis_own_model(comfyui, kind, degrees, monkeypatch):
     """It wraps the diffusion model: those of ComfyUI that let themselves be wrapped (SD3's does not)."""
     from comfy_extras.nodes_easycache import EasyCacheHolder, EasyCacheNode
@@ -67,7 +71,8 @@ def test_easycache_takes_the_steps_it_takes_with_comfyuis_own_model(comfyui, kin
 
     def sample(model):
         reused.clear()
-        model = EasyCacheNode.execute(model=model, reuse_threshold=0.9, start_percent=0.1, end_percent=0.95, verbose=False).args[0]
+        model = EasyCacheNode.execute(model=model, reuse_threshold=0.9, start_percent=0.1, end_percent=0.95,
+                                      verbose=False).args[0]
         return comfyui.sample(model, kind, steps=8), list(reused)
 
     want, reused_natively = sample(comfyui.native(kind))
@@ -96,7 +101,8 @@ def test_guidance_that_looks_at_the_whole_latent_gets_it_from_patches(comfyui, s
     result = comfyui.sample(with_guidance(staged(comfyui, "sd3")), "sd3", steps=4)
 
     close(result, sample_oracle(comfyui, "sd3", 4, 1, with_guidance, steps=4), STALE)
-    assert any("4 patches, one step after the other, because this workflow uses a node that changes guidance" in text for text in said)
+    assert any("4 patches, one step after the other, because this workflow uses a node that changes guidance" in text
+               for text in said)
 
 
 def test_a_sampler_that_nobody_knows_runs_once_for_the_whole_latent(comfyui, said, monkeypatch):
@@ -147,7 +153,8 @@ def other_file(comfyui):
     """A second checkpoint of the same family."""
     tensors = load_file(comfyui.base / "diffusion_models" / comfyui.file("sd3"))
     generator = torch.Generator().manual_seed(9)
-    tensors = {name: tensor + 0.2 * tensor.std() * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+    tensors = {name: tensor + 0.2 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+               for name, tensor in tensors.items()}
     save_file(tensors, comfyui.base / "diffusion_models" / "sd3-other.safetensors")
     return "sd3-other.safetensors"
 
@@ -188,7 +195,8 @@ def test_a_finished_run_says_what_it_took(comfyui, said):
 def test_a_run_that_is_cancelled_says_so_in_place_of_the_seconds_left(comfyui, said):
     model, management = comfyui.ours("sd3", comfyui.config("cpu,cpu", cfg=2)), comfyui.management
     model.add_callback("on_cleanup", lambda _: management.interrupt_current_processing(False))
-    model.set_model_sampler_post_cfg_function(lambda given: management.interrupt_current_processing() or given["denoised"])
+    model.set_model_sampler_post_cfg_function(lambda given: management.interrupt_current_processing()
+                                              or given["denoised"])
 
     with pytest.raises(management.InterruptProcessingException):
         comfyui.sample(model, "sd3", steps=9)
@@ -196,7 +204,8 @@ def test_a_run_that_is_cancelled_says_so_in_place_of_the_seconds_left(comfyui, s
     assert said[-1] == "cancelled after 1 of 9 steps"
 
 
-@pytest.mark.parametrize("total, words", [(10 ** 7, "loading weights 5 of 10 MB"), (10 ** 10, "loading weights 5.0 of 10.0 GB")])
+@pytest.mark.parametrize("total, words",
+                         [(10 ** 7, "loading weights 5 of 10 MB"), (10 ** 10, "loading weights 5.0 of 10.0 GB")])
 def test_what_is_loaded_is_said_in_units_of_its_size(comfyui, total, words):
     runs = sys.modules[f"{comfyui.pack.__name__}.nodes.bridge.workers.progress"].Runs()
     messages = sys.modules[f"{comfyui.pack.__name__}.xdit_backend.protocol.messages"]

@@ -1,5 +1,5 @@
-"""A ComfyUI that loads the pack while packages are missing, in a process of its own. Prints as JSON which nodes there are, and what those
-say that need the packages. Started by test_missing_packages.py:
+"""A ComfyUI that loads the pack while packages are missing, in a process of its own. Prints as JSON which nodes there
+are, and what those say that need the packages. Started by test_missing_packages.py:
 
     XDIT_COMFYUI=FOLDER python -m tests.nodes.without_packages BASE PACKAGE ...
 
@@ -38,7 +38,8 @@ def main(base, *packages):
     from tests.comfyui_server import ROOT, run_async
     from tests.tiny_checkpoints import import_comfyui
     import_comfyui()
-    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]   # our nodes/ would shadow ComfyUI's nodes.py
+    # our nodes/ would shadow ComfyUI's nodes.py
+    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
     import torch
 
     import folder_paths

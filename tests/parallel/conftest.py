@@ -12,10 +12,11 @@ def known_outcomes():
 
 @pytest.fixture
 def on_shared_ranks(request, known_outcomes):
-    """run(function, num_ranks, case): what run_ranks(function, num_ranks, *case) would return, of this test's parameters.
+    """run(function, num_ranks, case): what run_ranks(function, num_ranks, *case) would return, of this test's
+    parameters.
 
-    num_ranks(**parameters), case(**parameters). The first test runs the cases of all tests of its name that were asked for and take as
-    many ranks, one after the other on one set of them.
+    num_ranks(**parameters), case(**parameters). The first test runs the cases of all tests of its name that were asked
+    for and take as many ranks, one after the other on one set of them.
     """
     def run(function, num_ranks, case):
         test, count = request.node.originalname, num_ranks(**request.node.callspec.params)

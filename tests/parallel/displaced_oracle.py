@@ -1,7 +1,9 @@
-"""The oracles of displaced patches, SIM-D(N, W) of docs/algorithms.md 9: one process, the unmodified model, whole images.
+"""The oracles of displaced patches, SIM-D(N, W) of docs/algorithms.md 9: one process, the unmodified model, whole
+images.
 
-For each band of rows the whole latent is predicted, while every layer that mixes rows finds, outside of the band, what it found there
-in the call before; of the result the band's rows are kept. Norms are by the paper's formula, in E[x] and E[x^2].
+For each band of rows the whole latent is predicted, while every layer that mixes rows finds, outside of the band, what
+it found there in the call before; of the result the band's rows are kept. Norms are by the paper's formula, in E[x] and
+E[x^2].
 """
 
 import itertools
@@ -21,7 +23,8 @@ class Calls:
 
     def add(self, time, seen):
         same = self.times[-1:] == [time]
-        self.times, self.seen = ([*(kept[:-1] if same else kept[-1:]), new] for kept, new in ((self.times, time), (self.seen, seen)))
+        self.times, self.seen = ([*(kept[:-1] if same else kept[-1:]), new]
+                                 for kept, new in ((self.times, time), (self.seen, seen)))
 
     def foretold(self, name, time):
         last = self.seen[-1][name]
@@ -32,8 +35,8 @@ class Calls:
 
 
 class StaleUNet:
-    """A U-Net that remembers what its layers saw. bands: [(first row of the latent, last + 1)]. mode: the paper's name. forecast: how far
-    keys and values, and what else `drifts` names, go on as they went before."""
+    """A U-Net that remembers what its layers saw. bands: [(first row of the latent, last + 1)]. mode: the paper's name.
+    forecast: how far keys and values, and what else `drifts` names, go on as they went before."""
 
     def __init__(self, model, bands, mode, forecast=0.0, drifts=("attn1",)):
         self.model, self.bands, self.mode, self.drifts = model, bands, mode, drifts
@@ -63,7 +66,8 @@ class StaleUNet:
                 self.band = None
                 out = self.model(**inputs, return_dict=False)[0]
             else:
-                out = torch.cat([piece[:, :, first:last] for piece, (first, last) in zip(self._all_bands(inputs), self.bands)], 2)
+                out = torch.cat([piece[:, :, first:last]
+                                 for piece, (first, last) in zip(self._all_bands(inputs), self.bands)], 2)
         finally:
             self.is_running = False
         if not (is_stale and self.mode == "no_sync"):
@@ -154,11 +158,12 @@ class StaleUNet:
 
 
 class StaleTransformer:
-    """The same for a transformer of the zoo: each rank's tokens of every stream, and keys and values of the others' from before."""
+    """The same for a transformer of the zoo: each rank's tokens of every stream,
+    and keys and values of the others' from before."""
 
     def __init__(self, example, num_parts, num_shards, shards=None, forecast=0.0):
-        """num_shards: that the tokens are cut into; a part is some that follow one another. shards: {stream: tokens of each}, where
-        they are not as even as they can be. forecast: as StaleUNet's."""
+        """num_shards: that the tokens are cut into; a part is some that follow one another. shards: {stream: tokens of
+        each}, where they are not as even as they can be. forecast: as StaleUNet's."""
         self.example, self.num_parts, self.num_shards, self.shards = example, num_parts, num_shards, shards or {}
         within = {(streams, streams) for list_ in example.family.plan.lists for streams in list_.attention.values()}
         self.mixed = within | set(example.family.plan.across.values())         # (streams of queries, streams of keys)
@@ -178,7 +183,8 @@ class StaleTransformer:
                     return plain_attention(query, key, value, *args, **kwargs)     # cross-attention, or of text alone
                 name, both = next(calls), torch.stack([key, value])
                 if band is not None:
-                    own = torch.cat([self._own(stream, counts[stream], band) for stream in lengths[query.shape[2], key.shape[2]]])
+                    own = torch.cat([self._own(stream, counts[stream], band)
+                                     for stream in lengths[query.shape[2], key.shape[2]]])
                     now[name] = torch.where(own[:, None], both, now.get(name, both))
                     both = torch.where(own[:, None], both, self.calls.foretold(name, time))
                 else:

@@ -1,4 +1,5 @@
-"""The oracle of PipeFusion, SIM(M, W) of docs/algorithms.md 2.7: one process, the unmodified diffusers model, stale keys and values.
+"""The oracle of PipeFusion, SIM(M, W) of docs/algorithms.md 2.7: one process, the unmodified diffusers model, stale
+keys and values.
 
 A patch is predicted by running the whole latent, while every self-attention takes keys and values from a store for all
 tokens but the patch's own. Everything else in a transformer is token by token, so the patch's rows are its prediction.
@@ -16,12 +17,14 @@ plain = F.scaled_dot_product_attention
 class StaleModel:
     """A model of the zoo that remembers keys and values from call to call.
 
-    forecast: how far they go on as they went before. order: 1, along a line through the last two calls; 2, a parabola through three.
+    forecast: how far they go on as they went before. order: 1, along a line through the last two calls; 2, a parabola
+    through three.
     """
 
     def __init__(self, example, forecast=0.0, order=1):
         self.example, self.forecast, self.order = example, forecast, order
-        self.store, self.times, self.past = {}, {}, {}         # past: of each attention, [(time, keys, values)] of whole calls
+        # past: of each attention, [(time, keys, values)] of whole calls
+        self.store, self.times, self.past = {}, {}, {}
         self.others = []
         self.streams = None                                    # of the keys of the attention that runs
         for list_ in example.family.plan.lists:
@@ -49,14 +52,16 @@ class StaleModel:
             if self.order == 2 and len(past) > 2:
                 oldest, *first = past[-3]
                 step = stride * (old - older)
-                bent = [((now - then) / (old - older) - (then - start) / (older - oldest)) / (old - oldest) * step * (step + old - older)
+                bent = [((now - then) / (old - older) - (then - start) / (older - oldest)) / (old - oldest) * step
+                        * (step + old - older)
                         for now, then, start in zip(last, before, first)]
             self.store[name] = *(now + self.forecast * stride * (now - then) + self.forecast * more
                                  for now, then, more in zip(last, before, bent)), seen
             del past[:-2]
 
     def predict(self, latent, timestep, rows=None, opens=None):
-        """The model's prediction for a whole latent. rows: the patch, (first, last + 1) along its dim, or several such; None: all is fresh.
+        """The model's prediction for a whole latent. rows: the patch, (first, last + 1) along its dim, or several such;
+        None: all is fresh.
         opens: is it the first of its step? None: the one with the first row is.
 
         Of the latent's other parts, `others`: with the first patch they are as they are predicted.
@@ -70,7 +75,8 @@ class StaleModel:
         a_row = num_image // -(-latent.shape[dim] // size[dim - 2])
         height = latent.shape[dim]
         strips = [(0, height)] if rows is None else [rows] if isinstance(rows[0], int) else rows
-        own = [(a_row * (first // size[dim - 2]), num_image if end == height else a_row * (end // size[dim - 2])) for first, end in strips]
+        own = [(a_row * (first // size[dim - 2]), num_image if end == height else a_row * (end // size[dim - 2]))
+               for first, end in strips]
         opens = own[0][0] == 0 if opens is None else opens
         calls = iter(range(1000))
 
@@ -78,7 +84,8 @@ class StaleModel:
             if self.streams is None:
                 return plain(query, key, value, *args, **kwargs)                   # over text alone, or cross-attention
             assert key.shape[2] == sum(counts[stream] for stream in self.streams)
-            fresh = torch.full((key.shape[2],), opens)                             # text and the like come with the first patch
+            # text and the like come with the first patch
+            fresh = torch.full((key.shape[2],), opens)
             if "image" in self.streams:
                 offset = sum(counts[stream] for stream in self.streams[:self.streams.index("image")])
                 fresh[offset:offset + num_image] = False
@@ -89,7 +96,8 @@ class StaleModel:
                 if self.forecast and name in self.store:
                     self.go_on(name, timestep.max().item())
                 self.times[name] = timestep.max().item()
-            keys, values, seen = self.store.get(name, (torch.zeros_like(key), torch.zeros_like(value), torch.zeros_like(fresh)))
+            keys, values, seen = self.store.get(name, (torch.zeros_like(key), torch.zeros_like(value),
+                                                       torch.zeros_like(fresh)))
             keys = torch.where(fresh[:, None], key, keys)
             values = torch.where(fresh[:, None], value, values)
             seen = seen | fresh
@@ -109,15 +117,17 @@ class StaleModel:
 
 
 def simulate(example, patches, warmup_steps, sigmas, dim=2, forecast=0.0):
-    """Sample with Euler steps, patch by patch after the warm-up. patches: [(first row, last + 1)]. Returns the latent."""
+    """Sample with Euler steps, patch by patch after the warm-up. patches: [(first row, last + 1)].
+    Returns the latent."""
     model, x = StaleModel(example, forecast), example.latent
     for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:])):
         timestep = example.at(sigma)
         if step < warmup_steps:
             x = stepped(x, model.predict(x, timestep), following - sigma)
             continue
-        x = torch.cat([stepped(x, model.predict(x, timestep, (first, last)), following - sigma).narrow(dim, first, last - first)
-                       for first, last in patches], dim)
+        x = torch.cat(
+            [stepped(x, model.predict(x, timestep, (first, last)), following - sigma).narrow(dim, first, last - first)
+             for first, last in patches], dim)
     return x
 
 

@@ -19,17 +19,22 @@ VOLTA, TURING, AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE_50 = (7, 0), (7, 5), (8, 
       for dtype in (BF16, FP16) for size in (12, 64, 128) for capability in (HOPPER, BLACKWELL)),
     (BF16, 136, HOPPER, True, Kernel("flash", BF16, 8)), (BF16, 128, HOPPER, False, Kernel("flash", BF16, 8)),
     (BF16, 512, HOPPER, True, Kernel("efficient", BF16, 8)), (FP16, 260, ADA, True, Kernel("efficient", FP16, 8)),
-    *((FP16, size, capability, True, Kernel("efficient", FP16, 8)) for size in (12, 64, 512) for capability in (VOLTA, TURING)),
-    *((BF16, size, capability, True, Kernel("efficient", FP32, 4)) for size in (12, 64, 512) for capability in (VOLTA, TURING)),
-    *((FP32, size, capability, True, Kernel("efficient", FP32, 4)) for size in (10, 64) for capability in (VOLTA, ADA, HOPPER)),
+    *((FP16, size, capability, True, Kernel("efficient", FP16, 8)) for size in (12, 64, 512)
+      for capability in (VOLTA, TURING)),
+    *((BF16, size, capability, True, Kernel("efficient", FP32, 4)) for size in (12, 64, 512)
+      for capability in (VOLTA, TURING)),
+    *((FP32, size, capability, True, Kernel("efficient", FP32, 4)) for size in (10, 64)
+      for capability in (VOLTA, ADA, HOPPER)),
 ], ids=str)
 def test_the_kernel_is_one_that_the_device_has(dtype, head_size, capability, has_cudnn, kernel):
     assert choose_kernel(dtype, head_size, 100, capability, has_cudnn) == kernel
 
 
 @pytest.mark.parametrize("dtype, capability, kernel", [
-    (BF16, HOPPER, Kernel("efficient", BF16, 8)), (FP16, ADA, Kernel("efficient", FP16, 8)), (FP16, TURING, Kernel("efficient", FP16, 8)),
-    (BF16, TURING, Kernel("efficient", FP32, 4)), (FP32, HOPPER, Kernel("efficient", FP32, 4)), (FP64, None, Kernel("cpu", FP64))])
+    (BF16, HOPPER, Kernel("efficient", BF16, 8)), (FP16, ADA, Kernel("efficient", FP16, 8)),
+    (FP16, TURING, Kernel("efficient", FP16, 8)),
+    (BF16, TURING, Kernel("efficient", FP32, 4)), (FP32, HOPPER, Kernel("efficient", FP32, 4)),
+    (FP64, None, Kernel("cpu", FP64))])
 def test_masks_are_for_kernels_that_take_them(dtype, capability, kernel):
     assert choose_kernel(dtype, 64, 100, capability, True, masked=True) == kernel
 

@@ -1,4 +1,5 @@
-"""Displaced patches: the ranks together are the oracle, synchronous calls are the model; with a broken part they are not."""
+"""Displaced patches: the ranks together are the oracle, synchronous calls are the model;
+with a broken part they are not."""
 
 import copy
 import dataclasses
@@ -41,9 +42,11 @@ ALL = len(SIGMAS)
 
 
 def sample(predict, x, warmup_steps, heun=False, scale=1000.0):
-    """Euler or Heun steps. predict(x, timestep, is_stale); a call is synchronous while its sigma is above sigmas[warmup_steps].
+    """Euler or Heun steps. predict(x, timestep, is_stale); a call is synchronous while its sigma is above
+    sigmas[warmup_steps].
 
-    heun: where in a step its second call is made: 0 there is none, 1 (Heun's method) at its end, at the time of the next one's first.
+    heun: where in a step its second call is made: 0 there is none, 1 (Heun's method) at its end, at the time of the
+    next one's first.
     """
     def velocity(x, sigma):
         is_stale = bool(calls) and warmup_steps < len(SIGMAS) and sigma <= SIGMAS[warmup_steps]
@@ -71,7 +74,8 @@ def simulated(name, starts, shape, warmup_steps, heun, mode, forecast):
     stale = StaleUNet(one.model, list(zip(starts, starts[1:])), mode, forecast)
 
     def oracle(x, timestep, is_stale):
-        return stale.predict(is_stale and mode != "full_sync", **one.family.inputs(x, timestep, one.conditioning, one.config))
+        return stale.predict(is_stale and mode != "full_sync",
+                             **one.family.inputs(x, timestep, one.conditioning, one.config))
 
     def model(x, timestep, is_stale):
         return one.model(**one.family.inputs(x, timestep, one.conditioning, one.config), return_dict=False)[0]
@@ -79,8 +83,8 @@ def simulated(name, starts, shape, warmup_steps, heun, mode, forecast):
 
 
 def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), forecast=0.0):
-    """The latents that the ranks together make, one for each case, on one model; what the exchanges were like; how many modules of each
-    kind have hooks; and how often the text was projected in each case."""
+    """The latents that the ranks together make, one for each case, on one model; what the exchanges were like; how many
+    modules of each kind have hooks; and how often the text was projected in each case."""
     torch.set_grad_enabled(False)
     if mutant is not None:
         MUTANTS[mutant]()
@@ -97,8 +101,8 @@ def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), forecast=0.0
 
         predict = functools.partial(predicted, loaded, mesh, exchange, given.conditioning, mode, addresses)
         results.append(sample(predict, given.latent, warmup_steps, heun))
-        seen.append((exchange.num_under_way, len(addresses), len(exchange.addresses), len(exchange.once), exchange.num_bytes,
-                     len(exchange.layers)))
+        seen.append((exchange.num_under_way, len(addresses), len(exchange.addresses), len(exchange.once),
+                     exchange.num_bytes, len(exchange.layers)))
         exchange.drain()
         assert exchange.num_under_way == 0
         projections.append(len(projected))
@@ -129,7 +133,8 @@ def predicted(loaded, mesh, exchange, conditioning, mode, addresses, x, timestep
 
 
 def check(name, starts, cases, mutant=None, speeds=(), forecast=0.0):
-    """[(error against the oracle, against the one model)] of each case. starts: the bands, which the ranks have to find by themselves."""
+    """[(error against the oracle, against the one model)] of each case.
+    starts: the bands, which the ranks have to find by themselves."""
     on_all = run_ranks(on_ranks, len(starts) - 1, name, cases, mutant, speeds, forecast, timeout_s=300)
     errors = []
     for index, (shape, warmup_steps, heun, mode, _) in enumerate(cases):
@@ -156,11 +161,12 @@ def test_every_mode_equals_the_oracle(mode):
 @pytest.mark.parametrize("name, shape, speeds, starts", [
     ("SDXL", ODD, (), (0, 8, 16, 23)), ("SD 1.5", {"rows": 24, "columns": 9}, (1, 2), (0, 8, 24)),
     ("SDXL", ODD, (5, 1, 2), (0, 16, 20, 23)),
-    pytest.param("SD 1.5", {"rows": 17, "columns": 9}, (), (0, 8, 16, 17), marks=pytest.mark.slow),        # one row at the last level
+    # one row at the last level
+    pytest.param("SD 1.5", {"rows": 17, "columns": 9}, (), (0, 8, 16, 17), marks=pytest.mark.slow),
     pytest.param("SD 2", {"rows": 37, "columns": 19}, (), (0, 16, 32, 37), marks=pytest.mark.slow)], ids=str)
 def test_uneven_and_odd_bands_equal_the_oracle(name, shape, speeds, starts):
-    """Of ranks that are alike or not. Euler and Heun, one warm-up step and two, and all: that is the one model. Runs follow one another
-    on the same hooks."""
+    """Of ranks that are alike or not. Euler and Heun, one warm-up step and two, and all: that is the one model. Runs
+    follow one another on the same hooks."""
     cases = [(shape, 1, False, "corrected_async_gn", 1 << 21), (shape, 2, True, "corrected_async_gn", 1),
              (shape, ALL, False, "corrected_async_gn", 1 << 14)]
 
@@ -172,8 +178,10 @@ def test_uneven_and_odd_bands_equal_the_oracle(name, shape, speeds, starts):
 
 
 def test_runs_of_other_sizes_do_not_meet():
-    """The same latent before and after another run on the same model; buckets of any size; nothing moves, nothing is left under way."""
-    cases = [(SMALL, 1, False, "corrected_async_gn", 1 << 14), ({"rows": 8, "columns": 6}, 1, False, "stale_gn", 1 << 21),
+    """The same latent before and after another run on the same model; buckets of any size;
+    nothing moves, nothing is left under way."""
+    cases = [(SMALL, 1, False, "corrected_async_gn", 1 << 14),
+             ({"rows": 8, "columns": 6}, 1, False, "stale_gn", 1 << 21),
              (SMALL, 1, False, "corrected_async_gn", 1)]
 
     results, seen, counts, projections = run_ranks(on_ranks, 2, "SDXL", cases, timeout_s=300)[0]
@@ -182,7 +190,8 @@ def test_runs_of_other_sizes_do_not_meet():
     assert [addresses for _, addresses, *_ in seen] == [1, 1, 1]
     assert [under_way == buckets > 0 for under_way, _, buckets, *_ in seen] == [True] * 3
     # One layer a level on the way down and two on the way up, of no, one and two blocks; two blocks in the middle.
-    assert counts["self-attention"] == 3 * 1 + 3 * 2 + 2 and counts["of text"] == seen[0][3] == 2 * counts["self-attention"]
+    assert (counts["self-attention"] == 3 * 1 + 3 * 2 + 2
+            and counts["of text"] == seen[0][3] == 2 * counts["self-attention"])
     assert projections == [counts["of text"]] * 3              # once a run, however many calls
     in_rows = counts["convolution"] + counts["group norm"] + counts["self-attention"]
     assert [seen_layers for *_, seen_layers in seen] == [in_rows] * 3          # each of them has worked on rows
@@ -192,12 +201,15 @@ def test_runs_of_other_sizes_do_not_meet():
 def test_every_convolution_and_norm_has_a_hook(name, attending):
     """As many as the structure has. attending: levels that attend, in each layer on the way down and on the way up."""
     one = example(name)
-    levels, layers = len(one.config["block_out_channels"]), 2 * one.config["layers_per_block"] + 1     # of a level, on both ways
-    residual, attention = layers * levels + 2, layers * attending + 1          # each with two convolutions and norms; each with a norm
+    # of a level, on both ways
+    levels, layers = len(one.config["block_out_channels"]), 2 * one.config["layers_per_block"] + 1
+    # each with two convolutions and norms; each with a norm
+    residual, attention = layers * levels + 2, layers * attending + 1
 
     counts = RowHooks(one.model, one.family.plan).counts
 
-    assert counts["convolution"] == 2 * residual + 2 * (levels - 1) + 2        # to the next level and back; the first and the last
+    # to the next level and back; the first and the last
+    assert counts["convolution"] == 2 * residual + 2 * (levels - 1) + 2
     assert counts["group norm"] == 2 * residual + attention + 1                # and the last
 
 
@@ -213,7 +225,8 @@ def test_text_that_is_projected_in_every_call_is_noticed():
 def test_what_is_kept_is_the_formula_to_the_byte(name, num_ranks, shape):
     """And with it what is sent: a row of every bucket, to all others."""
     on_all = run_ranks(on_ranks, num_ranks, name, [(shape, 1, False, "corrected_async_gn", 4096)], timeout_s=300)
-    told = told_bytes(example(name).model, (shape["rows"], shape["columns"]), num_ranks, torch.float64, shape.get("batch", 1))
+    told = told_bytes(example(name).model, (shape["rows"], shape["columns"]), num_ranks, torch.float64,
+                      shape.get("batch", 1))
 
     assert [seen[0][4] for _, seen, *_ in on_all] == [num_ranks * told] * num_ranks
 
@@ -231,8 +244,10 @@ def peak_of_first_call(rank, world_size, net, tokens, bucket_bytes, forecast):
 @pytest.mark.parametrize("forecast", [0.0, 0.5])
 @pytest.mark.parametrize("layers", [0.5, 3.5], ids=["a bucket each", "three a bucket"])
 def test_what_a_first_call_holds_is_what_a_run_is_refused_by(layers, forecast):
-    """But for a bucket and a layer that are on their way. What is told is not held beside the buckets that are made of it."""
-    net, degrees, config = Net(40, 64, 4, 12.0, 1e6), Degrees(displaced=2), ParallelConfig(forecast_keys_values=forecast)
+    """But for a bucket and a layer that are on their way.
+    What is told is not held beside the buckets that are made of it."""
+    net, degrees, config = Net(40, 64, 4, 12.0,
+                               1e6), Degrees(displaced=2), ParallelConfig(forecast_keys_values=forecast)
     a_block = 2 * 100 * net.width * net.element_bytes
     counted = rank_memory(net, Job(100, 0, 20), degrees, **memory_settings(config)).keys_values
 
@@ -242,18 +257,21 @@ def test_what_a_first_call_holds_is_what_a_run_is_refused_by(layers, forecast):
 
 
 def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds):
-    """The latents of two runs, with one warm-up step (Heun's method) and with all, that the ranks of a transformer make."""
+    """The latents of two runs, with one warm-up step (Heun's method) and with all,
+    that the ranks of a transformer make."""
     torch.set_grad_enabled(False)
     if mutant is not None:
         MUTANTS[mutant]()
     mesh, one, results = paced(build_mesh(layout, world_size), speeds), example(name, **shape), []
-    hooks = Hooks(one.model, one.family.plan, hold_share(one.model, one.family.plan, layout.tensor_degree, mesh.ranks["tensor"]))
+    hooks = Hooks(one.model, one.family.plan,
+                  hold_share(one.model, one.family.plan, layout.tensor_degree, mesh.ranks["tensor"]))
     loaded = one.loaded(hooks)
     for warmup_steps in (1, ALL):
         exchange = Exchange(mesh.displaced_group, layout.displaced_degree, mesh.ranks["displaced"], 4096)
         predict = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning)
         with unrounded(layout):
-            results.append(sample(predict, one.latent, warmup_steps, heun=warmup_steps == 1, scale=one.family.time_scale))
+            results.append(sample(predict, one.latent, warmup_steps, heun=warmup_steps == 1,
+                                  scale=one.family.time_scale))
         exchange.drain()
     return results
 
@@ -269,36 +287,42 @@ def predicted_whole(loaded, mesh, exchange, conditioning, x, timestep, is_stale)
 
 
 def check_transformer(name, layout, shape, mutant=None, speeds=(), shards=None):
-    """Errors of a displaced run against the oracle, of a synchronous one and of it against the model. shards: as the oracle's."""
+    """Errors of a displaced run against the oracle, of a synchronous one and of it against the model.
+    shards: as the oracle's."""
     num_shards = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
-    (displaced_, synchronous), *others = run_ranks(transformer_on_ranks, num_shards * layout.tensor_degree, name, layout, shape, mutant,
-                                                   speeds, timeout_s=300)
-    one, stale = example(name, **shape), StaleTransformer(example(name, **shape), layout.displaced_degree, num_shards, shards)
+    (displaced_, synchronous), *others = run_ranks(transformer_on_ranks, num_shards * layout.tensor_degree, name,
+                                                   layout, shape, mutant, speeds, timeout_s=300)
+    one, stale = example(name, **shape), StaleTransformer(example(name, **shape), layout.displaced_degree, num_shards,
+                                                          shards)
 
     def model(x, timestep, is_stale):
         one.latent, one.timestep = x, timestep
         return one.run()[:, :x.shape[1]]
     with unrounded(layout):
-        oracle = sample(lambda x, timestep, is_stale: stale.predict(x, timestep, is_stale)[:, :x.shape[1]], stale.example.latent, 1, True,
-                        one.family.time_scale)
-        single = [sample(model, example(name, **shape).latent, ALL, heun, one.family.time_scale) for heun in (False, True)]
+        oracle = sample(lambda x, timestep, is_stale: stale.predict(x, timestep, is_stale)[:, :x.shape[1]],
+                        stale.example.latent, 1, True, one.family.time_scale)
+        single = [sample(model, example(name, **shape).latent, ALL, heun, one.family.time_scale)
+                  for heun in (False, True)]
     assert all(torch.equal(displaced_, other[0]) for other in others)
-    return [(a - b).abs().max().item() for a, b in ((displaced_, oracle), (synchronous, single[0]), (displaced_, single[1]))]
+    return [(a - b).abs().max().item()
+            for a, b in ((displaced_, oracle), (synchronous, single[0]), (displaced_, single[1]))]
 
 
 TRANSFORMER = {"rows": 12, "columns": 6, "num_text_tokens": 7}
 
 
 @pytest.mark.parametrize("name, layout", [
-    ("SD3", Layout(displaced_degree=3)), ("Flux.1", Layout(displaced_degree=2)), ("PixArt-Sigma", Layout(displaced_degree=2)),
+    ("SD3", Layout(displaced_degree=3)), ("Flux.1", Layout(displaced_degree=2)),
+    ("PixArt-Sigma", Layout(displaced_degree=2)),
     *(pytest.param(name, Layout(displaced_degree=2), marks=pytest.mark.slow) for name in having("displaced")
       if name not in ("SD3", "Flux.1", "PixArt-Sigma", *ALIKE)),
     pytest.param("SD3", Layout(displaced_degree=2, ulysses_degree=2), marks=pytest.mark.slow),
     pytest.param("Flux.1", Layout(displaced_degree=2, ring_degree=2), marks=pytest.mark.slow),
-    pytest.param("Flux.1", Layout(displaced_degree=2, tensor_degree=2), marks=pytest.mark.slow, id="Flux.1-x-tensor")], ids=str)
+    pytest.param("Flux.1", Layout(displaced_degree=2, tensor_degree=2), marks=pytest.mark.slow, id="Flux.1-x-tensor")],
+                         ids=str)
 def test_transformers_equal_the_oracle(name, layout):
-    """Image and text tokens of other ranks are as they were a call before; Ulysses and Ring share out a rank's part, tensor ranks have
-    their heads' keys and values."""
+    """Image and text tokens of other ranks are as they were a call before; Ulysses and Ring share out a rank's part,
+    tensor ranks have their heads' keys and values."""
     of_oracle, of_model, displaced_of_model = check_transformer(name, layout, TRANSFORMER)
 
     within(of_oracle, EXACT)
@@ -310,8 +334,8 @@ def test_transformers_equal_the_oracle(name, layout):
     ("SD3", Layout(displaced_degree=3), 2, (5, 1, 2), {"image": (12, 2, 4), "text": (2, 0, 0)}),
     ("SD3", Layout(displaced_degree=3), 2, (), {"image": (6, 6, 6), "text": (1, 1, 0)}),
     ("Flux.1", Layout(displaced_degree=2), 7, (1, 3), {"image": (4, 14), "text": (2, 5)}),
-    pytest.param("SD3", Layout(displaced_degree=2, ulysses_degree=2), 7, (3, 1, 3, 1), {"image": (7, 2, 7, 2), "text": (3, 1, 3, 0)},
-                 marks=pytest.mark.slow)], ids=str)
+    pytest.param("SD3", Layout(displaced_degree=2, ulysses_degree=2), 7, (3, 1, 3, 1),
+                 {"image": (7, 2, 7, 2), "text": (3, 1, 3, 0)}, marks=pytest.mark.slow)], ids=str)
 def test_uneven_shards_equal_the_oracle(name, layout, num_text_tokens, speeds, shards):
     """Ranks that are not alike, and more of them than tokens of the text."""
     shape = {**TRANSFORMER, "num_text_tokens": num_text_tokens}
@@ -336,7 +360,8 @@ FORETOLD = [(0, 0), (1, 0), (2, 1), (1, 0.5), (ALL, 0)]        # warm-up steps, 
 
 
 def foretold_on_ranks(rank, world_size, name, layout, shape, mutant):
-    """The latents of all cases, that the ranks make one after the other on one model; bytes kept in the last but one; addresses of each."""
+    """The latents of all cases, that the ranks make one after the other on one model; bytes kept in the last but one;
+    addresses of each."""
     torch.set_grad_enabled(False)
     if mutant is not None:
         MUTANTS[mutant]()
@@ -363,9 +388,11 @@ def of_latent(predict, x, timestep, is_stale):
 
 
 def check_foretold(name, layout, mutant=None):
-    """([(error against the oracle, against the oracle without a forecast, against the model) of each case], what is kept)"""
+    """([(error against the oracle, against the oracle without a forecast, against the model) of each case],
+    what is kept)"""
     num_shards = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
-    (results, kept, addresses), *others = run_ranks(foretold_on_ranks, num_shards, name, layout, TRANSFORMER, mutant, timeout_s=300)
+    (results, kept, addresses), *others = run_ranks(foretold_on_ranks, num_shards, name, layout, TRANSFORMER, mutant,
+                                                    timeout_s=300)
     assert all(torch.equal(a, b) for other in others for a, b in zip(results, other[0])) and set(addresses) == {1}
     one, errors = example(name, **TRANSFORMER), []
 
@@ -374,9 +401,11 @@ def check_foretold(name, layout, mutant=None):
         return one.run()[:, :x.shape[1]]
     for (warmup_steps, second), result in zip(FORETOLD, results):
         given = example(name, **TRANSFORMER)
-        oracles = [StaleTransformer(example(name, **TRANSFORMER), layout.displaced_degree, num_shards, forecast=strength).predict
+        oracles = [StaleTransformer(example(name, **TRANSFORMER), layout.displaced_degree, num_shards,
+                                    forecast=strength).predict
                    for strength in (FORECAST, 0.0)]
-        wanted = [sample(functools.partial(of_latent, predict), given.latent, warmup_steps, second, given.family.time_scale)
+        wanted = [sample(functools.partial(of_latent, predict), given.latent, warmup_steps, second,
+                         given.family.time_scale)
                   for predict in (*oracles, model)]
         errors.append(tuple((result - each).abs().max().item() for each in wanted))
     return errors, kept
@@ -389,7 +418,8 @@ def check_foretold(name, layout, mutant=None):
     pytest.param("SD3", Layout(displaced_degree=2, ulysses_degree=2), marks=pytest.mark.slow),
     pytest.param("Flux.1", Layout(displaced_degree=2, ring_degree=2), marks=pytest.mark.slow)], ids=str)
 def test_foretold_keys_and_values_equal_the_oracle(name, layout):
-    """After one call, after two, with calls at one time and between steps. There is no slope, or nothing stale, where all is as without."""
+    """After one call, after two, with calls at one time and between steps.
+    There is no slope, or nothing stale, where all is as without."""
     errors, kept = check_foretold(name, layout)
 
     within(max(of_oracle for of_oracle, _, _ in errors), EXACT)
@@ -398,7 +428,8 @@ def test_foretold_keys_and_values_equal_the_oracle(name, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", ["forecast_in_calls_not_in_time", "forecast_of_a_forecast", "sides_that_never_change"])
+@pytest.mark.parametrize("mutant",
+                         ["forecast_in_calls_not_in_time", "forecast_of_a_forecast", "sides_that_never_change"])
 def test_a_wrong_forecast_is_noticed(mutant):
     errors, _ = check_foretold("SD3", Layout(displaced_degree=2), mutant)
 
@@ -413,7 +444,8 @@ def told_at_times(rank, world_size, forecast):
     exchange, known = Exchange(torch.distributed.group.WORLD, world_size, rank, 64, forecast), []
     for value, time in ((1.0, 3.0), (2.0, 2.0), (4.0, 1.0), (5.0, 1.0)):
         with exchange.call(Traffic(), bool(known), time=time):
-            known.append([exchange.share(key, torch.full((8,), value), [(8,)] * world_size, key == "drifts")[1 - rank][0].item()
+            known.append([exchange.share(key, torch.full((8,), value), [(8,)] * world_size,
+                                         key == "drifts")[1 - rank][0].item()
                           for key in ("drifts", "stays")])
     exchange.drain()
     return known, exchange.num_bytes
@@ -488,7 +520,8 @@ def even_shares():
 
 
 def text_of_the_first_run():
-    RowHooks._once = lambda self, name, forward, *args, **kwargs: self.__dict__.setdefault("known", {}).setdefault(name, forward(*args))
+    RowHooks._once = lambda self, name, forward, *args, **kwargs: self.__dict__.setdefault("known", {}).setdefault(
+        name, forward(*args))
 
 
 def text_of_every_call():
@@ -509,8 +542,9 @@ MUTANTS = {function.__name__: function for function in (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", ["zeros_for_halos", "own_keys_stale", "no_correction", "bessel_factor", "even_shares",
-                                    "text_of_the_first_run", "bands_of_like_ranks"])
+@pytest.mark.parametrize("mutant",
+                         ["zeros_for_halos", "own_keys_stale", "no_correction", "bessel_factor", "even_shares",
+                          "text_of_the_first_run", "bands_of_like_ranks"])
 def test_exactness_notices_a_broken_part(mutant):
     """A second run, where there are two, has another text."""
     columns = (8, 6) if mutant == "text_of_the_first_run" else (6,)
@@ -525,7 +559,8 @@ def test_exactness_notices_a_broken_part(mutant):
 def test_all_moments_fresh_are_torchs_and_far_from_zero_nothing_cancels():
     x = torch.randn(2, 8, 10, 6, dtype=torch.float64) + 1e4
     parts, shares = [x[:, :, :7], x[:, :, 7:]], torch.tensor([0.7, 0.3], dtype=torch.float64)
-    known = torch.stack([torch.stack([part.reshape(2, 4, -1).mean(-1), part.reshape(2, 4, -1).var(-1, correction=0)]) for part in parts])
+    known = torch.stack([torch.stack([part.reshape(2, 4, -1).mean(-1), part.reshape(2, 4, -1).var(-1, correction=0)])
+                         for part in parts])
 
     mean, variance = corrected_moments(known[0], *correction_of(image_moments(known, shares), known[0]))
     single = known.float()
@@ -563,7 +598,8 @@ def test_a_negative_variance_is_replaced_by_the_ranks_own():
 
 
 @pytest.mark.parametrize("rows, ranks, multiple, starts", [
-    (16, 2, 4, (0, 8, 16)), (20, 3, 4, (0, 8, 16, 20)), (23, 3, 4, (0, 8, 16, 23)), (17, 3, 8, (0, 8, 16, 17)), (16, 3, 8, None)])
+    (16, 2, 4, (0, 8, 16)), (20, 3, 4, (0, 8, 16, 20)), (23, 3, 4, (0, 8, 16, 23)), (17, 3, 8, (0, 8, 16, 17)),
+    (16, 3, 8, None)])
 def test_bands_are_whole_multiples(rows, ranks, multiple, starts):
     assert cut_bands(rows, ranks, multiple) == starts
 
@@ -581,14 +617,16 @@ def test_ranks_in_one_process_equal_the_oracle(mode, forecast):
     """Those that tests/displaced_unets.py measures modes with."""
     with torch.no_grad():
         model, bands = displaced_unets.new("sdxl").double().eval(), (0, 4, 8)
-        ranks, oracle = displaced_unets.Ranks(model, 2), StaleUNet(copy.deepcopy(model), [(0, 4), (4, 8)], mode, forecast)
+        ranks, oracle = displaced_unets.Ranks(model, 2), StaleUNet(
+            copy.deepcopy(model), [(0, 4), (4, 8)], mode, forecast)
         ranks.begin(forecast)
         torch.manual_seed(1)
         noise, context = torch.randn(1, 3, 8, 4).double(), torch.randn(2, 5, displaced_unets.WIDTH).double()
         predictors = (lambda step, time, **inputs: ranks.predict(step > 0, MODES[mode], bands, time, **inputs),
                       lambda step, time, **inputs: oracle.predict(step > 0, **inputs),
                       lambda step, time, **inputs: model(**inputs, return_dict=False)[0])
-        together, wanted, one = (displaced_unets.sample("sdxl", predict, noise, context, 4, 3.0) for predict in predictors)
+        together, wanted, one = (displaced_unets.sample("sdxl", predict, noise, context, 4, 3.0)
+                                 for predict in predictors)
 
     within((together - wanted).abs().max().item(), EXACT)
     assert (together - one).abs().max() > 1e-6

@@ -1,4 +1,5 @@
-"""A model behind its hooks is the model: exact in float64 for every family, layout and shape; with a broken one it is not."""
+"""A model behind its hooks is the model: exact in float64 for every family, layout and shape;
+with a broken one it is not."""
 
 import dataclasses
 
@@ -23,8 +24,8 @@ EXACT = 1e-12
 LAYOUTS = {"ulysses2": Layout(ulysses_degree=2), "ring2": Layout(ring_degree=2), "ring3": Layout(ring_degree=3),
            "ring2-ulysses2": Layout(ring_degree=2, ulysses_degree=2), "ulysses4": Layout(ulysses_degree=4)}
 MASKED = {"rows": 8, "columns": 8, "num_text_tokens": 8, "batch": 2, "masked": True}
-SHAPES = {"even": {"rows": 8, "columns": 8, "num_text_tokens": 8}, "uneven": {"rows": 6, "columns": 10, "num_text_tokens": 7},
-          "batch": {"rows": 4, "columns": 6, "batch": 3}}
+SHAPES = {"even": {"rows": 8, "columns": 8, "num_text_tokens": 8},
+          "uneven": {"rows": 6, "columns": 10, "num_text_tokens": 7}, "batch": {"rows": 4, "columns": 6, "batch": 3}}
 
 
 def whole(mesh, one, hooks):
@@ -52,7 +53,8 @@ def difference(rank, world_size, name, layout, shapes, mutant=None, speeds=()):
             hooks = Hooks(model, one.family.plan)
         one.model = model
         with hooks.serving(whole(mesh, one, hooks)):
-            results.append(max((part - wanted).abs().max().item() for part, wanted in zip(one.run_parts(), want, strict=True)))
+            results.append(max((part - wanted).abs().max().item()
+                               for part, wanted in zip(one.run_parts(), want, strict=True)))
     return results
 
 
@@ -106,7 +108,8 @@ def test_times_that_differ_within_a_latent_are_cut_as_its_tokens(name, layout):
     within(max(max(result) for result in results), EXACT)
 
 
-REFERENCES = [{"references": [(6, 8)], "rows": 8, "columns": 8}, {"references": [(4, 6), (5, 3)], "method": "offset"}, SHAPES["uneven"],
+REFERENCES = [{"references": [(6, 8)], "rows": 8, "columns": 8}, {"references": [(4, 6), (5, 3)], "method": "offset"},
+              SHAPES["uneven"],
               {"references": [(2, 2)], "batch": 2, "method": "index_timestep_zero"}]
 
 
@@ -135,7 +138,8 @@ def streams_read_their_own_shard():
     import xdit_backend.hooks.attention as module
     attention = usp.usp_attention
     module.usp_attention = lambda q, k, v, sizes, mesh, plain, scale, traffic, mask, key_sizes: (
-        attention if key_sizes is None else lambda *_: plain(q, k, v, scale=scale))(q, k, v, sizes, mesh, plain, scale, traffic, mask)
+        attention if key_sizes is None
+        else lambda *_: plain(q, k, v, scale=scale))(q, k, v, sizes, mesh, plain, scale, traffic, mask)
 
 
 def own_keys_only():
@@ -159,7 +163,8 @@ def masks_are_forgotten():
 
 def mask_of_the_rank_before():
     split = torch.Tensor.split
-    torch.Tensor.split = lambda self, *arguments: split(self, *arguments)[::-1] if self.dtype == torch.bool and self.ndim == 4 \
+    torch.Tensor.split = lambda self, *arguments: split(self, *arguments)[
+        ::-1] if self.dtype == torch.bool and self.ndim == 4 \
         else split(self, *arguments)
 
 
@@ -177,14 +182,16 @@ def references_of_the_first_shard():
 
 def keys_of_another_group():
     import xdit_backend.hooks.transformer as module
-    module._one_for_a_group = lambda module, query, key: key[:, :module.to_k.out_features * key.shape[1] // module.to_q.out_features]
+    module._one_for_a_group = lambda module, query, key: key[
+        :, :module.to_k.out_features * key.shape[1] // module.to_q.out_features]
 
 
 def text_after_the_image():
     """A sequence of two streams is joined in the wrong order."""
     import xdit_backend.hooks.regions as regions
     join = regions.join
-    regions.join = lambda shard, streams, *arguments: join(shard.flip(1) if len(streams) > 1 else shard, streams, *arguments)
+    regions.join = lambda shard, streams, *arguments: join(shard.flip(1) if len(streams) > 1 else shard, streams,
+                                                           *arguments)
 
 
 def learned_positions_of_the_first_shard():
@@ -211,9 +218,10 @@ def starts_of_like_ranks():
 
 
 MUTANTS = {function.__name__: function for function in (
-    masks_are_forgotten, mask_of_the_rank_before, marks_of_the_first_shard, references_of_the_first_shard, streams_read_their_own_shard,
-    keys_of_another_group, text_after_the_image, own_keys_only, merge_by_mean,
-    rotary_tables_of_the_first_shard, learned_positions_of_the_first_shard, heads_back_in_reverse, starts_of_like_ranks)}
+    masks_are_forgotten, mask_of_the_rank_before, marks_of_the_first_shard, references_of_the_first_shard,
+    streams_read_their_own_shard, keys_of_another_group, text_after_the_image, own_keys_only, merge_by_mean,
+    rotary_tables_of_the_first_shard, learned_positions_of_the_first_shard, heads_back_in_reverse,
+    starts_of_like_ranks)}
 
 
 @pytest.mark.parametrize("mutant, name, layout", [
@@ -225,7 +233,8 @@ MUTANTS = {function.__name__: function for function in (
     ("rotary_tables_of_the_first_shard", "Flux.1", "ring2"), ("heads_back_in_reverse", "Wan", "ulysses2"),
     ("learned_positions_of_the_first_shard", "Cosmos-Predict1", "ring2")])
 def test_exactness_notices_a_broken_method(mutant, name, layout):
-    shape = MASKED if "mask" in mutant else REFERENCES[0] if "references" in mutant else SHAPES["even"] | {"apart": "marks" in mutant}
+    shape = (MASKED if "mask" in mutant else REFERENCES[0] if "references" in mutant
+             else SHAPES["even"] | {"apart": "marks" in mutant})
 
     results = run_ranks(difference, 2, name, LAYOUTS[layout], [shape], mutant)
 
@@ -275,7 +284,8 @@ def test_hooks_are_placed_once(name, hooks):
         hooks(one.model, one.family.plan)
 
 
-@pytest.mark.parametrize("name, hooks", [("SD3", Hooks), ("Flux.1", Hooks), ("PixArt-Sigma", Hooks), ("SD 1.5", RowHooks)],
+@pytest.mark.parametrize("name, hooks",
+                         [("SD3", Hooks), ("Flux.1", Hooks), ("PixArt-Sigma", Hooks), ("SD 1.5", RowHooks)],
                          ids=["SD3", "Flux", "PixArt", "rows"])
 def test_before_a_run_and_after_it_a_model_with_hooks_is_the_model(name, hooks):
     """No context says what a rank is to do then: nothing is cut, and nothing is asked of ranks that there are not."""
@@ -307,17 +317,19 @@ def attention_calls(rank, world_size, name):
     return len(calls)
 
 
-@pytest.mark.parametrize("name, expected", [(name, {"SD3": 5, "Wan VACE": 6, "HunyuanDiT": 8, "LTX-2": 12, "Sana": 0}.get(name, 4))
-                                            for name in having("ring")])
+@pytest.mark.parametrize("name, expected",
+                         [(name, {"SD3": 5, "Wan VACE": 6, "HunyuanDiT": 8, "LTX-2": 12, "Sana": 0}.get(name, 4))
+                          for name in having("ring")])
 def test_only_self_attention_is_replaced(name, expected):
-    """One a block; SD3's dual one, Wan VACE's two more blocks; LTX-2's of sound, and two between it and the video. Attention over text
-    alone and cross-attention to it stay as they are.
+    """One a block; SD3's dual one, Wan VACE's two more blocks; LTX-2's of sound, and two between it and the video.
+    Attention over text alone and cross-attention to it stay as they are.
     """
     assert run_ranks(attention_calls, 2, name) == [expected, expected]
 
 
 def with_another_attention(rank, world_size):
-    """diffusers' own choice of an attention, as its DIFFUSERS_ATTN_BACKEND makes it, which passes by PyTorch's function."""
+    """diffusers' own choice of an attention, as its DIFFUSERS_ATTN_BACKEND makes it,
+    which passes by PyTorch's function."""
     torch.set_grad_enabled(False)
     one = example("Flux.1")
     hooks = Hooks(one.model, one.family.plan)

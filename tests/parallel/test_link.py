@@ -27,7 +27,8 @@ def pass_on(rank, world_size, sizes):
         if rank + 1 < world_size:
             link.send(message + 1, traffic)
     link.drain()
-    return [message[0].item() for message in arrived], (link.num_posted, link.num_received, link.num_sent), traffic.sent_bytes
+    return [message[0].item() for message in arrived], (link.num_posted, link.num_received,
+                                                        link.num_sent), traffic.sent_bytes
 
 
 @pytest.mark.slow
@@ -92,7 +93,8 @@ def test_a_silent_stage_is_named():
 
 def send_long_before(rank, world_size):
     """The sum of a message that the receiver asks for when the sender has gone on."""
-    link, gone_on = Link(build_mesh(Layout(pipefusion_degree=world_size), world_size), torch.device("cpu")), torch.zeros(1)
+    link, gone_on = Link(build_mesh(Layout(pipefusion_degree=world_size), world_size),
+                         torch.device("cpu")), torch.zeros(1)
     if rank == 0:
         link.send(torch.ones(1_000_000), Traffic())
         dist.send(gone_on, 1)
@@ -106,7 +108,8 @@ def test_a_send_does_not_wait_for_the_next_stage():
 
 
 class StreamWork:
-    """NCCL's handle of a transfer: without a time-out `wait` puts the wait in the stream's order, with one the process polls."""
+    """NCCL's handle of a transfer: without a time-out `wait` puts the wait in the stream's order,
+    with one the process polls."""
 
     def __init__(self):
         self.waits = []
@@ -136,7 +139,8 @@ def test_the_process_does_not_wait_for_nccl():
 
 def once_to_the_next_stage(rank, world_size):
     """(what arrived, or bytes sent) where two tensor ranks of a stage have the same message."""
-    mesh, traffic, message = build_mesh(Layout(pipefusion_degree=2, tensor_degree=2), world_size), Traffic(), torch.arange(7.0)
+    mesh, traffic, message = build_mesh(Layout(pipefusion_degree=2, tensor_degree=2),
+                                        world_size), Traffic(), torch.arange(7.0)
     link = Link(mesh, torch.device("cpu"))
     if link.stage == 0:
         link.send(message, traffic)

@@ -42,7 +42,8 @@ def groups_of(layout, world_size):
 def groups_made(monkeypatch, layout, world_size, rank=0):
     """Arguments of each dist.new_group that a rank calls for a layout."""
     made, new_group = [], dist.new_group
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append((tuple(ranks), options)) or new_group(ranks, **options))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append((tuple(ranks), options))
+                        or new_group(ranks, **options))
     with pretended_world(rank, world_size):
         build_mesh(layout, world_size)
     return made
@@ -59,7 +60,8 @@ def test_groups_of_sixteen_ranks():
 
 
 def test_tensor_ranks_are_neighbours():
-    """Ring 2 x Ulysses 2 x tensor 2: an Ulysses group is contiguous in the sequence group's ranks, ring groups are strided."""
+    """Ring 2 x Ulysses 2 x tensor 2: an Ulysses group is contiguous in the sequence group's ranks,
+    ring groups are strided."""
     groups, _ = groups_of(Layout(ring_degree=2, ulysses_degree=2, tensor_degree=2), 8)
 
     assert groups["tensor"] == {(0, 1), (2, 3), (4, 5), (6, 7)}
@@ -68,18 +70,23 @@ def test_tensor_ranks_are_neighbours():
 
 
 def test_stages_are_groups_of_equal_place_in_the_sequence():
-    """The 16 ranks of xDiT's example, cfg 2, pipefusion 2, ulysses 2, data 2: a stage sends to the same shard of the next."""
+    """The 16 ranks of xDiT's example, cfg 2, pipefusion 2, ulysses 2, data 2:
+    a stage sends to the same shard of the next."""
     groups, _ = groups_of(Layout(cfg_degree=2, data_degree=2, pipefusion_degree=2, ulysses_degree=2), 16)
 
-    assert groups["before"] == {*((rank, rank + 2) for rank in range(16) if rank % 4 < 2), *((r,) for r in range(16) if r % 4 < 2)}
-    assert groups["after"] == {*((rank, rank + 2) for rank in range(16) if rank % 4 < 2), *((r,) for r in range(16) if r % 4 >= 2)}
+    assert groups["before"] == {*((rank, rank + 2) for rank in range(16) if rank % 4 < 2),
+                                *((r,) for r in range(16) if r % 4 < 2)}
+    assert groups["after"] == {*((rank, rank + 2) for rank in range(16) if rank % 4 < 2),
+                               *((r,) for r in range(16) if r % 4 >= 2)}
     assert groups["sequence"] == {(rank, rank + 1) for rank in range(0, 16, 2)}
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 1, 3, 2), (2, 1, 1, 1, 4), (1, 2, 1, 4, 1), (3, 2, 1, 2, 1), (1, 1, 1, 1, 8),
-                                     (1, 2, 2, 1, 2), (2, 1, 3, 2, 1), (1, 2, 1, 2, 1, 3), (1, 2, 1, 2, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize("degrees",
+                         [(1, 1, 1, 3, 2), (2, 1, 1, 1, 4), (1, 2, 1, 4, 1), (3, 2, 1, 2, 1), (1, 1, 1, 1, 8),
+                          (1, 2, 2, 1, 2), (2, 1, 3, 2, 1), (1, 2, 1, 2, 1, 3), (1, 2, 1, 2, 2, 1, 2)], ids=str)
 def test_groups_partition_the_world_and_meet_in_one_rank(degrees):
-    names = ("data_degree", "cfg_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "displaced_degree", "tensor_degree")
+    names = ("data_degree", "cfg_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "displaced_degree",
+             "tensor_degree")
     world_size = math.prod(degrees)
 
     groups, places = groups_of(Layout(**dict(zip(names, degrees))), world_size)
@@ -124,7 +131,8 @@ def test_every_group_waits_as_long_as_a_stage_does(monkeypatch, seconds, timeout
 def test_exchanges_over_nccl_come_first_on_a_full_device(monkeypatch):
     """Every group's; a receive posted ahead, which waits for long, may hold few thread blocks."""
     made, new_group = [], dist.new_group
-    monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options, **others: made.append(pg_options) or new_group(ranks, **others))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options, **others: made.append(pg_options)
+                        or new_group(ranks, **others))
     with pretended_world(0, 8):
         monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
         build_mesh(Layout(pipefusion_degree=2, ring_degree=2, tensor_degree=2), 8)
@@ -155,7 +163,8 @@ def test_a_layout_for_another_number_of_ranks_is_refused_and_a_new_world_takes_i
 def sums(rank, world_size):
     """Two layouts one after the other in one process; each adds up inside its own groups only."""
     results = []
-    for layout in (Layout(ulysses_degree=2, ring_degree=2), Layout(cfg_degree=2, ulysses_degree=2), Layout(ring_degree=4)):
+    for layout in (Layout(ulysses_degree=2, ring_degree=2), Layout(cfg_degree=2, ulysses_degree=2),
+                   Layout(ring_degree=4)):
         mesh = build_mesh(layout, world_size)
         total = torch.tensor([float(rank)])
         dist.all_reduce(total, group=mesh.ulysses_group or mesh.ring_group)

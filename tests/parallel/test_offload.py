@@ -83,7 +83,8 @@ class LateDevice:
 
 
 def kept_late(rank, world_size, name, forecast):
-    """(Is the result that without offload?, copies under way at a run's end, after close(), bytes pinned, of entries, left)"""
+    """(Is the result that without offload?, copies under way at a run's end, after close(), bytes pinned, of entries,
+    left)"""
     torch.set_grad_enabled(False)
     results, device = [], None
     for offload in (False, True):
@@ -134,7 +135,8 @@ def test_a_buffer_that_is_too_small_goes_when_its_copies_are_over(monkeypatch):
 
 
 def dropped(rank, world_size):
-    """(copies under way, pieces of pinned memory) before and after conditioning is dropped, and how many buffers are left."""
+    """(copies under way, pieces of pinned memory) before and after conditioning is dropped,
+    and how many buffers are left."""
     engine, device, kept = Engine(rank, CPU, lambda *phase: None), LateDevice(), {}
     for name in ("cond", "uncond"):
         offload = device.offload()
@@ -158,6 +160,7 @@ def test_host_memory_that_cannot_be_pinned_is_told(monkeypatch):
     offload = LateDevice(monkeypatch.setattr, refused_after=1).offload()
     offload.home((2, 1, 1, 1000, 500), torch.ones(1))
 
-    with pytest.raises(RuntimeError, match=r"^CUDA error: offload_keys_values has 0.00413 GB of host memory pinned, and the "
+    with pytest.raises(RuntimeError, match=r"^CUDA error: offload_keys_values has 0.00413 GB of host memory pinned, "
+                                           r"and the "
                        r"system gives no 0.008 GB more \(cudaHostRegister: 2\)\. Free host memory"):
         offload.home((2, 1, 1, 2000, 500), torch.ones(1))

@@ -1,4 +1,5 @@
-"""PipeFusion equals its oracle, whatever the number of stages and the sequence degree; without one of its parts it does not."""
+"""PipeFusion equals its oracle, whatever the number of stages and the sequence degree;
+without one of its parts it does not."""
 
 import functools
 from contextlib import nullcontext
@@ -58,7 +59,8 @@ class Pipeline:
         if message is not None:
             self.link.send(message, self.traffic)
         shape = (latent.shape[0], self.one.family.num_channels(self.one.config), *latent.shape[2:])
-        prediction = latent.new_empty(shape) if output is None else self.one.family.prediction(output, latent).contiguous()
+        prediction = (latent.new_empty(shape) if output is None
+                      else self.one.family.prediction(output, latent).contiguous())
         if self.link:
             torch.distributed.broadcast(prediction, torch.distributed.get_world_size() - 1)
         return prediction
@@ -73,27 +75,31 @@ class Pipeline:
             if step < warmup_steps:
                 x = stepped(x, self.predict(x, timestep), following - sigma)
                 continue
-            x = torch.cat([stepped(piece, self.predict(piece, timestep, patch), following - sigma) for patch, rows in patches
+            x = torch.cat([stepped(piece, self.predict(piece, timestep, patch), following - sigma)
+                           for patch, rows in patches
                            for piece in [x.narrow(dim, patch.start, rows)]], dim)
         return x
 
 
 def cuts(one, num_patches, sequence_degree=1):
     size = one.family.patch_size(one.config)
-    return cut_patches(one.latent.shape, size, choose_num_patches(num_patches, 1, one.latent.shape, size, sequence_degree))
+    return cut_patches(one.latent.shape, size,
+                       choose_num_patches(num_patches, 1, one.latent.shape, size, sequence_degree))
 
 
 def made(name, options):
     return example(name, **SHAPES.get(name, {"rows": 12, "columns": 6}), **options)
 
 
-def samples(rank, world_size, name, layout, settings, num_blocks=None, mutant=None, options={}, forecast=0.0, offload=False, sigmas=SIGMAS):
+def samples(rank, world_size, name, layout, settings, num_blocks=None, mutant=None, options={}, forecast=0.0,
+            offload=False, sigmas=SIGMAS):
     """The latents of each (num_patches, warmup_steps), one after the other on one model."""
     if mutant:
         MUTANTS[mutant]()
     with torch.no_grad(), InDouble() if layout.tensor_degree > 1 else nullcontext():
         one = made(name, options)
-        pipeline, latent, results = Pipeline(rank, world_size, one, layout, num_blocks, offload, forecast), one.latent, []
+        pipeline, latent, results = Pipeline(rank, world_size, one, layout, num_blocks, offload,
+                                             forecast), one.latent, []
         for num, warmup_steps in settings:
             one.latent = latent
             patches = cuts(one, num, layout.ring_degree * layout.ulysses_degree)
@@ -107,7 +113,8 @@ def samples(rank, world_size, name, layout, settings, num_blocks=None, mutant=No
 def oracle(name, layout, num_patches, warmup_steps, options={}, forecast=0.0, sigmas=SIGMAS):
     """The latent of one process; once for all layouts whose patches are the same."""
     sequence_degree, in_double = layout.ring_degree * layout.ulysses_degree, layout.tensor_degree > 1
-    return _oracle(name, sequence_degree, in_double, num_patches, warmup_steps, tuple(options.items()), forecast, tuple(sigmas))
+    return _oracle(name, sequence_degree, in_double, num_patches, warmup_steps, tuple(options.items()), forecast,
+                   tuple(sigmas))
 
 
 @functools.cache
@@ -115,8 +122,8 @@ def _oracle(name, sequence_degree, in_double, num_patches, warmup_steps, options
     with torch.no_grad(), InDouble() if in_double else nullcontext():
         one = made(name, dict(options))
         patches = cuts(one, num_patches, sequence_degree)
-        return simulate(one, [(patch.start, patch.start + rows) for patch, rows in patches], warmup_steps, sigmas, patches[0][0].dim,
-                        forecast)
+        return simulate(one, [(patch.start, patch.start + rows) for patch, rows in patches], warmup_steps, sigmas,
+                        patches[0][0].dim, forecast)
 
 
 def error(name, layout, settings, num_blocks=None, mutant=None, options={}):
@@ -127,7 +134,8 @@ def error(name, layout, settings, num_blocks=None, mutant=None, options={}):
 
 def error_of(by_rank, name, layout, settings, options={}):
     wanted = [oracle(name, layout, *each, options) for each in settings]
-    return max((got - want).abs().max().item() for results in by_rank for got, want in zip(results, wanted, strict=True))
+    return max((got - want).abs().max().item() for results in by_rank
+               for got, want in zip(results, wanted, strict=True))
 
 
 ALL = [(num_patches, (num_patches + more) % len(SIGMAS)) for num_patches in range(1, 6) for more in (0, 2)]
@@ -149,8 +157,11 @@ def test_any_number_of_stages_patches_and_warmup_steps_equals_the_oracle(on_shar
     within(error_of(by_rank, name, Layout(pipefusion_degree=num_stages), settings_of(name)), EXACT)
 
 
-@pytest.mark.parametrize("name", [name for name in having("pipefusion", FAMILIES) if "attention_mask" in FAMILIES[name].conditioning])
-@pytest.mark.parametrize("layout", [Layout(pipefusion_degree=2), Layout(ulysses_degree=2), Layout(pipefusion_degree=2, ring_degree=2)],
+@pytest.mark.parametrize("name", [name for name in having("pipefusion", FAMILIES)
+                                  if "attention_mask" in FAMILIES[name].conditioning])
+@pytest.mark.parametrize("layout",
+                         [Layout(pipefusion_degree=2), Layout(ulysses_degree=2),
+                          Layout(pipefusion_degree=2, ring_degree=2)],
                          ids=str)
 def test_masked_text_equals_the_oracle(name, layout):
     within(error(name, layout, [(4, 1), (3, 0), (2, 3)], options={"masked": True}), EXACT)
@@ -163,14 +174,16 @@ def test_times_that_differ_within_a_latent_equal_the_oracle(name, layout):
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "ref_latents" in FAMILIES[name].conditioning])
-@pytest.mark.parametrize("layout", [Layout(pipefusion_degree=2), Layout(pipefusion_degree=2, ring_degree=2), Layout(ulysses_degree=2)],
+@pytest.mark.parametrize("layout", [Layout(pipefusion_degree=2), Layout(pipefusion_degree=2, ring_degree=2),
+                                    Layout(ulysses_degree=2)],
                          ids=str)
 def test_reference_latents_equal_the_oracle(name, layout):
     """They come with a step's first patch, and later patches attend to them."""
     within(error(name, layout, [(4, 1), (3, 0), (2, 3)], options={"references": ((6, 8), (3, 4)), "batch": 2}), EXACT)
 
 
-HYBRIDS = {"2x ulysses2": Layout(pipefusion_degree=2, ulysses_degree=2), "2x ring2": Layout(pipefusion_degree=2, ring_degree=2),
+HYBRIDS = {"2x ulysses2": Layout(pipefusion_degree=2, ulysses_degree=2),
+           "2x ring2": Layout(pipefusion_degree=2, ring_degree=2),
            "2x tensor2": Layout(pipefusion_degree=2, tensor_degree=2), "1x ulysses2": Layout(ulysses_degree=2),
            "1x ring2": Layout(ring_degree=2), "1x ring3": Layout(ring_degree=3)}
 LARGE = {"2x ring2-ulysses2": Layout(pipefusion_degree=2, ring_degree=2, ulysses_degree=2),
@@ -210,10 +223,12 @@ UNEVEN = [1.0, 0.9, 0.4, 0.4, 0.7, 0.65, 0.1, 0.0]             # long steps, one
 
 
 def forecast_errors(name, layout, settings, offload=False, batch=1, mutant=None):
-    """For each (num_patches, warmup_steps), the largest differences from the oracle with forecast keys and values, and without."""
+    """For each (num_patches, warmup_steps), the largest differences from the oracle with forecast keys and values,
+    and without."""
     options, by_rank = {"batch": batch}, run_ranks(
         samples, num_ranks(layout), name, layout, settings, None, mutant, {"batch": batch}, FORECAST, offload, UNEVEN)
-    wanted = [[oracle(name, layout, *each, options, strength, UNEVEN) for strength in (FORECAST, 0.0)] for each in settings]
+    wanted = [[oracle(name, layout, *each, options, strength, UNEVEN) for strength in (FORECAST, 0.0)]
+              for each in settings]
     return [[max((got - want).abs().max().item() for got in results) for want in both]
             for results, both in zip(zip(*by_rank, strict=True), wanted, strict=True)]
 
@@ -235,7 +250,8 @@ def test_a_wrong_forecast_is_noticed(mutant):
     assert forecast_errors("SD3", Layout(), [(3, 1)], mutant=mutant)[0][0] > 1e-6
 
 
-@pytest.mark.parametrize("order, drift", [(1, lambda time: 3 - 2 * time), (2, lambda time: 3 - 2 * time + 5 * time ** 2)])
+@pytest.mark.parametrize("order, drift",
+                         [(1, lambda time: 3 - 2 * time), (2, lambda time: 3 - 2 * time + 5 * time ** 2)])
 def test_the_oracles_forecast_goes_on_as_its_order_says(order, drift):
     def made(time):
         return torch.full((1, 2, 3, 4), drift(time), dtype=torch.float64)
@@ -293,7 +309,8 @@ def test_what_is_copied_from_and_to_host_memory_is_in_one_piece(batch):
 
 
 def whole_steps_between(rank, world_size, name):
-    """The largest differences that offload makes where whole steps come between the patches, and after the images of a batch."""
+    """The largest differences that offload makes where whole steps come between the patches,
+    and after the images of a batch."""
     torch.set_grad_enabled(False)
     results = []
     for offload in (False, True):
@@ -302,7 +319,8 @@ def whole_steps_between(rank, world_size, name):
         for step in range(4):
             timestep = torch.full((1,), 900.0 - 100 * step, dtype=torch.float64)
             pieces = cuts(one, 3) if step % 2 else [(None, 12)]
-            results.append(torch.cat([pipeline.predict(one.latent.narrow(2, patch.start if patch else 0, rows) + step, timestep, patch)
+            results.append(torch.cat([pipeline.predict(one.latent.narrow(2, patch.start if patch else 0, rows) + step,
+                                                       timestep, patch)
                                       for patch, rows in pieces], 2))
     half = len(results) // 2
     return max((with_offload - without).abs().max().item() for without, with_offload in zip(results, results[half:]))
@@ -419,14 +437,15 @@ def forecast_of_a_forecast():
 
 MUTANTS = {function.__name__: function for function in (
     forecast_in_steps_not_in_time, forecast_of_a_forecast,
-    a_stand_in_is_attended_to, skips_are_lost, modulation_of_the_step_before, nothing_is_kept, positions_of_the_first_patch,
-    own_shard_is_kept_only, text_with_every_patch_forgotten, cold_tokens_are_zero)}
+    a_stand_in_is_attended_to, skips_are_lost, modulation_of_the_step_before, nothing_is_kept,
+    positions_of_the_first_patch, own_shard_is_kept_only, text_with_every_patch_forgotten, cold_tokens_are_zero)}
 
 
 @pytest.mark.parametrize("mutant, name, layout, setting", [
     ("a_stand_in_is_attended_to", "Qwen-Image", Layout(pipefusion_degree=2), (4, 1)),
     ("modulation_of_the_step_before", "HunyuanVideo", Layout(pipefusion_degree=2), (4, 1)),
-    ("positions_of_the_first_patch", "Qwen-Image", Layout(), (4, 1)), ("positions_of_the_first_patch", "Lumina 2", Layout(), (4, 1)),
+    ("positions_of_the_first_patch", "Qwen-Image", Layout(), (4, 1)),
+    ("positions_of_the_first_patch", "Lumina 2", Layout(), (4, 1)),
     ("positions_of_the_first_patch", "HunyuanVideo", Layout(), (4, 1)),
     ("skips_are_lost", "HunyuanDiT", Layout(pipefusion_degree=2), (2, 3)),
     ("modulation_of_the_step_before", "SD3", Layout(pipefusion_degree=2), (4, 1)),
@@ -460,7 +479,8 @@ def stale_share(rank, world_size):
 
 
 def test_a_patch_overwrites_its_own_tokens_only():
-    """After (step i, patch m), tokens of patches up to m are of step i and the others of step i - 1. 6 x 33 tokens, 3 patches."""
+    """After (step i, patch m), tokens of patches up to m are of step i and the others of step i - 1.
+    6 x 33 tokens, 3 patches."""
     changed = run_ranks(stale_share, 1)[0]
 
     assert changed == [[list(range(start, start + 66))] * 4 for start in (0, 66, 132)]

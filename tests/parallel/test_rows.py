@@ -36,7 +36,8 @@ def test_input_rows_are_the_receptive_field(kernel, stride):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_output_row_belongs_to_the_rank_of_its_input_row(world_size):
-    for sizes, kernel, stride, before, after in product(sizes_of(world_size), (1, 3, 5), (1, 2, 3), (0, 1, 2), (0, 1, 2)):
+    for sizes, kernel, stride, before, after in product(sizes_of(world_size), (1, 3, 5), (1, 2, 3), (0, 1, 2),
+                                                        (0, 1, 2)):
         starts = list(accumulate(sizes, initial=0))
         num_outputs = (starts[-1] + before + after - kernel) // stride + 1
         if num_outputs < 1:
@@ -61,7 +62,8 @@ BLOCK_SIZES = [None, 1, 4, 100, (1, 1), (2, 3), (4, 100), (100, 100)]
 
 def conv_cases(world_size):
     for sizes, kernel, stride, (before, after, mode) in product(sizes_of(world_size), (1, 3, 5), (1, 2), PADDINGS):
-        if sum(sizes) + before + after >= kernel and (mode == "constant" or kernel == 3) and (mode != "reflect" or sum(sizes) > 1):
+        if (sum(sizes) + before + after >= kernel and (mode == "constant" or kernel == 3)
+                and (mode != "reflect" or sum(sizes) > 1)):
             yield sizes, kernel, stride, rows.Padding(before, after, mode)
 
 
@@ -113,7 +115,8 @@ def test_convolution_by_rows_equals_convolution(world_size, dim, num_dims):
 
 
 @pytest.mark.parametrize("dim, block_size", [
-    *((-2, size) for size in BLOCK_SIZES[1:4]), *(pytest.param(-2, size, marks=pytest.mark.slow) for size in BLOCK_SIZES[4:]), (-1, 4),
+    *((-2, size) for size in BLOCK_SIZES[1:4]),
+    *(pytest.param(-2, size, marks=pytest.mark.slow) for size in BLOCK_SIZES[4:]), (-1, 4),
     (-1, (2, 3))], ids=str)
 def test_convolution_in_blocks_equals_convolution(dim, block_size):
     for case, error in conv_errors(3, dim, block_size=block_size):
@@ -197,7 +200,8 @@ def normalise(rank, world_size, mutant):
     results = []
     for sizes, shift, dtype in norm_cases(world_size):
         x_BCHW, weight, bias = norm_inputs(sizes, shift, dtype)
-        results.append(norm_rows.group_norm_rows(of_this_rank(x_BCHW, sizes, rank), 3, weight, bias, 1e-6, split_of(sizes)))
+        results.append(norm_rows.group_norm_rows(of_this_rank(x_BCHW, sizes, rank), 3, weight, bias, 1e-6,
+                                                 split_of(sizes)))
     return results
 
 
@@ -229,7 +233,8 @@ def test_group_norm_test_notices(mutant):
 
 
 def exchanges_of_a_norm(rank, world_size):
-    """Exchanges of a norm whose moments are found one group after the other; copies to the device of two more norms of the split."""
+    """Exchanges of a norm whose moments are found one group after the other;
+    copies to the device of two more norms of the split."""
     norm_rows.NORM_ELEMENTS, copies = 1, []
     x_BCHW, weight, bias = norm_inputs([3, 2, 4], 3, torch.float64)
     split = split_of([3, 2, 4])
@@ -243,7 +248,8 @@ def exchanges_of_a_norm(rank, world_size):
 
 
 def test_a_norm_is_one_exchange_and_waits_for_no_copy():
-    """Mean and variance of all groups travel together. A copy of numbers to a CUDA device would wait for all work before it."""
+    """Mean and variance of all groups travel together. A copy of numbers to a CUDA device would wait for all work
+    before it."""
     assert run_ranks(exchanges_of_a_norm, 3) == [(1, 0)] * 3
 
 

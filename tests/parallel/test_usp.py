@@ -19,7 +19,10 @@ HEADS, HEAD_SIZE = 12, 8
 
 def tensors(num_tokens, scale=1.0, key_heads=HEADS):
     generator = torch.Generator().manual_seed(0)
-    make = lambda heads: torch.randn(2, heads, num_tokens, HEAD_SIZE, dtype=torch.float64, generator=generator)  # noqa: E731
+
+    def make(heads):
+        return torch.randn(2, heads, num_tokens, HEAD_SIZE, dtype=torch.float64, generator=generator)
+
     return make(HEADS) * scale, make(key_heads) * scale, make(key_heads)
 
 
@@ -30,7 +33,8 @@ def difference(rank, world_size, layout, num_tokens, scale, key_heads, speeds=()
     sizes = shard_sizes(num_tokens, world_size, mesh.sequence_speeds, least=1)
     mine = slice(shard_start(num_tokens, world_size, mesh.sequence_rank, mesh.sequence_speeds, least=1), None)
     mine = slice(mine.start, mine.start + sizes[mesh.sequence_rank])
-    out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], sizes, mesh, F.scaled_dot_product_attention, None, Traffic())
+    out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], sizes, mesh, F.scaled_dot_product_attention, None,
+                        Traffic())
     return (out - want[:, :, mine]).abs().max().item()
 
 
@@ -43,7 +47,8 @@ def test_usp_equals_attention(ring, ulysses, num_tokens):
 
 
 @pytest.mark.parametrize("ring, ulysses, key_heads, speeds", [
-    (1, 2, HEADS, (3, 1)), (1, 3, HEADS, (1, 100, 7)), (2, 2, HEADS, (9, 1, 4, 2)), (2, 1, 3, (1, 5)), (1, 2, 3, (5, 1)),
+    (1, 2, HEADS, (3, 1)), (1, 3, HEADS, (1, 100, 7)), (2, 2, HEADS, (9, 1, 4, 2)), (2, 1, 3, (1, 5)),
+    (1, 2, 3, (5, 1)),
     (1, 4, 3, (1, 2, 3, 4)), (1, 2, 6, (5, 1))])
 def test_usp_of_unlike_ranks_equals_attention(ring, ulysses, key_heads, speeds):
     """Tokens and heads by speed; fewer key heads than query heads, than ranks too."""
@@ -77,8 +82,8 @@ def rounding(rank, world_size, dtype):
     want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     mesh, own = build_mesh(Layout(ring_degree=world_size), world_size), 256 // world_size
     mine = slice(rank * own, (rank + 1) * own)
-    out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], [own] * world_size, mesh, F.scaled_dot_product_attention, None,
-                        Traffic())
+    out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], [own] * world_size, mesh,
+                        F.scaled_dot_product_attention, None, Traffic())
     whole = F.scaled_dot_product_attention(q, k, v)[:, :, mine]
     return [(each.double() - want[:, :, mine]).norm().item() for each in (out, whole)]
 
@@ -91,7 +96,8 @@ def test_ring_in_half_precision_is_as_exact_as_attention(dtype):
 
 
 def test_a_merge_moves_18_bytes_a_number(monkeypatch):
-    """Of a block in bfloat16: it is read and made float32 (6), and then there are it, what was there before and what comes of them."""
+    """Of a block in bfloat16: it is read and made float32 (6), and then there are it,
+    what was there before and what comes of them."""
     with pretended_cuda(monkeypatch) as work_of:
         out, lse, block_out, block_lse = (torch.empty(1, 24, 256, size, dtype=dtype, device=CUDA) for size, dtype in (
             (128, torch.float32), (1, torch.float32), (128, torch.bfloat16), (1, torch.float32)))
@@ -108,9 +114,10 @@ def collectives(rank, world_size):
     peers = [0, 2] if rank in (0, 2) else [1, 3]
     gathered = all_gather(mine, [peer + 1 for peer in peers], 0, mesh.ring_group, traffic)
     gathered_bytes = traffic.sent_bytes
-    exchanged = all_to_all([torch.full((rank + 1,), 10.0 * rank + peer) for peer in peers], [(peer + 1,) for peer in peers],
-                           mesh.ring_group, traffic)
-    arrived = RingExchange(torch.full((rank + 1,), float(rank)), (peers[0] + peers[1] - rank + 1,), mesh.ring_group, traffic).wait()
+    exchanged = all_to_all([torch.full((rank + 1,), 10.0 * rank + peer) for peer in peers],
+                           [(peer + 1,) for peer in peers], mesh.ring_group, traffic)
+    arrived = RingExchange(torch.full((rank + 1,), float(rank)), (peers[0] + peers[1] - rank + 1,), mesh.ring_group,
+                           traffic).wait()
     return gathered.tolist(), gathered_bytes, [part.tolist() for part in exchanged], arrived.tolist()
 
 
@@ -131,7 +138,8 @@ def sent_bytes(rank, world_size, layout, num_tokens):
     mesh, traffic = build_mesh(layout, world_size), Traffic()
     size = num_tokens // world_size
     mine = slice(mesh.sequence_rank * size, (mesh.sequence_rank + 1) * size)
-    usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], [size] * world_size, mesh, F.scaled_dot_product_attention, None, traffic)
+    usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], [size] * world_size, mesh,
+                  F.scaled_dot_product_attention, None, traffic)
     return traffic.sent_bytes
 
 
@@ -142,4 +150,5 @@ def test_traffic_is_the_formula(ring, ulysses):
     expected = 4 * batch * tokens / (ring * ulysses) * h * (ulysses - 1) / ulysses \
         + 2 * batch * tokens / ring * h / ulysses * (ring - 1)
 
-    assert set(run_ranks(sent_bytes, ring * ulysses, Layout(ring_degree=ring, ulysses_degree=ulysses), tokens)) == {expected * 8}
+    assert set(run_ranks(sent_bytes, ring * ulysses, Layout(ring_degree=ring, ulysses_degree=ulysses),
+                         tokens)) == {expected * 8}

@@ -33,7 +33,8 @@ def sizes_of(kind):
 def put_together(shares):
     shares = [share for share in shares if share is not None]
     (dim,) = {share.dim for share in shares}
-    assert [share.start for share in shares] == list(accumulate((share.tensor.shape[dim] for share in shares[:-1]), initial=0))
+    assert [share.start for share in shares] == list(
+        accumulate((share.tensor.shape[dim] for share in shares[:-1]), initial=0))
     return torch.cat([share.tensor for share in shares], dim)
 
 
@@ -67,13 +68,15 @@ def give_up(rank, world_size):
         asked.clear()
         with pytest.raises(GivenUp):
             way(vae, *args, ranks, on_convolution=step)
-        kept = sum(isinstance(each, torch.Tensor) for value in vars(vae).values() if isinstance(value, list) for each in value)
+        kept = sum(isinstance(each, torch.Tensor) for value in vars(vae).values() if isinstance(value, list)
+                   for each in value)
         return len(asked), kept, way(vae, *args, ranks)
 
     told = {}
     for kind, one in KINDS.items():
         vae = tiny_vae(kind)
-        told[kind] = [twice(decode_rows, vae, latent(kind, 1, 5, 4)), twice(encode_rows, vae, picture(kind, 1, 5, 4), one.scale)]
+        told[kind] = [twice(decode_rows, vae, latent(kind, 1, 5, 4)),
+                      twice(encode_rows, vae, picture(kind, 1, 5, 4), one.scale)]
     return told
 
 
@@ -214,7 +217,8 @@ def test_decode_by_frames_test_notices_zeros_for_borrowed_frames(kind):
 
 
 def test_the_longest_dim_is_split():
-    assert [split_dim(tiny_vae("ltx"), (1, 8, *size), 1) for size in [(9, 8, 7), (10, 7, 8), (10, 8, 8)]] == [-2, -3, -3]
+    assert [split_dim(tiny_vae("ltx"), (1, 8, *size), 1)
+            for size in [(9, 8, 7), (10, 7, 8), (10, 8, 8)]] == [-2, -3, -3]
     assert split_dim(tiny_vae("ltx"), (1, 3, 81, 32, 24), 8) == -2
     assert split_dim(tiny_vae("wan"), (1, 4, 10, 4, 5), 1) == -1
     assert split_dim(tiny_vae("sd"), (1, 4, 4, 4), 1) == -2
@@ -252,7 +256,9 @@ def test_encode_by_rows_equals_encode(kind, world_size):
         within((result - whole).abs().max(), KINDS[kind].tolerance, size)
 
 
-@pytest.mark.parametrize("kind, mutant", [(kind, mutant) for kind in KINDS for mutant in KINDS[kind].mutants + KINDS[kind].encode_mutants])
+@pytest.mark.parametrize("kind, mutant",
+                         [(kind, mutant) for kind in KINDS
+                          for mutant in KINDS[kind].mutants + KINDS[kind].encode_mutants])
 def test_encode_test_notices(kind, mutant):
     size = 1, 5, 4
 
@@ -263,7 +269,8 @@ def test_encode_test_notices(kind, mutant):
 
 def test_what_is_not_a_number_is_encoded_too():
     """Half precision overflows in some VAEs. CogVideoX's downsampler has its padded frames in another order."""
-    latent = encode_rows(tiny_vae("cogvideox"), torch.full_like(picture("cogvideox", 1, 2, 2), torch.nan), 8, block_size=4).tensor
+    latent = encode_rows(tiny_vae("cogvideox"), torch.full_like(picture("cogvideox", 1, 2, 2), torch.nan), 8,
+                         block_size=4).tensor
 
     assert latent.isnan().all()
 
@@ -289,7 +296,8 @@ def exchanges(rank, world_size, latent_BCHW):
     vae, traffic, layers = tiny_vae("sd"), Traffic(), []
 
     def note(module, args, output):
-        if isinstance(module, torch.nn.GroupNorm | Attention) or isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
+        if (isinstance(module, torch.nn.GroupNorm | Attention) or isinstance(module, torch.nn.Conv2d)
+                and module.kernel_size != (1, 1)):
             layers.append(module)
     for module in vae.decoder.modules():
         module.register_forward_hook(note)
@@ -305,7 +313,8 @@ def test_a_layer_is_one_exchange():
 def groups_made(rank, world_size, latent_BCHW):
     """The arguments of each group that this rank takes part in making, for two decodes."""
     made, new_group, ranks = [], dist.new_group, Ranks(dist.group.WORLD)
-    dist.new_group = lambda members, **options: made.append((members, options.get("use_local_synchronization", False))) \
+    dist.new_group = lambda members, **options: made.append(
+        (members, options.get("use_local_synchronization", False))) \
         or new_group(members, **options)
     for _ in range(2):
         decode_rows(tiny_vae("sd"), latent_BCHW, ranks)
@@ -354,7 +363,8 @@ def refusals(rank, world_size, latent_BCHW):
     tiled.enable_tiling()
     split_attention.set_attn_processor(AttnProcessor())
     enlarged.decoder.up_blocks[0].upsamplers[0] = torch.nn.Upsample(scale_factor=2, mode="bilinear")
-    padded.decoder.conv_in = torch.nn.Sequential(torch.nn.ZeroPad2d(1), torch.nn.SiLU(), torch.nn.Conv2d(4, 32, 3).double())
+    padded.decoder.conv_in = torch.nn.Sequential(torch.nn.ZeroPad2d(1), torch.nn.SiLU(),
+                                                 torch.nn.Conv2d(4, 32, 3).double())
     functions = [getattr(F, name) for name in FUNCTIONS]
     messages = {
         "dilation": message_of(with_conv_in(padding=2, dilation=2)),
@@ -362,7 +372,8 @@ def refusals(rank, world_size, latent_BCHW):
         "bilinear": message_of(enlarged),
         "tiling": message_of(tiled),
         "AttnProcessor": message_of(split_attention),
-        "AutoencoderOobleck": message_of(AutoencoderOobleck(encoder_hidden_size=8, decoder_channels=8, decoder_input_channels=8)),
+        "AutoencoderOobleck": message_of(
+            AutoencoderOobleck(encoder_hidden_size=8, decoder_channels=8, decoder_input_channels=8)),
         "padding is not": message_of(padded),
     }
     return messages, functions == [getattr(F, name) for name in FUNCTIONS]

@@ -1,4 +1,5 @@
-"""Memory of a decode by rows: measured it is what was estimated, a rank has its share of it, and what does not fit is refused."""
+"""Memory of a decode by rows: measured it is what was estimated, a rank has its share of it,
+and what does not fit is refused."""
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def peak_bytes(rank, world_size, kind, way, block_size):
         ("sd", 1), ("sd", 3), ("wan", 2), ("hunyuan", 2), ("cogvideox", 2)])])
 def test_measured_memory_is_what_was_estimated(kind, way, world_size):
     """But for the halos: at this size a rank borrows two rows for each 64 to 384 of its own."""
-    shape, scale = (latent(kind, *SIZE).shape, 1) if way == "decode" else (picture(kind, *SIZE).shape, KINDS[kind].scale)
+    shape, scale = ((latent(kind, *SIZE).shape, 1) if way == "decode"
+                    else (picture(kind, *SIZE).shape, KINDS[kind].scale))
     outline = outline_of(tiny_vae(kind, torch.float32))
     need = need_of(outline, shape, scale, world_size, whole=world_size == 1)
 
@@ -117,7 +119,8 @@ def test_every_rank_refuses_what_does_not_fit_on_one_and_says_what_would_do():
 def test_refuses_what_fits_on_no_number_of_devices():
     message, = run_ranks(plan, 1, "wan", picture("wan", 1, 2, 2).shape, 8, [1000])
 
-    assert "Encoding 16 x 16 pixels and 9 frames needs" in message and "Use a smaller picture, or VAE Encode (Tiled)" in message
+    assert ("Encoding 16 x 16 pixels and 9 frames needs" in message
+            and "Use a smaller picture, or VAE Encode (Tiled)" in message)
 
 
 def test_tells_the_free_memory_of_this_machine_or_of_its_container(monkeypatch):
@@ -205,7 +208,8 @@ def decode_without_bytes(rank, world_size, ranks):
     with torch.device("meta"):
         vae, results = AutoencoderKL(**STABLE_DIFFUSION).eval(), []
     for one in ranks:
-        dist.init_process_group("fake", store=FakeStore(), rank=one, world_size=8)         # what others send is not there, its shape is
+        # what others send is not there, its shape is
+        dist.init_process_group("fake", store=FakeStore(), rank=one, world_size=8)
         with Given() as given, LiveBytes() as live:
             share = decode_rows(vae, torch.empty(LARGE, device="meta"), Ranks(dist.group.WORLD))
         results.append((share.start, share.tensor.shape, max(given.borrowed), live.peak_bytes))
@@ -217,7 +221,8 @@ def test_of_10240_pixels_each_of_8_ranks_has_an_eighth_of_the_rows_and_of_the_me
     """Stable Diffusion's decoder, with its attention, on the meta device: 322 GB in float32, or 40 GB on each rank."""
     ranks = (0, 3)
     with torch.device("meta"):
-        alone, eighth = (need_of(AutoencoderKL(**STABLE_DIFFUSION).eval(), LARGE, 1, count, whole=True).peak_bytes for count in (1, 8))
+        alone, eighth = (need_of(AutoencoderKL(**STABLE_DIFFUSION).eval(), LARGE, 1, count, whole=True).peak_bytes
+                         for count in (1, 8))
 
     results, = run_ranks(decode_without_bytes, 1, ranks)
 
@@ -229,7 +234,8 @@ def test_of_10240_pixels_each_of_8_ranks_has_an_eighth_of_the_rows_and_of_the_me
 
 @pytest.mark.slow
 def test_decodes_10240_pixels_on_8_ranks_with_an_eighth_of_the_rows_on_each():
-    """Without attention, whose time grows with the square of the pixels: hours here. One rank would need eight times as much memory."""
+    """Without attention, whose time grows with the square of the pixels: hours here.
+    One rank would need eight times as much memory."""
     need = need_of(outline_of(thin_vae(attention=False)), LARGE, 1, 8)
     by_rank = run_ranks(decode_thin, 8, LARGE[-1], False, timeout_s=3600)
 

@@ -1,4 +1,5 @@
-"""A forward asks its device for nothing and waits for no copy to it: what it needs of the host is on the device before."""
+"""A forward asks its device for nothing and waits for no copy to it:
+what it needs of the host is on the device before."""
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.models import FAMILIES
 from xdit_backend.parallel.key_values import KeyValues
 
-# Whose forwards in diffusers read numbers of the device, for shapes that depend on them: experts, text without what is masked, tables.
+# Whose forwards in diffusers read numbers of the device, for shapes that depend on them: experts, text without what is
+# masked, tables.
 READING = ("HiDream-I1", "HunyuanImage", "HunyuanVideo 1.5", "Lumina 2", "Latte", "Mochi")
 CASES = [(name, masked) for name in CONFIGS if name not in READING for masked in (False, True)
          if not masked or "attention_mask" in FAMILIES[name].conditioning]
@@ -25,11 +27,14 @@ def test_a_second_forward_does_not_wait_for_the_device(monkeypatch, name, masked
     with pretended_cuda(monkeypatch) as work_of:
         move(one.model)
         latent = torch.empty(one.latent.shape, device=CUDA)
-        conditioning = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA) for key, tensor in one.conditioning.items()}
+        conditioning = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)
+                        for key, tensor in one.conditioning.items()}
 
         def forward():
             context = loaded.context(SINGLE, Traffic(), latent, one.timestep, conditioning, key_values=kept)
             loaded.hooks.run(context)
         second = [work_of(forward), work_of(forward)][1]
-    in_diffusers = [wait for wait in second.waits if "compute_text_seq_len_from_mask" in wait]          # Qwen-Image's, of a masked text
-    assert second.kernels > 100 and second.waits == in_diffusers and len(in_diffusers) == (masked and name == "Qwen-Image")
+    # Qwen-Image's, of a masked text
+    in_diffusers = [wait for wait in second.waits if "compute_text_seq_len_from_mask" in wait]
+    assert (second.kernels > 100 and second.waits == in_diffusers
+            and len(in_diffusers) == (masked and name == "Qwen-Image"))

@@ -1,4 +1,5 @@
-"""What the server that ranks are forked from imports, so that no rank has to: our packages, and diffusers' class of every family."""
+"""What the server that ranks are forked from imports, so that no rank has to:
+our packages, and diffusers' class of every family."""
 
 import gc
 import importlib

@@ -115,8 +115,9 @@ def test_no_message_is_too_long_to_be_received(door, tmp_path):
     assert worker.receive() == Stop()
 
 
-def test_frames_of_any_bytes_are_refused_or_are_messages_and_none_is_waited_for_longer_than_ten_times_the_hosts_patience():
-    outcomes = receive_frames(3, 200)                          # of which two are parts of a frame whose rest does not come
+def test_frames_of_any_bytes_are_refused_or_are_messages_within_ten_times_the_hosts_patience():
+    # of which two are parts of a frame whose rest does not come
+    outcomes = receive_frames(3, 200)
 
     assert outcomes["refused"] > 100 and outcomes["messages, then refused"] > 10
 

@@ -21,10 +21,13 @@ def test_every_message_is_tried():
 
 
 @pytest.mark.parametrize("raw", [
-    b"", b"\x80\x04.", b"[]", b"Stop", b"Exec {}", b"Layout {}", b'Stop {"request": 0', b'Stop {"request": 0, "more": 1}', b"Stop []",
-    b'LoadModel {"request": 1}', b'DropModel {"request": "1", "name": "x"}', b'DropModel {"request": true, "name": "x"}',
+    b"", b"\x80\x04.", b"[]", b"Stop", b"Exec {}", b"Layout {}", b'Stop {"request": 0',
+    b'Stop {"request": 0, "more": 1}', b"Stop []",
+    b'LoadModel {"request": 1}', b'DropModel {"request": "1", "name": "x"}',
+    b'DropModel {"request": true, "name": "x"}',
     b'DropConditioning {"request": 1, "names": "abc"}', b'DropConditioning {"request": 1, "names": ["a", 1]}',
-    b"Stop " + b"[" * 100_000, b'Stop {"request": ' + b"9" * 100_000 + b"}", b"\xff {}"], ids=lambda raw: repr(raw[:40]))
+    b"Stop " + b"[" * 100_000, b'Stop {"request": ' + b"9" * 100_000 + b"}", b"\xff {}"],
+                         ids=lambda raw: repr(raw[:40]))
 def test_what_is_no_message_is_refused(raw):
     with pytest.raises(XDiTError, match="Not a message of this project") as refused:
         decode(raw)
@@ -44,7 +47,8 @@ OPTIONAL = ("patch", "stages", "whole", "offset")
 
 
 def spoilt(key, value):
-    """Copies of a JSON value, each with one thing wrong: a type, a bound or an unknown field, at the top or anywhere inside."""
+    """Copies of a JSON value, each with one thing wrong:
+    a type, a bound or an unknown field, at the top or anywhere inside."""
     yield from (wrong for wrong in WRONG[type(value)] if wrong is not None or key not in OPTIONAL)
     if isinstance(value, dict):
         for name, item in value.items():

@@ -94,7 +94,8 @@ def test_more_than_there_is_is_refused_before_it_is_written(store):
 def test_a_full_memory_falls_back_to_disk(store, monkeypatch):
     """As in containers with 64 MB of /dev/shm."""
     reserve = segments._reserve
-    monkeypatch.setattr(segments, "_reserve", lambda path, num_bytes: not path.startswith(str(store.folder)) and reserve(path, num_bytes))
+    monkeypatch.setattr(segments, "_reserve", lambda path, num_bytes: not path.startswith(str(store.folder))
+                        and reserve(path, num_bytes))
 
     segment = store.share(torch.ones(3))
 
@@ -127,7 +128,8 @@ def test_a_store_that_cannot_be_made_whole_leaves_nothing(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("share", [
-    lambda store, tensor: store.share(tensor), lambda store, tensor: store.share_all({"good": torch.ones(2), "bad": tensor})])
+    lambda store, tensor: store.share(tensor),
+    lambda store, tensor: store.share_all({"good": torch.ones(2), "bad": tensor})])
 def test_what_cannot_be_shared_leaves_nothing(store, share):
     kept = store.share(torch.ones(3))
 
@@ -161,7 +163,8 @@ sys.stdin.read()
 def other_host():
     """Another process with a store: (the process, its folders)."""
     package = Path(segments.__file__).parents[1]
-    process = subprocess.Popen([sys.executable, "-c", OTHER_HOST.format(init=str(package / "__init__.py"), package=str(package))],
+    process = subprocess.Popen([sys.executable, "-c",
+                                OTHER_HOST.format(init=str(package / "__init__.py"), package=str(package))],
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     yield process, [Path(folder) for folder in process.stdout.readline().split()]
     process.kill()
@@ -171,7 +174,8 @@ def other_host():
 
 def test_what_a_killed_host_has_left_is_removed_by_the_next(other_host):
     process, folders = other_host
-    assert len(folders) == 2 and all(folder.is_dir() for folder in folders)    # asked now: when it is killed, any host may be the next
+    # asked now: when it is killed, any host may be the next
+    assert len(folders) == 2 and all(folder.is_dir() for folder in folders)
     process.kill()
     process.wait()
 
@@ -181,7 +185,8 @@ def test_what_a_killed_host_has_left_is_removed_by_the_next(other_host):
 
 
 def test_the_folders_of_a_living_host_stay_whatever_they_are_called(other_host):
-    """Containers that share /dev/shm have process numbers of their own: the number in a name may be that of nobody here."""
+    """Containers that share /dev/shm have process numbers of their own:
+    the number in a name may be that of nobody here."""
     process, folders = other_host
     renamed = [folder.with_name(f"xdit-{2 ** 22 + 1}-{process.pid}-{index}") for index, folder in enumerate(folders)]
     for folder, name in zip(folders, renamed):
@@ -190,7 +195,8 @@ def test_the_folders_of_a_living_host_stay_whatever_they_are_called(other_host):
 
     SegmentStore().close()
 
-    assert all((folder / "1").exists() or folder == renamed[1] for folder in renamed) and all(folder.is_dir() for folder in renamed)
+    assert (all((folder / "1").exists() or folder == renamed[1] for folder in renamed)
+            and all(folder.is_dir() for folder in renamed))
 
 
 def test_a_folder_that_another_host_takes_for_left_behind_before_it_is_locked_is_made_again(tmp_path, monkeypatch):

@@ -12,11 +12,13 @@ SHAPES = [(), (0, 3), (1,), (1000,), (7, 5, 3), (2, 300), (300, 2), (3, 4, 50, 2
 
 
 class LateCopies:
-    """A device whose copies are made when they are waited for, or when the next one to the same piece has to be over."""
+    """A device whose copies are made when they are waited for,
+    or when the next one to the same piece has to be over."""
 
     def __init__(self, monkeypatch):
         self.asked, self.copy = [], torch.Tensor.copy_
-        monkeypatch.setattr(torch.Tensor, "copy_", lambda to, given, non_blocking=False: self.ask(to, given, non_blocking))
+        monkeypatch.setattr(torch.Tensor, "copy_",
+                            lambda to, given, non_blocking=False: self.ask(to, given, non_blocking))
         monkeypatch.setattr(transfers, "Arrived", self.event)
 
     def ask(self, to, given, non_blocking):
@@ -65,7 +67,8 @@ def test_strided_tensors_arrive():
 
     ferry.fetch(source.movedim(0, -1), picture[:, 10:40])
 
-    assert torch.equal(picture[:, 10:40].movedim(-1, 0), source) and picture[:, :10].abs().sum() == picture[:, 40:].abs().sum() == 0
+    assert (torch.equal(picture[:, 10:40].movedim(-1, 0), source)
+            and picture[:, :10].abs().sum() == picture[:, 40:].abs().sum() == 0)
     for each in (ferry, Ferry(CPU)):
         brought = each.bring(source.movedim(0, -1))
         assert torch.equal(brought, source.movedim(0, -1)) and brought.is_contiguous()

@@ -1,4 +1,5 @@
-"""Weights in float8 under PipeFusion: cast for the first patches of a run and kept as far as there is room, with the same result."""
+"""Weights in float8 under PipeFusion: cast for the first patches of a run and kept as far as there is room,
+with the same result."""
 
 import itertools
 
@@ -26,14 +27,16 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
-        if function.overloadpacket in CASTS and args[0].dtype == torch.float8_e4m3fn and isinstance(args[0], torch.nn.Parameter):
+        if (function.overloadpacket in CASTS and args[0].dtype == torch.float8_e4m3fn
+                and isinstance(args[0], torch.nn.Parameter)):
             self.count += 1
             self.num_bytes += output.nbytes
         return output
 
 
 def casts_of_commands(rank, world_size, commands, unused_bytes):
-    """Of each command on this rank: (casts, their bytes, its answer). unused_bytes: what the device is said to have left."""
+    """Of each command on this rank: (casts, their bytes, its answer).
+    unused_bytes: what the device is said to have left."""
     Predictions.unused_bytes = property(lambda self: unused_bytes)
     engine, counted = Engine(rank, torch.device("cpu"), lambda *phase: None), []
     torch.set_grad_enabled(False)
@@ -47,7 +50,8 @@ def casts_of_commands(rank, world_size, commands, unused_bytes):
 
 
 def play(store, one, spec, room_bytes):
-    """A warm-up step, three steps of patches, the end of the run, a whole step of another: (predictions, what each rank counted)."""
+    """A warm-up step, three steps of patches, the end of the run, a whole step of another:
+    (predictions, what each rank counted)."""
     request, made = itertools.count(1), []
     patches = cut_patches(one.latent.shape, (2, 2), NUM_PATCHES)
 
@@ -57,7 +61,8 @@ def play(store, one, spec, room_bytes):
         branch = specs.Branch(store.share(latent), store.share(torch.tensor([time])), "text", made[-1])
         return messages.Predict(next(request), spec.name, Layout(pipefusion_degree=2), [branch], patch, keep=True)
 
-    text = messages.Conditioning(next(request), "text", {name: store.share(tensor) for name, tensor in one.conditioning.items()})
+    text = messages.Conditioning(next(request), "text",
+                                 {name: store.share(tensor) for name, tensor in one.conditioning.items()})
     commands = [messages.LoadModel(next(request), spec), text, predict(900.0),
                 *(predict(time, *patch) for time in (800.0, 700.0, 600.0) for patch in patches),
                 messages.ReportMemory(next(request)), messages.DropConditioning(next(request), ["text"]),

@@ -1,4 +1,5 @@
-"""The engine on every rank of every mixture of methods: predictions equal the oracle, and each rank does its part only."""
+"""The engine on every rank of every mixture of methods: predictions equal the oracle,
+and each rank does its part only."""
 
 import functools
 import gc
@@ -95,7 +96,8 @@ def with_no_room_for_one(rank, world_size, commands):
             raise torch.OutOfMemoryError("no room")
         return post(link, *arguments)
     Link.post_receive = failing
-    Engine.prefetch = lambda engine, command: _prefetch(SimpleNamespace(prefetch=functools.partial(prefetch, engine)), command)
+    Engine.prefetch = lambda engine, command: _prefetch(SimpleNamespace(prefetch=functools.partial(prefetch, engine)),
+                                                        command)
     return carry_out(rank, world_size, commands) | {"asked": len(asked)}
 
 
@@ -107,13 +109,15 @@ def oracle(num_patches, tensor_degree):
         start, models, wanted = [one.latent.clone() for one in branches], [StaleModel(one) for one in branches], []
         for step, patch, rows in pieces(start[0].shape, num_patches):
             for latent, model in zip(start, models):
-                want = model.predict(latent + step, time_of(step), None if patch is None else (patch.start, patch.start + rows))
+                want = model.predict(latent + step, time_of(step),
+                                     None if patch is None else (patch.start, patch.start + rows))
                 wanted.append(want if patch is None else want.narrow(2, patch.start, rows))
         return wanted
 
 
 def play(store, folder, layout, stages, speeds=(), carry_out=carry_out):
-    """A warm-up step and two stale steps of two branches with three images, on all ranks: [(predictions, oracle's)], measurements."""
+    """A warm-up step and two stale steps of two branches with three images, on all ranks:
+    [(predictions, oracle's)], measurements."""
     header = open_checkpoint(folder)
     spec = header.spec("float64", "float64", stages, layout.tensor_degree)
     branches, request, made = branches_of_three_images(), itertools.count(1), []
@@ -129,16 +133,20 @@ def play(store, folder, layout, stages, speeds=(), carry_out=carry_out):
             piece = one.latent + step if patch is None else (one.latent + step).narrow(2, patch.start, rows)
             prediction, _ = store.create(tuple(piece.shape), torch.float64)
             made.append(prediction)
-            named.append(specs.Branch(store.share(piece.contiguous()), store.share(time_of(step)), f"branch {index}", prediction))
+            named.append(specs.Branch(store.share(piece.contiguous()), store.share(time_of(step)), f"branch {index}",
+                                      prediction))
         commands.append(messages.Predict(next(request), spec.name, layout, named, patch, keep=True, speeds=speeds))
     commands.append(messages.ReportMemory(next(request)))
     world_size = math.prod(getattr(layout, f"{axis}_degree") for axis in (*AXES, "tensor"))
     numbers = run_ranks(carry_out, world_size, commands)
-    return [(map_segment(segment), want) for segment, want in zip(made, oracle(num_patches, layout.tensor_degree), strict=True)], numbers
+    return [(map_segment(segment), want)
+            for segment, want in zip(made, oracle(num_patches, layout.tensor_degree), strict=True)], numbers
 
 
-UNLIKE = [(Layout(pipefusion_degree=2, ulysses_degree=2), (100, 30, 60, 40)), (Layout(data_degree=2, ring_degree=2), (100, 25, 20, 10)),
-          (Layout(data_degree=2, pipefusion_degree=2), (10, 100, 10, 10)), (Layout(cfg_degree=2, ulysses_degree=2), (9, 1, 1, 9))]
+UNLIKE = [(Layout(pipefusion_degree=2, ulysses_degree=2), (100, 30, 60, 40)),
+          (Layout(data_degree=2, ring_degree=2), (100, 25, 20, 10)),
+          (Layout(data_degree=2, pipefusion_degree=2), (10, 100, 10, 10)),
+          (Layout(cfg_degree=2, ulysses_degree=2), (9, 1, 1, 9))]
 
 
 def mixtures(world_size):
@@ -154,16 +162,19 @@ def stages_of(layout):
 
 
 def name_of(layout):
-    return "-".join(f"{axis}{getattr(layout, f'{axis}_degree')}" for axis in (*AXES, "tensor") if getattr(layout, f"{axis}_degree") > 1)
+    return "-".join(f"{axis}{getattr(layout, f'{axis}_degree')}" for axis in (*AXES, "tensor")
+                    if getattr(layout, f"{axis}_degree") > 1)
 
 
 QUICK = [Layout(cfg_degree=2, pipefusion_degree=2), Layout(data_degree=2, pipefusion_degree=2),
-         Layout(cfg_degree=2, pipefusion_degree=2, ulysses_degree=2), Layout(data_degree=2, pipefusion_degree=2, ring_degree=2),
+         Layout(cfg_degree=2, pipefusion_degree=2, ulysses_degree=2),
+         Layout(data_degree=2, pipefusion_degree=2, ring_degree=2),
          Layout(cfg_degree=2, data_degree=2, pipefusion_degree=2), Layout(cfg_degree=2, pipefusion_degree=4)]
 
 
 TENSOR = [Layout(cfg_degree=2, tensor_degree=2), Layout(cfg_degree=2, pipefusion_degree=2, tensor_degree=2),
-          Layout(pipefusion_degree=2, ring_degree=2, tensor_degree=2), Layout(cfg_degree=2, ulysses_degree=2, tensor_degree=2)]
+          Layout(pipefusion_degree=2, ring_degree=2, tensor_degree=2),
+          Layout(cfg_degree=2, ulysses_degree=2, tensor_degree=2)]
 
 
 @pytest.mark.parametrize("batch, speeds, expected", [
@@ -171,12 +182,14 @@ TENSOR = [Layout(cfg_degree=2, tensor_degree=2), Layout(cfg_degree=2, pipefusion
     (8, (10, 30, 40), [(0, 1), (1, 3), (4, 4)])])
 def test_images_are_shared_out_by_speed(batch, speeds, expected):
     degree = len(expected)
-    ranks = [SimpleNamespace(degrees={"data": degree}, ranks={"data": rank}, data_speeds=speeds) for rank in range(degree)]
+    ranks = [SimpleNamespace(degrees={"data": degree}, ranks={"data": rank}, data_speeds=speeds)
+             for rank in range(degree)]
 
     assert [_own_images(batch, mesh) for mesh in ranks] == expected
 
 
-@pytest.mark.parametrize("layout, speeds", [UNLIKE[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in UNLIKE[1:])], ids=str)
+@pytest.mark.parametrize("layout, speeds",
+                         [UNLIKE[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in UNLIKE[1:])], ids=str)
 def test_mixtures_of_unlike_devices_equal_the_oracle(store, folder, layout, speeds):
     """Images, tokens, heads and blocks by speed; data ranks with one image of three, with two, and with none."""
     results, _ = play(store, folder, layout, replace(stages_of(layout), speeds=speeds), speeds)
@@ -184,7 +197,8 @@ def test_mixtures_of_unlike_devices_equal_the_oracle(store, folder, layout, spee
     within(max((got - want).abs().max() for got, want in results), 1e-12)
 
 
-@pytest.mark.parametrize("layout", [*QUICK[:3], *(pytest.param(layout, marks=pytest.mark.slow) for layout in QUICK[3:] + TENSOR)],
+@pytest.mark.parametrize("layout",
+                         [*QUICK[:3], *(pytest.param(layout, marks=pytest.mark.slow) for layout in QUICK[3:] + TENSOR)],
                          ids=name_of)
 def test_mixtures_equal_the_oracle(store, folder, layout):
     results, _ = play(store, folder, layout, stages_of(layout))
@@ -201,14 +215,16 @@ def test_every_mixture_of_eight_ranks_equals_the_oracle(store, folder, layout):
 
 
 def test_every_stage_receives_each_part_once_and_the_last_sends_nothing(store, folder):
-    """1 + 2 x 3 commands of two branches are 14 messages into every stage but the first, and out of every one but the last."""
+    """1 + 2 x 3 commands of two branches are 14 messages into every stage but the first,
+    and out of every one but the last."""
     _, numbers = play(store, folder, Layout(pipefusion_degree=3), Stages(3))
 
     assert [(rank["received"], rank["sent"]) for rank in numbers] == [(0, 14), (14, 14), (14, 0)]
 
 
 def test_a_receive_that_found_no_room_ahead_is_posted_again_alone(store, folder):
-    """One that was posted for a message before it takes that message: with another beside it, all later ones would be a message behind."""
+    """One that was posted for a message before it takes that message:
+    with another beside it, all later ones would be a message behind."""
     results, numbers = play(store, folder, Layout(pipefusion_degree=2), Stages(2, 1), carry_out=with_no_room_for_one)
 
     within(max((got - want).abs().max() for got, want in results), 1e-12)
@@ -270,14 +286,17 @@ def give_up_decoding(rank, world_size, weights, latent, pictures):
     engine = Engine(rank, torch.device("cpu"), lambda *phase: said.append(phase), abandoned)
     engine.carry_out(messages.LoadAutoencoder(1, specs.AutoencoderSpec("vae", "float64", weights)))
     given_up = engine.carry_out(messages.Decode(2, "vae", latent, pictures[0]))
-    asked, (_, done, total) = abandoned.num_asked, said[-1] if said else ("", 0, 1)              # who has no rows says nothing
-    return asked, done < total / 2, given_up, engine.carry_out(messages.Decode(3, "vae", latent, pictures[1]))["busy_s"] > 0
+    # who has no rows says nothing
+    asked, (_, done, total) = abandoned.num_asked, said[-1] if said else ("", 0, 1)
+    return asked, done < total / 2, given_up, engine.carry_out(messages.Decode(3, "vae", latent, pictures[1]))[
+        "busy_s"] > 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_decode_that_is_given_up_ends_on_all_ranks_at_once(store, world_size):
     """Also on one that was not told, or has no rows, as the third here; the next decode is right."""
-    weights, latent = random_decoder(32), torch.randn(1, 4, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights, latent = random_decoder(32), torch.randn(1, 4, 2, 2, dtype=torch.float64,
+                                                      generator=torch.Generator().manual_seed(0))
     pictures = [store.create((1, 16, 16, 3), torch.float32)[0] for _ in range(2)]
     told = run_ranks(give_up_decoding, world_size, store.share_all(weights), store.share(latent), pictures)
 
@@ -308,7 +327,8 @@ def test_a_tensor_rank_holds_its_share_of_weights_and_keys(store, folder):
     """Of its stage's linears and heads the half; what is outside the blocks, whole."""
     model, stages = example("SD3").model, Stages(2, 2, num_blocks=(1, 3))
     whole = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
-    split = [sum(t.numel() for module in block.modules() if isinstance(module, torch.nn.Linear) for t in module.parameters())
+    split = [sum(t.numel() for module in block.modules() if isinstance(module, torch.nn.Linear)
+                 for t in module.parameters())
              for block in model.transformer_blocks]
     blocks = [sum(t.numel() for t in block.parameters()) for block in model.transformer_blocks]
 
@@ -318,7 +338,8 @@ def test_a_tensor_rank_holds_its_share_of_weights_and_keys(store, folder):
         others = sum(blocks[block] for block in range(4) if block not in own)
         keys = sum(8 * 2 * 3 * (18 + text) * 16 for text in (7, 9) for _ in own)
         dual = 2 * 8 * 2 * 3 * 18 * 16 if 0 in own else 0
-        assert numbers[rank]["weight_bytes"] == pytest.approx(8 * (whole - others - sum(split[block] for block in own) / 2), rel=0.05)
+        assert numbers[rank]["weight_bytes"] == pytest.approx(
+            8 * (whole - others - sum(split[block] for block in own) / 2), rel=0.05)
         assert numbers[rank]["key_value_bytes"] == pytest.approx(keys + dual, rel=0.05)
 
 
@@ -377,4 +398,5 @@ def test_a_rank_knows_what_it_has_begun_with_others_when_it_fails(store, folder)
 
     assert refused == [(True, 0)] * 2
     assert [failed for failed, _ in done] == [False, False] and done[0][1] == done[1][1] > 0
-    assert too_late == [(True, done[0][1]), (False, done[0][1])]           # rank 0 writes the prediction, which has another shape
+    # rank 0 writes the prediction, which has another shape
+    assert too_late == [(True, done[0][1]), (False, done[0][1])]

@@ -1,4 +1,5 @@
-"""The memory of a run, as the system says it, and when it is given back: kept between the prompts of a queue, not for longer."""
+"""The memory of a run, as the system says it, and when it is given back:
+kept between the prompts of a queue, not for longer."""
 
 import math
 import queue
@@ -34,7 +35,8 @@ def test_memory_is_told_where_the_system_says_little(tmp_path, monkeypatch):
 @SAYS
 def test_a_run_s_memory_is_what_it_took_and_gave_back():
     memory, size = Memory(torch.device("cpu")), 300 * 2 ** 20
-    memory.give_back()                                         # or the block goes where an earlier test's were, and takes nothing more
+    # or the block goes where an earlier test's were, and takes nothing more
+    memory.give_back()
     memory.begin_run()
     before = memory.report()
     block = torch.ones(size, dtype=torch.uint8)
@@ -48,7 +50,8 @@ def test_a_run_s_memory_is_what_it_took_and_gave_back():
 
 
 def take(num_bytes):
-    """Memory as a run takes it: blocks of the C library's own heap, which it keeps when they are freed, but for the last."""
+    """Memory as a run takes it: blocks of the C library's own heap, which it keeps when they are freed,
+    but for the last."""
     blocks = [torch.ones(MB // 16, dtype=torch.uint8) for _ in range(16 * num_bytes // MB)]
     last = torch.ones(16)
     blocks.clear()
@@ -64,7 +67,8 @@ def test_runs_of_a_queue_count_alike_and_memory_is_given_back_after_a_while(monk
     took = []
     for _ in range(3):
         memory.begin_run()
-        assert memory.patience_s is None                       # in a run nothing is given back, however long the host computes
+        # in a run nothing is given back, however long the host computes
+        assert memory.patience_s is None
         last = take(200 * MB)
         memory.end_run(2 ** 40)
         took.append(memory.report()["activation_bytes"])
@@ -100,7 +104,8 @@ def test_a_command_in_time_finds_the_memory(monkeypatch):
 def test_where_memory_is_short_a_run_s_is_given_back_at_once(unused_bytes, is_kept, monkeypatch):
     memory = Memory(torch.device("cpu"))
     memory.give_back()
-    monkeypatch.setattr(memory_module, "_status", lambda: {"RssAnon": grown[0], "VmHWM": 0, "VmRSS": 0, "RssFile": 0, "RssShmem": 0})
+    monkeypatch.setattr(memory_module, "_status",
+                        lambda: {"RssAnon": grown[0], "VmHWM": 0, "VmRSS": 0, "RssFile": 0, "RssShmem": 0})
     grown = [100 * MB]
     memory.begin_run()
     grown[0] += 200 * MB

@@ -46,7 +46,8 @@ def test_a_transfer_that_raises_is_told_with_its_devices(monkeypatch):
 def test_a_device_that_is_full_is_refused_in_numbers():
     prepare_device(torch.device("cpu"))
     check_free("cuda:0", 2 ** 30, 24 * 2 ** 30)
-    with pytest.raises(WorkerStartError, match=r"cuda:1 has 300 MB of 24.0 GB free, and a worker needs at least 512 MB"):
+    with pytest.raises(WorkerStartError, match=r"cuda:1 has 300 MB of 24.0 GB free, and a worker needs at least "
+                                               r"512 MB"):
         check_free("cuda:1", 300 * 2 ** 20, 24 * 2 ** 30)
 
 

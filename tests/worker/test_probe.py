@@ -1,4 +1,5 @@
-"""The probe: what ranks measure together makes a machine whose forecasts can be used, on three and on four CPU workers."""
+"""The probe: what ranks measure together makes a machine whose forecasts can be used,
+on three and on four CPU workers."""
 
 import itertools
 import math
@@ -18,8 +19,8 @@ from xdit_backend.worker import probe
 def measured(rank, world_size, a_machine=0):
     probe.ROUNDS, probe.LEAST_S, probe.LARGE_BYTES, probe.ROUND_S, probe.SHARED_ROUNDS = 1, 0.0, 2 ** 20, 0.0, 1
     said, traffic = [], Traffic()
-    numbers = probe.measure(rank, world_size, torch.device("cpu"), torch.float32, traffic, lambda *progress: said.append(progress),
-                            a_machine)
+    numbers = probe.measure(rank, world_size, torch.device("cpu"), torch.float32, traffic,
+                            lambda *progress: said.append(progress), a_machine)
     return numbers, said, traffic.num_exchanges
 
 
@@ -30,11 +31,14 @@ def test_workers_measure_what_a_forecast_needs(world_size, a_machine, sizes):
     numbers = [result[0] for result in results]
 
     assert all(set(one) == set(numbers[0]) and all(math.isfinite(value) and value > 0 for name, value in one.items()
-                                                   if name not in ("round_alone_s", "launch_hidden")) for one in numbers)
+                                                   if name not in ("round_alone_s", "launch_hidden"))
+               for one in numbers)
     assert {name.split()[1] for name in numbers[0] if name.startswith("all_to_all ")} == sizes
     assert [one["round_alone_s"] > 0 for one in numbers] == [True] + [False] * (world_size - 1)
-    assert all(one["round_of_all_s"] > one["round_s"] for one in numbers) and all(exchanges > 0 for _, _, exchanges in results)
-    assert results[0][1][0] == ("measuring the devices", 0, len(results[0][1])) and results[0][1][-1][0] == "measuring the links"
+    assert (all(one["round_of_all_s"] > one["round_s"] for one in numbers)
+            and all(exchanges > 0 for _, _, exchanges in results))
+    assert (results[0][1][0] == ("measuring the devices", 0, len(results[0][1]))
+            and results[0][1][-1][0] == "measuring the links")
     machine = machine_of_probe(numbers, ["CPU"] * world_size, [1e12] * world_size, a_machine)
     made = forecasts(Net(8, 256, 4, 12.0, 1e7), Job(1024, 32, 10, branches=2), machine)
     assert all(math.isfinite(one.seconds) and one.seconds > 0 for one in made) and choose(made).fits
@@ -44,8 +48,10 @@ def test_a_machine_is_found_from_the_times_that_it_would_take():
     """Rates, rows at half of the rate, latencies and what is hidden, from times by the forecast's own lines."""
     numbers = {"matrix_flops": 1e12, "rows": 4096, "short_rows": 512, "matrix_s": (4096 + 300) / 4096 * 0.01,
                "matrix_short_s": (512 + 300) / 4096 * 0.01, "attention_flops": 1e11, "keys": 4096, "short_keys": 1024,
-               "attention_128_long_s": (4096 + 200) / 4096 * 0.002, "attention_128_short_s": (1024 + 200) / 4096 * 0.002,
-               "attention_64_long_s": 0.002, "attention_64_short_s": 0.0005, "move_bytes_s": 1e12, "block_launch_s": 1e-3,
+               "attention_128_long_s": (4096 + 200) / 4096 * 0.002,
+               "attention_128_short_s": (1024 + 200) / 4096 * 0.002,
+               "attention_64_long_s": 0.002, "attention_64_short_s": 0.0005, "move_bytes_s": 1e12,
+               "block_launch_s": 1e-3,
                "round_alone_s": 0.04, "round_s": 0.05, "round_of_all_s": 0.06, "launch_hidden": 0.25,
                "beside_attention_s": 0.01, "beside_hop_s": 0.004, "beside_both_s": 0.012,
                "launch 2 all_to_all_s": 1e-4, "launch 2 hop_s": 2e-4}
@@ -58,7 +64,8 @@ def test_a_machine_is_found_from_the_times_that_it_would_take():
 
     links = machine.links
     for value, expected in (
-            (device.matrix_flops_s, 1e14), (device.half_rows, 300), (device.attention_flops_s, 5e13), (device.half_keys, 200),
+            (device.matrix_flops_s, 1e14), (device.half_rows, 300), (device.attention_flops_s, 5e13),
+            (device.half_keys, 200),
             (device.narrow_share, 0.5), (machine.alone, 0.05 / 0.04 * 0.06 / 0.055),
             (device.launch_hidden, 0.25), (links.hidden, 0.5), (links.rate("hop", 2), 1e10),
             (links.rate("gather", 2), 1e10), (links.latency("all_to_all", 2), 5e-5), (device.collective_launch_s, 1e-4),
@@ -68,9 +75,11 @@ def test_a_machine_is_found_from_the_times_that_it_would_take():
 
 def test_between_machines_smaller_messages_are_enough():
     """A second size, of two machines of two: the same times as before mean another rate, since less was sent."""
-    numbers = dict.fromkeys(("matrix_flops", "rows", "short_rows", "matrix_s", "matrix_short_s", "attention_flops", "keys", "short_keys",
-                             "attention_128_long_s", "attention_128_short_s", "attention_64_long_s", "attention_64_short_s",
-                             "move_bytes_s", "block_launch_s", "launch_hidden"), 1.0) | {"short_rows": 0.5, "short_keys": 0.5}
+    numbers = dict.fromkeys(("matrix_flops", "rows", "short_rows", "matrix_s", "matrix_short_s", "attention_flops",
+                             "keys", "short_keys",
+                             "attention_128_long_s", "attention_128_short_s", "attention_64_long_s",
+                             "attention_64_short_s", "move_bytes_s", "block_launch_s", "launch_hidden"),
+                            1.0) | {"short_rows": 0.5, "short_keys": 0.5}
     for (collective, sent), size in itertools.product(SENT.items(), (2, 4)):
         large_bytes, rate = (LARGE_BYTES, 1e10) if size == 2 else (ACROSS_BYTES, 1e8)
         numbers |= {f"{collective} {size} {name}_s": 5e-4 + sent(size) * num_bytes / rate for name, num_bytes in

@@ -24,7 +24,8 @@ def store():
 
 def model():
     generator = torch.Generator().manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(33, 20), torch.nn.Conv2d(3, 5, 3), torch.nn.BatchNorm1d(7), torch.nn.Linear(64, 64))
+    net = torch.nn.Sequential(torch.nn.Linear(33, 20), torch.nn.Conv2d(3, 5, 3), torch.nn.BatchNorm1d(7),
+                              torch.nn.Linear(64, 64))
     for weight in net.parameters():
         weight.data = torch.randn(weight.shape, generator=generator)
     net[3].weight.data = net[3].weight.data.t()                # a matrix that is stored by columns
@@ -104,7 +105,8 @@ def test_only_as_much_is_parked_as_is_asked_for_and_nothing_is_written_twice(sto
 def test_weights_that_are_in_the_file_need_no_memory(store):
     """Their maps are their home; only the one that was cast takes memory."""
     net, device = model(), Device()
-    files = {id(weight): weight.data for weight in (*net.parameters(), *net.buffers()) if weight.dtype != torch.bfloat16}
+    files = {id(weight): weight.data for weight in (*net.parameters(), *net.buffers())
+             if weight.dtype != torch.bfloat16}
     residency, before = device.residency(net, files), values(net)
     cast_bytes = net[1].weight.nbytes
     assert cast_bytes <= residency.numbers["homeless_bytes"] < cast_bytes + 64
@@ -155,9 +157,11 @@ def carry_out_in_step(rank, world_size, commands):
 
 @pytest.mark.parametrize("stages, layout", [
     (None, Layout(ulysses_degree=2)), (None, Layout(tensor_degree=2)), (Stages(2), Layout(pipefusion_degree=2)),
-    (Stages(2, every_block=True), Layout(pipefusion_degree=2))], ids=["ulysses2", "tensor2", "pipefusion2", "pipefusion2, every block"])
+    (Stages(2, every_block=True), Layout(pipefusion_degree=2))],
+                         ids=["ulysses2", "tensor2", "pipefusion2", "pipefusion2, every block"])
 def test_predictions_are_the_same_after_weights_were_parked(store, tmp_path, stages, layout):
-    """A part of one rank's first, then everything. The file is float64 and the model float32, so that no weight is in the file so."""
+    """A part of one rank's first, then everything. The file is float64 and the model float32,
+    so that no weight is in the file so."""
     one = example("SD3", torch.float64, rows=12, columns=6)
     one.model.save_pretrained(tmp_path / "transformer")
     header = open_checkpoint(tmp_path)
@@ -183,6 +187,7 @@ def test_predictions_are_the_same_after_weights_were_parked(store, tmp_path, sta
     first, *later = (map_segment(prediction) for prediction in predictions)
     assert first.std() > 0.01 and all(torch.equal(first, other) for other in later)
     for rank, ((_, _, _, held, *_), (_, _, _, _, _, partly, *_)) in enumerate(zip(numbers, numbers)):
-        assert partly["weight_bytes"] == held["weight_bytes"] if rank == 0 else partly["weight_bytes"] <= held["weight_bytes"] - 9_000
+        assert (partly["weight_bytes"] == held["weight_bytes"] if rank == 0
+                else partly["weight_bytes"] <= held["weight_bytes"] - 9_000)
         assert numbers[rank][9]["weight_bytes"] == 0 and numbers[rank][9]["parked_bytes"] >= held["weight_bytes"]
         assert numbers[rank][12]["weight_bytes"] == held["weight_bytes"] > 0

@@ -14,7 +14,8 @@ from .wan import WAN
 
 # HunyuanVideo 1.5's tensors have the names of HunyuanVideo's too, and is asked for first.
 FAMILIES = {"kl": KL, "wan": WAN, "ltx": LTX, "hunyuan_video15": HUNYUAN_VIDEO15, "hunyuan_video": HUNYUAN_VIDEO,
-            "hunyuan_image": HUNYUAN_IMAGE, "mochi": MOCHI, "cogvideox": COGVIDEOX, "cosmos": COSMOS, "tiny": TINY, "dc": DC}
+            "hunyuan_image": HUNYUAN_IMAGE, "mochi": MOCHI, "cogvideox": COGVIDEOX, "cosmos": COSMOS, "tiny": TINY,
+            "dc": DC}
 
 
 def family_of(vae):

@@ -1,7 +1,7 @@
 """CogVideoX's autoencoder, whose tensors' names are diffusers' in ComfyUI too.
 
-ComfyUI runs it in pieces of frames; norms take their statistics from a piece, so that the pieces are ComfyUI's here. The modules
-take and give the frames that the next piece needs themselves.
+ComfyUI runs it in pieces of frames; norms take their statistics from a piece, so that the pieces are ComfyUI's here.
+The modules take and give the frames that the next piece needs themselves.
 """
 
 # Tensors are (B, C, F, H, W): F frames
@@ -35,7 +35,8 @@ def _config(shapes, settings):
 
 def _decode(vae, latent):
     decoder = vae.decoder
-    num_early = round(math.log2(vae.config.temporal_compression_ratio))      # levels with more frames than the one before
+    # levels with more frames than the one before
+    num_early = round(math.log2(vae.config.temporal_compression_ratio))
     hidden = decoder.conv_in(latent)[0]
     for block in (decoder.mid_block, *decoder.up_blocks[:num_early]):
         hidden = block(hidden, None, latent)[0]

@@ -1,4 +1,5 @@
-"""Cosmos-Predict1's autoencoder of videos: wavelets of pixels; convolutions and attention of single frames, then of frames before."""
+"""Cosmos-Predict1's autoencoder of videos: wavelets of pixels;
+convolutions and attention of single frames, then of frames before."""
 
 import re
 
@@ -9,7 +10,8 @@ from torch.nn.functional import conv3d, pad
 from ..protocol.errors import CheckpointError
 from .family import VaeFamily, count_layers, encode_whole, replaced, size_of
 
-PATCH = 4                                                      # pixels and frames along a side of what wavelets make one of
+# pixels and frames along a side of what wavelets make one of
+PATCH = 4
 OVER_FRAMES = "CosmosTemporalAttentionProcessor2_0"
 NAMES = (
     (r"\.conv3d\.", "."), (r"\.(conv_in|conv_out|conv1|conv2)\.0\.", r".\1.conv_s."),
@@ -34,8 +36,8 @@ def _config(shapes, settings):
                        "latent_channels": given("encoder.conv_out.1.conv3d.weight", 0),
                        "encoder_block_out_channels": (given("encoder.conv_in.0.conv3d.weight", 0), *widths)}
         else:
-            config |= {"out_channels": given("decoder.conv_out.1.conv3d.weight", 0) // PATCH ** 3, "num_layers": blocks - 1,
-                       "latent_channels": given("decoder.conv_in.0.conv3d.weight", 1),
+            config |= {"out_channels": given("decoder.conv_out.1.conv3d.weight", 0) // PATCH ** 3,
+                       "num_layers": blocks - 1, "latent_channels": given("decoder.conv_in.0.conv3d.weight", 1),
                        "decode_block_out_channels": (*widths, given("decoder.conv_in.0.conv3d.weight", 0))}
     if "num_layers" not in config:
         raise CheckpointError(f"It lacks tensors that Cosmos-Predict1's VAE has; its {len(shapes)} tensors begin with "
@@ -49,19 +51,22 @@ def _convert(tensors, config):
     def renamed(name):
         for pattern, new in NAMES:
             name = re.sub(pattern, new, name)
-        name = re.sub(r"\.up\.(\d+)\.", lambda match: f".up_blocks.{last - int(match[1])}.", name)       # diffusers counts them as they run
+        # diffusers counts them as they run
+        name = re.sub(r"\.up\.(\d+)\.", lambda match: f".up_blocks.{last - int(match[1])}.", name)
         return re.sub(r"\.down\.(\d+)\.", r".down_blocks.\1.", name)
     return {renamed(name): tensor for name, tensor in tensors.items()}
 
 
 def _finish(vae, settings):
-    """Its wavelets are no weights. What diffusers takes them from is on the device on which it was imported: perhaps on none."""
+    """Its wavelets are no weights. What diffusers takes them from is on the device on which it was imported:
+    perhaps on none."""
     for wavelets in (vae.encoder.patch_embed, vae.decoder.unpatch_embed):
         wavelets.wavelets, wavelets._arange = torch.tensor([0.5 ** 0.5] * 2), torch.arange(2)
 
 
 def _encode(vae, picture):
-    """Sides are of whole patches, so that wavelets read neither what diffusers pads them by nor other rows than a rank's own."""
+    """Sides are of whole patches, so that wavelets read neither what diffusers pads them by nor other rows than a
+    rank's own."""
     embed = vae.encoder.patch_embed.to(picture.device)
 
     def of_own_rows(video):

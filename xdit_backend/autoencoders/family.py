@@ -1,7 +1,8 @@
-"""How a family of VAEs is described: as data. One `VaeFamily` a file of this folder; the loader and the split need nothing else.
+"""How a family of VAEs is described: as data. One `VaeFamily` a file of this folder; the loader and the split need
+nothing else.
 
-Names of tensors are those of ComfyUI's first_stage_model.state_dict(). The host reads families too, so that their files import
-diffusers only where they use it.
+Names of tensors are those of ComfyUI's first_stage_model.state_dict(). The host reads families too, so that their files
+import diffusers only where they use it.
 """
 
 import importlib.metadata
@@ -33,17 +34,19 @@ class VaeFamily:
 
     models: whose VAEs they are, in a person's words; () where ComfyUI has no VAE object of it.
     autoencoder: its class in diffusers, which is no other family's.
-    marks: a tensor's name with one of these is found in no family after it. The one without takes what has no mark of another.
+    marks: a tensor's name with one of these is found in no family after it. The one without takes what has no mark of
+    another.
     decoder, encoder: what the names of each half's tensors begin with. Either half may be missing.
     unused: what the names of tensors hold that ComfyUI's modules have and never read.
-    config(shapes, settings): the arguments of the class, of shapes by tensors' names; a missing half is described like the other.
-        Raises CheckpointError with the reason where the VAE is of a kind that cannot be run. settings: see AutoencoderSpec.
+    config(shapes, settings): the arguments of the class, of shapes by tensors' names; a missing half is described like
+        the other. Raises CheckpointError with the reason where the VAE is of a kind that cannot be run. settings: see
+        AutoencoderSpec.
     convert(tensors, arguments): the tensors under diffusers' names.
     finish(vae, settings): gives the model without weights what its class has no argument for.
     decode(vae, latent), encode(vae, picture): as ComfyUI does it, given diffusers' autoencoder; encode gives the mean.
     over_frames(module): does its attention go over the frames of one place, which every rank has?
-    by_frames: can its decoder be split by frames too? Most video autoencoders go through their frames in order, a few at a
-        time, so that a rank would wait for the one before to end.
+    by_frames: can its decoder be split by frames too? Most video autoencoders go through their frames in order, a few
+        at a time, so that a rank would wait for the one before to end.
     """
 
     models: tuple[str, ...]

@@ -1,4 +1,5 @@
-"""HunyuanImage 2.1's autoencoder of pictures: LDM's blocks, whose sizes change by moving pixels into channels and back."""
+"""HunyuanImage 2.1's autoencoder of pictures: LDM's blocks,
+whose sizes change by moving pixels into channels and back."""
 
 import re
 
@@ -6,8 +7,10 @@ from ..protocol.errors import CheckpointError
 from .family import VaeFamily, count_layers, need_diffusers, size_of
 
 NAMES = (
-    (".mid.block_1.", ".mid_block.resnets.0."), (".mid.block_2.", ".mid_block.resnets.1."), (".mid.attn_1.", ".mid_block.attentions.0."),
-    (".attentions.0.q.", ".attentions.0.to_q."), (".attentions.0.k.", ".attentions.0.to_k."), (".attentions.0.v.", ".attentions.0.to_v."),
+    (".mid.block_1.", ".mid_block.resnets.0."), (".mid.block_2.", ".mid_block.resnets.1."),
+    (".mid.attn_1.", ".mid_block.attentions.0."),
+    (".attentions.0.q.", ".attentions.0.to_q."), (".attentions.0.k.", ".attentions.0.to_k."),
+    (".attentions.0.v.", ".attentions.0.to_v."),
     (".attentions.0.proj_out.", ".attentions.0.proj."))
 
 
@@ -25,9 +28,10 @@ def _config(shapes, settings):
         raise CheckpointError(f"It lacks tensors that a HunyuanImage VAE has; its {len(shapes)} tensors begin with "
                               f"{', '.join(list(shapes)[:3])}.")
     ratio = 2 ** count_layers(shapes, f"{level}.{{}}.{resize}.conv.weight")
-    return {"in_channels": given("encoder.conv_in.weight", 1) or 3, "out_channels": given("decoder.conv_out.weight", 0) or 3,
-            "latent_channels": latent, "block_out_channels": tuple(widths[::-1] if decodes else widths),
-            "layers_per_block": count_layers(shapes, level + ".0.block.{}.conv1.weight") - decodes,      # a decoder has one more
+    return {"in_channels": given("encoder.conv_in.weight", 1) or 3, "out_channels": given("decoder.conv_out.weight", 0)
+            or 3, "latent_channels": latent, "block_out_channels": tuple(widths[::-1] if decodes else widths),
+            # a decoder has one more
+            "layers_per_block": count_layers(shapes, level + ".0.block.{}.conv1.weight") - decodes,
             "spatial_compression_ratio": ratio, "sample_size": 32 * ratio, "scaling_factor": 1.0}
 
 

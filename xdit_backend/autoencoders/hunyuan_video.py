@@ -1,7 +1,8 @@
 """HunyuanVideo's autoencoder: LDM's structure with convolutions over time.
 
-ComfyUI runs it whole at the latent's size and in pieces of frames where pictures are larger; norms take their statistics from a
-piece, so that the pieces are ComfyUI's here. The modules are diffusers'; what a convolution reads of the piece before is kept.
+ComfyUI runs it whole at the latent's size and in pieces of frames where pictures are larger; norms take their
+statistics from a piece, so that the pieces are ComfyUI's here. The modules are diffusers'; what a convolution reads of
+the piece before is kept.
 """
 
 # Tensors are (B, C, F, H, W): F frames
@@ -60,7 +61,8 @@ def _encode(vae, picture):
     """Frames beyond 1 + a multiple of the compression are left out."""
     encoder, carried = vae.encoder, CarriedFrames()
     with carried.used_by(encoder):
-        hidden = carried.through([encoder.conv_in, *encoder.down_blocks], pieces_of(picture, vae.temporal_compression_ratio))
+        hidden = carried.through([encoder.conv_in, *encoder.down_blocks],
+                                 pieces_of(picture, vae.temporal_compression_ratio))
         carried.forget()
         hidden = encoder.conv_act(encoder.conv_norm_out(encoder.mid_block(hidden)))
         return vae.quant_conv(encoder.conv_out(hidden)).chunk(2, 1)[0]
@@ -75,7 +77,8 @@ def pieces_of(picture, compression):
 class CarriedFrames:
     """The last frames that each convolution over time has read, in the order of the convolutions, for the next piece.
 
-    In the first piece torch's pad repeats the first frame, as diffusers asks for; in the others the kept ones come first.
+    In the first piece torch's pad repeats the first frame, as diffusers asks for; in the others the kept ones come
+    first.
     """
 
     def __init__(self):
@@ -126,7 +129,8 @@ class CarriedFrames:
         from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as hunyuan
 
         def with_extra_frame(module, args):
-            """The upsampler does not double the first frame it gets: in later pieces that is one too many, dropped by pad."""
+            """The upsampler does not double the first frame it gets:
+            in later pieces that is one too many, dropped by pad."""
             if self._first:
                 return args
             self._extra = 1

@@ -1,6 +1,8 @@
-"""HunyuanVideo 1.5's autoencoder of videos: norms of single pixels, and sizes that change by moving pixels into channels and back.
+"""HunyuanVideo 1.5's autoencoder of videos: norms of single pixels, and sizes that change by moving pixels into
+channels and back.
 
-ComfyUI runs it in pieces of frames where pictures are large. No norm sees more than a pixel, so that pieces only save memory.
+ComfyUI runs it in pieces of frames where pictures are large. No norm sees more than a pixel, so that pieces only save
+memory.
 """
 
 # Tensors are (B, C, F, H, W): F frames
@@ -14,8 +16,10 @@ from .family import VaeFamily, count_layers, need_diffusers, replaced, size_of
 from .hunyuan_video import LATENT_FRAMES, CarriedFrames, pieces_of
 
 NAMES = (
-    (".mid.block_1.", ".mid_block.resnets.0."), (".mid.block_2.", ".mid_block.resnets.1."), (".mid.attn_1.", ".mid_block.attentions.0."),
-    (".attentions.0.q.", ".attentions.0.to_q."), (".attentions.0.k.", ".attentions.0.to_k."), (".attentions.0.v.", ".attentions.0.to_v."),
+    (".mid.block_1.", ".mid_block.resnets.0."), (".mid.block_2.", ".mid_block.resnets.1."),
+    (".mid.attn_1.", ".mid_block.attentions.0."),
+    (".attentions.0.q.", ".attentions.0.to_q."), (".attentions.0.k.", ".attentions.0.to_k."),
+    (".attentions.0.v.", ".attentions.0.to_v."),
     (".nin_shortcut.conv.", ".conv_shortcut."), (".upsample.", ".upsamplers.0."), (".downsample.", ".downsamplers.0."))
 
 
@@ -28,17 +32,21 @@ def _config(shapes, settings):
               for index in range(count_layers(shapes, level + ".{}.block.0.conv2.conv.weight"))]
     latent = given("decoder.conv_in.conv.weight", 1) or (given("encoder.conv_out.conv.weight", 0) or 0) // 2
     if not widths or not latent:
-        raise CheckpointError(f"It lacks tensors that a VAE of HunyuanVideo 1.5 has; its {len(shapes)} tensors begin with "
-                              f"{', '.join(list(shapes)[:3])}.")
+        raise CheckpointError(f"It lacks tensors that a VAE of HunyuanVideo 1.5 has; its {len(shapes)} tensors begin "
+                              f"with {', '.join(list(shapes)[:3])}.")
     resized = [f"{level}.{index}.{resize}.conv.conv.weight"
                for index in range(count_layers(shapes, f"{level}.{{}}.{resize}.conv.conv.weight"))]
     # Where frames change too, a resize moves 8 positions into channels and back, else 4.
-    factors = [given(name, 0) / (widths + widths[-1:])[index + 1] if decodes else (widths + widths[-1:])[index + 1] / given(name, 0)
+    factors = [given(name, 0) / (widths + widths[-1:])[index + 1]
+               if decodes else (widths + widths[-1:])[index + 1] / given(name, 0)
                for index, name in enumerate(resized)]
-    return {"in_channels": given("encoder.conv_in.conv.weight", 1) or 3, "out_channels": given("decoder.conv_out.conv.weight", 0) or 3,
+    return {"in_channels": given("encoder.conv_in.conv.weight", 1) or 3,
+            "out_channels": given("decoder.conv_out.conv.weight", 0) or 3,
             "latent_channels": latent, "block_out_channels": tuple(widths[::-1] if decodes else widths),
-            "layers_per_block": count_layers(shapes, level + ".0.block.{}.conv1.conv.weight") - decodes,  # a decoder has one more
-            "spatial_compression_ratio": 2 ** len(resized), "temporal_compression_ratio": 2 ** factors.count(8), "scaling_factor": 1.0}
+            # a decoder has one more
+            "layers_per_block": count_layers(shapes, level + ".0.block.{}.conv1.conv.weight") - decodes,
+            "spatial_compression_ratio": 2 ** len(resized), "temporal_compression_ratio": 2 ** factors.count(8),
+            "scaling_factor": 1.0}
 
 
 def _convert(tensors, config):
@@ -46,7 +54,8 @@ def _convert(tensors, config):
         for old, new in NAMES:
             name = name.replace(old, new)
         return re.sub(r"\.(up|down)\.(\d+)\.(?:block\.(\d+)\.)?",
-                      lambda match: f".{match[1]}_blocks.{match[2]}." + (f"resnets.{match[3]}." if match[3] else ""), name)
+                      lambda match: f".{match[1]}_blocks.{match[2]}." + (f"resnets.{match[3]}." if match[3] else ""),
+                      name)
     return {renamed(name): tensor for name, tensor in tensors.items()}
 
 
@@ -56,14 +65,16 @@ def _decode(vae, latent):
         hidden = decoder.conv_in(latent) + latent.repeat_interleave(decoder.repeat, 1)
         hidden = decoder.mid_block(hidden)
         carried.forget()
-        return carried.through([*decoder.up_blocks, decoder.norm_out, decoder.conv_act, decoder.conv_out], hidden.split(LATENT_FRAMES, 2))
+        return carried.through([*decoder.up_blocks, decoder.norm_out, decoder.conv_act, decoder.conv_out],
+                               hidden.split(LATENT_FRAMES, 2))
 
 
 def _encode(vae, picture):
     """Frames beyond 1 + a multiple of the compression are left out."""
     encoder, carried = vae.encoder, CarriedFrames()
     with _in_pieces(carried, encoder):
-        hidden = carried.through([encoder.conv_in, *encoder.down_blocks], pieces_of(picture, vae.temporal_compression_ratio))
+        hidden = carried.through([encoder.conv_in, *encoder.down_blocks],
+                                 pieces_of(picture, vae.temporal_compression_ratio))
         carried.forget()
         hidden = encoder.mid_block(hidden)
         out = encoder.conv_out(encoder.conv_act(encoder.norm_out(hidden)))
@@ -72,7 +83,8 @@ def _encode(vae, picture):
 
 @contextmanager
 def _in_pieces(carried, half):
-    """While active, a half works on pieces of frames, and its attention has no mask: in ComfyUI all frames see each other."""
+    """While active, a half works on pieces of frames, and its attention has no mask:
+    in ComfyUI all frames see each other."""
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as hunyuan
 
     def resized(first, later):
@@ -81,9 +93,11 @@ def _in_pieces(carried, half):
 
     with ExitStack() as stack:
         stack.enter_context(carried.padded())
-        stack.enter_context(replaced(hunyuan.HunyuanVideo15AttnBlock, prepare_causal_attention_mask=staticmethod(lambda *_, **__: None)))
+        stack.enter_context(replaced(hunyuan.HunyuanVideo15AttnBlock,
+                                     prepare_causal_attention_mask=staticmethod(lambda *_, **__: None)))
         for module in half.modules():
-            for changes_frames, later in (("add_temporal_upsample", _upsampled), ("add_temporal_downsample", _downsampled)):
+            for changes_frames, later in (("add_temporal_upsample", _upsampled),
+                                          ("add_temporal_downsample", _downsampled)):
                 if getattr(module, changes_frames, False):
                     stack.enter_context(replaced(module, forward=resized(module.forward, partial(later, module))))
         yield

@@ -10,7 +10,8 @@ def kl_config(shapes, settings=None):
     level = "decoder.up" if half == "decoder" else "encoder.down"
     for name in (f"{half}.conv_in.weight", f"{half}.conv_out.weight", f"{level}.0.block.0.conv1.weight"):
         if name not in shapes:
-            raise CheckpointError(f"It has no tensor {name}; its {len(shapes)} tensors begin with {', '.join(list(shapes)[:3])}.")
+            raise CheckpointError(f"It has no tensor {name}; its {len(shapes)} tensors begin with "
+                                  f"{', '.join(list(shapes)[:3])}.")
         if len(shapes[name]) != 4:
             raise CheckpointError(f"{name} has shape {list(shapes[name])}, an image VAE's has 4 dims.")
     num_levels = count_layers(shapes, level + ".{}.block.0.conv1.weight")
@@ -19,10 +20,12 @@ def kl_config(shapes, settings=None):
     return {
         "in_channels": shapes.get("encoder.conv_in.weight", (0, out_channels))[1],
         "out_channels": out_channels,
-        "latent_channels": shapes["decoder.conv_in.weight"][1] if decodes else shapes["encoder.conv_out.weight"][0] // 2,
+        "latent_channels": shapes["decoder.conv_in.weight"][1] if decodes else shapes["encoder.conv_out.weight"][0]
+        // 2,
         # Level 0 is the picture's size in both; LDM's decoder runs the levels from the last to the first.
         "block_out_channels": tuple(shapes[f"{level}.{index}.block.0.conv1.weight"][0] for index in range(num_levels)),
-        "layers_per_block": count_layers(shapes, level + ".0.block.{}.conv1.weight") - decodes,  # a decoder has one more
+        # a decoder has one more
+        "layers_per_block": count_layers(shapes, level + ".0.block.{}.conv1.weight") - decodes,
         "down_block_types": ("DownEncoderBlock2D",) * num_levels,
         "up_block_types": ("UpDecoderBlock2D",) * num_levels,
         "norm_num_groups": 32,  # LDM's, for every width

@@ -1,4 +1,5 @@
-"""LTX-Video's autoencoder, from 0.9 on, and LTX-2's. Its norms are of single pixels, so that frames can be computed apart."""
+"""LTX-Video's autoencoder, from 0.9 on, and LTX-2's. Its norms are of single pixels,
+so that frames can be computed apart."""
 
 import itertools
 import re
@@ -26,7 +27,8 @@ def _levels(shapes, half):
     """The resnets in the middle, and the levels, of LTX's encoder or decoder, in the order they run."""
     layers = f"{half}.{'down' if half == 'encoder' else 'up'}_blocks"
     middle, levels, found = None, [], {}
-    order = range(next(number for number in itertools.count() if not any(name.startswith(f"{layers}.{number}.") for name in shapes)))
+    order = range(next(number for number in itertools.count()
+                       if not any(name.startswith(f"{layers}.{number}.") for name in shapes)))
     for number in order if half == "decoder" else reversed(order):
         if f"{layers}.{number}.res_blocks.0.conv1.conv.weight" not in shapes:
             found["widening" if f"{layers}.{number}.conv1.conv.weight" in shapes else "sampler"] = number
@@ -47,10 +49,12 @@ def _config(shapes, settings):
     Raises CheckpointError for the decoder of 0.9.1, which adds noise to the picture.
     """
     if any("per_channel_scale" in name for name in shapes):
-        raise CheckpointError("It is LTX-Video 0.9.1's, whose decoder adds random noise to the picture between its layers.")
+        raise CheckpointError("It is LTX-Video 0.9.1's, whose decoder adds random noise to the picture between its "
+                              "layers.")
     given = size_of(shapes)
     config = {"timestep_conditioning": any("last_time_embedder." in name for name in shapes),
-              "decoder_causal": settings.get("causal_decoder") == "True", "spatial_compression_ratio": 32}   # for tiles only
+              # for tiles only
+              "decoder_causal": settings.get("causal_decoder") == "True", "spatial_compression_ratio": 32}
     for half in ("encoder", "decoder"):
         if f"{half}.conv_in.conv.weight" in shapes:
             config |= (_encoder if half == "encoder" else _decoder)(shapes, given)
@@ -124,7 +128,8 @@ def _convert(tensors, config):
 
 
 def _finish(vae, settings):
-    """What the class has no argument for: how convolutions pad, and the timestep of the decoder. The host (un)normalises."""
+    """What the class has no argument for: how convolutions pad, and the timestep of the decoder.
+    The host (un)normalises."""
     for half, usual in (("encoder", "zeros"), ("decoder", "reflect")):
         for module in getattr(vae, half).modules():
             if isinstance(module, Conv3d):
@@ -135,7 +140,8 @@ def _finish(vae, settings):
 
 def _decode(vae, latent):
     """Its norms are of single pixels, so that pieces would make no difference; some decoders take a last noise off."""
-    timestep = [latent.new_full(latent.shape[:1], vae.config.decode_timestep)] if vae.config.timestep_conditioning else []
+    timestep = ([latent.new_full(latent.shape[:1], vae.config.decode_timestep)] if vae.config.timestep_conditioning
+                else [])
     return vae.decode(latent, *timestep, return_dict=False)[0]
 
 

@@ -10,8 +10,10 @@ from ..protocol.errors import CheckpointError
 from .family import VaeFamily
 
 NAMES = (
-    (r"\.resnets\.(\d+)\.0\.", r".resnets.\1.norm1.norm_layer."), (r"\.resnets\.(\d+)\.2\.", r".resnets.\1.conv1.conv."),
-    (r"\.resnets\.(\d+)\.3\.", r".resnets.\1.norm2.norm_layer."), (r"\.resnets\.(\d+)\.5\.", r".resnets.\1.conv2.conv."),
+    (r"\.resnets\.(\d+)\.0\.", r".resnets.\1.norm1.norm_layer."),
+    (r"\.resnets\.(\d+)\.2\.", r".resnets.\1.conv1.conv."),
+    (r"\.resnets\.(\d+)\.3\.", r".resnets.\1.norm2.norm_layer."),
+    (r"\.resnets\.(\d+)\.5\.", r".resnets.\1.conv2.conv."),
     (r"\.out\.", ".to_out.0."),
     (r"^encoder\.layers\.0\.", "encoder.proj_in."), (r"^decoder\.blocks\.0\.0\.", "decoder.conv_in."),
     (r"\.output_norm\.", ".norm_out.norm_layer."), (r"\.output_proj\.", ".proj_out."))
@@ -24,11 +26,13 @@ def _numbers(shapes, pattern):
 
 def _resized(shapes):
     """The encoder's layers that make pictures smaller, and the decoder's that make them larger."""
-    return _numbers(shapes, r"encoder\.layers\.(\d+)\.layers\.0\.weight"), _numbers(shapes, r"decoder\.blocks\.(\d+)\.proj\.weight")
+    return _numbers(shapes, r"encoder\.layers\.(\d+)\.layers\.0\.weight"), _numbers(
+        shapes, r"decoder\.blocks\.(\d+)\.proj\.weight")
 
 
 def _resnets(shapes):
-    """{what the names of a resnet and its attention begin with: the same in diffusers, with {} for what the list is called}"""
+    """{what the names of a resnet and its attention begin with:
+    the same in diffusers, with {} for what the list is called}"""
     (down, up), places = _resized(shapes), {}
     for number in _numbers(shapes, r"encoder\.layers\.(\d+)\.stack\.2\.weight"):
         place = ("block_in", number - 1) if number < down[0] else ("block_out", number - down[-1] - 1)
@@ -50,7 +54,8 @@ def _config(shapes, settings):
     """Of any width and depth. Levels are counted from the picture's size down."""
     (down, up), resnets = _resized(shapes), _resnets(shapes)
     if not resnets or not (down or up):
-        raise CheckpointError(f"It lacks tensors that Mochi's VAE has; its {len(shapes)} tensors begin with {', '.join(list(shapes)[:3])}.")
+        raise CheckpointError(f"It lacks tensors that Mochi's VAE has; its {len(shapes)} tensors begin with "
+                              f"{', '.join(list(shapes)[:3])}.")
 
     def counted(half, *levels):
         """How many resnets each level has."""
@@ -62,18 +67,22 @@ def _config(shapes, settings):
         convs = [shapes[f"encoder.layers.{number}.layers.0.weight"] for number in down]
         attended = {resnets[name.partition("attn_block.")[0]] for name in shapes if "attn_block." in name}
         config |= {
-            "in_channels": shapes["encoder.layers.0.weight"][1], "latent_channels": shapes["encoder.output_proj.weight"][0] // 2,
+            "in_channels": shapes["encoder.layers.0.weight"][1],
+            "latent_channels": shapes["encoder.output_proj.weight"][0] // 2,
             "encoder_block_out_channels": (shapes["encoder.layers.0.weight"][0], *(conv[0] for conv in convs)),
             "temporal_expansions": tuple(conv[2] for conv in convs), "layers_per_block": counted("encoder", *levels),
-            "add_attention_block": tuple(any(name.startswith(f"encoder.{level}.") for name in attended) for level in levels)}
+            "add_attention_block": tuple(any(name.startswith(f"encoder.{level}.") for name in attended)
+                                         for level in levels)}
     if up:
         levels = ("block_out", *(f"up_blocks.{level}" for level in reversed(range(len(up)))), "block_in")
         projections = [shapes[f"decoder.blocks.{number}.proj.weight"] for number in reversed(up)]
         widths = (shapes["decoder.output_proj.weight"][1], *(projection[1] for projection in projections))
         config |= {
-            "out_channels": shapes["decoder.output_proj.weight"][0], "latent_channels": shapes["decoder.blocks.0.0.weight"][1],
+            "out_channels": shapes["decoder.output_proj.weight"][0],
+            "latent_channels": shapes["decoder.blocks.0.0.weight"][1],
             "decoder_block_out_channels": widths, "layers_per_block": counted("decoder", *levels),
-            "temporal_expansions": tuple(projection[0] // (4 * width) for projection, width in zip(projections, widths))}
+            "temporal_expansions": tuple(projection[0] // (4 * width)
+                                         for projection, width in zip(projections, widths))}
     return config
 
 
@@ -85,12 +94,14 @@ def _convert(tensors, config):
                   (rf"{old}attn_block\.norm\.", new.format("norms") + "norm_layer.")]
     rules += [(rf"^encoder\.layers\.{number}\.layers\.0\.", f"encoder.down_blocks.{level}.conv_in.conv.")
               for level, number in enumerate(down)]
-    rules += [(rf"^decoder\.blocks\.{number}\.proj\.", f"decoder.up_blocks.{level}.proj.") for level, number in enumerate(up)]
+    rules += [(rf"^decoder\.blocks\.{number}\.proj\.", f"decoder.up_blocks.{level}.proj.")
+              for level, number in enumerate(up)]
     weights = {}
     for name, tensor in tensors.items():
         for pattern, new in (*rules, *NAMES):
             name = re.sub(pattern, new, name)
-        weights |= dict(zip((name.replace(".qkv.", f".to_{each}.") for each in "qkv"), tensor.chunk(3) if ".qkv." in name else [tensor]))
+        weights |= dict(zip((name.replace(".qkv.", f".to_{each}.") for each in "qkv"),
+                            tensor.chunk(3) if ".qkv." in name else [tensor]))
     return weights
 
 

@@ -17,9 +17,11 @@ def _config(shapes, settings):
     latent_channels = given("decoder.conv1.weight", 1) or given("encoder.head.2.weight", 0) // 2
     config = {"base_dim": given("encoder.conv1.weight", 0) or given("decoder.head.0.gamma", 0),
               "decoder_base_dim": given("decoder.head.0.gamma", 0), "z_dim": latent_channels,
-              "in_channels": given("encoder.conv1.weight", 1) or 3, "out_channels": given("decoder.head.2.weight", 0) or 3}
+              "in_channels": given("encoder.conv1.weight", 1) or 3, "out_channels": given("decoder.head.2.weight", 0)
+              or 3}
     if _is_wan22(shapes):                                      # blocks with shortcuts, on patches of 2 x 2 pixels
-        config |= {"is_residual": True, "patch_size": 2, "scale_factor_spatial": 16, "in_channels": 12, "out_channels": 12}
+        config |= {"is_residual": True, "patch_size": 2, "scale_factor_spatial": 16, "in_channels": 12,
+                   "out_channels": 12}
     return config
 
 
@@ -41,7 +43,8 @@ def _convert(tensors, config):
         layer = "upsampler" if way == "up" else "downsampler"
         name = re.sub(r"\.(up|down)samples\.(\d+)\.(up|down)samples\.(\d+)\.(resample|time_conv)\.",
                       rf".{way}_blocks.\2.{layer}.\5.", name)
-        weights[re.sub(r"\.(up|down)samples\.(\d+)\.(up|down)samples\.(\d+)\.", rf".{way}_blocks.\2.resnets.\4.", name)] = tensor
+        weights[re.sub(r"\.(up|down)samples\.(\d+)\.(up|down)samples\.(\d+)\.", rf".{way}_blocks.\2.resnets.\4.",
+                       name)] = tensor
     return weights
 
 

@@ -1,4 +1,5 @@
-"""diffusers' own context parallelism on the bench's model: two processes, one step for each line on stdin. Run by methods."""
+"""diffusers' own context parallelism on the bench's model: two processes, one step for each line on stdin.
+Run by methods."""
 
 import json
 import multiprocessing
@@ -21,14 +22,17 @@ def run(rank, job, store):
     torch.set_grad_enabled(False)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     setting = Setting(**job["setting"])
-    model = FluxTransformer2DModel.from_pretrained(job["folder"], subfolder="transformer", torch_dtype=getattr(torch, setting.dtype))
+    model = FluxTransformer2DModel.from_pretrained(job["folder"], subfolder="transformer",
+                                                   torch_dtype=getattr(torch, setting.dtype))
     degrees = {"ulysses_degree": 2} if job["layout"] == "ulysses2" else {"ring_degree": 2}
-    parallel = ContextParallelConfig(**degrees, mesh=init_device_mesh("cpu", (1, 2) if "ulysses_degree" in degrees else (2, 1),
-                                                                     mesh_dim_names=("ring", "ulysses")))
+    parallel = ContextParallelConfig(**degrees,
+                                     mesh=init_device_mesh("cpu", (1, 2) if "ulysses_degree" in degrees else (2, 1),
+                                                          mesh_dim_names=("ring", "ulysses")))
     _enable(model.eval(), parallel)
     header = open_checkpoint(job["folder"])
     family, call = header.family, calls(setting, 1)[0]
-    inputs = family.inputs(call.latent.to(model.dtype), call.timestep, {k: v.to(model.dtype) for k, v in call.conditioning.items()},
+    inputs = family.inputs(call.latent.to(model.dtype), call.timestep,
+                           {k: v.to(model.dtype) for k, v in call.conditioning.items()},
                            model.config)
     while True:
         again = torch.tensor([1 if rank == 0 and sys.stdin.readline() else 0])

@@ -1,7 +1,8 @@
 """Time displaced patches (DistriFusion) of a U-Net on several workers, and count what they send and keep.
 
-A random U-Net of SD 1.5's structure is written as a file and run by real worker groups, in rounds that run every way in turn: one worker,
-workers that share nothing, which is more than can be had on this machine, synchronous calls, and stale calls.
+A random U-Net of SD 1.5's structure is written as a file and run by real worker groups, in rounds that run every way in
+turn: one worker, workers that share nothing, which is more than can be had on this machine, synchronous calls, and
+stale calls.
 """
 
 import dataclasses
@@ -34,8 +35,10 @@ TEXT_WIDTH = 768
 def add_arguments(parser):
     parser.add_argument("--workers", type=int, default=2, help="that share a picture")
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 96], help="rows and columns of the latent")
-    parser.add_argument("--width", type=int, default=64, help="channels at full size, a multiple of 32 (SD 1.5 has 320)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
+    parser.add_argument("--width", type=int, default=64,
+                        help="channels at full size, a multiple of 32 (SD 1.5 has 320)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                        help="auto: CUDA where there is a device")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and results")
     parser.add_argument("--forecast", type=float, nargs="+", default=(ParallelConfig.forecast_keys_values,),
@@ -49,10 +52,12 @@ def main(options):
     torch.set_num_threads(1)
     num_cuda = count_cuda(options.device)
     if options.width % 32 or options.workers < 2:
-        raise ConfigError(f"--width {options.width} must be a multiple of 32, and --workers {options.workers} at least 2.")
+        raise ConfigError(f"--width {options.width} must be a multiple of 32, and --workers {options.workers} at "
+                          f"least 2.")
     config = unet_config(options.width)
     print(f"U-Net of SD 1.5's structure, width {options.width}, {options.dtype}; "
-          + (f"{num_cuda} CUDA devices" if num_cuda else f"CPU workers of {options.threads} thread(s), {os.cpu_count()} cores")
+          + (f"{num_cuda} CUDA devices" if num_cuda
+             else f"CPU workers of {options.threads} thread(s), {os.cpu_count()} cores")
           + f"; torch {torch.__version__}; {options.rounds} rounds of {options.calls} calls each", flush=True)
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
         model = write_model(config, f"{folder}/unet.safetensors", getattr(torch, options.dtype))
@@ -61,15 +66,17 @@ def main(options):
         clients = start_clients({1, options.workers}, num_cuda)
         apart = [clients[1], *(Client(clients[1].devices) for _ in range(options.workers - 1))]
         try:
-            print(f"{'latent':>9} {'way':<12} {'s/call: min':>12} {'median':>7} {'max':>7} {'ratio':>6} {'of apart':>8} "
-                  f"{'processor s/call':>16} {'sent bytes/rank':>16} {'formula':>12} {'kept bytes/rank':>16} {'formula':>12}")
+            print(f"{'latent':>9} {'way':<12} {'s/call: min':>12} {'median':>7} {'max':>7} {'ratio':>6} "
+                  f"{'of apart':>8} {'processor s/call':>16} {'sent bytes/rank':>16} {'formula':>12} "
+                  f"{'kept bytes/rank':>16} {'formula':>12}")
             for size in options.sizes:
                 print_size(model, spec, size, clients[options.workers], apart, options)
         finally:
             for client in {*clients.values(), *apart}:
                 client.close()
-    print("ratio: times as fast as one worker, by medians. apart: as many workers, each with its own calls: the most this machine can\n"
-          "give. of apart: the part of that which was reached. processor: seconds of all workers together, median.")
+    print("ratio: times as fast as one worker, by medians. apart: as many workers, each with its own calls: the most "
+          "this machine can\ngive. of apart: the part of that which was reached. processor: seconds of all workers "
+          "together, median.")
 
 
 def print_size(model, spec, size, together, apart, options):
@@ -79,12 +86,14 @@ def print_size(model, spec, size, together, apart, options):
     layout = Layout(displaced_degree=options.workers)
 
     times = itertools.count()                                  # a forecast is made where the noise level has changed
-    own = {forecast: {"context": call.conditioning["context"] + forecast} for forecast in options.forecast}    # each keeps its own
+    # each keeps its own
+    own = {forecast: {"context": call.conditioning["context"] + forecast} for forecast in options.forecast}
 
     def displaced(stale, forecast):
         for _ in range(options.calls):
             asked = dataclasses.replace(call, timestep=call.timestep - next(times) % 100, conditioning=own[forecast])
-            together.wait([together.submit(spec, layout, 4, [asked], keep=True, run="bench", stale=stale, forecast=forecast)])
+            together.wait([together.submit(spec, layout, 4, [asked], keep=True, run="bench", stale=stale,
+                                           forecast=forecast)])
 
     def alone(client):
         for _ in range(options.calls):
@@ -120,19 +129,22 @@ def print_size(model, spec, size, together, apart, options):
     kept = together.report_memory()[0]["exchange_bytes"]
     together.end_run("bench")
     told = told_bytes(model, (size, size), options.workers, getattr(torch, options.dtype))
-    in_all = told * options.workers * sum(2 if forecast else 1 for forecast in options.forecast)       # of every way's buckets
+    # of every way's buckets
+    in_all = told * options.workers * sum(2 if forecast else 1 for forecast in options.forecast)
     median = {way: statistics.median(values[1:]) for way, values in seconds.items()}
     ratio = {way: (options.workers if way == "apart" else 1) * median["one"] / median[way] for way in ways}
     for way in ways:
-        row = (f"{size:>4} x{size:>3} {way:<12} {min(seconds[way][1:]):>12.3f} {median[way]:>7.3f} {max(seconds[way][1:]):>7.3f} "
-               f"{ratio[way]:>5.2f}x {ratio[way] / ratio['apart']:>8.1%} {statistics.median(processor[way][1:]):>16.3f}")
+        row = (f"{size:>4} x{size:>3} {way:<12} {min(seconds[way][1:]):>12.3f} {median[way]:>7.3f} "
+               f"{max(seconds[way][1:]):>7.3f} {ratio[way]:>5.2f}x {ratio[way] / ratio['apart']:>8.1%} "
+               f"{statistics.median(processor[way][1:]):>16.3f}")
         if way not in ("one", "apart"):
             row += f" {int(sent[way][-1]):>16} {told * (options.workers - 1):>12} {int(kept):>16} {in_all:>12}"
         print(row, flush=True)
 
 
 def unet_config(width):
-    return {"sample_size": 64, "in_channels": 4, "out_channels": 4, "block_out_channels": (width, 2 * width, 4 * width, 4 * width),
+    return {"sample_size": 64, "in_channels": 4, "out_channels": 4,
+            "block_out_channels": (width, 2 * width, 4 * width, 4 * width),
             "layers_per_block": 2, "cross_attention_dim": TEXT_WIDTH, "attention_head_dim": 8}
 
 

@@ -20,7 +20,8 @@ def start_clients(sizes, num_cuda):
 
 
 def devices_of(size, num_cuda):
-    return resolve_devices(",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(size)), num_cuda)
+    return resolve_devices(",".join(f"cuda:{index % num_cuda}" if num_cuda else "cpu" for index in range(size)),
+                           num_cuda)
 
 
 def second_client(first, num_cuda):

@@ -1,8 +1,8 @@
 """Time how fast files of a model are loaded, beside reading the same files alone.
 
-Random files of Flux's layout, in bf16, scaled fp8 and GGUF Q4_K, or those that are named. Each is read and loaded in turn, first when the
-system has let go of it (cold), then from memory (warm). On a CPU, where weights stay a map of the file, each is then copied into a piece of
-memory, as on its way to a GPU.
+Random files of Flux's layout, in bf16, scaled fp8 and GGUF Q4_K, or those that are named. Each is read and loaded in
+turn, first when the system has let go of it (cold), then from memory (warm). On a CPU, where weights stay a map of the
+file, each is then copied into a piece of memory, as on its way to a GPU.
 """
 
 import gc
@@ -24,15 +24,19 @@ from ..protocol.transfers import PIECE_BYTES
 from .groups import count_cuda
 
 WIDTH, HEAD_SIZE = 3072, 128               # Flux.1's
-TYPES = {"bf16": ("safetensors", 2), "scaled fp8": ("safetensors", 1), "Q4_K": ("gguf", 144 / 256)}         # and bytes of a number
+# and bytes of a number
+TYPES = {"bf16": ("safetensors", 2), "scaled fp8": ("safetensors", 1), "Q4_K": ("gguf", 144 / 256)}
 
 
 def add_arguments(parser):
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="to load (without: random ones, which are removed again)")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE",
+                        help="to load (without: random ones, which are removed again)")
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of each random file, about")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where random files are written")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()),
+                        help="where random files are written")
     parser.add_argument("--rounds", type=int, default=3, help="of which medians are taken")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                        help="auto: CUDA where there is a device")
     parser.add_argument("--threads", type=int, default=1, help="of the process that loads")
 
 
@@ -99,7 +103,8 @@ def let_go(path):
 
 
 def flux_shapes(depth):
-    """{name in the publisher's format: shape} of a Flux.1 with so many blocks of each kind, 51 h^2 parameters for each."""
+    """{name in the publisher's format: shape} of a Flux.1 with so many blocks of each kind,
+    51 h^2 parameters for each."""
     h, linears, shapes = WIDTH, {"img_in": (WIDTH, 64), "txt_in": (WIDTH, 4096), "final_layer.linear": (64, WIDTH),
                                  "final_layer.adaLN_modulation.1": (2 * WIDTH, WIDTH)}, {}
     for name, columns in (("time_in", 256), ("guidance_in", 256), ("vector_in", 768)):
@@ -109,9 +114,11 @@ def flux_shapes(depth):
                     f"{block}_mlp.0": (4 * h, h), f"{block}_mlp.2": (h, 4 * h)}
         shapes |= {f"{block}_attn.norm.{name}_norm.scale": (HEAD_SIZE,) for name in ("query", "key")}
     for block in (f"single_blocks.{index}" for index in range(depth)):
-        linears |= {f"{block}.linear1": (7 * h, h), f"{block}.linear2": (h, 5 * h), f"{block}.modulation.lin": (3 * h, h)}
+        linears |= {f"{block}.linear1": (7 * h, h), f"{block}.linear2": (h, 5 * h),
+                    f"{block}.modulation.lin": (3 * h, h)}
         shapes |= {f"{block}.norm.{name}_norm.scale": (HEAD_SIZE,) for name in ("query", "key")}
-    return shapes | {f"{name}.{leaf}": shape[:dims] for name, shape in linears.items() for leaf, dims in (("weight", 2), ("bias", 1))}
+    return shapes | {f"{name}.{leaf}": shape[:dims] for name, shape in linears.items()
+                     for leaf, dims in (("weight", 2), ("bias", 1))}
 
 
 def write_flux(path, type_, depth):
@@ -154,5 +161,6 @@ def write_gguf(path, shapes, numbers):
             writer.add_tensor(name, blocks[:count // block].view(shape[0], -1).numpy(), raw_dtype=type_)
         else:
             writer.add_tensor(name, numbers[:count].view(shape).numpy())
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file,
+                  writer.close):
         write()

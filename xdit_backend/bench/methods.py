@@ -37,12 +37,14 @@ def add_arguments(parser):
                         help="forecast_keys_values to try with pipefusion, in turns")
     parser.add_argument("--steps", type=int, default=20, help="steps of a pipefusion run")
     parser.add_argument("--warmup-steps", type=int, default=1, help="of them, the first whole ones")
-    parser.add_argument("--warmup", choices=("whole", "sequence"), default="whole", help="how pipefusion's warm-up steps run")
+    parser.add_argument("--warmup", choices=("whole", "sequence"), default="whole",
+                        help="how pipefusion's warm-up steps run")
 
 
 def add_model_arguments(parser):
     """Of the model that is timed, and where."""
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                        help="auto: CUDA where there is a device")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
     parser.add_argument("--tokens", type=int, default=4096, help="image tokens, a square number")
     parser.add_argument("--text-tokens", type=int, default=128, help="text tokens")
@@ -82,8 +84,8 @@ def main(options):
         finally:
             for client in clients.values():
                 client.close()
-    print("ratio: to one worker doing the same work. cfg2 and two workers apart run two branches, the others one. Two workers\n"
-          "apart share nothing, not even a process group: more than that is not to be had on this machine.")
+    print("ratio: to one worker doing the same work. cfg2 and two workers apart run two branches, the others one. Two "
+          "workers\napart share nothing, not even a process group: more than that is not to be had on this machine.")
 
 
 def parse_layout(name):
@@ -92,21 +94,24 @@ def parse_layout(name):
     for part in [] if name == "one" else name.split("-"):
         axis = part.rstrip("0123456789")
         if axis not in degrees or axis == part:
-            raise ConfigError(f'layout "{name}": "{part}" is not an axis and a degree. Use one, or {", ".join(AXES)} with a degree.')
+            raise ConfigError(f'layout "{name}": "{part}" is not an axis and a degree. Use one, or {", ".join(AXES)} '
+                              f'with a degree.')
         degrees[axis] = int(part[len(axis):])
     return degrees
 
 
 def describe(setting, options, num_cuda):
-    place = f"{num_cuda} CUDA devices" if num_cuda else f"CPU workers of {options.threads} thread(s), {os.cpu_count()} cores"
+    place = (f"{num_cuda} CUDA devices"
+             if num_cuda else f"CPU workers of {options.threads} thread(s), {os.cpu_count()} cores")
     return (f"Flux, width {setting.width}, {setting.num_double_blocks} + {setting.num_single_blocks} blocks, "
             f"{setting.num_image_tokens} image and {setting.num_text_tokens} text tokens, {setting.dtype}; {place}; "
-            f"torch {torch.__version__}, diffusers {importlib.metadata.version('diffusers')}; medians of {options.rounds} rounds")
+            f"torch {torch.__version__}, diffusers {importlib.metadata.version('diffusers')}; medians of "
+            f"{options.rounds} rounds")
 
 
 def measure(setting, folder, layouts, clients, num_cuda, options):
-    """[(name, degrees, seconds a step, ratio to one worker, bytes sent by rank 0 a step, bytes of weights it holds)], and bytes of all
-    weights"""
+    """[(name, degrees, seconds a step, ratio to one worker, bytes sent by rank 0 a step, bytes of weights it holds)],
+    and bytes of all weights"""
     header = open_checkpoint(folder)
     specs = {degree: header.spec(setting.dtype, setting.dtype, tensor_degree=degree)
              for degree in {1, *(degrees["tensor"] for degrees in layouts.values())}}
@@ -147,7 +152,8 @@ def measure(setting, folder, layouts, clients, num_cuda, options):
                 before = clients[sizes[name]].totals()[0].get("sent_bytes", 0)
                 seconds.setdefault(name, []).append(step(clients[sizes[name]], configs[name], branches[name]))
                 sent[name] = clients[sizes[name]].totals()[0]["sent_bytes"] - before
-                held[name] = clients[sizes[name]].models.residence(specs[configs[name].tensor_degree].name).weight_bytes[0]
+                held[name] = clients[sizes[name]].models.residence(
+                    specs[configs[name].tensor_degree].name).weight_bytes[0]
             for name, peer in peers.items():
                 seconds.setdefault(("diffusers", name), []).append(peer.step())
             print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
@@ -156,10 +162,13 @@ def measure(setting, folder, layouts, clients, num_cuda, options):
         for peer in peers.values():
             peer.close()
     median = {key: statistics.median(values[1:]) for key, values in seconds.items()}
-    rows = [(name, layouts[name], median[name], median["baseline", branches[name]] / median[name], sent[name], held[name])
+    rows = [(name, layouts[name], median[name], median["baseline", branches[name]] / median[name], sent[name],
+             held[name])
             for name in layouts]
-    rows.append(("two workers apart", None, median["two apart"], median["baseline", 2] / median["two apart"], None, None))
-    rows += [(f"diffusers {name}", None, median["diffusers", name], median["baseline", 1] / median["diffusers", name], None, None)
+    rows.append(("two workers apart", None, median["two apart"], median["baseline", 2] / median["two apart"], None,
+                 None))
+    rows += [(f"diffusers {name}", None, median["diffusers", name], median["baseline", 1] / median["diffusers", name],
+              None, None)
              for name in peers]
     return rows, whole_bytes
 
@@ -167,7 +176,8 @@ def measure(setting, folder, layouts, clients, num_cuda, options):
 def sent_bytes_formula(degrees, setting):
     """Bytes a rank sends a step (docs/algorithms.md section 8), for one branch.
 
-    Attention of every block, what tensor ranks add up, and the image tokens once at the end, (S_image/D) h (D-1) elements.
+    Attention of every block, what tensor ranks add up, and the image tokens once at the end, (S_image/D) h (D-1)
+    elements.
     """
     degree = degrees["ring"] * degrees["ulysses"]
     num_blocks = setting.num_double_blocks + setting.num_single_blocks
@@ -182,7 +192,8 @@ def weight_bytes_formula(degrees, setting, whole_bytes):
 
 
 def print_table(rows, whole_bytes, setting):
-    print(f"{'layout':<22} {'s/step':>8} {'ratio':>6} {'sent MB/rank':>13} {'formula MB':>11} {'weights MB/rank':>16} {'formula MB':>11}")
+    print(f"{'layout':<22} {'s/step':>8} {'ratio':>6} {'sent MB/rank':>13} {'formula MB':>11} {'weights MB/rank':>16} "
+          f"{'formula MB':>11}")
     for name, degrees, seconds, ratio, sent, held in rows:
         beside = "" if sent is None else (
             f"{sent / 1e6:>13.2f} {sent_bytes_formula(degrees, setting) / 1e6:>11.2f} "

@@ -1,4 +1,5 @@
-"""The random model that is timed: a Flux-shaped transformer in a diffusers folder, and calls of it. Used by methods and its peers."""
+"""The random model that is timed: a Flux-shaped transformer in a diffusers folder, and calls of it.
+Used by methods and its peers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ class Setting:
         return side
 
     def exchanged(self, degrees):
-        """Elements a rank sends in the attention of one block: Ulysses 4 (S/D) h (U-1)/U, Ring 2 (S/R) (h/U) (R-1), of its heads.
+        """Elements a rank sends in the attention of one block: Ulysses 4 (S/D) h (U-1)/U, Ring 2 (S/R) (h/U) (R-1), of
+        its heads.
 
         S with text, since text is sharded too (docs/algorithms.md section 8).
         """
@@ -41,18 +43,20 @@ class Setting:
                 + 2 * tokens / ring * width / ulysses * (ring - 1))
 
     def added_up(self, degrees):
-        """Elements a rank sends for tensor parallelism: 2 (X-1)/X (S/D) h for each sum, two in a double block and one in a single one;
-        (X-1)/X of 12 h and 3 h numbers of modulation (docs/algorithms.md section 10)."""
-        tensor, tokens = degrees["tensor"], (self.num_image_tokens + self.num_text_tokens) / (degrees["ring"] * degrees["ulysses"])
+        """Elements a rank sends for tensor parallelism: 2 (X-1)/X (S/D) h for each sum, two in a double block and one
+        in a single one; (X-1)/X of 12 h and 3 h numbers of modulation (docs/algorithms.md section 10)."""
+        tensor, tokens = degrees["tensor"], (self.num_image_tokens
+                                             + self.num_text_tokens) / (degrees["ring"] * degrees["ulysses"])
         sums = 2 * self.num_double_blocks + self.num_single_blocks
         modulation = 12 * self.num_double_blocks + 3 * self.num_single_blocks
         return (tensor - 1) / tensor * self.width * (2 * tokens * sums + modulation)
 
     @property
     def split_elements(self):
-        """Parameters that tensor parallelism splits: 36 h^2 and 26 h of a double block, 15 h^2 and 10 h of a single one; not split are
-        biases of what is added up, and norms."""
-        return (self.num_double_blocks * (36 * self.width + 26) + self.num_single_blocks * (15 * self.width + 10)) * self.width
+        """Parameters that tensor parallelism splits: 36 h^2 and 26 h of a double block, 15 h^2 and 10 h of a single
+        one; not split are biases of what is added up, and norms."""
+        return (self.num_double_blocks * (36 * self.width + 26) + self.num_single_blocks
+                * (15 * self.width + 10)) * self.width
 
 
 def write_model(setting, folder):

@@ -13,9 +13,11 @@ class Peer:
     """A module of this folder, run with a job, that does one step for each line it gets and prints its seconds."""
 
     def __init__(self, module, job, threads):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads),
+                       "GLOO_SOCKET_IFNAME": "lo"}
         self._errors = tempfile.TemporaryFile()
-        self._process = subprocess.Popen([sys.executable, "-m", f"xdit_backend.bench.{module}", json.dumps(job)], env=environment,
+        self._process = subprocess.Popen([sys.executable, "-m", f"xdit_backend.bench.{module}", json.dumps(job)],
+                                         env=environment,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True)
 
     def step(self, line="step"):

@@ -1,4 +1,5 @@
-"""Time PipeFusion against one worker over whole runs, beside its formulas. Called by methods for layouts with `pipefusion`.
+"""Time PipeFusion against one worker over whole runs, beside its formulas. Called by methods for layouts with
+`pipefusion`.
 
 A run is what the patchwise sampler does: Euler steps, each patch going on as soon as its own prediction is there.
 """
@@ -26,7 +27,8 @@ BASELINE_STEPS = 4             # of one worker, before and after each run of a p
 
 @dataclasses.dataclass
 class Row:
-    """One layout with one number of patches: medians over rounds. Each round has one worker's steps before and after."""
+    """One layout with one number of patches: medians over rounds.
+    Each round has one worker's steps before and after."""
 
     name: str
     seconds: float                 # a step, the warm-up among them
@@ -42,7 +44,8 @@ class Row:
 
 
 def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_parallel=False):
-    """How much faster than one worker a run can be (docs/algorithms.md section 2.4): slots of one patch on one stage."""
+    """How much faster than one worker a run can be (docs/algorithms.md section 2.4):
+    slots of one patch on one stage."""
     stale = num_steps - warmup_steps
     slots = (stale - 1) * max(num_patches, num_stages) + num_patches + num_stages - 1 if stale else 0
     warm = warmup_steps / (num_stages if warmup_is_parallel else 1)
@@ -51,7 +54,8 @@ def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_par
 
 def run(client, spec, layout, call, num_steps, warmup_steps, patches, forecast=0.0):
     """A run of the bench: `num_steps` Euler steps from sigma 1 to 0."""
-    return sample(client, spec, layout, call, torch.linspace(1, 0, num_steps + 1).tolist(), warmup_steps, patches, 16, forecast=forecast)
+    return sample(client, spec, layout, call, torch.linspace(1, 0, num_steps + 1).tolist(), warmup_steps, patches, 16,
+                  forecast=forecast)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,24 +107,29 @@ def measure(setting, folder, layouts, clients, call, options):
             job.client.end_run()
             facts[key] = sent / max(1, steps - options.warmup_steps), [memory[rank] for rank in sorted(memory)]
             print(f"\r{key}: round {round_} of {options.rounds}", end="", file=sys.stderr, flush=True)
-    rows = {key: row_of(key, job, times[key], *facts[key], setting, header, family, options) for key, job in jobs.items()}
+    rows = {key: row_of(key, job, times[key], *facts[key], setting, header, family, options)
+            for key, job in jobs.items()}
     return statistics.median(row[3] for rows_ in times.values() for row in rows_[1:]), rows
 
 
 def find_jobs(setting, header, family, layouts, clients, call, options):
-    """{name: Job}, for each layout all numbers of patches and forecasts, in turns, so that their ratio is not the machine's mood."""
+    """{name: Job}, for each layout all numbers of patches and forecasts, in turns,
+    so that their ratio is not the machine's mood."""
     jobs = {}
     for name, degrees in layouts.items():
         if degrees["tensor"] > 1:
-            raise ConfigError(f'layout "{name}": stages are timed without tensor parallelism. Use tensor{degrees["tensor"]} by itself.')
+            raise ConfigError(f'layout "{name}": stages are timed without tensor parallelism. Use '
+                              f'tensor{degrees["tensor"]} by itself.')
         config = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})
         size = degrees["pipefusion"] * degrees["ring"] * degrees["ulysses"]
         validate(config, size)
         validate_layout(config.layout, family.num_heads(header.config), "this model")
-        stages = Stages(degrees["pipefusion"], degrees["ring"] * degrees["ulysses"], every_block=options.warmup == "sequence")
+        stages = Stages(degrees["pipefusion"], degrees["ring"] * degrees["ulysses"],
+                        every_block=options.warmup == "sequence")
         spec = header.spec(setting.dtype, setting.dtype, stages)
         for asked in options.patches:
-            num_patches = choose_num_patches(asked, degrees["pipefusion"], call.latent.shape, (2, 2), stages.sequence_degree)
+            num_patches = choose_num_patches(asked, degrees["pipefusion"], call.latent.shape, (2, 2),
+                                             stages.sequence_degree)
             patches = cut_patches(call.latent.shape, (2, 2), num_patches)
             for forecast in options.forecast:
                 key = f"{name} M={num_patches}" + (f",f={forecast:g}" if len(options.forecast) > 1 else "")
@@ -138,16 +147,20 @@ def warm_up(job, call, warmup_steps):
 
 def row_of(key, job, times, sent_bytes, memory, setting, header, family, options):
     """times: of each round, (seconds a step, ratio, apart, seconds of one worker). memory: of each rank."""
-    degrees, weights, kept = job.degrees, *([rank[name] for rank in memory] for name in ("weight_bytes", "key_value_bytes"))
+    degrees, weights, kept = job.degrees, *([rank[name] for rank in memory]
+                                            for name in ("weight_bytes", "key_value_bytes"))
     seconds, ratio, apart, _ = (statistics.median(column) for column in zip(*times[1:]))
-    bubble = bubble_ratio(options.steps, options.warmup_steps, degrees["pipefusion"], len(job.patches), job.spec.stages.every_block)
+    bubble = bubble_ratio(options.steps, options.warmup_steps, degrees["pipefusion"], len(job.patches),
+                          job.spec.stages.every_block)
     weight_formula, kept_formula = memory_formulas(header, family, job.spec, len(weights), setting, degrees)
-    return Row(key, seconds, ratio, bubble * degrees["ring"] * degrees["ulysses"], apart, sent_bytes, sent_formula(degrees, setting),
+    return Row(key, seconds, ratio, bubble * degrees["ring"] * degrees["ulysses"], apart, sent_bytes,
+               sent_formula(degrees, setting),
                weights, weight_formula, kept, [num_bytes * (2 if job.forecast else 1) for num_bytes in kept_formula])
 
 
 def sent_formula(degrees, setting):
-    """Bytes the busiest rank sends a step: hidden states of the image and, once, of the text, B (S + S_t) h / D elements.
+    """Bytes the busiest rank sends a step: hidden states of the image and, once, of the text, B (S + S_t) h / D
+    elements.
 
     With sequence parallelism also the exchange inside it, as for whole steps (docs/algorithms.md sections 2.4 and 3).
     """
@@ -160,8 +173,8 @@ def sent_formula(degrees, setting):
 def memory_formulas(header, family, spec, num_ranks, setting, degrees):
     """([bytes of parameters], [bytes of stale keys and values]) of each rank.
 
-    Parameters: its stage's blocks, and all that is outside the blocks. Keys and values: 2 B (S + S_t) h / U for each of its
-    blocks (docs/algorithms.md 2.8); twice that where they are forecast.
+    Parameters: its stage's blocks, and all that is outside the blocks. Keys and values: 2 B (S + S_t) h / U for each of
+    its blocks (docs/algorithms.md 2.8); twice that where they are forecast.
     """
     import diffusers  # slow to import, and --help needs neither
     from accelerate import init_empty_weights
@@ -184,18 +197,19 @@ def _sent(client):
 
 
 def print_table(one_s, rows, options):
-    print(f"\nPipeFusion, runs of {options.steps} steps, {options.warmup_steps} of them warm-up ({options.warmup}); one worker: "
-          f"{one_s:.3f} s/step")
-    print(f"{'layout':<26} {'s/step':>7} {'ratio':>6} {'bubble':>7} {'of it':>6} {'apart':>6} {'sent MB':>8} {'formula':>8} "
-          f"{'weights MB a rank':>19} {'formula':>15} {'keys+values MB':>15} {'formula':>13}")
+    print(f"\nPipeFusion, runs of {options.steps} steps, {options.warmup_steps} of them warm-up ({options.warmup}); "
+          f"one worker: {one_s:.3f} s/step")
+    print(f"{'layout':<26} {'s/step':>7} {'ratio':>6} {'bubble':>7} {'of it':>6} {'apart':>6} {'sent MB':>8} "
+          f"{'formula':>8} {'weights MB a rank':>19} {'formula':>15} {'keys+values MB':>15} {'formula':>13}")
 
     def megabytes(values):
         return "/".join(f"{value / 1e6:.1f}" for value in values)
 
     for row in rows.values():
-        print(f"{row.name:<26} {row.seconds:>7.3f} {row.ratio:>5.2f}x {row.bubble:>6.2f}x {row.ratio / row.bubble:>6.1%} "
-              f"{row.apart:>5.2f}x {row.sent_bytes / 1e6:>8.2f} {row.sent_formula / 1e6:>8.2f} {megabytes(row.weight_bytes):>19} "
-              f"{megabytes(row.weight_formula):>15} {megabytes(row.key_value_bytes):>15} {megabytes(row.key_value_formula):>13}")
-    print("ratio: to one worker's steps just before and after the run. bubble: T / (W + slots / (N M)), what the schedule allows on "
-          "N full\ndevices. apart: two workers that share nothing, in the same minutes: 2 if this machine has two full devices. "
-          "sent: the\nbusiest rank, a step after the warm-up.")
+        print(f"{row.name:<26} {row.seconds:>7.3f} {row.ratio:>5.2f}x {row.bubble:>6.2f}x "
+              f"{row.ratio / row.bubble:>6.1%} {row.apart:>5.2f}x {row.sent_bytes / 1e6:>8.2f} "
+              f"{row.sent_formula / 1e6:>8.2f} {megabytes(row.weight_bytes):>19} {megabytes(row.weight_formula):>15} "
+              f"{megabytes(row.key_value_bytes):>15} {megabytes(row.key_value_formula):>13}")
+    print("ratio: to one worker's steps just before and after the run. bubble: T / (W + slots / (N M)), what the "
+          "schedule allows on N full\ndevices. apart: two workers that share nothing, in the same minutes: 2 if this "
+          "machine has two full devices. sent: the\nbusiest rank, a step after the warm-up.")

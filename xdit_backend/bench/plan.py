@@ -1,7 +1,8 @@
-"""Say how a model would run on the devices here, or on those that a file describes: seconds, memory and what limits each layout.
+"""Say how a model would run on the devices here, or on those that a file describes: seconds, memory and what limits
+each layout.
 
-MODEL is a safetensors file of a supported family, or a diffusers folder; only its header is read. Without --machine the devices
-here are measured, which takes a few seconds. No GPU is needed for a machine in a file.
+MODEL is a safetensors file of a supported family, or a diffusers folder; only its header is read. Without --machine the
+devices here are measured, which takes a few seconds. No GPU is needed for a machine in a file.
 """
 
 import collections
@@ -40,12 +41,17 @@ def add_arguments(parser):
     parser.add_argument("--branches", type=int, default=2, help="2 with classifier-free guidance (cfg above 1), else 1")
     parser.add_argument("--batch", type=int, default=1, help="pictures at once")
     parser.add_argument("--text", type=int, default=256, help="text tokens")
-    parser.add_argument("--weight-dtype", choices=[*WEIGHT_TYPES, *TYPES], help="how the weights are held (default: as in the file)")
-    parser.add_argument("--machine", type=Path, metavar="FILE", help="JSON that describes devices and links, see docs/measuring.md")
-    parser.add_argument("--devices", default="auto", help='to measure, as in xDiT Parallel Config: "auto", or "cuda:0,cuda:1", "cpu,cpu"')
-    parser.add_argument("--measurements", type=Path, metavar="FOLDER", help="where ComfyUI keeps what it measured (user/xdit): taken from "
+    parser.add_argument("--weight-dtype", choices=[*WEIGHT_TYPES, *TYPES],
+                        help="how the weights are held (default: as in the file)")
+    parser.add_argument("--machine", type=Path, metavar="FILE",
+                        help="JSON that describes devices and links, see docs/measuring.md")
+    parser.add_argument("--devices", default="auto",
+                        help='to measure, as in xDiT Parallel Config: "auto", or "cuda:0,cuda:1", "cpu,cpu"')
+    parser.add_argument("--measurements", type=Path, metavar="FOLDER",
+                        help="where ComfyUI keeps what it measured (user/xdit): taken from "
                         "there, and kept there")
-    parser.add_argument("--exact", action="store_true", help='nothing that changes the picture, as approximate = "not allowed" of xDiT '
+    parser.add_argument("--exact", action="store_true",
+                        help='nothing that changes the picture, as approximate = "not allowed" of xDiT '
                         'Parallel Config: of a model that is too large for one device, the layers are spread')
     parser.add_argument("--measure", action="store_true", help="measure again, whatever is kept")
 
@@ -55,8 +61,8 @@ def main(options):
     header = open_checkpoint(options.model)
     family = header.family
     if family.by_rows:
-        raise ConfigError(f"{family.title} are U-Nets: auto shares out the branches of guidance and the images of a batch alone, and "
-                          f"nothing is forecast for them.")
+        raise ConfigError(f"{family.title} are U-Nets: auto shares out the branches of guidance and the images of a "
+                          f"batch alone, and nothing is forecast for them.")
     quantisation = options.weight_dtype if options.weight_dtype in TYPES else ""
     model = header.outline(quantisation)
     config = header.config
@@ -68,18 +74,21 @@ def main(options):
     machine = read_machine(options.machine) if options.machine else measured(options, compute)
     settings = ParallelConfig(approximate="not allowed" if options.exact else "allowed")
     what = f"{family.name}, {options.size}" + (f", {options.frames} frames" if options.frames > 1 else "")
-    print_plan(net, job, machine, what, settings, functools.partial(is_splittable, model, family.plan), usual_branches(config))
+    print_plan(net, job, machine, what, settings, functools.partial(is_splittable, model, family.plan),
+               usual_branches(config))
 
 
 def print_plan(net, job, machine, what, config, can_split, branches):
-    """The table of all layouts, the choice of auto under this ParallelConfig, and why. can_split, branches: choose_spread's."""
+    """The table of all layouts, the choice of auto under this ParallelConfig, and why.
+    can_split, branches: choose_spread's."""
     count = len(machine.devices)
     names = collections.Counter(device.name or "a device" for device in machine.devices)
-    print(f"{what}: {job.tokens} tokens, {job.text} of text, {job.steps} steps, {job.branches} branch{'es' if job.branches > 1 else ''}, "
-          f"{job.images} image{'s' if job.images > 1 else ''}; {net.blocks} blocks of width {net.width}, "
-          f"{net.held_bytes / 1e9:.2f} GB of weights")
+    print(f"{what}: {job.tokens} tokens, {job.text} of text, {job.steps} steps, {job.branches} "
+          f"branch{'es' if job.branches > 1 else ''}, {job.images} image{'s' if job.images > 1 else ''}; {net.blocks} "
+          f"blocks of width {net.width}, {net.held_bytes / 1e9:.2f} GB of weights")
     a_machine = machine.links.a_machine
-    print("on " + ", ".join(f"{number} x {name}" for name, number in names.items()) + (f", {a_machine} a machine" if a_machine else ""))
+    print("on " + ", ".join(f"{number} x {name}" for name, number in names.items())
+          + (f", {a_machine} a machine" if a_machine else ""))
     spread = choose_spread(config, count, net, [device.memory_bytes for device in machine.devices], machine, can_split,
                            a_machine, branches=branches)
     started_s = time.perf_counter()
@@ -91,20 +100,24 @@ def print_plan(net, job, machine, what, config, can_split, branches):
     if chosen not in every:
         every.append(chosen)
     print("\n".join(table(every, chosen, plan.one)))
-    print(plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered) + f". Chosen in {1000 * elapsed_s:.0f} ms.")
+    print(plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered)
+          + f". Chosen in {1000 * elapsed_s:.0f} ms.")
     print(f"Why: {why(plan.chosen)}. " + (
         "Machines are stages, whose devices share tokens." if a_machine and spread[0] is not None else
         "The weights do not fit on one device, so that its blocks are spread over stages." if spread[0] is not None else
-        "The weights do not fit on one device, so that its layers are spread, and the picture is one device's." if spread[1] > 1 else
+        "The weights do not fit on one device, so that its layers are spread, and the picture is one device's."
+        if spread[1] > 1 else
         "By itself, auto takes only layouts whose picture is one device's, where the weights fit on each device."))
     if not plan.chosen.fits:
-        print("No layout fits into the memory there is: take weights of a smaller type, a smaller picture, or more devices.")
+        print("No layout fits into the memory there is: take weights of a smaller type, a smaller picture, or more "
+              "devices.")
 
 
 def measured(options, dtype):
     """The Machine of the devices here: kept, or measured now."""
     devices = resolve_devices(options.devices, num_cuda_devices())
-    machine = None if options.measure or options.measurements is None else measurements.kept(options.measurements, devices, dtype)
+    machine = (None if options.measure or options.measurements is None
+               else measurements.kept(options.measurements, devices, dtype))
     if machine is not None:
         return machine
     client = Client(devices)
@@ -127,21 +140,23 @@ def _checked(options):
     """(columns, rows) of the picture. Raises ConfigError for what cannot be meant."""
     found = re.fullmatch(r"(\d+)x(\d+)", options.size.strip().lower())
     if not found or not all(8 <= int(side) <= MOST_PIXELS for side in found.groups()):
-        raise ConfigError(f"--size {options.size}: give width and height in pixels, such as 1024x1024, from 8 to {MOST_PIXELS}.")
+        raise ConfigError(f"--size {options.size}: give width and height in pixels, such as 1024x1024, from 8 to "
+                          f"{MOST_PIXELS}.")
     for name, most in (("frames", 10000), ("steps", MOST_STEPS), ("branches", 2), ("batch", 4096), ("text", 10 ** 6)):
         value = getattr(options, name)
         if not 1 <= value <= most:
             raise ConfigError(f"--{name} {value}: give a number from 1 to {most}.")
     if not options.model.exists():
-        raise ConfigError(f"{options.model}: there is no such file or folder. Give a safetensors file, or a diffusers folder.")
+        raise ConfigError(f"{options.model}: there is no such file or folder. Give a safetensors file, or a diffusers "
+                          f"folder.")
     return tuple(map(int, found.groups()))
 
 
 def _most_common(header):
     counts = collections.Counter(IN_FILES[dtype] for dtype in header.dtypes.values() if dtype in IN_FILES)
     if not counts:
-        raise ConfigError(f"{header.path}: its weights are {', '.join(sorted(set(header.dtypes.values())))}. Say how they are to be held "
-                          f"by --weight-dtype.")
+        raise ConfigError(f"{header.path}: its weights are {', '.join(sorted(set(header.dtypes.values())))}. Say how "
+                          f"they are to be held by --weight-dtype.")
     return counts.most_common(1)[0][0]
 
 

@@ -1,7 +1,8 @@
-"""Tell how well the cost model predicts published runs: errors of seconds and memory, and of the layout it would choose.
+"""Tell how well the cost model predicts published runs: errors of seconds and memory, and of the layout it would
+choose.
 
-The model's constants are fitted on the rows that a probe of each machine would measure: one device, one row for each collective
-and group size, and the smallest job. All others are predicted.
+The model's constants are fitted on the rows that a probe of each machine would measure: one device, one row for each
+collective and group size, and the smallest job. All others are predicted.
 """
 
 import csv
@@ -14,7 +15,18 @@ from ..forecast.choice import candidates
 from ..forecast.cost import Degrees, Device, Job, Links, run_seconds
 from ..forecast.memory import rank_memory
 from ..protocol.errors import ConfigError
-from .published import CARDS, COLLECTIVES, NEAR, NETS, RELATIVES, collective_of, degrees_of, positive, read_lines, read_rows
+from .published import (
+    CARDS,
+    COLLECTIVES,
+    NEAR,
+    NETS,
+    RELATIVES,
+    collective_of,
+    degrees_of,
+    positive,
+    read_lines,
+    read_rows,
+)
 
 MEMORY_COLUMNS = ("model", "tokens", "number", "gb")               # without which a table says nothing
 COLUMNS = ("model", "tokens", "steps", "gpu", "number", "seconds")
@@ -45,9 +57,11 @@ def probe_rows(rows):
 
 # --- constants, their usual values and how far they may be from them, as logarithms ---
 
-USUAL = {"half_rows": (300, 0.5), "kernel_bytes": (60, 0.5), "kernel_bytes compiled": (0.5, 0.5), "block_launch_s": (1.3e-3, 0.5),
+USUAL = {"half_rows": (300, 0.5), "kernel_bytes": (60, 0.5), "kernel_bytes compiled": (0.5, 0.5),
+         "block_launch_s": (1.3e-3, 0.5),
          "block_launch_s compiled": (4e-4, 0.5), "collective_launch_s": (2e-4, 0.5), "round_launch_s": (3.5e-4, 0.5),
-         "slot_launch_s": (2e-3, 0.5), "other launches compiled": (0.4, 0.5), "latency_s": (3e-5, 0.5), "busy_ring": (0.1, 0.5),
+         "slot_launch_s": (2e-3, 0.5), "other launches compiled": (0.4, 0.5), "latency_s": (3e-5, 0.5),
+         "busy_ring": (0.1, 0.5),
          "half_keys": (300, 0.5), "merge_bytes": (8, 0.5), "pack_bytes": (4, 0.5), "picture_s": (0.3, 0.5),
          "video_s": (0.5, 0.5), "network": (1.2, 0.5)}
 RATES = {"NVLink": {"all_to_all": 60, "hop": 80, "all_reduce": 40, "gather": 80},
@@ -92,9 +106,10 @@ def machine_of(row, values):
         kernel_bytes=values[("kernel_bytes",)] * (values[("kernel_bytes compiled",)] if compiled else 1)
         * values[("kernels", RELATIVES.get(row.model, row.model))],
         block_launch_s=host * values[("block_launch_s compiled",) if compiled else ("block_launch_s",)],
-        collective_launch_s=others * values[("collective_launch_s",)], round_launch_s=others * values[("round_launch_s",)],
-        slot_launch_s=host * values[("slot_launch_s",)], merge_bytes=values[("merge_bytes",)], busy_ring=values[("busy_ring",)],
-        pack_bytes=values[("pack_bytes",)])
+        collective_launch_s=others * values[("collective_launch_s",)],
+        round_launch_s=others * values[("round_launch_s",)],
+        slot_launch_s=host * values[("slot_launch_s",)], merge_bytes=values[("merge_bytes",)],
+        busy_ring=values[("busy_ring",)], pack_bytes=values[("pack_bytes",)])
     rates = {}
     for collective in COLLECTIVES.values():
         rates |= {(collective, size): values[(collective, size, row.machine)] * 1e9 for size in GROUP_SIZES
@@ -134,7 +149,8 @@ def fit(rows):
 
     def residual(point):
         values = dict(zip(names, numpy.exp(point).tolist()))
-        return numpy.concatenate([[math.log(predict(row, values) / row.seconds) / 0.06 for row in probed], (point - start) / spread])
+        return numpy.concatenate([[math.log(predict(row, values) / row.seconds) / 0.06 for row in probed],
+                                  (point - start) / spread])
 
     # Which rows a constant can move: so columns that share no row are tried at once.
     pattern = lil_matrix((len(probed) + len(names), len(names)), dtype=int)
@@ -149,14 +165,16 @@ def fit(rows):
 
 
 def score(rows, probed):
-    """({rows that were not fitted: error of their seconds}, {set: times that the layout with the least forecast takes of the best})."""
+    """({rows that were not fitted: error of their seconds}, {set:
+    times that the layout with the least forecast takes of the best})."""
     errors = {row: abs(row.predicted / row.seconds - 1) for row in rows if row not in probed}
     sets = {}
     for row in rows:
         if row.degrees:
             sets.setdefault(row.group, []).append(row)
     sets = {group: some for group, some in sets.items() if len({row.layout for row in some}) > 1}
-    losses = {tuple(some): min(some, key=lambda row: row.predicted).seconds / min(row.seconds for row in some) for some in sets.values()}
+    losses = {tuple(some): min(some, key=lambda row: row.predicted).seconds / min(row.seconds for row in some)
+              for some in sets.values()}
     return errors, losses
 
 
@@ -174,7 +192,8 @@ def memory_row_of(line):
 
 
 def memory_errors(rows):
-    """{model: [errors]}. What lies beside the transformer, text encoders and VAE, is what one device's row shows of it."""
+    """{model: [errors]}. What lies beside the transformer, text encoders and VAE,
+    is what one device's row shows of it."""
     beside = {}
     for model, is_one, gigabytes, formula in rows:
         if is_one:
@@ -190,10 +209,12 @@ def memory_errors(rows):
 
 def add_arguments(parser):
     parser.add_argument("--csv", type=Path, nargs="+", required=True, metavar="FILE",
-                        help="tables of published runs: one row a run, of seconds or (with a column `gb`) of memory a rank")
+                        help="tables of published runs: one row a run, of seconds or (with a column `gb`) of memory a "
+                             "rank")
 
 
-    parser.add_argument("--hold-out", nargs="+", default=(), metavar="NAME", help="fit no row of these models, cards, machines or links "
+    parser.add_argument("--hold-out", nargs="+", default=(), metavar="NAME",
+                        help="fit no row of these models, cards, machines or links "
                         "(NVLink, PCIe), and tell how well they are predicted")
 
 
@@ -223,8 +244,8 @@ def print_seconds(path, hold_out=()):
     for row in rows:
         row.predicted = predict(row, values)
     errors, losses = score(rows, set(probed))
-    print(f"{path.name}: {len(rows)} rows, of which {len(probed)} were fitted with {len(values)} constants near their usual values; "
-          f"the others are predicted.")
+    print(f"{path.name}: {len(rows)} rows, of which {len(probed)} were fitted with {len(values)} constants near their "
+          f"usual values; the others are predicted.")
     print(f"{'':<20} {'rows':>5} {'median':>7} {'90th':>7} {'sets':>5} {'best or within 5 %':>19} {'mean loss':>10}")
     print_line("all", errors, losses, lambda row: True)
     if any(row.held_out for row in rows):
@@ -232,8 +253,9 @@ def print_seconds(path, hold_out=()):
     for of in (lambda row: row.model, lambda row: "link: " + link_of(row)):
         for name in sorted({of(row) for row in rows}):
             print_line(name, errors, losses, lambda row, of=of, name=name: of(row) == name)
-    print("median, 90th: percentiles of the error of the seconds, of rows that were not fitted. sets: runs of one job on as many devices\n"
-          "under several layouts. loss: what the layout with the least forecast takes longer than the best one.")
+    print("median, 90th: percentiles of the error of the seconds, of rows that were not fitted. sets: runs of one job "
+          "on as many devices\nunder several layouts. loss: what the layout with the least forecast takes longer than "
+          "the best one.")
 
 
 def print_line(name, errors, losses, belongs):
@@ -241,7 +263,8 @@ def print_line(name, errors, losses, belongs):
     lost = [loss for rows, loss in losses.items() if belongs(rows[0])]
     near = sum(loss <= NEAR for loss in lost)
     print(f"{name:<20} {len(some):>5} {percentile(some, 0.5):>7} {percentile(some, 0.9):>7} {len(lost):>5} "
-          f"{f'{near} ({near / len(lost):.0%})' if lost else '':>19} {f'{statistics.mean(lost) - 1:.1%}' if lost else '':>10}")
+          f"{f'{near} ({near / len(lost):.0%})' if lost else '':>19} "
+          f"{f'{statistics.mean(lost) - 1:.1%}' if lost else '':>10}")
 
 
 def percentile(errors, share):
@@ -259,7 +282,8 @@ def print_memory(path):
     print("\n".join(left_out), end="\n" if left_out else "")
     errors = memory_errors(rows)
     predicted = [error for some in errors.values() for error in some]
-    print(f"{path.name}: {len(rows)} rows; one device's show what lies beside the transformer, {len(predicted)} others are predicted.")
+    print(f"{path.name}: {len(rows)} rows; one device's show what lies beside the transformer, {len(predicted)} "
+          f"others are predicted.")
     print(f"{'':<20} {'rows':>5} {'median':>7} {'90th':>7}")
     for name, some in {"all": predicted, **dict(sorted(errors.items()))}.items():
         print(f"{name:<20} {len(some):>5} {percentile(some, 0.5):>7} {percentile(some, 0.9):>7}")

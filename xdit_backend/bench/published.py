@@ -11,9 +11,11 @@ DEGREES = ("cfg", "ulysses", "ring", "pipefusion", "tensor", "distrifusion")    
 # Of the data sheets: dense 16-bit operations and bytes of memory a second.
 CARDS = {"A100-80G": (312e12, 1.9e12), "A100": (312e12, 1.9e12), "L40": (181e12, 0.864e12), "L20": (119.5e12, 0.864e12),
          "H100": (989e12, 3.35e12), "H20": (148e12, 4.0e12), "T4": (65e12, 0.3e12), "V100": (125e12, 0.9e12),
-         "RTX 2000 Ada": (48e12, 0.224e12), "H200": (989e12, 4.8e12), "H800": (989e12, 3.35e12), "A800": (312e12, 2.0e12),
-         "L40S": (362e12, 0.864e12), "A10": (125e12, 0.6e12), "RTX 4090": (165e12, 1.008e12), "RTX 3090": (71e12, 0.936e12)}
-USUAL_CELLS = {"id": "", "source": "", "resolution": "", "frames": "1", "text_tokens": "0", "cfg_branches": "1", "link": "", "machine": "",
+         "RTX 2000 Ada": (48e12, 0.224e12), "H200": (989e12, 4.8e12), "H800": (989e12, 3.35e12),
+         "A800": (312e12, 2.0e12), "L40S": (362e12, 0.864e12), "A10": (125e12, 0.6e12), "RTX 4090": (165e12, 1.008e12),
+         "RTX 3090": (71e12, 0.936e12)}
+USUAL_CELLS = {"id": "", "source": "", "resolution": "", "frames": "1", "text_tokens": "0", "cfg_branches": "1",
+               "link": "", "machine": "",
                "layout": "", "patches": "0", "warmup": "1", "compiled": "0", "note": "", "exclude": "", "held_out": "0",
                **{prefix + name: "1" for name in DEGREES for prefix in ("", "deg_")}}
 COLLECTIVES = {"ulysses": "all_to_all", "ring": "hop", "displaced": "gather", "tensor": "all_reduce"}
@@ -26,14 +28,15 @@ def positive(text):
     return number
 
 
-WITHOUT_SIZE = ("stepvideo-30b", "mochi-1")            # or without steps: only ratios to their one device can be predicted
+# or without steps: only ratios to their one device can be predicted
+WITHOUT_SIZE = ("stepvideo-30b", "mochi-1")
 NEAR = 1.05                    # times the best that a choice may take and count as right
 
 
 def net(blocks, width, heads, billions, feed_forward=4.0, joint=True, mixers=1, skips=False, **more):
-    """A transformer of a table. feed_forward: its inner width, in widths. mixers: attentions of image tokens a block, each with a
-    feed-forward. Beside them blocks have queries and results of cross-attention, and half of those with skips a matrix that
-    makes one width of two."""
+    """A transformer of a table. feed_forward: its inner width, in widths. mixers: attentions of image tokens a block,
+    each with a feed-forward. Beside them blocks have queries and results of cross-attention, and half of those with
+    skips a matrix that makes one width of two."""
     elements = mixers * (4 + 2 * feed_forward) + (0 if joint else 2) + (1 if skips else 0)
     return Net(blocks, width, heads, elements, billions * 1e9, joint=joint, skips=skips, **more)
 
@@ -58,7 +61,8 @@ NETS = {
     "chroma": net(57, 3072, 24, 8.9),
     "qwen-image": net(60, 3072, 24, 20.4),
 }
-RELATIVES = {"flux.1-schnell": "flux.1-dev", "chroma": "flux.1-dev", "qwen-image": "flux.1-dev", "consisid": "cogvideox-5b",
+RELATIVES = {"flux.1-schnell": "flux.1-dev", "chroma": "flux.1-dev", "qwen-image": "flux.1-dev",
+             "consisid": "cogvideox-5b",
              "cogvideox1.5-5b": "cogvideox-5b", "cogvideox-2b": "cogvideox-5b", "wan2.1-1.3b": "wan2.1-14b"}
 
 
@@ -88,7 +92,8 @@ class Row:
 
 
 def read_rows(path, left_out=None):
-    """The runs of a table that the cost model can be asked about. left_out: a list to which is added why others are not among them."""
+    """The runs of a table that the cost model can be asked about.
+    left_out: a list to which is added why others are not among them."""
     rows = read_lines(path, row_of, [] if left_out is None else left_out)
     alone = {(row.model, row.job.compiled): row.seconds for row in rows if row.number == 1}
     for row in rows:
@@ -98,15 +103,18 @@ def read_rows(path, left_out=None):
 
 
 def read_lines(path, read, left_out):
-    """[read(line)] of a table, an empty or missing cell being as USUAL_CELLS has it. What cannot be read is left out, with the reason."""
+    """[read(line)] of a table, an empty or missing cell being as USUAL_CELLS has it.
+    What cannot be read is left out, with the reason."""
     rows = []
     with open(path, newline="", encoding="utf-8-sig") as file:
         for number, cells in enumerate(csv.DictReader(file), 2):
-            line = USUAL_CELLS | {name: cell.strip() for name, cell in cells.items() if isinstance(cell, str) and cell.strip()}
+            line = USUAL_CELLS | {name: cell.strip() for name, cell in cells.items() if isinstance(cell, str)
+                                  and cell.strip()}
             if line["exclude"]:
                 continue
             line["model"] = line.get("model", "").lower()
-            unknown = [f"{column} {line[column]!r}" for column, known in (("model", NETS), ("gpu", CARDS)) if line.get(column, "") not in
+            unknown = [f"{column} {line[column]!r}" for column, known in (("model", NETS), ("gpu", CARDS))
+                       if line.get(column, "") not in
                        (*known, *([""] if column == "gpu" and "gb" in cells else []))]
             try:
                 if unknown:
@@ -116,8 +124,8 @@ def read_lines(path, read, left_out):
                 what = f"there is no {error}" if isinstance(error, KeyError) else error
                 left_out.append(f"line {number} ({line['id'] or line['model']}) is left out: {what}")
     if not rows:
-        raise ConfigError(f"--csv {path}: no line can be read. {'; '.join(left_out[:3]) or 'It has none'}. Known models are "
-                          f"{', '.join(NETS)}; known cards {', '.join(CARDS)}.")
+        raise ConfigError(f"--csv {path}: no line can be read. {'; '.join(left_out[:3]) or 'It has none'}. Known "
+                          f"models are {', '.join(NETS)}; known cards {', '.join(CARDS)}.")
     return rows
 
 
@@ -132,11 +140,12 @@ def row_of(line):
     if "end to end" in line["note"]:
         width, height = (int(size) for size in line["resolution"].split("x"))
         megapixels = width * height * int(line["frames"]) / 1e6
-    job = Job(int(line["tokens"]), int(line["text_tokens"]), int(line["steps"]), int(line["cfg_branches"]), int(line["frames"]),
-              line["compiled"] == "1", megapixels)
-    return Row(line["id"], line["source"], line["model"], line["resolution"] or line["tokens"], line["gpu"], int(line["number"]),
-               line["link"], line["machine"] or f"{line['gpu']}, {line['link']}", line["layout"] or str(degrees), degrees, job,
-               positive(line["seconds"]), line["held_out"] == "1")
+    job = Job(int(line["tokens"]), int(line["text_tokens"]), int(line["steps"]), int(line["cfg_branches"]),
+              int(line["frames"]), line["compiled"] == "1", megapixels)
+    return Row(line["id"], line["source"], line["model"], line["resolution"] or line["tokens"], line["gpu"],
+               int(line["number"]),
+               line["link"], line["machine"] or f"{line['gpu']}, {line['link']}", line["layout"] or str(degrees),
+               degrees, job, positive(line["seconds"]), line["held_out"] == "1")
 
 
 def degrees_of(line, prefix=""):
@@ -147,7 +156,8 @@ def degrees_of(line, prefix=""):
 
 
 def warmup_of(line):
-    """Warm-up steps, corrected where the timings prove the table's assumption wrong: no schedule with so many could be as fast."""
+    """Warm-up steps, corrected where the timings prove the table's assumption wrong:
+    no schedule with so many could be as fast."""
     legacy = "legacy" in line["source"] or "arXiv 2405.14430" in line["source"]
     if "not given" in line["note"] or "warm-up steps no" in line["note"]:
         return 2
@@ -160,7 +170,8 @@ def collective_of(row):
     """(collective, group size) of a run by one method that has the whole group; None of others."""
     if row.degrees is None:
         return None
-    used = [(name, getattr(row.degrees, name)) for name in (*COLLECTIVES, "cfg", "pipefusion") if getattr(row.degrees, name) > 1]
+    used = [(name, getattr(row.degrees, name)) for name in (*COLLECTIVES, "cfg", "pipefusion")
+            if getattr(row.degrees, name) > 1]
     if len(used) != 1 or used[0][0] not in COLLECTIVES:
         return None
     return COLLECTIVES[used[0][0]], used[0][1]

@@ -1,7 +1,9 @@
-"""Tell what stale keys and values do to pictures: PipeFusion and displaced patches against one device, on the trained demo model.
+"""Tell what stale keys and values do to pictures: PipeFusion and displaced patches against one device, on the trained
+demo model.
 
-The same prompts and seeds are drawn by one worker, by a pipeline of two and by displaced patches under each setting, and by naive
-patches, which never see each other. Prints a table in Markdown and writes a contact sheet. A U-Net (--model) has no pipeline.
+The same prompts and seeds are drawn by one worker, by a pipeline of two and by displaced patches under each setting,
+and by naive patches, which never see each other. Prints a table in Markdown and writes a contact sheet. A U-Net
+(--model) has no pipeline.
 """
 
 import itertools
@@ -37,7 +39,8 @@ NUM_SHOWN = 8                              # prompts on the contact sheet
 def add_arguments(parser):
     parser.add_argument("--model", type=Path, default=DEMO, metavar="FILE",
                         help="the demo model, or one trained by python -m xdit_backend.demo_model.small")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                        help="auto: CUDA where there is a device")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
     parser.add_argument("--prompts", type=int, default=256, help="how many of the 256 prompts")
     parser.add_argument("--batch", type=int, default=16, help="prompts drawn at once")
@@ -45,11 +48,13 @@ def add_arguments(parser):
     parser.add_argument("--sampler", choices=SAMPLERS, default="euler", help="what takes them")
     parser.add_argument("--guidance", type=float, default=3.0, help="scale of classifier-free guidance")
     parser.add_argument("--patches", type=int, nargs="*", default=(2, 4, 8), help="num_patches to try")
-    parser.add_argument("--displaced", type=int, nargs="*", default=(2, 4, 8), help="displaced_degree to try, each as many workers")
+    parser.add_argument("--displaced", type=int, nargs="*", default=(2, 4, 8),
+                        help="displaced_degree to try, each as many workers")
     parser.add_argument("--displaced-modes", choices=tuple(MODES), nargs="+", default=tuple(MODES)[:1], metavar="NAME",
                         help="displaced_mode to try: " + ", ".join(MODES))
     parser.add_argument("--warmup-steps", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="warmup_steps to try")
-    parser.add_argument("--forecast", type=float, nargs="+", default=(0.0,), help="forecast of stale keys and values to try")
+    parser.add_argument("--forecast", type=float, nargs="+", default=(0.0,),
+                        help="forecast of stale keys and values to try")
     parser.add_argument("--sheet", type=Path, default=Path("quality.png"), help="where the contact sheet goes")
 
 
@@ -61,7 +66,8 @@ def main(options):
     prompts, labels = prompts[:options.prompts], labels[:options.prompts]
     tried = settings(options)
     pictures = draw_all(tried, prompts, open_checkpoint(str(options.model)).family, options)
-    rows = {name: compare(picture, pictures[ONE], tried[name].num_patches, recogniser, labels) for name, picture in pictures.items()}
+    rows = {name: compare(picture, pictures[ONE], tried[name].num_patches, recogniser, labels)
+            for name, picture in pictures.items()}
     print_table(rows, recogniser, pictures, data, options)
     write_sheet(options.sheet, pictures, prompts[:NUM_SHOWN])
     print(f"\nContact sheet: {options.sheet}")
@@ -100,7 +106,8 @@ def settings(options):
 
     def run(spec, layout, warmup_steps=0, patches=None, forecast=0.0, mode="corrected_async_gn"):
         def run(client, call, sigmas):
-            latent = sample(client, spec, layout, call, sigmas, warmup_steps, patches, CHANNELS, 1000.0, guidance=options.guidance,
+            latent = sample(client, spec, layout, call, sigmas, warmup_steps, patches, CHANNELS, 1000.0,
+                            guidance=options.guidance,
                             forecast=forecast, step_by=SAMPLERS[options.sampler], displaced_mode=mode)
             client.end_run()
             return latent
@@ -108,24 +115,30 @@ def settings(options):
 
     whole = run(one_spec, Layout())
     found = {ONE: Setting(1, whole)}
-    for num_patches, warmup_steps, forecast in itertools.product(options.patches if staged else (), options.warmup_steps, options.forecast):
+    for num_patches, warmup_steps, forecast in itertools.product(
+        options.patches if staged else (), options.warmup_steps, options.forecast):
         name = f"M={num_patches}, W={warmup_steps}" + (f", forecast {forecast:g}" if forecast else "")
         patches = cut_patches(shape, (2, 2), num_patches)
         found[name] = Setting(2, run(staged, Layout(pipefusion_degree=2), warmup_steps, patches, forecast), num_patches)
-    for degree, warmup_steps, mode, forecast in itertools.product(options.displaced, options.warmup_steps, options.displaced_modes,
+    for degree, warmup_steps, mode, forecast in itertools.product(
+        options.displaced, options.warmup_steps, options.displaced_modes,
                                                                   options.forecast):
-        if family.by_rows and cut_bands(SIDE, degree, 2 ** (family.plan.num_levels(family.config(header.shapes)) - 1)) is None:
-            raise ConfigError(f"--displaced {degree} is too much for the {SIDE} rows of a latent of {options.model.name}.")
+        if (family.by_rows and cut_bands(SIDE, degree,
+                                         2 ** (family.plan.num_levels(family.config(header.shapes)) - 1)) is None):
+            raise ConfigError(f"--displaced {degree} is too much for the {SIDE} rows of a latent of "
+                              f"{options.model.name}.")
         name = (f"displaced, N={degree}, W={warmup_steps}" + (f", {mode}" if len(options.displaced_modes) > 1 else "")
                 + (f", forecast {forecast:g}" if forecast else ""))
-        found[name] = Setting(degree, run(one_spec, Layout(displaced_degree=degree), warmup_steps, None, forecast, mode), degree)
+        found[name] = Setting(degree, run(one_spec, Layout(displaced_degree=degree), warmup_steps, None, forecast,
+                                          mode), degree)
     return found | {f"naive patches, M={count}": Setting(1, naive(whole, count), count) for count in options.patches}
 
 
 def naive(run, num_patches):
     """run(client, call, sigmas) of each patch by itself: they never see each other (DistriFusion's naive patches)."""
-    return lambda client, call, sigmas: torch.cat([run(client, Call(strip.contiguous(), call.timestep, call.conditioning), sigmas)
-                                                   for strip in call.latent.chunk(num_patches, dim=2)], dim=2)
+    return lambda client, call, sigmas: torch.cat(
+        [run(client, Call(strip.contiguous(), call.timestep, call.conditioning), sigmas)
+         for strip in call.latent.chunk(num_patches, dim=2)], dim=2)
 
 
 def draw_all(tried, prompts, family, options):
@@ -155,7 +168,8 @@ def draw(client, run, prompts, family, options):
 
 def noise_of(numbers):
     """The noise [B, 16, 16, 16] that prompts of these numbers begin with."""
-    return torch.stack([torch.randn(CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(number)) for number in numbers])
+    return torch.stack([torch.randn(CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(number))
+                        for number in numbers])
 
 
 def conditioning_of(family, prompts):
@@ -168,7 +182,8 @@ def conditioning_of(family, prompts):
 def decode(latents):
     """Pictures [B, 3, 128, 128] in -1..1."""
     tensors = load_file(WEIGHTS / "vae" / "xdit_demo_vae.safetensors")
-    weights = {name: tensor for name, tensor in tensors.items() if name.startswith("taesd_")}      # the others are the host's
+    # the others are the host's
+    weights = {name: tensor for name, tensor in tensors.items() if name.startswith("taesd_")}
     autoencoder = load_autoencoder(weights, torch.float32, torch.device("cpu"))
     return torch.cat([autoencoder.decode(some).sample.clamp(-1, 1) for some in latents.float().split(16)])
 
@@ -177,7 +192,8 @@ def decode(latents):
 def compare(pictures, reference, num_patches, recogniser, labels):
     """Means over the pictures: PSNR in dB, SSIM (Z. Wang et al. 2004), seam, the share that is named as its prompt.
 
-    seam: the step in brightness from row to row across the patches' borders, in units of the reference's at the same rows.
+    seam: the step in brightness from row to row across the patches' borders, in units of the reference's at the same
+    rows.
     """
     from skimage.metrics import structural_similarity
     error = ((pictures - reference) / 2).square().mean((1, 2, 3)).clamp(min=1e-10)
@@ -211,14 +227,15 @@ def frechet_distance(moments_a, moments_b):
 
 def print_table(rows, recogniser, pictures, data, options):
     one = moments(pictures[ONE], recogniser)
-    print(f"\r{len(pictures[ONE])} prompts, {options.steps} steps of {options.sampler}, guidance {options.guidance:g}, 128 x 128 pixels; "
-          f"PipeFusion on two workers\n")
+    print(f"\r{len(pictures[ONE])} prompts, {options.steps} steps of {options.sampler}, guidance "
+          f"{options.guidance:g}, 128 x 128 pixels; PipeFusion on two workers\n")
     print("| setting | PSNR, dB | SSIM | Fréchet distance to one device | to the data | seam | named as the prompt |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, row in rows.items():
         own = moments(pictures[name], recogniser)
         same = name == ONE
-        print(f"| {name} | {'' if same else format(row['psnr'], '.1f')} | {'' if same else format(row['ssim'], '.3f')} | "
+        print(f"| {name} | {'' if same else format(row['psnr'], '.1f')} | "
+              f"{'' if same else format(row['ssim'], '.3f')} | "
               f"{'' if same else format(frechet_distance(own, one), '.2f')} | {frechet_distance(own, data):.2f} | "
               f"{'' if same else format(row['seam'], '.2f')} | {row['named']:.0%} |")
 

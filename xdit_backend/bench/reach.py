@@ -1,8 +1,9 @@
-"""Time layouts on the devices here beside their forecasts: how far off they are, and whether the fastest was forecast as such.
+"""Time layouts on the devices here beside their forecasts: how far off they are, and whether the fastest was forecast
+as such.
 
-A random Flux-shaped transformer of several sizes runs whole runs under each layout, and a random autoencoder decodes. Each round measures
-the devices by their workers, as before a first long run, and then runs every layout once, so that a machine which others slow for minutes
-slows both; times and forecasts are medians over rounds.
+A random Flux-shaped transformer of several sizes runs whole runs under each layout, and a random autoencoder decodes.
+Each round measures the devices by their workers, as before a first long run, and then runs every layout once, so that a
+machine which others slow for minutes slows both; times and forecasts are medians over rounds.
 """
 
 import dataclasses
@@ -37,15 +38,18 @@ LAYOUTS = [Degrees(data=2), Degrees(cfg=2), Degrees(ulysses=2), Degrees(ring=2),
 
 
 def add_arguments(parser):
-    parser.add_argument("--tokens", type=int, nargs="+", default=(576, 1024, 2304), help="image tokens of each size, square numbers")
-    parser.add_argument("--pixels", type=int, nargs="+", default=(128, 192, 256), help="a side of the decoded pictures, multiples of 16")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(576, 1024, 2304),
+                        help="image tokens of each size, square numbers")
+    parser.add_argument("--pixels", type=int, nargs="+", default=(128, 192, 256),
+                        help="a side of the decoded pictures, multiples of 16")
     parser.add_argument("--width", type=int, default=768, help="hidden width, a multiple of 64")
     parser.add_argument("--blocks", type=int, nargs=2, default=(2, 4), metavar=("DOUBLE", "SINGLE"),
                         help="blocks of two streams and of one")
     parser.add_argument("--text-tokens", type=int, default=64, help="text tokens of the model")
     parser.add_argument("--steps", type=int, default=10, help="of a run; of PipeFusion one is warm-up")
     parser.add_argument("--rounds", type=int, default=3, help="in each of which everything runs once")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                        help="auto: CUDA where there is a device")
 
 
 def main(options):
@@ -53,15 +57,16 @@ def main(options):
     torch.set_num_threads(1)
     if any(size % 16 for size in options.pixels):
         raise ConfigError(f"--pixels {' '.join(map(str, options.pixels))} must be multiples of 16.")
-    settings = [Setting(options.width, *options.blocks, tokens, options.text_tokens, "float32") for tokens in options.tokens]
+    settings = [Setting(options.width, *options.blocks, tokens, options.text_tokens, "float32")
+                for tokens in options.tokens]
     for setting in settings:
         assert setting.rows
     clients = start_clients([1, 2], count_cuda(options.device))
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
         try:
             write_model(settings[0], folder)
-            print(f"{clients[2].devices[0]} x 2, {os.cpu_count()} cores; width {options.width}, {sum(options.blocks)} blocks, float32; "
-                  f"runs of {options.steps} steps; medians of {options.rounds} rounds", flush=True)
+            print(f"{clients[2].devices[0]} x 2, {os.cpu_count()} cores; width {options.width}, {sum(options.blocks)} "
+                  f"blocks, float32; runs of {options.steps} steps; medians of {options.rounds} rounds", flush=True)
             errors = [error for setting in settings for error in print_size(setting, folder, clients, options)]
             errors += print_decodes(clients, options)
         finally:
@@ -76,12 +81,14 @@ def print_size(setting, folder, clients, options):
     family = header.family
     net = net_of(family, header.config, header.spec("float32", "float32"))
     both = calls(setting, 2)
-    patches = {degrees.num_patches: cut_patches(both[0].latent.shape, (2, 2), degrees.num_patches) for degrees in LAYOUTS if
+    patches = {degrees.num_patches: cut_patches(both[0].latent.shape, (2, 2), degrees.num_patches)
+               for degrees in LAYOUTS if
                degrees.pipefusion > 1}
     seconds: dict[tuple, list] = {}
 
     def timed(degrees, branches):
-        layout = Layout(**{f"{axis}_degree": getattr(degrees, axis) for axis in ("cfg", "ulysses", "ring", "pipefusion")})
+        layout = Layout(**{f"{axis}_degree": getattr(degrees, axis)
+                           for axis in ("cfg", "ulysses", "ring", "pipefusion")})
         started_s = time.perf_counter()
         if degrees.pipefusion > 1:
             spec = header.spec("float32", "float32", Stages(2))
@@ -91,8 +98,9 @@ def print_size(setting, folder, clients, options):
             client = clients[1 if degrees.data > 1 else 2]
             spec = header.spec("float32", "float32")
             for step in range(options.steps):
-                client.predict(spec, layout, 16, [dataclasses.replace(call, timestep=torch.tensor([1 - step / options.steps]))
-                                                  for call in both[:branches]])
+                client.predict(spec, layout, 16,
+                               [dataclasses.replace(call, timestep=torch.tensor([1 - step / options.steps]))
+                                for call in both[:branches]])
         return time.perf_counter() - started_s
 
     ways = [(degrees, branches) for degrees in LAYOUTS for branches in ((1, 2) if degrees.data > 1 else (degrees.cfg,))]
@@ -102,7 +110,8 @@ def print_size(setting, folder, clients, options):
             machines.append(measurements.measure(clients[2], "float32"))
         for way in ways:
             seconds.setdefault(way, []).append(timed(*way))
-        print(f"{setting.num_image_tokens} tokens: round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
+        print(f"{setting.num_image_tokens} tokens: round {round_} of {options.rounds}", end="\r", file=sys.stderr,
+              flush=True)
     errors = []
     print(f"\n{setting.num_image_tokens} tokens{'':<18} {'measured':>9} {'forecast':>9} {'error':>7}  limited by")
     for branches in (1, 2):
@@ -114,11 +123,14 @@ def print_size(setting, folder, clients, options):
         for degrees, one in made.items():
             errors.append(abs(one.seconds / measured[degrees] - 1))
             name = layout_words(one) + (", two branches" if branches == 2 and degrees.cfg == 1 else "")
-            print(f"  {name:<28} {measured[degrees]:>7.2f} s {one.seconds:>7.2f} s {errors[-1]:>7.1%}  {one.limited_by}")
-        chosen, best = choose(sorted(made.values(), key=lambda one: one.seconds)), min(measured, key=lambda degrees: measured[degrees])
+            print(f"  {name:<28} {measured[degrees]:>7.2f} s {one.seconds:>7.2f} s {errors[-1]:>7.1%}  "
+                  f"{one.limited_by}")
+        chosen, best = choose(sorted(made.values(), key=lambda one: one.seconds)), min(
+            measured, key=lambda degrees: measured[degrees])
         loss = measured[chosen.degrees] / measured[best]
         print(f"  {branches} branch{'es' if branches > 1 else ''}: it would take {layout_words(chosen)}, "
-              + ("the fastest" if loss == 1 else f"{loss - 1:.1%} behind the fastest" + ("" if loss <= NEAR else ", more than 5 %")))
+              + ("the fastest" if loss == 1 else f"{loss - 1:.1%} behind the fastest"
+                 + ("" if loss <= NEAR else ", more than 5 %")))
     return errors
 
 
@@ -134,14 +146,15 @@ def print_decodes(clients, options):
                 machines.append(measurements.measure(clients[2], "float32"))
             for count in times:
                 started_s = time.perf_counter()
-                clients[2].autoencoders.decode("bench", "float32", lambda: tensors, latent, (1, size, size, 3), num_ranks=count)
+                clients[2].autoencoders.decode("bench", "float32", lambda: tensors, latent, (1, size, size, 3),
+                                               num_ranks=count)
                 times[count].append(time.perf_counter() - started_s)
         for count, measured in times.items():
             forecast_s = statistics.median(work_seconds(work, machine, count) for machine in machines)
             measured_s = statistics.median(measured[1:])
             errors.append(abs(forecast_s / measured_s - 1))
-            print(f"  {f'{size} px, ' + ('one device' if count == 1 else f'VAE {count}'):<28} {measured_s:>7.2f} s {forecast_s:>7.2f} s "
-                  f"{errors[-1]:>7.1%}")
+            print(f"  {f'{size} px, ' + ('one device' if count == 1 else f'VAE {count}'):<28} {measured_s:>7.2f} s "
+                  f"{forecast_s:>7.2f} s {errors[-1]:>7.1%}")
         medians = {count: statistics.median(measured[1:]) for count, measured in times.items()}
         chosen = next(iter(choose_ranks(work, machines[0], 2)))[0]
         print(f"  {size} px: it would take {'one device' if chosen == 1 else f'VAE {chosen}'}, "

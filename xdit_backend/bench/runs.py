@@ -1,6 +1,7 @@
 """Time runs of few steps, each begun and ended as a prompt of a queue is, beside diffusers' own context parallelism.
 
-What a run gives back when it ends, the next one has to take again: its first step tells. The model and the peers are those of methods.
+What a run gives back when it ends, the next one has to take again: its first step tells. The model and the peers are
+those of methods.
 """
 
 import itertools
@@ -23,7 +24,8 @@ LAYOUTS = "one", "ulysses2", "ring2"
 
 
 def add_arguments(parser):
-    parser.add_argument("layouts", nargs="*", default=list(LAYOUTS), help="one, or axis and degree, as ulysses2 and ring2")
+    parser.add_argument("layouts", nargs="*", default=list(LAYOUTS),
+                        help="one, or axis and degree, as ulysses2 and ring2")
     add_model_arguments(parser)
     parser.add_argument("--steps", type=int, nargs="+", default=(1, 2, 8), help="of a run, one row each")
 
@@ -57,8 +59,8 @@ def main(options):
         finally:
             for one in (*clients.values(), *peers.values()):
                 one.close()
-    print("first: the first step of a run over the median of the others, of runs of 3 steps and more. processor: seconds a step of\n"
-          "all processes together.")
+    print("first: the first step of a run over the median of the others, of runs of 3 steps and more. processor: "
+          "seconds a step of\nall processes together.")
 
 
 def _runs(client, spec, layout, asked):
@@ -96,10 +98,12 @@ def _measure(ways, options):
 
 
 def _print(found):
-    print(f"{'way':<20} {'steps':>5} {'s/step: min':>12} {'median':>7} {'max':>7} {'first':>6} {'processor s/step':>17}")
+    print(f"{'way':<20} {'steps':>5} {'s/step: min':>12} {'median':>7} {'max':>7} {'first':>6} "
+          f"{'processor s/step':>17}")
     for (way, num_steps), runs in found.items():
         walls = [sum(seconds) / num_steps for seconds, _ in runs]
-        first = statistics.median(seconds[0] / statistics.median(seconds[1:]) for seconds, _ in runs) if num_steps > 2 else None
+        first = (statistics.median(seconds[0] / statistics.median(seconds[1:]) for seconds, _ in runs) if num_steps > 2
+                 else None)
         processor = statistics.median(taken / num_steps for _, taken in runs)
         print(f"{way:<20} {num_steps:>5} {min(walls):>12.3f} {statistics.median(walls):>7.3f} {max(walls):>7.3f} "
               f"{'' if first is None else f'{first:.2f}':>6} {processor:>17.3f}")

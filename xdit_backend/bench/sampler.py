@@ -1,7 +1,9 @@
-"""Samplers over a worker group, each patch going on as soon as its own prediction is there. Used by pipefusion and quality.
+"""Samplers over a worker group, each patch going on as soon as its own prediction is there. Used by pipefusion and
+quality.
 
-A sampler is a function of one piece of the latent: step(x, sigma, following, prediction, before, noise) -> (x at `following`,
-what it wants to be given as `before` in the next step). Latents are (1 - sigma) picture + sigma noise, predictions velocities.
+A sampler is a function of one piece of the latent: step(x, sigma, following, prediction, before, noise) -> (x at
+`following`, what it wants to be given as `before` in the next step). Latents are (1 - sigma) picture + sigma noise,
+predictions velocities.
 """
 
 import dataclasses
@@ -48,9 +50,10 @@ def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channe
     """Sample from the call's latent down the sigmas; returns the latent.
 
     patches: of partition.cut_patches; None: every step is whole and nothing is kept. time_scale: timestep at sigma 1.
-    guidance: the scale of classifier-free guidance; the call's conditioning is then of twice as many rows as its latent,
-    the unconditional ones last. forecast: of stale keys and values, docs/algorithms.md section 2.9. step_by: one of SAMPLERS.
-    With displaced patches in the layout, steps after the warm-up are stale, and never the first; displaced_mode is how.
+    guidance: the scale of classifier-free guidance; the call's conditioning is then of twice as many rows as its
+    latent, the unconditional ones last. forecast: of stale keys and values, docs/algorithms.md section 2.9. step_by:
+    one of SAMPLERS. With displaced patches in the layout, steps after the warm-up are stale, and never the first;
+    displaced_mode is how.
     """
     num_steps, displaced = len(sigmas) - 1, layout.displaced_degree > 1
     num_synchronous = synchronous_steps(num_steps, warmup_steps)
@@ -62,7 +65,8 @@ def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channe
         return dataclasses.replace(call, latent=latent.clone(), timestep=timestep)
 
     def noise_of(step):
-        return torch.randn(call.latent.shape, generator=torch.Generator().manual_seed(10 ** 6 + step)).to(call.latent.dtype)
+        return torch.randn(call.latent.shape,
+                           generator=torch.Generator().manual_seed(10 ** 6 + step)).to(call.latent.dtype)
 
     def stepped(latent, step, prediction, before, place=None):
         if guidance is not None:
@@ -98,7 +102,8 @@ def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channe
     while flying:
         ticket, predictions = client.wait(list(flying))
         index = flying.pop(ticket)
-        pieces[index], befores[index] = stepped(pieces[index], steps[index], predictions[0], befores[index], patches[index][0])
+        pieces[index], befores[index] = stepped(pieces[index], steps[index], predictions[0], befores[index],
+                                                patches[index][0])
         steps[index] += 1
         submit(index)
     return torch.cat(pieces, dim)

@@ -1,8 +1,8 @@
 """Time how long workers take to start, and what memory their processes hold together.
 
-Of each number of workers: the first group of a host, which waits for the libraries; the next one; and one whose workers are programs of
-their own, as before forking and where it is not safe. All in turns. Memory is the proportional set size: a page that several processes
-have is shared out among them.
+Of each number of workers: the first group of a host, which waits for the libraries; the next one; and one whose workers
+are programs of their own, as before forking and where it is not safe. All in turns. Memory is the proportional set
+size: a page that several processes have is shared out among them.
 """
 
 import os
@@ -23,7 +23,8 @@ WAYS = ("first", "next", "programs of their own")
 def add_arguments(parser):
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4], help="how many a group has")
     parser.add_argument("--rounds", type=int, default=3, help="of which least, median and most are printed")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                        help="auto: CUDA where there is a device")
 
 
 def main(options):
@@ -42,11 +43,13 @@ def main(options):
         walls, processor = zip(*times)
         total, of_worker = (statistics.median(column) for column in zip(*held[size, way]))
         spread = f"{min(walls):.2f} {statistics.median(walls):.2f} {max(walls):.2f}"
-        print(f"{size:8}  {way:22}{spread:>28}{statistics.median(processor):13.1f}{total / 1e6:11.0f}{of_worker / 1e6:10.0f}")
+        print(f"{size:8}  {way:22}{spread:>28}{statistics.median(processor):13.1f}{total / 1e6:11.0f}"
+              f"{of_worker / 1e6:10.0f}")
 
 
 def _measure(devices, server, seconds, held):
-    """Start a group and end it; adds (seconds until it is ready, processor seconds until then) and (bytes of all, of a worker)."""
+    """Start a group and end it; adds (seconds until it is ready, processor seconds until then) and (bytes of all,
+    of a worker)."""
     processor, started_s = ProcessorTime(), time.perf_counter()
     group = WorkerGroup(devices, forkserver=server)
     try:

@@ -1,8 +1,9 @@
 """Time two CPU workers of which one is slower: shared out equally, by measured speed, and the fast one alone.
 
-The slower one is pinned to a core that it shares with busy processes, and the probe finds how fast each is. A random Flux-shaped
-transformer runs whole steps by Ulysses and Ring, images of a batch by data parallelism and a PipeFusion run; a random autoencoder of
-Stable Diffusion's structure decodes. Each round runs every way once; figures are medians over rounds.
+The slower one is pinned to a core that it shares with busy processes, and the probe finds how fast each is. A random
+Flux-shaped transformer runs whole steps by Ulysses and Ring, images of a batch by data parallelism and a PipeFusion
+run; a random autoencoder of Stable Diffusion's structure decodes. Each round runs every way once; figures are medians
+over rounds.
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ IMAGES, PATCHES = 4, 4
 
 
 def add_arguments(parser):
-    parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), metavar=("FAST", "SLOW"), help="that the two workers are pinned to")
+    parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), metavar=("FAST", "SLOW"),
+                        help="that the two workers are pinned to")
     parser.add_argument("--busy", type=int, default=1, help="processes that the slower one shares its core with")
     parser.add_argument("--tokens", type=int, default=1024, help="image tokens, a square number")
     parser.add_argument("--width", type=int, default=512, help="hidden width, a multiple of 64")
@@ -46,8 +48,8 @@ def main(options):
     torch.set_num_threads(1)
     there = os.sched_getaffinity(0)
     if not set(options.cores) <= there or len(set(options.cores)) < 2:
-        raise ConfigError(f"--cores {' '.join(map(str, options.cores))}: two different cores are needed, and this process may use "
-                          f"{', '.join(map(str, sorted(there)))}.")
+        raise ConfigError(f"--cores {' '.join(map(str, options.cores))}: two different cores are needed, and this "
+                          f"process may use {', '.join(map(str, sorted(there)))}.")
     setting = Setting(options.width, *options.blocks, options.tokens, 64, "float32")
     one, two, busy = Client(("cpu",)), Client(("cpu", "cpu")), []
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
@@ -102,7 +104,8 @@ def measure(one, two, speeds, setting, folder, options):
     jobs = {
         "Ulysses 2": (lambda: predict(one, Layout(), call), lambda told: predict(two, Layout(ulysses_degree=2), call)),
         "Ring 2": (lambda: predict(one, Layout(), call), lambda told: predict(two, Layout(ring_degree=2), call)),
-        f"data 2, {IMAGES} images": (lambda: predict(one, Layout(), batch), lambda told: predict(two, Layout(data_degree=2), batch)),
+        f"data 2, {IMAGES} images": (lambda: predict(one, Layout(), batch),
+                                     lambda told: predict(two, Layout(data_degree=2), batch)),
         f"PipeFusion 2, {PATCHES} patches": (lambda: run(one, spec, Layout(), call, options.steps, 0, None),
                                              lambda told: in_stages(two, told)),
         f"decode {options.pixels} px": (lambda: decode(one), lambda told: decode(two))}
@@ -124,5 +127,5 @@ def print_table(seconds, speeds):
         print(f"{name:<26} {ways['alone']:>13.3f} s {ways['equal']:>6.3f} s {ways['by speed']:>7.3f} s "
               f"{ways['equal'] / ways['by speed']:>8.2f}x {ways['alone'] / ways['by speed']:>15.2f}x")
     if speeds:
-        print(f"Two that add up without loss would be {sum(speeds) / max(speeds):.2f} times as fast as the fast one; by equal halves "
-              f"{2 * min(speeds) / max(speeds):.2f} times.")
+        print(f"Two that add up without loss would be {sum(speeds) / max(speeds):.2f} times as fast as the fast one; "
+              f"by equal halves {2 * min(speeds) / max(speeds):.2f} times.")

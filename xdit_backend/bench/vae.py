@@ -1,7 +1,7 @@
 """Time Distributed VAE Decode on 1, 2 and 4 workers at several sizes, and measure what memory a rank needs.
 
-A random autoencoder of Stable Diffusion's structure is decoded by real worker groups, in rounds that run every group once,
-and ComfyUI's own VAE Decode and VAE Decode (Tiled) where there is a ComfyUI.
+A random autoencoder of Stable Diffusion's structure is decoded by real worker groups, in rounds that run every group
+once, and ComfyUI's own VAE Decode and VAE Decode (Tiled) where there is a ComfyUI.
 Peaks are measured in a decode of their own, since counting takes time.
 """
 
@@ -32,13 +32,15 @@ def add_arguments(parser):
     parser.add_argument("--sizes", type=int, nargs="*", default=[256, 512], help="pixels a side, multiples of 8")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4], help="numbers of workers")
     parser.add_argument("--width", type=int, default=64, help="channels at full size, a multiple of 32 (SD has 128)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is a device")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                        help="auto: CUDA where there is a device")
     parser.add_argument("--threads", type=int, default=1, help="threads of a CPU worker")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and results")
     parser.add_argument("--rounds", type=int, default=3, help="in each of which everything runs once")
     parser.add_argument("--tile", type=int, default=256, help="pixels a side of VAE Decode (Tiled)")
     parser.add_argument("--comfyui", metavar="FOLDER", default=find_comfyui(),
-                        help="the ComfyUI to compare with: XDIT_COMFYUI, what start.py fetched, or the one around this pack")
+                        help="the ComfyUI to compare with: XDIT_COMFYUI, what start.py fetched, or the one around "
+                             "this pack")
 
 
 def find_comfyui():
@@ -55,11 +57,12 @@ def main(options):
     if any(size % 8 for size in options.sizes) or options.width % 32:
         raise ConfigError(f"--sizes {options.sizes} must be multiples of 8 and --width {options.width} of 32.")
     tensors = random_decoder(options.width)
-    place = f"{num_cuda} CUDA devices" if num_cuda else f"CPU workers of {options.threads} thread(s), {os.cpu_count()} cores"
+    place = (f"{num_cuda} CUDA devices"
+             if num_cuda else f"CPU workers of {options.threads} thread(s), {os.cpu_count()} cores")
     print(f"AutoencoderKL of Stable Diffusion's structure, width {options.width}, {options.dtype}; {place}; torch "
           f"{torch.__version__}; medians of {options.rounds} rounds", flush=True)
-    print(f"{'pixels':>12} {'workers':>11} {'s':>8} {'ratio':>7} {'CPU s/rank':>11} {'peak MB/rank':>13} {'formula MB':>11} "
-          f"{'of one':>7} {'sent MB/rank':>13} {'off':>8}")
+    print(f"{'pixels':>12} {'workers':>11} {'s':>8} {'ratio':>7} {'CPU s/rank':>11} {'peak MB/rank':>13} "
+          f"{'formula MB':>11} {'of one':>7} {'sent MB/rank':>13} {'off':>8}")
     clients, peer = {}, None
     with tempfile.TemporaryDirectory(prefix="xdit-bench-") as folder:
         try:
@@ -70,18 +73,20 @@ def main(options):
                        "dtype": options.dtype}
                 peer = Peer("comfyui_peer", job, options.threads)
             for size in options.sizes:
-                print_size(size, *measure(tensors, size, clients, peer, folder, options), outline(tensors, options.dtype))
+                print_size(size, *measure(tensors, size, clients, peer, folder, options),
+                           outline(tensors, options.dtype))
         finally:
             for other in (*clients.values(), *([peer] if peer else [])):
                 other.close()
-    print("ratio and of one: to the first number of workers. formula: the same decode on the meta device, for the busiest rank.\n"
-          "CPU s/rank: what a worker's processor did, whatever else the machine did at the time. off: the largest difference from\n"
-          "ComfyUI's VAE Decode, in parts of 255; where there is no ComfyUI, from the first row.")
+    print("ratio and of one: to the first number of workers. formula: the same decode on the meta device, for the "
+          "busiest rank.\nCPU s/rank: what a worker's processor did, whatever else the machine did at the time. off: "
+          "the largest difference from\nComfyUI's VAE Decode, in parts of 255; where there is no ComfyUI, from the "
+          "first row.")
 
 
 def measure(tensors, size, clients, peer, folder, options):
-    """({number of workers: (seconds, processor seconds and peak bytes of the busiest rank, bytes it sent, the picture)},
-    {way of ComfyUI: (seconds, the picture)})"""
+    """({number of workers: (seconds, processor seconds and peak bytes of the busiest rank, bytes it sent, the
+    picture)}, {way of ComfyUI: (seconds, the picture)})"""
     latent = torch.randn(1, 4, size // 8, size // 8, generator=torch.Generator().manual_seed(0))
     seconds, cpu_seconds, results = {count: [] for count in clients}, {count: [] for count in clients}, {}
     ways = {"VAE Decode": None, f"tiled {options.tile}": options.tile} if peer else {}
@@ -105,7 +110,8 @@ def measure(tensors, size, clients, peer, folder, options):
         picture = decode(client, measure_memory=True)
         ranks = client.autoencoders.last_numbers.values()
         results[count] = (median[count], statistics.median(cpu_seconds[count][1:]),
-                          max(numbers["peak_bytes"] for numbers in ranks), max(numbers["sent_bytes"] for numbers in ranks), picture)
+                          max(numbers["peak_bytes"] for numbers in ranks),
+                          max(numbers["sent_bytes"] for numbers in ranks), picture)
     return results, {way: (median[way], load_file(f"{folder}/{way}.safetensors")["picture"]) for way in ways}
 
 
@@ -118,11 +124,13 @@ def print_size(size, results, theirs, outline):
 
     for count, (seconds, cpu_s, peak_bytes, sent_bytes, picture) in results.items():
         formula = need_of(outline, (1, 4, size // 8, size // 8), 1, count, whole=count == 1).peak_bytes
-        print(f"{f'{size} x {size}':>12} {count:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {cpu_s:>11.3f} {peak_bytes / MB:>13.1f} "
-              f"{formula / MB:>11.1f} {peak_bytes / first_bytes:>7.2f} {sent_bytes / MB:>13.2f} {off(picture)}", flush=True)
+        print(f"{f'{size} x {size}':>12} {count:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {cpu_s:>11.3f} "
+              f"{peak_bytes / MB:>13.1f} {formula / MB:>11.1f} {peak_bytes / first_bytes:>7.2f} "
+              f"{sent_bytes / MB:>13.2f} {off(picture)}", flush=True)
         assert (picture - first_picture).abs().max() <= 1 / 255, f"{count} workers give another picture"
     for way, (seconds, picture) in theirs.items():
-        print(f"{f'{size} x {size}':>12} {way:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {'':>47} {off(picture)}", flush=True)
+        print(f"{f'{size} x {size}':>12} {way:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {'':>47} {off(picture)}",
+              flush=True)
 
 
 def outline(tensors, dtype):

@@ -1,4 +1,5 @@
-"""Weights that are held otherwise than a model computes, such as in float8, or quantised: cast where they are used, as ComfyUI does it.
+"""Weights that are held otherwise than a model computes, such as in float8, or quantised: cast where they are used, as
+ComfyUI does it.
 
 Placed by the loader on each rank, before the hooks.
 """
@@ -15,9 +16,9 @@ from .packed import unpacked
 class Casts:
     """The weights of a model in the type it computes in, made where they are used, and some of them kept.
 
-    A cast lives while its own module runs, and no module casts those of another. PipeFusion runs every module once for each patch:
-    while `keep` holds, casts stay for the patches that follow, from the first module on, as far as there is room. Casting is exact
-    in one direction, and who changes weights drops the casts, so nothing else changes.
+    A cast lives while its own module runs, and no module casts those of another. PipeFusion runs every module once for
+    each patch: while `keep` holds, casts stay for the patches that follow, from the first module on, as far as there is
+    room. Casting is exact in one direction, and who changes weights drops the casts, so nothing else changes.
     """
 
     def __init__(self):
@@ -61,7 +62,8 @@ def cast_at_use(model, dtype, casts):
         names = [name for name, parameter in module.named_parameters(recurse=False)
                  if parameter.is_floating_point() and parameter.dtype != dtype and not parameter.is_meta]
         if names:
-            module.forward = _linear(module, casts) if type(module) is nn.Linear else _casting(module, names, dtype, casts)
+            module.forward = (_linear(module, casts) if type(module) is nn.Linear
+                              else _casting(module, names, dtype, casts))
 
 
 def unpack_at_use(model, packed, casts):
@@ -73,7 +75,8 @@ def unpack_at_use(model, packed, casts):
 
 
 def add_at_use(linear, up=None, down=None):
-    """Have an nn.Linear whose weight is packed add the product of these to it, wherever it is unpacked; None: no more."""
+    """Have an nn.Linear whose weight is packed add the product of these to it, wherever it is unpacked;
+    None: no more."""
     linear.register_buffer("weight_up", up, persistent=False)
     linear.register_buffer("weight_down", down, persistent=False)
 

@@ -19,8 +19,9 @@ from .transformer import held
 def change_weights(loaded, changes, leave=lambda weights: None):
     """Give a Transformer other values of some tensors of its file. Nothing is read of the others.
 
-    changes: {name in the file, without its prefix: specs.Change}. leave(weights) is called before these get other values; with None
-    where what changes is not values of weights alone. Of what is changed to how the file has it, every bit is as when it was loaded.
+    changes: {name in the file, without its prefix: specs.Change}. leave(weights) is called before these get other
+    values; with None where what changes is not values of weights alone. Of what is changed to how the file has it,
+    every bit is as when it was loaded.
     """
     model, checkpoint, spec, splits = loaded.model, loaded.checkpoint, loaded.spec, loaded.splits
     checkpoint.check_is(spec)
@@ -43,10 +44,12 @@ def change_weights(loaded, changes, leave=lambda weights: None):
             del converted[name]                                # it is as it was loaded
         elif here[how.source].whole is None:
             rows = how.take(tensors[how.source])
-            converted[name] = rows if how.is_in_file else quantised(moved(rows, loaded.device, torch.float32, ferry), how.type)[0]
+            converted[name] = (rows if how.is_in_file
+                               else quantised(moved(rows, loaded.device, torch.float32, ferry), how.type)[0])
         if name in converted:
             plain_dtype = getattr(torch, spec.compute_dtype)
-            weights[name] = weights[name][0], plain_dtype if converted[name].dtype.itemsize > 1 else converted[name].dtype
+            weights[name] = weights[name][0], plain_dtype if converted[name].dtype.itemsize > 1 else converted[
+                name].dtype
         product = factors(terms, how, checkpoint.shapes[how.source], ferry) if terms else (None, None)
         if terms and name in splits:                           # of the matrix a rank has some rows, or some columns
             own = splits[name].own(product[splits[name].dim], spec.tensor_degree, loaded.tensor_rank)
@@ -58,15 +61,18 @@ def change_weights(loaded, changes, leave=lambda weights: None):
     for name, tensor in shares.items():
         weight, dtype = weights[name]
         loaded.hold(weight, tensor, dtype, ferry, addresses)
-    del maps                                                   # kept until now, so that no other tensor got their addresses
+    # kept until now, so that no other tensor got their addresses
+    del maps
 
 
 def changed(tensor, change, ferry):
-    """The tensor as a specs.Change says; a tensor that nothing is added to stays where it is, sums are made on the ferry's device.
+    """The tensor as a specs.Change says; a tensor that nothing is added to stays where it is, sums are made on the
+    ferry's device.
 
     tensor: of the file, a map of it, which is not written to.
     """
-    if change.whole is not None:                               # a folder may have in several rows what ComfyUI has in one
+    # a folder may have in several rows what ComfyUI has in one
+    if change.whole is not None:
         whole = map_segment(change.whole)
         return whole.view(tensor.shape) if whole.numel() == tensor.numel() else whole
     if not change.terms and not change.hooked:
@@ -87,9 +93,11 @@ def _added(weight, terms, ferry):
 
 
 def factors(terms, packed, shape, ferry):
-    """(up, down): the sum of a Change's terms, for the rows of a matrix that are `packed`, as one product. shape: of the whole matrix.
+    """(up, down): the sum of a Change's terms, for the rows of a matrix that are `packed`, as one product. shape: of
+    the whole matrix.
 
-    What is quantised stays so: rounding the sum again would add noise. up: float32 (rows, ranks), with the scales; down: (ranks, columns).
+    What is quantised stays so: rounding the sum again would add noise. up: float32 (rows, ranks), with the scales;
+    down: (ranks, columns).
     """
     ups, downs = [], []
     for term in terms:

@@ -1,4 +1,5 @@
-"""A checkpoint: a file or folder of a diffusion model, opened once, without its tensors. All that is known of it is asked here.
+"""A checkpoint: a file or folder of a diffusion model, opened once, without its tensors. All that is known of it is
+asked here.
 
 Made by open_checkpoint on the host, by open_spec on each rank.
 """
@@ -22,7 +23,8 @@ from .safetensors_header import read_safetensors
 from .scaled import scales_of
 from .transformer import model_config
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")     # ComfyUI saves some under model.model.
+# ComfyUI saves some under model.model.
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")
 UNET = "UNet2DConditionModel"
 IN_UNET = "up_blocks.0.resnets.0.conv1.weight"                 # of one under diffusers' names
 
@@ -31,10 +33,11 @@ IN_UNET = "up_blocks.0.resnets.0.conv1.weight"                 # of one under di
 class Checkpoint:
     """Names, dtypes and shapes of the diffusion model in a file or folder; names without the prefix they have there.
 
-    files: with its tensors. folder_config: of a diffusers folder, what its config.json says; else None. folder: of a diffusers folder,
-    all that is read of it. A U-Net's tensors are under the publisher's names here, and folder_config is None; those of a family's
-    further parts are under ComfyUI's. renamed: {(file, name there): name here, or None of what is left out}. beside: names of what
-    else is in an all-in-one checkpoint. scales: {a scaled weight: (the tensor that is its scale, how many numbers that has)}.
+    files: with its tensors. folder_config: of a diffusers folder, what its config.json says; else None. folder: of a
+    diffusers folder, all that is read of it. A U-Net's tensors are under the publisher's names here, and folder_config
+    is None; those of a family's further parts are under ComfyUI's. renamed: {(file, name there): name here, or None of
+    what is left out}. beside: names of what else is in an all-in-one checkpoint. scales: {a scaled weight: (the tensor
+    that is its scale, how many numbers that has)}.
     stored: of a GGUF file, {name: (first byte, shape as stored)}.
     """
 
@@ -79,14 +82,14 @@ class Checkpoint:
     def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation=""):
         """The ModelSpec of this model. The same files, dtypes and degrees have the same name, changed ones another."""
         digest = state_of(self.files) + _digest((storage_dtype, compute_dtype, stages, tensor_degree, quantisation))
-        return ModelSpec(f"{self.name}-{digest}", self.family.name, self.path, storage_dtype, compute_dtype, stages, tensor_degree,
-                         quantisation)
+        return ModelSpec(f"{self.name}-{digest}", self.family.name, self.path, storage_dtype, compute_dtype, stages,
+                         tensor_degree, quantisation)
 
     def check_is(self, spec):
         """Raise CheckpointError where the files are others by now than those that the ModelSpec was made for."""
         if not (spec.state or spec.name.rpartition("-")[2]).startswith(state_of(self.files)):
-            raise CheckpointError(f"{self.name} has changed on disk since Load xDiT Model read it, and its weights are needed again. "
-                                  f"Queue the prompt again: it loads the file anew.")
+            raise CheckpointError(f"{self.name} has changed on disk since Load xDiT Model read it, and its weights "
+                                  f"are needed again. Queue the prompt again: it loads the file anew.")
 
     def under_diffusers_names(self, tensors):
         """{name in diffusers' model: tensor} of {name here: tensor}. Some may be on the meta device."""
@@ -120,9 +123,11 @@ def open_checkpoint(path):
     prefix = _prefix(tensors)
     ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
     shapes, dtypes = {key: shape for key, (_, shape) in ours.items()}, {key: dtype for key, (dtype, _) in ours.items()}
-    scales, marks = scales_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path), prefix)
+    scales, marks = scales_of(shapes, dtypes, metadata, lambda name: read(prefix + name), os.path.basename(path),
+                              prefix)
     names = publishers_names(shapes) if IN_UNET in shapes and not marks else {key: key for key in shapes}
-    return Checkpoint(str(path), prefix, (str(path),), {names[key]: shape for key, shape in shapes.items() if key not in marks},
+    return Checkpoint(str(path), prefix, (str(path),),
+                      {names[key]: shape for key, shape in shapes.items() if key not in marks},
                   {names[key]: dtype for key, dtype in dtypes.items() if key not in marks}, metadata,
                   renamed={(str(path), prefix + key): name for key, name in names.items() if name != key},
                   beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
@@ -135,7 +140,8 @@ def state_of(files):
 
 
 def open_spec(spec):
-    """The Checkpoint of a ModelSpec. Raises CheckpointError where the files are others than those that the spec was made for."""
+    """The Checkpoint of a ModelSpec. Raises CheckpointError where the files are others than those that the spec was
+    made for."""
     checkpoint = replace(open_checkpoint(spec.path), recognised=FAMILIES[spec.family])
     checkpoint.check_is(spec)
     return checkpoint
@@ -154,18 +160,21 @@ def _read_gguf(path):
     prefix = _prefix(tensors)
     ours = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
     return Checkpoint(path, prefix, (path,), {key: shape for key, (_, shape) in ours.items()},
-                      {key: dtype for key, (dtype, _) in ours.items()}, {key: metadata[key] for key in ("config",) if key in metadata},
+                      {key: dtype for key, (dtype, _) in ours.items()},
+                      {key: metadata[key] for key in ("config",) if key in metadata},
                   beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
                   stored={key: stored[prefix + key] for key in ours})
 
 
 def folder_of(path):
-    """The Folder at a path, with the parts that a family reads beside its model. Raises CheckpointError where it is none."""
+    """The Folder at a path, with the parts that a family reads beside its model.
+    Raises CheckpointError where it is none."""
     return read_folder(path, tuple(_further()))
 
 
 def _further():
-    """{a part of a folder that belongs to a family's model: a function of a tensor's name there -> its name here, or None}"""
+    """{a part of a folder that belongs to a family's model:
+    a function of a tensor's name there -> its name here, or None}"""
     return {part: name_of for family in FAMILIES.values() for part, name_of in family.further.items()}
 
 
@@ -184,6 +193,7 @@ def _read_folder(path):
     tensors = {renamed.get(place, place[1]): value for place, value in tensors.items()}
     tensors.pop(None, None)
     return Checkpoint(str(path), "", tuple(map(str, folder.files)), {key: shape for key, (_, shape) in tensors.items()},
-                  {key: dtype for key, (dtype, _) in tensors.items()}, {}, None if is_unet else folder.config, folder, renamed)
+                  {key: dtype for key, (dtype, _) in tensors.items()}, {}, None if is_unet else folder.config, folder,
+                      renamed)
 
 

@@ -1,4 +1,5 @@
-"""Which files of a diffusers folder are its diffusion model, and what those beside it say of it. For checkpoint.py and other machines."""
+"""Which files of a diffusers folder are its diffusion model, and what those beside it say of it.
+For checkpoint.py and other machines."""
 
 import json
 import re
@@ -16,9 +17,9 @@ INSTEAD = "Download the folder again, or choose another."
 
 @dataclass(frozen=True)
 class Folder:
-    """What is read of a diffusers folder. config: of its diffusion model. files: with its weights. beside: {name in BESIDE: what that
-    says}, of those that are there. further: {name of another part whose weights are read: its config}. said: the files that are no
-    weights.
+    """What is read of a diffusers folder. config: of its diffusion model. files: with its weights. beside: {name in
+    BESIDE: what that says}, of those that are there. further: {name of another part whose weights are read: its
+    config}. said: the files that are no weights.
     """
 
     config: dict
@@ -29,14 +30,14 @@ class Folder:
 
 
 def read_folder(folder, further=()):
-    """Read a folder, or a part of one with a diffusion model. further: names of parts that belong to it, where they are there. Raises
-    CheckpointError where it is none, or not whole."""
+    """Read a folder, or a part of one with a diffusion model. further: names of parts that belong to it, where they are
+    there. Raises CheckpointError where it is none, or not whole."""
     folder = Path(folder)
     own = next((folder / part for part in PARTS if (folder / part).is_dir()), folder)
     config = own / "config.json"
     if not config.is_file():
-        raise CheckpointError(f"{folder.name} is not a diffusers folder with a transformer or a U-Net: {own} lacks config.json."
-                              f"{_parts(folder)}")
+        raise CheckpointError(f"{folder.name} is not a diffusers folder with a transformer or a U-Net: {own} lacks "
+                              f"config.json.{_parts(folder)}")
     files = _weights(own, folder.name)
     root = folder.parent if own == folder and (folder.parent / BESIDE["model_index"]).is_file() else folder
     beside = {name: root / path for name, path in BESIDE.items() if (root / path).is_file()}
@@ -48,19 +49,22 @@ def read_folder(folder, further=()):
 
 
 def read_json(path):
-    """What a JSON file of a folder says, by name. Raises CheckpointError for what cannot be read or is something else."""
+    """What a JSON file of a folder says, by name. Raises CheckpointError for what cannot be read or is something
+    else."""
     path = Path(path)
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:     # what is no text is a ValueError too
         raise CheckpointError(f"{path} is not a JSON file that can be read ({error}). {INSTEAD}") from error
     if not isinstance(said, dict):
-        raise CheckpointError(f"{path} holds a {type(said).__name__}, and diffusers writes settings by name there. {INSTEAD}")
+        raise CheckpointError(f"{path} holds a {type(said).__name__}, and diffusers writes settings by name there. "
+                              f"{INSTEAD}")
     return said
 
 
 def _weights(own, name):
-    """The files of one set of weights: of the one without a variant (fp16, ...), else of the only one. A set may be of several shards."""
+    """The files of one set of weights: of the one without a variant (fp16, ...), else of the only one.
+    A set may be of several shards."""
     sets = {}
     for file in sorted(own.glob("*.safetensors")):
         shard = SHARD.search(file.stem)
@@ -68,15 +72,16 @@ def _weights(own, name):
     plain = {key: files for key, files in sets.items() if "." not in key[0]} or sets
     if not plain:
         pickled = " Its .bin files can run code when they are read, and are not." if list(own.glob("*.bin")) else ""
-        raise CheckpointError(f"{name} is not a diffusers folder with a transformer or a U-Net that can be read: {own} lacks .safetensors "
-                              f"files.{pickled} {INSTEAD}")
+        raise CheckpointError(f"{name} is not a diffusers folder with a transformer or a U-Net that can be read: "
+                              f"{own} lacks .safetensors files.{pickled} {INSTEAD}")
     if len(plain) > 1:
         several = " and as ".join(files[0].name for files in plain.values())
-        raise CheckpointError(f"{name} has its model more than once, as {several} in {own}. Which is meant is not clear: leave the files "
-                              f"of one.")
+        raise CheckpointError(f"{name} has its model more than once, as {several} in {own}. Which is meant is not "
+                              f"clear: leave the files of one.")
     (_, count), files = next(iter(plain.items()))
     if len(files) < count:
-        raise CheckpointError(f"{name} is not whole: {own} has {len(files)} of {count} shards, {files[0].name} among them. {INSTEAD}")
+        raise CheckpointError(f"{name} is not whole: {own} has {len(files)} of {count} shards, {files[0].name} among "
+                              f"them. {INSTEAD}")
     return tuple(files)
 
 
@@ -85,4 +90,5 @@ def _parts(folder):
     others = sorted(path.parent.name for path in folder.glob("*/config.json"))
     loaders = [loader for part, loader in (("text_encoder", "Load CLIP"), ("vae", "Load VAE"))
                if any(each.startswith(part) for each in others)]
-    return (f" It has {', '.join(others)}." if others else "") + (f" {' and '.join(loaders)} take files of such parts." if loaders else "")
+    return (f" It has {', '.join(others)}."
+            if others else "") + (f" {' and '.join(loaders)} take files of such parts." if loaders else "")

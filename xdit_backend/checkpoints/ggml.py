@@ -1,7 +1,8 @@
-"""The numbers in GGUF's blocks, on their device. Used where a quantised weight is computed with: in every linear of every forward.
+"""The numbers in GGUF's blocks, on their device. Used where a quantised weight is computed with: in every linear of
+every forward.
 
-The layouts are those of ggml's ggml-common.h. Nothing is copied from the host, which would wait for the device; whole numbers stay in a
-byte each until they are multiplied.
+The layouts are those of ggml's ggml-common.h. Nothing is copied from the host, which would wait for the device; whole
+numbers stay in a byte each until they are multiplied.
 
 # n blocks
 """
@@ -10,11 +11,13 @@ import struct
 
 import torch
 
-LEVELS = struct.unpack("<2q", struct.pack("16b", -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+LEVELS = struct.unpack("<2q", struct.pack("16b", -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89,
+                                          113))
 
 
 def numbers(blocks, type_, dtype):
-    """The numbers of blocks (n, bytes of a block) uint8, as (n, numbers of a block) of `dtype`: computed in float32, rounded once."""
+    """The numbers of blocks (n, bytes of a block) uint8, as (n, numbers of a block) of `dtype`:
+    computed in float32, rounded once."""
     whole, scale, offset = BLOCKS[type_](blocks)
     result = torch.empty(whole.shape, dtype=dtype, device=blocks.device)
     if offset is None:
@@ -24,7 +27,8 @@ def numbers(blocks, type_, dtype):
     return result.flatten(1)
 
 
-# Of each type: (whole numbers, their factors, what is added to the products or None), which broadcast to (n, groups, numbers).
+# Of each type: (whole numbers, their factors, what is added to the products or None), which broadcast to (n, groups,
+# numbers).
 
 def _q4_0(blocks):
     scale, quants = blocks.split([2, 16], 1)
@@ -77,7 +81,8 @@ def _q5_k(blocks):
 
 def _q6_k(blocks):
     low, high, scales, scale = blocks.split([128, 64, 16, 2], 1)
-    whole = _parts(low.unflatten(1, (2, 64)), 4).view(-1, 8, 32).add_(_parts(high.unflatten(1, (2, 32)), 2).view(-1, 8, 32), alpha=16)
+    whole = _parts(low.unflatten(1, (2, 64)),
+                   4).view(-1, 8, 32).add_(_parts(high.unflatten(1, (2, 32)), 2).view(-1, 8, 32), alpha=16)
     return _signed(whole, 32).view(-1, 16, 16), _half(scale) * scales.view(torch.int8)[:, :, None], None
 
 
@@ -89,11 +94,12 @@ def _iq4_nl(blocks):
 def _iq4_xs(blocks):
     scale, high, low, quants = blocks.split([2, 2, 4, 128], 1)
     scales = _parts(low, 4).transpose(1, 2).flatten(1).add_(_parts(high, 2).transpose(1, 2).flatten(1), alpha=16)
-    return _levels(_parts(quants.unflatten(1, (8, 16)), 4).view(-1, 8, 32)), _half(scale) * _signed(scales, 32)[:, :, None], None
+    return _levels(_parts(quants.unflatten(1, (8, 16)), 4).view(-1, 8, 32)), _half(scale) * _signed(scales, 32)[
+        :, :, None], None
 
 
-BLOCKS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k,
-          "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs}
+BLOCKS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
+          "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs}
 
 
 def _parts(quants, bits):
@@ -118,7 +124,8 @@ def _with_fifth(quants, fifth):
 
 
 def _of_eight(halves, scales):
-    """Factors and offsets of eight groups, six bits each: the low ones of the first four and of the last four, then both's high ones."""
+    """Factors and offsets of eight groups, six bits each:
+    the low ones of the first four and of the last four, then both's high ones."""
     factor, least = halves.view(torch.float16).float()[:, :, None, None].unbind(1)
     *firsts, lows = scales.unflatten(1, (3, 4)).unbind(1)
     of_lasts = [low | (first >> 2).bitwise_and_(48) for low, first in zip(_parts(lows, 4).unbind(1), firsts)]
@@ -128,5 +135,6 @@ def _of_eight(halves, scales):
 
 def _levels(places):
     """The levels of IQ4 at these places. The table is made of two numbers that travel with the kernels."""
-    table = torch.cat([torch.full((1,), eight, dtype=torch.int64, device=places.device) for eight in LEVELS]).view(torch.int8)
+    table = torch.cat([torch.full((1,), eight, dtype=torch.int64, device=places.device)
+                       for eight in LEVELS]).view(torch.int8)
     return table.index_select(0, places.flatten().int()).view(places.shape)

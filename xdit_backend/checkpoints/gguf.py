@@ -1,6 +1,7 @@
 """GGUF files: what their headers say, and the bytes of their tensors. Used by checkpoint.py and the loader.
 
-The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian; names and shapes as ComfyUI-GGUF's converter writes them.
+The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian; names and shapes as ComfyUI-GGUF's converter
+writes them.
 """
 
 import math
@@ -13,14 +14,15 @@ from ..protocol.errors import CheckpointError
 from .ggml import numbers
 
 MAGIC = b"GGUF"
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32,
-         "I16": torch.int16, "I8": torch.int8}
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64, "I64": torch.int64,
+         "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 STAYING = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 # Types that are unpacked when they are read: with numpy, which a layer at a time would hold every step up.
 UNPACKED = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
 QUANTISED = STAYING + UNPACKED
 ORIGINAL = "comfy.gguf.orig_shape."        # metadata: a tensor's shape, where the file has it in another
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}      # GGUF's types of metadata
+# GGUF's types of metadata
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MAX_HEADER_BYTES = 100 * 2 ** 20
 
@@ -36,32 +38,35 @@ def read_gguf(path):
         try:
             metadata, infos, start = _parse(_Reader(file, size))
         except (struct.error, UnicodeDecodeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{name} has a header that cannot be read ({error}). Download the file again.") from error
+            raise CheckpointError(f"{name} has a header that cannot be read ({error}). Download the file "
+                                  f"again.") from error
     tensors, stored, ends = {}, {}, []
     for key, (dims, number, offset) in infos.items():
         type_ = names.get(number, f"number {number}")
         if type_ not in PLAIN and type_ not in QUANTISED:
-            raise CheckpointError(f"{name} holds {key} in the type {type_}, which xDiT does not read. It reads F32, F16, BF16 and "
-                                  f"{', '.join(QUANTISED)}: use such a file of the same model.")
+            raise CheckpointError(f"{name} holds {key} in the type {type_}, which xDiT does not read. It reads F32, "
+                                  f"F16, BF16 and {', '.join(QUANTISED)}: use such a file of the same model.")
         shape = tuple(reversed(dims))
         original = tuple(metadata.get(ORIGINAL + key, shape))
         if shape and shape[-1] % block_of(type_)[0] or math.prod(original) != math.prod(shape):
-            raise CheckpointError(f"{name} has {key} of shape {list(shape)} in {type_}{f' for {list(original)}' * (original != shape)}, "
-                                  f"which does not go together. Download the file again.")
+            raise CheckpointError(f"{name} has {key} of shape {list(shape)} in "
+                                  f"{type_}{f' for {list(original)}' * (original != shape)}, which does not go "
+                                  f"together. Download the file again.")
         tensors[key], stored[key] = (type_, original), (start + offset, shape)
         ends.append((start + offset, start + offset + row_bytes(type_, math.prod(shape)), key))
     for (_, stop, key), (first, _, following) in zip(sorted(ends), sorted(ends)[1:]):
         if first < stop:
-            raise CheckpointError(f"{name} has {following} start at byte {first:,}, within {key}. Download the file again.")
+            raise CheckpointError(f"{name} has {following} start at byte {first:,}, within {key}. Download the file "
+                                  f"again.")
     if ends and max(ends)[1] > size:
-        raise CheckpointError(f"{name} is cut short: its header promises {max(ends)[1]:,} bytes and the file has {size:,}. Download it "
-                              f"again.")
+        raise CheckpointError(f"{name} is cut short: its header promises {max(ends)[1]:,} bytes and the file has "
+                              f"{size:,}. Download it again.")
     return tensors, stored, {key: value for key, value in metadata.items() if type(value) is str}
 
 
 def read_tensors(checkpoint, wanted):
-    """{name: tensor} of a GGUF file, maps of it; quantised ones are (rows, bytes of a row) uint8. What is not wanted(name) is on the
-    meta device."""
+    """{name: tensor} of a GGUF file, maps of it; quantised ones are (rows, bytes of a row) uint8. What is not
+    wanted(name) is on the meta device."""
     path, = checkpoint.files
     memory = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
     tensors = {}
@@ -100,8 +105,9 @@ def type_names():
     try:
         import gguf
     except ImportError as error:
-        raise CheckpointError("GGUF files need the package gguf, which this Python does not have. Install with: python -m pip install -r "
-                              "requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), and restart ComfyUI.") from error
+        raise CheckpointError("GGUF files need the package gguf, which this Python does not have. Install with: "
+                              "python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with "
+                              "ComfyUI's Python), and restart ComfyUI.") from error
     return {type_.value: type_.name for type_ in gguf.GGMLQuantizationType}
 
 
@@ -131,7 +137,8 @@ class _Reader:
             return self.string()
         if type_ == ARRAY:
             type_, count = self.number("I"), self.number("Q")
-            return self.numbers(NUMBERS[type_], count) if type_ in NUMBERS else [self.value(type_) for _ in range(count)]
+            return (self.numbers(NUMBERS[type_], count) if type_ in NUMBERS
+                    else [self.value(type_) for _ in range(count)])
         return self.number(NUMBERS[type_])
 
     @property

@@ -1,4 +1,5 @@
-"""Load a diffusers transformer from a file of any format its family knows, or from a diffusers folder. Called by the engine on each rank.
+"""Load a diffusers transformer from a file of any format its family knows, or from a diffusers folder. Called by the
+engine on each rank.
 
 All ranks map the same file, so the machine holds it once; a rank reads only the tensors it needs.
 """
@@ -29,9 +30,12 @@ class Transformer:
     device: torch.device
     tensor_rank: int = 0                   # of spec.tensor_degree
     blocks: range | None = None            # whose weights are here, over all lists of the plan; None: all
-    splits: dict = field(default_factory=dict)                 # {name: Split} of the weights of which a tensor rank holds a share
-    files: dict = field(default_factory=dict)                  # {id: map of its part of the file} of weights that are there as held here
-    casts: Casts = field(default_factory=Casts)                # of weights that are held in another type than they are computed with
+    # {name: Split} of the weights of which a tensor rank holds a share
+    splits: dict = field(default_factory=dict)
+    # {id: map of its part of the file} of weights that are there as held here
+    files: dict = field(default_factory=dict)
+    # of weights that are held in another type than they are computed with
+    casts: Casts = field(default_factory=Casts)
 
     @property
     def family(self):
@@ -47,9 +51,10 @@ class Transformer:
         return self.blocks is None or (block := self._block_of(name)) is None or block in self.blocks
 
     def share(self, name, tensor, addresses):
-        """This rank's share of a tensor, None where it has none. It keeps no more of memory than itself, but for maps of the file, which
-        are at these addresses."""
-        own = self.splits[name].own(tensor, self.spec.tensor_degree, self.tensor_rank) if name in self.splits else tensor
+        """This rank's share of a tensor, None where it has none. It keeps no more of memory than itself, but for maps
+        of the file, which are at these addresses."""
+        own = (self.splits[name].own(tensor, self.spec.tensor_degree, self.tensor_rank) if name in self.splits
+               else tensor)
         is_part = own is not None and own is not tensor and own.untyped_storage().nbytes() > own.nbytes
         return own.clone() if is_part and own.untyped_storage().data_ptr() not in addresses else own
 
@@ -61,12 +66,14 @@ class Transformer:
             self.files[id(weight)] = tensor
 
     def _block_of(self, name):
-        """Index of the block that a tensor of the file belongs to, over all lists; None for what is outside the blocks."""
+        """Index of the block that a tensor of the file belongs to, over all lists;
+        None for what is outside the blocks."""
         first = 0
         if name.startswith(self.family.plan.outside):
             return None
         for list_ in self.family.plan.blocks:
-            prefixes = [f"{each}." for each in list_.names] if self.checkpoint.folder_config is not None else [list_.in_file]
+            prefixes = ([f"{each}." for each in list_.names] if self.checkpoint.folder_config is not None
+                        else [list_.in_file])
             for prefix in prefixes:
                 if name.startswith(prefix):
                     return first + int(name[len(prefix):].partition(".")[0])
@@ -77,12 +84,13 @@ class Transformer:
 def load_transformer(spec, device, on_progress=lambda done, total: None, choose_blocks=None, tensor_rank=0):
     """The Transformer with the weights of a file or folder, in spec's dtypes, on `device`.
 
-    choose_blocks(model without weights) -> a range: load these blocks only, and read nothing of the others, which stay on
-    the meta device. Blocks are numbered over all of the plan's lists. tensor_rank: which rank of spec.tensor_degree this is.
+    choose_blocks(model without weights) -> a range: load these blocks only, and read nothing of the others, which stay
+    on the meta device. Blocks are numbered over all of the plan's lists. tensor_rank: which rank of spec.tensor_degree
+    this is.
 
     Weights that are held in the dtype of the file stay maps of it on CPU devices. on_progress(done, total) counts bytes
-    of the file, after each tensor, and may raise to give up. Raises CheckpointError when the tensors of the file and of the model do not
-    match, or the file is another by now.
+    of the file, after each tensor, and may raise to give up. Raises CheckpointError when the tensors of the file and of
+    the model do not match, or the file is another by now.
     """
     from accelerate import init_empty_weights
 
@@ -95,15 +103,17 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
     loaded = Transformer(model, checkpoint, spec, device, tensor_rank, choose_blocks(model) if choose_blocks else None,
                          tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {})
     tensors = read_file(checkpoint, lambda name: loaded.needs(name))
-    maps = list(tensors.values())                              # kept until the end, so that no other tensor gets their addresses
+    # kept until the end, so that no other tensor gets their addresses
+    maps = list(tensors.values())
     tensors = _converted(tensors, checkpoint, packed)
     to_quantise = {name: (tensors.pop(name), how.type) for name, how in packed.items() if not how.is_in_file}
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     missing = [name for name in missing if name not in to_quantise and name.removesuffix("_scale") not in to_quantise]
     if missing or unexpected:
         raise CheckpointError(f"{spec.path} does not fit {family.transformer}: {len(missing)} tensors are missing "
-                              f"({', '.join(missing[:3])} ...), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} ...). "
-                              f"Use another file of this model, or Load Diffusion Model.")
+                              f"({', '.join(missing[:3])} ...), {len(unexpected)} are unknown "
+                              f"({', '.join(unexpected[:3])} ...). Use another file of this model, or Load Diffusion "
+                              f"Model.")
     model.eval().requires_grad_(False)
     _move(loaded, addresses_of(maps), to_quantise, on_progress)
     narrow(model, loaded.splits, spec.tensor_degree, tensor_rank)
@@ -114,43 +124,51 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
 
 
 def _converted(tensors, checkpoint, packed):
-    """{name in the model: tensor}. tensors: of the file. What is packed there stays so, beside its scale; the rest is plain numbers."""
+    """{name in the model: tensor}. tensors: of the file.
+    What is packed there stays so, beside its scale; the rest is plain numbers."""
     if checkpoint.folder_config is not None:
         return checkpoint.under_diffusers_names(tensors)
     packed = {name: how for name, how in packed.items() if how.is_in_file}
-    converted = checkpoint.under_diffusers_names(read_plain(checkpoint, tensors, {how.source for how in packed.values()}))
+    converted = checkpoint.under_diffusers_names(
+        read_plain(checkpoint, tensors, {how.source for how in packed.values()}))
     scales = read_scales(checkpoint, tensors) if checkpoint.scales else {}
     for name, how in packed.items():
         converted[name] = how.take(tensors[how.source])
         if how.num_scales:
             scale = scales[how.source]
             # A tensor of its own for each part of a fused weight: a module's buffers are told apart by what they are.
-            converted[f"{name.removesuffix('weight')}weight_scale"] = scale.view_as(scale) if how.num_scales == 1 else how.take(scale)
+            converted[f"{name.removesuffix('weight')}weight_scale"] = (
+                scale.view_as(scale) if how.num_scales == 1 else how.take(scale))
     return converted
 
 
 def _move(loaded, addresses, to_quantise, on_progress):
-    """Take this rank's share of one tensor after the other, move and cast it, so that never two copies of the model exist. addresses: of
-    the file's tensors.
+    """Take this rank's share of one tensor after the other, move and cast it, so that never two copies of the model
+    exist. addresses: of the file's tensors.
 
-    to_quantise: {name: (tensor, type)} of weights that the model lacks, which are quantised on the device; emptied. Rows stand alone, so
-    a rank quantises its own; of columns it has a share when the rows were quantised whole.
+    to_quantise: {name: (tensor, type)} of weights that the model lacks, which are quantised on the device; emptied.
+    Rows stand alone, so a rank quantises its own; of columns it has a share when the rows were quantised whole.
     """
     model, spec, splits = loaded.model, loaded.spec, loaded.splits
     tensors = [(name, weight, to_quantise[name][0] if name in to_quantise else weight, dtype) for name, weight, dtype in
                held(model, loaded.family, spec)]
     tensors = [each for each in tensors if not each[2].is_meta]                               # not of another stage
     ferry = Ferry(loaded.device)
-    read_bytes = [source.nbytes * (splits[name].share(spec.tensor_degree, loaded.tensor_rank) if name in splits and not (
-        name in to_quantise and splits[name].dim) else 1) for name, _, source, _ in tensors]
+    read_bytes = [source.nbytes * (splits[name].share(spec.tensor_degree, loaded.tensor_rank) if name in splits
+                                   and not (
+                                       name in to_quantise and splits[name].dim) else 1)
+                  for name, _, source, _ in tensors]
     done_bytes, total_bytes = 0.0, round(sum(read_bytes))
     for (name, weight, source, dtype), own_bytes in zip(tensors, read_bytes):
         done_bytes += own_bytes
         if name in to_quantise:
-            linear, by_rows = model.get_submodule(name.removesuffix(".weight")), name in splits and splits[name].dim == 0
+            linear, by_rows = model.get_submodule(name.removesuffix(".weight")), name in splits and splits[
+                name].dim == 0
             own = loaded.share(name, source, addresses) if by_rows else source
-            numbers, linear.weight_scale = quantised(moved(own, loaded.device, torch.float32, ferry), to_quantise.pop(name)[1])
-            linear.weight = torch.nn.Parameter(numbers if by_rows else loaded.share(name, numbers, addresses), requires_grad=False)
+            numbers, linear.weight_scale = quantised(moved(own, loaded.device, torch.float32, ferry),
+                                                     to_quantise.pop(name)[1])
+            linear.weight = torch.nn.Parameter(numbers if by_rows else loaded.share(name, numbers, addresses),
+                                               requires_grad=False)
         elif (own := loaded.share(name, weight.data, addresses)) is None:
             weight.data = weight.data[:0]
         else:

@@ -1,10 +1,13 @@
-"""For a file that is nearly a model of some family: which, and what differs. Used by recognise.py for what no family takes."""
+"""For a file that is nearly a model of some family: which, and what differs.
+Used by recognise.py for what no family takes."""
 
 from ..models import FAMILIES
 
 MOST_LACKED, LEAST_FOUND = 2, 3            # of a family's tensors: what a near file may lack, and what it has to have
-A_SHAPE = (64, 64)                         # of a tensor that is not there, so that what else a family asks for can be seen
-NOT_THERE = KeyError, IndexError, ValueError, TypeError, ArithmeticError       # of rules that are asked about a file of another kind
+# of a tensor that is not there, so that what else a family asks for can be seen
+A_SHAPE = (64, 64)
+# of rules that are asked about a file of another kind
+NOT_THERE = KeyError, IndexError, ValueError, TypeError, ArithmeticError
 
 
 class _Name(str):
@@ -18,7 +21,8 @@ class _Name(str):
 
 
 class _Asked(dict):
-    """Shapes that remember, in order, which tensors were asked for: those that were there, those that were not, and prefixes."""
+    """Shapes that remember, in order, which tensors were asked for:
+    those that were there, those that were not, and prefixes."""
 
     def __init__(self, shapes):
         super().__init__(shapes)
@@ -48,13 +52,16 @@ class _Asked(dict):
 
 
 def nearest(shapes):
-    """(the Family that a file with such tensors is nearest to, what differs, in words), or None where it is near to none."""
-    near = [found for family in FAMILIES.values() if not family.by_rows for found in [_compared(family, shapes)] if found]
+    """(the Family that a file with such tensors is nearest to, what differs, in words),
+    or None where it is near to none."""
+    near = [found for family in FAMILIES.values() if not family.by_rows for found in [_compared(family, shapes)]
+            if found]
     return min(near, key=lambda each: each[0])[1:] if near else None
 
 
 def _compared(family, shapes):
-    """(how far, the family, what differs), or None: with the tensors added that its rules ask for, a near file is of the family."""
+    """(how far, the family, what differs), or None: with the tensors added that its rules ask for,
+    a near file is of the family."""
     prefixes = {list_.in_file for list_ in family.plan.blocks}
     lacked = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in shapes)]
     while len(lacked) <= MOST_LACKED:
@@ -81,7 +88,8 @@ def _compared(family, shapes):
 
 
 def _shape_that_differs(family, shapes, found):
-    """In words, the tensor with which a file would be of the family if it had another number of dims; None where there is none."""
+    """In words, the tensor with which a file would be of the family if it had another number of dims;
+    None where there is none."""
     for name in dict.fromkeys(reversed(found)):
         for num_dims in range(1, 6):
             try:

@@ -15,7 +15,8 @@ OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention
 
 
 def net_of(family: Family, config, spec=None, model=None):
-    """The Net of a model with this config of diffusers; no weights are made. spec: how its weights are held; None: in 16 bits.
+    """The Net of a model with this config of diffusers; no weights are made. spec: how its weights are held; None: in
+    16 bits.
 
     model: the family's, on the meta device, where it has been made already.
     """
@@ -26,18 +27,20 @@ def net_of(family: Family, config, spec=None, model=None):
     blocks = [(list_.image_share, twins) for list_ in family.plan.blocks
               for twins in zip(*map(model.get_submodule, list_.names))]
     width, num_blocks = family.width(model.config), len(blocks)
-    elements = sum(share * _matrix_elements(block, family.plan.once) for share, twins in blocks for block in twins) / num_blocks
+    elements = sum(share * _matrix_elements(block, family.plan.once) for share, twins in blocks
+                   for block in twins) / num_blocks
     heads = family.num_heads(model.config)
     joint = any("text" in streams for streams in family.plan.attention.values())
     net = Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,
               parameters=sum(parameter.numel() for parameter in model.parameters()), joint=joint,
-              key_heads=family.num_key_heads(model.config) or heads, skips=bool(family.plan.skips(num_blocks)), text_once=True,
-              branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks))
+              key_heads=family.num_key_heads(model.config) or heads, skips=bool(family.plan.skips(num_blocks)),
+              text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks))
     return net if spec is None else _held_as(net, model, family, spec)
 
 
 def job_of(family, net, shape, conditioning, steps, branches=1):
-    """The Job of a run. shape: of the latents of one branch; conditioning: {name: tensor} of the whole forward, as workers get it."""
+    """The Job of a run. shape: of the latents of one branch;
+    conditioning: {name: tensor} of the whole forward, as workers get it."""
     counts = family.token_counts(shape, conditioning)
     tokens = counts.pop("image") * family.latent.sequences(shape)
     text = sum(counts.values()) if net.joint else conditioning["context"].shape[1]
@@ -45,7 +48,8 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
 
 
 def told_bytes(model, shape, num_ranks, dtype, batch=1):
-    """Bytes that a rank tells the others in a call (docs/algorithms.md section 9). model: a U-Net of diffusers, on any device.
+    """Bytes that a rank tells the others in a call (docs/algorithms.md section 9). model: a U-Net of diffusers, on any
+    device.
 
     shape: rows and columns of the latent; 0 where it has too few rows for all ranks.
     """
@@ -59,7 +63,8 @@ def told_bytes(model, shape, num_ranks, dtype, batch=1):
         sizes = [end - start for start, end in zip(starts, starts[1:])]
         if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1) and name != "conv_in":
             # A row to the rank above, which one that halves does not read, and a row to the rank below.
-            rows = [min(size, (rank > 0 and module.stride[0] == 1) + (rank < num_ranks - 1)) for rank, size in enumerate(sizes)]
+            rows = [min(size, (rank > 0 and module.stride[0] == 1) + (rank < num_ranks - 1))
+                    for rank, size in enumerate(sizes)]
             total += slot_bytes([(batch, module.in_channels, count, columns) for count in rows], dtype)
         elif isinstance(module, torch.nn.GroupNorm):
             total += slot_bytes([(2, batch, module.num_groups)], torch.promote_types(dtype, torch.float32))
@@ -69,11 +74,13 @@ def told_bytes(model, shape, num_ranks, dtype, batch=1):
 
 
 def _sums(model, plan, joint, num_blocks):
-    """What tensor ranks add up in a block. Where text runs beside the image, one feed-forward is the image's and the other the text's."""
+    """What tensor ranks add up in a block. Where text runs beside the image,
+    one feed-forward is the image's and the other the text's."""
     if not is_splittable(model, plan):
         return Net.sums
     of_blocks = collections.Counter(name.rpartition(".")[0] for name in summed_modules(tensor_splits(model, plan))
-                                    if name.partition(".")[0] in {name for list_ in plan.blocks for name in list_.names})
+                                    if name.partition(".")[0] in {
+                                        name for list_ in plan.blocks for name in list_.names})
     return sum(min(2, count) if joint else count for count in of_blocks.values()) / num_blocks
 
 
@@ -85,5 +92,6 @@ def _held_as(net, model, family, spec):
 
 def _matrix_elements(block, once):
     """Elements of the matrices that every token passes: those that run once a step or run, or on text, are left out."""
-    return sum(module.in_features * module.out_features for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)
+    return sum(module.in_features * module.out_features for name, module in block.named_modules()
+               if isinstance(module, torch.nn.Linear)
                and not any(name == part or name.startswith(f"{part}.") for part in (*once, *OF_TEXT)))

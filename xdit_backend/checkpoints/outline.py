@@ -1,4 +1,5 @@
-"""A model on disk without its weights: does it have all that diffusers' model needs, and nothing that would change it unnoticed?
+"""A model on disk without its weights: does it have all that diffusers' model needs, and nothing that would change it
+unnoticed?
 
 Used by the host before any worker is asked, and offline.
 """
@@ -20,14 +21,15 @@ FLOATS = "F", "BF16"                       # how the types begin that a file has
 def outline(checkpoint, quantisation=""):
     """The diffusers model of a Checkpoint on the meta device, with weights as they are held.
 
-    quantisation: as of packed_weights. Raises CheckpointError that names what is missing, unknown, of another shape, or set as the
-    family is not run.
+    quantisation: as of packed_weights. Raises CheckpointError that names what is missing, unknown, of another shape, or
+    set as the family is not run.
     """
     family, name, said = checkpoint.family, checkpoint.name, None
     if checkpoint.folder is not None:
         said = _said(checkpoint)
         _check_folder_config(said, family, name)
-    whole = {key for key, dtype in checkpoint.dtypes.items() if key not in checkpoint.quantised and not dtype.startswith(FLOATS)}
+    whole = {key for key, dtype in checkpoint.dtypes.items() if key not in checkpoint.quantised
+             and not dtype.startswith(FLOATS)}
     tensors = {key: torch.empty(shape, dtype=torch.int64 if key in whole else None, device="meta")
                for key, shape in checkpoint.shapes.items()}
     try:
@@ -38,11 +40,12 @@ def outline(checkpoint, quantisation=""):
     except CheckpointError:
         raise
     except KeyError as error:
-        raise CheckpointError(f"{name} lacks the tensor {error.args[0]}, which a {family.name} model needs. Download it again, or choose "
-                              f"another file.") from error
-    except (ValueError, IndexError, TypeError, RuntimeError, ArithmeticError, AssertionError, NotImplementedError) as error:
-        raise CheckpointError(f"{name} looks like a {family.name} model, but its tensors have shapes that none has ({error}). "
-                              f"Download it again, or choose another file.") from error
+        raise CheckpointError(f"{name} lacks the tensor {error.args[0]}, which a {family.name} model needs. Download "
+                              f"it again, or choose another file.") from error
+    except (ValueError, IndexError, TypeError, RuntimeError, ArithmeticError, AssertionError,
+            NotImplementedError) as error:
+        raise CheckpointError(f"{name} looks like a {family.name} model, but its tensors have shapes that none has "
+                              f"({error}). Download it again, or choose another file.") from error
     if checkpoint.folder is not None and checkpoint.folder_config is None:
         _check_told(said, model.config, family, name)
     _compare(model.state_dict(), tensors, family, name)
@@ -56,22 +59,23 @@ def _said(checkpoint):
     try:
         return settings_of(checkpoint.folder.config)
     except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint.name} has a config.json whose settings are of other types than diffusers writes ({error}). "
-                              f"Download it again, or choose another folder.") from error
+        raise CheckpointError(f"{checkpoint.name} has a config.json whose settings are of other types than diffusers "
+                              f"writes ({error}). Download it again, or choose another folder.") from error
 
 
 def _check_told(said, config, family, name):
     """Refuse a U-Net whose config.json says otherwise than its tensors do."""
     for key in family.config.rules:
         if key in said and key not in family.by_tensors and _plain(said[key]) != _plain(config[key]):
-            raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = {said[key]!r}, and its tensors are of "
-                                  f"{config[key]!r}. Download the folder again, or choose another.")
+            raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = {said[key]!r}, and "
+                                  f"its tensors are of {config[key]!r}. Download the folder again, or choose another.")
 
 
 def _check_folder_config(config, family, name):
     """Refuse settings that the family is not run with, and those that diffusers' class would pass over."""
     cls = getattr(importlib.import_module("diffusers"), family.transformer)
-    defaults = {key: parameter.default for key, parameter in inspect.signature(cls.__init__).parameters.items() if key != "self"}
+    defaults = {key: parameter.default for key, parameter in inspect.signature(cls.__init__).parameters.items()
+                if key != "self"}
     given = {key: value for key, value in config.items() if not key.startswith("_")}
     rules = family.config.rules
     for key, value in {**defaults, **given}.items():
@@ -83,8 +87,9 @@ def _check_folder_config(config, family, name):
             expected = rules.get(key, defaults[key])
             fits = _plain(value) == _plain(expected)
         if not fits:
-            raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = {value!r}, and xDiT runs "
-                                  f"{family.name} with {expected!r} only. Use another model, or Load Diffusion Model.")
+            raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = {value!r}, and "
+                                  f"xDiT runs {family.name} with {expected!r} only. Use another model, or Load "
+                                  f"Diffusion Model.")
 
 
 def _plain(value):
@@ -95,11 +100,13 @@ def _compare(needed, found, family, name):
     missing, unknown = [key for key in needed if key not in found], [key for key in found if key not in needed]
     other = [f"{key} is {list(found[key].shape)} and should be {list(needed[key].shape)}" for key in needed
              if key in found and found[key].shape != needed[key].shape]
-    whole = [key for key in needed if key in found and needed[key].is_floating_point() and not found[key].is_floating_point()]
+    whole = [key for key in needed if key in found and needed[key].is_floating_point()
+             and not found[key].is_floating_point()]
     for keys, what in ((missing, f"lacks tensors of a {family.name} model"),
                        (other, f"has tensors of shapes that do not fit a {family.name} model"),
                        (unknown, f"has tensors that a {family.name} model does not"),
                        (whole, "has whole numbers where the weights have fractions")):
         if keys:
             more = f", and {len(keys) - NUM_NAMED} more" if len(keys) > NUM_NAMED else ""
-            raise CheckpointError(f"{name} {what}: {', '.join(keys[:NUM_NAMED])}{more}. Download it again, or choose another file.")
+            raise CheckpointError(f"{name} {what}: {', '.join(keys[:NUM_NAMED])}{more}. Download it again, or choose "
+                                  f"another file.")

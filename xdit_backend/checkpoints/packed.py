@@ -1,8 +1,9 @@
-"""Weights that are held quantised, as in the file or as they were loaded: which they are in a model, and how numbers are had of them.
+"""Weights that are held quantised, as in the file or as they were loaded: which they are in a model, and how numbers
+are had of them.
 
-A row of such a matrix stands alone: float8 or int8 numbers with a scale, or blocks of GGUF or NF4. So where a family's conversion puts the
-rows of a matrix, it puts its bytes and its scales; running it on row numbers tells where that is. Used by the loader, and by the host to
-count.
+A row of such a matrix stands alone: float8 or int8 numbers with a scale, or blocks of GGUF or NF4. So where a family's
+conversion puts the rows of a matrix, it puts its bytes and its scales; running it on row numbers tells where that is.
+Used by the loader, and by the host to count.
 """
 
 from dataclasses import dataclass
@@ -12,16 +13,19 @@ from torch import nn
 
 from . import gguf, quantise
 
-SCALED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "INT8": torch.int8}      # others are blocks, in uint8
-NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")                # that can be quantised when they are loaded
+# others are blocks, in uint8
+SCALED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "INT8": torch.int8}
+# that can be quantised when they are loaded
+NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True)
 class Packed:
     """One matrix of a model, as a file holds it, or as it is held when it was quantised.
 
-    source: name of the file's tensor. runs: the rows of it that these are, (first, last + 1) in order. type: the header's, or one of
-    quantise.PACKAGES. num_scales: 0 for none, 1 of the matrix, or as many as rows. num_columns: in what is held.
+    source: name of the file's tensor. runs: the rows of it that these are, (first, last + 1) in order. type: the
+    header's, or one of quantise.PACKAGES. num_scales: 0 for none, 1 of the matrix, or as many as rows. num_columns: in
+    what is held.
     """
 
     source: str
@@ -48,13 +52,16 @@ class Packed:
 def packed_weights(checkpoint, model, quantisation=""):
     """{name in the model: Packed} of the weights that are held quantised. model: on the meta device.
 
-    They are those of the model's nn.Linear; other quantised weights are unpacked when they are read, and so are those of gguf.UNPACKED.
-    quantisation: of quantise.TYPES, for a file that is not quantised; "": held as the file has them. What the family or diffusers keep
-    in more bits is not quantised, nor is a row that is no whole number of blocks.
+    They are those of the model's nn.Linear; other quantised weights are unpacked when they are read, and so are those
+    of gguf.UNPACKED.
+    quantisation: of quantise.TYPES, for a file that is not quantised; "": held as the file has them. What the family or
+    diffusers keep in more bits is not quantised, nor is a row that is no whole number of blocks.
     """
     if quantisation:
-        type_, exact = quantise.TYPES[quantisation], {*checkpoint.family.unrounded, *(getattr(model, "_keep_in_fp32_modules", None) or ())}
-        quantised = {name for name, shape in checkpoint.shapes.items() if len(shape) == 2 and checkpoint.dtypes[name] in NUMBERS
+        type_, exact = quantise.TYPES[quantisation], {*checkpoint.family.unrounded,
+                                                      *(getattr(model, "_keep_in_fp32_modules", None) or ())}
+        quantised = {name for name, shape in checkpoint.shapes.items() if len(shape) == 2
+                     and checkpoint.dtypes[name] in NUMBERS
                      and (type_ in SCALED or shape[1] % block_of(type_)[0] == 0)}
     else:
         type_, exact = None, set()
@@ -67,9 +74,11 @@ def packed_weights(checkpoint, model, quantisation=""):
     for name, shape in checkpoint.shapes.items():
         starts[name] = first
         first += shape[0] if shape else 1
-        numbers[name] = torch.arange(starts[name], first).view(-1, *[1] * (len(shape) - 1)) if shape else torch.tensor(starts[name])
+        numbers[name] = (torch.arange(starts[name], first).view(-1, *[1] * (len(shape) - 1))
+                         if shape else torch.tensor(starts[name]))
     names, firsts = list(starts), torch.tensor(list(starts.values()))
-    linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear and not exact & set(name.split("."))}
+    linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear
+               and not exact & set(name.split("."))}
     found, elsewhere = {}, set()
     for name, rows in checkpoint.under_diffusers_names(numbers).items():
         rows = rows.flatten()
@@ -89,7 +98,8 @@ def hold_packed(model, packed):
     """
     for name, how in packed.items():
         linear = model.get_submodule(name.removesuffix(".weight"))
-        linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=SCALED.get(how.type, torch.uint8), device="meta"),
+        linear.weight = nn.Parameter(torch.empty(how.num_rows, how.num_columns, dtype=SCALED.get(how.type, torch.uint8),
+                                                 device="meta"),
                                      requires_grad=False)
         if how.type not in SCALED:
             linear.weight_block = block_of(how.type)

@@ -1,4 +1,5 @@
-"""Weights that are quantised when they are loaded: to int8 by torchao, to nf4 by bitsandbytes. Their numbers, in tensors of our own layout.
+"""Weights that are quantised when they are loaded: to int8 by torchao, to nf4 by bitsandbytes. Their numbers, in
+tensors of our own layout.
 
 Called by the loader where a weight is on its device, by packed.py where it is used, and by the host.
 """
@@ -13,7 +14,8 @@ from ..protocol.errors import CheckpointError, ConfigError
 
 TYPES = {"int8": "INT8", "nf4": "NF4"}     # by the names of weight_dtype
 PACKAGES = {"INT8": "torchao", "NF4": "bitsandbytes"}          # who makes a type; no file has these
-BLOCK = 64, 36                             # numbers and bytes of a block of NF4: 32 with two levels each, then their factor in float32
+# numbers and bytes of a block of NF4: 32 with two levels each, then their factor in float32
+BLOCK = 64, 36
 
 
 def is_installed(type_):
@@ -28,15 +30,16 @@ def check_package(type_):
 
 
 def quantised(weight, type_):
-    """(numbers, scales) of a matrix in float32, on its device. INT8: int8 (rows, columns), float32 (rows, 1). NF4: blocks, uint8 (rows,
-    columns / 64 * 36), and no scales."""
+    """(numbers, scales) of a matrix in float32, on its device. INT8: int8 (rows, columns), float32 (rows, 1). NF4:
+    blocks, uint8 (rows, columns / 64 * 36), and no scales."""
     if type_ == "INT8":
         library = _library("torchao.quantization", type_)
         linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
         library.quantize_(linear, library.Int8WeightOnlyConfig())
         return linear.weight.qdata, linear.weight.scale
-    levels, state = _library("bitsandbytes.functional", type_).quantize_4bit(weight.contiguous(), blocksize=BLOCK[0], quant_type="nf4")
+    levels, state = _library("bitsandbytes.functional", type_).quantize_4bit(
+        weight.contiguous(), blocksize=BLOCK[0], quant_type="nf4")
     blocks = torch.cat([levels.view(-1, BLOCK[0] // 2), state.absmax.view(-1, 1).view(torch.uint8)], 1)
     return blocks.view(len(weight), -1), None
 
@@ -46,7 +49,8 @@ def dequantised(blocks, dtype):
     library, pieces = _library("bitsandbytes.functional", "NF4"), blocks.reshape(-1, BLOCK[1])
     levels, factors = (piece.contiguous() for piece in pieces.split([BLOCK[0] // 2, BLOCK[1] - BLOCK[0] // 2], 1))
     shape = torch.Size((len(blocks), blocks.shape[1] // BLOCK[1] * BLOCK[0]))
-    state = library.QuantState(factors.view(torch.float32).view(-1), shape, blocksize=BLOCK[0], quant_type="nf4", dtype=dtype)
+    state = library.QuantState(factors.view(torch.float32).view(-1), shape, blocksize=BLOCK[0], quant_type="nf4",
+                               dtype=dtype)
     return library.dequantize_4bit(levels.view(-1, 1), state)
 
 
@@ -59,6 +63,6 @@ def _library(module, type_):
 
 def _what_to_install(type_):
     name = next(name for name, of_name in TYPES.items() if of_name == type_)
-    return (f"weight_dtype {name} needs the package {PACKAGES[type_]}, which this Python does not have, or not for its PyTorch. Install "
-            f"with: python -m pip install -U {PACKAGES[type_]} (with ComfyUI's Python), and restart ComfyUI; or choose another "
-            f"weight_dtype.")
+    return (f"weight_dtype {name} needs the package {PACKAGES[type_]}, which this Python does not have, or not for "
+            f"its PyTorch. Install with: python -m pip install -U {PACKAGES[type_]} (with ComfyUI's Python), and "
+            f"restart ComfyUI; or choose another weight_dtype.")

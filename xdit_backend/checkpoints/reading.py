@@ -1,4 +1,5 @@
-"""The tensors of a file or folder in any format, as maps of it or as plain numbers. Called by the loader on each rank."""
+"""The tensors of a file or folder in any format, as maps of it or as plain numbers.
+Called by the loader on each rank."""
 
 import torch
 
@@ -17,7 +18,8 @@ def read_file(checkpoint, wanted):
             for name in file.keys():  # noqa: SIM118
                 short = checkpoint.name_of(name, path)
                 if short is not None:
-                    tensors[short] = file.get_tensor(name) if wanted(short) else torch.empty(checkpoint.shapes[short], device="meta")
+                    tensors[short] = (file.get_tensor(name) if wanted(short)
+                                      else torch.empty(checkpoint.shapes[short], device="meta"))
     return tensors
 
 
@@ -25,7 +27,8 @@ def read_scales(checkpoint, tensors):
     """{name of a scaled weight: its scale, (1, 1) or (rows, 1)}; on the meta device for a weight that is there."""
     from safetensors import safe_open
     with safe_open(checkpoint.files[0], "pt") as file:
-        return {name: (torch.empty(count, device="meta") if tensors[name].is_meta else file.get_tensor(checkpoint.prefix + scale)
+        return {name: (torch.empty(count, device="meta") if tensors[name].is_meta
+                       else file.get_tensor(checkpoint.prefix + scale)
                        ).to(torch.float32).view(-1, 1) for name, (scale, count) in checkpoint.scales.items()}
 
 

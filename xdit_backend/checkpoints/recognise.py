@@ -1,4 +1,5 @@
-"""Of which family a checkpoint is, by its tensors or by a folder's config.json; and what it is instead, where it is of none.
+"""Of which family a checkpoint is, by its tensors or by a folder's config.json; and what it is instead, where it is of
+none.
 
 Called by checkpoint.py.
 """
@@ -11,18 +12,23 @@ from .nearest import NOT_THERE, nearest
 
 # models of ComfyUI's: a part of a tensor's name that none of ours has -> which it is
 NOT_RUN = {".audio_patch_proj.": "MiniMax H3", ".genre_embedder.": "ACE-Step", ".embed_image_indicator.": "Ideogram 4",
-           ".clf.1.": "Stable Cascade", ".rotary_pos_emb.inv_freq": "Stable Audio", ".img_mod.modulate_table": "JoyImage"}
-NOT_IN_DIFFUSERS = {".double_stream_layers.": "Boogu-Image", ".ref_image_refiner.": "OmniGen 2", ".t_embedder1.": "HiDream-O1",
-                    ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D", ".context_repo_layers.": "TripoSplat",
+           ".clf.1.": "Stable Cascade", ".rotary_pos_emb.inv_freq": "Stable Audio",
+           ".img_mod.modulate_table": "JoyImage"}
+NOT_IN_DIFFUSERS = {".double_stream_layers.": "Boogu-Image", ".ref_image_refiner.": "OmniGen 2",
+                    ".t_embedder1.": "HiDream-O1", ".latent_in.": "Hunyuan3D", ".moe.shared_experts.": "Hunyuan3D",
+                    ".context_repo_layers.": "TripoSplat",
                     ".mlp.all.proj_in_gate.": "SeedVR2", ".pixel_embedder.": "PixelDiT", ".attn.img_qkv.": "Lens"}
 # parts of tensors' names -> what such files are. Some have their model's own names beside these
-BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."), "a ControlNet: load it with Load ControlNet Model"),)
+BESIDE_A_MODEL = ((("control_model.", "controlnet_", "zero_convs."),
+                   "a ControlNet: load it with Load ControlNet Model"),)
 # looked through in this order, for files that are no model of a family
 OTHERS = (
     ((".lora_", ".lora.", "_lora.", ".lokr_", ".hada_", ".diff_b"), "a LoRA: load it with a LoRA node"),
     *(((mark,), f"a {name} model, which xDiT does not run") for mark, name in NOT_RUN.items()),
-    *(((mark,), f"a model of {name}, for which diffusers has no transformer") for mark, name in NOT_IN_DIFFUSERS.items()),
-    ((".backbone.stem.", ".detector.backbone.", ".refinenet1."), "a model that finds things in pictures, and draws none"),
+    *(((mark,), f"a model of {name}, for which diffusers has no transformer")
+      for mark, name in NOT_IN_DIFFUSERS.items()),
+    ((".backbone.stem.", ".detector.backbone.", ".refinenet1."),
+     "a model that finds things in pictures, and draws none"),
     (("down_blocks.0.attentions.", "down_blocks.1.attentions."),
      "part of a U-Net under diffusers' names, or a quantised one, which xDiT does not read"),
     (("input_blocks.",), "a U-Net of a kind that xDiT does not run"),
@@ -38,7 +44,8 @@ ELSEWHERE = "For a model that ComfyUI itself knows use its own loader and KSampl
 OF_DIFFUSERS = ((("single_transformer_blocks.0.attn.", "transformer_blocks.0.attn", "blocks.0.attn1."),
                  "a model under diffusers' names: put it into models/diffusers, in a folder with its config.json"),)
 
-CLASSES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}     # by their norm_type
+# by their norm_type
+CLASSES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
 
 
 def recognise(checkpoint) -> Family:
@@ -55,12 +62,13 @@ def recognise(checkpoint) -> Family:
                 raise CheckpointError(f"{name} is a {family.name} model, but {reason}.")
             return family
     if checkpoint.folder is not None:
-        raise CheckpointError(f"{name} is the folder of a U-Net of a kind that xDiT does not run. It runs {supported()}.")
+        raise CheckpointError(f"{name} is the folder of a U-Net of a kind that xDiT does not run. It runs "
+                              f"{supported()}.")
     _refuse_others(name, checkpoint.shapes, OTHERS)
     near = nearest(checkpoint.shapes)
     if near:
-        raise CheckpointError(f"{name} is nearly a {near[0].name} model, but {near[1]}. Download it again, or choose another file. "
-                              f"xDiT runs {supported()}.")
+        raise CheckpointError(f"{name} is nearly a {near[0].name} model, but {near[1]}. Download it again, or choose "
+                              f"another file. xDiT runs {supported()}.")
     _refuse_others(name, checkpoint.shapes, OF_DIFFUSERS)
     raise CheckpointError(f"{name} is not a diffusion model that xDiT runs. {ELSEWHERE} xDiT runs {supported()}, from "
                           f".safetensors and .gguf files in ComfyUI's or the publisher's format.")
@@ -77,12 +85,15 @@ def _asked(rule, *arguments):
 def _refuse_others(name, shapes, others):
     for marks, what in others:
         if any(mark in f".{key}" for key in shapes for mark in marks):
-            raise CheckpointError(f"{name} is {what}." if ": " in what else f"{name} is {what}. {ELSEWHERE} xDiT runs {supported()}.")
+            raise CheckpointError(f"{name} is {what}." if ": " in what
+                                  else f"{name} is {what}. {ELSEWHERE} xDiT runs {supported()}.")
 
 
 def _family_of_folder(name, folder):
-    """The family of the class that config.json means; of several, the one whose fixed settings, and further parts, it has most of."""
-    config, fixed = folder.config, lambda family: [rule for rule in family.config.rules.items() if not callable(rule[1])]
+    """The family of the class that config.json means; of several, the one whose fixed settings, and further parts,
+    it has most of."""
+    config, fixed = folder.config, lambda family: [rule for rule in family.config.rules.items()
+                                                   if not callable(rule[1])]
     of_class = [family for family in FAMILIES.values() if class_name(config) == family.transformer]
     if not of_class:
         raise CheckpointError(f"{name} is {_what(class_name(config))}. xDiT runs {supported()}.")
@@ -91,10 +102,12 @@ def _family_of_folder(name, folder):
 
 
 def class_name(config):
-    """The class that a folder's config.json means; older ones name what DiT's and PixArt's were split from. "" where it says none."""
+    """The class that a folder's config.json means; older ones name what DiT's and PixArt's were split from.
+    "" where it says none."""
     name = config.get("_class_name") or (config.get("architectures") or [""])[:1]      # the second is of text encoders
     name = name[0] if isinstance(name, list) and name else name
-    return CLASSES.get(str(config.get("norm_type")), name) if name == "Transformer2DModel" else name if isinstance(name, str) else ""
+    return (CLASSES.get(str(config.get("norm_type")), name) if name == "Transformer2DModel" else name
+            if isinstance(name, str) else "")
 
 
 def _what(class_name):
@@ -104,4 +117,5 @@ def _what(class_name):
     text = "which is a text encoder: load a file of it with Load CLIP"
     kinds = {"Autoencoder": "which is a VAE: load a file of it with Load VAE", "Text": text, "Encoder": text,
              "ControlNet": "which is a ControlNet: load a file of it with Load ControlNet Model"}
-    return f"a {class_name}, {next((words for mark, words in kinds.items() if mark in class_name), 'which xDiT does not run')}"
+    what = next((words for mark, words in kinds.items() if mark in class_name), "which xDiT does not run")
+    return f"a {class_name}, {what}"

@@ -7,7 +7,8 @@ import struct
 
 from ..protocol.errors import CheckpointError
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2,
+              "I8": 1, "U8": 1,
               "BOOL": 1}                   # of safetensors' types
 MAX_HEADER_BYTES = 100 * 2 ** 20
 
@@ -29,10 +30,11 @@ def read_safetensors(path):
             tensors = {key: (entry["dtype"], tuple(entry["shape"])) for key, entry in entries.items()}
             end = _check_places({key: (*tensors[key], *entry["data_offsets"]) for key, entry in entries.items()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{name} has a header that cannot be read ({error}). Download the file again.") from error
+            raise CheckpointError(f"{name} has a header that cannot be read ({error}). Download the file "
+                                  f"again.") from error
     if 8 + length + end > size:
-        raise CheckpointError(f"{name} is cut short: its header promises {8 + length + end:,} bytes and the file has {size:,}. "
-                              f"Download it again.")
+        raise CheckpointError(f"{name} is cut short: its header promises {8 + length + end:,} bytes and the file has "
+                              f"{size:,}. Download it again.")
 
     def read(key):
         start, stop = entries[key]["data_offsets"]
@@ -47,12 +49,14 @@ def _what_instead(start):
     if not start:
         return ": it is empty. Download it again"
     if start.lstrip().startswith(b"<"):
-        return ": it is a web page, which some sites send in place of a file that needs a login. Log in there and download it again"
+        return (": it is a web page, which some sites send in place of a file that needs a login. Log in there and "
+                "download it again")
     return ". Choose a .safetensors file of a diffusion model"
 
 
 def _check_places(entries):
-    """Where the last tensor ends. entries: {name: (dtype, shape, start, stop)}. Raises ValueError where they do not follow one another."""
+    """Where the last tensor ends. entries: {name: (dtype, shape, start, stop)}.
+    Raises ValueError where they do not follow one another."""
     end = 0
     for key, (dtype, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
         if dtype not in ITEM_BYTES:

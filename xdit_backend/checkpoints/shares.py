@@ -1,4 +1,5 @@
-"""Which part of each layer a rank has under tensor parallelism, derived from what diffusers calls the layers. Arithmetic alone.
+"""Which part of each layer a rank has under tensor parallelism, derived from what diffusers calls the layers.
+Arithmetic alone.
 
 The loader cuts weights so (loading.py), and hooks put together what the parts give (parallel/tensor.py).
 docs/algorithms.md section 10.
@@ -13,11 +14,12 @@ import torch
 from ..partition import shard_sizes, shard_start
 from ..protocol.errors import UnsupportedError
 
-# Linears of a block, by their paths in it. The outputs of "columns" are split, the inputs of "rows", whose results are added up; of
-# "gathered", which see no tokens but a time or a pooled text, the outputs are split and put together again, for their weights' sake.
+# Linears of a block, by their paths in it. The outputs of "columns" are split, the inputs of "rows", whose results are
+# added up; of "gathered", which see no tokens but a time or a pooled text, the outputs are split and put together
+# again, for their weights' sake.
 LAYERS = (
-    (r"^\w*attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate|to_gate_logits)$|^(self_)?attention\.to_[qkv]$"
-     r"|^\w+_attention\.to_(query|key|value)$",
+    (r"^\w*attn\w*\.(to_[qkv](_t)?|add_[qkv]_proj|to_qkv_mlp_proj|to_gate|to_gate_logits)$"
+     r"|^(self_)?attention\.to_[qkv]$|^\w+_attention\.to_(query|key|value)$",
      "columns"),
     (r"^\w*attn\w*\.(to_out(\.0|_t)?|to_add_out)$|^(self_)?attention\.to_out\.0$|^\w+_attention\.out_layer$", "rows"),
     (r"^proj_mlp$|^\w+\.net\.0\.proj$|^ff\w*\.linear_(in|1|2)$|^feed_forward\.(w|linear_)[13]$|^ff_\w\.(\w+\.)*w[13]$"
@@ -27,20 +29,23 @@ LAYERS = (
      r"|^feed_forward\.out_layer$|^mlp\.linear_fc2$|^ff\.down$",
      "rows"),
     (r"^(norm\w*\.linear(_[12])?|\w+_mod\.1|\w+_modulation\.out_layer|adaLN_modulation\.\d+)$", "gathered"))
-AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}     # what has the one's outputs as inputs, or their halves multiplied
-HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t", "k_rms_norm_t")
+# what has the one's outputs as inputs, or their halves multiplied
+AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}
+HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t",
+              "k_rms_norm_t")
 MOST_TRIED = 16                            # degrees that are looked at, for a message that says which would do
 SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
-PER_RANK = ("heads", "num_heads", "num_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")    # of attentions and blocks
+# of attentions and blocks
+PER_RANK = ("heads", "num_heads", "num_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")
 
 
 @dataclass(frozen=True)
 class Split:
     """How one tensor is split: along `dim`, each of its parts by itself. parts: their sizes, which add up to the dim's.
 
-    how: "columns", "rows" and "gathered" as above; "norm": of an RMS norm over all heads, whose squares are added up; "first": not
-    split, the first rank alone has it, so that what is added up has it once. block: so many numbers of a row are so many bytes, where a
-    file stores it quantised (uint8).
+    how: "columns", "rows" and "gathered" as above; "norm": of an RMS norm over all heads, whose squares are added up;
+    "first": not split, the first rank alone has it, so that what is added up has it once. block: so many numbers of a
+    row are so many bytes, where a file stores it quantised (uint8).
     """
 
     how: str
@@ -49,12 +54,14 @@ class Split:
     block: tuple[int, int] = (1, 1)
 
     def own(self, tensor, degree, rank):
-        """A rank's share of the tensor, in one piece of memory. None: it has none. Of what is not read of a map, nothing is."""
+        """A rank's share of the tensor, in one piece of memory. None: it has none.
+        Of what is not read of a map, nothing is."""
         if self.how == "first":
             return tensor if rank == 0 else None
         numbers, num_bytes = self.block if self.dim == 1 and tensor.dtype == torch.uint8 else (1, 1)
         stored = lambda size: size // numbers * num_bytes  # noqa: E731
-        pieces = [piece.narrow(self.dim, stored(shard_start(size, degree, rank)), stored(shard_sizes(size, degree)[rank]))
+        pieces = [piece.narrow(self.dim, stored(shard_start(size, degree, rank)),
+                               stored(shard_sizes(size, degree)[rank]))
                   for piece, size in zip(tensor.split(list(map(stored, self.parts)), self.dim), self.parts)]
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
@@ -70,8 +77,9 @@ class Split:
 def tensor_splits(model, plan, degree=1):
     """{name of a parameter or buffer: Split} of all that is split of a whole model, which may be on the meta device.
 
-    What stands outside of the blocks, norms over hidden states and tables are not. Raises UnsupportedError for a block with a linear
-    that nothing is known of: it would be whole on each rank, without notice; and for a degree that would cut through blocks of a file.
+    What stands outside of the blocks, norms over hidden states and tables are not. Raises UnsupportedError for a block
+    with a linear that nothing is known of: it would be whole on each rank, without notice; and for a degree that would
+    cut through blocks of a file.
     """
     splits = {}
     for name in (*(name for list_ in plan.blocks for name in list_.names), *plan.beside):
@@ -90,13 +98,14 @@ def _check_stored(splits, degree):
 
     if fits(degree):
         return
-    name, split = next((name, split) for name, split in cut.items() if any(part % (degree * split.block[0]) for part in split.parts))
+    name, split = next((name, split) for name, split in cut.items()
+                       if any(part % (degree * split.block[0]) for part in split.parts))
     usable = [other for other in range(2, MOST_TRIED + 1) if fits(other)]
     words = f"{' or '.join(map(str, usable))}, " if usable else ""
     raise UnsupportedError(f"tensor_degree={degree} cannot share out these quantised weights: {name} has "
-                           f"{' and '.join(map(str, split.parts))} inputs, in blocks of {split.block[0]}, and each device needs whole "
-                           f"blocks. Use {words}tensor_degree 1 with pipefusion_degree, or weights in bf16, fp16, fp8"
-                           f"{', int8 or Q8_0' if fits(degree, SMALLEST_BLOCK) else ' or int8'}.")
+                           f"{' and '.join(map(str, split.parts))} inputs, in blocks of {split.block[0]}, and each "
+                           f"device needs whole blocks. Use {words}tensor_degree 1 with pipefusion_degree, or weights "
+                           f"in bf16, fp16, fp8{', int8 or Q8_0' if fits(degree, SMALLEST_BLOCK) else ' or int8'}.")
 
 
 def is_splittable(model, plan, degree=1):
@@ -122,7 +131,8 @@ def _block_splits(block, plan):
             for name in HEAD_NORMS:
                 norm = getattr(module, name, None)
                 weight = getattr(norm, "weight", None)
-                size = weight is not None and (getattr(module, "head_dim", None) or module.to_q.out_features // module.heads)
+                size = (weight is not None and (getattr(module, "head_dim", None)
+                                                or module.to_q.out_features // module.heads))
                 if weight is not None and weight.shape[0] > size:
                     if "RMSNorm" not in type(norm).__name__:
                         raise _unknown(block, f"{path}.{name}")
@@ -145,8 +155,9 @@ def _how(block, path):
 
 
 def _unknown(block, path):
-    return UnsupportedError(f"tensor_degree cannot spread this model: what its layer {path} of a {type(block).__name__} is for is not "
-                            f"known. Use 1, and pipefusion_degree to spread the weights.")
+    return UnsupportedError(f"tensor_degree cannot spread this model: what its layer {path} of a "
+                            f"{type(block).__name__} is for is not known. Use 1, and pipefusion_degree to spread the "
+                            f"weights.")
 
 
 def _parts(block, path, linear):
@@ -158,7 +169,8 @@ def _parts(block, path, linear):
         return tuple(size for size in (module.inner_dim, linear.in_features - module.inner_dim) if size)
     if path in ("proj_mlp", "proj_out"):
         hidden = getattr(block, "mlp_hidden_dim", block.proj_mlp.out_features)
-        return (hidden,) * (linear.out_features // hidden) if path == "proj_mlp" else (linear.in_features - hidden, hidden)
+        return ((hidden,) * (linear.out_features // hidden) if path == "proj_mlp"
+                else (linear.in_features - hidden, hidden))
     for name, following in AFTER.items():
         if path.endswith(f".{name}"):
             inputs = block.get_submodule(path.removesuffix(name) + following).in_features
@@ -167,7 +179,8 @@ def _parts(block, path, linear):
 
 
 def narrow(model, splits, degree, rank):
-    """Have the modules of a model whose weights are a rank's share say so: numbers of heads, sizes, biases that are not there."""
+    """Have the modules of a model whose weights are a rank's share say so:
+    numbers of heads, sizes, biases that are not there."""
     blocks = {name.split(".")[0] + "." + name.split(".")[1] for name in splits}
     for block in blocks:
         for module in model.get_submodule(block).modules():
@@ -182,4 +195,5 @@ def narrow(model, splits, degree, rank):
             module.register_parameter(leaf, None)
         elif leaf == "weight" and isinstance(module, torch.nn.Linear):
             numbers, num_bytes = split.block
-            module.out_features, module.in_features = module.weight.shape[0], module.weight.shape[1] // num_bytes * numbers
+            module.out_features, module.in_features = module.weight.shape[0], module.weight.shape[
+                1] // num_bytes * numbers

@@ -12,7 +12,8 @@ from ..protocol.errors import CheckpointError
 
 
 def model_config(checkpoint):
-    """Arguments of the diffusers class: from a file's shapes; of a folder, from its config.json, but for what ComfyUI tells by tensors."""
+    """Arguments of the diffusers class: from a file's shapes;
+    of a folder, from its config.json, but for what ComfyUI tells by tensors."""
     family = checkpoint.family
     if checkpoint.folder_config is None:
         return family.config(checkpoint.shapes) | said_settings(checkpoint)
@@ -28,23 +29,27 @@ def metadata_of(checkpoint):
         return checkpoint.metadata
     said = family.in_folder(checkpoint.folder)
     if said is None:
-        raise CheckpointError(f"{checkpoint.name} is a {family.name} model, of which a folder with its vae/config.json alone "
-                              f"says which of them it is. Download the whole folder, or use the file of this model in ComfyUI's format.")
+        raise CheckpointError(f"{checkpoint.name} is a {family.name} model, of which a folder with its "
+                              f"vae/config.json alone says which of them it is. Download the whole folder, or use the "
+                              f"file of this model in ComfyUI's format.")
     return {"config": json.dumps({"transformer": said})}
 
 
 def said_settings(checkpoint):
-    """What a file's metadata says of the family's settings, under "_" and their names. Raises CheckpointError for what is not run."""
+    """What a file's metadata says of the family's settings, under "_" and their names.
+    Raises CheckpointError for what is not run."""
     family = checkpoint.family
     metadata = metadata_of(checkpoint) if family.settings else {}
     try:
         said = dict(json.loads(metadata.get("config", "{}")).get("transformer", {}))
     except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint.name} has metadata that cannot be read ({error}). Download it again.") from error
+        raise CheckpointError(f"{checkpoint.name} has metadata that cannot be read ({error}). Download it "
+                              f"again.") from error
     for name, values in family.settings.items():
         if said.get(name, values[0]) not in values:
-            raise CheckpointError(f"{checkpoint.name} is a {family.name} model whose metadata says {name} = {said[name]!r}, "
-                                  f"and xDiT runs {' or '.join(map(repr, values))} only. Use Load Diffusion Model.")
+            raise CheckpointError(f"{checkpoint.name} is a {family.name} model whose metadata says {name} = "
+                                  f"{said[name]!r}, and xDiT runs {' or '.join(map(repr, values))} only. Use Load "
+                                  f"Diffusion Model.")
     return {f"_{name}": said.get(name, values[0]) for name, values in family.settings.items()}
 
 
@@ -78,7 +83,8 @@ def block_sizes(model, plan):
         packed = sum(module.out_features * module.in_features - module.weight.numel() for module in block.modules()
                      if type(module) is torch.nn.Linear)
         return sum(parameter.numel() for parameter in block.parameters()) + packed
-    return [(sum(map(size, twins)), list_.image_share) for list_ in plan.blocks for twins in zip(*map(model.get_submodule, list_.names))]
+    return [(sum(map(size, twins)), list_.image_share) for list_ in plan.blocks
+            for twins in zip(*map(model.get_submodule, list_.names))]
 
 
 def held(model, family, spec):
@@ -86,15 +92,18 @@ def held(model, family, spec):
     storage, compute = getattr(torch, spec.storage_dtype), getattr(torch, spec.compute_dtype)
     exact = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if compute.itemsize == 2 else set()
     scales = {name for name, _ in model.named_buffers() if name.endswith(".weight_scale")}
-    tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()           # which the model makes, and no file holds
+    # which the model makes, and no file holds
+    tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
 
     def dtype_of(name, tensor):
         parts = set(name.split("."))
-        if not tensor.is_floating_point() or parts & {"freqs_cos", "freqs_sin", "inv_freq"}:     # rotary tables stay as they were made
+        # rotary tables stay as they were made
+        if not tensor.is_floating_point() or parts & {"freqs_cos", "freqs_sin", "inv_freq"}:
             return tensor.dtype
         if name in scales or f"{name}_scale" in scales:        # as the file has it
             return tensor.dtype
         if storage != compute:                                 # cast where they are used
             return compute if name in tables or parts & set(family.unrounded) else storage
         return torch.float32 if parts & exact else compute
-    return [(name, tensor, dtype_of(name, tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    return [(name, tensor, dtype_of(name, tensor))
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())]

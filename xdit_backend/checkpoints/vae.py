@@ -21,11 +21,13 @@ OTHER_VAES = {
 }
 
 
-def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device, settings: Mapping[str, str] = MappingProxyType({})):
-    """The VAE with these weights, copied, in `dtype` on `device`. Without the encoder's or decoder's tensors it has none.
+def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
+                     settings: Mapping[str, str] = MappingProxyType({})):
+    """The VAE with these weights, copied, in `dtype` on `device`. Without the encoder's or decoder's tensors it has
+    none.
 
-    Names are those of ComfyUI's first_stage_model.state_dict(). settings: see AutoencoderSpec. Raises CheckpointError where
-    tensors do not fit.
+    Names are those of ComfyUI's first_stage_model.state_dict(). settings: see AutoencoderSpec. Raises CheckpointError
+    where tensors do not fit.
     """
     family = _family_of(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in family.unused)}
@@ -50,8 +52,8 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device, setting
 
 
 def _refusal(reason):
-    return CheckpointError(f"This VAE cannot be run by xDiT. {reason} Distributed VAE Decode and Encode work with the VAEs of "
-                           f"{supported()}. Use VAE Decode or VAE Encode for this one.")
+    return CheckpointError(f"This VAE cannot be run by xDiT. {reason} Distributed VAE Decode and Encode work with the "
+                           f"VAEs of {supported()}. Use VAE Decode or VAE Encode for this one.")
 
 
 def _family_of(tensors):
@@ -75,4 +77,5 @@ def _check_fit(tensors, weights, vae):
                       f"given, {needed.get(name, 'none')} is needed.")
     num_elements, num_converted = (sum(tensor.numel() for tensor in each.values()) for each in (tensors, weights))
     if num_converted != num_elements:                          # converters pass over what they do not know
-        raise _refusal(f"Of the {num_elements} elements of its tensors, {num_elements - num_converted} are of unknown ones.")
+        raise _refusal(f"Of the {num_elements} elements of its tensors, {num_elements - num_converted} are of unknown "
+                       f"ones.")

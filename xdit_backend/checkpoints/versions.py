@@ -1,5 +1,5 @@
-"""Values that a model's weights had before they were changed, kept for a run that goes back and forth between some of them (LoRA hooks do
-so in every step). Used by worker/models.py.
+"""Values that a model's weights had before they were changed, kept for a run that goes back and forth between some of
+them (LoRA hooks do so in every step). Used by worker/models.py.
 """
 
 MOST_KEPT = 4                              # versions; a strength that changes with every step is never gone back to
@@ -8,12 +8,13 @@ MOST_KEPT = 4                              # versions; a strength that changes w
 class Versions:
     """Versions of the weights of one model, by numbers that the host gives.
 
-    Every kept version has values for the same weights: all that have changed since the first one was left, so that beside them a version
-    is as the model is now. The values stay where they are, on the device; nothing is copied.
+    Every kept version has values for the same weights: all that have changed since the first one was left, so that
+    beside them a version is as the model is now. The values stay where they are, on the device; nothing is copied.
     """
 
     def __init__(self):
-        self._kept = {}                    # version -> {id of a weight: (the weight, its values, their home: Residency's files)}
+        # version -> {id of a weight: (the weight, its values, their home: Residency's files)}
+        self._kept = {}
 
     @property
     def num_bytes(self):
@@ -23,13 +24,15 @@ class Versions:
         return sum(each.nbytes for each in values.values())
 
     def leave(self, version, begins, weights, files, room_bytes):
-        """Keep these weights' values as those of a version, before they get others; called for all that it differs in from the next.
+        """Keep these weights' values as those of a version, before they get others; called for all that it differs in
+        from the next.
 
-        begins: is it the first such call of several? room_bytes: what may be kept beside what is. Where they have no room, or a call
-        before had none, nothing is kept at all.
+        begins: is it the first such call of several? room_bytes: what may be kept beside what is. Where they have no
+        room, or a call before had none, nothing is kept at all.
         """
         kept = self._kept.get(version)
-        needed = sum(weight.nbytes for weight in weights if not _is(weight.data, files.get(id(weight))) and id(weight) not in (kept or ()))
+        needed = sum(weight.nbytes for weight in weights if not _is(weight.data, files.get(id(weight)))
+                     and id(weight) not in (kept or ()))
         if needed > room_bytes or (kept is None and not begins):
             self.drop()
             return
@@ -40,7 +43,8 @@ class Versions:
                 kept.setdefault(id(weight), (weight, weight.data, files.get(id(weight))))
 
     def go_back(self, version, left, files):
-        """Give the weights the values of a kept version, and keep those of the one that is left. Returns whether it was kept."""
+        """Give the weights the values of a kept version, and keep those of the one that is left.
+        Returns whether it was kept."""
         if version not in self._kept:
             return False
         self._kept[version] = kept = self._kept.pop(version)   # the last one is the last one used

@@ -1,4 +1,5 @@
-"""Trains the demo model's autoencoder: the tiny autoencoder's architecture (TAESD, O. B. Bohan 2023), 16 channels, 8 x."""
+"""Trains the demo model's autoencoder: the tiny autoencoder's architecture (TAESD, O. B.
+Bohan 2023), 16 channels, 8 x."""
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,8 @@ NOISE = 0.1            # added to the latent in training, so that the decoder fo
 # SD3's latents are (z - shift) * scale; the file says so, and ComfyUI's Load VAE and this pack read it there.
 SCALE, SHIFT = 1.5305, 0.0609
 
-# Red, green and blue in -1..1 from SD3's 16 channels, as ComfyUI's previews compute them (comfy/latent_formats.py, SD3). The
-# encoder learns to agree, so that previews of the demo model show its picture.
+# Red, green and blue in -1..1 from SD3's 16 channels, as ComfyUI's previews compute them (comfy/latent_formats.py,
+# SD3). The encoder learns to agree, so that previews of the demo model show its picture.
 PREVIEW = (
     (-0.0922, -0.0175, 0.0749), (0.0311, 0.0633, 0.0954), (0.1994, 0.0927, 0.0458), (0.0856, 0.0339, 0.0902),
     (0.0587, 0.0272, -0.0496), (-0.0006, 0.1104, 0.0309), (0.0978, 0.0306, 0.0427), (-0.0042, 0.1038, 0.1358),
@@ -54,7 +55,8 @@ def edges(picture):
 def train(setting, glyphs, weights, steps):
     """Train, or go on training; returns the state dict. glyphs [N, 4, 128, 128] uint8, weights [N] of being drawn."""
     autoencoder = new().to(setting.device)
-    factors, bias = torch.tensor(PREVIEW).to(setting.device), torch.tensor(PREVIEW_BIAS)[:, None, None].to(setting.device)
+    factors, bias = torch.tensor(PREVIEW).to(setting.device), torch.tensor(PREVIEW_BIAS)[:, None, None].to(
+        setting.device)
 
     def batch(generator):
         chosen = torch.multinomial(weights, BATCH, replacement=True, generator=generator)
@@ -87,7 +89,8 @@ def train(setting, glyphs, weights, steps):
             latent = model.encode(picture).latents
             decoded = model.decode(latent).sample.clamp(-1, 1)
         psnr = -10 * torch.log10(((decoded - picture) / 2).square().mean((1, 2, 3))).mean()
-        print(f"\nautoencoder, step {step}: PSNR {psnr:.2f} dB, latent mean {latent.mean():.3f}, deviation {latent.std():.3f}")
+        print(f"\nautoencoder, step {step}: PSNR {psnr:.2f} dB, latent mean {latent.mean():.3f}, deviation "
+              f"{latent.std():.3f}")
         save_image(torch.cat([picture[:16], decoded[:16], picture[16:], decoded[16:]]) / 2 + 0.5,
                    setting.folder / "autoencoder.png", nrow=16)
 

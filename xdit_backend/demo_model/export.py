@@ -11,8 +11,10 @@ from .transformer import ROUNDED, is_block_matrix
 
 NAMES = {
     "pos_embed.proj": "x_embedder.proj", "pos_embed.pos_embed": "pos_embed", "context_embedder": "context_embedder",
-    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0", "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
-    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0", "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
+    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
+    "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
+    "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
     "norm_out.linear": "final_layer.adaLN_modulation.1", "proj_out": "final_layer.linear",
 }
 IN_BLOCKS = {
@@ -26,7 +28,8 @@ IN_BLOCKS = {
 JOINED = {"x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
           "context_block.attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")}
 
-OF_UNET = (("norm1.", "in_layers.0."), ("conv1.", "in_layers.2."), ("time_emb_proj.", "emb_layers.1."), ("norm2.", "out_layers.0."),
+OF_UNET = (("norm1.", "in_layers.0."), ("conv1.", "in_layers.2."), ("time_emb_proj.", "emb_layers.1."),
+           ("norm2.", "out_layers.0."),
            ("conv2.", "out_layers.3."), ("conv_shortcut.", "skip_connection."))
 OUTSIDE_UNET = (("conv_in.", "input_blocks.0.0."), ("conv_norm_out.", "out.0."), ("conv_out.", "out.2."),
            ("time_embedding.linear_1.", "time_embed.0."), ("time_embedding.linear_2.", "time_embed.2."),
@@ -36,7 +39,8 @@ OUTSIDE_UNET = (("conv_in.", "input_blocks.0.0."), ("conv_norm_out.", "out.0."),
 
 def transformer_tensors(state):
     """The state dict of diffusers' SD3Transformer2DModel under SD3's own names, the block's matrices in 8 bits."""
-    state = {name: tensor.to(ROUNDED if is_block_matrix(name, tensor) else torch.float16) for name, tensor in state.items()}
+    state = {name: tensor.to(ROUNDED if is_block_matrix(name, tensor) else torch.float16)
+             for name, tensor in state.items()}
     last = max(int(match[1]) for match in map(re.compile(r"transformer_blocks\.(\d+)\.").match, state) if match)
     tensors = {}
     for name, tensor in state.items():
@@ -60,7 +64,8 @@ def transformer_tensors(state):
 
 
 def unet_tensors(state, num_layers, dtype):
-    """The state dict of diffusers' UNet2DConditionModel, of SD 1.5's structure and as many layers a level, under the publisher's names."""
+    """The state dict of diffusers' UNet2DConditionModel, of SD 1.5's structure and as many layers a level,
+    under the publisher's names."""
     return {_in_unets_file(name, num_layers): tensor.to(dtype) for name, tensor in state.items()}
 
 
@@ -71,8 +76,10 @@ def _in_unets_file(name, num_layers):
     if match is not None:
         side, level, kind, layer, rest = match[1], int(match[2]), match[3], int(match[4]), match[5]
         first = level * (num_layers + 1) + (side == "down")
-        place = f"{'in' if side == 'down' else 'out'}put_blocks.{first + (num_layers if kind.endswith('samplers') else layer)}."
-        place += {"resnets": "0.", "attentions": "1.", "downsamplers": "0.", "upsamplers": "1." if level == 0 else "2."}[kind]
+        number = first + (num_layers if kind.endswith("samplers") else layer)
+        place = f"{'in' if side == 'down' else 'out'}put_blocks.{number}."
+        place += {"resnets": "0.", "attentions": "1.", "downsamplers": "0.",
+                  "upsamplers": "1." if level == 0 else "2."}[kind]
         rest = rest.replace("conv.", "op.", 1) if kind == "downsamplers" else rest
     if "resnets" in name:
         rest = next((rest.replace(old, new, 1) for old, new in OF_UNET if rest.startswith(old)), rest)
@@ -101,4 +108,5 @@ def write_all(folder, autoencoder_state, recogniser_state, state, quality_set):
     write(folder / "vae" / "xdit_demo_vae.safetensors", autoencoder_tensors(autoencoder_state))
     write(folder / "xdit_demo_text.safetensors", {name: tensor.half() for name, tensor in state["text"].items()})
     write(folder / "xdit_demo_recogniser.safetensors",
-          {name: tensor.half() for name, tensor in recogniser_state.items()} | quality_tensors, prompts=json.dumps(prompts))
+          {name: tensor.half() for name, tensor in recogniser_state.items()} | quality_tensors,
+          prompts=json.dumps(prompts))

@@ -39,7 +39,8 @@ def names_of(entries):
 
 
 def train(setting, glyphs, entries, weights, steps):
-    """Train, or go on training; returns the state dict. It sees the glyphs upon all backgrounds, shifted and with noise.
+    """Train, or go on training; returns the state dict. It sees the glyphs upon all backgrounds, shifted and with
+    noise.
 
     weights [N]: how often an entry is drawn.
     """
@@ -72,7 +73,8 @@ def train(setting, glyphs, entries, weights, steps):
 
 @torch.no_grad()
 def quality_set(state, glyphs, entries):
-    """What `bench quality` needs and cannot draw itself: (256 prompts, {labels; mean and covariance of their pictures' features})."""
+    """What `bench quality` needs and cannot draw itself: (256 prompts, {labels;
+    mean and covariance of their pictures' features})."""
     names, labels = names_of(entries)
     bare = [index for index, entry in enumerate(entries) if entry.weight == 1]
     chosen = random.Random(7).sample(bare, NUM_PROMPTS)

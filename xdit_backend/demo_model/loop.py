@@ -1,4 +1,5 @@
-"""The training loop that every part of the demo model uses: steps from a seed, saved and resumed, with a progress bar."""
+"""The training loop that every part of the demo model uses:
+steps from a seed, saved and resumed, with a progress bar."""
 
 import math
 import os
@@ -35,27 +36,29 @@ def learning_rate(step, steps, peak):
 
 
 def optimizers_of(modules, peak, by_muon):
-    """AdamW; and for the matrices that by_muon(name, parameter) picks, Muon with steps of AdamW's size (K. Jordan 2024).
+    """AdamW; and for the matrices that by_muon(name, parameter) picks, Muon with steps of AdamW's size (K. Jordan
+    2024).
 
-    Of the transformer's first 300 steps after 16,000 by AdamW, on the same batches, those by Muon had a loss of 0.171 and those
-    by AdamW 0.180; a step took 1.22 times as long.
+    Of the transformer's first 300 steps after 16,000 by AdamW, on the same batches, those by Muon had a loss of 0.171
+    and those by AdamW 0.180; a step took 1.22 times as long.
     """
     named = [(name, p) for module in modules.values() for name, p in module.named_parameters()]
     matrices, others = ([p for name, p in named if by_muon(name, p) is chosen] for chosen in (True, False))
     optimizers = [torch.optim.AdamW(others, lr=peak, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)]
     if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=peak, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(torch.optim.Muon(matrices, lr=peak, weight_decay=WEIGHT_DECAY,
+                                           adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
 
 def run(name, setting, modules, loss_of, steps, peak, on_save, average=0.0, by_muon=lambda name, parameter: False):
     """Train modules until `steps` steps are done, from where an earlier run was stopped, and return their weights.
 
-    modules: {name: Module} on the setting's device, trained together. loss_of(step, generator) is the loss of a step; all that
-    it draws comes from its generator, so that a resumed run equals one that was never stopped. on_save(step, weights) is called
-    at each save with {name: state_dict} of the averaged weights, on the CPU; these are returned too. average: the decay of the
-    weights' moving average; 0: none. by_muon: see optimizers_of. Writes name.pt in the setting's folder at least
-    every two minutes of training.
+    modules: {name: Module} on the setting's device, trained together. loss_of(step, generator) is the loss of a step;
+    all that it draws comes from its generator, so that a resumed run equals one that was never stopped. on_save(step,
+    weights) is called at each save with {name: state_dict} of the averaged weights, on the CPU; these are returned too.
+    average: the decay of the weights' moving average; 0: none. by_muon: see optimizers_of. Writes name.pt in the
+    setting's folder at least every two minutes of training.
     """
     torch.set_flush_denormal(True)             # on a CPU, numbers below 1e-38 take hundreds of times as long
     file = setting.folder / f"{name}.pt"
@@ -81,7 +84,8 @@ def run(name, setting, modules, loss_of, steps, peak, on_save, average=0.0, by_m
     def save(step):
         temporary = file.with_suffix(".tmp")
         torch.save({"modules": {key: module.state_dict() for key, module in modules.items()},
-                    "optimizers": [optimizer.state_dict() for optimizer in optimizers], "means": means, "step": step}, temporary)
+                    "optimizers": [optimizer.state_dict() for optimizer in optimizers], "means": means, "step": step},
+                   temporary)
         os.replace(temporary, file)
         on_save(step, averaged())
 

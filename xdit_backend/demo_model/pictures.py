@@ -46,8 +46,8 @@ def read_entries(share="/usr/share"):
     share = Path(share)
     missing = [name for name in (FONT, NAMES, *KEYWORDS) if not (share / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"{share} lacks {', '.join(missing)}. Install the Debian packages {PACKAGES}, or unpack them "
-                                f"(dpkg -x) and say where their usr/share is.")
+        raise FileNotFoundError(f"{share} lacks {', '.join(missing)}. Install the Debian packages {PACKAGES}, or "
+                                f"unpack them (dpkg -x) and say where their usr/share is.")
     keywords = {}
     for file in KEYWORDS:
         for node in ElementTree.parse(share / file).iter("annotation"):
@@ -85,7 +85,8 @@ def compose(glyphs, colours):
 
 
 def caption(entry, background, random):
-    """One of an entry's captions: its name, name and keywords, or keywords alone, and the background if it is not white.
+    """One of an entry's captions: its name, name and keywords, or keywords alone, and the background if it is not
+    white.
 
     random: a random.Random.
     """

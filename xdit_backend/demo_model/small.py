@@ -1,7 +1,8 @@
-"""Trains a small model to compare methods on, a U-Net or another transformer: python -m xdit_backend.demo_model.small unet --out FOLDER
+"""Trains a small model to compare methods on, a U-Net or another transformer: python -m xdit_backend.demo_model.small
+unet --out FOLDER
 
-Its autoencoder and text encoder are the demo model's own, its pictures those that `bench quality` asks for. Goes on where it was
-stopped. Not for pictures: a quarter of an hour on one core, where the demo model took nine.
+Its autoencoder and text encoder are the demo model's own, its pictures those that `bench quality` asks for. Goes on
+where it was stopped. Not for pictures: a quarter of an hour on one core, where the demo model took nine.
 """
 
 import argparse
@@ -25,7 +26,8 @@ SHOWN = 16                     # prompts on the sheet of samples
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("unet", "transformer"))
-    parser.add_argument("--out", type=Path, required=True, help="folder for what is saved on the way, a sample sheet and the weights")
+    parser.add_argument("--out", type=Path, required=True,
+                        help="folder for what is saved on the way, a sample sheet and the weights")
     parser.add_argument("--share", default="/usr/share", help=f"usr/share of the Debian packages {PACKAGES}")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -46,9 +48,11 @@ def main():
         shown.load_state_dict(weights["model"])
         with torch.no_grad():
             latent = sample(shown, prompts[:SHOWN])
-            save_image(encoder.decode(latent).sample.clamp(-1, 1) / 2 + 0.5, options.out / f"{options.kind}.png", nrow=4)
+            save_image(encoder.decode(latent).sample.clamp(-1, 1) / 2 + 0.5, options.out / f"{options.kind}.png",
+                       nrow=4)
     state = train(setting, model, latents, rows, entries, options.steps, options.rate, show)
-    write = export.unet_tensors(state, NUM_LAYERS, torch.float16) if options.kind == "unet" else export.transformer_tensors(state)
+    write = (export.unet_tensors(state, NUM_LAYERS, torch.float16) if options.kind == "unet"
+             else export.transformer_tensors(state))
     export.write(options.out / f"{options.kind}.safetensors", write)
     print(f"The weights are in {options.out / options.kind}.safetensors.")
 
@@ -66,18 +70,20 @@ def new_unet():
     from diffusers import UNet2DConditionModel
     levels = len(UNET_WIDTHS)
     return UNet2DConditionModel(
-        sample_size=SIDE, in_channels=CHANNELS, out_channels=CHANNELS, block_out_channels=UNET_WIDTHS, layers_per_block=NUM_LAYERS,
-        down_block_types=("CrossAttnDownBlock2D",) * (levels - 1) + ("DownBlock2D",),
-        up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * (levels - 1), attention_head_dim=8, cross_attention_dim=UNET_WIDTH)
+        sample_size=SIDE, in_channels=CHANNELS, out_channels=CHANNELS, block_out_channels=UNET_WIDTHS,
+        layers_per_block=NUM_LAYERS, down_block_types=("CrossAttnDownBlock2D",) * (levels - 1) + ("DownBlock2D",),
+        up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * (levels - 1), attention_head_dim=8,
+        cross_attention_dim=UNET_WIDTH)
 
 
 def new_transformer():
     """An untrained transformer of the demo model's kind and half its width, 2.3 million parameters."""
     from diffusers import SD3Transformer2DModel
     return SD3Transformer2DModel(
-        sample_size=SIDE, patch_size=2, in_channels=CHANNELS, num_layers=4, attention_head_dim=transformer.HEAD_SIZE, num_attention_heads=2,
-        joint_attention_dim=WIDTH, caption_projection_dim=2 * transformer.HEAD_SIZE, pooled_projection_dim=WIDTH, out_channels=CHANNELS,
-        pos_embed_max_size=transformer.MAX_SIDE, qk_norm="rms_norm")
+        sample_size=SIDE, patch_size=2, in_channels=CHANNELS, num_layers=4, attention_head_dim=transformer.HEAD_SIZE,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH, caption_projection_dim=2 * transformer.HEAD_SIZE, pooled_projection_dim=WIDTH,
+        out_channels=CHANNELS, pos_embed_max_size=transformer.MAX_SIDE, qk_norm="rms_norm")
 
 
 def predicted(model, latent, sigma, context, pooled):
@@ -88,7 +94,8 @@ def predicted(model, latent, sigma, context, pooled):
 
 
 def train(setting, model, latents, rows, entries, steps, peak, show):
-    """Train, or go on training; returns the state dict. The others: as transformer.train's, show(step, weights) as loop.run's on_save."""
+    """Train, or go on training; returns the state dict. The others:
+    as transformer.train's, show(step, weights) as loop.run's on_save."""
     text, often = load_text_encoder().requires_grad_(False), torch.ones(len(entries))
 
     def loss_of(step, generator):
@@ -105,7 +112,8 @@ def sample(model, prompts, guidance=3.0, steps=20):
     context, pooled = load_text_encoder().encode([*prompts, *[""] * len(prompts)])
     sigmas = transformer.shifted_sigmas(steps)
     for sigma, following in zip(sigmas, sigmas[1:]):
-        positive, negative = predicted(model, torch.cat([latent, latent]), sigma.repeat(2 * len(prompts)), context, pooled).chunk(2)
+        positive, negative = predicted(model, torch.cat([latent, latent]), sigma.repeat(2 * len(prompts)), context,
+                                       pooled).chunk(2)
         latent = latent + (following - sigma) * (negative + guidance * (positive - negative))
     return latent
 

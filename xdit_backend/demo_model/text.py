@@ -1,4 +1,5 @@
-"""The demo model's text encoder: a vector a word, the mean of its pieces' vectors (P. Bojanowski et al. 2017, section 3.2).
+"""The demo model's text encoder: a vector a word, the mean of its pieces' vectors (P. Bojanowski et al. 2017, section
+3.2).
 
 The transformer's own text stream relates the words to each other, so nothing larger is needed. Pieces of words, and not
 whole ones, are what has vectors: a plural or a slip of the pen stays close to the word that was learnt.
@@ -59,7 +60,8 @@ class TextEncoder(nn.Module):
         lists = [words_of(prompt) for prompt in prompts]
         for words in lists:
             if len(words) > MAX_WORDS:
-                raise ConfigError(f"This prompt has {len(words)} words; the demo model reads {MAX_WORDS} at most. Shorten it.")
+                raise ConfigError(f"This prompt has {len(words)} words; the demo model reads {MAX_WORDS} at most. "
+                                  f"Shorten it.")
         return self(*arrange(lists), len(lists))
 
 
@@ -71,7 +73,8 @@ def arrange(lists):
             offsets.append(len(buckets))
             places.append(row * MAX_WORDS + column)
             buckets += pieces_of(word)
-    return torch.tensor(buckets, dtype=torch.long), torch.tensor(offsets, dtype=torch.long), torch.tensor(places, dtype=torch.long)
+    return torch.tensor(buckets, dtype=torch.long), torch.tensor(offsets, dtype=torch.long), torch.tensor(
+        places, dtype=torch.long)
 
 
 def as_unets_context(context):

@@ -1,7 +1,9 @@
-"""Trains the demo model from nothing, or goes on where it was stopped: python -m xdit_backend.demo_model.train --out FOLDER
+"""Trains the demo model from nothing, or goes on where it was stopped: python -m xdit_backend.demo_model.train --out
+FOLDER
 
-Four parts, one after the other: the autoencoder, the latents of all pictures, the transformer with its text encoder, and the
-network that recognises pictures. The same seed and steps give the same weights on the same machine. Hours on a CPU.
+Four parts, one after the other: the autoencoder, the latents of all pictures, the transformer with its text encoder,
+and the network that recognises pictures. The same seed and steps give the same weights on the same machine. Hours on a
+CPU.
 """
 
 import argparse
@@ -17,7 +19,8 @@ from .pictures import BACKGROUNDS, PACKAGES, compose, draw, read_entries
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for what is saved on the way, sample sheets and weights")
+    parser.add_argument("--out", type=Path, required=True,
+                        help="folder for what is saved on the way, sample sheets and weights")
     parser.add_argument("--share", default="/usr/share", help=f"usr/share of the Debian packages {PACKAGES}")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -46,7 +49,8 @@ def main():
             save_image(encoder.decode(latent).sample.clamp(-1, 1) / 2 + 0.5, options.out / "transformer.png", nrow=8)
 
     torch.manual_seed(3 * options.seed + 1)
-    state = transformer.train(setting, latents, rows, entries, weights, options.transformer_steps, options.transformer_rate, show)
+    state = transformer.train(setting, latents, rows, entries, weights, options.transformer_steps,
+                              options.transformer_rate, show)
     torch.manual_seed(3 * options.seed + 2)
     recogniser_state = features.train(setting, glyphs, entries, weights, options.recogniser_steps)
     export.write_all(options.out / "weights", autoencoder_state, recogniser_state, state,
@@ -58,7 +62,8 @@ def main():
 def encode_all(encoder, glyphs, entries, file):
     """(latents [K, 16, 16, 16] in half precision, rows [N, backgrounds]); kept in `file`.
 
-    Every entry upon white, those without a skin tone also upon every second background, so that some combinations stay unseen.
+    Every entry upon white, those without a skin tone also upon every second background, so that some combinations stay
+    unseen.
     """
     rows = torch.full((len(entries), len(BACKGROUNDS)), -1)
     pairs = [(entry, background) for entry in range(len(entries)) for background in range(len(BACKGROUNDS))

@@ -19,10 +19,12 @@ WITHOUT_TEXT = 0.1     # of the captions, so that classifier-free guidance has i
 SHIFT = 3.0            # of the noise levels, see shifted
 ROUNDED = torch.float8_e4m3fn
 ROUNDED_FROM = 0.85    # of the steps; before it rounding only takes time
-SAMPLES = ("red apple", "cat face on a blue background", "grinning face", "house with garden", "heart on a black background",
+SAMPLES = ("red apple", "cat face on a blue background", "grinning face", "house with garden",
+           "heart on a black background",
            "fire", "woman astronaut", "airplane on a cyan background", "dog", "pizza", "sailboat", "flag Japan",
            "rocket on a purple background", "tree", "crown", "guitar on a yellow background", "sad face", "dragon",
-           "snowman on a blue background", "cherry blossom", "clown face", "bicycle", "moon on a black background", "bread",
+           "snowman on a blue background", "cherry blossom", "clown face", "bicycle", "moon on a black background",
+           "bread",
            "tiger face on a pink background", "tulip", "robot", "umbrella with rain drops", "fish", "police car",
            "dragon on a red background", "blue heart")
 
@@ -49,7 +51,8 @@ def is_block_matrix(name, tensor):
 
 
 def rounded(transformer):
-    """The transformer's parameters as the file will hold them; gradients pass as if nothing were rounded (Y. Bengio 2013)."""
+    """The transformer's parameters as the file will hold them; gradients pass as if nothing were rounded (Y.
+    Bengio 2013)."""
     return {name: p + (p.to(ROUNDED).to(p.dtype) - p).detach() if is_block_matrix(name, p) else p
             for name, p in transformer.named_parameters()}
 
@@ -61,7 +64,8 @@ def captions_of(entries, chosen, backgrounds, randomness):
 
 
 def batch_of(generator, latents, rows, entries, often):
-    """What a step learns from, (noisy latents, noise levels, velocities, captions as lists of words); the others as train's.
+    """What a step learns from, (noisy latents, noise levels, velocities, captions as lists of words); the others as
+    train's.
 
     All is drawn on the CPU, alike on every device.
     """
@@ -81,7 +85,8 @@ def train(setting, latents, rows, entries, often, steps, peak, show):
     """Train, or go on training; returns the state dicts of both.
 
     latents [K, 16, 16, 16]: of every picture; rows [N, number of backgrounds] long: the picture of an entry upon a
-    background, -1 where there is none. often [N]: how often an entry is drawn. show(latents) is called at each save, with samples.
+    background, -1 where there is none. often [N]: how often an entry is drawn. show(latents) is called at each save,
+    with samples.
     """
     transformer, text = (module.to(setting.device) for module in new())
 
@@ -101,15 +106,16 @@ def train(setting, latents, rows, entries, often, steps, peak, show):
         show(sample(model, encoder, SAMPLES))
 
     modules = {"transformer": transformer, "text": text}
-    return loop.run("transformer", setting, modules, loss_of, steps, peak, on_save, average=0.999, by_muon=is_block_matrix)
+    return loop.run("transformer", setting, modules, loss_of, steps, peak, on_save, average=0.999,
+                    by_muon=is_block_matrix)
 
 
 def shifted(sigmas):
     """Noise levels as ComfyUI shifts them for SD3 models.
 
-    The model is trained as it is sampled. Captions leave little open here, so a picture is decided near noise level 1, and of
-    SD3's logit-normal levels (mean 0.4) only 4 % are above 0.9. After 17,883 steps with those, 39 % of the pictures' variance
-    was missed at level 1 with the caption given; at step 22,500, the last 4,063 with these, 19 %.
+    The model is trained as it is sampled. Captions leave little open here, so a picture is decided near noise level 1,
+    and of SD3's logit-normal levels (mean 0.4) only 4 % are above 0.9. After 17,883 steps with those, 39 % of the
+    pictures' variance was missed at level 1 with the caption given; at step 22,500, the last 4,063 with these, 19 %.
     """
     return SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
 

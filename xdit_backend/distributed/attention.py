@@ -13,7 +13,8 @@ from .masks import as_bias
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
-CUDNN_MAJORS = (9, 10)         # compute capabilities on which torch's own attention prefers cuDNN: Hopper and Blackwell for servers
+# compute capabilities on which torch's own attention prefers cuDNN: Hopper and Blackwell for servers
+CUDNN_MAJORS = (9, 10)
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,12 @@ class Kernel:
 
 
 def choose_kernel(dtype, head_size, num_keys, capability=None, has_cudnn=False, masked=False):
-    """The fastest operator that returns a log-sum-exp for these tensors. capability: of the CUDA device; None: it is a CPU.
+    """The fastest operator that returns a log-sum-exp for these tensors. capability: of the CUDA device; None: it is a
+    CPU.
 
-    Masks are for the memory-efficient kernel. The limits are those that torch 2.11 states: flash attention from compute capability 8
-    on and for heads up to 256, cuDNN for heads up to 128 and more than one key, the memory-efficient kernel without bfloat16 before
+    Masks are for the memory-efficient kernel. The limits are those that torch 2.11 states: flash attention from compute
+    capability 8 on and for heads up to 256, cuDNN for heads up to 128 and more than one key, the memory-efficient
+    kernel without bfloat16 before
     8. All want 16-byte rows.
     Raises UnsupportedError where there is none.
     """
@@ -44,14 +47,16 @@ def choose_kernel(dtype, head_size, num_keys, capability=None, has_cudnn=False, 
         return Kernel("efficient", dtype, 8)
     if dtype in (torch.float32, torch.bfloat16):
         return Kernel("efficient", torch.float32, 4)
-    raise UnsupportedError(f"Ring attention on CUDA takes float16, bfloat16 and float32, and this model computes in {dtype}. "
-                           f"Use ulysses_degree instead of ring_degree, or another weight_dtype.")
+    raise UnsupportedError(f"Ring attention on CUDA takes float16, bfloat16 and float32, and this model computes in "
+                           f"{dtype}. Use ulysses_degree instead of ring_degree, or another weight_dtype.")
 
 
 # (q, k, v, bias or None, scale) -> output, log-sum-exp
 OPERATORS = {
-    "cpu": lambda q, k, v, bias, scale: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale),
-    "cudnn": lambda q, k, v, bias, scale: aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, scale=scale)[:2],
+    "cpu": lambda q, k, v, bias, scale:
+    aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale),
+    "cudnn": lambda q, k, v, bias, scale:
+    aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, scale=scale)[:2],
     "flash": lambda q, k, v, bias, scale: aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[:2],
     "efficient": lambda q, k, v, bias, scale: aten._scaled_dot_product_efficient_attention(
         q, k, v, _aligned(bias, q), True, scale=scale)[:2],
@@ -61,8 +66,8 @@ OPERATORS = {
 def attention_with_lse(q_BNTH, k_BNTH, v_BNTH, scale=None, mask=None):
     """Softmax attention; returns (out, lse). mask: (B, 1, 1, T) bool, which keys may be attended to.
 
-    out: like q. lse: (B, N, T, 1), float32, or float64 where the operator gives it, which is on CPUs. Where all keys are masked,
-    out is a mean of values and lse so low that a merge leaves it out.
+    out: like q. lse: (B, N, T, 1), float32, or float64 where the operator gives it, which is on CPUs. Where all keys
+    are masked, out is a mean of values and lse so low that a merge leaves it out.
     """
     capability = torch.cuda.get_device_capability(q_BNTH.device) if q_BNTH.is_cuda else None
     has_cudnn = capability is not None and torch.version.hip is None and torch.backends.cudnn.is_available()
@@ -95,7 +100,8 @@ def merge_attention(out, lse, block_out, block_lse):
     """Combine attention over two disjoint sets of keys, as if computed over their union.
 
     Ring Attention (Liu et al. 2023, arXiv 2310.01889), section 3; in log-sum-exp form, so that nothing overflows.
-    out, block_out: (B, N, T, H). lse, block_lse: (B, N, T, 1). Accumulate in float32 or better: block_out may have fewer bits.
+    out, block_out: (B, N, T, H). lse, block_lse: (B, N, T, 1). Accumulate in float32 or better: block_out may have
+    fewer bits.
     """
     out = torch.lerp(out, block_out.to(out.dtype), torch.sigmoid(block_lse - lse))
     return out, lse - F.logsigmoid(lse - block_lse)

@@ -14,17 +14,19 @@ SHORT_S = 2e-4                 # a wait that is not worth telling
 
 
 class Traffic:
-    """Exchanges that this rank has begun with others, bytes it has sent in them, when it waited for them, and whether it does now.
+    """Exchanges that this rank has begun with others, bytes it has sent in them, when it waited for them, and whether
+    it does now.
 
-    waits: [(start, end)] of this process, by time.perf_counter. Over gloo they are what an exchange takes; NCCL has the device wait, and
-    not the process.
+    waits: [(start, end)] of this process, by time.perf_counter. Over gloo they are what an exchange takes; NCCL has the
+    device wait, and not the process.
     """
 
     def __init__(self):
         self.num_exchanges = self.sent_bytes = 0
         self.waits = []
         self._num_begun = self._num_passed = 0                 # waits of this process
-        self._on_device = collections.deque()                  # waits of its device that may not be over: (event before, event after)
+        # waits of its device that may not be over: (event before, event after)
+        self._on_device = collections.deque()
 
     def count(self, num_elements, tensor):
         """One exchange, in which this rank sends so many elements of this tensor's dtype. Called before it begins."""
@@ -33,7 +35,8 @@ class Traffic:
 
     @contextmanager
     def waiting(self, tensor, told=True):
-        """This process, or its device, waits for other ranks under this. tensor: of the exchange, where it is. told: in `waits`."""
+        """This process, or its device, waits for other ranks under this. tensor: of the exchange, where it is.
+        told: in `waits`."""
         start, on_device = time.perf_counter(), tensor.is_cuda
         if on_device:
             before, after = torch.cuda.Event(), torch.cuda.Event()
@@ -58,14 +61,15 @@ class Traffic:
             self._on_device.popleft()
             self._num_passed += 1
             self._num_begun += 1
-        return self._num_passed, self._num_begun > self._num_passed or (bool(self._on_device) and self._on_device[0][0].query())
+        return self._num_passed, self._num_begun > self._num_passed or (
+            bool(self._on_device) and self._on_device[0][0].query())
 
 
 def all_to_all(pieces, receive_shapes, group, traffic, joined=None):
     """Send pieces[j] to rank j of the group; return what each rank sent here, shaped receive_shapes[j].
 
-    Pieces may differ in size. joined: one contiguous tensor that they follow one another in, where there is one. Everything travels in one
-    exchange.
+    Pieces may differ in size. joined: one contiguous tensor that they follow one another in, where there is one.
+    Everything travels in one exchange.
     """
     return start_all_to_all(pieces, receive_shapes, group, traffic, joined)()
 
@@ -78,7 +82,8 @@ def start_all_to_all(pieces, receive_shapes, group, traffic, joined=None):
     receive_sizes = [torch.Size(shape).numel() for shape in receive_shapes]
     receive = send.new_empty(sum(receive_sizes))
     traffic.count(send.numel() - pieces[rank].numel(), send)
-    work = dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group, async_op=True)
+    work = dist.all_to_all_single(receive, send, receive_sizes, [piece.numel() for piece in pieces], group=group,
+                                  async_op=True)
 
     def wait(sent=send):                       # gloo needs what is sent to live until then
         with traffic.waiting(receive):
@@ -108,11 +113,13 @@ def all_gather(local, sizes, dim, group, traffic):
 def start_all_gather(rows, rank, group, traffic):
     """Every rank's row, in the background, to where it stays: returns a function that waits for them.
 
-    rows: (ranks, ...), contiguous, of which this rank's is there already. gloo's own all-gather would copy all rows twice more.
+    rows: (ranks, ...), contiguous, of which this rank's is there already. gloo's own all-gather would copy all rows
+    twice more.
     """
     traffic.count(rows[rank].numel() * (len(rows) - 1), rows)
     if dist.get_backend(group) == "gloo":
-        works = [dist.broadcast(row, dist.get_global_rank(group, index), group=group, async_op=True) for index, row in enumerate(rows)]
+        works = [dist.broadcast(row, dist.get_global_rank(group, index), group=group, async_op=True)
+                 for index, row in enumerate(rows)]
     else:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         works = [gather(rows.view(-1), rows[rank].view(-1), group=group, async_op=True)]
@@ -125,7 +132,8 @@ def start_all_gather(rows, rank, group, traffic):
 
 
 def all_reduce(tensors, group, traffic):
-    """The sums of these tensors over the ranks, in one exchange: [tensor], each in the place of its own where there is one only.
+    """The sums of these tensors over the ranks, in one exchange: [tensor], each in the place of its own where there is
+    one only.
 
     A ring sends each of a rank's P parts 2 (P - 1) times (Patarasuk and Yuan 2009), which is what is counted.
     """

@@ -1,6 +1,7 @@
 """What the ranks of a group tell each other of every layer: at once, or for the next call, while this one computes on.
 
-The part of DistriFusion (arXiv 2402.19481) that communicates; displaced.py says what is told. docs/algorithms.md section 9.
+The part of DistriFusion (arXiv 2402.19481) that communicates; displaced.py says what is told. docs/algorithms.md
+section 9.
 """
 
 from contextlib import contextmanager
@@ -11,12 +12,14 @@ import torch
 from ..partition import slot_bytes
 from .collectives import Traffic, all_gather, on_wire, start_all_gather
 
-BUCKET_BYTES = 2 ** 21         # that travel together: fewer, larger messages cost less, and the first should leave early
+# that travel together: fewer, larger messages cost less, and the first should leave early
+BUCKET_BYTES = 2 ** 21
 MAX_STRIDE = 2.0               # a step is forecast as at most so many times as long as the one before it
 
 
 def forecast_weight(strength, time, last, before):
-    """The weight w with which x_before + w (x_last - x_before) is the forecast for `time`, by what was at the other two times."""
+    """The weight w with which x_before + w (x_last - x_before) is the forecast for `time`,
+    by what was at the other two times."""
     return 1.0 + strength * min(max((time - last) / (last - before), -1.0), MAX_STRIDE)
 
 
@@ -29,16 +32,18 @@ class Slot:
 
 
 class Exchange:
-    """What the ranks last told each other, layer by layer, for the calls of one conditioning. Dropped with it, after drain().
+    """What the ranks last told each other, layer by layer, for the calls of one conditioning. Dropped with it, after
+    drain().
 
-    Each call of the model is synchronous (everything told is used at once) or stale (what the last call told is used, and what this one
-    tells arrives for the next). share() is called for the same layers, in the same order, in every call and on every rank.
-    Consecutive layers lie in buckets, (ranks, bytes): as soon as the layers of one have run, its own row goes to all other ranks
-    in one all-gather, which is waited for where the next call comes to it. Buckets stay where they are in memory.
+    Each call of the model is synchronous (everything told is used at once) or stale (what the last call told is used,
+    and what this one tells arrives for the next). share() is called for the same layers, in the same order, in every
+    call and on every rank. Consecutive layers lie in buckets, (ranks, bytes): as soon as the layers of one have run,
+    its own row goes to all other ranks in one all-gather, which is waited for where the next call comes to it. Buckets
+    stay where they are in memory.
 
-    forecast: how far what drifts goes on as it went between the last two calls, docs/algorithms.md section 2.9. A bucket then has two
-    sides, of the last call and of the one before, which change places: layer by layer the older is overwritten with what both lead to,
-    and read; when the bucket's layers have run, what this call tells arrives there.
+    forecast: how far what drifts goes on as it went between the last two calls, docs/algorithms.md section 2.9. A
+    bucket then has two sides, of the last call and of the one before, which change places: layer by layer the older is
+    overwritten with what both lead to, and read; when the bucket's layers have run, what this call tells arrives there.
     """
 
     def __init__(self, group, num_ranks, rank, bucket_bytes=BUCKET_BYTES, forecast=0.0):
@@ -50,7 +55,8 @@ class Exchange:
         self._bucket_bytes = bucket_bytes
         self._slots, self._buckets, self._works = {}, [], {}   # of a bucket: its sides
         self._last, self._next = 0, 0          # which side is of the last call, and which is for the call at hand
-        self._times, self._weight = (), 1.0    # of the last two calls that were kept; of the forecast of the call at hand
+        # of the last two calls that were kept; of the forecast of the call at hand
+        self._times, self._weight = (), 1.0
         self._told = None                      # layer -> what a first call has told, until there are buckets
         self._leaving = []                     # [(Slot, tensor)] of the bucket at hand
         self._publishes, self._traffic = True, Traffic()
@@ -75,8 +81,8 @@ class Exchange:
 
     @contextmanager
     def call(self, traffic, is_stale, keeps=True, norms="corrected", time=0.0):
-        """One call of the model runs under this. keeps: what it tells is for the next call, too. norms: of displaced_modes.Mode. time: what
-        the model is told of its noise; calls at one time overwrite each other.
+        """One call of the model runs under this. keeps: what it tells is for the next call, too. norms: of
+        displaced_modes.Mode. time: what the model is told of its noise; calls at one time overwrite each other.
 
         A stale call that keeps nothing leaves what the last one that did has told.
         """
@@ -96,11 +102,12 @@ class Exchange:
             self._told, self._leaving = None, []
 
     def share(self, key, fresh, shapes, drifts=False):
-        """Every rank's tensor of a layer, by rank: of this call if it is synchronous, else of the last one, this rank's too.
+        """Every rank's tensor of a layer, by rank: of this call if it is synchronous, else of the last one, this rank's
+        too.
 
-        fresh: this rank's, of shapes[rank]; or several tensors, for one that is them stacked. Nobody may change it in this call. drifts:
-        of a stale call, the others' are to be forecast, where the exchange does that; this rank's is then of no call. What is returned is
-        good until the next share.
+        fresh: this rank's, of shapes[rank]; or several tensors, for one that is them stacked. Nobody may change it in
+        this call. drifts: of a stale call, the others' are to be forecast, where the exchange does that; this rank's is
+        then of no call. What is returned is good until the next share.
         """
         if not self.is_stale:
             return self._share_now(key, torch.stack(fresh) if isinstance(fresh, tuple) else fresh, shapes)
@@ -108,7 +115,8 @@ class Exchange:
         if self._leaving and self._leaving[0][0].bucket != slot.bucket:
             self._leave()
         self._wait(slot.bucket)
-        if self._publishes:                                    # later: what the own row has of the last call may still be read
+        # later: what the own row has of the last call may still be read
+        if self._publishes:
             self._leaving.append((slot, fresh))
         known = slot.sides[self._last]
         if not drifts or self._weight == 1.0:
@@ -120,7 +128,8 @@ class Exchange:
         return list(foretold)
 
     def alike(self, key):
-        """{layer: every rank's tensor, of the last call} of all layers in the same bucket whose tensors have the same shape."""
+        """{layer: every rank's tensor, of the last call} of all layers in the same bucket whose tensors have the same
+        shape."""
         slot = self._slots[key]
         return {other: place.sides[self._last] for other, place in self._slots.items()
                 if place.bucket == slot.bucket and place.sides[0][0].shape == slot.sides[0][0].shape}
@@ -174,14 +183,17 @@ class Exchange:
                 bucket.copy_(arriving)
 
     def _lay_out(self, told):
-        """Make buckets of what a first call has told, and let go of that as they are made: of all of it, there is room for one."""
+        """Make buckets of what a first call has told, and let go of that as they are made:
+        of all of it, there is room for one."""
         slots, buckets = {}, []
-        for index, keys in enumerate(fill_buckets({key: rows.shape[1] for key, (rows, _, _) in told.items()}, self._bucket_bytes)):
+        for index, keys in enumerate(fill_buckets({key: rows.shape[1] for key, (rows, _, _) in told.items()},
+                                                  self._bucket_bytes)):
             bucket, start = told[keys[0]][0] if len(keys) == 1 else torch.cat([told[key][0] for key in keys], 1), 0
             sides = (bucket, torch.empty_like(bucket)) if self._forecast else (bucket,)
             for key in keys:
                 rows, shapes, dtype = told.pop(key)
-                slots[key] = Slot(index, tuple(tuple(_as_tensor(row[start:], shape, dtype) for row, shape in zip(side, shapes))
+                slots[key] = Slot(index, tuple(tuple(_as_tensor(row[start:], shape, dtype)
+                                                     for row, shape in zip(side, shapes))
                                                for side in sides))
                 start += rows.shape[1]
             buckets.append(sides)

@@ -1,7 +1,8 @@
 """Process groups of a layout: which ranks work together along each axis. Used by the engine on every rank.
 
-Axis order, slowest first: data, cfg, pipefusion, displaced, ring, ulysses, tensor; so that who talks most has neighbours. A rank is
-tensor + tensor_degree * (ulysses + ulysses_degree * (ring + ring_degree * (displaced + ... ))), and so on.
+Axis order, slowest first: data, cfg, pipefusion, displaced, ring, ulysses, tensor; so that who talks most has
+neighbours. A rank is tensor + tensor_degree * (ulysses + ulysses_degree * (ring + ring_degree * (displaced + ... ))),
+and so on.
 """
 
 import dataclasses
@@ -54,17 +55,20 @@ class Mesh:
 def paced(mesh, speeds):
     """The mesh of ranks that differ in speed. speeds: of each rank of the world, relative whole numbers; (): alike.
 
-    Images are dealt out by the speed of the ranks that share one, tokens by that of each sequence rank, heads by that of each Ulysses
-    rank. Who holds the same tokens or keys in other stages, or in whole steps, has to have as many: so a sequence rank is as fast as the
-    slowest that has its place in a stage, and a Ulysses rank as all that have its place together. All ranks find the same.
+    Images are dealt out by the speed of the ranks that share one, tokens by that of each sequence rank, heads by that
+    of each Ulysses rank. Who holds the same tokens or keys in other stages, or in whole steps, has to have as many: so
+    a sequence rank is as fast as the slowest that has its place in a stage, and a Ulysses rank as all that have its
+    place together. All ranks find the same.
     """
     if not speeds or len(set(speeds)) == 1:
         return mesh
     data, cfg, pipefusion, displaced, ring, ulysses, tensor = (mesh.degrees[axis] for axis in AXES)
-    every = torch.tensor(speeds, dtype=torch.int64).view(data, cfg, pipefusion, displaced * ring, ulysses, tensor).amin(-1)
+    every = torch.tensor(speeds, dtype=torch.int64).view(data, cfg, pipefusion, displaced * ring, ulysses,
+                                                         tensor).amin(-1)
     of_images = every.sum((2, 3, 4)).amin(1)
     own = every[mesh.ranks["data"], mesh.ranks["cfg"]]
-    return dataclasses.replace(mesh, data_speeds=tuple(of_images.tolist()), sequence_speeds=tuple(own.amin(0).flatten().tolist()),
+    return dataclasses.replace(mesh, data_speeds=tuple(of_images.tolist()),
+                               sequence_speeds=tuple(own.amin(0).flatten().tolist()),
                                ulysses_speeds=tuple(own.sum((0, 1)).tolist()))
 
 
@@ -72,9 +76,11 @@ SINGLE = Mesh(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0))
 
 
 def backend_for(devices, has_nccl):
-    """Which of torch's backends joins workers on these devices: NCCL where each has a CUDA device of its own, else gloo.
+    """Which of torch's backends joins workers on these devices: NCCL where each has a CUDA device of its own, else
+    gloo.
 
-    NCCL refuses two ranks on a device. One rank alone has nobody to talk to. gloo takes CUDA tensors through host memory.
+    NCCL refuses two ranks on a device. One rank alone has nobody to talk to. gloo takes CUDA tensors through host
+    memory.
     """
     apart = len(set(devices)) == len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
     return "nccl" if apart and has_nccl else "gloo"
@@ -86,15 +92,17 @@ def wait_timeout_s():
 
 
 def group_timeout():
-    """The time-out that every group is made with, since torch's own for NCCL is ten minutes, for each group that is not told."""
+    """The time-out that every group is made with, since torch's own for NCCL is ten minutes,
+    for each group that is not told."""
     return datetime.timedelta(seconds=max(LEAST_GROUP_TIMEOUT_S, wait_timeout_s()))
 
 
 def group_options(backend, max_ctas=None):
     """NCCL's options of a group; None for other backends. max_ctas: where torch has the setting.
 
-    Streams of high priority: kernels of the model fill the device, and an exchange that is to be hidden behind them waits for a place.
-    A group of all ranks serves whatever axis has them all, so every group has such a stream; what is waited for at once loses nothing.
+    Streams of high priority: kernels of the model fill the device, and an exchange that is to be hidden behind them
+    waits for a place. A group of all ranks serves whatever axis has them all, so every group has such a stream; what is
+    waited for at once loses nothing.
     """
     if backend != "nccl":
         return None
@@ -108,14 +116,15 @@ def group_options(backend, max_ctas=None):
 def build_mesh(layout, world_size):
     """Make the process groups of a layout. A collective: every rank of the world calls it, in the same order.
 
-    Groups of one rank are not made, nor a second one of the same ranks; the pairs of neighbouring stages have their own. Raises
-    ConfigError when the degrees are not those of this world.
+    Groups of one rank are not made, nor a second one of the same ranks; the pairs of neighbouring stages have their
+    own. Raises ConfigError when the degrees are not those of this world.
     """
     degrees = {axis: getattr(layout, f"{axis}_degree") for axis in AXES}
     if math.prod(degrees.values()) != world_size:
         text = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "all degrees 1"
-        raise ConfigError(f"The layout ({text}) is for {math.prod(degrees.values())} workers, and this group has {world_size}. "
-                          f"Use degrees whose product is {world_size}, or start a group on as many devices as the layout needs.")
+        raise ConfigError(f"The layout ({text}) is for {math.prod(degrees.values())} workers, and this group has "
+                          f"{world_size}. Use degrees whose product is {world_size}, or start a group on as many "
+                          f"devices as the layout needs.")
     if world_size == 1:
         return SINGLE
     places = torch.arange(world_size).view(*degrees.values())
@@ -131,7 +140,8 @@ def build_mesh(layout, world_size):
         own = None
         for members in _lines(places, axes, size):
             if members not in known:
-                known[members] = dist.new_group(members, timeout=group_timeout(), pg_options=group_options(dist.get_backend()))
+                known[members] = dist.new_group(members, timeout=group_timeout(),
+                                                pg_options=group_options(dist.get_backend()))
             own = known[members] if rank in members else own
         return own
 

@@ -10,12 +10,13 @@ CHANNEL_EPS = 1e-12            # CUDA gives inverse deviations, and 0 for that o
 def group_norm_rows(x, num_groups, weight, bias, eps, split):
     """torch's group norm with the statistics of the whole image. Every rank of the split calls it.
 
-    x: (B, C, ...), this rank's rows in any order. Statistics are float32, or float64 if x is. On CPUs a few groups at a time, so
-    that the wider copies are of these groups and not of the image. The ranks exchange them once.
+    x: (B, C, ...), this rank's rows in any order. Statistics are float32, or float64 if x is. On CPUs a few groups at a
+    time, so that the wider copies are of these groups and not of the image. The ranks exchange them once.
     """
     batch, channels = x.shape[0], x.shape[1] // num_groups     # of a group
     moments_BG = split.moments(*own_moments(x, num_groups))
-    # torch's batch norm with known moments does the rest in one pass, if every channel of every image is a channel of its own.
+    # torch's batch norm with known moments does the rest in one pass, if every channel of every image is a channel of
+    # its own.
     mean, variance = (moment.flatten().repeat_interleave(channels) for moment in moments_BG)
     weight, bias = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
     if batch > 1:
@@ -25,7 +26,8 @@ def group_norm_rows(x, num_groups, weight, bias, eps, split):
 
 
 def own_moments(x, num_groups):
-    """Mean and biased variance of each group over this rank's rows, (B, G), float32 or float64. Zeros where there are no rows."""
+    """Mean and biased variance of each group over this rank's rows, (B, G), float32 or float64.
+    Zeros where there are no rows."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.numel() == 0:
         return x.new_zeros(x.shape[0], num_groups, dtype=dtype), x.new_zeros(x.shape[0], num_groups, dtype=dtype)
@@ -53,8 +55,8 @@ def _moments(x, channels):
 def moments_of_channels(mean, variance, batch, num_groups):
     """Mean and variance of groups of channels, (B, G), from each channel's own, (B * C,).
 
-    CUDA finds those of all channels in one kernel without a wider copy, and one block of threads for each; the group norm's own
-    kernel would have one block for a group, which is too few for the device.
+    CUDA finds those of all channels in one kernel without a wider copy, and one block of threads for each; the group
+    norm's own kernel would have one block for a group, which is too few for the device.
     """
     mean_BGC, variance_BGC = (each.view(batch, num_groups, -1) for each in (mean, variance))
     mean_BG1 = mean_BGC.mean(2, keepdim=True)

@@ -1,9 +1,10 @@
-"""torch's convolution, norm and attention of a whole image, for the rows that one rank holds. Used by vae, displaced and hooks/unet.
+"""torch's convolution, norm and attention of a whole image, for the rows that one rank holds. Used by vae, displaced
+and hooks/unet.
 
 A split says which rows those are, and where the others come from.
 
-A split is along rows (dim -2), columns (dim -1) or, where there are no norms and no attention, frames (dim -3). "Row" stands
-for each of them here: a column is a row of a split along columns. Images are (B, C, H, W) or (B, C, F, H, W).
+A split is along rows (dim -2), columns (dim -1) or, where there are no norms and no attention, frames (dim -3). "Row"
+stands for each of them here: a column is a row of a split along columns. Images are (B, C, H, W) or (B, C, F, H, W).
 """
 
 # B batch, C channels, F frames, H rows, W columns, N heads, T tokens (rows x columns), G groups of a norm
@@ -65,7 +66,8 @@ class RowSplit:
         return -2 if self.dim == -1 else -1
 
     def shares(self, like):
-        """Each rank's part of the rows, (ranks,), of the dtype and device of a tensor. Kept, since CUDA waits for such a copy."""
+        """Each rank's part of the rows, (ranks,), of the dtype and device of a tensor.
+        Kept, since CUDA waits for such a copy."""
         key = like.dtype, like.device
         if key not in self._shares:
             self._shares[key] = like.new_tensor([size / self.num_rows for size in self.sizes])
@@ -116,10 +118,10 @@ def input_rows(first, end, num_rows, kernel, stride, padding):
 def conv_rows(x, weight, bias, stride, padding, dilation, groups, split, edges=None, block_size=None):
     """torch's conv2d or conv3d of the whole image, for the output rows of this rank. Every rank of the split calls it.
 
-    x: this rank's rows. stride, padding and dilation: a number for each of the image's dims. edges: the Padding along the
-    split, where it is not the zeros that `padding` says. block_size: what of the output is computed at once, so that halos
-    and padding are never copied for more than that: a number of rows of the split, or (rows, columns) of the image; None
-    computes all. Ranks hold the output as output_starts says. Raises UnsupportedError for a dilated kernel.
+    x: this rank's rows. stride, padding and dilation: a number for each of the image's dims. edges: the Padding along
+    the split, where it is not the zeros that `padding` says. block_size: what of the output is computed at once, so
+    that halos and padding are never copied for more than that: a number of rows of the split, or (rows, columns) of the
+    image; None computes all. Ranks hold the output as output_starts says. Raises UnsupportedError for a dilated kernel.
     """
     dim, other = split.dim, split.other_dim
     assert x.shape[dim] == split.size, f"{x.shape[dim]} rows, the split says {split.size}"
@@ -136,7 +138,8 @@ def conv_rows(x, weight, bias, stride, padding, dilation, groups, split, edges=N
     kept = list(padding)                                       # what the convolution itself pads
 
     if block_size is None and _is_centered(*along) and split.size > 2 * along[2].before:
-        # While rows are borrowed, convolve this rank's as if they were the image. Where they are not, the edge is wrong.
+        # While rows are borrowed, convolve this rank's as if they were the image. Where they are not, the edge is
+        # wrong.
         kept[dim] = along[2].before
         out = convolve(x, weight, bias, stride, tuple(kept), dilation, groups)
         tiles = [(rows, (0, num_across)) for rows in _edges(first, end, out_starts[-1], along[2])]
@@ -193,7 +196,8 @@ def _edges(first, end, num_outputs, padding):
 
 
 def _tiles(first, end, num_across, dim, block_size):
-    """The pieces in which outputs first ... end - 1 are computed: pairs of (first, end), along the split and across it."""
+    """The pieces in which outputs first ... end - 1 are computed:
+    pairs of (first, end), along the split and across it."""
     if block_size is None:
         return [((first, end), (0, num_across))]
     if isinstance(block_size, int):
@@ -224,7 +228,8 @@ def pad_argument(num_dims, pairs):
 
 def _no_rows(x, weight, stride, padding, num_across, dim, other):
     """What a convolution gives to a rank without output rows."""
-    frames = [num_outputs(x.shape[2], weight.shape[2], stride[0], Padding(padding[0], padding[0]))] if x.dim() == 5 else []
+    frames = ([num_outputs(x.shape[2], weight.shape[2], stride[0], Padding(padding[0], padding[0]))] if x.dim() == 5
+              else [])
     shape = [x.shape[0], weight.shape[0], *frames, 0, 0]
     shape[other] = num_across
     return x.new_empty(shape)
@@ -233,8 +238,8 @@ def _no_rows(x, weight, stride, padding, num_across, dim, other):
 def start_borrowing(x, wanted, split):
     """Fetch the rows wanted[rank] = (first, end) that other ranks hold, in the background.
 
-    Returns a function that waits for them and returns one tensor for each rank of the group. The plan tells every rank what
-    all others want, however many ranks away, so that one exchange does it.
+    Returns a function that waits for them and returns one tensor for each rank of the group. The plan tells every rank
+    what all others want, however many ranks away, so that one exchange does it.
     """
     held = list(zip(split.starts, split.starts[1:]))
     nothing = x.narrow(split.dim, 0, 0)
@@ -259,8 +264,8 @@ def overlap(first, end, other_first, other_end):
 def attention_rows(query_BNTH, key_BNTH, value_BNTH, sizes, split, **options):
     """Attention of this rank's tokens to the tokens of all ranks, which hold `sizes` of them. Every rank calls it.
 
-    Where columns are split the keys come in another order than the image's, which attention does not notice. options: of torch's
-    attention.
+    Where columns are split the keys come in another order than the image's, which attention does not notice. options:
+    of torch's attention.
     """
     assert query_BNTH.shape[-2] == sizes[split.rank], f"{query_BNTH.shape[-2]} tokens, the split says {sizes}"
     key_BNTH, value_BNTH = all_tokens(torch.stack([key_BNTH, value_BNTH]), sizes, split)
@@ -272,10 +277,12 @@ def all_tokens(tensor, sizes, split):
 
 
 def linear_attention_rows(query_BNHT, key_BNHT, value_BNHT, eps, split):
-    """Linear attention (Katharopoulos et al. 2020, equation 5) of this rank's tokens to all ranks'. Every rank calls it.
+    """Linear attention (Katharopoulos et al. 2020, equation 5) of this rank's tokens to all ranks'. Every rank calls
+    it.
 
     A token's result is its query times the sum over all tokens of value times key, and the sum of keys below the line:
-    the ranks add up these sums, (B, N, H + 1, H) float32, however many tokens there are. Queries and keys are not negative.
+    the ranks add up these sums, (B, N, H + 1, H) float32, however many tokens there are. Queries and keys are not
+    negative.
     """
     query, key, value = (tensor.to(torch.float32) for tensor in (query_BNHT, key_BNHT, value_BNHT))
     sums_BNHH = pad(value, (0, 0, 0, 1), value=1) @ key.transpose(-1, -2)

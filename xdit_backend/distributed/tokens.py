@@ -11,10 +11,10 @@ from ..partition import shard_sizes
 class Tokens:
     """The tokens of one forward, by stream, and this rank's shard of each.
 
-    Every stream is cut into one contiguous shard a sequence rank, by the ranks' speeds; where they are alike, shards differ by one
-    token at most, or those of the image by one row of `row` tokens. "image" is the latent's stream, of which each rank has some;
-    others take part in self-attention beside it. left_out: tokens that the model's forward holds as well, which the blocks do not get,
-    since an earlier patch has brought them.
+    Every stream is cut into one contiguous shard a sequence rank, by the ranks' speeds; where they are alike, shards
+    differ by one token at most, or those of the image by one row of `row` tokens. "image" is the latent's stream, of
+    which each rank has some; others take part in self-attention beside it. left_out: tokens that the model's forward
+    holds as well, which the blocks do not get, since an earlier patch has brought them.
     """
 
     counts: dict[str, int]                 # stream -> number of tokens in all
@@ -52,10 +52,12 @@ class Tokens:
     def pieces(self, streams):
         """[(stream, first token, number of tokens)], in the order in which tokens gathered from all ranks stand."""
         sizes = {stream: self.shards(stream) for stream in streams}
-        return [(stream, sum(sizes[stream][:shard]), sizes[stream][shard]) for shard in range(self.num_shards) for stream in streams]
+        return [(stream, sum(sizes[stream][:shard]), sizes[stream][shard]) for shard in range(self.num_shards)
+                for stream in streams]
 
     def take(self, tensor, dim, streams):
-        """Cut this rank's tokens out of a tensor that holds all tokens of the streams, one after the other, at `dim`."""
+        """Cut this rank's tokens out of a tensor that holds all tokens of the streams, one after the other,
+        at `dim`."""
         lengths = [self.held(stream) for stream in streams]
         assert sum(lengths) == tensor.shape[dim], f"{streams} are {lengths} tokens, the tensor has {tensor.shape[dim]}"
         if self.num_shards == 1 and not any(self.left_out.get(stream) for stream in streams):

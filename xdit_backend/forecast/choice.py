@@ -20,7 +20,8 @@ ROOM = 0.95                    # of a device's memory that a run may take
 class Machine:
     """The devices of a worker group, in the order of its ranks, and the links between them.
 
-    alone: times as fast as beside the others that the first device is while they rest; CPU workers share what a machine has.
+    alone: times as fast as beside the others that the first device is while they rest; CPU workers share what a machine
+    has.
     """
 
     devices: tuple[Device, ...]
@@ -65,10 +66,11 @@ class Forecast:
 
 
 def forecast(net, job, degrees, machine, **memory):
-    """The Forecast of one layout of the machine's first devices, as many as it needs. memory: rank_memory's further arguments.
+    """The Forecast of one layout of the machine's first devices, as many as it needs. memory: rank_memory's further
+    arguments.
 
-    Tokens, blocks and images are shared out by speed; else all wait for the slowest device that works. A rank that has no image of the
-    batch rests.
+    Tokens, blocks and images are shared out by speed; else all wait for the slowest device that works. A rank that has
+    no image of the batch rests.
     """
     group = busiest(net, job, degrees, machine)
     device, worth = group.device, group.worth
@@ -81,9 +83,11 @@ def forecast(net, job, degrees, machine, **memory):
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that share images, as the forecast sees them: all wait for the busiest. device: as fast as each of its ranks is on average.
+    """Ranks that share images, as the forecast sees them: all wait for the busiest. device: as fast as each of its
+    ranks is on average.
 
-    worth: of how many such devices its stages are; 0: of as many as there are. working: devices that have something to do, in all groups.
+    worth: of how many such devices its stages are; 0: of as many as there are. working: devices that have something to
+    do, in all groups.
     memory_bytes: of the smallest device of each stage.
     """
 
@@ -100,12 +104,14 @@ def busiest(net, job, degrees, machine):
     if machine.is_uniform:
         device, images = machine.devices[0], math.ceil(job.images / degrees.data)
         return Group(device, 0.0, images, of_replica * min(degrees.data, job.images), (device.memory_bytes,) * stages)
-    used, told = machine.devices[:degrees.devices], speeds_of(machine.devices[:degrees.devices]) or (1,) * degrees.devices
+    used, told = machine.devices[:degrees.devices], speeds_of(machine.devices[:degrees.devices]) or (
+        1,) * degrees.devices
     speeds = [1 / a_block_s(net, job, device) for device in used]
     sequence = of_replica // degrees.cfg // stages // tensor
 
     def of_ranks(values, first):
-        """[[of each sequence rank] of each stage] of the branch that begins at rank `first`: the least of its tensor ranks'."""
+        """[[of each sequence rank] of each stage] of the branch that begins at rank `first`:
+        the least of its tensor ranks'."""
         return [[min(values[start:start + tensor]) for start in range(first + stage * sequence * tensor,
                                                                        first + (stage + 1) * sequence * tensor, tensor)]
                 for stage in range(stages)]
@@ -113,7 +119,8 @@ def busiest(net, job, degrees, machine):
     def branch(first):
         """(speed of its slowest stage, of all stages, the told one) of one branch's ranks."""
         shares = [min(each) for each in zip(*of_ranks(told, first))]
-        each = [min(speed * sum(shares) / sequence / share for speed, share in zip(stage, shares)) for stage in of_ranks(speeds, first)]
+        each = [min(speed * sum(shares) / sequence / share for speed, share in zip(stage, shares))
+                for stage in of_ranks(speeds, first)]
         return min(each), sum(each), sum(map(sum, of_ranks(told, first)))
 
     replicas = [min(branch(first) for first in range(start, start + of_replica, of_replica // degrees.cfg))
@@ -126,12 +133,14 @@ def busiest(net, job, degrees, machine):
     device = used[near] if speeds[near] == slowest else used[near].slower(speeds[near] / slowest)
     working = [rank for rank in range(degrees.devices) if images[rank // of_replica]]
     of_stage = of_replica // degrees.cfg // stages
-    smallest = tuple(min(used[rank].memory_bytes for rank in working if rank // of_stage % stages == stage) for stage in range(stages))
+    smallest = tuple(min(used[rank].memory_bytes for rank in working if rank // of_stage % stages == stage)
+                     for stage in range(stages))
     return Group(device, together / slowest if stages > 1 else 0.0, images[last], len(working), smallest)
 
 
 def has_room(net, degrees, needed, memory_bytes):
-    """Does a run fit on stages with so much memory? Blocks, and their keys and values, go where there is room for them."""
+    """Does a run fit on stages with so much memory? Blocks, and their keys and values,
+    go where there is room for them."""
     beside = needed.activations + net.outside_bytes
     if degrees.pipefusion == 1 or degrees.warmup_by_sequence:
         return needed.total <= ROOM * min(memory_bytes)
@@ -140,7 +149,8 @@ def has_room(net, degrees, needed, memory_bytes):
 
 
 def speeds_of(devices):
-    """What the workers are told of how fast each device is, beside the fastest's 100: its rate of matrix multiplication. (): alike."""
+    """What the workers are told of how fast each device is, beside the fastest's 100:
+    its rate of matrix multiplication. (): alike."""
     rates = [device.matrix_flops_s for device in devices]
     return () if max(rates) <= ALIKE * min(rates) else tuple(max(1, round(100 * rate / max(rates))) for rate in rates)
 
@@ -165,15 +175,17 @@ def forecasts(net, job, machine, some=None, **memory):
 
 
 def choose(ordered, alike=True):
-    """Of forecasts(...), which layout to take: the fastest that fits. Of those nearly as fast, an exact one; of these one device alone,
-    where it is among them, else that with least memory. Devices that are alike first share out the branches of guidance: that sends least.
+    """Of forecasts(...), which layout to take: the fastest that fits. Of those nearly as fast, an exact one; of these
+    one device alone, where it is among them, else that with least memory. Devices that are alike first share out the
+    branches of guidance: that sends least.
     """
     fitting = [one for one in ordered if one.fits] or ordered
     near = [one for one in fitting if one.seconds <= WORTH * fitting[0].seconds]
     if alike and not any(one.working == 1 for one in near):
         by_branches = [one for one in fitting if one.degrees.cfg > 1 and one.is_exact >= fitting[0].is_exact]
         near = [one for one in by_branches if one.seconds <= WORTH * by_branches[0].seconds] or near
-    return min(near, key=lambda one: (not one.is_exact, one.working > 1, one.memory.total if one.is_exact else one.seconds))
+    return min(near, key=lambda one: (not one.is_exact, one.working > 1,
+                                      one.memory.total if one.is_exact else one.seconds))
 
 
 def is_worth_it(chosen, one):
@@ -182,7 +194,8 @@ def is_worth_it(chosen, one):
 
 
 def further_candidates(net, job, machine):
-    """Layouts by tensor parallelism and by DistriFusion, which auto takes none of, where their collectives were measured."""
+    """Layouts by tensor parallelism and by DistriFusion, which auto takes none of,
+    where their collectives were measured."""
     devices = len(machine.devices)
     for cfg in range(1, min(job.branches, devices) + 1):
         each, rest = divmod(devices, cfg)
@@ -196,7 +209,8 @@ def further_candidates(net, job, machine):
 
 
 def candidates(net, job, devices, a_machine=0):
-    """The layouts of so many devices by CFG, data, Ulysses, Ring and PipeFusion; with one image, data parallelism is one device alone.
+    """The layouts of so many devices by CFG, data, Ulysses, Ring and PipeFusion; with one image, data parallelism is
+    one device alone.
 
     a_machine: Links'; with one image, also one machine alone.
     """
@@ -205,7 +219,8 @@ def candidates(net, job, devices, a_machine=0):
     for cfg, data, ulysses, ring in itertools.product(divisors, repeat=4):
         stages, rest = divmod(devices, cfg * data * ulysses * ring)
         shares = data <= job.images or (data in alone and job.images == 1)
-        works = not rest and stages and cfg <= job.branches and shares and net.heads % ulysses == 0 and ulysses * ring <= job.tokens
+        works = (not rest and stages and cfg <= job.branches and shares and net.heads % ulysses == 0
+                 and ulysses * ring <= job.tokens)
         if works and stages <= net.blocks and (stages == 1 or job.steps > 2):
             for num_patches in (stages, 2 * stages) if stages > 1 else (0,):
                 yield Degrees(cfg, ulysses, ring, stages, data=data, num_patches=num_patches)

@@ -1,7 +1,8 @@
 """Seconds of a run under a layout, and what limits them: compute, link, launch or warm-up. Pure arithmetic.
 
-A block on a rank takes as long as its device computes and waits for others, or as its host needs to launch its kernels, whichever
-is longer. Rows are tokens times images. Sources: the methods' papers as docs/algorithms.md cites them, and published timings.
+A block on a rank takes as long as its device computes and waits for others, or as its host needs to launch its kernels,
+whichever is longer. Rows are tokens times images. Sources: the methods' papers as docs/algorithms.md cites them, and
+published timings.
 """
 
 import math
@@ -18,7 +19,8 @@ class Net:
     blocks: int
     width: int
     heads: int
-    elements: float                        # of the matrices that an image token passes in a block, in squares of the width
+    # of the matrices that an image token passes in a block, in squares of the width
+    elements: float
     parameters: float                      # of all of it
     key_heads: int = 0                     # 0: as many as heads
     joint: bool = True                     # text runs through the blocks; else blocks read it by cross-attention
@@ -100,16 +102,19 @@ class Device:
     round_launch_s: float = 3.5e-4         # of a round of Ring
     slot_launch_s: float = 2e-3            # of a patch on a stage
     merge_bytes: float = 8.0               # that merging a round's result moves, in float32 results
-    pack_bytes: float = 4.0                # that packing and unpacking a tensor of an all-to-all moves, in its own bytes
+    # that packing and unpacking a tensor of an all-to-all moves, in its own bytes
+    pack_bytes: float = 4.0
     name: str = ""                         # of the card
     memory_bytes: float = math.inf
     busy_ring: float = 0.1                 # by how much attention is slower while a hop runs beside it
     convolution_flops_s: float = 0.0       # of a decoder's convolutions; 0: as matrix multiplications
     narrow_share: float = 1.0              # of the attention's rate, with heads of 64 instead of 128
-    launch_hidden: float = 1.0             # of launching, what can pass beside computing: nothing where the host is the device
+    # of launching, what can pass beside computing: nothing where the host is the device
+    launch_hidden: float = 1.0
 
     def attention_rate(self, head_size):
-        """Operations a second of attention with heads of this size: that of 64 and less, of 128 and more, or in between."""
+        """Operations a second of attention with heads of this size:
+        that of 64 and less, of 128 and more, or in between."""
         part = min(1.0, max(0.0, math.log2(head_size / 64)))
         return self.attention_flops_s * self.narrow_share ** (1 - part)
 
@@ -127,11 +132,13 @@ COLLECTIVES = ("all_to_all", "hop", "all_reduce", "gather")
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second that a rank sends in a group of so many neighbours: {(collective, size): rate}, and seconds a message takes.
+    """Bytes a second that a rank sends in a group of so many neighbours: {(collective, size): rate}, and seconds a
+    message takes.
 
     Collectives are COLLECTIVES; sizes in between are interpolated. latencies: {(collective,
     size): seconds} where they were measured. hidden: the share of a hop that can pass beside computing. a_machine:
-    config.devices_a_machine; what was measured inside of a machine says nothing of groups that leave it, nor they of it.
+    config.devices_a_machine; what was measured inside of a machine says nothing of groups that leave it, nor they of
+    it.
     """
 
     rates: dict = field(default_factory=dict)
@@ -189,7 +196,8 @@ class Parts:
 
 
 def block_parts(net, job, degrees, device, links, batch, rows, keys, text_rows):
-    """Parts of one block on one rank, which has `rows` image and `text_rows` text tokens of each image; keys: tokens in all."""
+    """Parts of one block on one rank, which has `rows` image and `text_rows` text tokens of each image;
+    keys: tokens in all."""
     ulysses, ring, tensor, width = degrees.ulysses, degrees.ring, degrees.tensor, net.width
     own = batch * (rows + text_rows)
     flops = 2 * net.elements * width ** 2 * own / tensor
@@ -208,7 +216,8 @@ def block_parts(net, job, degrees, device, links, batch, rows, keys, text_rows):
     if ulysses > 1:                                            # four tensors, not hidden
         tensors = 2 + 2 * net.key_share                        # queries and results, keys and values
         own_share = (ulysses - 1) / ulysses
-        size = (tensors * rows + (tensors if net.shards_text else 2) * text_rows) * batch * width * net.element_bytes * own_share
+        size = (tensors * rows + (tensors if net.shards_text else 2)
+                * text_rows) * batch * width * net.element_bytes * own_share
         group = wide(ulysses * tensor, degrees)
         link += net.shared * (size / links.rate("all_to_all", group) + 4 * links.latency("all_to_all", group))
         compute += net.shared * device.pack_bytes * 4 * own * width * net.element_bytes / device.memory_bytes_s
@@ -241,22 +250,25 @@ def wide(size, degrees):
 
 
 def run_seconds(net, job, degrees, device, links, worth=0.0):
-    """{cause: seconds} of a run: "compute", "link", "launch" (what the device waits for its host) and "warm-up" (what PipeFusion's
-    and DistriFusion's whole steps and empty slots take longer than an even share). worth: of how many such devices the stages are,
-    where their devices differ and blocks are shared out by speed; 0: as many as stages."""
+    """{cause: seconds} of a run: "compute", "link", "launch" (what the device waits for its host) and "warm-up" (what
+    PipeFusion's and DistriFusion's whole steps and empty slots take longer than an even share). worth: of how many such
+    devices the stages are, where their devices differ and blocks are shared out by speed; 0: as many as stages."""
     text = job.text if net.joint else 0
     sequence, stages, displaced = degrees.sequence, degrees.pipefusion, degrees.displaced
     batch = degrees.batch(job)
     own_text = text / sequence if net.shards_text else text
     keys = job.tokens + text
     if displaced > 1:
-        block = block_parts(net, job, replace(degrees, displaced=1), device, links, batch, job.tokens / displaced, keys, text)
-        gather = 2 * batch * job.tokens / displaced * net.width * net.element_bytes * (displaced - 1) / links.rate("gather", displaced)
+        block = block_parts(net, job, replace(degrees, displaced=1), device, links, batch, job.tokens / displaced, keys,
+                            text)
+        gather = 2 * batch * job.tokens / displaced * net.width * net.element_bytes * (displaced - 1) / links.rate(
+            "gather", displaced)
         synchronous = synchronous_steps(job.steps, degrees.warmup_steps)
         hidden = max(0.0, gather - block.seconds)
         return causes(job, block.times(net.blocks * job.steps), net.blocks * (job.steps - synchronous) * hidden,
                       net.blocks * synchronous * gather)
-    whole = block_parts(net, job, degrees, device, links, batch, job.tokens / sequence, keys, own_text).times(net.blocks)
+    whole = block_parts(net, job, degrees, device, links, batch, job.tokens / sequence, keys,
+                        own_text).times(net.blocks)
     if stages == 1:
         return causes(job, whole.times(job.steps))
     num_patches = degrees.num_patches or stages
@@ -272,10 +284,12 @@ def run_seconds(net, job, degrees, device, links, worth=0.0):
     hop = hidden_bytes / rate + latency_s
     patch_hop = hidden_bytes / num_patches / rate + latency_s
     worth = worth or stages
-    blocks = net.blocks / worth                                # stages are split by cost, so that none takes much longer
+    # stages are split by cost, so that none takes much longer
+    blocks = net.blocks / worth
     # The text's tokens with every patch, or with one of them: on average that share.
     patch_text = own_text / num_patches if net.text_once else own_text
-    part = block_parts(net, job, degrees, device, links, batch, job.tokens / sequence / num_patches, keys, patch_text).times(blocks)
+    part = block_parts(net, job, degrees, device, links, batch, job.tokens / sequence / num_patches, keys,
+                       patch_text).times(blocks)
     skips = blocks * patch_hop if net.skips else 0.0           # of the earlier blocks' outputs, which a stage waits for
     slot = max(part.seconds + skips, patch_hop) + device.slot_launch_s
     slots = (patched - 1) * max(num_patches, stages) + num_patches + stages - 1 if patched else 0
@@ -284,7 +298,8 @@ def run_seconds(net, job, degrees, device, links, worth=0.0):
     warm = stages * even + warmup_steps * stages * hop         # one stage after the other
     if degrees.warmup_by_sequence:
         spread = replace(degrees, ring=degrees.ring * stages, pipefusion=1)
-        warm = warmup_steps * net.blocks * block_parts(net, job, spread, device, links, batch, job.tokens / spread.sequence, keys,
+        warm = warmup_steps * net.blocks * block_parts(net, job, spread, device, links, batch,
+                                                       job.tokens / spread.sequence, keys,
                                                        text / spread.sequence if net.shards_text else text).seconds
     return {"compute": job.fixed_s + even + busy * part.compute,
             "link": busy * (part.link + skips + max(0.0, patch_hop - part.seconds - skips)),
@@ -293,7 +308,8 @@ def run_seconds(net, job, degrees, device, links, worth=0.0):
 
 
 def synchronous_steps(num_steps, warmup_steps):
-    """Steps of a run of DistriFusion in which everything is fresh: the warm-up, and the first in any case, which finds nothing stale."""
+    """Steps of a run of DistriFusion in which everything is fresh:
+    the warm-up, and the first in any case, which finds nothing stale."""
     return min(num_steps, max(1, warmup_steps))
 
 

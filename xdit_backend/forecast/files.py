@@ -1,11 +1,13 @@
-"""A machine as a file: what a probe measured, kept, or what a person knows of one that is not here. JSON, checked where it is read.
+"""A machine as a file: what a probe measured, kept, or what a person knows of one that is not here. JSON, checked where
+it is read.
 
-    {"devices": [{"name": "RTX 3090", "count": 2, "memory_bytes": 24e9, "matrix_flops_s": 71e12, "attention_flops_s": 60e12,
+    {"devices": [{"name": "RTX 3090", "count": 2, "memory_bytes": 24e9, "matrix_flops_s": 71e12, "attention_flops_s":
+    60e12,
                   "memory_bytes_s": 936e9}],
      "links": {"all_to_all": {"2": {"bytes_s": 11e9, "latency_s": 3e-5}}, "hop": {"2": {"bytes_s": 12e9}}}}
 
-A device may have any field of cost.Device; `count` stands for so many like it. Rates are what one rank sends, by collective and group size.
-Of devices of several machines "a_machine" says how many neighbours are in one, such as 2.
+A device may have any field of cost.Device; `count` stands for so many like it. Rates are what one rank sends, by
+collective and group size. Of devices of several machines "a_machine" says how many neighbours are in one, such as 2.
 """
 
 import dataclasses
@@ -38,7 +40,8 @@ def machine_of(said, name):
     _check(isinstance(said, dict) and isinstance(said.get("devices"), list) and said["devices"], name,
            '"devices" must be a list of at least one device')
     unknown = sorted(set(said) - {"devices", "links", "alone", "hidden", "latency_s", "a_machine", "of"})
-    _check(not unknown, name, f'"{", ".join(unknown)}" is not known. Known are devices, links, alone, hidden, latency_s, a_machine '
+    _check(not unknown, name, f'"{", ".join(unknown)}" is not known. Known are devices, links, alone, hidden, '
+                              f'latency_s, a_machine '
            'and of')
     devices = [device for entry in said["devices"] for device in _devices(entry, name)]
     _check(len(devices) <= MOST_DEVICES, name, f"{len(devices)} devices are more than {MOST_DEVICES}")
@@ -46,21 +49,23 @@ def machine_of(said, name):
     shared = {key: _number(said.get(key, getattr(Links, key)), key, name) for key in ("hidden", "latency_s")}
     a_machine = said.get("a_machine", 0)
     _check(type(a_machine) is int and a_machine >= 0 and (not a_machine or len(devices) % a_machine == 0), name,
-           f"a_machine is {a_machine!r}, and must be a number that divides the {len(devices)} devices, or 0 where all are in one")
+           f"a_machine is {a_machine!r}, and must be a number that divides the {len(devices)} devices, or 0 where all "
+           f"are in one")
     links = Links(rates, latencies=latencies, a_machine=a_machine, **shared)
     return Machine(tuple(devices), links, _number(said.get("alone", 1.0), "alone", name))
 
 
 def as_said(machine, of):
     """What machine_of reads as this Machine. of: {what: which}, by which a person knows it."""
-    devices = [{key: value for key, value in dataclasses.asdict(device).items() if value != math.inf} for device in machine.devices]
+    devices = [{key: value for key, value in dataclasses.asdict(device).items() if value != math.inf}
+               for device in machine.devices]
     rates, latencies = machine.links.rates, machine.links.latencies
     links: dict = {}
     for (collective, size), rate in rates.items():
         links.setdefault(collective, {})[str(size)] = {
             "bytes_s": rate, "latency_s": latencies.get((collective, size), machine.links.latency_s)}
-    return {"of": of, "devices": devices, "links": links, "hidden": machine.links.hidden, "latency_s": machine.links.latency_s,
-            "alone": machine.alone, "a_machine": machine.links.a_machine}
+    return {"of": of, "devices": devices, "links": links, "hidden": machine.links.hidden,
+            "latency_s": machine.links.latency_s, "alone": machine.alone, "a_machine": machine.links.a_machine}
 
 
 def _devices(entry, name):
@@ -73,7 +78,8 @@ def _devices(entry, name):
     count = entry.get("count", 1)
     _check(isinstance(count, int) and 1 <= count <= MOST_DEVICES, name,
            f"count is {count!r}, and must be a number from 1 to {MOST_DEVICES}")
-    given = {key: str(value) if key == "name" else _number(value, key, name) for key, value in entry.items() if key != "count"}
+    given = {key: str(value) if key == "name" else _number(value, key, name) for key, value in entry.items()
+             if key != "count"}
     return [Device(**given)] * count
 
 
@@ -89,16 +95,18 @@ def _rates(links, num_devices, name):
                    f'links.{collective} has "{size}": {of!r}. Needed is a group size, and an object with bytes_s')
             rates[collective, int(size)] = _number(of["bytes_s"], f"links.{collective}.{size}.bytes_s", name)
             if "latency_s" in of:
-                latencies[collective, int(size)] = _number(of["latency_s"], f"links.{collective}.{size}.latency_s", name)
+                latencies[collective, int(size)] = _number(of["latency_s"], f"links.{collective}.{size}.latency_s",
+                                                           name)
     missing = [collective for collective in ("all_to_all", "hop") if not any(known == collective for known, _ in rates)]
-    _check(num_devices == 1 or not missing, name, f"links lacks {', '.join(missing)}, and there are {num_devices} devices")
+    _check(num_devices == 1 or not missing, name, f"links lacks {', '.join(missing)}, and there are {num_devices} "
+                                                  f"devices")
     return rates, latencies
 
 
 def _number(value, key, name):
     least = 0 if key.rpartition(".")[2] in MAY_BE_ZERO else 1e-12
-    _check(isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= least, name,
-           f"{key} is {value!r}, and must be a number {'of at least' if not least else 'above'} 0")
+    _check(isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= least,
+           name, f"{key} is {value!r}, and must be a number {'of at least' if not least else 'above'} 0")
     return float(value)
 
 

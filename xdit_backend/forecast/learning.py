@@ -1,17 +1,20 @@
-"""What real runs teach the forecast: one factor a family and card, from runs of one device; links are never learnt. Pure arithmetic."""
+"""What real runs teach the forecast: one factor a family and card, from runs of one device; links are never learnt.
+Pure arithmetic."""
 
 import math
 from dataclasses import dataclass, replace
 
 LEAST_FACTOR = 0.2             # and 1 / it: what is farther off was no such run
 LEAST_WEIGHT = 0.25            # of the newest run, so that what changes (a driver, a cooler) is followed
-NEW = 0.15                     # by how much a forecast may be off before a run of its family has been measured on this card
+# by how much a forecast may be off before a run of its family has been measured on this card
+NEW = 0.15
 KNOWN = 0.07                   # and after
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """factor: times the forecast of what a probe measured that runs took, the mean of their logarithms. count: of runs."""
+    """factor: times the forecast of what a probe measured that runs took, the mean of their logarithms.
+    count: of runs."""
 
     factor: float = 1.0
     count: int = 0

@@ -22,12 +22,14 @@ class Memory:
         return self.weights + self.keys_values + self.activations
 
 
-def rank_memory(net, job, degrees, beside_bytes=0.0, steps_kept=1, offload=False, stage_blocks=None, images_apart=False, told_copies=1):
+def rank_memory(net, job, degrees, beside_bytes=0.0, steps_kept=1, offload=False, stage_blocks=None, images_apart=False,
+                told_copies=1):
     """Memory of the fullest rank. beside_bytes: of what it holds beside the transformer.
 
-    Stale keys and values are 2 B (S + S_t) h elements a block, of a stage's blocks and a rank's heads under PipeFusion; under
-    DistriFusion of all blocks, and told_copies times. steps_kept: of how many steps; config.steps_kept. offload: they are in host
-    memory, those of two blocks at a time on the device (pipefusion.Offload). stage_blocks: of the fullest stage, where they are known.
+    Stale keys and values are 2 B (S + S_t) h elements a block, of a stage's blocks and a rank's heads under PipeFusion;
+    under DistriFusion of all blocks, and told_copies times. steps_kept: of how many steps; config.steps_kept. offload:
+    they are in host memory, those of two blocks at a time on the device (pipefusion.Offload). stage_blocks: of the
+    fullest stage, where they are known.
     images_apart: see working_share.
     """
     tokens = job.tokens + (job.text if net.joint else 0)
@@ -43,7 +45,8 @@ def rank_memory(net, job, degrees, beside_bytes=0.0, steps_kept=1, offload=False
     rows = job.branches * job.images * tokens * working_share(job, degrees, net.branches_apart, images_apart)
     live = ACTIVATIONS + net.elements / 4
     return Memory(weights=weight_bytes(net, degrees) + beside_bytes, keys_values=keys_values,
-                  activations=rows * net.width * net.element_bytes * live * (WHOLE + (1 - WHOLE) / degrees.tensor), host=host)
+                  activations=rows * net.width * net.element_bytes * live * (WHOLE + (1 - WHOLE) / degrees.tensor),
+                  host=host)
 
 
 def weight_bytes(net, degrees):
@@ -55,8 +58,8 @@ def weight_bytes(net, degrees):
 def working_share(job, degrees, branches_apart=False, images_apart=False):
     """The part of a run's activations (of all its images, branches and tokens) that a rank has at a time.
 
-    branches_apart: stages take one branch after the other. Whole steps decide, which PipeFusion warms up by; images_apart: one image
-    after the other, so that patches of all images may be more.
+    branches_apart: stages take one branch after the other. Whole steps decide, which PipeFusion warms up by;
+    images_apart: one image after the other, so that patches of all images may be more.
     """
     branches = 1 if branches_apart and degrees.pipefusion > 1 else math.ceil(job.branches / degrees.cfg)
     images = math.ceil(job.images / degrees.data)
@@ -68,7 +71,8 @@ def working_share(job, degrees, branches_apart=False, images_apart=False):
 
 
 def most_that_fits(fits, most):
-    """The largest number from 1 to `most` for which fits(number) holds, which holds for all below it; 0 where there is none."""
+    """The largest number from 1 to `most` for which fits(number) holds, which holds for all below it;
+    0 where there is none."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

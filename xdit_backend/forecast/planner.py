@@ -21,15 +21,18 @@ LONG_S = 20.0                              # of a run, on one usual device: from
 USUAL_JOB = Job(4096, 512, 20)             # a picture of a megapixel: what stages are chosen for, before a run is known
 
 
-def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None, num_key_heads=None, tensor_degree=1,
-                  shares_tokens=True, a_machine=0):
-    """Return the Layout for one prediction where no probe has measured the devices; plan_run knows better where one has.
+def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None, num_key_heads=None,
+                  tensor_degree=1, shares_tokens=True, a_machine=0):
+    """Return the Layout for one prediction where no probe has measured the devices; plan_run knows better where one
+    has.
 
-    num_heads: None of a U-Net, which shares out branches and images alone. Manual mode: the person's degrees. Auto mode: CFG
-    parallel when there are two branches and an even number of devices, then Ulysses as far as the heads allow, then Ring. CFG
-    parallel comes first because it sends only the prediction; Ulysses sends less than Ring (xDiT, arXiv 2411.01738, table 1).
-    stages, tensor_degree: how the model is spread, of choose_spread. shares_tokens: False where the family refuses it. a_machine:
-    config.devices_a_machine; tokens are shared within one. Raises ConfigError when the layout cannot work for this model.
+    num_heads: None of a U-Net, which shares out branches and images alone. Manual mode: the person's degrees. Auto
+    mode: CFG parallel when there are two branches and an even number of devices, then Ulysses as far as the heads
+    allow, then Ring. CFG parallel comes first because it sends only the prediction; Ulysses sends less than Ring (xDiT,
+    arXiv 2411.01738, table 1).
+    stages, tensor_degree: how the model is spread, of choose_spread. shares_tokens: False where the family refuses it.
+    a_machine: config.devices_a_machine; tokens are shared within one. Raises ConfigError when the layout cannot work
+    for this model.
     """
     if config.mode == "manual":
         layout = config.layout
@@ -44,23 +47,28 @@ def choose_layout(config, num_devices, num_branches, num_heads, family, stages=N
         inside = math.gcd(rest, max(1, a_machine // tensor_degree))
         rest, data_degree = inside, rest // inside
     ulysses_degree = max(d for d in range(1, rest + 1) if rest % d == 0 and num_heads // tensor_degree % d == 0)
-    return Layout(cfg_degree=cfg_degree, data_degree=data_degree, ring_degree=rest // ulysses_degree, ulysses_degree=ulysses_degree,
+    return Layout(cfg_degree=cfg_degree, data_degree=data_degree, ring_degree=rest // ulysses_degree,
+                  ulysses_degree=ulysses_degree,
                   pipefusion_degree=1 if stages is None else stages.pipefusion_degree, tensor_degree=tensor_degree)
 
 
-WARMUP_FULL = 0.4              # where all weights take less, every rank holds them, so that warm-up runs by sequence parallelism
+# where all weights take less, every rank holds them, so that warm-up runs by sequence parallelism
+WARMUP_FULL = 0.4
 
 
 def choose_spread(config, num_devices, net, device_bytes, machine=None, is_splittable=lambda degree: True, a_machine=0,
                   has_stages=True, branches=(1, 2)):
-    """How the weights are spread when a model is loaded: (Stages, or None where every rank runs every block; tensor_degree).
+    """How the weights are spread when a model is loaded: (Stages, or None where every rank runs every block;
+    tensor_degree).
 
-    Manual mode: the person's degrees. Auto mode: where the weights do not fit on one device, of PipeFusion and tensor parallelism and of
-    degrees that fit, the fastest by forecast (machine: of a probe), the exact one if that is about as fast. Where nothing approximate is
-    allowed, PipeFusion has one patch, and stages wait for each other. Without a probe PipeFusion, or tensor parallelism where nothing
-    approximate is allowed, and the least degree. device_bytes: memory of each device. is_splittable(tensor_degree): can the file be?
-    a_machine: config.devices_a_machine; above 0 machines, or equal parts of them, are stages, so that tokens are shared within one. Where
-    the weights fit on each device, and nothing approximate is allowed or it is forecast to be as fast, machines share branches and images.
+    Manual mode: the person's degrees. Auto mode: where the weights do not fit on one device, of PipeFusion and tensor
+    parallelism and of degrees that fit, the fastest by forecast (machine: of a probe), the exact one if that is about
+    as fast. Where nothing approximate is allowed, PipeFusion has one patch, and stages wait for each other. Without a
+    probe PipeFusion, or tensor parallelism where nothing approximate is allowed, and the least degree. device_bytes:
+    memory of each device. is_splittable(tensor_degree): can the file be?
+    a_machine: config.devices_a_machine; above 0 machines, or equal parts of them, are stages, so that tokens are shared
+    within one. Where the weights fit on each device, and nothing approximate is allowed or it is forecast to be as
+    fast, machines share branches and images.
     has_stages: can the family run in stages? branches: usual_branches.
     """
     speeds, smallest = () if machine is None else speeds_of(machine.devices), min(device_bytes)
@@ -72,7 +80,8 @@ def choose_spread(config, num_devices, net, device_bytes, machine=None, is_split
         return Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * config.tensor_degree,
                       config.num_stage_blocks, every_block, config.offload_keys_values, speeds), config.tensor_degree
     if a_machine and has_stages:
-        inside = [Stages(num_devices // size, size, offload=config.offload_keys_values, speeds=speeds) for size in range(a_machine, 0, -1)
+        inside = [Stages(num_devices // size, size, offload=config.offload_keys_values, speeds=speeds)
+                  for size in range(a_machine, 0, -1)
                   if a_machine % size == 0 and num_devices // size <= net.blocks]
         stages = next((each for each in inside if _holds(each, net, device_bytes)), inside[-1] if inside else None)
         if stages is None or net.held_bytes > FULL * smallest or (config.approximate == "allowed" and machine is None):
@@ -80,7 +89,8 @@ def choose_spread(config, num_devices, net, device_bytes, machine=None, is_split
         if config.approximate != "allowed":
             return None, 1
         jobs = [dataclasses.replace(USUAL_JOB, branches=each) for each in branches]
-        whole_s, staged_s = (sum(plan_run(config, machine, net, job, spread).chosen.seconds for job in jobs) for spread in (None, stages))
+        whole_s, staged_s = (sum(plan_run(config, machine, net, job, spread).chosen.seconds for job in jobs)
+                             for spread in (None, stages))
         return (None if whole_s <= WORTH * staged_s else stages), 1
     if num_devices == 1 or net.held_bytes <= FULL * smallest:
         return None, 1
@@ -88,12 +98,14 @@ def choose_spread(config, num_devices, net, device_bytes, machine=None, is_split
     staged = [(Stages(degree, num_devices // degree, offload=config.offload_keys_values, speeds=speeds), 1)
               for degree in divisors if degree <= net.blocks and has_stages]
     can_forecast = machine is None or any(name == "all_reduce" for name, _ in machine.links.rates)
-    split = [(None, degree) for degree in divisors if can_forecast and degree in tensor_degrees(net) and is_splittable(degree)
+    split = [(None, degree) for degree in divisors if can_forecast and degree in tensor_degrees(net)
+             and is_splittable(degree)
              and (not a_machine or a_machine % degree == 0)]
     fit_staged = [(stages, 1) for stages, _ in staged if _holds(stages, net, device_bytes)]
     fit_split = [(None, degree) for _, degree in split if weight_bytes(net, Degrees(tensor=degree)) <= FULL * smallest]
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
-        return (staged or split or [(None, 1)])[-1] if config.approximate == "allowed" else (split or staged or [(None, 1)])[-1]
+        return ((staged or split or [(None, 1)])[-1] if config.approximate == "allowed"
+                else (split or staged or [(None, 1)])[-1])
     some = fit_staged + fit_split if config.approximate == "allowed" else fit_split + fit_staged
     if machine is None or len(some) == 1:
         return some[0]
@@ -109,12 +121,14 @@ def usual_branches(model_config):
 
 def tensor_degrees(net):
     """That divide the heads, above 1."""
-    return [degree for degree in range(2, net.heads + 1) if net.heads % degree == (net.key_heads or net.heads) % degree == 0]
+    return [degree for degree in range(2, net.heads + 1) if net.heads % degree == (net.key_heads or net.heads)
+            % degree == 0]
 
 
 def _holds(stages, net, device_bytes):
     """Do the weights fit on these stages? Blocks go where there is room for them."""
-    rooms = [FULL * min(size for rank, size in enumerate(device_bytes) if stage_of(rank, stages) == stage) - net.outside_bytes
+    rooms = [FULL * min(size for rank, size in enumerate(device_bytes) if stage_of(rank, stages) == stage)
+             - net.outside_bytes
              for stage in range(stages.pipefusion_degree)]
     return min(rooms) > 0 and net.held_bytes - net.outside_bytes <= sum(rooms)
 
@@ -123,7 +137,8 @@ def _holds(stages, net, device_bytes):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Forecasts: of the layout that a run takes, of the fastest device alone, and of all layouts that could be taken, the best first."""
+    """Forecasts: of the layout that a run takes, of the fastest device alone, and of all layouts that could be taken,
+    the best first."""
 
     chosen: Forecast
     one: Forecast
@@ -132,11 +147,13 @@ class Plan:
     @property
     def layout(self):
         degrees = self.chosen.degrees
-        return Layout(**{field.name: getattr(degrees, field.name.removesuffix("_degree")) for field in dataclasses.fields(Layout)})
+        return Layout(**{field.name: getattr(degrees, field.name.removesuffix("_degree"))
+                         for field in dataclasses.fields(Layout)})
 
 
 def is_long(net, job, kind):
-    """May a run be so long that a few seconds of measuring before it are worth their time? By usual rates of a device of this kind."""
+    """May a run be so long that a few seconds of measuring before it are worth their time? By usual rates of a device
+    of this kind."""
     usual = Machine((USUAL[kind],), Links())
     return forecast(net, job, Degrees(), usual).seconds >= LONG_S
 
@@ -149,8 +166,8 @@ def is_long_work(work, kind):
 def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
     """The Plan of a run on devices that a probe has measured. Manual mode: the person's degrees.
 
-    Auto mode: where every rank has all blocks, only layouts whose picture is one device's, whose ranks share tokens within a machine; with
-    stages, how their ranks share tokens.
+    Auto mode: where every rank has all blocks, only layouts whose picture is one device's, whose ranks share tokens
+    within a machine; with stages, how their ranks share tokens.
     stages, tensor_degree: how the model is spread, of choose_spread.
     """
     memory = memory_settings(config, stages)
@@ -159,12 +176,14 @@ def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
     elif stages is None:
         of_rank = dataclasses.replace(net, heads=net.heads // tensor_degree)
         some = [dataclasses.replace(degrees, tensor=tensor_degree)
-                for degrees in candidates(of_rank, job, len(machine.devices) // tensor_degree, machine.links.a_machine // tensor_degree)
+                for degrees in candidates(of_rank, job, len(machine.devices) // tensor_degree,
+                                          machine.links.a_machine // tensor_degree)
                 if degrees.pipefusion == 1 and not machine.links.crosses(degrees.sequence * tensor_degree)]
     else:
         some = [degrees_of(Layout(pipefusion_degree=stages.pipefusion_degree, ulysses_degree=ulysses,
                                   ring_degree=stages.sequence_degree // ulysses), config, stages)
-                for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0 and net.heads % ulysses == 0]
+                for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0
+                and net.heads % ulysses == 0]
     ordered = forecasts(net, job, machine, some, **memory)
     fastest = dataclasses.replace(machine, devices=(max(machine.devices, key=lambda device: device.matrix_flops_s),))
     return Plan(choose(ordered, are_alike(net, job, machine.devices)), forecast(net, job, Degrees(), fastest), ordered)
@@ -177,15 +196,18 @@ def memory_settings(config, stages=None):
 
 
 def stages_that_fit(config, net, job, device_bytes):
-    """The least pipefusion_degree with which this would fit on devices of this memory, of as many as there are; None: none does."""
+    """The least pipefusion_degree with which this would fit on devices of this memory, of as many as there are;
+    None: none does."""
     stages = Stages(2, offload=config.offload_keys_values)
     return next((degree for degree in range(2, net.blocks + 1) if rank_memory(
-        net, job, Degrees(pipefusion=degree, num_patches=2 * degree), **memory_settings(config, stages)).total <= device_bytes), None)
+        net, job, Degrees(pipefusion=degree, num_patches=2 * degree), **memory_settings(config, stages)).total
+                 <= device_bytes), None)
 
 
 def tensor_degree_that_fits(net, job, device_bytes):
     """The least tensor_degree with which this would fit, as stages_that_fit."""
-    return next((degree for degree in tensor_degrees(net) if rank_memory(net, job, Degrees(tensor=degree)).total <= device_bytes), None)
+    return next((degree for degree in tensor_degrees(net)
+                 if rank_memory(net, job, Degrees(tensor=degree)).total <= device_bytes), None)
 
 
 def degrees_of(layout, config, stages=None):
@@ -193,15 +215,16 @@ def degrees_of(layout, config, stages=None):
     given = {field.name.removesuffix("_degree"): getattr(layout, field.name) for field in dataclasses.fields(layout)}
     num_patches = (config.patches_asked or 2 * layout.pipefusion_degree) if layout.pipefusion_degree > 1 else 0
     is_synchronous = layout.displaced_degree > 1 and config.displaced_mode == "full_sync"
-    return Degrees(**given, num_patches=num_patches, warmup_steps=sys.maxsize if is_synchronous else config.warmup_steps,
-                   warmup_by_sequence=stages is not None and stages.every_block)
+    return Degrees(**given, num_patches=num_patches, warmup_steps=sys.maxsize if is_synchronous
+                   else config.warmup_steps, warmup_by_sequence=stages is not None and stages.every_block)
 
 
 def choose_num_patches(requested, num_stages, shape, patch_size, sequence_degree=1):
     """How many patches a latent is cut into; fewer than requested where it has too few rows.
 
-    0 requested: twice the stages, since a patch more than there are stages hides the way through the host, and more than
-    two a stage make kernels small (docs/algorithms.md section 2.4). A patch has at least one token for every sequence rank.
+    0 requested: twice the stages, since a patch more than there are stages hides the way through the host, and more
+    than two a stage make kernels small (docs/algorithms.md section 2.4). A patch has at least one token for every
+    sequence rank.
     """
     dim = patch_dim(shape, patch_size)
     rows = -(-shape[dim] // patch_size[dim - 2])
@@ -223,7 +246,8 @@ def warmup_layout(layout, stages):
 
 
 def branches_together(layout):
-    """The layout of a call whose images may not be apart, since something compares them in each layer: other ranks rest."""
+    """The layout of a call whose images may not be apart, since something compares them in each layer:
+    other ranks rest."""
     return dataclasses.replace(layout, cfg_degree=layout.data_degree * layout.cfg_degree, data_degree=1)
 
 

@@ -7,8 +7,8 @@ from .cost import COLLECTIVES, Device, Links
 
 SMALL_BYTES, LARGE_BYTES, ACROSS_BYTES = 2 ** 16, 2 ** 24, 2 ** 20        # as in worker/probe.py
 # What a rank sends in a collective of a group: of the message's bytes, so much
-SENT = {"all_to_all": lambda size: (size - 1) / size, "hop": lambda size: 1.0, "all_reduce": lambda size: 2 * (size - 1) / size,
-        "gather": lambda size: (size - 1) / size}
+SENT = {"all_to_all": lambda size: (size - 1) / size, "hop": lambda size: 1.0,
+        "all_reduce": lambda size: 2 * (size - 1) / size, "gather": lambda size: (size - 1) / size}
 
 
 def machine_of_probe(ranks, names, memory_bytes, a_machine=0):
@@ -21,12 +21,14 @@ def machine_of_probe(ranks, names, memory_bytes, a_machine=0):
     if "round_s" in first:                                     # with others, a step ends when the last one is done
         waits = max(1.0, min(numbers["round_of_all_s"] / numbers["round_s"] for numbers in ranks))
         alone = max(1.0, waits * first["round_s"] / first["round_alone_s"])
-    devices = tuple(_device(numbers, name, size).slower(waits) for numbers, name, size in zip(ranks, names, memory_bytes))
+    devices = tuple(_device(numbers, name, size).slower(waits)
+                    for numbers, name, size in zip(ranks, names, memory_bytes))
     rates, latencies = {}, {}
     sizes = sorted({int(key.split()[1]) for key in ranks[0] if key.startswith("hop ")})
     for collective in COLLECTIVES:
         for size in sizes:
-            small_s, large_s = (max(numbers[f"{collective} {size} {which}_s"] for numbers in ranks) for which in ("small", "large"))
+            small_s, large_s = (max(numbers[f"{collective} {size} {which}_s"] for numbers in ranks)
+                                for which in ("small", "large"))
             sent = SENT[collective](size)
             large_bytes = ACROSS_BYTES if Links(a_machine=a_machine).crosses(size) else LARGE_BYTES
             a_byte_s = max(1e-15, (large_s - small_s) / (sent * (large_bytes - SMALL_BYTES)))
@@ -45,13 +47,16 @@ def _device(numbers, name, memory_bytes):
     matrix_s, half_rows = _line(numbers["matrix_s"], numbers["matrix_short_s"], rows, short_rows)
     wide_s, half_keys = _line(numbers["attention_128_long_s"], numbers["attention_128_short_s"], keys, short_keys)
     narrow_s, _ = _line(numbers["attention_64_long_s"], numbers["attention_64_short_s"], keys, short_keys)
-    launches = {f"{kind}_launch_s": min(value for key, value in numbers.items() if key.startswith("launch ") and key.endswith(f" {of}_s"))
-                for kind, of in (("collective", "all_to_all"), ("round", "hop")) if any(key.startswith("launch ") for key in numbers)}
-    return Device(matrix_flops_s=numbers["matrix_flops"] / matrix_s, attention_flops_s=numbers["attention_flops"] / wide_s,
+    launches = {f"{kind}_launch_s": min(value for key, value in numbers.items() if key.startswith("launch ")
+                                        and key.endswith(f" {of}_s"))
+                for kind, of in (("collective", "all_to_all"), ("round", "hop"))
+                if any(key.startswith("launch ") for key in numbers)}
+    return Device(matrix_flops_s=numbers["matrix_flops"] / matrix_s,
+                  attention_flops_s=numbers["attention_flops"] / wide_s,
                   memory_bytes_s=numbers["move_bytes_s"], convolution_flops_s=numbers.get("convolution_flops_s", 0.0),
                   half_rows=half_rows, half_keys=half_keys,
-                  block_launch_s=numbers["block_launch_s"], narrow_share=min(1.5, wide_s / narrow_s / 2), busy_ring=0.0, name=name,
-                  memory_bytes=memory_bytes, launch_hidden=numbers["launch_hidden"], **launches)
+                  block_launch_s=numbers["block_launch_s"], narrow_share=min(1.5, wide_s / narrow_s / 2), busy_ring=0.0,
+                  name=name, memory_bytes=memory_bytes, launch_hidden=numbers["launch_hidden"], **launches)
 
 
 def _line(full_s, short_s, full, short):

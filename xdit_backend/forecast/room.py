@@ -1,4 +1,5 @@
-"""Refuses a run that takes more memory than a device has, before it starts, with what would fit. Pure arithmetic. Used by the bridge."""
+"""Refuses a run that takes more memory than a device has, before it starts, with what would fit. Pure arithmetic.
+Used by the bridge."""
 
 from ..protocol.errors import ConfigError
 from .memory import Memory, most_that_fits
@@ -7,14 +8,16 @@ NOTHING = Memory(0.0, 0.0, 0.0)
 HOST = "this machine's host memory"
 
 
-def check_room(what, devices, device_bytes, weight_bytes, needed=None, images=1, sizes=(), pixels=(1, 1), remedies=(), lighter=dict,
-               lean={}, host=(0, 0)):
+def check_room(what, devices, device_bytes, weight_bytes, needed=None, images=1, sizes=(), pixels=(1, 1), remedies=(),
+               lighter=dict, lean={}, host=(0, 0)):
     """Raise ConfigError where a device is too small for what its ranks need.
 
-    what: is to run, for a person. devices, device_bytes, weight_bytes: for each rank the name of its device, what that has in all, and
-    what the rank adds to the weights there. needed(images, sizes): Memory of a rank beside weights, for so many images of a latent with
-    these sizes (without batch and channels); None: the weights alone. pixels: of the picture that a latent's row and column stand for.
-    remedies: what else would fit. lighter(): {other weight_dtype: weight_bytes with it}. lean: {another setting: needed with it}.
+    what: is to run, for a person. devices, device_bytes, weight_bytes: for each rank the name of its device, what that
+    has in all, and what the rank adds to the weights there. needed(images, sizes): Memory of a rank beside weights, for
+    so many images of a latent with these sizes (without batch and channels); None: the weights alone. pixels: of the
+    picture that a latent's row and column stand for.
+    remedies: what else would fit. lighter(): {other weight_dtype: weight_bytes with it}. lean: {another setting: needed
+    with it}.
     host: how many ranks are on this machine, and what its host memory has for what is not on their devices.
     """
     def lacking(images, sizes, weight_bytes=weight_bytes, needed=needed):
@@ -23,7 +26,8 @@ def check_room(what, devices, device_bytes, weight_bytes, needed=None, images=1,
         found = []
         for device in dict.fromkeys(devices):
             ranks = [rank for rank, name in enumerate(devices) if name == device]
-            held = Memory(sum(weight_bytes[rank] for rank in ranks), memory.keys_values * len(ranks), memory.activations * len(ranks))
+            held = Memory(sum(weight_bytes[rank] for rank in ranks), memory.keys_values * len(ranks),
+                          memory.activations * len(ranks))
             found.append((held.total - device_bytes[ranks[0]], device, held, device_bytes[ranks[0]]))
         num_ranks, room = host
         if memory.host and num_ranks:
@@ -48,7 +52,8 @@ def check_room(what, devices, device_bytes, weight_bytes, needed=None, images=1,
             would.insert(0, f"at most {width} x {height} pixels instead of {columns * pixels[1]} x {rows * pixels[0]}")
         if fewer:
             would.insert(0, f"at most {fewer} image{'s' if fewer > 1 else ''} at once instead of {images}")
-    raise ConfigError(f"{what} needs about {held.total / 1e9:.3g} GB on {device} ({text}), and that has {has / 1e9:.3g} GB. "
+    raise ConfigError(f"{what} needs about {held.total / 1e9:.3g} GB on {device} ({text}), and that has "
+                      f"{has / 1e9:.3g} GB. "
                       + (f"It would fit with {'; or '.join(would)}." if would else "Use more devices, or larger ones."))
 
 

@@ -3,9 +3,10 @@
 from .choice import is_worth_it
 from .learning import NEW
 
-METHODS = {"cfg": "CFG", "data": "data", "pipefusion": "PipeFusion", "displaced": "DistriFusion", "ring": "Ring", "ulysses": "Ulysses",
-           "tensor": "tensor"}
-REASONS = {"compute": "devices are busy, and more of them help", "link": "devices wait for transfers {share:.0%} of the time",
+METHODS = {"cfg": "CFG", "data": "data", "pipefusion": "PipeFusion", "displaced": "DistriFusion", "ring": "Ring",
+           "ulysses": "Ulysses", "tensor": "tensor"}
+REASONS = {"compute": "devices are busy, and more of them help",
+           "link": "devices wait for transfers {share:.0%} of the time",
            "launch": "there is little to compute: starting kernels takes {share:.0%} of the time",
            "warm-up": "few steps: whole steps and empty slots take {share:.0%} of the time"}
 
@@ -24,9 +25,11 @@ def layout_words(one):
 
 
 def plan_words(chosen, one, ordered, measured_s=None, off=NEW):
-    """What the node says of a run's Forecasts: the chosen one, that of one device (None: it does not fit there), and all.
+    """What the node says of a run's Forecasts: the chosen one, that of one device (None: it does not fit there), and
+    all.
 
-    measured_s: of such a run before, where there was one. off: by how much forecasts of this family on these cards may be off.
+    measured_s: of such a run before, where there was one. off: by how much forecasts of this family on these cards may
+    be off.
     """
     text = f"Plan: {layout_words(chosen)}, "
     if chosen.working == 1:
@@ -34,7 +37,8 @@ def plan_words(chosen, one, ordered, measured_s=None, off=NEW):
     elif one is None:
         text += f"about {seconds_words(chosen.seconds)}: one device has too little memory"
     elif measured_s is not None:
-        text += f"{measured_words(one, measured_s)} ({seconds_words(measured_s)} instead of {seconds_words(one.seconds)})"
+        text += (f"{measured_words(one, measured_s)} ({seconds_words(measured_s)} instead of "
+                 f"{seconds_words(one.seconds)})")
     elif is_worth_it(chosen, one):
         faster = one.seconds / chosen.seconds
         text += (f"about {faster:.1f}x as fast as one device ({faster * (1 - off):.1f}x to {faster * (1 + off):.1f}x, "
@@ -63,11 +67,12 @@ def seconds_words(seconds):
 
 def table(ordered, chosen, one):
     """Lines of a table of Forecasts, the best first, with the chosen one marked. one: that of one device."""
-    lines = [f"  {'layout':<34} {'seconds':>8} {'faster':>7} {'GB a card':>10} {'weights':>8} {'keys, values':>13} {'activations':>12}"
-             f"  limited by"]
+    lines = [f"  {'layout':<34} {'seconds':>8} {'faster':>7} {'GB a card':>10} {'weights':>8} {'keys, values':>13} "
+             f"{'activations':>12}  limited by"]
     for other in ordered:
         memory = other.memory
-        notes = other.limited_by + ("" if other.is_exact else "; nearly the same picture") + ("" if other.fits else "; does not fit")
+        notes = other.limited_by + ("" if other.is_exact
+                                    else "; nearly the same picture") + ("" if other.fits else "; does not fit")
         lines.append(f"{'* ' if other is chosen else '  '}{layout_words(other):<34} {other.seconds:>8.2f} "
                      f"{one.seconds / other.seconds:>6.2f}x {memory.total / 1e9:>10.2f} {memory.weights / 1e9:>8.2f} "
                      f"{memory.keys_values / 1e9:>13.2f} {memory.activations / 1e9:>12.2f}  {notes}")

@@ -1,4 +1,5 @@
-"""Where all methods meet: attention of one forward on one rank, by the method of its layout. Called by transformer.py."""
+"""Where all methods meet: attention of one forward on one rank, by the method of its layout.
+Called by transformer.py."""
 
 import functools
 
@@ -9,11 +10,14 @@ from ..parallel.usp import usp_attention
 
 
 def attend(query, key, value, now, which, streams, read, plain, scale):
-    """Attention by the method of this forward, where all methods meet. which: (block, name and number of the attention)."""
+    """Attention by the method of this forward, where all methods meet.
+    which: (block, name and number of the attention)."""
     local, sizes = functools.partial(plain, scale=scale), now.tokens.sizes(streams)
-    if now.key_values is not None and "image" in (*streams, *read):            # what no later patch brings anew, the first attends to alone
+    # what no later patch brings anew, the first attends to alone
+    if now.key_values is not None and "image" in (*streams, *read):
         return patch_attention(query, key, value, now, which, streams, read, local)
-    read_sizes, mask = None if read == streams else now.tokens.sizes(read), gathered_mask(now.masks, now.tokens.pieces(read), query)
+    read_sizes, mask = None if read == streams else now.tokens.sizes(read), gathered_mask(
+        now.masks, now.tokens.pieces(read), query)
     if now.exchange is not None:
         return displaced_attention(query, key, value, sizes, now, which, local, mask, read_sizes)
     return usp_attention(query, key, value, sizes, now.mesh, plain, scale, now.traffic, mask, read_sizes)

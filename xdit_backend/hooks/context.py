@@ -27,7 +27,8 @@ class ImageRows:
 
 @dataclass
 class ForwardContext:
-    """One forward on this rank: which blocks, which tokens, what is kept and exchanged. The hooks read it at every block."""
+    """One forward on this rank: which blocks, which tokens, what is kept and exchanged.
+    The hooks read it at every block."""
 
     inputs: dict                           # arguments of the model's forward
     mesh: Mesh
@@ -44,16 +45,20 @@ class ForwardContext:
     first_image: int = 0                   # of the batch that key_values holds
     num_images: int = 1
     exchange: Exchange | None = None       # with displaced_degree: what other ranks have told
-    bands: tuple[int, ...] | None = None   # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
+    # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
+    bands: tuple[int, ...] | None = None
     meanwhile: Callable = lambda: None     # called while this forward's sums travel: another's turn
     ahead: dict = field(default_factory=dict)          # tensor.py's: what was made for layers that have not asked yet
     arrive: Callable | None = None         # () -> the message of the stage before, for stages after the first
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
-    masks: dict = field(default_factory=dict)          # stream -> (B, T), which tokens may be attended to; hooks fill it
-    operations: dict = field(default_factory=dict)     # block, as ComfyUI's patches call it -> what it does instead, see specs.Branch
+    # stream -> (B, T), which tokens may be attended to; hooks fill it
+    masks: dict = field(default_factory=dict)
+    # block, as ComfyUI's patches call it -> what it does instead, see specs.Branch
+    operations: dict = field(default_factory=dict)
     guided: tuple = ()                     # specs.Nag, one after the other, of what every self-attention gives
     scores: Any = None                     # specs.Branch.scores of these images, to be filled
-    control: dict = field(default_factory=dict)        # place (Family.control_shapes) -> what is added there, (B or 1, ...), host memory
+    # place (Family.control_shapes) -> what is added there, (B or 1, ...), host memory
+    control: dict = field(default_factory=dict)
 
     @property
     def is_plain(self):
@@ -82,7 +87,8 @@ class ForwardContext:
 
 
 def tokens_of(family, mesh, shape, conditioning, patch=None):
-    """The Tokens of a forward. shape: of the latent or its patch. Streams beside the image come with a step's first patch."""
+    """The Tokens of a forward. shape: of the latent or its patch.
+    Streams beside the image come with a step's first patch."""
     counts, left_out = family.token_counts(shape, conditioning, patch), {}
     if not opens_step(patch):
         left_out = {stream: count for stream, count in counts.items() if stream != "image"}
@@ -97,4 +103,5 @@ def rows_of(family, shape, patch):
     size, counts = axes[patch.dim - 2], family.latent.counts(shape)
     whole = -(-patch.whole // size)
     a_row = family.latent.num_tokens(shape) // counts[patch.dim - 2]
-    return ImageRows(patch, patch.dim - 2 + 3 - len(axes), whole * size, whole, patch.start // size * a_row, whole * a_row)
+    return ImageRows(patch, patch.dim - 2 + 3 - len(axes), whole * size, whole, patch.start // size * a_row,
+                     whole * a_row)

@@ -1,7 +1,8 @@
-"""Streams where they enter and leave blocks: cut to this rank's shards, joined to whole tensors, sent from stage to stage.
+"""Streams where they enter and leave blocks: cut to this rank's shards, joined to whole tensors, sent from stage to
+stage.
 
-A region is a run of block lists between which the model's forward neither merges nor parts streams. Called by the hooks.
-`streams` is a tuple of names: what one tensor holds, one after the other.
+A region is a run of block lists between which the model's forward neither merges nor parts streams. Called by the
+hooks. `streams` is a tuple of names: what one tensor holds, one after the other.
 
 # B batch, T tokens, C channels
 """
@@ -39,7 +40,8 @@ def join(shard, streams, tokens, mesh, traffic, wanted):
 
 
 def add_to_image(shard, streams, added, tokens):
-    """Add to this rank's image tokens, in place. added: (B or 1, T of the forward's image, C), in host memory and any type."""
+    """Add to this rank's image tokens, in place. added: (B or 1, T of the forward's image, C),
+    in host memory and any type."""
     before, size = sum(tokens.own((name,)) for name in streams[:streams.index("image")]), tokens.own(("image",))
     own = tokens.take(added, 1, ("image",))
     shard[:, before:before + size] += on_device(own, shard.device)
@@ -65,7 +67,8 @@ def message_size(units, batch, widths, tokens):
 
 
 def stands_in(streams, tokens, needs_text):
-    """Has this rank no token of these streams, and holds one in their place since blocks need it? No attention sees it."""
+    """Has this rank no token of these streams, and holds one in their place since blocks need it? No attention sees
+    it."""
     return needs_text and tokens.own(streams) == 0
 
 

@@ -1,8 +1,8 @@
 """Hooks on a diffusers transformer: where its own, unmodified forward meets the parallel methods.
 
-Placed once on a loaded model, as its plan says: streams are cut to this rank's shards where they enter the blocks, attention
-inside the listed modules is handed to a parallel method, blocks of other stages are passed by, and shards are joined after
-the blocks. What is to be done in a forward, a ForwardContext says.
+Placed once on a loaded model, as its plan says: streams are cut to this rank's shards where they enter the blocks,
+attention inside the listed modules is handed to a parallel method, blocks of other stages are passed by, and shards are
+joined after the blocks. What is to be done in a forward, a ForwardContext says.
 """
 
 import collections
@@ -40,9 +40,11 @@ class Hooks:
             place_tensor_hooks(model, plan, splits, self._running)
         self.num_blocks = len(blocks)
         self._skips = plan.skips(self.num_blocks)
-        starts = [index == 0 or list_.streams != blocks[index - 1][1].streams for index, (_, list_) in enumerate(blocks)] + [True]
+        starts = [index == 0 or list_.streams != blocks[index - 1][1].streams
+                  for index, (_, list_) in enumerate(blocks)] + [True]
         numbers = [number for list_ in plan.lists for number in range(len(model.get_submodule(list_.name)))]
-        self._places = [Place(index, list_, numbers[index], starts[index], starts[index + 1]) for index, (_, list_) in enumerate(blocks)]
+        self._places = [Place(index, list_, numbers[index], starts[index], starts[index + 1])
+                        for index, (_, list_) in enumerate(blocks)]
         for place, (block, _) in zip(self._places, blocks):
             self._place_inside(block, place)
             if plan.tokens_first:
@@ -71,7 +73,8 @@ class Hooks:
         plan, model = self.plan, self._model
         for path, span in plan.once_outside.items():
             module = _inside(model, path)
-            for index, each in enumerate(module if isinstance(module, torch.nn.ModuleList) else [module] if module is not None else []):
+            for index, each in enumerate(module if isinstance(module, torch.nn.ModuleList) else [module]
+                                         if module is not None else []):
                 each.forward = self._hook_once(each.forward, (path, index), span)
         for path, (arguments, factor) in plan.exact.items():
             model.get_submodule(path).register_forward_pre_hook(functools.partial(self._unround, arguments, factor))
@@ -80,14 +83,17 @@ class Hooks:
             module.forward = self._hook_positions(module, module.forward, of_patch)
 
     def _running(self):
-        """The forward that runs, for layers of which this rank holds a share and which are nothing without the others'."""
-        assert self._now is not None, "this model holds a share of its weights: its forward is run by Hooks.run, which says by whom else"
+        """The forward that runs, for layers of which this rank holds a share and which are nothing without the
+        others'."""
+        assert self._now is not None, ("this model holds a share of its weights: its forward is run by Hooks.run, "
+                                       "which says by whom else")
         return self._now
 
     def run(self, context):
         """Run the model's forward as the context says. Every rank of the sequence axes does.
 
-        Returns (output of the forward, None) on the last stage, else (None, message for the next stage): one flat tensor.
+        Returns (output of the forward, None) on the last stage, else (None, message for the next stage): one flat
+        tensor.
         """
         with self.serving(context):
             try:
@@ -98,7 +104,8 @@ class Hooks:
     def run_in_turn(self, contexts):
         """As `run` for each of several forwards without stages: while the sums of one travel, the next computes.
 
-        A forward gives its turn away in the midst of its own attention, too: what stands for torch's there is its alone, as are its cuts.
+        A forward gives its turn away in the midst of its own attention, too: what stands for torch's there is its
+        alone, as are its cuts.
         """
         outputs, host = {}, getcurrent()
         tasks = [greenlet(functools.partial(self._model, **context.inputs, return_dict=False)) for context in contexts]
@@ -117,7 +124,8 @@ class Hooks:
                     outputs[index] = answer[0], None
                 else:
                     waiting.append(index)
-        finally:                                               # of a forward that failed, the others end now, and not when they are found
+        finally:
+            # of a forward that failed, the others end now, and not when they are found
             for index in waiting:
                 tasks[index].throw()
         return [outputs[index] for index in range(len(contexts))]
@@ -130,7 +138,8 @@ class Hooks:
     def serving(self, context):
         """The model's forward runs as the context says while under this."""
         tokens = context.tokens
-        check_shards(tokens.counts["image"] // tokens.row, context.mesh.sequence_degree, "rows of tokens" if self.plan.rows else "tokens")
+        check_shards(tokens.counts["image"] // tokens.row, context.mesh.sequence_degree,
+                     "rows of tokens" if self.plan.rows else "tokens")
         self._now = context
         try:
             yield
@@ -165,7 +174,8 @@ class Hooks:
         return block
 
     def _passed_by(self, now, place, arguments):
-        """What stands for the output of a block of an earlier stage: for the last of them what has arrived, else its input."""
+        """What stands for the output of a block of an earlier stage:
+        for the last of them what has arrived, else its input."""
         held = {streams: arguments[name] for name, streams in place.list_.streams.items()}
         if place.index + 1 < now.blocks.start:
             return held
@@ -207,7 +217,8 @@ class Hooks:
         if added is not None:
             streams = next(streams for streams in outputs if "image" in streams)
             image = outputs[streams]
-            if self._skips:                                    # to what a later block takes, not to what the next one does
+            # to what a later block takes, not to what the next one does
+            if self._skips:
                 image = now.skips[place.index] = image.clone()
             regions.add_to_image(image, streams, added, now.tokens)
         return outputs
@@ -215,7 +226,8 @@ class Hooks:
     def _joined(self, now, place, shards):
         """Whole streams for the model's forward; after the last block it only needs those of its output."""
         wanted = now.tokens.counts if place.index + 1 < self.num_blocks else self.plan.outputs
-        return {streams: shard if shard is None else regions.join(shard, streams, now.tokens, now.mesh, now.traffic, wanted)
+        return {streams: shard if shard is None
+                else regions.join(shard, streams, now.tokens, now.mesh, now.traffic, wanted)
                 for streams, shard in shards.items()}
 
     def _stands_in(self, streams, now, place):
@@ -224,7 +236,8 @@ class Hooks:
     def _cut_once(self, now, place, value, argument):
         """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
         def cut(tensor, each):
-            if each.ndim not in (None, tensor.ndim) or tensor.shape[each.dim] == 1 != sum(map(now.tokens.held, each.streams)):
+            if (each.ndim not in (None, tensor.ndim)
+                    or tensor.shape[each.dim] == 1 != sum(map(now.tokens.held, each.streams))):
                 return tensor
             if self._stands_in(each.streams, now, place):
                 return tensor.narrow(each.dim, 0, 1)
@@ -267,7 +280,8 @@ class Hooks:
             now = self._now
             if now is None or now.mesh.sequence_degree == 1:
                 return forward(hidden_states)
-            return forward(hidden_states, total=lambda part: all_reduce([part], now.mesh.sequence_group, now.traffic)[0])
+            return forward(hidden_states,
+                           total=lambda part: all_reduce([part], now.mesh.sequence_group, now.traffic)[0])
         return summed
 
     def _hook_halos(self, forward):
@@ -279,7 +293,8 @@ class Hooks:
             num_rows, rank, degree = image_BCHW.shape[2], now.mesh.sequence_rank, now.mesh.sequence_degree
             edges = torch.cat([image_BCHW[:, :, :1], image_BCHW[:, :, -1:]], 2)
             edges = all_gather(edges, [2] * degree, 2, now.mesh.sequence_group, now.traffic)
-            above, below = edges[:, :, :2 * rank][:, :, -1:], edges[:, :, 2 * rank + 2:][:, :, :1]         # none at the picture's edges
+            # none at the picture's edges
+            above, below = edges[:, :, :2 * rank][:, :, -1:], edges[:, :, 2 * rank + 2:][:, :, :1]
             return forward(torch.cat([above, image_BCHW, below], 2)).narrow(2, above.shape[2], num_rows)
         return with_halos
 
@@ -288,7 +303,8 @@ class Hooks:
             return args
         exact = [self._now.inputs[name] * factor for name in arguments if self._now.inputs.get(name) is not None]
         # of more times than there are images, the first are theirs
-        exact = [torch.cat([each, given[len(each):]]) if len(given) > len(each) else each for each, given in zip(exact, args)]
+        exact = [torch.cat([each, given[len(each):]]) if len(given) > len(each) else each
+                 for each, given in zip(exact, args)]
         return (*exact, *args[len(exact):])
 
     def _hook_positions(self, module, forward, of_patch):
@@ -309,14 +325,16 @@ class Hooks:
         @functools.wraps(forward)
         def scoped(*args, **kwargs):
             now, num_calls = self._now, 0
-            if now is None or (now.mesh.sequence_degree == 1 and now.key_values is None and not now.masks and not now.guided):
+            if (now is None or (now.mesh.sequence_degree == 1 and now.key_values is None and not now.masks
+                                and not now.guided)):
                 return forward(*args, **kwargs)
 
-            def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+            def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+                          enable_gqa=False):
                 nonlocal num_calls
                 if attn_mask is not None or is_causal:
-                    raise UnsupportedError("This model masks its self-attention in a way that sequence parallelism and PipeFusion do "
-                                           "not support yet. Use cfg_degree instead.")
+                    raise UnsupportedError("This model masks its self-attention in a way that sequence parallelism "
+                                           "and PipeFusion do not support yet. Use cfg_degree instead.")
                 num_calls += 1
                 key, value = _one_for_a_group(module, query, key), _one_for_a_group(module, query, value)
                 query, pad = self._without_stand_ins(now, place, streams, query)
@@ -329,9 +347,10 @@ class Hooks:
             with replaced(F, scaled_dot_product_attention=attention):
                 output = forward(*args, **kwargs)
             if num_calls == 0:                                 # each rank would have attended to its own tokens only
-                raise UnsupportedError(f"The attention {name} of block {place.index} did not call PyTorch's scaled_dot_product_attention, "
-                                       f"where parallel methods take its place. Unset what chooses another attention for "
-                                       f"diffusers in the workers, or use one device.")
+                raise UnsupportedError(f"The attention {name} of block {place.index} did not call PyTorch's "
+                                       f"scaled_dot_product_attention, where parallel methods take its place. Unset "
+                                       f"what chooses another attention for diffusers in the workers, or use one "
+                                       f"device.")
             return output
         return scoped
 

@@ -1,7 +1,9 @@
-"""Hooks on a diffusers U-Net: each rank computes its rows of every image inside, and has the others' by way of an exchange.
+"""Hooks on a diffusers U-Net: each rank computes its rows of every image inside, and has the others' by way of an
+exchange.
 
-As transformer.py for transformers. Placed once on a loaded model, as its RowPlan says; its own, unmodified forward runs, and while a
-convolution, a norm or an attention does, torch's function for it works on rows (rows.py). docs/algorithms.md section 9.
+As transformer.py for transformers. Placed once on a loaded model, as its RowPlan says; its own, unmodified forward
+runs, and while a convolution, a norm or an attention does, torch's function for it works on rows (rows.py).
+docs/algorithms.md section 9.
 """
 
 import functools
@@ -38,11 +40,13 @@ class RowHooks:
         for name, module in model.named_modules():
             level = level_of(name, self.num_levels)
             if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
-                assert module.dilation == (1, 1) and module.padding_mode == "zeros", f"{name}: no U-Net of a family has such a convolution"
+                assert (module.dilation == (1, 1)
+                        and module.padding_mode == "zeros"), f"{name}: no U-Net of a family has such a convolution"
                 function = self._first_convolution if name == plan.first else self._convolution
                 self._place(module, "convolution", functools.partial(self._hooked, "conv2d", function, name, level))
             elif isinstance(module, torch.nn.GroupNorm):
-                self._place(module, "group norm", functools.partial(self._hooked, "group_norm", self._group_norm, name, level))
+                self._place(module, "group norm",
+                            functools.partial(self._hooked, "group_norm", self._group_norm, name, level))
             elif name.endswith(f".{plan.self_attention}"):
                 self._check_attention(name, module)
                 plain = module.forward
@@ -78,8 +82,8 @@ class RowHooks:
         module.forward = hooked
 
     def _place_control(self, model, skips):
-        """Where ComfyUI's model adds what a ControlNet gives: to the output of each block on the way down and of the middle one, and to
-        each skip where it is taken up. skips: of RowPlan.
+        """Where ComfyUI's model adds what a ControlNet gives: to the output of each block on the way down and of the
+        middle one, and to each skip where it is taken up. skips: of RowPlan.
         """
         makers = [model.conv_in]
         for block in model.down_blocks:
@@ -91,11 +95,13 @@ class RowHooks:
         end = len(skips)
         for block in model.up_blocks:
             start = end - len(block.resnets)
-            block.forward = self._hook_skips(block.forward, [(f"output.{number}", skips[number][1]) for number in range(start, end)])
+            block.forward = self._hook_skips(block.forward,
+                                             [(f"output.{number}", skips[number][1]) for number in range(start, end)])
             end = start
 
     def _hook_middle(self, plain, forward, name):
-        """A self-attention of the middle, which may have to give its values, or to tell its scores. plain: its forward without hooks."""
+        """A self-attention of the middle, which may have to give its values, or to tell its scores.
+        plain: its forward without hooks."""
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             now, operation = self._now, None
@@ -157,8 +163,8 @@ class RowHooks:
         """Run a module while torch's function works on this rank's rows."""
         context, layers = self._now, self._now.exchange.layers
         if name not in layers:
-            layers[name] = StaleSplit(halved(context.bands, level), context.exchange.group, context.traffic, exchange=context.exchange,
-                                      key=name)
+            layers[name] = StaleSplit(halved(context.bands, level), context.exchange.group, context.traffic,
+                                      exchange=context.exchange, key=name)
         with replaced(F, **{torch_name: functools.partial(function, layers[name])}):
             return forward(*args, **kwargs)
 
@@ -166,7 +172,8 @@ class RowHooks:
         """Of the latent, which every rank has whole."""
         above, low, high, below = input_rows(split.start, split.start + split.size, split.num_rows, weight.shape[2], 1,
                                              Padding(padding[0], padding[0]))
-        return conv2d(pad(input[:, :, low:high], (0, 0, above, below)), weight, bias, stride, (0, padding[1]), dilation, groups)
+        return conv2d(pad(input[:, :, low:high], (0, 0, above, below)), weight, bias, stride, (0, padding[1]), dilation,
+                      groups)
 
     def _convolution(self, split, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
         rows = split.around(input, weight.shape[2], stride[0], padding[0])
@@ -177,7 +184,8 @@ class RowHooks:
 
     def _attention(self, split, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         if attn_mask is not None or is_causal:
-            raise UnsupportedError("This model masks its self-attention, which displaced_degree does not support. Use cfg_degree.")
+            raise UnsupportedError("This model masks its self-attention, which displaced_degree does not support. Use "
+                                   "cfg_degree.")
         width = key.shape[2] // split.size
         every = keys_and_values(key, value, [size * width for size in split.sizes], split.exchange, split.key)
         return self._attend(query, *every, **options)
@@ -193,5 +201,5 @@ class RowHooks:
 
     def _check_attention(self, name, module):
         if not isinstance(module.processor, AttnProcessor2_0):
-            raise UnsupportedError(f"{name} is run by {type(module.processor).__name__}, which does not use torch's attention and would "
-                                   f"see this rank's rows only. Use cfg_degree or data_degree.")
+            raise UnsupportedError(f"{name} is run by {type(module.processor).__name__}, which does not use torch's "
+                                   f"attention and would see this rank's rows only. Use cfg_degree or data_degree.")

@@ -14,23 +14,25 @@ class Autoencoders:
 
     def __init__(self, workers):
         self._workers, self.held = workers, Held(workers)
-        self.last_numbers = {}                                 # rank -> measurements of the last decode or encode, by name
+        # rank -> measurements of the last decode or encode, by name
+        self.last_numbers = {}
 
     @property
     def names(self):
         """The VAEs the running group holds."""
         return self.held.names
 
-    def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False, settings=None, num_ranks=0, first_rank=0):
+    def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False, settings=None, num_ranks=0,
+               first_rank=0):
         """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].
 
-        picture_shape: (B, H', W', 3) or (B, F', H', W', 3). weights() gives the VAE's tensors, and is called only when the
-        group does not hold the VAE `name`. measure_memory: last_numbers then has each rank's peak_bytes. num_ranks: of
-        the workers from first_rank on, which share it while the others rest; 0: all.
+        picture_shape: (B, H', W', 3) or (B, F', H', W', 3). weights() gives the VAE's tensors, and is called only when
+        the group does not hold the VAE `name`. measure_memory: last_numbers then has each rank's peak_bytes. num_ranks:
+        of the workers from first_rank on, which share it while the others rest; 0: all.
         """
         self.load(name, dtype, weights, settings)
-        return self._transform(messages.Decode, name, latent, picture_shape, measure_memory=measure_memory, num_ranks=num_ranks,
-                               first_rank=first_rank)
+        return self._transform(messages.Decode, name, latent, picture_shape, measure_memory=measure_memory,
+                               num_ranks=num_ranks, first_rank=first_rank)
 
     def encode(self, name, dtype, weights, picture, latent_shape, settings=None, num_ranks=0, first_rank=0):
         """Encode pictures (B, 3, H, W) or videos (B, 3, F, H, W) in [-1, 1] to latents of this shape, float32."""
@@ -60,20 +62,23 @@ class Autoencoders:
             given = group.segments.share(tensor)
             segments.append(given)
             result, view = group.segments.create(shape, torch.float32)
-        done = self._workers.request(lambda request: command(request, name, given, result, speeds=self._workers.speeds, **options),
+        done = self._workers.request(
+            lambda request: command(request, name, given, result, speeds=self._workers.speeds, **options),
                              [given, result], group)
         self.last_numbers = {rank: reply.numbers for rank, reply in done.items()}
         return view
 
     def estimate(self, name, shape, scale, num_ranks=0):
-        """Bytes that a rank needs, beside weights, to decode (scale 1) or encode a tensor of this shape with a VAE it holds.
+        """Bytes that a rank needs, beside weights, to decode (scale 1) or encode a tensor of this shape with a VAE it
+        holds.
 
         num_ranks: as decode's.
         """
         return int(self._estimate(name, shape, scale, num_ranks)["needed_bytes"])
 
     def work_of(self, name, shape, scale):
-        """The Work of one item of a batch of this shape, to be decoded (scale 1) or encoded with a VAE that the workers hold."""
+        """The Work of one item of a batch of this shape,
+        to be decoded (scale 1) or encoded with a VAE that the workers hold."""
         numbers = self._estimate(name, shape, scale, with_work=True)
         return Work(**{field.name: numbers[field.name] for field in dataclasses.fields(Work)})
 
@@ -84,6 +89,7 @@ class Autoencoders:
         return self._estimate(name, shape, scale, num_ranks)["roomy_bytes"] <= min(free)
 
     def _estimate(self, name, shape, scale, num_ranks=0, with_work=False):
-        done = self._workers.request(lambda request: messages.Estimate(request, name, tuple(shape), scale, num_ranks, with_work),
+        done = self._workers.request(
+            lambda request: messages.Estimate(request, name, tuple(shape), scale, num_ranks, with_work),
                              group=self._workers.holding)
         return done[0].numbers

@@ -1,4 +1,5 @@
-"""Calls of a model as the bridge makes them, how they reach the workers, and the tickets of those on their way. Used by the client."""
+"""Calls of a model as the bridge makes them, how they reach the workers, and the tickets of those on their way.
+Used by the client."""
 
 from dataclasses import dataclass, field
 
@@ -16,13 +17,15 @@ class Call:
     timestep: torch.Tensor                 # (B,)
     conditioning: dict[str, torch.Tensor]
     name: str = ""                         # of the conditioning, where Client.name_conditioning gave it one
-    control: dict[str, torch.Tensor] = field(default_factory=dict)         # what a ControlNet adds where: Family.control_shapes
+    # what a ControlNet adds where: Family.control_shapes
+    control: dict[str, torch.Tensor] = field(default_factory=dict)
 
     operations: dict[str, str] = field(default_factory=dict)               # what blocks do instead: specs.Branch
     scores: torch.Tensor | None = None     # to be filled, as Branch.scores
     guided: tuple[specs.Nag, ...] = ()  # what is done to attentions: specs.Branch
     beside: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
-    parts: dict[str, torch.Tensor] = field(default_factory=dict)           # predictions for the latent's other parts, to be filled
+    # predictions for the latent's other parts, to be filled
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def is_changed(self):
@@ -30,7 +33,8 @@ class Call:
         return bool(self.operations or self.guided)
 
     def control_by(self, make):
-        """{place: what `make` gives for the tensor of `control` there}, made once of a tensor that is for many places."""
+        """{place: what `make` gives for the tensor of `control` there},
+        made once of a tensor that is for many places."""
         made = {key: make(tensor) for key, tensor in {id(tensor): tensor for tensor in self.control.values()}.items()}
         return {place: made[id(tensor)] for place, tensor in self.control.items()}
 
@@ -43,7 +47,8 @@ class Ticket:
     request: int
     predictions: tuple
     in_stages: bool
-    told: tuple                            # [(what workers have written beside predictions, what of a Call is to be filled with it)]
+    # [(what workers have written beside predictions, what of a Call is to be filled with it)]
+    told: tuple
 
 
 def share_call(call, name, num_channels, store, segments):
@@ -68,5 +73,6 @@ def share_call(call, name, num_channels, store, segments):
             filled[key], written = create(tensor.shape)
             told.append((written, tensor))
     scores, beside = filled.pop("scores", None), {key: share(tensor) for key, tensor in call.beside.items()}
-    branch = specs.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided, beside, filled)
+    branch = specs.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided, beside,
+                          filled)
     return branch, view, told

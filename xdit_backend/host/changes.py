@@ -1,4 +1,5 @@
-"""What becomes of the weights of the models' files, as LoRA nodes and the like ask for it: asked for, in effect, or left by a run.
+"""What becomes of the weights of the models' files, as LoRA nodes and the like ask for it: asked for, in effect, or
+left by a run.
 
 The client keeps one Changes, and has the workers do what it says.
 """
@@ -21,11 +22,13 @@ class Change:
 
 
 class Changes:
-    """Changes of each model's weights, by the name of the model: {tensor of its file: Change}; the others are as in the file."""
+    """Changes of each model's weights, by the name of the model: {tensor of its file: Change};
+    the others are as in the file."""
 
     def __init__(self):
         self._wanted, self._in_effect = {}, {}
-        self._left, self._num_versions = {}, 0                 # name of a model -> {number: those that a run has left}, which may be kept
+        # name of a model -> {number: those that a run has left}, which may be kept
+        self._left, self._num_versions = {}, 0
 
     def want(self, model, changes):
         self._wanted[model] = changes
@@ -51,7 +54,8 @@ class Changes:
     def pending(self, model):
         """What leads from those in effect to those asked for."""
         before, wanted = self._in_effect.get(model, {}), self.wanted(model)
-        back = {name: Change((), change.num_bytes, _as_in_the_file) for name, change in before.items() if name not in wanted}
+        back = {name: Change((), change.num_bytes, _as_in_the_file) for name, change in before.items()
+                if name not in wanted}
         return back | {name: change for name, change in wanted.items() if before.get(name) != change}
 
     def leave(self, model):

@@ -1,6 +1,8 @@
-"""What the bridge asks of a worker group: predictions of a model, as tensors in, tensors out; of models and VAEs, its parts.
+"""What the bridge asks of a worker group: predictions of a model, as tensors in, tensors out; of models and VAEs, its
+parts.
 
-workers.py is the group, models.py and autoencoders.py what it holds; here are the runs, and what workers tell of themselves.
+workers.py is the group, models.py and autoencoders.py what it holds; here are the runs, and what workers tell of
+themselves.
 """
 
 import time
@@ -21,7 +23,8 @@ class Client:
 
     def __init__(self, devices, machines=None, forkserver=None):
         """machines, forkserver: WorkerGroup's."""
-        self._runs, self._num_conditionings = {}, 0            # whose conditioning -> Conditionings; named since the start
+        # whose conditioning -> Conditionings; named since the start
+        self._runs, self._num_conditionings = {}, 0
         self.workers = Workers(devices, machines, forkserver)
         self.models, self.autoencoders = Models(self.workers, self._runs), Autoencoders(self.workers)
         self.step = ""                                         # that is computed now, for a person: "step 7 of 20"
@@ -74,9 +77,9 @@ class Client:
 
         Calls are worked on in the order they are submitted. patch: which rows of the whole latent the calls' latents
         hold. keep: patches of the same conditioning will follow, which need this call's keys and values. by_image: send
-        the images of a batch through the stages one after the other. forecast: docs/algorithms.md section 2.9; the same for
-        all calls of a run. displaced: Predict's fields of displaced patches. run: see `name_conditioning`. Raises WorkerDiedError
-        where a patch or a name needs what a group kept that has ended since.
+        the images of a batch through the stages one after the other. forecast: docs/algorithms.md section 2.9; the same
+        for all calls of a run. displaced: Predict's fields of displaced patches. run: see `name_conditioning`. Raises
+        WorkerDiedError where a patch or a name needs what a group kept that has ended since.
         """
         if patch is not None or displaced.get("stale") or any(call.name for call in calls):
             self._check_kept(run)
@@ -90,15 +93,18 @@ class Client:
                 branches.append(branch)
                 predictions.append(prediction)
                 told += filled
-        request = group.post(lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast,
-                                                              speeds=self.workers.speeds, **displaced),
+        request = group.post(
+            lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast,
+                                             speeds=self.workers.speeds, **displaced),
                              segments, last_stage_ranks(layout, len(self.devices)), self.step)
         return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(told))
 
     def wait(self, tickets):
-        """Wait for the first of these tickets, all of one run; returns (the ticket, its predictions). Raises as WorkerGroup.wait."""
+        """Wait for the first of these tickets, all of one run; returns (the ticket, its predictions).
+        Raises as WorkerGroup.wait."""
         try:
-            request, _ = tickets[0].group.wait([ticket.request for ticket in tickets], self.workers.on_phase, self.workers.check)
+            request, _ = tickets[0].group.wait([ticket.request for ticket in tickets], self.workers.on_phase,
+                                               self.workers.check)
         except XDiTError:
             if any(ticket.in_stages for ticket in tickets):    # a stage may wait for what another never sent
                 self.close()
@@ -127,14 +133,15 @@ class Client:
             name = f"conditioning-{self._num_conditionings}"
             segments = group.segments.share_all(tensors)
             held.keep(name, tensors)
-            self.workers.request(lambda request: messages.Conditioning(request, name, segments), segments.values(), group)
+            self.workers.request(lambda request: messages.Conditioning(request, name, segments), segments.values(),
+                                 group)
             self._forget(group, held.drop_surplus())
         return name
 
     def _check_kept(self, run):
         if run in self._runs and not self._runs[run].group.alive:
-            raise WorkerDiedError("The workers that kept this run's tensors have ended. Queue the prompt again to start a new "
-                                  "group.")
+            raise WorkerDiedError("The workers that kept this run's tensors have ended. Queue the prompt again to "
+                                  "start a new group.")
 
     def end_run(self, run=None):
         """Forget the conditioning of a run, on both sides. Waits for nothing: a cancelled step may still be running.
@@ -178,7 +185,8 @@ class Client:
         return dict(self.workers.current.memory) if self.running else {}
 
     def peek(self, since_s=-1.0):
-        """{rank: Done} of ReportMemory where the workers run and have nothing to do; else None. Starts nothing, keeps nobody waiting."""
+        """{rank: Done} of ReportMemory where the workers run and have nothing to do; else None.
+        Starts nothing, keeps nobody waiting."""
         group = self.workers.current
         try:
             return group and group.ask_if_idle(lambda request: messages.ReportMemory(request, since_s))
@@ -186,7 +194,8 @@ class Client:
             return None
 
     def catch_up(self, patience_s, since_s=-1.0):
-        """Wait until the workers have done all they were asked, but no longer than this: a step that was given up may take its time.
+        """Wait until the workers have done all they were asked, but no longer than this: a step that was given up may
+        take its time.
 
         Returns {rank: Done}, with the spans from since_s on, or {} where that takes longer.
         """
@@ -202,11 +211,13 @@ class Client:
             group = self.group
             asked = group.post(lambda request: messages.ReportMemory(request, since_s))
             return group.wait([asked], self.workers.on_phase, check)[1]
-        except (TimeoutError, WorkerDiedError):                # what was asked for is done: who needs the workers next starts new ones
+        except (TimeoutError, WorkerDiedError):
+            # what was asked for is done: who needs the workers next starts new ones
             return {}
 
     def probe(self, dtype):
-        """{rank: what it measured of its device and links, by name}; a few seconds. dtype: that models compute in, "bfloat16"."""
+        """{rank: what it measured of its device and links, by name}; a few seconds.
+        dtype: that models compute in, "bfloat16"."""
         a_machine = devices_a_machine(self.devices)
         answers = self.workers.request(lambda request: messages.Probe(request, dtype, a_machine))
         return {rank: done.numbers for rank, done in answers.items()}

@@ -1,14 +1,17 @@
-"""The conditioning that a worker group keeps for one run, by name. The client has one Conditionings a run, and sends what is new."""
+"""The conditioning that a worker group keeps for one run, by name.
+The client has one Conditionings a run, and sends what is new."""
 
 import torch
 
 MOST_NAMES = 64                            # that a run has the workers hold; the one not used for longest goes first
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}         # bytes of a number -> the type to compare it as
+# bytes of a number -> the type to compare it as
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Conditionings:
     def __init__(self, group):
-        self.group, self._held = group, {}                     # name -> its tensors, as they were sent; the last one is the last one used
+        # name -> its tensors, as they were sent; the last one is the last one used
+        self.group, self._held = group, {}
 
     def find(self, tensors):
         """The name of these tensors, None where they are new."""
@@ -37,7 +40,8 @@ class Conditionings:
 
 
 def _same_bits(tensor, other):
-    """Are two tensors the same, NaN equal to itself? ComfyUI makes them anew for every step, and nodes may change them in place."""
+    """Are two tensors the same, NaN equal to itself? ComfyUI makes them anew for every step,
+    and nodes may change them in place."""
     if (tensor.shape, tensor.dtype, tensor.device) != (other.shape, other.dtype, other.device):
         return False
     bits = BITS[tensor.element_size()]

@@ -1,7 +1,7 @@
 """Print what a maintainer would ask for: versions, devices, links, memory, last errors, and whether workers start here.
 
-Nothing private is printed: no user or host names, no paths, and of the environment only the names of the variables that workers take
-over and that bear on devices and links.
+Nothing private is printed: no user or host names, no paths, and of the environment only the names of the variables that
+workers take over and that bear on devices and links.
 """
 
 import importlib.metadata
@@ -22,19 +22,21 @@ from .launcher import WorkerGroup
 from .preflight import num_cuda_devices
 from .torchrun import INHERITED, INHERITED_PREFIXES
 
-PACKAGES = ("torch", "diffusers", "accelerate", "safetensors", "transformers", "pydantic", "greenlet", "gguf", "comfyui-frontend-package")
+PACKAGES = ("torch", "diffusers", "accelerate", "safetensors", "transformers", "pydantic", "greenlet", "gguf",
+            "comfyui-frontend-package")
 TELLING = ("CUDA", "NVIDIA", "HIP", "ROCR", "HSA", "NCCL", "OMP", "MKL", "XDIT")       # what such names begin with
 SMALL_SHARED_MEMORY = 2 ** 30
 
 
 def add_arguments(parser):
-    parser.add_argument("--devices", default="auto", help='as in xDiT Parallel Config: "auto", or names such as "cuda:0,cuda:1"')
+    parser.add_argument("--devices", default="auto", help='as in xDiT Parallel Config: "auto", or names such as '
+                                                          '"cuda:0,cuda:1"')
     parser.add_argument("--no-workers", action="store_true", help="do not start workers")
 
 
 def main(options):
-    sections = {"Versions": versions(), "Machine": machine(), "Devices": devices(), "Links": links(), "Environment": environment(),
-                "Other machines": logs.machines(), "Last errors": logs.last_errors()}
+    sections = {"Versions": versions(), "Machine": machine(), "Devices": devices(), "Links": links(),
+                "Environment": environment(), "Other machines": logs.machines(), "Last errors": logs.last_errors()}
     if not options.no_workers:
         names = resolve_devices(options.devices, num_cuda_devices())
         sections["Workers"] = workers(names)
@@ -53,7 +55,8 @@ def package_versions(packages):
 
 
 def versions():
-    system = f"{platform.system()} {platform.release()}" + (" (WSL)" if "microsoft" in platform.release().lower() else "")
+    system = f"{platform.system()} {platform.release()}" + (" (WSL)" if "microsoft" in platform.release().lower()
+                                                            else "")
     return [f"Python {platform.python_version()} on {system}, {platform.machine()}",
             *(f"{name} {version}" for name, version in package_versions(PACKAGES).items())]
 
@@ -74,21 +77,23 @@ def machine():
 
 def devices():
     if not torch.cuda.is_available():
-        return [f"no CUDA device; this PyTorch is built for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPUs'}"]
+        return [f"no CUDA device; this PyTorch is built for "
+                f"{'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPUs'}"]
     lines = [f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL "
              f"{'.'.join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else 'missing'}"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        lines.append(f"cuda:{index} {properties.name}, capability {properties.major}.{properties.minor}, {gigabytes(total)}, "
-                     f"{gigabytes(free)} free")
+        lines.append(f"cuda:{index} {properties.name}, capability {properties.major}.{properties.minor}, "
+                     f"{gigabytes(total)}, {gigabytes(free)} free")
     return lines
 
 
 def links():
     """Which CUDA devices read each other's memory directly; the others go through host memory."""
     count = num_cuda_devices()
-    return [f"cuda:{one} to cuda:{other}: {'direct' if torch.cuda.can_device_access_peer(one, other) else 'through host memory'}"
+    return [f"cuda:{one} to cuda:{other}: "
+            f"{'direct' if torch.cuda.can_device_access_peer(one, other) else 'through host memory'}"
             for one in range(count) for other in range(count) if one != other]
 
 
@@ -109,9 +114,11 @@ def workers(names):
     except XDiTError as error:
         return [f"do not start on {', '.join(names)}:", *logs.without_private(str(error)).splitlines()]
     return [f"start on {', '.join(names)} in {time.monotonic() - started_s:.1f} s, and answer",
-            f"are programs of their own: {group.why_not_forked}" if group.why_not_forked else "are forked from one process",
+            f"are programs of their own: {group.why_not_forked}" if group.why_not_forked
+            else "are forked from one process",
             *group.remarks,
-            *(f"rank {rank} ({names[rank]}): {gigabytes(done.numbers['free_bytes'])} free" for rank, done in sorted(memory.items()))]
+            *(f"rank {rank} ({names[rank]}): {gigabytes(done.numbers['free_bytes'])} free"
+              for rank, done in sorted(memory.items()))]
 
 
 def gigabytes(num_bytes):

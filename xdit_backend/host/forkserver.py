@@ -1,4 +1,5 @@
-"""The host's end of the forkserver (worker/forkserver.py), which starts the torchrun of every group. Used by the launcher."""
+"""The host's end of the forkserver (worker/forkserver.py), which starts the torchrun of every group.
+Used by the launcher."""
 
 import json
 import os
@@ -23,7 +24,8 @@ POLL_S = 0.02
 PATIENCE_S = 10                            # for it to end what it has started, and itself
 MOST_BYTES = 2 ** 16                       # of an answer
 NUM_LINES = 15                             # of its output, where it fails
-# What a group sets for itself; the rest of its environment is there before its libraries are imported, which may read it then.
+# What a group sets for itself; the rest of its environment is there before its libraries are imported, which may read
+# it then.
 OF_A_GROUP = ("XDIT_", "NCCL_", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 FORK = "XDIT_FORK"                         # in the environment; "0": torchrun and each rank are programs of their own
 # Of the forkserver alone: no threads, which would make forking unsafe; and counting GPUs opens none.
@@ -39,15 +41,18 @@ class _Server:
 
 
 class Forkserver:
-    """Starts torchruns; its process starts with the first, and serves all groups of a host. Several threads may call its methods."""
+    """Starts torchruns; its process starts with the first, and serves all groups of a host.
+    Several threads may call its methods."""
 
     def __init__(self):
         self._lock = threading.RLock()
         self._servers = {}                                     # environment -> the _Server that has imported all in it
 
     def prepare(self, environment, package_folder):
-        """Have the libraries of groups with this environment loaded; waits for nothing. package_folder: that holds xdit_backend."""
-        early = tuple(sorted((name, value) for name, value in environment.items() if name == FORK or not name.startswith(OF_A_GROUP)))
+        """Have the libraries of groups with this environment loaded; waits for nothing.
+        package_folder: that holds xdit_backend."""
+        early = tuple(sorted((name, value) for name, value in environment.items() if name == FORK
+                             or not name.startswith(OF_A_GROUP)))
         with self._lock:
             if early in self._servers and self._servers[early].process.poll() is not None:
                 self._end(early)
@@ -58,8 +63,8 @@ class Forkserver:
     def start(self, arguments, environment, package_folder, folder, output, check=lambda: None):
         """Start a torchrun with these arguments; returns (its Torchrun, why it was not forked, or "").
 
-        folder: torchrun's own. output: the open file for what it prints. check() may raise to give up while libraries are loaded.
-        Raises WorkerStartError where it cannot be started.
+        folder: torchrun's own. output: the open file for what it prints. check() may raise to give up while libraries
+        are loaded. Raises WorkerStartError where it cannot be started.
         """
         with self._lock:
             early = self.prepare(environment, package_folder)
@@ -97,8 +102,10 @@ def _start_server(environment, package_folder):
     output = tempfile.TemporaryFile()
     with theirs:
         command = [sys.executable, "-m", "xdit_backend.worker.forkserver", str(theirs.fileno()), str(os.getpid())]
-        server = subprocess.Popen(command, cwd=package_folder, env=dict(environment) | OF_THE_SERVER, stdin=subprocess.DEVNULL,
-                                  stdout=output, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()], start_new_session=True)
+        server = subprocess.Popen(command, cwd=package_folder, env=dict(environment) | OF_THE_SERVER,
+                                  stdin=subprocess.DEVNULL,
+                                  stdout=output, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()],
+                                  start_new_session=True)
     return _Server(server, ours, output)
 
 
@@ -114,7 +121,8 @@ def _answer(server, check):
         if body := server.channel.recv(MOST_BYTES):
             return json.loads(body)
     code = server.process.wait(PATIENCE_S)
-    raise WorkerStartError(f"{who} ended while loading its libraries{exit_words(code)}. {what_next}\n{_last_lines(server)}")
+    raise WorkerStartError(f"{who} ended while loading its libraries{exit_words(code)}. "
+                           f"{what_next}\n{_last_lines(server)}")
 
 
 def _last_lines(server):

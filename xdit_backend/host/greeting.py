@@ -15,11 +15,14 @@ from ..protocol.messages import JOINING, TRYING_LINKS, Phase, Ready, Unready
 from .starting import HELP, TORCHRUN, Signs, exit_words
 from .traces import Traces
 
-START_TIMEOUT_S = 1800                             # of workers that get on, however slowly; who does not is noticed sooner
-SETTLE_S = 8                                       # from the first worker that cannot start until all have said or shown why
+# of workers that get on, however slowly; who does not is noticed sooner
+START_TIMEOUT_S = 1800
+# from the first worker that cannot start until all have said or shown why
+SETTLE_S = 8
 LINK_TIMEOUT_S = 60                                # of a short transfer, once all have begun
 JOIN_TIMEOUT_S = 600                               # of joining all ranks, for which NCCL reads a gigabyte of libraries
-QUIET_S = 20                                       # a worker that says nothing for so long then is what fails, not its links
+# a worker that says nothing for so long then is what fails, not its links
+QUIET_S = 20
 POLL_S = 0.05
 
 
@@ -38,10 +41,12 @@ class Party:
 
 
 class Greeting:
-    """Waits for the workers of a Party, and has the Channel of each that is ready in `channels`, its process in `workers`."""
+    """Waits for the workers of a Party, and has the Channel of each that is ready in `channels`,
+    its process in `workers`."""
 
     def __init__(self, party, channels, workers, on_phase, check):
-        self._party, self._channels, self._workers, self._on_phase, self._check = party, channels, workers, on_phase, check
+        self._party, self._channels, self._workers, self._on_phase, self._check = (
+            party, channels, workers, on_phase, check)
         self._greeted = [*party.at_once]
         self._begun = {JOINING: {}, TRYING_LINKS: {}}          # what ranks do to reach each other -> rank -> since when
         self._told, self._silent = [], []                      # Unready of ranks; channels that nothing more comes from
@@ -50,7 +55,8 @@ class Greeting:
         self._deadline_s = time.monotonic() + START_TIMEOUT_S
 
     def run(self):
-        """Returns when every worker is ready. Raises WorkerStartError, or LinkError where another way to join them may help."""
+        """Returns when every worker is ready. Raises WorkerStartError,
+        or LinkError where another way to join them may help."""
         devices = self._party.devices
         self._on_phase(Phase(0, "starting workers", 0, len(devices)))
         while len(self._channels) < len(devices):
@@ -82,11 +88,13 @@ class Greeting:
             raise WorkerStartError(f"{late_words}: not ready after {START_TIMEOUT_S} s. "
                                    f"{HELP} {traces.where()}Their last lines:\n{traces.last_lines()}")
         over = [doing for doing, limit_s in ((JOINING, JOIN_TIMEOUT_S), (TRYING_LINKS, LINK_TIMEOUT_S))
-                if len(self._begun[doing]) == len(devices) and time.monotonic() - max(self._begun[doing].values()) > limit_s]
+                if len(self._begun[doing]) == len(devices)
+                and time.monotonic() - max(self._begun[doing].values()) > limit_s]
         has_tried = TRYING_LINKS in over or (bool(over) and not self._begun[TRYING_LINKS])
         silence_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
         found = self._signs.silent(late, min(QUIET_S, silence_s) if has_tried else silence_s)
-        if found is not None and not self._silent:             # they wait to be ended who have said that they cannot start
+        # they wait to be ended who have said that they cannot start
+        if found is not None and not self._silent:
             rank, what = found
             who = "torchrun, which starts the workers," if rank == TORCHRUN else f"Worker {traces.called(rank)}"
             lines = traces.last_lines(None if rank == TORCHRUN else rank)
@@ -144,15 +152,16 @@ class Greeting:
         if len(self._begun[JOINING]) == len(devices) and self._party.has_detours:
             return LinkError(f"a worker ended in a transfer between them, with these last lines of output:\n{lines}\n")
         which = f"A worker for {', '.join(devices)}" if rank is None else f"Worker {traces.called(rank)}"
-        return WorkerStartError(f"{which} ended while starting{exit_words(code)}. {HELP} {traces.where()}Its last lines:\n{lines}")
+        return WorkerStartError(f"{which} ended while starting{exit_words(code)}. {HELP} {traces.where()}Its last "
+                                f"lines:\n{lines}")
 
 
 def cause_of(told, exit_code):
     """The one of these Unready that says why workers could not start; None: that one ended with this exit code does.
 
-    A rank that says so stays until it is ended, so nobody ends for its words. What it says of its links may come of another rank
-    that has ended; but gloo aborts a process whose exchange another has broken off. exit_code: of the first that ended; None: none
-    has, or unknown.
+    A rank that says so stays until it is ended, so nobody ends for its words. What it says of its links may come of
+    another rank that has ended; but gloo aborts a process whose exchange another has broken off. exit_code: of the
+    first that ended; None: none has, or unknown.
     """
     own = [message for message in told if not message.by_links]
     by_links = told if exit_code in (None, -signal.SIGABRT) else []

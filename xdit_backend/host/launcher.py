@@ -1,7 +1,7 @@
 """Start, use and end a worker group: one torchrun, one worker a device. Used by the client.
 
-opened.py starts the processes and ends them, greeting.py waits until they are ready; requests.py knows what they were asked, watch.py
-judges whether they live, traces.py finds the words for what became of them.
+opened.py starts the processes and ends them, greeting.py waits until they are ready; requests.py knows what they were
+asked, watch.py judges whether they live, traces.py finds the words for what became of them.
 """
 
 import atexit
@@ -34,7 +34,8 @@ POLL_S = 0.05
 
 
 def _alone(method):
-    """A thread that is in one of these methods of a group keeps other threads out of them: ranks get commands in one order."""
+    """A thread that is in one of these methods of a group keeps other threads out of them:
+    ranks get commands in one order."""
     @functools.wraps(method)
     def locked(self, *args, **kwargs):
         with self._lock:
@@ -46,16 +47,18 @@ class WorkerGroup:
     """A running worker group. Its methods may be called by several threads; one that waits keeps the others waiting.
 
     Construction blocks until every worker is ready. on_phase(Phase) tells what workers do meanwhile; check() is called
-    often while waiting and may raise to give up, as ComfyUI's cancel does. num_detours: how many ways to join the workers are known
-    not to work (preflight.detours); what the group came to is in the field of that name.
+    often while waiting and may raise to give up, as ComfyUI's cancel does. num_detours: how many ways to join the
+    workers are known not to work (preflight.detours); what the group came to is in the field of that name.
     machines: the machines.listener.Listener where other machines join; None: nothing listens, and all devices are here.
     forkserver: the host's Forkserver; None: one of its own, which ends with the group.
     Raises WorkerStartError when a worker cannot come up, with what is missing, or the workers' last lines of output.
     """
 
-    def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_detours=0, machines=None, forkserver=None):
+    def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_detours=0, machines=None,
+                 forkserver=None):
         if sys.platform == "win32":
-            raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to use its nodes. "
+            raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to "
+                                   "use its nodes. "
                                    f"{HELP}")
         timeouts.check()
         self.devices = tuple(devices)
@@ -63,10 +66,12 @@ class WorkerGroup:
         self._owns_forkserver = forkserver is None
         self._machines, self._lock, self._requests = machines, threading.RLock(), Requests()
         self._watch = Watch(self._requests)
-        self.totals = {}                                       # rank -> sums of the measurements in its answers, by name
+        # rank -> sums of the measurements in its answers, by name
+        self.totals = {}
         self.memory = {}                                       # rank -> what it last said of its memory, by name
         self._opened = None
-        self._used_s = time.monotonic()                        # when it was last given or did work, other than telling of itself
+        # when it was last given or did work, other than telling of itself
+        self._used_s = time.monotonic()
         self._ended_by = ""                                    # what ended the group, where it was not the host
         self._close_at_exit = _closer(weakref.ref(self), os.getpid())
         self.remarks = []                                      # what a person should know of how it runs
@@ -124,7 +129,8 @@ class WorkerGroup:
 
     @_alone
     def request(self, make_command, on_phase=lambda phase: None, check=lambda: None, segments=()):
-        """Send make_command(request number) to every rank, wait for every answer; returns {rank: Done}. Raises as `wait`."""
+        """Send make_command(request number) to every rank, wait for every answer; returns {rank: Done}.
+        Raises as `wait`."""
         return self.wait([self.post(make_command, segments)], on_phase, check)[1]
 
     def ask_if_idle(self, make_command):
@@ -164,8 +170,8 @@ class WorkerGroup:
         """Wait until one of the requests of these numbers is complete; returns (its number, {rank: Done}).
 
         Raises what a worker raised (an error of this project keeps its class; others become WorkerFailedError), or
-        WorkerDiedError, also when the group has ended. When check() raises, the answers are abandoned: workers finish the
-        commands, but leave loading, decoding and encoding soon, and take the next.
+        WorkerDiedError, also when the group has ended. When check() raises, the answers are abandoned: workers finish
+        the commands, but leave loading, decoding and encoding soon, and take the next.
         """
         try:
             while True:
@@ -183,12 +189,14 @@ class WorkerGroup:
                     raise
                 self._receive(on_phase)
         finally:
-            for number in numbers:                             # the complete one; all, when nobody will come back for them
+            # the complete one; all, when nobody will come back for them
+            for number in numbers:
                 self._requests[number].claimed = True
             self._requests.settle(self.segments)
 
     def hear(self):
-        """Take in what the ranks have said where nobody will wait for it, as of a model that was dropped. Keeps nobody waiting."""
+        """Take in what the ranks have said where nobody will wait for it, as of a model that was dropped.
+        Keeps nobody waiting."""
         if not self._requests.are_claimed or not self._lock.acquire(blocking=False):
             return
         try:
@@ -207,8 +215,10 @@ class WorkerGroup:
                 error = request.raised(len(self.devices), self._opened.traces.where())
                 self._opened.traces.note(error)
                 raise error
-        if not self._opened.channels:                                 # also where answers are there: they may come of a broken exchange
-            raise WorkerDiedError(f"The workers have ended{self._ended_by}. Queue the prompt again to start a new group.")
+        # also where answers are there: they may come of a broken exchange
+        if not self._opened.channels:
+            raise WorkerDiedError(f"The workers have ended{self._ended_by}. Queue the prompt again to start a new "
+                                  f"group.")
 
     def _abandon(self, numbers):
         for number in numbers:
@@ -226,7 +236,8 @@ class WorkerGroup:
             self._watch.hears(rank)
             try:
                 self._take(rank, self._opened.channels[rank].receive(), on_phase)
-                while raw.poll():                              # all that is there: a failure may stand behind other answers
+                # all that is there: a failure may stand behind other answers
+                while raw.poll():
                     self._take(rank, self._opened.channels[rank].receive(), on_phase)
             except ChannelClosedError:
                 self._lost(rank)
@@ -267,13 +278,16 @@ class WorkerGroup:
             except BaseException as error:
                 if isinstance(error, XDiTError) and self._opened is not None:
                     self._opened.traces.note(error)
-                self.close(is_broken=self._opened is not None and not self._opened.has_all_machines)       # those here wait for it
+                # those here wait for it
+                self.close(is_broken=self._opened is not None and not self._opened.has_all_machines)
                 if isinstance(error, OSError) and not isinstance(error, XDiTError):
                     places = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders_of("of a group")))
-                    raise WorkerStartError(f"The workers cannot be started: {error}. They need a little room in {places}, where this "
-                                           f"user may write, and which have short names. {HELP}") from error
+                    raise WorkerStartError(f"The workers cannot be started: {error}. They need a little room in "
+                                           f"{places}, where this user may write, and which have short names. "
+                                           f"{HELP}") from error
                 raise
-        raise WorkerStartError(f"{', '.join(self.devices)} cannot exchange tensors: {failed[-1]} {preflight.advice(ways)}{HELP}")
+        raise WorkerStartError(f"{', '.join(self.devices)} cannot exchange tensors: {failed[-1]} "
+                               f"{preflight.advice(ways)}{HELP}")
 
     def _try_to_start(self, off, variables, failed, on_phase, check):
         """Start, with something switched off by environment variables. failed: how the ways before went."""
@@ -307,15 +321,18 @@ class WorkerGroup:
             self._forkserver.close()
 
     def _end_if_failed(self):
-        """End the group where a failed command, whoever waits for it, has left ranks in an exchange that will not end."""
+        """End the group where a failed command, whoever waits for it,
+        has left ranks in an exchange that will not end."""
         for request in self._requests:
             if not request.failed or not self._opened.channels:
                 continue
-            # Over gloo the others wait inside a collective, or for a stage's hidden states, for the one that failed, and do not answer.
+            # Over gloo the others wait inside a collective, or for a stage's hidden states, for the one that failed,
+            # and do not answer.
             is_stuck = request.unanswered and time.monotonic() - request.failed_s > STRAGGLER_S
             if is_stuck or (not request.unanswered and not outlives(self.devices, request.failed.values())):
                 failure = request.first_failure
-                self._ended_by = f" because rank {failure.rank} ({failure.device}) failed with {failure.kind}: {failure.message}"
+                self._ended_by = (f" because rank {failure.rank} ({failure.device}) failed with {failure.kind}: "
+                                  f"{failure.message}")
                 self.close()
 
     def _end_if_hung(self):
@@ -327,21 +344,23 @@ class WorkerGroup:
             self._give_up(*found)
 
     def _lost(self, rank, doing=""):
-        """A worker's connection is gone: end the group and say what is known. doing: beside what it owes an answer to."""
+        """A worker's connection is gone: end the group and say what is known.
+        doing: beside what it owes an answer to."""
         self._give_up(*self._opened.lost(rank, lambda of: doing or self._watch.doing(of) or ""))
 
     def _give_up(self, rank, what):
         """End the group for what became of a rank."""
         lines = self._opened.traces.last_lines(rank)
         self.close(is_broken=True)
-        error = WorkerDiedError(f"Worker {self._opened.traces.called(rank)} {what}. Queue the prompt again to start a new group. {HELP} "
-                                f"{self._opened.traces.where()}Its last lines:\n{lines or '(none)'}")
+        error = WorkerDiedError(f"Worker {self._opened.traces.called(rank)} {what}. Queue the prompt again to start a "
+                                f"new group. {HELP} {self._opened.traces.where()}Its last lines:\n{lines or '(none)'}")
         self._opened.traces.note(error)
         raise error
 
 
 def _closer(reference, owner):
-    """What closes a group as its host ends, but not as a process does that the host has forked. owner: the host's number."""
+    """What closes a group as its host ends, but not as a process does that the host has forked.
+    owner: the host's number."""
     def close_group():
         group = reference()
         if group is not None and os.getpid() == owner:

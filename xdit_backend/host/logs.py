@@ -1,6 +1,8 @@
-"""What workers print, and how their groups failed: a private folder for each group, of which the last few stay. Used by the launcher.
+"""What workers print, and how their groups failed: a private folder for each group, of which the last few stay. Used by
+the launcher.
 
-In a folder are torchrun.log, rank-N.log and errors.log. A file is bounded in size (worker/output.py), and so is the number of folders.
+In a folder are torchrun.log, rank-N.log and errors.log. A file is bounded in size (worker/output.py), and so is the
+number of folders.
 Beside them is what each ComfyUI that runs has to say of other machines.
 """
 
@@ -45,7 +47,8 @@ def place():
 
 
 def make(name, otherwise):
-    """Make the folder for the group of this name; `otherwise`, which ends with the group, where the place for it is not ours alone."""
+    """Make the folder for the group of this name; `otherwise`, which ends with the group,
+    where the place for it is not ours alone."""
     try:
         folder = _own_place() / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}"
         folder.mkdir(mode=0o700)
@@ -58,7 +61,8 @@ def make(name, otherwise):
 
 
 def tell_machines(lines):
-    """Have the doctor know this of other machines, for as long as this process runs; no lines: there is nothing more to say."""
+    """Have the doctor know this of other machines, for as long as this process runs;
+    no lines: there is nothing more to say."""
     try:
         told = _own_place() / MACHINES.format(os.getpid())
         told.unlink(missing_ok=True)
@@ -85,7 +89,8 @@ def machines():
 def start(folder):
     """The open file for what torchrun prints, which tells that the group runs for as long as torchrun holds it."""
     file = open(folder / TORCHRUN, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
-    with suppress(OSError):                                    # file systems without locks, where no folder is taken for an old one
+    # file systems without locks, where no folder is taken for an old one
+    with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
     return file
 
@@ -99,7 +104,8 @@ def is_full(folder):
 
 def note(folder, error):
     """Write down how a group failed."""
-    with suppress(OSError), open(folder / ERRORS, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+    with suppress(OSError), open(folder / ERRORS, "a", encoding="utf-8",
+                                 opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         if file.tell() > MOST_BYTES:
             file.truncate(0)
         text = re.sub(r"\n\n+", "\n", str(error))
@@ -107,7 +113,8 @@ def note(folder, error):
 
 
 def last_errors():
-    """Lines that tell of the last errors of the groups whose folders are there, the newest first, with nothing private."""
+    """Lines that tell of the last errors of the groups whose folders are there, the newest first,
+    with nothing private."""
     told = []
     for folder in reversed(_folders()):
         with suppress(OSError):
@@ -134,8 +141,8 @@ def _own_place():
     """place(), made where it is not there. Raises OSError where it is not ours alone."""
     place().mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_ours():
-        raise PermissionError(f"{place()} is a link, another user's, or others can write there. Name a folder that is yours alone in "
-                              f"XDIT_LOG_FOLDER")
+        raise PermissionError(f"{place()} is a link, another user's, or others can write there. Name a folder that is "
+                              f"yours alone in XDIT_LOG_FOLDER")
     return place()
 
 
@@ -143,7 +150,8 @@ def _is_ours():
     """Is place() there, and no other user's, who may have put links there to what is private?"""
     with suppress(OSError):
         about = place().lstat()
-        return stat.S_ISDIR(about.st_mode) and (not hasattr(os, "getuid") or about.st_uid == os.getuid()) and not about.st_mode & 0o022
+        return (stat.S_ISDIR(about.st_mode) and (not hasattr(os, "getuid") or about.st_uid == os.getuid())
+                and not about.st_mode & 0o022)
     return False
 
 

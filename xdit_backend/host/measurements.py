@@ -1,7 +1,9 @@
-"""What a probe measured of the devices of a worker group, and what runs taught, kept in a folder. Used by the bridge and by `plan`.
+"""What a probe measured of the devices of a worker group, and what runs taught, kept in a folder. Used by the bridge
+and by `plan`.
 
-A measurement is of these cards in this order, this driver and torch, and which of them reach each other directly; where any of it
-changes there is none, and it is measured anew. Files are as forecast/files.py reads them; deleting one has it measured again.
+A measurement is of these cards in this order, this driver and torch, and which of them reach each other directly; where
+any of it changes there is none, and it is measured anew. Files are as forecast/files.py reads them; deleting one has it
+measured again.
 """
 
 import hashlib
@@ -35,10 +37,11 @@ def card_of(device):
 
 
 def measure(client, dtype, card=card_of):
-    """The Machine of a Client's devices, measured now; a few seconds. dtype: that models compute in. card(device): as card_of."""
+    """The Machine of a Client's devices, measured now; a few seconds. dtype: that models compute in.
+    card(device): as card_of."""
     numbers, cards = client.probe(dtype), list(map(card, client.devices))
-    return machine_of_probe([numbers[rank] for rank in sorted(numbers)], [name for name, _ in cards], [size for _, size in cards],
-                            devices_a_machine(client.devices))
+    return machine_of_probe([numbers[rank] for rank in sorted(numbers)], [name for name, _ in cards],
+                            [size for _, size in cards], devices_a_machine(client.devices))
 
 
 def kept(folder, devices, dtype, card=card_of) -> Machine | None:
@@ -59,7 +62,8 @@ def keep(folder, devices, dtype, machine, card=card_of):
 
 
 def learnt(folder):
-    """{(family, card): Learnt}: how much longer runs of one device took than was forecast. {} where there is none to read."""
+    """{(family, card): Learnt}: how much longer runs of one device took than was forecast.
+    {} where there is none to read."""
     try:
         said = json.loads((Path(folder) / RUNS).read_text(encoding="utf-8"))
         made = {tuple(key.split(" | ")): Learnt(float(factor), int(count)) for key, (factor, count) in said.items()}
@@ -68,11 +72,13 @@ def learnt(folder):
     except (OSError, ValueError, TypeError, AttributeError) as error:
         log.warning("what was learnt of runs is ignored: %s: %s", Path(folder) / RUNS, error)
         return {}
-    return {key: each for key, each in made.items() if len(key) == 2 and LEAST_FACTOR <= each.factor <= 1 / LEAST_FACTOR and each.count > 0}
+    return {key: each for key, each in made.items() if len(key) == 2 and LEAST_FACTOR <= each.factor <= 1 / LEAST_FACTOR
+            and each.count > 0}
 
 
 def learn(folder, family, card, ratio):
-    """Keep what a run of one device says: it took `ratio` times the forecast that knew nothing of runs. Returns the Learnt."""
+    """Keep what a run of one device says: it took `ratio` times the forecast that knew nothing of runs.
+    Returns the Learnt."""
     known = learnt(folder)
     known[family, card] = after(known.get((family, card)), ratio)
     _write(Path(folder) / RUNS, {" | ".join(key): [each.factor, each.count] for key, each in known.items()})
@@ -83,8 +89,9 @@ def topology(devices, dtype, card):
     """What a measurement is of. Makes no CUDA context."""
     cuda = [torch.device(device) for device in devices if device.startswith("cuda")]
     reach = [[one == other or torch.cuda.can_device_access_peer(one, other) for other in cuda] for one in cuda]
-    return {"devices": list(devices), "cards": [card(device)[0] for device in devices], "direct": reach, "torch": torch.__version__,
-            "driver": torch._C._cuda_getDriverVersion() if cuda else 0, "dtype": dtype, "threads": os.environ.get("OMP_NUM_THREADS", "")}
+    return {"devices": list(devices), "cards": [card(device)[0] for device in devices], "direct": reach,
+            "torch": torch.__version__, "driver": torch._C._cuda_getDriverVersion() if cuda else 0, "dtype": dtype,
+            "threads": os.environ.get("OMP_NUM_THREADS", "")}
 
 
 def _write(path, said):

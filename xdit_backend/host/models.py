@@ -13,7 +13,8 @@ from .workers import Held
 
 
 class Models:
-    """Of the group of these Workers. runs: a collection of the client's runs that have not ended, which may go back to weights."""
+    """Of the group of these Workers. runs: a collection of the client's runs that have not ended,
+    which may go back to weights."""
 
     def __init__(self, workers, runs):
         self._workers, self._runs, self.held = workers, runs, Held(workers)        # the last: name -> Residence
@@ -25,14 +26,16 @@ class Models:
         return self.held.names
 
     def forget(self, name):
-        """A model is dropped, or not known to be whole any more: have the workers drop it. Waits for nothing. From any thread."""
+        """A model is dropped, or not known to be whole any more: have the workers drop it. Waits for nothing.
+        From any thread."""
         self.changes.forget(name)
         self.held.forget(name)
 
     def load(self, spec, changes=None):
         """Make sure that every worker holds the model, on its device, with these changes.
 
-        changes: {name of a tensor in the model's file: Change}, the others are as in the file; None: those of the last time.
+        changes: {name of a tensor in the model's file: Change}, the others are as in the file; None: those of the last
+        time.
         """
         residence = self.residence(spec.name)
         if residence is None:
@@ -45,7 +48,8 @@ class Models:
                 raise
             self.held.now[spec.name] = Residence.told(spec, done)
         elif any(residence.parked_bytes):
-            residence.parked(self._workers.request(lambda request: messages.RestoreModel(request, spec.name), group=self._workers.holding))
+            residence.parked(self._workers.request(lambda request: messages.RestoreModel(request, spec.name),
+                                                   group=self._workers.holding))
         if changes is not None:
             self.changes.want(spec.name, changes)
         if not self.changes.are_in_effect(spec.name):
@@ -74,11 +78,13 @@ class Models:
         self.changes.take_effect(spec.name, wanted)
 
     def _has_returned(self, spec, left):
-        """Have all workers gone back to weights that they had kept? Some alone may have, which does no harm to making them again."""
+        """Have all workers gone back to weights that they had kept? Some alone may have,
+        which does no harm to making them again."""
         version = self.changes.left(spec.name)
         if version is None:
             return False
-        done = self._workers.request(lambda request: messages.ReturnWeights(request, spec.name, version, left), group=self._workers.holding)
+        done = self._workers.request(lambda request: messages.ReturnWeights(request, spec.name, version, left),
+                                     group=self._workers.holding)
         self.held.now[spec.name] = Residence.told(spec, done)
         return all(each.numbers["kept"] for each in done.values())
 
@@ -90,7 +96,8 @@ class Models:
         group = self._workers.holding
         with group.segments.removed_on_failure() as segments:
             changes = {name: change.make(share) for name, change in batch.items()}
-        done = self._workers.request(lambda request: messages.ChangeWeights(request, spec.name, changes, version, begins), segments, group)
+        done = self._workers.request(lambda request: messages.ChangeWeights(
+            request, spec.name, changes, version, begins), segments, group)
         self.held.now[spec.name] = Residence.told(spec, done)
 
     def residence(self, name):
@@ -100,8 +107,9 @@ class Models:
     def park(self, name, room_bytes, device=None, num_bytes=math.inf):
         """Move weights of a model to host memory, until `device` has num_bytes more free; None: every device.
 
-        Where host memory has less room than is needed (room_bytes), or shared memory has, or there are several machines, the model is
-        dropped instead. Returns the bytes that came free on these devices. load brings the weights back.
+        Where host memory has less room than is needed (room_bytes), or shared memory has, or there are several
+        machines, the model is dropped instead. Returns the bytes that came free on these devices. load brings the
+        weights back.
         """
         residence = self.residence(name)
         if residence is None:
@@ -116,9 +124,11 @@ class Models:
         if segments is None:
             self.held.drop(name)
             return sum(residence.weight_bytes[rank] - before[rank] for rank in ranks)
-        try:                                                   # not to be given up halfway: ranks write what others will read
-            residence.parked(self._workers.group.request(lambda request: messages.ParkModel(request, name, targets, segments),
-                                                         self._workers.on_phase, segments=segments))
+        # not to be given up halfway: ranks write what others will read
+        try:
+            residence.parked(
+                self._workers.group.request(lambda request: messages.ParkModel(request, name, targets, segments),
+                                            self._workers.on_phase, segments=segments))
         except XDiTError:
             self.forget(name)
             raise

@@ -1,7 +1,8 @@
 """What a worker group opens when it starts, and closes: processes, connections, files. Used by the launcher.
 
-Everything a group opens is on this machine only: a socket file in a private folder, and torch's store on 127.0.0.1. Where devices
-are on other machines, these have joined over connections of their own (machines/), and a session of each stands for its ranks here.
+Everything a group opens is on this machine only: a socket file in a private folder, and torch's store on 127.0.0.1.
+Where devices are on other machines, these have joined over connections of their own (machines/), and a session of each
+stands for its ranks here.
 """
 
 import socket
@@ -33,7 +34,8 @@ class Opened:
         self.channels, self.workers = {}, {}                   # rank -> its Channel, its process; filled by Greeting
         self.sessions = {}                                     # name of another machine -> its Session
         self.process = self.door = self._store = None
-        self.why_not_forked = ""                               # why its processes are programs of their own, where they are
+        # why its processes are programs of their own, where they are
+        self.why_not_forked = ""
         self.segments = SegmentStore()
         self._finalizer = weakref.finalize(self, self.segments.close)
         folder = logs.make(self.segments.folder.name, self.segments.overflow_folder / "logs")
@@ -53,12 +55,13 @@ class Opened:
         """Connect to the other machines. machines: the Listener where they join; None: nothing listens."""
         for name in machines_of(self.devices):
             if machines is None:
-                raise WorkerStartError(f"No address is set at which {name} could join: only ComfyUI's nodes use devices of other "
-                                       f"machines.")
+                raise WorkerStartError(f"No address is set at which {name} could join: only ComfyUI's nodes use "
+                                       f"devices of other machines.")
             self.sessions[name] = machines.take(name, lambda words: on_phase(Phase(0, words)), check)
 
     def launch(self, forkserver, interface, variables, has_detours, check):
-        """Start torchrun here and on other machines; returns the Party whose workers come up. interface: to the machines."""
+        """Start torchrun here and on other machines; returns the Party whose workers come up.
+        interface: to the machines."""
         own = [rank for rank, device in enumerate(self.devices) if not machine_of(device)]
         silence_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
         self.door = Door(self.segments.folder, silence_s)
@@ -67,9 +70,11 @@ class Opened:
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
-                                    master_listen_fd=listening.detach(), use_libuv=False)   # libuv's takes no socket before 2.7
+                                    # libuv's takes no socket before 2.7
+                                    master_listen_fd=listening.detach(), use_libuv=False)
         node = Node(self.devices, len(own), 0, 1 + len(self.sessions), interface)
-        self.process, self.why_not_forked = start_torchrun(forkserver, self.segments, node, port, self.traces.folder, variables, check)
+        self.process, self.why_not_forked = start_torchrun(forkserver, self.segments, node, port, self.traces.folder,
+                                                           variables, check)
         at_once = []
         for index, session in enumerate(self.sessions.values(), 1):
             at_once += session.start(self.devices, index, node.num_nodes, port, silence_s, variables).values()
@@ -81,7 +86,8 @@ class Opened:
         return preflight.check(own, (self.segments.folder, self.segments.overflow_folder))
 
     def close(self, is_broken=False):
-        """End the workers, and remove every file. is_broken: some wait for what will never come, so that they are ended at once."""
+        """End the workers, and remove every file. is_broken:
+        some wait for what will never come, so that they are ended at once."""
         for channel in self.channels.values():
             with suppress(ChannelClosedError):
                 channel.send(Stop())
@@ -96,7 +102,8 @@ class Opened:
         self._finalizer()
 
     def lost(self, rank, doing):
-        """(rank, what became of it) where a worker's connection is gone. doing: (rank) -> what it is at, for a sentence."""
+        """(rank, what became of it) where a worker's connection is gone.
+        doing: (rank) -> what it is at, for a sentence."""
         session = self.traces.session_of(rank)
         if session is not None:
             name, ended = session.name, session.ended or "it closed the connection"
@@ -104,7 +111,8 @@ class Opened:
             return self.traces.rank_of(name), (f"was lost with its machine, {name} (all of rank {ranks}){doing(rank)}: "
                                                f"{ended.rstrip('. ')}. {name} joins again by itself when it can")
         worker = self.workers.get(rank)
-        for _ in range(50):                                    # torchrun notices within a tenth of a second, then ends the others
+        # torchrun notices within a tenth of a second, then ends the others
+        for _ in range(50):
             if self.process is None or self.process.has_ended:
                 break
             time.sleep(0.1)

@@ -1,6 +1,7 @@
 """What is looked at before a worker group starts, and which ways around broken links there are. Used by the launcher.
 
-The rest of the preflight is the workers' own (worker/preflight.py): whether a device can be used, and a real transfer between all ranks.
+The rest of the preflight is the workers' own (worker/preflight.py): whether a device can be used, and a real transfer
+between all ranks.
 """
 
 import importlib.metadata
@@ -20,21 +21,25 @@ from .shortage import gigabytes
 LEAST_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
 WORKER_BYTES = 2 ** 28                     # of host memory that a worker takes before it holds a model: its libraries
 DOOR_BYTES = 2 ** 16                       # in shared memory, for what is there beside tensors
-SEGMENT_BYTES = 2 ** 26                    # without room for so many bytes of tensors between host and workers, nothing can run
+# without room for so many bytes of tensors between host and workers, nothing can run
+SEGMENT_BYTES = 2 ** 26
 ROOMY_BYTES = 2 ** 28                      # below this in shared memory, tensors will go through files on disk
 
 # What is switched off for the next attempt where a transfer between ranks fails, and the variables by which.
-# NCCL's documentation, "Troubleshooting": PCI access control services and IOMMUs redirect peer-to-peer traffic, which may then hang or
-# arrive wrong; and containers have too little shared memory.
+# NCCL's documentation, "Troubleshooting": PCI access control services and IOMMUs redirect peer-to-peer traffic, which
+# may then hang or arrive wrong; and containers have too little shared memory.
 DETOURS = (("", {}),
            ("peer-to-peer copies", {"NCCL_P2P_DISABLE": "1"}),
-           ("peer-to-peer copies and shared memory between the devices", {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}))
-ADVICE = ("Broken peer-to-peer copies come of PCI access control (ACS) or an IOMMU: switch them off in the BIOS, or, in a virtual machine, "
-          "ask its host to. In a container give /dev/shm room (--shm-size=2g) and memory that may be locked (--ulimit memlock=-1).")
+           ("peer-to-peer copies and shared memory between the devices",
+            {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}))
+ADVICE = ("Broken peer-to-peer copies come of PCI access control (ACS) or an IOMMU: switch them off in the BIOS, or, "
+          "in a virtual machine, ask its host to. In a container give /dev/shm room (--shm-size=2g) and memory that "
+          "may be locked (--ulimit memlock=-1).")
 
 
 def check(devices, folders):
-    """Refuse to start workers that could not run: WorkerStartError says what is missing. Returns remarks on what is only slow.
+    """Refuse to start workers that could not run: WorkerStartError says what is missing. Returns remarks on what is
+    only slow.
 
     folders: (in shared memory, on disk), where tensors between the host and its workers will be.
     """
@@ -50,11 +55,13 @@ def check_versions():
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise WorkerStartError(f"The workers need {package} {needed} or newer, and this Python does not have it. Install it with: "
-                                   f"python -m pip install -r requirements.txt, in the folder of the xDiT nodes.") from None
+            raise WorkerStartError(f"The workers need {package} {needed} or newer, and this Python does not have it. "
+                                   f"Install it with: python -m pip install -r requirements.txt, in the folder of the "
+                                   f"xDiT nodes.") from None
         if tuple(map(int, re.findall(r"\d+", version)[:2])) < least:
-            raise WorkerStartError(f"The workers need {package} {needed} or newer, and {version} is installed. Update it with ComfyUI's "
-                                   f"Python: python -m pip install --upgrade {package}. Then restart ComfyUI.")
+            raise WorkerStartError(f"The workers need {package} {needed} or newer, and {version} is installed. Update "
+                                   f"it with ComfyUI's Python: python -m pip install --upgrade {package}. Then "
+                                   f"restart ComfyUI.")
 
 
 def check_devices(devices):
@@ -63,14 +70,15 @@ def check_devices(devices):
         return
     names = ", ".join(dict.fromkeys(cuda))
     if torch.version.cuda is None and torch.version.hip is None:
-        raise WorkerStartError(f"{names}: this PyTorch ({torch.__version__}) is built for CPUs. Install one for your GPUs, as "
-                               f"pytorch.org says, or set devices to \"cpu\".")
+        raise WorkerStartError(f"{names}: this PyTorch ({torch.__version__}) is built for CPUs. Install one for your "
+                               f"GPUs, as pytorch.org says, or set devices to \"cpu\".")
     count = num_cuda_devices()
     missing = [device for device in dict.fromkeys(cuda) if int(device.partition(":")[2] or 0) >= count]
     if missing:
-        there = ", ".join(f"cuda:{index}" for index in range(count)) or "none: is the driver there, and CUDA_VISIBLE_DEVICES right?"
-        raise WorkerStartError(f"{', '.join(missing)}: there is no such device here. PyTorch finds {there}. Set devices in xDiT Parallel "
-                               f"Config to what is there, or to \"auto\".")
+        there = (", ".join(f"cuda:{index}" for index in range(count))
+                 or "none: is the driver there, and CUDA_VISIBLE_DEVICES right?")
+        raise WorkerStartError(f"{', '.join(missing)}: there is no such device here. PyTorch finds {there}. Set "
+                               f"devices in xDiT Parallel Config to what is there, or to \"auto\".")
 
 
 def num_cuda_devices():
@@ -82,23 +90,25 @@ def check_memory(num_workers):
     room, limit = memory_room()
     needed = num_workers * WORKER_BYTES
     if room < needed:
-        raise WorkerStartError(f"{num_workers} workers need at least {gigabytes(needed)} of host memory before they hold a model, and "
-                               f"{gigabytes(room)} of {gigabytes(limit)} are free. Close other programs, use \"Unload Models\" in "
-                               f"ComfyUI's menu, or give the container or WSL2 more memory.")
+        raise WorkerStartError(f"{num_workers} workers need at least {gigabytes(needed)} of host memory before they "
+                               f"hold a model, and {gigabytes(room)} of {gigabytes(limit)} are free. Close other "
+                               f"programs, use \"Unload Models\" in ComfyUI's menu, or give the container or WSL2 "
+                               f"more memory.")
 
 
 def check_room(memory_folder, disk_folder):
     free, disk_free = (shutil.disk_usage(folder).free for folder in (memory_folder, disk_folder))
     if free < DOOR_BYTES:
-        raise WorkerStartError(f"{Path(memory_folder).parent} is full, and the workers find ComfyUI by files there. Remove what is not "
-                               f"needed. In Docker, --shm-size=2g gives /dev/shm more.")
+        raise WorkerStartError(f"{Path(memory_folder).parent} is full, and the workers find ComfyUI by files there. "
+                               f"Remove what is not needed. In Docker, --shm-size=2g gives /dev/shm more.")
     if max(free, disk_free) < SEGMENT_BYTES:
-        raise WorkerStartError(f"Tensors travel between ComfyUI and the workers through {Path(memory_folder).parent}, which has "
-                               f"{gigabytes(free)} free, or {Path(disk_folder).parent}, which has {gigabytes(disk_free)}; at least "
-                               f"{gigabytes(SEGMENT_BYTES)} are needed. Free some space. In Docker, --shm-size=2g gives /dev/shm more.")
+        raise WorkerStartError(f"Tensors travel between ComfyUI and the workers through {Path(memory_folder).parent}, "
+                               f"which has {gigabytes(free)} free, or {Path(disk_folder).parent}, which has "
+                               f"{gigabytes(disk_free)}; at least {gigabytes(SEGMENT_BYTES)} are needed. Free some "
+                               f"space. In Docker, --shm-size=2g gives /dev/shm more.")
     if free < ROOMY_BYTES and str(memory_folder).startswith("/dev/shm"):
-        return [f"/dev/shm has {gigabytes(free)} free: what does not fit goes through files on disk, which is slower. In Docker, "
-                f"--shm-size=2g gives it more."]
+        return [f"/dev/shm has {gigabytes(free)} free: what does not fit goes through files on disk, which is slower. "
+                f"In Docker, --shm-size=2g gives it more."]
     return []
 
 
@@ -118,8 +128,8 @@ def remark(devices, off, variables, failed):
     """What to tell a person of workers that run with something switched off. failed: how the attempts with it went."""
     why = f" With them, {' '.join(failed)}" if failed else ""
     settings = " ".join(f"{name}={value}" for name, value in variables.items())
-    return (f"{off[0].upper()}{off[1:]} are off between {', '.join(devices)}, which may be slower.{why} {ADVICE} To have ComfyUI start so "
-            f"without trying them, set {settings} in its environment.")
+    return (f"{off[0].upper()}{off[1:]} are off between {', '.join(devices)}, which may be slower.{why} {ADVICE} To "
+            f"have ComfyUI start so without trying them, set {settings} in its environment.")
 
 
 def advice(ways):

@@ -47,8 +47,8 @@ class Request:
         words = f"{failure.message.rstrip('. ')}."
         if failure.numbers:                                    # torch's own words, which say less, are in the log
             words = f"memory ran out: {shortage_words(failure.numbers, num_ranks)} {HELP}"
-        return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with {failure.kind}{self.doing}: "
-                                 f"{words} {where}".rstrip())
+        return WorkerFailedError(f"Worker rank {failure.rank} ({failure.device}) failed with "
+                                 f"{failure.kind}{self.doing}: {words} {where}".rstrip())
 
 
 class Requests:
@@ -68,7 +68,8 @@ class Requests:
         return self._last
 
     def add(self, number, command, ranks, answering, segments, doing):
-        """A command goes to these ranks. answering: whose answers complete it. doing: "step 7 of 20". Returns the Request."""
+        """A command goes to these ranks. answering: whose answers complete it. doing: "step 7 of 20".
+        Returns the Request."""
         doing = DOING.get(type(command).__name__, "") + (doing and f" ({doing})")
         self._open[number] = Request(set(ranks), set(answering), list(segments), claimed=not answering,
                                      can_stop=isinstance(command, (LoadModel, Decode, Encode)),
@@ -113,12 +114,13 @@ class Requests:
 
 
 def outlives(devices, failures):
-    """May a group go on after a command that these failures (messages.Failed), of some or all of its ranks, are the answers to?
+    """May a group go on after a command that these failures (messages.Failed), of some or all of its ranks, are the
+    answers to?
 
-    Over gloo a rank that answers has left its exchanges. With CUDA they are only put in order: one that another rank never joined
-    still runs, and would be joined by that rank's next command, which gives a hang or a wrong picture. So a group of several CUDA
-    devices goes on only when every rank failed before its first exchange, as when all refuse a command alike. And a device
-    whose context is lost, which "CUDA error" says, computes nothing more.
+    Over gloo a rank that answers has left its exchanges. With CUDA they are only put in order: one that another rank
+    never joined still runs, and would be joined by that rank's next command, which gives a hang or a wrong picture. So
+    a group of several CUDA devices goes on only when every rank failed before its first exchange, as when all refuse a
+    command alike. And a device whose context is lost, which "CUDA error" says, computes nothing more.
     """
     if any(failure.kind == "AcceleratorError" or failure.message.startswith("CUDA error") for failure in failures):
         return False

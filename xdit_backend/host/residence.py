@@ -1,4 +1,5 @@
-"""Where the ranks of a group hold a model's weights, as they have told the host: on their devices, or parked in host memory.
+"""Where the ranks of a group hold a model's weights, as they have told the host: on their devices, or parked in host
+memory.
 
 The client keeps a Residence for each model that its workers hold.
 """
@@ -13,8 +14,9 @@ from ..partition import holders
 class Residence:
     """Bytes of a model's weights on each rank of a group.
 
-    weight_bytes: all that a rank holds. homeless_bytes: those of them that are not in the file as the rank has them, and need memory
-    to be parked; ranks that hold the same weights share it. largest_bytes: the largest weight. parked_bytes: what is in host memory alone.
+    weight_bytes: all that a rank holds. homeless_bytes: those of them that are not in the file as the rank has them,
+    and need memory to be parked; ranks that hold the same weights share it. largest_bytes: the largest weight.
+    parked_bytes: what is in host memory alone.
     """
 
     parts: list[list[int]]                 # ranks that hold the same weights
@@ -22,7 +24,8 @@ class Residence:
     homeless_bytes: list[int]
     largest_bytes: list[int]
     parked_bytes: list[int]
-    written_bytes: list[int] = field(default_factory=list)     # of each part: weights from the first on that have been parked before
+    # of each part: weights from the first on that have been parked before
+    written_bytes: list[int] = field(default_factory=list)
 
     @classmethod
     def told(cls, spec, done):

@@ -1,10 +1,12 @@
-"""What to tell a person of a device that ran out of memory: who holds how much of it, and what would fit. Used by the launcher."""
+"""What to tell a person of a device that ran out of memory: who holds how much of it, and what would fit.
+Used by the launcher."""
 
 import math
 
-HOLDERS = {"weight_bytes": "weights", "cast_bytes": "weights held a second time for the run", "key_value_bytes": "keys and values",
-           "exchange_bytes": "other devices' rows", "conditioning_bytes": "conditioning", "activation_bytes": "activations",
-           "other_bytes": "other programs and libraries"}
+HOLDERS = {"weight_bytes": "weights", "cast_bytes": "weights held a second time for the run",
+           "key_value_bytes": "keys and values",
+           "exchange_bytes": "other devices' rows", "conditioning_bytes": "conditioning",
+           "activation_bytes": "activations", "other_bytes": "other programs and libraries"}
 # What weights in 16 bits come to in other values of weight_dtype, as a share: a byte a number; 36 bytes for 64 numbers.
 OF_16_BITS = {"fp8_e4m3fn": 0.5, "int8, with the package torchao": 0.5, "nf4, with the package bitsandbytes": 36 / 128}
 LEAST_BYTES = 2 ** 20                      # less than that is not worth a word
@@ -13,32 +15,37 @@ LEAST_BYTES = 2 ** 20                      # less than that is not worth a word
 def shortage_words(numbers, num_ranks):
     """A sentence or more about a failed rank's memory. numbers: of its messages.Failed; see Engine.shortage.
 
-    What fits is a bound from above: the run took at least what it held and had asked for, and might have asked for more.
+    What fits is a bound from above: the run took at least what it held and had asked for, and might have asked for
+    more.
     """
     asked, free = numbers.get("asked_bytes", 0), numbers.get("free_bytes", 0)
-    held = ", ".join(f"{name} {gigabytes(numbers[key])}" for key, name in HOLDERS.items() if numbers.get(key, 0) >= LEAST_BYTES)
+    held = ", ".join(f"{name} {gigabytes(numbers[key])}" for key, name in HOLDERS.items()
+                     if numbers.get(key, 0) >= LEAST_BYTES)
     of = f" of {gigabytes(numbers['total_bytes'])}" if "total_bytes" in numbers else ""
-    told = f"{f'{gigabytes(asked)} more were asked for' if asked else 'it asked for more'}, and {gigabytes(free)}{of} are free."
+    told = (f"{f'{gigabytes(asked)} more were asked for' if asked else 'it asked for more'}, and "
+            f"{gigabytes(free)}{of} are free.")
     if held:
         told += f" Held by: {held}."
     return f"{told} {_remedies(numbers, num_ranks)}"
 
 
 def _remedies(numbers, num_ranks):
-    taken = sum(numbers.get(key, 0) for key in ("key_value_bytes", "exchange_bytes", "conditioning_bytes", "activation_bytes"))
+    taken = sum(numbers.get(key, 0)
+                for key in ("key_value_bytes", "exchange_bytes", "conditioning_bytes", "activation_bytes"))
     room, needed = taken + numbers.get("free_bytes", 0), taken + numbers.get("asked_bytes", 0)
     remedies = []
     if taken >= LEAST_BYTES and room < needed:
         share = room / needed
         devices = max(num_ranks + 1, math.ceil(num_ranks * needed / room))
-        remedies.append(f"Use a smaller latent or batch: at most {share:.0%} of these pixels (each side times {math.sqrt(share):.2f}), "
-                        f"frames or images fit beside the weights")
+        remedies.append(f"Use a smaller latent or batch: at most {share:.0%} of these pixels (each side times "
+                        f"{math.sqrt(share):.2f}), frames or images fit beside the weights")
         remedies.append(f"or at least {devices} devices with ulysses_degree or ring_degree")
     else:
         remedies.append("Use a smaller latent, or more devices")
     if (weights := numbers.get("weight_bytes", 0)) >= LEAST_BYTES:
         lacking = numbers.get("asked_bytes", 0) - numbers.get("free_bytes", 0)
-        types = [f"{name} ({gigabytes(weights * share)})" for name, share in OF_16_BITS.items() if weights * (1 - share) >= lacking]
+        types = [f"{name} ({gigabytes(weights * share)})" for name, share in OF_16_BITS.items()
+                 if weights * (1 - share) >= lacking]
         if types:
             remedies.append(f"in place of weights in 16 bits, weight_dtype {' or '.join(types)}")
         remedies.append("pipefusion_degree or tensor_degree, which spread the weights over the devices")

@@ -1,7 +1,8 @@
 """Which processes of a group that starts get on. Used by the launcher, and where other machines join.
 
-Libraries that come from a slow disk may take minutes, in which a worker says nothing; but each piece that comes wakes it, and the
-system counts that. What is stopped, or waits for what never comes, is not woken. Later a worker waits for others, and says that it lives.
+Libraries that come from a slow disk may take minutes, in which a worker says nothing; but each piece that comes wakes
+it, and the system counts that. What is stopped, or waits for what never comes, is not woken. Later a worker waits for
+others, and says that it lives.
 """
 
 import re
@@ -16,18 +17,21 @@ from ..protocol.messages import JOINING, TRYING_LINKS
 HELP = "What to try stands in docs/troubleshooting.md, in the folder of the xDiT nodes."
 LOOK_S = 1.0                               # from look to look
 AWAY_S = 5.0                               # for so long this process did not look: it was stopped itself
-FORKED = re.compile(r"xdit rank (\d+)")    # a worker's name where it was forked (worker/rank.py); else its environment tells
+# a worker's name where it was forked (worker/rank.py); else its environment tells
+FORKED = re.compile(r"xdit rank (\d+)")
 TORCHRUN = -1                              # stands for it beside the ranks
 # After what it has said last; else it prepares its device.
 DOING = {None: "loading its libraries", JOINING: JOINING, TRYING_LINKS: TRYING_LINKS}
 
 
 class Signs:
-    """When torchrun and its workers have last given a sign of life. torchrun: its process number; it starts num_own workers here."""
+    """When torchrun and its workers have last given a sign of life.
+    torchrun: its process number; it starts num_own workers here."""
 
     def __init__(self, torchrun, num_own):
         self._torchrun, self._num_own, self._looked_s = torchrun, num_own, time.monotonic()
-        self._counts = {}                                      # rank, or TORCHRUN -> what the system counted at the last look
+        # rank, or TORCHRUN -> what the system counted at the last look
+        self._counts = {}
         self._since_s = {TORCHRUN: self._looked_s}             # rank, or TORCHRUN -> when it last gave a sign
         self._said = {}                                        # rank -> the text of its last Phase
 
@@ -38,7 +42,8 @@ class Signs:
             self._said[rank] = text
 
     def silent(self, ranks, limit_s):
-        """Which of these ranks has given no sign for so long, or is torchrun it, and what it did: (rank or TORCHRUN, words), else None."""
+        """Which of these ranks has given no sign for so long, or is torchrun it, and what it did:
+        (rank or TORCHRUN, words), else None."""
         now_s = time.monotonic()
         if now_s - self._looked_s > AWAY_S:
             self._since_s = dict.fromkeys(self._since_s, now_s)
@@ -50,8 +55,8 @@ class Signs:
             return None
         rank = min(late, key=self._since_s.get)
         doing = "starting the workers" if rank == TORCHRUN else DOING.get(self._said.get(rank), "preparing its device")
-        return rank, (f"has given no sign of life for {now_s - self._since_s[rank]:.0f} s while {doing}: it was stopped, or hung, and is "
-                      f"ended")
+        return rank, (f"has given no sign of life for {now_s - self._since_s[rank]:.0f} s while {doing}: it was "
+                      f"stopped, or hung, and is ended")
 
     def _look(self):
         with suppress(psutil.Error):                           # torchrun has ended, as others notice
@@ -74,7 +79,8 @@ class Signs:
 
 
 def ranks_of(torchrun):
-    """{rank: psutil.Process} of the workers that a torchrun has started so far. Raises psutil.Error where it has ended."""
+    """{rank: psutil.Process} of the workers that a torchrun has started so far.
+    Raises psutil.Error where it has ended."""
     ranks = {}
     for child in torchrun.children():
         with suppress(psutil.Error, KeyError, ValueError):     # it has ended, or is not a worker yet

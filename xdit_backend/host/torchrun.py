@@ -1,4 +1,5 @@
-"""torchrun of a group on this machine: the environment it gets, how it is started and ended. Used by the launcher and by join."""
+"""torchrun of a group on this machine: the environment it gets, how it is started and ended.
+Used by the launcher and by join."""
 
 import os
 import re
@@ -14,25 +15,31 @@ from ..protocol.devices import own_name
 from . import logs
 
 ROOT = Path(__file__).resolve().parents[2]         # the folder that holds the package, for the workers' PYTHONPATH
-FAILED = "failed"                                  # in a group's folder in memory: what torchrun says of workers that fail
-# CPU workers: activations are allocated anew by every layer, and returned to the system each time they cost page faults.
-# In two alternating pairs of runs a Flux forward of 2,432 tokens took 3.59 s with these instead of 3.75 s.
-CPU_ALLOCATOR = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_TRIM_THRESHOLD_": str(2 ** 32), "MALLOC_MMAP_THRESHOLD_": str(2 ** 25),
-                 "MALLOC_TOP_PAD_": str(2 ** 26)}
+# in a group's folder in memory: what torchrun says of workers that fail
+FAILED = "failed"
+# CPU workers: activations are allocated anew by every layer, and returned to the system each time they cost page
+# faults. In two alternating pairs of runs a Flux forward of 2,432 tokens took 3.59 s with these instead of 3.75 s.
+CPU_ALLOCATOR = {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_TRIM_THRESHOLD_": str(2 ** 32),
+                 "MALLOC_MMAP_THRESHOLD_": str(2 ** 25), "MALLOC_TOP_PAD_": str(2 ** 26)}
 
-# A worker has more streams than CUDA's default of eight queues: one that waits for a receive would hold up others in its queue.
+# A worker has more streams than CUDA's default of eight queues: one that waits for a receive would hold up others in
+# its queue.
 CUDA_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
-# What workers take over from this process: where things are, and the threads that a person has chosen. Nothing else, since libraries
-# read variables that change what is computed (DIFFUSERS_ATTN_BACKEND, NVIDIA_TF32_OVERRIDE, ATEN_CPU_CAPABILITY).
+# What workers take over from this process: where things are, and the threads that a person has chosen. Nothing else,
+# since libraries read variables that change what is computed (DIFFUSERS_ATTN_BACKEND, NVIDIA_TF32_OVERRIDE,
+# ATEN_CPU_CAPABILITY).
 INHERITED = frozenset({
-    "PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME",
-    "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_PATH",
-    "CUDA_CACHE_PATH", *CUDA_QUEUES, "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION",
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS"})
+    "PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV", "CONDA_PREFIX",
+    "PYTHONHOME",
+    "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME",
+    "CUDA_PATH",
+    "CUDA_CACHE_PATH", *CUDA_QUEUES, "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+    "HSA_OVERRIDE_GFX_VERSION", "OMP_NUM_THREADS", "MKL_NUM_THREADS"})
 INHERITED_PREFIXES = ("XDIT_", "NCCL_", "LC_")
 
-# CUDA workers: ComfyUI sets cudaMallocAsync for itself, under which later allocations may wait for receives that are posted ahead.
+# CUDA workers: ComfyUI sets cudaMallocAsync for itself, under which later allocations may wait for receives that are
+# posted ahead.
 CUDA_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if sys.platform == "linux" else {}
 
 
@@ -61,7 +68,8 @@ def start_torchrun(forkserver, segments, node, store_port, log_folder, variables
     segments: the SegmentStore whose folder has the workers' door. store_port: of torch's store, on loopback.
     Raises WorkerStartError where it cannot be started.
     """
-    # The store ranks machines by this name, as text: the host is the first, and others follow in the order of their devices.
+    # The store ranks machines by this name, as text: the host is the first, and others follow in the order of their
+    # devices.
     name = "127.0.0.1" if node.num_nodes == 1 else f"machine-{node.index:06d}"
     arguments = [
         str(segments.folder / FAILED), f"--nnodes={node.num_nodes}", f"--nproc-per-node={node.num_own}",
@@ -76,19 +84,22 @@ def start_torchrun(forkserver, segments, node, store_port, log_folder, variables
 
 
 def first_ended(segments):
-    """(place among its machine's ranks, exit code) of the first worker that failed, as torchrun says it; None: it says nothing."""
+    """(place among its machine's ranks, exit code) of the first worker that failed, as torchrun says it;
+    None: it says nothing."""
     found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", read_text(segments.folder / FAILED))
     return None if found is None else (int(found[2]), int(found[1]))
 
 
 def environment_of(devices, num_own=0, interface=""):
-    """The variables of torchrun and its workers; num_own of them are on this machine. interface: over which machines exchange tensors."""
+    """The variables of torchrun and its workers; num_own of them are on this machine.
+    interface: over which machines exchange tensors."""
     inherited = {name: value for name, value in os.environ.items()
                  if name.upper() in INHERITED or name.upper().startswith(INHERITED_PREFIXES)}
     environment = {**inherited, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     interface = interface or ("lo0" if sys.platform == "darwin" else "lo")
-    environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}   # without "=", NCCL takes others that begin so
+    # without "=", NCCL takes others that begin so
+    environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     on_cpu = any(own_name(device) == "cpu" for device in devices)
     environment = environment | CPU_ALLOCATOR if on_cpu else CUDA_QUEUES | environment | CUDA_ALLOCATOR
     if "OMP_NUM_THREADS" not in environment:                   # torchrun would set 1

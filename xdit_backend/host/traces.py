@@ -1,4 +1,5 @@
-"""What the workers of a group have left of themselves, for the words of an error: output, exit codes, places. Used by the launcher."""
+"""What the workers of a group have left of themselves, for the words of an error: output, exit codes, places.
+Used by the launcher."""
 
 from ..protocol.devices import machine_of
 from . import logs
@@ -6,7 +7,8 @@ from .torchrun import first_ended, read_text
 
 
 class Traces:
-    """Of one group. sessions: {name of another machine: its Session}. folder: with its workers' output. segments: its SegmentStore."""
+    """Of one group. sessions: {name of another machine: its Session}. folder: with its workers' output.
+    segments: its SegmentStore."""
 
     def __init__(self, devices, sessions, folder, segments):
         self._devices, self._sessions, self.folder, self._segments = devices, sessions, folder, segments

@@ -13,7 +13,8 @@ class Watch:
     def __init__(self, requests):
         self._requests = requests
         self._heard_s, self._listened_s = {}, 0.0              # when each rank last gave a sign; when anyone listened
-        self._phases, self._beats = {}, {}                     # of each rank: its last Phase; (how far it is, since when)
+        # of each rank: its last Phase; (how far it is, since when)
+        self._phases, self._beats = {}, {}
 
     def begins(self, ranks):
         """A command goes to these ranks; those that owe nothing until now were silent with a reason."""
@@ -45,7 +46,8 @@ class Watch:
             self._phases.pop(rank, None)
 
     def doing(self, rank):
-        """What a rank does for the first request it owes an answer to, "" where that has no name; None where it owes none."""
+        """What a rank does for the first request it owes an answer to, "" where that has no name;
+        None where it owes none."""
         request = self._requests.owed_by(rank)
         if request is None:
             return None
@@ -55,22 +57,26 @@ class Watch:
         return f"{request.doing}, {phase.text} {phase.done} of {phase.total}"
 
     def silent(self, ranks, limit_s):
-        """(rank, what became of it) of one that is at a command and has given no sign for long: it is stopped, or hangs; else None."""
+        """(rank, what became of it) of one that is at a command and has given no sign for long:
+        it is stopped, or hangs; else None."""
         for rank in ranks:
             silent_s = self._listened_s - self._heard_s.get(rank, self._listened_s)
             if silent_s > limit_s and (doing := self.doing(rank)) is not None:
-                return rank, f"has given no sign of life for {silent_s:.0f} s{doing}: it was stopped, or hung, and is ended"
+                return (rank, f"has given no sign of life for {silent_s:.0f} s{doing}: it was stopped, or hung, and "
+                              f"is ended")
         return None
 
     def stuck(self, ranks, limit_s, called):
-        """(rank, what became of it) where every rank at a command waits for others, and none has got on for long; else None.
+        """(rank, what became of it) where every rank at a command waits for others, and none has got on for long; else
+        None.
 
-        A rank that computes, however slowly, says that it does not wait; those that wait for it are not stuck. called: (rank) -> words.
+        A rank that computes, however slowly, says that it does not wait; those that wait for it are not stuck. called:
+        (rank) -> words.
         """
         busy = [rank for rank in ranks if self.doing(rank) is not None]
         beats = [self._beats[rank] for rank in busy if rank in self._beats and self._beats[rank][0][-1]]
         stuck_s = min((self._listened_s - since_s for _, since_s in beats), default=0.0)
         if len(beats) < len(busy) or stuck_s <= limit_s:
             return None
-        return busy[0], (f"hangs{self.doing(busy[0])}: {' and '.join(map(called, busy))} waited for other ranks, and nothing has "
-                         f"come for {stuck_s:.0f} s. An exchange was lost, and the group is ended")
+        return busy[0], (f"hangs{self.doing(busy[0])}: {' and '.join(map(called, busy))} waited for other ranks, and "
+                         f"nothing has come for {stuck_s:.0f} s. An exchange was lost, and the group is ended")

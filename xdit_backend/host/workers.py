@@ -1,4 +1,5 @@
-"""The worker group that a client asks: started when it is first needed, and again after it died. Used by client.py and its parts."""
+"""The worker group that a client asks: started when it is first needed, and again after it died.
+Used by client.py and its parts."""
 
 import threading
 from contextlib import suppress
@@ -11,8 +12,8 @@ from .launcher import WorkerGroup
 class Workers:
     """The group of these devices. machines, forkserver: WorkerGroup's.
 
-    on_phase(Phase) and check() are WorkerGroup's too; they may be replaced at any time. speeds: of each device, relative, see
-    mesh.paced; the same for all calls of a run. (): alike.
+    on_phase(Phase) and check() are WorkerGroup's too; they may be replaced at any time. speeds: of each device,
+    relative, see mesh.paced; the same for all calls of a run. (): alike.
     """
 
     def __init__(self, devices, machines=None, forkserver=None):
@@ -32,8 +33,8 @@ class Workers:
                 self.close()
                 self._is_starting = True
                 try:
-                    self.current = WorkerGroup(self.devices, self.on_phase, self.check, self._num_detours, self._machines,
-                                               self._forkserver)
+                    self.current = WorkerGroup(self.devices, self.on_phase, self.check, self._num_detours,
+                                               self._machines, self._forkserver)
                     self._num_detours = self.current.num_detours
                 finally:
                     self._is_starting = False
@@ -52,7 +53,8 @@ class Workers:
 
     @property
     def state(self):
-        """"starting", "working", "idle", "ended" (by itself: a worker died), or "stopped" (none was started, or it was closed)."""
+        """"starting", "working", "idle", "ended" (by itself:
+        a worker died), or "stopped" (none was started, or it was closed)."""
         group = self.current
         if self._is_starting or group is None:
             return "starting" if self._is_starting else "stopped"
@@ -71,12 +73,14 @@ class Workers:
         return group.idle_s
 
     def request(self, make_command, segments=(), group=None):
-        """{rank: Done} of a command, see WorkerGroup.request. group: None: the running one, which is started where there is none."""
+        """{rank: Done} of a command, see WorkerGroup.request.
+        group: None: the running one, which is started where there is none."""
         return (group or self.group).request(make_command, self.on_phase, self.check, segments)
 
     def post_drop(self, name):
         """Have the workers drop a model or VAE, where they run; waits for nothing. From any thread."""
-        with suppress(WorkerDiedError):                        # who needs the workers next will be told, or start new ones
+        # who needs the workers next will be told, or start new ones
+        with suppress(WorkerDiedError):
             if self.running:
                 self.current.post(lambda request: messages.DropModel(request, name), answering=())
 

@@ -1,1 +1,2 @@
-"""Several machines: the connections between them, what the host keeps of one that has joined, and the program that joins one."""
+"""Several machines: the connections between them, what the host keeps of one that has joined,
+and the program that joins one."""

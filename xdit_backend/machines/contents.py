@@ -1,4 +1,5 @@
-"""What is in model files, as a digest: the same content has the same one on every machine, whatever its name and place."""
+"""What is in model files, as a digest: the same content has the same one on every machine,
+whatever its name and place."""
 
 import hashlib
 import os
@@ -46,7 +47,8 @@ class Contents:
 
 
 def files_of(path):
-    """The files of a model: itself, or of a diffusers folder what is read of it. Raises CheckpointError for another folder."""
+    """The files of a model: itself, or of a diffusers folder what is read of it.
+    Raises CheckpointError for another folder."""
     path = Path(path)
     if not path.is_dir():
         return [path]

@@ -51,7 +51,8 @@ def add_arguments(parser):
     parser.add_argument("name", help="of this machine, as the host's devices call it: other-pc")
     parser.add_argument("key", help="as the host prints it")
     parser.add_argument("--models", nargs="+", type=Path, metavar="FOLDER", default=[],
-                        help="folders with the model files; without it, models/ of the ComfyUI in whose custom_nodes this is")
+                        help="folders with the model files; without it, models/ of the ComfyUI in whose custom_nodes "
+                             "this is")
 
 
 def main(options):
@@ -60,12 +61,14 @@ def main(options):
     timeouts.check()
     address, key = read_address(options.address), read_key(options.key)
     if not is_name(options.name):
-        raise ConfigError(f'"{options.name}" is no name for a machine: small letters, digits, dots and hyphens, as "other-pc".')
+        raise ConfigError(f'"{options.name}" is no name for a machine: small letters, digits, dots and hyphens, as '
+                          f'"other-pc".')
     folders = options.models or [folder for folder in (ROOT.parent.parent / "models",) if folder.is_dir()]
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing or not folders:
         raise ConfigError(f"There is no folder {', '.join(missing)}." if missing else
-                          "Say where the model files are on this machine: add --models and their folder to the command.")
+                          "Say where the model files are on this machine: add --models and their folder to the "
+                          "command.")
     preflight.check_versions()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     sessions, forkserver = [], Forkserver()
@@ -89,10 +92,12 @@ def _keep_joining(address, key, name, folders, sessions, forkserver):
             session.join()
             say(f"{name} has joined {address[0]}:{address[1]}, and waits for work. Keep this running.")
             told = ""
-            session.wait_until_used()                          # and then joins once more: another group may want devices here too
+            # and then joins once more: another group may want devices here too
+            session.wait_until_used()
         except (OSError, ChannelClosedError) as error:
             session.close()
-            words = f"{address[0]}:{address[1]} cannot be reached ({error}). Is ComfyUI running there? Trying again until it can."
+            words = (f"{address[0]}:{address[1]} cannot be reached ({error}). Is ComfyUI running there? Trying again "
+                     f"until it can.")
             if words != told:
                 say(words)
             told = words
@@ -117,7 +122,8 @@ class Joined:
 
     def join(self):
         """Connect. Raises OSError or ChannelClosedError where nobody answers, ConfigError where the host refuses."""
-        cards = {f"cuda:{index}": card_of(f"cuda:{index}") for index in range(preflight.num_cuda_devices())} | {"cpu": card_of("cpu")}
+        cards = {f"cuda:{index}": card_of(f"cuda:{index}")
+                 for index in range(preflight.num_cuda_devices())} | {"cpu": card_of("cpu")}
         asked_s = time.perf_counter()
         self._commands, welcome = self._connect(Hello("machine", "", self._name, versions(), cards))
         self._ahead_s = welcome.clock_s - (asked_s + time.perf_counter()) / 2
@@ -152,7 +158,8 @@ class Joined:
         link.send(hello)
         _, answer = link.receive()
         if isinstance(answer, Refused):
-            raise (ConfigError if hello.purpose == "machine" else ChannelClosedError)(f"The host refuses this machine: {answer.reason}")
+            raise (ConfigError if hello.purpose == "machine"
+                   else ChannelClosedError)(f"The host refuses this machine: {answer.reason}")
         if not isinstance(answer, Welcome):
             raise ChannelClosedError(f"{type(answer).__name__} is no welcome")
         return link, answer
@@ -177,7 +184,8 @@ class Joined:
         except ChannelClosedError as error:
             if self._used.is_set():
                 say(f"the host's group has ended ({error}).")
-        except (XDiTError, KeyError, AttributeError, OSError) as error:        # out of its order, or of a rank that is not here
+        except (XDiTError, KeyError, AttributeError, OSError) as error:
+            # out of its order, or of a rank that is not here
             say(f"what the host asked for cannot be done: {type(error).__name__}: {error}")
         finally:
             self.close()
@@ -238,9 +246,10 @@ class Joined:
         places = ", ".join(map(str, self._folders))
         others = same_name(name, self._folders)
         if others:
-            return (f"{others[0]} has another content than {name} on the machine with ComfyUI. Copy that file to this machine, or "
-                    f"delete the one that is not the same.")
-        return f"no file here has the content of {name}. Copy it to this machine, into {places}, or name its folder with --models."
+            return (f"{others[0]} has another content than {name} on the machine with ComfyUI. Copy that file to this "
+                    f"machine, or delete the one that is not the same.")
+        return (f"no file here has the content of {name}. Copy it to this machine, into {places}, or name its folder "
+                f"with --models.")
 
     def _of_here(self, command):
         """A command as it is meant on this machine: with the paths of its files here, and times of its clock."""
@@ -253,5 +262,6 @@ class Joined:
 
     def of_host(self, done):
         """A Done with the times of the host's clock."""
-        spans = [dataclasses.replace(span, start_s=span.start_s + self._ahead_s, end_s=span.end_s + self._ahead_s) for span in done.spans]
+        spans = [dataclasses.replace(span, start_s=span.start_s + self._ahead_s, end_s=span.end_s + self._ahead_s)
+                 for span in done.spans]
         return dataclasses.replace(done, spans=spans)

@@ -1,4 +1,5 @@
-"""The workers of a machine that has joined another's group: started, given their commands, heard and ended. Used by join.py."""
+"""The workers of a machine that has joined another's group: started, given their commands, heard and ended.
+Used by join.py."""
 
 import contextlib
 import socket
@@ -29,7 +30,8 @@ class Workers:
     def __init__(self, start, ranks, session):
         self._ranks, self._session, self._is_over = ranks, session, threading.Event()
         self._is_stopping = False                              # has the host told a worker here to stop?
-        self._channels, self._twins, self._open = {}, {}, {}   # _twins: path on the host -> the Segment here; _open: request -> Open
+        # _twins: path on the host -> the Segment here; _open: request -> Open
+        self._channels, self._twins, self._open = {}, {}, {}
         self._lock = threading.Lock()
         self.segments = SegmentStore()
         self._process = self._door = self._store = None
@@ -44,7 +46,8 @@ class Workers:
             self._store = socket.create_server(("127.0.0.1", 0))
             threading.Thread(target=self._carry_stores, daemon=True).start()
             self._process, _ = start_torchrun(
-                session.forkserver, self.segments, Node(start.devices, len(ranks), start.node, start.num_nodes, session.interface()),
+                session.forkserver, self.segments,
+                Node(start.devices, len(ranks), start.node, start.num_nodes, session.interface()),
                 self._store.getsockname()[1], self._log_folder, dict(start.variables))
             threading.Thread(target=self._watch, daemon=True).start()
         except BaseException:
@@ -112,7 +115,8 @@ class Workers:
                 return
             unheard = [rank for rank in self._ranks if rank not in self._channels]         # the host hears the others
             if unheard and (found := signs.silent(unheard, timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))) is not None:
-                rank, who = (unheard[0], "torchrun") if found[0] == TORCHRUN else (found[0], f"the worker of rank {found[0]}")
+                rank, who = ((unheard[0], "torchrun") if found[0] == TORCHRUN
+                             else (found[0], f"the worker of rank {found[0]}"))
                 self._session.tell_ended(rank, f"there, {who} {found[1]}", self._last_lines(rank))
                 return
 
@@ -123,7 +127,8 @@ class Workers:
         found = first_ended(self.segments)
         place, code = found if found is not None and found[0] < len(self._ranks) else (self._ranks.index(rank), None)
         rank = self._ranks[place]
-        self._session.tell_ended(rank, f"the worker of rank {rank} ended there{exit_words(code)}", self._last_lines(rank))
+        self._session.tell_ended(rank, f"the worker of rank {rank} ended there{exit_words(code)}",
+                                 self._last_lines(rank))
 
     def _last_lines(self, rank):
         text = read_text(self._log_folder / f"rank-{rank}.log") or read_text(self._log_folder / logs.TORCHRUN)
@@ -154,7 +159,8 @@ class Workers:
             self._session.tell_ended(rank if rank is not None else self._ranks[0], str(error), "")
 
     def _answer(self, rank, message):
-        """Pass an answer on, and before it what is there by now of the command's results: what this rank has written, is."""
+        """Pass an answer on, and before it what is there by now of the command's results:
+        what this rank has written, is."""
         replies = self._session.replies
         with self._lock:
             waiting = self._open.get(message.request)

@@ -1,8 +1,8 @@
 """Encrypted connections between two machines, authenticated both ways, and what is said over them.
 
-TLS 1.3. The host shows a certificate of its own making, whose fingerprint is half of the key that a person carries to the other machine.
-The other half is a secret, which the joining side sends first, and before which the host parses nothing. After the greeting a Link goes
-one way.
+TLS 1.3. The host shows a certificate of its own making, whose fingerprint is half of the key that a person carries to
+the other machine. The other half is a secret, which the joining side sends first, and before which the host parses
+nothing. After the greeting a Link goes one way.
 """
 
 import base64
@@ -34,7 +34,8 @@ from ..protocol.strict import STRICT, Degree, Natural, Printable, Rank
 
 PORT = 29431                               # where the host listens, unless it is told another
 PIECE_BYTES = 2 ** 20                      # of a tensor that travels at a time; between two, other messages pass
-SEND_BYTES = 2 ** 16                       # that have to be on their way within the time of silence: a slow link is no lost one
+# that have to be on their way within the time of silence: a slow link is no lost one
+SEND_BYTES = 2 ** 16
 HANDSHAKE_S = 10.0
 PINGS = 16                                 # in the time after which silence counts as the end
 HEADER = struct.Struct("!iI")              # the rank that a message is for, or comes from, or MACHINE; its bytes
@@ -159,35 +160,39 @@ def read_key(text):
     except ValueError:
         raw = b""
     if len(raw) != FINGERPRINT_BYTES + SECRET_BYTES:
-        raise ConfigError(f"The key of {len(text)} characters is not one that a host has printed, which has 64. Copy the whole line again.")
+        raise ConfigError(f"The key of {len(text)} characters is not one that a host has printed, which has 64. Copy "
+                          f"the whole line again.")
     return Key(raw[:FINGERPRINT_BYTES], raw[FINGERPRINT_BYTES:])
 
 
 def identity(folder):
-    """The host's Key, with its certificate and secret in a private folder; made where there is none. Raises ConfigError without openssl."""
+    """The host's Key, with its certificate and secret in a private folder; made where there is none.
+    Raises ConfigError without openssl."""
     folder = Path(folder)
     try:
         return _identity(folder)
     except OSError as error:
-        raise ConfigError(f"The key by which other machines join cannot be kept in {folder}: {error}. Give this user room there, and leave "
-                          f"to write.") from error
+        raise ConfigError(f"The key by which other machines join cannot be kept in {folder}: {error}. Give this user "
+                          f"room there, and leave to write.") from error
 
 
 def _identity(folder):
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
     if not all((folder / name).is_file() for name in (CERTIFICATE, PRIVATE_KEY, SECRET)):
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "36500",
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                   "-days", "36500",
                    "-subj", "/CN=xdit", "-keyout", str(folder / PRIVATE_KEY), "-out", str(folder / CERTIFICATE)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, umask=0o077)
         except FileNotFoundError:
-            raise ConfigError("Other machines join over TLS, and openssl, which makes the certificate, is not installed here. Install it, "
-                              "such as with: apt install openssl") from None
+            raise ConfigError("Other machines join over TLS, and openssl, which makes the certificate, is not "
+                              "installed here. Install it, such as with: apt install openssl") from None
         except (subprocess.SubprocessError, OSError) as error:
             raise ConfigError(f"openssl could not make a certificate for other machines to join: "
                               f"{getattr(error, 'stderr', None) or error}") from error
-        unfinished = folder / f"{SECRET}.new"                  # on a full disk it ends up shorter, and would be a key that others know
+        # on a full disk it ends up shorter, and would be a key that others know
+        unfinished = folder / f"{SECRET}.new"
         with open(unfinished, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(secrets.token_bytes(SECRET_BYTES))
         unfinished.replace(folder / SECRET)
@@ -205,7 +210,8 @@ def server_context(folder):
 
 
 def welcome(connected, context, secret):
-    """The host's side of a new connection: a Link to who holds the key; None, and the connection is closed, for all others."""
+    """The host's side of a new connection: a Link to who holds the key;
+    None, and the connection is closed, for all others."""
     connected.settimeout(HANDSHAKE_S)
     try:
         secure = context.wrap_socket(connected, server_side=True)
@@ -234,8 +240,8 @@ def connect(address, key):
     shown = hashlib.sha256(secure.getpeercert(binary_form=True)).digest()
     if not hmac.compare_digest(shown, key.fingerprint):
         secure.close()
-        raise ConfigError(f"What answers at {address[0]}:{address[1]} is not the host that this key is of. Copy the line that ComfyUI "
-                          f"prints there now.")
+        raise ConfigError(f"What answers at {address[0]}:{address[1]} is not the host that this key is of. Copy the "
+                          f"line that ComfyUI prints there now.")
     secure.sendall(key.secret)
     return Link(secure)
 
@@ -243,7 +249,8 @@ def connect(address, key):
 # --- a connection ---
 
 class Link:
-    """One encrypted connection. Several threads may send; one receives. In use it goes one way, since TLS takes no two threads at once."""
+    """One encrypted connection. Several threads may send; one receives.
+    In use it goes one way, since TLS takes no two threads at once."""
 
     def __init__(self, secure):
         self.raw = secure
@@ -254,10 +261,12 @@ class Link:
         self.raw.settimeout(silence_s)
 
     def send(self, message, rank=MACHINE, content=b""):
-        """Send one of this module's messages, or, for a rank or from one, of protocol.messages; and after a Piece its bytes."""
+        """Send one of this module's messages, or, for a rank or from one, of protocol.messages;
+        and after a Piece its bytes."""
         raw = encode(message, BETWEEN_MACHINES if rank == MACHINE else ADAPTERS)
         if len(raw) > MAX_BYTES:
-            raise XDiTError(f"A {type(message).__name__} of {len(raw)} bytes is more than a connection takes ({MAX_BYTES}).")
+            raise XDiTError(f"A {type(message).__name__} of {len(raw)} bytes is more than a connection takes "
+                            f"({MAX_BYTES}).")
         try:
             with self._sending:
                 for part in (HEADER.pack(rank, len(raw)) + raw, content):
@@ -267,7 +276,8 @@ class Link:
             raise ChannelClosedError(_words(error)) from error
 
     def receive(self):
-        """Wait for (rank or MACHINE, message). Raises ChannelClosedError when the other end is gone, or talks what is no message."""
+        """Wait for (rank or MACHINE, message). Raises ChannelClosedError when the other end is gone,
+        or talks what is no message."""
         rank, size = HEADER.unpack(self.read(HEADER.size))
         if size > MAX_BYTES or rank < MACHINE:
             self.close()
@@ -313,7 +323,8 @@ def ping(link, is_over):
 
 
 def exchange(link, plain):
-    """Pass bytes between a Link and a socket of this machine, both ways, until one of them ends. One thread: TLS takes no two at once."""
+    """Pass bytes between a Link and a socket of this machine, both ways, until one of them ends.
+    One thread: TLS takes no two at once."""
     secure = link.raw
     secure.settimeout(silence_s())                             # of one send, or of the rest of a record
     try:

@@ -1,4 +1,5 @@
-"""Where other machines join: the one port that the host opens, and only where a person has named an address for it. Used by the bridge."""
+"""Where other machines join: the one port that the host opens, and only where a person has named an address for it.
+Used by the bridge."""
 
 import contextlib
 import hashlib
@@ -29,13 +30,15 @@ COMPARED = ("torch", "diffusers")          # packages whose versions must be the
 
 
 class Listener:
-    """The machines that have joined. address: "192.168.1.10", or with a port, "192.168.1.10:29431"; of this machine. folder: of the key.
+    """The machines that have joined. address: "192.168.1.10", or with a port, "192.168.1.10:29431"; of this machine.
+    folder: of the key.
 
     Raises ConfigError where it cannot listen there.
     """
 
     def __init__(self, address, folder):
-        timeouts.check()                                       # else a thread would meet what cannot be read, when a machine joins
+        # else a thread would meet what cannot be read, when a machine joins
+        timeouts.check()
         self.wanted = read_address(address)
         self.address, self.port = self.wanted
         self.contents = Contents()
@@ -45,11 +48,13 @@ class Listener:
             self._server = socket.create_server((self.address, self.port))
         except OSError as error:
             there = ", ".join(own_addresses())
-            raise ConfigError(f"Other machines cannot join at {address}: {error}. Addresses of this machine are {there}. Set one of these "
-                              f"in Settings > xDiT, with another port, such as {self.address}:{PORT + 1}, if this one is taken.") from error
+            raise ConfigError(f"Other machines cannot join at {address}: {error}. Addresses of this machine are "
+                              f"{there}. Set one of these in Settings > xDiT, with another port, such as "
+                              f"{self.address}:{PORT + 1}, if this one is taken.") from error
         self.port = self._server.getsockname()[1]
         self._sessions, self._lock, self._num_greeted = [], threading.Lock(), 0
-        self._absent = {}                                      # name of a machine -> why it was not let in, or is not there any more
+        # name of a machine -> why it was not let in, or is not there any more
+        self._absent = {}
         self._is_over = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
         log.info("other machines can join at %s:%d", self.address, self.port)
@@ -68,7 +73,8 @@ class Listener:
         return self._wait(name, on_phase, check, False).cards
 
     def take(self, name, on_phase=lambda text: None, check=lambda: None):
-        """The Session of a machine that is not in use, waiting until it joins; from now on it is in use. on_phase(text) tells a person.
+        """The Session of a machine that is not in use, waiting until it joins; from now on it is in use. on_phase(text)
+        tells a person.
 
         Raises WorkerStartError, which says what to do, when it has not joined in time.
         """
@@ -95,19 +101,23 @@ class Listener:
             told = dict(self._absent)
             for session in self._sessions:
                 if session.is_open:                            # a machine in use waits beside it for another group
-                    cards = "; ".join(f"{device} {card}, {gigabytes(num_bytes)}" for device, (card, num_bytes) in session.cards.items())
+                    cards = "; ".join(f"{device} {card}, {gigabytes(num_bytes)}"
+                                      for device, (card, num_bytes) in session.cards.items())
                     is_used = session.store_port is not None or told.get(session.name, "").startswith("in use")
                     told[session.name] = f"{'in use' if is_used else 'joined'}: {cards}"
                     self._absent.pop(session.name, None)
-            logs.tell_machines([] if self._is_over.is_set() else [f"{name} {words}" for name, words in sorted(told.items())])
+            logs.tell_machines([] if self._is_over.is_set()
+                               else [f"{name} {words}" for name, words in sorted(told.items())])
 
     def _wait(self, name, on_phase, check, takes):
         def found():
             with self._lock:
                 self._sessions = [session for session in self._sessions if session.is_open or not session.ended]
-                free = [session for session in self._sessions if session.name == name and session.is_open and session.store_port is None]
+                free = [session for session in self._sessions if session.name == name and session.is_open
+                        and session.store_port is None]
                 if takes and free:
-                    free[-1].store_port = 0                    # in use; the newest, since the host may not know yet that others are lost
+                    # in use; the newest, since the host may not know yet that others are lost
+                    free[-1].store_port = 0
                 return free[-1] if free else None
 
         session = found()
@@ -120,10 +130,11 @@ class Listener:
         if session is None:
             others = f" Joined are: {', '.join(self.joined())}." if self.joined() else ""
             raise WorkerStartError(
-                f"{name} has not joined after {patience_s:.0f} s.{others} On that machine, in the folder of the xDiT nodes (it needs "
-                f"them, the same versions of {' and '.join(COMPARED)}, and the model files, but not ComfyUI), run:\n{self.command(name)}\n"
-                f"When it says that it has joined, queue the prompt again. If it cannot connect, let port {self.port} through this "
-                f"machine's firewall. Or leave {name} out of devices in xDiT Parallel Config.")
+                f"{name} has not joined after {patience_s:.0f} s.{others} On that machine, in the folder of the xDiT "
+                f"nodes (it needs them, the same versions of {' and '.join(COMPARED)}, and the model files, but not "
+                f"ComfyUI), run:\n{self.command(name)}\nWhen it says that it has joined, queue the prompt again. If "
+                f"it cannot connect, let port {self.port} through this machine's firewall. Or leave {name} out of "
+                f"devices in xDiT Parallel Config.")
         self._tell()
         return session
 
@@ -200,7 +211,8 @@ class Listener:
 
 
 def read_address(text):
-    """(address, port) of "192.168.1.10" or "192.168.1.10:29431". Raises ConfigError for what is none, or stands for all of them."""
+    """(address, port) of "192.168.1.10" or "192.168.1.10:29431".
+    Raises ConfigError for what is none, or stands for all of them."""
     address, colon, port = text.strip().partition(":")
     try:
         socket.inet_aton(address)
@@ -220,13 +232,14 @@ def own_addresses():
 
 
 def interface_of(address):
-    """The name of the network interface with this address of this machine. Raises WorkerStartError where there is none."""
+    """The name of the network interface with this address of this machine.
+    Raises WorkerStartError where there is none."""
     for name, each in psutil.net_if_addrs().items():
         own = [one.address for one in each if one.family == socket.AF_INET]
         if address in own or (address.startswith("127.") and "127.0.0.1" in own):
             return name
-    raise WorkerStartError(f"No network interface of this machine has the address {address}, at which others joined. There are "
-                           f"{', '.join(own_addresses())}.")
+    raise WorkerStartError(f"No network interface of this machine has the address {address}, at which others joined. "
+                           f"There are {', '.join(own_addresses())}.")
 
 
 def versions():

@@ -1,4 +1,5 @@
-"""The host's end of one machine that has joined: from its joining until its workers end. Made by the listener, used by the launcher."""
+"""The host's end of one machine that has joined: from its joining until its workers end.
+Made by the listener, used by the launcher."""
 
 import logging
 import queue
@@ -11,7 +12,22 @@ from ..protocol.devices import machine_of
 from ..protocol.errors import ChannelClosedError, CheckpointError, XDiTError
 from ..protocol.messages import Abandon, Done, Failed, Stop
 from . import tensors
-from .links import MACHINE, Ended, Find, Found, Link, Missing, Piece, Ping, Searching, Start, Tensor, exchange, ping, silence_s
+from .links import (
+    MACHINE,
+    Ended,
+    Find,
+    Found,
+    Link,
+    Missing,
+    Piece,
+    Ping,
+    Searching,
+    Start,
+    Tensor,
+    exchange,
+    ping,
+    silence_s,
+)
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +37,8 @@ POLL_S = 0.1
 class Session:
     """One machine, which takes commands over one link and answers over another.
 
-    name: by which a person calls it. cards: {device: (what it is, bytes of memory)}. on_end(): called when it has ended. store_port: of
-    torch's store on the host, once the session has started.
+    name: by which a person calls it. cards: {device: (what it is, bytes of memory)}. on_end(): called when it has
+    ended. store_port: of torch's store on the host, once the session has started.
     """
 
     def __init__(self, name, token, cards, commands, on_end=lambda: None):
@@ -52,7 +68,8 @@ class Session:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def start(self, devices, node, num_nodes, store_port, patience_s, variables):
-        """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its name.
+        """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its
+        name.
 
         variables: of preflight.detours.
         """
@@ -154,7 +171,8 @@ class Session:
     def _heed(self, message):
         if isinstance(message, Piece):
             with self._lock:
-                segment = next((each.segments[message.path] for each in self._open.values() if message.path in each.results), None)
+                segment = next((each.segments[message.path] for each in self._open.values()
+                                if message.path in each.results), None)
             if segment is None:
                 raise XDiTError(f"a piece of {message.path} came, which is no result")
             tensors.receive(self._replies, message, segment)

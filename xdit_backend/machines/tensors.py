@@ -1,7 +1,9 @@
-"""Tensors of commands on another machine: each segment has a twin there, which is filled before the command, and results come back.
+"""Tensors of commands on another machine: each segment has a twin there, which is filled before the command, and
+results come back.
 
-A segment begins as zeros on every machine, and each of its elements is written by the ranks of one, or alike by several. So what one has
-is put to what another has by the bits that are set, piece by piece, and pieces of zeros need not travel.
+A segment begins as zeros on every machine, and each of its elements is written by the ranks of one, or alike by
+several. So what one has is put to what another has by the bits that are set, piece by piece, and pieces of zeros need
+not travel.
 """
 
 import dataclasses
@@ -48,7 +50,8 @@ def replaced(value, function):
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         changed = {name: replaced(each, function) for name, each in fields.items()}
-        return value if all(changed[name] is each for name, each in fields.items()) else dataclasses.replace(value, **changed)
+        return (value if all(changed[name] is each for name, each in fields.items())
+                else dataclasses.replace(value, **changed))
     if isinstance(value, (list, tuple)):
         made = [replaced(each, function) for each in value]
         return value if all(new is old for new, old in zip(made, value)) else type(value)(made)

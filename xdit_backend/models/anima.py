@@ -1,4 +1,5 @@
-"""Anima: Cosmos-Predict2's model, with a small network that makes its text of T5's tokens and of what Qwen3 says of them."""
+"""Anima: Cosmos-Predict2's model, with a small network that makes its text of T5's tokens and of what Qwen3 says of
+them."""
 
 import dataclasses
 
@@ -20,13 +21,15 @@ def _conditioner(shapes):
     of = {name.removeprefix(ADAPTER): shape for name, shape in shapes.items() if name.startswith(ADAPTER)}
     (vocabulary, target), width = of["embed.weight"], of["out_proj.weight"][1]
     return {"source_dim": of["blocks.0.cross_attn.k_proj.weight"][1], "target_dim": target, "model_dim": width,
-            "num_layers": len({name.split(".")[1] for name in of if name.startswith("blocks.")}), "num_attention_heads": NUM_HEADS,
+            "num_layers": len({name.split(".")[1] for name in of if name.startswith("blocks.")}),
+            "num_attention_heads": NUM_HEADS,
             "target_vocab_size": vocabulary, "use_self_attention": "blocks.0.self_attn.q_proj.weight" in of}
 
 
 def _convert(tensors, config):
     own = {name: tensor for name, tensor in tensors.items() if name.startswith(ADAPTER)}
-    return COSMOS_KEYS({name: tensor for name, tensor in tensors.items() if name not in own}, config) | KEYS(own, config)
+    return COSMOS_KEYS({name: tensor for name, tensor in tensors.items() if name not in own},
+                       config) | KEYS(own, config)
 
 
 def _amend(model, config):
@@ -46,12 +49,13 @@ def _amend(model, config):
 
 
 TINY = COSMOS.tiny
-WIDTHS = {"source_dim": 24, "target_dim": 24, "model_dim": 32, "num_layers": 2, "num_attention_heads": 4, "target_vocab_size": 64}
+WIDTHS = {"source_dim": 24, "target_dim": 24, "model_dim": 32, "num_layers": 2, "num_attention_heads": 4,
+          "target_vocab_size": 64}
 
 ANIMA = dataclasses.replace(
     COSMOS, name="Anima", title="Anima", recognise=lambda shapes: is_cosmos(shapes) and has(ADAPTER)(shapes),
     refusals=(because("it adds learned positions in every block", has("extra_pos_embedder.")), needs_diffusers("0.39")),
-    config=config_of(**COSMOS.config.rules, _conditioner=_conditioner),  # type: ignore[attr-defined]
+    config=config_of(**COSMOS.config.rules, _conditioner=_conditioner),
     convert=_convert, amend=_amend, prepares=(ADAPTER,), by_tensors=(*COSMOS.by_tensors, "_conditioner"),
     further={"text_conditioner": lambda name: ADAPTER + name},
     conditioning={"context": "text_embed_dim", "t5xxl_ids": None, "t5xxl_weights": None},

@@ -1,4 +1,5 @@
-"""AuraFlow: two streams, text first, then one of both; eight learned tokens stand before the text; a table of learned positions."""
+"""AuraFlow: two streams, text first, then one of both; eight learned tokens stand before the text;
+a table of learned positions."""
 
 import math
 
@@ -16,20 +17,25 @@ LATENT, BOTH, NUM_HEADS = Whole((2, 2)), ("text", "image"), 12  # heads as in Co
 KEYS = table(
     (r"^t_embedder\.mlp\.0\.", "time_step_proj.linear_1."), (r"^t_embedder\.mlp\.2\.", "time_step_proj.linear_2."),
     (r"^cond_seq_linear\.", "context_embedder."), (r"^init_x_linear\.", "pos_embed.proj."),
-    (r"^positional_encoding$", "pos_embed.pos_embed"), (r"^modF\.1\.", "norm_out.linear.", SWAPPED), (r"^final_linear\.", "proj_out."),
+    (r"^positional_encoding$", "pos_embed.pos_embed"), (r"^modF\.1\.", "norm_out.linear.", SWAPPED),
+    (r"^final_linear\.", "proj_out."),
     (r"^(single_layers\.\d+)\.attn\.w1", r"\1.attn.w2"), (r"\.attn\.w1([qkv])\.", r".attn.add_\1_proj."),
-    (r"\.attn\.w1o\.", ".attn.to_add_out."), (r"\.attn\.w2([qkv])\.", r".attn.to_\1."), (r"\.attn\.w2o\.", ".attn.to_out.0."),
+    (r"\.attn\.w1o\.", ".attn.to_add_out."), (r"\.attn\.w2([qkv])\.", r".attn.to_\1."),
+    (r"\.attn\.w2o\.", ".attn.to_out.0."),
     (r"\.mod(X|CX)\.1\.", ".norm1.linear."),
-    (r"\.modC\.1\.", ".norm1_context.linear."), (r"\.mlpC\.", ".ff_context."), (r"\.mlpX?\.", ".ff."), (r"\.c_fc(\d)\.", r".linear_\1."),
+    (r"\.modC\.1\.", ".norm1_context.linear."), (r"\.mlpC\.", ".ff_context."), (r"\.mlpX?\.", ".ff."),
+    (r"\.c_fc(\d)\.", r".linear_\1."),
     (r"\.c_proj\.", ".out_projection."), (r"^double_layers\.", "joint_transformer_blocks."),
     (r"^single_layers\.", "single_transformer_blocks."))
 
 
 def _amend(model, config):
-    """Positions are the middle of the table, which is made larger where a latent is; the time's sines are not rounded as weights are."""
+    """Positions are the middle of the table, which is made larger where a latent is;
+    the time's sines are not rounded as weights are."""
     embed, sines = model.pos_embed, []
     project, dtype = model.time_step_proj.forward, type_of_arithmetic(model)
-    embed.forward = lambda latent, patch=None: embed.proj(Packed(LATENT.patch).tokens(latent)) + _positions(embed.pos_embed, latent, patch)
+    embed.forward = lambda latent, patch=None: embed.proj(Packed(LATENT.patch).tokens(latent)) + _positions(
+        embed.pos_embed, latent, patch)
 
     def remembered(times):
         angles = times[:, None] * on_device(1000 * torch.exp(-math.log(10000) * torch.arange(128) / 128), times.device)
@@ -55,7 +61,8 @@ AURAFLOW = Family(
     name="AuraFlow", title="AuraFlow", transformer="AuraFlowTransformer2DModel",
     recognise=has("double_layers.0.attn.w1q.weight", "positional_encoding"),
     config=config_of(
-        patch_size=2, sample_size=64, in_channels=size("init_x_linear.weight", 1, 4), out_channels=size("final_linear.weight", 0, 4),
+        patch_size=2, sample_size=64, in_channels=size("init_x_linear.weight", 1, 4),
+        out_channels=size("final_linear.weight", 0, 4),
         num_mmdit_layers=blocks("double_layers."), num_single_dit_layers=blocks("single_layers."),
         attention_head_dim=size("init_x_linear.weight", 0, NUM_HEADS), num_attention_heads=NUM_HEADS,
         joint_attention_dim=size("cond_seq_linear.weight", 1), caption_projection_dim=size("cond_seq_linear.weight", 0),
@@ -65,8 +72,8 @@ AURAFLOW = Family(
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + 8},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep()},
     plan=ModelPlan(
-        blocks=(BlockList("joint_transformer_blocks", "double_layers.", "num_mmdit_layers", returns=BOTH, image_share=0.5,
-                          patched="double",
+        blocks=(BlockList("joint_transformer_blocks", "double_layers.", "num_mmdit_layers", returns=BOTH,
+                          image_share=0.5, patched="double",
                           streams={"hidden_states": "image", "encoder_hidden_states": "text"}),
                 BlockList("single_transformer_blocks", "single_layers.", "num_single_dit_layers", returns=(BOTH,),
                           patched="single")),
@@ -74,10 +81,11 @@ AURAFLOW = Family(
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)},
         once={"norm1.linear": "step", "norm1_context.linear": "step"}, once_outside={"context_embedder": "run"}),
     tiny=Tiny(
-        {"sample_size": 64, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_mmdit_layers": 2, "num_single_dit_layers": 2,
+        {"sample_size": 64, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_mmdit_layers": 2,
+         "num_single_dit_layers": 2,
          "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 24, "caption_projection_dim": 64,
          "pos_embed_max_size": 36},
         "comfy.ldm.aura.mmdit:MMDiT",
-        {"in_channels": 4, "out_channels": 4, "patch_size": 2, "dim": 96, "n_layers": 3, "n_double_layers": 2, "n_heads": 12,
-         "global_conddim": 96, "cond_seq_dim": 2048, "max_seq": 64}, detected="AuraFlow"),
+        {"in_channels": 4, "out_channels": 4, "patch_size": 2, "dim": 96, "n_layers": 3, "n_double_layers": 2,
+         "n_heads": 12, "global_conddim": 96, "cond_seq_dim": 2048, "max_seq": 64}, detected="AuraFlow"),
 )

@@ -1,4 +1,5 @@
-"""Chroma: Flux.1's blocks; a small network makes the modulation of all of them from time and guidance; two streams, then one sequence."""
+"""Chroma: Flux.1's blocks; a small network makes the modulation of all of them from time and guidance;
+two streams, then one sequence."""
 
 import functools
 
@@ -17,7 +18,8 @@ KEYS = table((r"^(distilled_guidance_layer\.norms\.\d+)\.scale$", r"\1.weight"))
 
 
 def _amend(model, config):
-    """As in ComfyUI, guidance counts, times are not rounded, and there are as many modulations as published models have blocks for."""
+    """As in ComfyUI, guidance counts, times are not rounded,
+    and there are as many modulations as published models have blocks for."""
     from diffusers.models.embeddings import get_timestep_embedding
     embed, forward, now = model.time_text_embed, model.forward, []
     width = config["approximator_num_channels"] // 2
@@ -44,33 +46,38 @@ def _guidance(asked):
 CHROMA = Family(
     name="Chroma", title="Chroma", transformer="ChromaTransformer2DModel",
     recognise=has("distilled_guidance_layer.in_proj.weight", "double_blocks.0.img_attn.qkv.weight"),
-    refusals=(because("it works on pixels (Chroma Radiance), for which diffusers has no transformer", has("nerf_blocks.")),),
+    refusals=(because("it works on pixels (Chroma Radiance), for which diffusers has no transformer",
+                      has("nerf_blocks.")),),
     config=config_of(
         patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
         num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=128,
-        num_attention_heads=size("img_in.weight", 0, 128), joint_attention_dim=size("txt_in.weight", 1), axes_dims_rope=(16, 56, 56),
-        approximator_num_channels=size("distilled_guidance_layer.in_proj.weight", 1),
+        num_attention_heads=size("img_in.weight", 0, 128), joint_attention_dim=size("txt_in.weight", 1),
+        axes_dims_rope=(16, 56, 56), approximator_num_channels=size("distilled_guidance_layer.in_proj.weight", 1),
         approximator_hidden_dim=size("distilled_guidance_layer.in_proj.weight", 0),
         approximator_layers=blocks("distilled_guidance_layer.norms.")),
-    convert=lambda tensors, config: FLUX_KEYS(KEYS(tensors, config), config), latent=LATENT, amend=_amend, time_scale=1.0,
-    num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
-    conditioning={"context": "joint_attention_dim", "guidance": None}, ignored=("y", "ref_latents", "ref_latents_method"),
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"), "guidance": _guidance,
-               "img_ids": LATENT.positions, "txt_ids": text_positions},
+    convert=lambda tensors, config: FLUX_KEYS(KEYS(tensors, config), config), latent=LATENT, amend=_amend,
+    time_scale=1.0, num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
+    conditioning={"context": "joint_attention_dim", "guidance": None},
+    ignored=("y", "ref_latents", "ref_latents_method"),
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+               "guidance": _guidance, "img_ids": LATENT.positions, "txt_ids": text_positions},
     plan=ModelPlan(
         heeds_output=True,
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input", patched="double",
-                          streams={"hidden_states": "image", "encoder_hidden_states": "text"}),
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input",
+                          patched="double", streams={"hidden_states": "image", "encoder_hidden_states": "text"}),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=(BOTH,),
                           control="output", patched="single")),
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, tokens={"image_rotary_emb": TokenArgument(0, BOTH)},
         once_outside={"context_embedder": "run", "distilled_guidance_layer": "step"}),
     tiny=Tiny(
-        {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4,
-         "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 16, "approximator_hidden_dim": 24,
-         "approximator_layers": 2},
+        {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+         "num_attention_heads": 4,
+         "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 16,
+         "approximator_hidden_dim": 24, "approximator_layers": 2},
         "comfy.ldm.chroma.model:Chroma",
-        {"in_channels": 64, "out_channels": 64, "context_in_dim": 64, "hidden_size": 256, "mlp_ratio": 4.0, "num_heads": 2, "depth": 2,
-         "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2, "qkv_bias": True, "in_dim": 64,
+        {"in_channels": 64, "out_channels": 64, "context_in_dim": 64, "hidden_size": 256, "mlp_ratio": 4.0,
+         "num_heads": 2, "depth": 2,
+         "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2, "qkv_bias": True,
+         "in_dim": 64,
          "out_dim": 256, "hidden_dim": 96, "n_layers": 2, "txt_ids_dims": [], "vec_in_dim": None}, detected="Chroma"),
 )

@@ -1,4 +1,5 @@
-"""CogVideoX from text, and from a picture as more channels: one attention over text and video, text first; rotary positions."""
+"""CogVideoX from text, and from a picture as more channels: one attention over text and video, text first;
+rotary positions."""
 
 import torch
 
@@ -23,7 +24,8 @@ def is_cogvideox(shapes, num_dims):
 
 
 def rotary(patch, spread):
-    """A rule: sines of tokens' frames, rows and columns, (tokens, head size) each. patch: of a token; spread: between rows, and columns."""
+    """A rule: sines of tokens' frames, rows and columns, (tokens, head size) each.
+    patch: of a token; spread: between rows, and columns."""
     def tables(asked):
         places = Packed(patch).positions(asked) * on_device(torch.tensor([1.0, spread, spread]), asked.latent.device)
         head = asked.config["attention_head_dim"]
@@ -42,16 +44,20 @@ def _amend(model, config):
 
 
 COGVIDEOX = Family(
-    name="CogVideoX", title="CogVideoX", transformer="CogVideoXTransformer3DModel", recognise=lambda shapes: is_cogvideox(shapes, 4),
-    refusals=(because("it has a table of learned positions (CogVideoX-5b-I2V), which diffusers' model has together with rotary ones, and "
-                      "ComfyUI's without", has("patch_embed.pos_embedding")),),
+    name="CogVideoX", title="CogVideoX", transformer="CogVideoXTransformer3DModel",
+    recognise=lambda shapes: is_cogvideox(shapes, 4),
+    refusals=(because("it has a table of learned positions (CogVideoX-5b-I2V), which diffusers' model has together "
+                      "with rotary ones, and ComfyUI's without", has("patch_embed.pos_embedding")),),
     config=config_of(
-        patch_size=2, patch_size_t=None, in_channels=size("patch_embed.proj.weight", 1), out_channels=size("proj_out.weight", 0, 4),
-        num_attention_heads=size("patch_embed.proj.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE, num_layers=blocks("blocks."),
-        time_embed_dim=size("time_embedding_linear_1.weight", 0), text_embed_dim=size("patch_embed.text_proj.weight", 1),
+        patch_size=2, patch_size_t=None, in_channels=size("patch_embed.proj.weight", 1),
+        out_channels=size("proj_out.weight", 0, 4),
+        num_attention_heads=size("patch_embed.proj.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE,
+        num_layers=blocks("blocks."), time_embed_dim=size("time_embedding_linear_1.weight", 0),
+        text_embed_dim=size("patch_embed.text_proj.weight", 1),
         ofs_embed_dim=if_there("ofs_embedding_linear_1.weight", 1), use_rotary_positional_embeddings=True,
         sample_width=90, sample_height=60, sample_frames=49),
-    convert=KEYS, latent=LATENT, amend=_amend, unrounded=("patch_embed",), by_tensors=("sample_width", "sample_height", "sample_frames"),
+    convert=KEYS, latent=LATENT, amend=_amend, unrounded=("patch_embed",),
+    by_tensors=("sample_width", "sample_height", "sample_frames"),
     conditioning={"context": "text_embed_dim", "ofs": None}, ignored=("y",), pixels=lambda config: (4, 8, 8),
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep(),
                "ofs": given("ofs", where="ofs_embed_dim"), "image_rotary_emb": rotary(LATENT.patch, SPREAD)},
@@ -61,9 +67,10 @@ COGVIDEOX = Family(
         tokens={"image_rotary_emb": TABLE}, once={"norm1.linear": "step", "norm2.linear": "step"},
         once_outside={"patch_embed.text_proj": "run"}),
     tiny=Tiny(
-        {"patch_size": 2, "in_channels": 6, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
+        {"patch_size": 2, "in_channels": 6, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16,
+         "num_layers": 4,
          "time_embed_dim": 24, "ofs_embed_dim": 24, "text_embed_dim": 20, "use_rotary_positional_embeddings": True},
         "comfy.ldm.cogvideo.model:CogVideoXTransformer3DModel",
-        {"in_channels": 16, "out_channels": 16, "num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 3, "time_embed_dim": 64,
-         "text_embed_dim": 48, "use_rotary_positional_embeddings": True}),
+        {"in_channels": 16, "out_channels": 16, "num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 3,
+         "time_embed_dim": 64, "text_embed_dim": 48, "use_rotary_positional_embeddings": True}),
 )

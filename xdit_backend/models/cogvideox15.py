@@ -9,8 +9,9 @@ from .cogvideox import COGVIDEOX, is_cogvideox, rotary
 LATENT, PAIRS = Whole((2, 2, 2)), {"patch_size_t": 2}
 
 COGVIDEOX15 = dataclasses.replace(
-    COGVIDEOX, name="CogVideoX 1.5", title="CogVideoX 1.5", recognise=lambda shapes: is_cogvideox(shapes, 2), latent=LATENT,
-    config=config_of(**COGVIDEOX.config.rules | PAIRS | {      # type: ignore[attr-defined]
+    COGVIDEOX, name="CogVideoX 1.5", title="CogVideoX 1.5", recognise=lambda shapes: is_cogvideox(shapes, 2),
+    latent=LATENT, config=config_of(**COGVIDEOX.config.rules | PAIRS | {
         "in_channels": size("patch_embed.proj.weight", 1, 8), "out_channels": size("proj_out.weight", 0, 8)}),
     arguments=COGVIDEOX.arguments | {"hidden_states": LATENT, "image_rotary_emb": rotary(LATENT.patch, 1.0)},
-    tiny=Tiny(COGVIDEOX.tiny.config | PAIRS, COGVIDEOX.tiny.native, COGVIDEOX.tiny.arguments | PAIRS, more={"ofs_embed_dim": 64}))
+    tiny=Tiny(COGVIDEOX.tiny.config | PAIRS, COGVIDEOX.tiny.native, COGVIDEOX.tiny.arguments | PAIRS,
+              more={"ofs_embed_dim": 64}))

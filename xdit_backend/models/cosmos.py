@@ -1,4 +1,5 @@
-"""Cosmos-Predict2, from text and from pictures: one stream over frames, rows and columns; text by cross-attention; rotary positions.
+"""Cosmos-Predict2, from text and from pictures: one stream over frames, rows and columns; text by cross-attention;
+rotary positions.
 
 A picture's frames come as they are, with a channel that says where, and have times of their own.
 """
@@ -20,7 +21,8 @@ KEYS = table(
     *SHARED, (r"^blocks\.", "transformer_blocks."), (r"\.adaln_modulation_self_attn\.", ".norm1.linear_"),
     (r"\.adaln_modulation_cross_attn\.", ".norm2.linear_"), (r"\.adaln_modulation_mlp\.", ".norm3.linear_"),
     (r"^final_layer\.adaln_modulation\.", "norm_out.linear_"), (r"^t_embedding_norm\.", "time_embed.norm."),
-    (r"\.self_attn\.", ".attn1."), (r"\.cross_attn\.", ".attn2."), (r"\.([qkv])_proj\.", r".to_\1."), (r"\.output_proj\.", ".to_out.0."),
+    (r"\.self_attn\.", ".attn1."), (r"\.cross_attn\.", ".attn2."), (r"\.([qkv])_proj\.", r".to_\1."),
+    (r"\.output_proj\.", ".to_out.0."),
     (r"\.([qk])_norm\.", r".norm_\1."), (r"\.mlp\.layer1\.", ".ff.net.0.proj."), (r"\.mlp\.layer2\.", ".ff.net.2."))
 
 
@@ -50,28 +52,36 @@ def _amend(model, config):
 
 
 COSMOS = Family(
-    name="Cosmos-Predict2", title="Cosmos-Predict2 text-to-image, image-to-video", transformer="CosmosTransformer3DModel",
+    name="Cosmos-Predict2", title="Cosmos-Predict2 text-to-image, image-to-video",
+    transformer="CosmosTransformer3DModel",
     recognise=lambda shapes: is_cosmos(shapes) and not has("llm_adapter.")(shapes),
     refusals=(because("it adds learned positions in every block", has("extra_pos_embedder.")),),
     config=config_of(
-        in_channels=lambda shapes: shapes["x_embedder.proj.1.weight"][1] // 4 - 1, out_channels=size("final_layer.linear.weight", 0, 4),
-        num_attention_heads=size("x_embedder.proj.1.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE, num_layers=blocks("blocks."),
-        text_embed_dim=size("blocks.0.cross_attn.k_proj.weight", 1), adaln_lora_dim=size("blocks.0.adaln_modulation_mlp.1.weight", 0),
+        in_channels=lambda shapes: shapes["x_embedder.proj.1.weight"][1] // 4 - 1,
+        out_channels=size("final_layer.linear.weight", 0, 4),
+        num_attention_heads=size("x_embedder.proj.1.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE,
+        num_layers=blocks("blocks."), text_embed_dim=size("blocks.0.cross_attn.k_proj.weight", 1),
+        adaln_lora_dim=size("blocks.0.adaln_modulation_mlp.1.weight", 0),
         max_size=(SIDE, SIDE, SIDE), rope_scale=_scale, concat_padding_mask=True, extra_pos_embed_type=None),
-    convert=KEYS, latent=LATENT, time_scale=1.0, amend=_amend, by_tensors=("max_size",), pixels=lambda config: (4, 8, 8),
-    too_small=("float16",),                                    # ComfyUI then keeps hidden states in float32, diffusers' forward does not
+    convert=KEYS, latent=LATENT, time_scale=1.0, amend=_amend, by_tensors=("max_size",),
+    pixels=lambda config: (4, 8, 8),
+    # ComfyUI then keeps hidden states in float32, diffusers' forward does not
+    too_small=("float16",),
     conditioning={"context": "text_embed_dim"}, ignored=("fps", "denoise_mask", "y"),
     arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": given("context"),
                "padding_mask": lambda asked: LATENT(asked)[:1, :1, 0] * 0},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
+        blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
+        attention={"attn1": ("image",)},
         tokens={"image_rotary_emb": TABLE, "embedded_timestep": TIMES, "temb": TIMES}, positions={"rope": Cut(TABLE)},
         once={"attn2.to_k": "run", "attn2.to_v": "run"}),
     tiny=Tiny(
-        {"in_channels": 5, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4, "text_embed_dim": 24,
+        {"in_channels": 5, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
+         "text_embed_dim": 24,
          "adaln_lora_dim": 8, "max_size": (64, 64, 64), "rope_scale": (1.0, 3.0, 3.0), "extra_pos_embed_type": None},
         "comfy.ldm.cosmos.predict2:MiniTrainDIT",
-        {"max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16, "patch_spatial": 2,
+        {"max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16,
+         "patch_spatial": 2,
          "patch_temporal": 1, "concat_padding_mask": True, "model_channels": 256, "num_blocks": 3, "num_heads": 2,
          "crossattn_emb_channels": 64, "pos_emb_cls": "rope3d", "use_adaln_lora": True, "adaln_lora_dim": 32,
          "rope_h_extrapolation_ratio": 4.0, "rope_w_extrapolation_ratio": 4.0, "rope_t_extrapolation_ratio": 1.0,

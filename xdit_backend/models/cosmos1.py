@@ -1,4 +1,5 @@
-"""Cosmos-Predict1, from text and from given frames: Cosmos-Predict2's model, with learned positions that every block adds.
+"""Cosmos-Predict1, from text and from given frames: Cosmos-Predict2's model, with learned positions that every block
+adds.
 
 Given frames are in the latent, whose last channel says which; the tables of positions end, and so do sizes of latents.
 """
@@ -39,8 +40,8 @@ def _latent(asked):
     if any(length > most for length, most in zip(whole, asked.config["max_size"])):
         taken, most = (f"{8 * frames - 7} frames of {8 * columns} x {8 * rows} pixels"
                        for frames, rows, columns in (whole, asked.config["max_size"]))
-        raise ConfigError(f"This {NAME} model has positions for {most}, and the latent is of {taken}. Use fewer frames, or a smaller "
-                          f"width and height.")
+        raise ConfigError(f"This {NAME} model has positions for {most}, and the latent is of {taken}. Use fewer "
+                          f"frames, or a smaller width and height.")
     return even_sides(NAME, LATENT)(asked)
 
 
@@ -63,7 +64,8 @@ def _places(self, latent, first=(0, 0, 0)):
     frames, rows, columns = (table[start:start + length // patch].to(latent) for table, start, length, patch in zip(
         (self.pos_emb_t, self.pos_emb_h, self.pos_emb_w), first, latent.shape[2:], self.patch_size))
     places = (frames[:, None, None] + rows[:, None] + columns).flatten(0, 2)
-    norm = torch.linalg.vector_norm(places, dim=-1, keepdim=True, dtype=torch.promote_types(places.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(places, dim=-1, keepdim=True,
+                                    dtype=torch.promote_types(places.dtype, torch.float32))
     return (places / (self.eps + norm * places.shape[-1] ** -0.5).to(places.dtype))[None]
 
 
@@ -75,25 +77,34 @@ def _places_of_patch(module, forward, rows, tokens, args, kwargs):
 
 COSMOS1 = dataclasses.replace(
     COSMOS, name=NAME, title="Cosmos-Predict1 text- and video-to-world",
-    recognise=has("extra_pos_embedder.pos_emb_t", f"{FIRST}0.block.attn.to_q.0.weight", f"{FIRST}0.adaLN_modulation.1.weight"), refusals=(),
-    config=config_of(**COSMOS.config.rules | {                 # type: ignore[attr-defined]
-        "num_attention_heads": lambda shapes: shapes["x_embedder.proj.1.weight"][0] // shapes[f"{FIRST}0.block.attn.to_q.1.weight"][0],
+    recognise=has("extra_pos_embedder.pos_emb_t", f"{FIRST}0.block.attn.to_q.0.weight",
+                  f"{FIRST}0.adaLN_modulation.1.weight"), refusals=(),
+    config=config_of(**COSMOS.config.rules | {
+        "num_attention_heads": lambda shapes: shapes["x_embedder.proj.1.weight"][0]
+        // shapes[f"{FIRST}0.block.attn.to_q.1.weight"][0],
         "attention_head_dim": size(f"{FIRST}0.block.attn.to_q.1.weight", 0), "num_layers": blocks("blocks.block"),
-        "text_embed_dim": size(f"{FIRST}1.block.attn.to_k.0.weight", 1), "adaln_lora_dim": size(f"{FIRST}0.adaLN_modulation.1.weight", 0),
+        "text_embed_dim": size(f"{FIRST}1.block.attn.to_k.0.weight", 1),
+        "adaln_lora_dim": size(f"{FIRST}0.adaLN_modulation.1.weight", 0),
         "mlp_ratio": 4.0, "max_size": _max_size, "extra_pos_embed_type": "learnable",
-        "rope_scale": lambda shapes: (2.0, 1.0, 1.0) if shapes["x_embedder.proj.1.weight"][0] == 4096 else (2.0, 2.0, 2.0)}),
+        "rope_scale": lambda shapes: (2.0, 1.0, 1.0) if shapes["x_embedder.proj.1.weight"][0] == 4096
+        else (2.0, 2.0, 2.0)}),
     convert=KEYS, amend=_amend, by_tensors=(), too_small=(), pixels=lambda config: (8, 8, 8),
     conditioning={"context": "text_embed_dim", "fps": None}, ignored=("attention_mask",),
-    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"), "fps": _frame_rate,
-               "padding_mask": COSMOS.arguments["padding_mask"]},
+    arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
+               "fps": _frame_rate, "padding_mask": COSMOS.arguments["padding_mask"]},
     plan=dataclasses.replace(
-        COSMOS.plan, blocks=(BlockList("transformer_blocks", "blocks.block"),), tokens={"image_rotary_emb": TABLE, "extra_pos_emb": PLACES},
+        COSMOS.plan, blocks=(BlockList("transformer_blocks", "blocks.block"),),
+        tokens={"image_rotary_emb": TABLE, "extra_pos_emb": PLACES},
         positions={"rope": Cut(TABLE), "learnable_pos_embed": _places_of_patch}),
     tiny=Tiny(
-        COSMOS.tiny.config | {"rope_scale": (2.0, 1.0, 1.0), "extra_pos_embed_type": "learnable"}, "comfy.ldm.cosmos.model:GeneralDIT",
-        {"max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16, "patch_spatial": 2,
-         "patch_temporal": 1, "concat_padding_mask": True, "block_config": "FA-CA-MLP", "model_channels": 64, "num_blocks": 3,
-         "num_heads": 4, "block_x_format": "THWBD", "crossattn_emb_channels": 64, "pos_emb_cls": "rope3d", "pos_emb_learnable": False,
+        COSMOS.tiny.config | {"rope_scale": (2.0, 1.0, 1.0), "extra_pos_embed_type": "learnable"},
+        "comfy.ldm.cosmos.model:GeneralDIT",
+        {"max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16,
+         "patch_spatial": 2,
+         "patch_temporal": 1, "concat_padding_mask": True, "block_config": "FA-CA-MLP", "model_channels": 64,
+         "num_blocks": 3,
+         "num_heads": 4, "block_x_format": "THWBD", "crossattn_emb_channels": 64, "pos_emb_cls": "rope3d",
+         "pos_emb_learnable": False,
          "pos_emb_interpolation": "crop", "affline_emb_norm": True, "use_adaln_lora": True, "adaln_lora_dim": 32,
          "rope_h_extrapolation_ratio": 2.0, "rope_w_extrapolation_ratio": 2.0, "rope_t_extrapolation_ratio": 2.0,
          "extra_per_block_abs_pos_emb": True, "extra_per_block_abs_pos_emb_type": "learnable"}, detected="CosmosT2V"),

@@ -1,4 +1,5 @@
-"""DiT: one stream; time and a class in each block's norm; sine positions added before the blocks. ComfyUI has no model of it."""
+"""DiT: one stream; time and a class in each block's norm; sine positions added before the blocks.
+ComfyUI has no model of it."""
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +45,10 @@ DIT = Family(
     recognise=has(f"transformer_blocks.0.{EMBEDDER}.class_embedder.embedding_table.weight", "proj_out_2.weight"),
     refusals=(folder_alone,),
     config=config_of(
-        patch_size=2, norm_type="ada_norm_zero", sample_size=said, num_layers=said, num_attention_heads=said, attention_head_dim=said,
-        in_channels=said, out_channels=said, num_embeds_ada_norm=said, norm_num_groups=said, attention_bias=said, norm_eps=said),
+        patch_size=2, norm_type="ada_norm_zero", sample_size=said, num_layers=said, num_attention_heads=said,
+        attention_head_dim=said,
+        in_channels=said, out_channels=said, num_embeds_ada_norm=said, norm_num_groups=said, attention_bias=said,
+        norm_eps=said),
     convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend, beyond=_mixed,
     sampled=Sampled(
         "EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", memory=0.5,
@@ -55,9 +58,9 @@ DIT = Family(
     arguments={"latent": LATENT, "timestep": timestep(), "classes": _classes},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
-        attention={"attn1": ("image",)}, once={EMBEDDER: "step", "norm1.linear": "step"}, positions={"pos_embed": embedded},
-        outside=(f"transformer_blocks.0.{EMBEDDER}.",),
+        attention={"attn1": ("image",)}, once={EMBEDDER: "step", "norm1.linear": "step"},
+        positions={"pos_embed": embedded}, outside=(f"transformer_blocks.0.{EMBEDDER}.",),
         unsplit=(f"{EMBEDDER}.timestep_embedder.linear_1", f"{EMBEDDER}.timestep_embedder.linear_2")),
-    tiny=Tiny({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4, "num_attention_heads": 4,
-               "attention_head_dim": 8, "num_embeds_ada_norm": 10}),
+    tiny=Tiny({"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
+               "num_attention_heads": 4, "attention_head_dim": 8, "num_embeds_ada_norm": 10}),
 )

@@ -1,4 +1,5 @@
-"""ERNIE-Image: one sequence of picture and text, text last; blocks take tokens before batch; one modulation for all of them."""
+"""ERNIE-Image: one sequence of picture and text, text last; blocks take tokens before batch;
+one modulation for all of them."""
 
 import functools
 
@@ -13,7 +14,8 @@ LATENT, BOTH = Whole((1, 1)), ("image", "text")
 
 
 def _amend(model, config):
-    """All tokens have one modulation, which diffusers' forward repeats for each of them: blocks read it once, as ComfyUI's do."""
+    """All tokens have one modulation, which diffusers' forward repeats for each of them:
+    blocks read it once, as ComfyUI's do."""
     def once(forward, x, rotary_pos_emb, temb, attention_mask=None):
         return forward(x, rotary_pos_emb, [part[:1] for part in temb], attention_mask)
     for block in model.layers:
@@ -34,23 +36,27 @@ def _text_lengths(asked):
 
 ERNIE = Family(
     name="ERNIE-Image", title="ERNIE-Image, ERNIE-Image-Turbo", transformer="ErnieImageTransformer2DModel",
-    recognise=has("layers.0.adaLN_mlp_ln.weight", "layers.0.mlp.linear_fc2.weight"), refusals=(needs_diffusers("0.38"),),
-    config=config_of(
+    recognise=has("layers.0.adaLN_mlp_ln.weight", "layers.0.mlp.linear_fc2.weight"),
+    refusals=(needs_diffusers("0.38"),), config=config_of(
         hidden_size=size("x_embedder.proj.weight", 0), in_channels=size("x_embedder.proj.weight", 1), patch_size=1,
-        num_attention_heads=lambda shapes: shapes["x_embedder.proj.weight"][0] // shapes["layers.0.self_attention.norm_q.weight"][0],
-        num_layers=blocks("layers."), ffn_hidden_size=size("layers.0.mlp.linear_fc2.weight", 1), rope_theta=256, eps=1e-6,
-        out_channels=size("final_linear.weight", 0), text_in_dim=size("text_proj.weight", 1), rope_axes_dim=(32, 48, 48)),
-    convert=table(), latent=LATENT, amend=_amend, width=lambda config: config["hidden_size"], pixels=lambda config: (1, 16, 16),
-    conditioning={"context": "text_in_dim"},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "text_bth": given("context"), "text_lens": _text_lengths},
+        num_attention_heads=lambda shapes: shapes["x_embedder.proj.weight"][0]
+        // shapes["layers.0.self_attention.norm_q.weight"][0],
+        num_layers=blocks("layers."), ffn_hidden_size=size("layers.0.mlp.linear_fc2.weight", 1), rope_theta=256,
+        eps=1e-6, out_channels=size("final_linear.weight", 0), text_in_dim=size("text_proj.weight", 1),
+        rope_axes_dim=(32, 48, 48)),
+    convert=table(), latent=LATENT, amend=_amend, width=lambda config: config["hidden_size"],
+    pixels=lambda config: (1, 16, 16), conditioning={"context": "text_in_dim"},
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "text_bth": given("context"),
+               "text_lens": _text_lengths},
     plan=ModelPlan(
         blocks=(BlockList("layers", "layers.", returns=(BOTH,)),), streams={"x": BOTH}, tokens_first=True,
         attention={"self_attention": BOTH}, masks={"attention_mask": ()}, positions={"pos_embed": _of_patch},
-        tokens={"rotary_pos_emb": TokenArgument(1, BOTH)}, once_outside={"text_proj": "run", "adaLN_modulation": "step"}),
+        tokens={"rotary_pos_emb": TokenArgument(1, BOTH)},
+        once_outside={"text_proj": "run", "adaLN_modulation": "step"}),
     tiny=Tiny(
-        {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 4, "ffn_hidden_size": 96, "in_channels": 4, "out_channels": 4,
-         "text_in_dim": 24, "rope_axes_dim": (4, 4, 8)},
+        {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 4, "ffn_hidden_size": 96, "in_channels": 4,
+         "out_channels": 4, "text_in_dim": 24, "rope_axes_dim": (4, 4, 8)},
         "comfy.ldm.ernie.model:ErnieImageModel",
-        {"hidden_size": 256, "num_attention_heads": 2, "num_layers": 2, "ffn_hidden_size": 384, "in_channels": 128, "out_channels": 128,
-         "text_in_dim": 64}, detected="ErnieImage"),
+        {"hidden_size": 256, "num_attention_heads": 2, "num_layers": 2, "ffn_hidden_size": 384, "in_channels": 128,
+         "out_channels": 128, "text_in_dim": 64}, detected="ErnieImage"),
 )

@@ -1,4 +1,5 @@
-"""Flux.1: two streams, then one; joint attention, text first; rotary positions; pictures beside the latent, or as references."""
+"""Flux.1: two streams, then one; joint attention, text first; rotary positions;
+pictures beside the latent, or as references."""
 
 from ..vocabulary.describe import Packed, blocks, config_of, given, has, size, text_positions, timestep
 from ..vocabulary.family import Family, Tiny
@@ -11,15 +12,18 @@ BLOCKS = has(NORM, "single_blocks.0.linear1.weight", "double_blocks.0.img_mod.li
 
 KEYS = table(
     (r"^time_in\.", "time_text_embed.timestep_embedder."), (r"^guidance_in\.", "time_text_embed.guidance_embedder."),
-    (r"^vector_in\.", "time_text_embed.text_embedder."), (r"^txt_in\.", "context_embedder."), (r"^img_in\.", "x_embedder."),
+    (r"^vector_in\.", "time_text_embed.text_embedder."), (r"^txt_in\.", "context_embedder."),
+    (r"^img_in\.", "x_embedder."),
     (r"\.in_layer\.", ".linear_1."), (r"\.out_layer\.", ".linear_2."),
-    (r"\.img_mod\.lin\.", ".norm1.linear."), (r"\.txt_mod\.lin\.", ".norm1_context.linear."), (r"\.modulation\.lin\.", ".norm.linear."),
+    (r"\.img_mod\.lin\.", ".norm1.linear."), (r"\.txt_mod\.lin\.", ".norm1_context.linear."),
+    (r"\.modulation\.lin\.", ".norm.linear."),
     (r"\.img_attn\.qkv\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v."), (1, 1, 1)),
     (r"\.txt_attn\.qkv\.", (".attn.add_q_proj.", ".attn.add_k_proj.", ".attn.add_v_proj."), (1, 1, 1)),
     (r"\.linear1\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v.", ".proj_mlp."), (1, 1, 1, 4)),
     (r"\.txt_attn\.norm\.(q|k)(?:uery|ey)_norm\.(?:scale|weight)$", r".attn.norm_added_\1.weight"),
     (r"(?:\.img_attn)?\.norm\.(q|k)(?:uery|ey)_norm\.(?:scale|weight)$", r".attn.norm_\1.weight"),
-    (r"\.img_attn\.proj\.", ".attn.to_out.0."), (r"\.txt_attn\.proj\.", ".attn.to_add_out."), (r"\.linear2\.", ".proj_out."),
+    (r"\.img_attn\.proj\.", ".attn.to_out.0."), (r"\.txt_attn\.proj\.", ".attn.to_add_out."),
+    (r"\.linear2\.", ".proj_out."),
     (r"\.img_mlp\.0\.", ".ff.net.0.proj."), (r"\.img_mlp\.2\.", ".ff.net.2."),
     (r"\.txt_mlp\.0\.", ".ff_context.net.0.proj."), (r"\.txt_mlp\.2\.", ".ff_context.net.2."),
     (r"^double_blocks\.", "transformer_blocks."), (r"^single_blocks\.", "single_transformer_blocks."),
@@ -63,7 +67,8 @@ FLUX = Family(
     num_channels=lambda config: (config.get("out_channels") or config["in_channels"]) // 4,
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim", "guidance": None, "ref_latents": None,
                   "ref_latents_method": None},
-    choices={"ref_latents_method": {word: word for word in ("offset", "index", "uxo")}}, lengths={"reference": LATENT.num_reference_tokens},
+    choices={"ref_latents_method": {word: word for word in ("offset", "index", "uxo")}},
+    lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": _pooled, "guidance": given("guidance", where="guidance_embeds"),
                "img_ids": LATENT.positions, "txt_ids": text_positions},
@@ -74,13 +79,17 @@ FLUX = Family(
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=("text", IMAGE),
                           control="output", patched="single")),
         streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}, attention={"attn": ALL},
-        tokens={"image_rotary_emb": TokenArgument(0, ALL)}, exact={"time_text_embed": (("timestep", "guidance"), 1000.0)},
-        once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"}, once_outside={"context_embedder": "run"}),
+        tokens={"image_rotary_emb": TokenArgument(0, ALL)},
+        exact={"time_text_embed": (("timestep", "guidance"), 1000.0)},
+        once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
+        once_outside={"context_embedder": "run"}),
     tiny=Tiny(
-        {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4,
+        {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+         "num_attention_heads": 4,
          "joint_attention_dim": 24, "pooled_projection_dim": 16, "guidance_embeds": True, "axes_dims_rope": (4, 4, 8)},
         "comfy.ldm.flux.model:Flux",
-        {"image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 32, "context_in_dim": 64,
-         "hidden_size": 256, "mlp_ratio": 4.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 56, 56],
-         "theta": 10000, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": []}),
+        {"image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 32,
+         "context_in_dim": 64,
+         "hidden_size": 256, "mlp_ratio": 4.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2,
+         "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": []}),
 )

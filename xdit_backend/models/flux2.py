@@ -1,4 +1,5 @@
-"""Flux.2: two streams, then one sequence, text first; modulation shared by all blocks; rotary positions of four axes; references."""
+"""Flux.2: two streams, then one sequence, text first; modulation shared by all blocks; rotary positions of four axes;
+references."""
 
 import torch
 import torch.nn.functional as F
@@ -11,16 +12,20 @@ from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 LATENT, IMAGE, ALL = Packed((1, 1), "index", 10), ("image", "reference"), ("text", "image", "reference")
 
 KEYS = table(
-    (r"^time_in\.", "time_guidance_embed.timestep_embedder."), (r"^guidance_in\.", "time_guidance_embed.guidance_embedder."),
-    (r"\.in_layer\.", ".linear_1."), (r"\.out_layer\.", ".linear_2."), (r"^txt_in\.", "context_embedder."), (r"^img_in\.", "x_embedder."),
+    (r"^time_in\.", "time_guidance_embed.timestep_embedder."),
+    (r"^guidance_in\.", "time_guidance_embed.guidance_embedder."),
+    (r"\.in_layer\.", ".linear_1."), (r"\.out_layer\.", ".linear_2."), (r"^txt_in\.", "context_embedder."),
+    (r"^img_in\.", "x_embedder."),
     (r"_modulation(\w*)\.lin\.", r"_modulation\1.linear."),
     (r"\.img_attn\.qkv\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v."), (1, 1, 1)),
     (r"\.txt_attn\.qkv\.", (".attn.add_q_proj.", ".attn.add_k_proj.", ".attn.add_v_proj."), (1, 1, 1)),
     (r"\.txt_attn\.norm\.(q|k)(?:uery|ey)_norm\.(?:scale|weight)$", r".attn.norm_added_\1.weight"),
     (r"(?:\.img_attn)?\.norm\.(q|k)(?:uery|ey)_norm\.(?:scale|weight)$", r".attn.norm_\1.weight"),
     (r"\.img_attn\.proj\.", ".attn.to_out.0."), (r"\.txt_attn\.proj\.", ".attn.to_add_out."),
-    (r"\.img_mlp\.0\.", ".ff.linear_in."), (r"\.img_mlp\.2\.", ".ff.linear_out."), (r"\.txt_mlp\.0\.", ".ff_context.linear_in."),
-    (r"\.txt_mlp\.2\.", ".ff_context.linear_out."), (r"\.linear1\.", ".attn.to_qkv_mlp_proj."), (r"\.linear2\.", ".attn.to_out."),
+    (r"\.img_mlp\.0\.", ".ff.linear_in."), (r"\.img_mlp\.2\.", ".ff.linear_out."),
+    (r"\.txt_mlp\.0\.", ".ff_context.linear_in."),
+    (r"\.txt_mlp\.2\.", ".ff_context.linear_out."), (r"\.linear1\.", ".attn.to_qkv_mlp_proj."),
+    (r"\.linear2\.", ".attn.to_out."),
     (r"^double_blocks\.", "transformer_blocks."), (r"^single_blocks\.", "single_transformer_blocks."),
     (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
 
@@ -48,18 +53,20 @@ def _text_positions(asked):
 
 FLUX2 = Family(
     name="Flux.2", title="Flux.2 dev, klein", transformer="Flux2Transformer2DModel",
-    recognise=has("double_stream_modulation_img.lin.weight", "double_blocks.0.img_attn.qkv.weight"), refusals=(needs_diffusers("0.37"),),
-    config=config_of(
+    recognise=has("double_stream_modulation_img.lin.weight", "double_blocks.0.img_attn.qkv.weight"),
+    refusals=(needs_diffusers("0.37"),), config=config_of(
         patch_size=1, in_channels=size("img_in.weight", 1), out_channels=size("final_layer.linear.weight", 0),
         num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."), attention_head_dim=128,
-        num_attention_heads=size("img_in.weight", 0, 128), joint_attention_dim=size("txt_in.weight", 1), mlp_ratio=3.0, rope_theta=2000,
-        guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(32, 32, 32, 32)),
+        num_attention_heads=size("img_in.weight", 0, 128), joint_attention_dim=size("txt_in.weight", 1), mlp_ratio=3.0,
+        rope_theta=2000, guidance_embeds=has("guidance_in.in_layer.weight"), axes_dims_rope=(32, 32, 32, 32)),
     convert=KEYS, latent=LATENT, amend=_amend, time_scale=1.0,
     pixels=lambda config: (1, 16, 16),
-    conditioning={"context": "joint_attention_dim", "guidance": None, "ref_latents": None, "ref_latents_method": None}, ignored=("y",),
-    choices={"ref_latents_method": {word: word for word in ("index", "offset", "uxo")}}, lengths={"reference": LATENT.num_reference_tokens},
+    conditioning={"context": "joint_attention_dim", "guidance": None, "ref_latents": None, "ref_latents_method": None},
+    ignored=("y",), choices={"ref_latents_method": {word: word for word in ("index", "offset", "uxo")}},
+    lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "guidance": given("guidance", where="guidance_embeds"), "img_ids": lambda asked: F.pad(LATENT.positions(asked), (0, 1)),
+               "guidance": given("guidance", where="guidance_embeds"),
+               "img_ids": lambda asked: F.pad(LATENT.positions(asked), (0, 1)),
                "txt_ids": _text_positions},
     plan=ModelPlan(
         heeds_output=True,
@@ -72,11 +79,13 @@ FLUX2 = Family(
         once_outside={"context_embedder": "run"} | dict.fromkeys(
             ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"), "step")),
     tiny=Tiny(
-        {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4,
-         "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": True},
+        {"patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+         "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": True},
         "comfy.ldm.flux.model:Flux",
-        {"image_model": "flux2", "in_channels": 128, "out_channels": 128, "patch_size": 1, "vec_in_dim": None, "context_in_dim": 64,
-         "hidden_size": 256, "mlp_ratio": 3.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [32, 32, 32, 32],
-         "theta": 2000, "qkv_bias": False, "guidance_embed": True, "txt_ids_dims": [3], "global_modulation": True, "mlp_silu_act": True,
-         "ops_bias": False, "default_ref_method": "index", "ref_index_scale": 10.0}),
+        {"image_model": "flux2", "in_channels": 128, "out_channels": 128, "patch_size": 1, "vec_in_dim": None,
+         "context_in_dim": 64,
+         "hidden_size": 256, "mlp_ratio": 3.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2,
+         "axes_dim": [32, 32, 32, 32],
+         "theta": 2000, "qkv_bias": False, "guidance_embed": True, "txt_ids_dims": [3], "global_modulation": True,
+         "mlp_silu_act": True, "ops_bias": False, "default_ref_method": "index", "ref_index_scale": 10.0}),
 )

@@ -1,4 +1,5 @@
-"""HiDream-I1: two streams, image first, then one of both; blocks have experts, and each is given a text of its own beside the first."""
+"""HiDream-I1: two streams, image first, then one of both;
+blocks have experts, and each is given a text of its own beside the first."""
 
 import torch
 
@@ -11,8 +12,8 @@ LAYER_WIDTH = size("caption_projection.0.linear.weight", 1)
 
 
 def _amend(model, config):
-    """diffusers pads pictures that are not square, and attends to the padding; ComfyUI does not. A block's own text is cut as the
-    first text is.
+    """diffusers pads pictures that are not square, and attends to the padding; ComfyUI does not. A block's own text is
+    cut as the first text is.
     """
     def forward(*, latent, timesteps, pooled, text, layers, places, return_dict):
         counts = [side // 2 for side in latent.shape[2:]]
@@ -24,7 +25,8 @@ def _amend(model, config):
         texts = [project(layers[:, layer]) for project, layer in zip(own, config["llama_layers"])]
         text = torch.cat([last(text), texts[-1]], 1)
         for block, more in zip(model.double_stream_blocks, texts):
-            image, text = block(hidden_states=image, encoder_hidden_states=text, more=more, temb=time, image_rotary_emb=place)
+            image, text = block(hidden_states=image, encoder_hidden_states=text, more=more, temb=time,
+                                image_rotary_emb=place)
         both = torch.cat([image, text], 1)
         for block, more in zip(model.single_stream_blocks, texts[len(model.double_stream_blocks):]):
             both = block(hidden_states=both, more=more, temb=time, image_rotary_emb=place)
@@ -35,12 +37,15 @@ def _amend(model, config):
 
 
 def _with_own_text(block):
-    """A block's forward, for tokens with a text that it takes, between the image and the first text, and does not give on."""
+    """A block's forward, for tokens with a text that it takes, between the image and the first text,
+    and does not give on."""
     def forward(hidden_states, more, temb, image_rotary_emb, encoder_hidden_states=None):
         num_image, is_single = image_rotary_emb.shape[1], encoder_hidden_states is None
-        image, text = (hidden_states[:, :num_image], hidden_states[:, num_image:]) if is_single else (hidden_states, encoder_hidden_states)
+        image, text = ((hidden_states[:, :num_image], hidden_states[:, num_image:]) if is_single
+                       else (hidden_states, encoder_hidden_states))
         texts = torch.cat([more, text], 1)
-        at_zero = torch.eye(2).to(image_rotary_emb).expand(len(image_rotary_emb), texts.shape[1], *image_rotary_emb.shape[2:])
+        at_zero = torch.eye(2).to(image_rotary_emb).expand(len(image_rotary_emb), texts.shape[1],
+                                                           *image_rotary_emb.shape[2:])
         places = torch.cat([image_rotary_emb, at_zero], 1)
         if is_single:
             both = block(hidden_states=torch.cat([image, texts], 1), temb=temb, image_rotary_emb=places)
@@ -51,7 +56,8 @@ def _with_own_text(block):
 
 
 def _layer_texts(shapes):
-    """Of each block, the layer of the second text encoder whose text it is given; blocks beyond its 32 layers get the last."""
+    """Of each block, the layer of the second text encoder whose text it is given;
+    blocks beyond its 32 layers get the last."""
     return [min(block, 31) for block in range(blocks("caption_projection.")(shapes) - 1)]
 
 
@@ -64,32 +70,39 @@ HIDREAM = Family(
     name="HiDream-I1", title="HiDream-I1", transformer="HiDreamImageTransformer2DModel",
     recognise=has("caption_projection.0.linear.weight", "double_stream_blocks.0.block.attn1.to_q_t.weight"),
     config=config_of(
-        patch_size=2, in_channels=size("x_embedder.proj.weight", 1, 4), out_channels=size("final_layer.linear.weight", 0, 4),
-        num_layers=blocks("double_stream_blocks."), num_single_layers=blocks("single_stream_blocks."), attention_head_dim=HEAD_SIZE,
-        num_attention_heads=size("x_embedder.proj.weight", 0, HEAD_SIZE), axes_dims_rope=(64, 32, 32), max_resolution=(128, 128),
+        patch_size=2, in_channels=size("x_embedder.proj.weight", 1, 4),
+        out_channels=size("final_layer.linear.weight", 0, 4),
+        num_layers=blocks("double_stream_blocks."), num_single_layers=blocks("single_stream_blocks."),
+        attention_head_dim=HEAD_SIZE,
+        num_attention_heads=size("x_embedder.proj.weight", 0, HEAD_SIZE), axes_dims_rope=(64, 32, 32),
+        max_resolution=(128, 128),
         caption_channels=lambda shapes: [_text_width(shapes), LAYER_WIDTH(shapes)], num_activated_experts=2,
         text_emb_dim=size("p_embedder.pooled_embedder.linear_1.weight", 1), llama_layers=_layer_texts,
-        num_routed_experts=blocks("double_stream_blocks.0.block.ff_i.experts."), _text_width=_text_width, _layer_width=LAYER_WIDTH),
+        num_routed_experts=blocks("double_stream_blocks.0.block.ff_i.experts."), _text_width=_text_width,
+        _layer_width=LAYER_WIDTH),
     convert=lambda tensors, config: tensors, latent=LATENT, sign=-1.0, amend=_amend,
     by_tensors=("_text_width", "_layer_width", "llama_layers", "max_resolution"),
     conditioning={"context": "_text_width", "y": "text_emb_dim", LAYERS: "_layer_width"},
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + conditioning[LAYERS].shape[2],
              "more": lambda conditioning: conditioning[LAYERS].shape[2]},
-    arguments={"latent": LATENT, "timesteps": timestep(), "pooled": given("y"), "text": given("context"), "layers": given(LAYERS),
-               "places": Packed(LATENT.patch).positions},
+    arguments={"latent": LATENT, "timesteps": timestep(), "pooled": given("y"), "text": given("context"),
+               "layers": given(LAYERS), "places": Packed(LATENT.patch).positions},
     plan=ModelPlan(                                            # of four experts, a token meets two
         blocks=(BlockList("double_stream_blocks", "double_stream_blocks.", returns=BOTH, image_share=0.38,
                           streams={"hidden_states": "image", "encoder_hidden_states": "text"}),
-                BlockList("single_stream_blocks", "single_stream_blocks.", "num_single_layers", returns=(BOTH,), image_share=0.52)),
+                BlockList("single_stream_blocks", "single_stream_blocks.", "num_single_layers", returns=(BOTH,),
+                          image_share=0.52)),
         streams={"hidden_states": BOTH}, attention={"block.attn1": ("image", "more", "text")}, needs_text=True,
         tokens={"image_rotary_emb": TokenArgument(1, ("image",)), "more": TokenArgument(1, ("more",))},
         once={"block.adaLN_modulation": "step"}, once_outside={"caption_projection": "run"}),
     tiny=Tiny(
-        {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+        {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
+         "attention_head_dim": 16,
          "num_attention_heads": 4, "axes_dims_rope": (8, 4, 4), "caption_channels": [24, 20], "text_emb_dim": 16,
          "llama_layers": [0, 1, 2, 3], "_text_width": 24, "_layer_width": 20},
         "comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",
-        {"patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 128,
-         "num_attention_heads": 2, "axes_dims_rope": [64, 32, 32], "max_resolution": [128, 128], "caption_channels": [48, 32],
-         "text_emb_dim": 64, "llama_layers": [0, 1, 2]}, detected="HiDream"),
+        {"patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 2, "num_single_layers": 1,
+         "attention_head_dim": 128,
+         "num_attention_heads": 2, "axes_dims_rope": [64, 32, 32], "max_resolution": [128, 128],
+         "caption_channels": [48, 32], "text_emb_dim": 64, "llama_layers": [0, 1, 2]}, detected="HiDream"),
 )

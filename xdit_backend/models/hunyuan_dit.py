@@ -1,4 +1,5 @@
-"""HunyuanDiT: one stream; two texts by cross-attention; blocks of the second half take what those of the first half gave."""
+"""HunyuanDiT: one stream; two texts by cross-attention; blocks of the second half take what those of the first half
+gave."""
 
 from types import MethodType
 
@@ -12,16 +13,20 @@ from ..vocabulary.keys import SWAPPED, table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
 LATENT, BASE = Whole((2, 2)), 32                               # tokens along the longer side, as positions count them
-WIDTH, HEAD_SIZE, NUM_BLOCKS = size("x_embedder.proj.weight", 0), size("blocks.0.attn1.q_norm.weight", 0), blocks("blocks.")
+WIDTH, HEAD_SIZE, NUM_BLOCKS = size("x_embedder.proj.weight",
+                                    0), size("blocks.0.attn1.q_norm.weight", 0), blocks("blocks.")
 TEXTS = ("context", "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5")
 
 KEYS = table(
-    (r"^x_embedder\.", "pos_embed."), (r"^mlp_t5\.0\.", "text_embedder.linear_1."), (r"^mlp_t5\.2\.", "text_embedder.linear_2."),
-    (r"^(pooler|style_embedder)\.", r"time_extra_emb.\1."), (r"^extra_embedder\.0\.", "time_extra_emb.extra_embedder.linear_1."),
+    (r"^x_embedder\.", "pos_embed."), (r"^mlp_t5\.0\.", "text_embedder.linear_1."),
+    (r"^mlp_t5\.2\.", "text_embedder.linear_2."),
+    (r"^(pooler|style_embedder)\.", r"time_extra_emb.\1."),
+    (r"^extra_embedder\.0\.", "time_extra_emb.extra_embedder.linear_1."),
     (r"^extra_embedder\.2\.", "time_extra_emb.extra_embedder.linear_2."),
     (r"^t_embedder\.mlp\.0\.", "time_extra_emb.timestep_embedder.linear_1."),
     (r"^t_embedder\.mlp\.2\.", "time_extra_emb.timestep_embedder.linear_2."), (r"^final_layer\.linear\.", "proj_out."),
-    (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED), (r"\.default_modulation\.1\.", ".norm1.linear."),
+    (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED),
+    (r"\.default_modulation\.1\.", ".norm1.linear."),
     (r"\.norm1\.(weight|bias)", r".norm1.norm.\1"), (r"\.norm2\.", ".norm_of_mlp."), (r"\.norm3\.", ".norm2."),
     (r"\.norm_of_mlp\.", ".norm3."), (r"\.attn1\.Wqkv\.", (".attn1.to_q.", ".attn1.to_k.", ".attn1.to_v."), (1, 1, 1)),
     (r"\.attn2\.q_proj\.", ".attn2.to_q."), (r"\.attn2\.kv_proj\.", (".attn2.to_k.", ".attn2.to_v."), (1, 1)),
@@ -30,17 +35,20 @@ KEYS = table(
 
 
 def _texts(asked):
-    """The first text, which of its tokens are real, the second, and which of its. Raises ConfigError for texts of another model."""
+    """The first text, which of its tokens are real, the second, and which of its.
+    Raises ConfigError for texts of another model."""
     texts, needed = [given(name)(asked) for name in TEXTS], (asked.config["text_len"], asked.config["text_len_t5"])
     if any(text is None for text in texts) or any(text.shape[1] < least for text, least in zip(texts[::2], needed)):
         lengths = " and ".join("none" if text is None else str(text.shape[1]) for text in texts[::2])
-        raise ConfigError(f"HunyuanDiT takes two texts, of {needed[0]} and {needed[1]} tokens or more, and which of these are real, and "
-                          f"the conditioning has {lengths}. Use the CLIP of HunyuanDiT's checkpoint, and CLIP Text Encode.")
+        raise ConfigError(f"HunyuanDiT takes two texts, of {needed[0]} and {needed[1]} tokens or more, and which of "
+                          f"these are real, and the conditioning has {lengths}. Use the CLIP of HunyuanDiT's "
+                          f"checkpoint, and CLIP Text Encode.")
     return texts
 
 
 def _sizes(asked):
-    """(B, 6): height and width of the picture, of what is to be drawn, and where it begins. Versions before 1.2 are told."""
+    """(B, 6): height and width of the picture, of what is to be drawn, and where it begins.
+    Versions before 1.2 are told."""
     sizes = given("image_meta_size")(asked)
     return asked.latent.new_zeros(len(asked.latent), 6) if sizes is None else sizes.contiguous()
 
@@ -51,7 +59,8 @@ def _rotary(asked):
     They are those of a picture of BASE tokens a side, into which this one is fitted, its middle in the middle.
     """
     first, count, whole = token_rows(asked, LATENT)
-    columns, device, width = LATENT.counts(asked.latent.shape)[1], asked.latent.device, asked.config["attention_head_dim"] // 2
+    columns, device, width = LATENT.counts(asked.latent.shape)[1], asked.latent.device, asked.config[
+        "attention_head_dim"] // 2
     rows = whole // columns
     frequencies = 1.0 / 10000 ** (torch.arange(0, width, 2, device=device).float() / width)
 
@@ -67,20 +76,23 @@ def _rotary(asked):
 
 
 def _amend(model, config):
-    """ComfyUI takes texts of any length, and norms tokens and turns heads in the type it computes in. diffusers pools past its linears."""
+    """ComfyUI takes texts of any length, and norms tokens and turns heads in the type it computes in.
+    diffusers pools past its linears."""
     for module in model.modules():
         if type(module).__name__ == "FP32LayerNorm":
             module.forward = MethodType(torch.nn.LayerNorm.forward, module)
     model.time_extra_emb.pooler.forward = MethodType(_pool, model.time_extra_emb.pooler)
     for block in model.blocks:
-        block.attn1.forward, block.attn2.forward = (MethodType(_attend, attention) for attention in (block.attn1, block.attn2))
+        block.attn1.forward, block.attn2.forward = (MethodType(_attend, attention)
+                                                    for attention in (block.attn1, block.attn2))
 
     def forward(latent, timestep, texts, sizes, rotary, return_dict):
         first, first_mask, second, second_mask = texts
         learned, style = model.text_embedding_padding, torch.zeros(len(latent), dtype=torch.long, device=latent.device)
         text = torch.cat([_padded(first, first_mask, learned[:config["text_len"]]),
                           _padded(model.text_embedder(second), second_mask, learned[config["text_len"]:])], 1)
-        time = model.time_extra_emb(timestep, second[:, :config["text_len_t5"]], sizes, style, hidden_dtype=latent.dtype)
+        time = model.time_extra_emb(timestep, second[:, :config["text_len_t5"]], sizes, style,
+                                    hidden_dtype=latent.dtype)
         hidden, skips, half = model.pos_embed(latent), [], len(model.blocks) // 2
         for number, block in enumerate(model.blocks):
             hidden = block(hidden, text, time, rotary, skips.pop() if number > half else None)
@@ -105,7 +117,8 @@ def _pool(self, tokens):
         return tensor.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
     tokens = torch.cat([tokens.mean(1, keepdim=True), tokens], 1) + self.positional_embedding.to(tokens.dtype)
-    out = F.scaled_dot_product_attention(heads(self.q_proj(tokens[:, :1])), heads(self.k_proj(tokens)), heads(self.v_proj(tokens)))
+    out = F.scaled_dot_product_attention(heads(self.q_proj(tokens[:, :1])), heads(self.k_proj(tokens)),
+                                         heads(self.v_proj(tokens)))
     return self.c_proj(out.transpose(1, 2).flatten(2))[:, 0]
 
 
@@ -119,7 +132,8 @@ def _attend(self, hidden_states, encoder_hidden_states=None, image_rotary_emb=No
 
     read = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     query, key = turned(self.norm_q(heads(self.to_q(hidden_states)))), self.norm_k(heads(self.to_k(read)))
-    out = F.scaled_dot_product_attention(query, turned(key) if encoder_hidden_states is None else key, heads(self.to_v(read)))
+    out = F.scaled_dot_product_attention(query, turned(key) if encoder_hidden_states is None else key,
+                                         heads(self.to_v(read)))
     return self.to_out[0](out.transpose(1, 2).flatten(2))
 
 
@@ -127,29 +141,36 @@ HUNYUAN_DIT = Family(
     name="HunyuanDiT", title="HunyuanDiT 1.0 to 1.2", transformer="HunyuanDiT2DModel",
     recognise=has("mlp_t5.0.weight", "text_embedding_padding"),
     config=config_of(
-        num_layers=NUM_BLOCKS, patch_size=2, sample_size=128, in_channels=size("x_embedder.proj.weight", 1), hidden_size=WIDTH,
+        num_layers=NUM_BLOCKS, patch_size=2, sample_size=128, in_channels=size("x_embedder.proj.weight", 1),
+        hidden_size=WIDTH,
         attention_head_dim=HEAD_SIZE, num_attention_heads=lambda shapes: WIDTH(shapes) // HEAD_SIZE(shapes),
-        mlp_ratio=lambda shapes: 4.3637 if (WIDTH(shapes), NUM_BLOCKS(shapes)) == (1408, 40) else 4.0, learn_sigma=True,   # as in ComfyUI
+        # as in ComfyUI
+        mlp_ratio=lambda shapes: 4.3637 if (WIDTH(shapes), NUM_BLOCKS(shapes)) == (1408, 40) else 4.0, learn_sigma=True,
         cross_attention_dim=size("mlp_t5.2.weight", 0), cross_attention_dim_t5=size("mlp_t5.0.weight", 1),
-        pooled_projection_dim=size("pooler.c_proj.weight", 0), use_style_cond_and_image_meta_size=has("style_embedder.weight"),
+        pooled_projection_dim=size("pooler.c_proj.weight", 0),
+        use_style_cond_and_image_meta_size=has("style_embedder.weight"),
         text_len=lambda shapes: shapes["text_embedding_padding"][0] - shapes["pooler.positional_embedding"][0] + 1,
         text_len_t5=lambda shapes: shapes["pooler.positional_embedding"][0] - 1),
     convert=KEYS, latent=LATENT, amend=_amend, by_tensors=("sample_size",),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
-    conditioning={"context": "cross_attention_dim", "text_embedding_mask": None, "encoder_hidden_states_t5": "cross_attention_dim_t5",
+    conditioning={"context": "cross_attention_dim", "text_embedding_mask": None,
+                  "encoder_hidden_states_t5": "cross_attention_dim_t5",
                   "text_embedding_mask_t5": None, "image_meta_size": None},
     arguments={"latent": LATENT, "timestep": timestep(), "texts": _texts, "sizes": _sizes, "rotary": _rotary},
     plan=ModelPlan(
-        blocks=(BlockList("blocks", "blocks.", control="output", patched="double"),), streams={"hidden_states": "image"},
-        attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TokenArgument(0, ("image",))}, unsplit=("skip_linear",),
-        once={"norm1.linear": "step", "attn2.to_k": "run", "attn2.to_v": "run"},
+        blocks=(BlockList("blocks", "blocks.", control="output", patched="double"),),
+        streams={"hidden_states": "image"},
+        attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TokenArgument(0, ("image",))},
+        unsplit=("skip_linear",), once={"norm1.linear": "step", "attn2.to_k": "run", "attn2.to_v": "run"},
         once_outside={"text_embedder": "run", "time_extra_emb.pooler": "run"},
         skips=lambda num_blocks: {block: num_blocks - 1 - block for block in range(num_blocks // 2 + 1, num_blocks)}),
     tiny=Tiny(
-        {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "patch_size": 2, "sample_size": 16, "hidden_size": 32,
-         "num_layers": 8, "cross_attention_dim": 24, "cross_attention_dim_t5": 16, "pooled_projection_dim": 16, "text_len": 5,
-         "text_len_t5": 6, "use_style_cond_and_image_meta_size": False, "learn_sigma": True},
+        {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "patch_size": 2, "sample_size": 16,
+         "hidden_size": 32,
+         "num_layers": 8, "cross_attention_dim": 24, "cross_attention_dim_t5": 16, "pooled_projection_dim": 16,
+         "text_len": 5, "text_len_t5": 6, "use_style_cond_and_image_meta_size": False, "learn_sigma": True},
         "comfy.ldm.hydit.models:HunYuanDiT",
-        {"depth": 6, "hidden_size": 96, "num_heads": 4, "text_states_dim": 48, "text_states_dim_t5": 64, "text_len": 8, "text_len_t5": 10},
+        {"depth": 6, "hidden_size": 96, "num_heads": 4, "text_states_dim": 48, "text_states_dim_t5": 64, "text_len": 8,
+         "text_len_t5": 10},
         more={"size_cond": True, "use_style_cond": True}, detected="HunyuanDiT"),
 )

@@ -1,4 +1,5 @@
-"""HunyuanImage 2.1: HunyuanVideo's blocks for pictures: two streams, then one; joint attention, image first; text, and glyphs beside it."""
+"""HunyuanImage 2.1: HunyuanVideo's blocks for pictures: two streams, then one; joint attention, image first;
+text, and glyphs beside it."""
 
 import torch
 
@@ -50,20 +51,23 @@ def _num_text_tokens(conditioning):
 def _amend(model, config):
     """The time's sines are of the type of the arithmetic; diffusers leaves them as the time is."""
     embed, dtype = model.time_guidance_embed, type_of_arithmetic(model)
-    embed.forward = lambda times, timestep_r=None, guidance=None: embed.timestep_embedder(embed.time_proj(times).to(dtype()))
+    embed.forward = lambda times, timestep_r=None, guidance=None: embed.timestep_embedder(
+        embed.time_proj(times).to(dtype()))
 
 
 HUNYUAN_IMAGE = Family(
     name="HunyuanImage", title="HunyuanImage 2.1", transformer="HunyuanImageTransformer2DModel", recognise=_recognise,
     refusals=(because("it also takes the time of the next step (distilled)", has("time_r_in.")),
               because("it takes guidance as an input", has("guidance_in.")),
-              because("it works on frames: it is the refiner, or lacks the pooled text (vector_in) of HunyuanVideo", _is_video),
+              because("it works on frames: it is the refiner, or lacks the pooled text (vector_in) of HunyuanVideo",
+                      _is_video),
               needs_diffusers("0.36")),
     config=config_of(
         patch_size=lambda shapes: list(shapes["img_in.proj.weight"][2:]), in_channels=size("img_in.proj.weight", 1),
-        out_channels=size("final_layer.linear.weight", 0), num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128,
-        num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."),
-        num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."), text_embed_dim=size("txt_in.input_embedder.weight", 1),
+        out_channels=size("final_layer.linear.weight", 0), num_attention_heads=size("img_in.proj.weight", 0, 128),
+        attention_head_dim=128, num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."),
+        num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
+        text_embed_dim=size("txt_in.input_embedder.weight", 1),
         text_embed_2_dim=if_there("byt5_in.fc1.weight", 1), rope_axes_dim=(64, 64)),
     convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, amend=_amend,
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim"}, ignored=("y", "guidance"),
@@ -72,19 +76,23 @@ HUNYUAN_IMAGE = Family(
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
                "encoder_hidden_states_2": given("txt_byt5", where="text_embed_2_dim")},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input", patched="double"),
-                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH, control="output",
-                          patched="single")),
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input",
+                          patched="double"),
+                BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH,
+                          control="output", patched="single")),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
         tokens={"image_rotary_emb": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
         once_outside={"context_embedder": "step", "context_embedder_2": "run"}, heeds_output=True),
     tiny=Tiny(
-        {"patch_size": (1, 1), "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2, "num_attention_heads": 4,
-         "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20, "rope_axes_dim": (8, 8)},
+        {"patch_size": (1, 1), "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
+         "num_attention_heads": 4,
+         "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20,
+         "rope_axes_dim": (8, 8)},
         "comfy.ldm.hunyuan_video.model:HunyuanVideo",
-        {"in_channels": 64, "out_channels": 64, "vec_in_dim": None, "context_in_dim": 48, "hidden_size": 256, "mlp_ratio": 4.0,
+        {"in_channels": 64, "out_channels": 64, "vec_in_dim": None, "context_in_dim": 48, "hidden_size": 256,
+         "mlp_ratio": 4.0,
          "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [64, 64], "theta": 256, "patch_size": [1, 1],
-         "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False, "meanflow_sum": False, "vision_in_dim": None,
-         "use_cond_type_embedding": False}),
+         "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False, "meanflow_sum": False,
+         "vision_in_dim": None, "use_cond_type_embedding": False}),
 )

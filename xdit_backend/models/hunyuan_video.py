@@ -1,4 +1,5 @@
-"""HunyuanVideo from text, and from a picture as more channels: two streams, then one; joint attention, image first; guidance."""
+"""HunyuanVideo from text, and from a picture as more channels: two streams, then one; joint attention, image first;
+guidance."""
 
 from ..vocabulary.describe import Whole, all_text, blocks, config_of, even_sides, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
@@ -19,16 +20,19 @@ KEYS = table(                                                  # the publisher's
     (r"^txt_in\.t_embedder\.", "context_embedder.time_text_embed.timestep_embedder."),
     (r"^txt_in\.c_embedder\.", "context_embedder.time_text_embed.text_embedder."),
     (r"^txt_in\.individual_token_refiner\.blocks\.", "context_embedder.token_refiner.refiner_blocks."),
-    (r"(refiner_blocks\.\d+)\.adaLN_modulation\.1\.", r"\1.norm_out.linear."), (r"(refiner_blocks\.\d+)\.mlp\.", r"\1.ff."),
+    (r"(refiner_blocks\.\d+)\.adaLN_modulation\.1\.", r"\1.norm_out.linear."),
+    (r"(refiner_blocks\.\d+)\.mlp\.", r"\1.ff."),
     (r"\.(?:self_attn|img_attn)[._]qkv\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v."), (1, 1, 1)),
     (r"\.txt_attn[._]qkv\.", (".attn.add_q_proj.", ".attn.add_k_proj.", ".attn.add_v_proj."), (1, 1, 1)),
-    (r"\.linear1\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v.", ".proj_mlp."), (1, 1, 1, 4)), (r"\.linear2\.", ".proj_out."),
+    (r"\.linear1\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v.", ".proj_mlp."), (1, 1, 1, 4)),
+    (r"\.linear2\.", ".proj_out."),
     (r"\.txt_attn(?:_|\.norm\.)(q|k)(?:uery|ey)?_norm\.\w+$", r".attn.norm_added_\1.weight"),
     (r"(?:\.img_attn)?(?:[._]|\.norm\.)(q|k)(?:uery|ey)?_norm\.\w+$", r".attn.norm_\1.weight"),
     (r"\.(?:self_attn|img_attn)[._]proj\.", ".attn.to_out.0."), (r"\.txt_attn[._]proj\.", ".attn.to_add_out."),
     (r"\.img_mod\.lin(?:ear)?\.", ".norm1.linear."), (r"\.txt_mod\.lin(?:ear)?\.", ".norm1_context.linear."),
     (r"\.modulation\.lin(?:ear)?\.", ".norm.linear."),
-    (r"\.img_mlp\.", ".ff."), (r"\.txt_mlp\.", ".ff_context."), (r"(\.ff(?:_context)?)\.(?:0|fc1)\.", r"\1.net.0.proj."),
+    (r"\.img_mlp\.", ".ff."), (r"\.txt_mlp\.", ".ff_context."),
+    (r"(\.ff(?:_context)?)\.(?:0|fc1)\.", r"\1.net.0.proj."),
     (r"(\.ff(?:_context)?)\.(?:2|fc2)\.", r"\1.net.2."),
     (r"^double_blocks\.", "transformer_blocks."), (r"^single_blocks\.", "single_transformer_blocks."),
     (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
@@ -41,7 +45,8 @@ def _given_tokens(asked):
 
 
 def _amend(model, config):
-    """A model that takes guidance does without where a workflow disables it, as ComfyUI's does; a given frame is another time's."""
+    """A model that takes guidance does without where a workflow disables it, as ComfyUI's does;
+    a given frame is another time's."""
     embed = model.time_text_embed
     forward = embed.forward
 
@@ -54,36 +59,46 @@ def _amend(model, config):
 
 
 HUNYUAN_VIDEO = Family(
-    name="HunyuanVideo", title="HunyuanVideo text- and image-to-video", transformer="HunyuanVideoTransformer3DModel", cfg="at cfg above 1",
-    recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vector_in."),
+    name="HunyuanVideo", title="HunyuanVideo text- and image-to-video", transformer="HunyuanVideoTransformer3DModel",
+    cfg="at cfg above 1", recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vector_in."),
     config=config_of(
-        patch_size=2, patch_size_t=1, in_channels=size("img_in.proj.weight", 1), out_channels=size("final_layer.linear.weight", 0, 4),
-        num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128, num_layers=blocks("double_blocks."),
-        num_single_layers=blocks("single_blocks."), num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
-        guidance_embeds=has("guidance_in."), text_embed_dim=size("txt_in.input_embedder.weight", 1), rope_axes_dim=(16, 56, 56),
-        pooled_projection_dim=lambda shapes: shapes.get("vector_in.in_layer.weight", shapes.get("vector_in.mlp.0.weight"))[1]),
+        patch_size=2, patch_size_t=1, in_channels=size("img_in.proj.weight", 1),
+        out_channels=size("final_layer.linear.weight", 0, 4),
+        num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128,
+        num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."),
+        num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
+        guidance_embeds=has("guidance_in."), text_embed_dim=size("txt_in.input_embedder.weight", 1),
+        rope_axes_dim=(16, 56, 56), pooled_projection_dim=lambda shapes: shapes.get("vector_in.in_layer.weight",
+                                                        shapes.get("vector_in.mlp.0.weight"))[1]),
     convert=KEYS, latent=LATENT, amend=_amend,
     pixels=lambda config: (4, 8, 8),
-    conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None, "guiding_frame_index": None},
-    arguments={"hidden_states": even_sides("HunyuanVideo", LATENT), "timestep": timestep(), "encoder_hidden_states": given("context"),
+    conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None,
+                  "guiding_frame_index": None},
+    arguments={"hidden_states": even_sides("HunyuanVideo", LATENT), "timestep": timestep(),
+               "encoder_hidden_states": given("context"),
                "encoder_attention_mask": all_text, "pooled_projections": given("y"),
-               "guidance": given("guidance", times=1000, where="guidance_embeds"), "given_time": given("guiding_frame_index"),
-               "given_tokens": _given_tokens},
+               "guidance": given("guidance", times=1000, where="guidance_embeds"),
+               "given_time": given("guiding_frame_index"), "given_tokens": _given_tokens},
     plan=ModelPlan(
         heeds_output=True,
-        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input", patched="double"),
+        blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input",
+                          patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH,
                           control="output", patched="single")),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
-        tokens={"image_rotary_emb": TABLES, "freqs_cis": TABLES}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLES)},
-        once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"}, once_outside={"context_embedder": "step"}),
+        tokens={"image_rotary_emb": TABLES, "freqs_cis": TABLES}, masks={"attention_mask": ()},
+        positions={"rope": Cut(TABLES)},
+        once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
+        once_outside={"context_embedder": "step"}),
     tiny=Tiny(
-        {"patch_size": 2, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
+        {"patch_size": 2, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 2,
+         "num_single_layers": 2,
          "num_attention_heads": 4, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24,
          "pooled_projection_dim": 16, "rope_axes_dim": (4, 6, 6), "guidance_embeds": True},
         "comfy.ldm.hunyuan_video.model:HunyuanVideo",
-        {"in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 48, "hidden_size": 256, "mlp_ratio": 4.0,
-         "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 256, "patch_size": [1, 2, 2],
+        {"in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 48, "hidden_size": 256,
+         "mlp_ratio": 4.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2, "axes_dim": [16, 56, 56], "theta": 256,
+         "patch_size": [1, 2, 2],
          "qkv_bias": True, "guidance_embed": True, "byt5": False, "meanflow": False, "use_cond_type_embedding": False,
          "vision_in_dim": None, "meanflow_sum": False}),
 )

@@ -1,4 +1,5 @@
-"""HunyuanVideo 1.5: two streams, image first; the text's holds CLIP vision tokens, glyphs and text. A picture is more channels."""
+"""HunyuanVideo 1.5: two streams, image first; the text's holds CLIP vision tokens, glyphs and text.
+A picture is more channels."""
 
 import torch
 
@@ -24,7 +25,8 @@ from .hunyuan_video import KEYS as SHARED_KEYS
 LATENT, BOTH, TABLE = Whole((1, 1, 1)), ("image", "text"), TokenArgument(0, ("image",))
 
 KEYS = table(                                                  # of what HunyuanVideo's table leaves
-    (r"^time_text_embed\.timestep_embedder\.", "time_embed.timestep_embedder."), (r"^cond_type_embedding\.", "cond_type_embed."),
+    (r"^time_text_embed\.timestep_embedder\.", "time_embed.timestep_embedder."),
+    (r"^cond_type_embedding\.", "cond_type_embed."),
     (r"^byt5_in\.layernorm\.", "context_embedder_2.norm."), (r"^byt5_in\.fc(\d)\.", r"context_embedder_2.linear_\1."),
     (r"^vision_in\.proj\.0\.", "image_embedder.norm_in."), (r"^vision_in\.proj\.1\.", "image_embedder.linear_1."),
     (r"^vision_in\.proj\.3\.", "image_embedder.linear_2."), (r"^vision_in\.proj\.4\.", "image_embedder.norm_out."))
@@ -41,7 +43,8 @@ def _given_or_none(name, width):
 
 def _all_glyphs(asked):
     glyphs = asked.conditioning.get("txt_byt5")
-    return torch.ones(len(asked.latent), 0 if glyphs is None else glyphs.shape[1], dtype=torch.bool, device=asked.latent.device)
+    return torch.ones(len(asked.latent), 0 if glyphs is None else glyphs.shape[1], dtype=torch.bool,
+                      device=asked.latent.device)
 
 
 def _num_text_tokens(conditioning):
@@ -49,7 +52,8 @@ def _num_text_tokens(conditioning):
 
 
 def _amend(model, config):
-    """diffusers rounds the time's sines as the time is, and masks attention by a square of all tokens, though none is masked here."""
+    """diffusers rounds the time's sines as the time is, and masks attention by a square of all tokens,
+    though none is masked here."""
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
     embed, dtype = model.time_embed, type_of_arithmetic(model)
     embed.forward = lambda times, timestep_r=None: embed.timestep_embedder(embed.time_proj(times).to(dtype()))
@@ -62,18 +66,23 @@ def _amend(model, config):
 
 
 HUNYUAN_VIDEO15 = Family(
-    name="HunyuanVideo 1.5", title="HunyuanVideo 1.5 text- and image-to-video", transformer="HunyuanVideo15Transformer3DModel",
-    recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vision_in.proj.0.weight", "byt5_in.fc1.weight"),
+    name="HunyuanVideo 1.5", title="HunyuanVideo 1.5 text- and image-to-video",
+    transformer="HunyuanVideo15Transformer3DModel",
+    recognise=has("txt_in.individual_token_refiner.blocks.0.norm1.weight", "vision_in.proj.0.weight",
+                  "byt5_in.fc1.weight"),
     refusals=(because("it also takes the time of the next step (super-resolution or distilled)", has("time_r_in.")),
               because("it takes guidance as an input", has("guidance_in.")), needs_diffusers("0.36")),
     config=config_of(
-        patch_size=1, patch_size_t=1, in_channels=size("img_in.proj.weight", 1), out_channels=size("final_layer.linear.weight", 0),
-        num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128, num_layers=blocks("double_blocks."),
-        num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."), text_embed_dim=size("txt_in.input_embedder.weight", 1),
-        text_embed_2_dim=size("byt5_in.fc1.weight", 1), image_embed_dim=size("vision_in.proj.0.weight", 0), rope_axes_dim=(16, 56, 56)),
+        patch_size=1, patch_size_t=1, in_channels=size("img_in.proj.weight", 1),
+        out_channels=size("final_layer.linear.weight", 0),
+        num_attention_heads=size("img_in.proj.weight", 0, 128), attention_head_dim=128,
+        num_layers=blocks("double_blocks."), num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
+        text_embed_dim=size("txt_in.input_embedder.weight", 1),
+        text_embed_2_dim=size("byt5_in.fc1.weight", 1), image_embed_dim=size("vision_in.proj.0.weight", 0),
+        rope_axes_dim=(16, 56, 56)),
     convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, amend=_amend,
-    conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim", "clip_fea": "image_embed_dim"}, ignored=("y", "guidance"),
-    lengths={"text": _num_text_tokens}, pixels=lambda config: (4, 16, 16),
+    conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim", "clip_fea": "image_embed_dim"},
+    ignored=("y", "guidance"), lengths={"text": _num_text_tokens}, pixels=lambda config: (4, 16, 16),
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "encoder_attention_mask": all_text, "encoder_attention_mask_2": _all_glyphs,
                "encoder_hidden_states_2": _given_or_none("txt_byt5", "text_embed_2_dim"),
@@ -87,12 +96,14 @@ HUNYUAN_VIDEO15 = Family(
         once={"norm1.linear": "step", "norm1_context.linear": "step"},
         once_outside={"context_embedder": "step", "context_embedder_2": "run", "image_embedder": "run"}),
     tiny=Tiny(
-        {"patch_size": 1, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 4, "num_attention_heads": 4,
-         "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20, "image_embed_dim": 12,
-         "rope_axes_dim": (4, 6, 6)},
+        {"patch_size": 1, "patch_size_t": 1, "in_channels": 9, "out_channels": 4, "num_layers": 4,
+         "num_attention_heads": 4,
+         "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": 24, "text_embed_2_dim": 20,
+         "image_embed_dim": 12, "rope_axes_dim": (4, 6, 6)},
         "comfy.ldm.hunyuan_video.model:HunyuanVideo",
-        {"in_channels": 65, "out_channels": 32, "vec_in_dim": None, "context_in_dim": 48, "hidden_size": 256, "mlp_ratio": 4.0,
-         "num_heads": 2, "depth": 3, "depth_single_blocks": 0, "axes_dim": [16, 56, 56], "theta": 256, "patch_size": [1, 1, 1],
+        {"in_channels": 65, "out_channels": 32, "vec_in_dim": None, "context_in_dim": 48, "hidden_size": 256,
+         "mlp_ratio": 4.0, "num_heads": 2, "depth": 3, "depth_single_blocks": 0, "axes_dim": [16, 56, 56], "theta": 256,
+         "patch_size": [1, 1, 1],
          "qkv_bias": True, "guidance_embed": False, "byt5": True, "meanflow": False, "use_cond_type_embedding": True,
          "vision_in_dim": 1152, "meanflow_sum": True}),
 )

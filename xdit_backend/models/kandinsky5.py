@@ -1,4 +1,5 @@
-"""Kandinsky 5 for videos: one stream over frames, rows and columns; text by cross-attention, after blocks of its own; rotary positions.
+"""Kandinsky 5 for videos: one stream over frames, rows and columns; text by cross-attention, after blocks of its own;
+rotary positions.
 
 Given first frames take the places of the latent's.
 """
@@ -6,7 +7,18 @@ Given first frames take the places of the latent's.
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Whole, blocks, config_of, even_sides, given, has, needs_diffusers, size, timestep, type_of_arithmetic
+from ..vocabulary.describe import (
+    Whole,
+    blocks,
+    config_of,
+    even_sides,
+    given,
+    has,
+    needs_diffusers,
+    size,
+    timestep,
+    type_of_arithmetic,
+)
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
@@ -29,8 +41,8 @@ def _latent(asked):
         dim, start = asked.patch.dim, min(asked.patch.start, first.shape[asked.patch.dim])
         first = first.narrow(dim, start, min(latent.shape[dim], first.shape[dim] - start))
     if first.shape[3:] != latent.shape[3:]:
-        raise ConfigError(f"The given frames are a latent of {tuple(first.shape[3:])} rows and columns, and the latent has "
-                          f"{tuple(latent.shape[3:])}. Use the latent that Kandinsky5ImageToVideo gives.")
+        raise ConfigError(f"The given frames are a latent of {tuple(first.shape[3:])} rows and columns, and the "
+                          f"latent has {tuple(latent.shape[3:])}. Use the latent that Kandinsky5ImageToVideo gives.")
     latent[:, :first.shape[1], :first.shape[2]] = first
     return latent
 
@@ -46,7 +58,8 @@ def _places(asked):
         apart = [1.0, 3.16, 3.16]
     if asked.config["model_dim"] == PICTURE_WIDTH:
         apart = [1.0, 1.0, 1.0]
-    return [(start + torch.arange(count, device=asked.latent.device)) / scale for start, count, scale in zip(starts, counts, apart)]
+    return [(start + torch.arange(count, device=asked.latent.device)) / scale
+            for start, count, scale in zip(starts, counts, apart)]
 
 
 def _text_places(asked):
@@ -85,7 +98,8 @@ def _rotate_exactly(attention):
 
 
 def _amend(model, config):
-    """Rotations, positions without end, the type of the time's sines, and that of weights are ComfyUI's; so are channels before frames."""
+    """Rotations, positions without end, the type of the time's sines, and that of weights are ComfyUI's;
+    so are channels before frames."""
     axes, forward, dtype = config["axes_dims"], model.forward, type_of_arithmetic(model)
     model._keep_in_fp32_modules = []
     for block in (*model.text_transformer_blocks, *model.visual_transformer_blocks):
@@ -96,11 +110,13 @@ def _amend(model, config):
     model.text_rope_embeddings.forward = lambda places: _rotations(_sines(places, sum(axes)))
 
     def of_video(shape, places, scale):
-        angles = [_sines(each, size).view(*(-1 if axis == own else 1 for own in range(3)), size // 2).expand(*shape[1:], -1)
+        angles = [_sines(each, size).view(*(-1 if axis == own else 1 for own in range(3)),
+                                          size // 2).expand(*shape[1:], -1)
                   for axis, (each, size) in enumerate(zip(places, axes))]
         return _rotations(torch.cat(angles, -1))[None]
     model.visual_rope_embeddings.forward = of_video
-    model.forward = lambda *, hidden_states, **inputs: (forward(hidden_states=hidden_states.movedim(1, -1), **inputs).movedim(-1, 1),)
+    model.forward = lambda *, hidden_states, **inputs: (
+        forward(hidden_states=hidden_states.movedim(1, -1), **inputs).movedim(-1, 1),)
 
 
 KANDINSKY5 = Family(
@@ -110,12 +126,14 @@ KANDINSKY5 = Family(
     config=config_of(
         in_visual_dim=lambda shapes: (shapes[PIXELS][1] // 4 - 1) // 2, visual_cond=True,
         out_visual_dim=size("out_layer.out_layer.weight", 0, 4), in_text_dim=size("text_embeddings.in_layer.weight", 1),
-        in_text_dim2=size("pooled_text_embeddings.in_layer.weight", 1), time_dim=size("time_embeddings.in_layer.weight", 0),
+        in_text_dim2=size("pooled_text_embeddings.in_layer.weight", 1),
+        time_dim=size("time_embeddings.in_layer.weight", 0),
         patch_size=(1, 2, 2), model_dim=size(PIXELS, 0), axes_dims=_head_axes,
         ff_dim=size("visual_transformer_blocks.0.feed_forward.in_layer.weight", 0),
         num_text_blocks=blocks("text_transformer_blocks."), num_visual_blocks=blocks("visual_transformer_blocks.")),
     convert=lambda tensors, config: dict(tensors), latent=LATENT, amend=_amend, pixels=lambda config: (4, 8, 8),
-    conditioning={"context": "in_text_dim", "y": "in_text_dim2", "time_dim_replace": None}, ignored=("attention_mask", "denoise_mask"),
+    conditioning={"context": "in_text_dim", "y": "in_text_dim2", "time_dim_replace": None},
+    ignored=("attention_mask", "denoise_mask"),
     arguments={"hidden_states": _latent, "encoder_hidden_states": given("context"), "timestep": timestep(),
                "pooled_projections": given("y"), "visual_rope_pos": _places, "text_rope_pos": _text_places},
     plan=ModelPlan(
@@ -127,9 +145,11 @@ KANDINSKY5 = Family(
     num_channels=lambda config: config["out_visual_dim"],
     in_channels=lambda config: config["in_visual_dim"] * 2 + 1 if config["visual_cond"] else config["in_visual_dim"],
     tiny=Tiny(
-        {"in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 24, "in_text_dim2": 12, "time_dim": 20, "model_dim": 64, "ff_dim": 48,
+        {"in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 24, "in_text_dim2": 12, "time_dim": 20,
+         "model_dim": 64, "ff_dim": 48,
          "num_text_blocks": 1, "num_visual_blocks": 4, "axes_dims": (4, 6, 6), "visual_cond": True},
         "comfy.ldm.kandinsky5.model:Kandinsky5",
-        {"in_visual_dim": 16, "out_visual_dim": 16, "in_text_dim": 48, "in_text_dim2": 20, "time_dim": 32, "model_dim": 256, "ff_dim": 96,
+        {"in_visual_dim": 16, "out_visual_dim": 16, "in_text_dim": 48, "in_text_dim2": 20, "time_dim": 32,
+         "model_dim": 256, "ff_dim": 96,
          "visual_embed_dim": 132, "num_text_blocks": 1, "num_visual_blocks": 3}, detected="Kandinsky5"),
 )

@@ -13,14 +13,16 @@ LATENT = Whole((2, 2))
 
 def _places(asked):
     """Of one frame; rows and columns of the tokens."""
-    rows, columns = (torch.arange(float(count), device=asked.latent.device) for count in LATENT.counts(asked.latent.shape))
+    rows, columns = (torch.arange(float(count), device=asked.latent.device)
+                     for count in LATENT.counts(asked.latent.shape))
     return [rows.new_zeros(1), rows + (asked.patch.start // 2 if asked.patch is not None else 0), columns]
 
 
 def _amend(model, config):
     KANDINSKY5.amend(model, config)
     forward = model.forward
-    model.forward = lambda *, hidden_states, **inputs: (forward(hidden_states=hidden_states.unsqueeze(2), **inputs)[0].squeeze(2),)
+    model.forward = lambda *, hidden_states, **inputs: (
+        forward(hidden_states=hidden_states.unsqueeze(2), **inputs)[0].squeeze(2),)
 
 
 TINY = KANDINSKY5.tiny
@@ -28,9 +30,11 @@ TINY = KANDINSKY5.tiny
 KANDINSKY5_IMAGE = dataclasses.replace(
     KANDINSKY5, name="Kandinsky 5 Image", title="Kandinsky 5 Image",
     recognise=lambda shapes: has(KEY, PIXELS)(shapes) and shapes[PIXELS][1] == 64,
-    config=config_of(**KANDINSKY5.config.rules | {  # type: ignore[attr-defined]
+    config=config_of(**KANDINSKY5.config.rules | {
         "in_visual_dim": size(PIXELS, 1, 4), "visual_cond": False}),
-    latent=LATENT, amend=_amend, pixels=lambda config: (1, 8, 8), conditioning={"context": "in_text_dim", "y": "in_text_dim2"},
+    latent=LATENT, amend=_amend, pixels=lambda config: (1, 8, 8),
+    conditioning={"context": "in_text_dim", "y": "in_text_dim2"},
     arguments=KANDINSKY5.arguments | {"hidden_states": even_sides("Kandinsky 5", LATENT), "visual_rope_pos": _places},
     tiny=Tiny(TINY.config | {"visual_cond": False}, TINY.native,
-              TINY.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)}, detected="Kandinsky5Image"))
+              TINY.arguments | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)},
+              detected="Kandinsky5Image"))

@@ -1,4 +1,5 @@
-"""Krea 2: one sequence, text first; the text is hidden states of several layers, fused alone; grouped-query attention; references."""
+"""Krea 2: one sequence, text first; the text is hidden states of several layers, fused alone; grouped-query attention;
+references."""
 
 import functools
 
@@ -17,18 +18,21 @@ HEAD_SIZE = size(f"blocks.0{NORM}", 0)
 
 KEYS = table(
     (r"^first\.", "img_in."), (r"^tmlp\.0\.", "time_embed.linear_1."), (r"^tmlp\.2\.", "time_embed.linear_2."),
-    (r"^tproj\.1\.", "time_mod_proj."), (r"^txtmlp\.0\.scale$", "txt_in.norm.weight"), (r"^txtmlp\.1\.", "txt_in.linear_1."),
+    (r"^tproj\.1\.", "time_mod_proj."), (r"^txtmlp\.0\.scale$", "txt_in.norm.weight"),
+    (r"^txtmlp\.1\.", "txt_in.linear_1."),
     (r"^txtmlp\.3\.", "txt_in.linear_2."), (r"^txtfusion\.", "text_fusion."), (r"^blocks\.", "transformer_blocks."),
     (r"^last\.norm\.scale$", "final_layer.norm.weight"), (r"^last\.linear\.", "final_layer.linear."),
     (r"^last\.modulation\.lin$", "final_layer.scale_shift_table"), (r"\.mod\.lin$", ".scale_shift_table"),
-    (r"\.attn\.w([qkv])\.", r".attn.to_\1."), (r"\.attn\.wo\.", ".attn.to_out.0."), (r"\.attn\.gate\.", ".attn.to_gate."),
+    (r"\.attn\.w([qkv])\.", r".attn.to_\1."), (r"\.attn\.wo\.", ".attn.to_out.0."),
+    (r"\.attn\.gate\.", ".attn.to_gate."),
     (r"\.qknorm\.([qk])norm\.scale$", r".norm_\1.weight"), (r"\.mlp\.", ".ff."),
     (r"\.prenorm\.scale$", ".norm1.weight"), (r"\.postnorm\.scale$", ".norm2.weight"))
 
 
 def _convert(tensors, config):
     """Files have a block's six modulations one after the other."""
-    return {name: tensor.reshape(6, -1) if name.startswith("transformer_blocks.") and name.endswith("_table") else tensor
+    return {name: tensor.reshape(6, -1) if name.startswith("transformer_blocks.") and name.endswith("_table")
+            else tensor
             for name, tensor in KEYS(tensors, config).items()}
 
 
@@ -54,14 +58,15 @@ def _axes(shapes):
 
 def _text_width(shapes):
     """Of all layers' hidden states of a token, side by side; a folder has other names."""
-    fusion, norm = ("txtfusion", "txtmlp.0.scale") if "txtmlp.0.scale" in shapes else ("text_fusion", "txt_in.norm.weight")
+    fusion, norm = (("txtfusion", "txtmlp.0.scale") if "txtmlp.0.scale" in shapes
+                    else ("text_fusion", "txt_in.norm.weight"))
     return shapes[f"{fusion}.projector.weight"][1] * shapes[norm][0]
 
 
 def _picture(asked):
     if asked.latent.shape[2] > 1:
-        raise ConfigError(f"Krea 2 draws pictures, and this latent is of {asked.latent.shape[2]} frames. Use an empty latent of a picture, "
-                          f"with batch_size for several.")
+        raise ConfigError(f"Krea 2 draws pictures, and this latent is of {asked.latent.shape[2]} frames. Use an empty "
+                          f"latent of a picture, with batch_size for several.")
     return LATENT(asked)
 
 
@@ -71,7 +76,8 @@ def _text(asked):
 
 def _positions(asked):
     """(T, 3): text has no place in the picture."""
-    return torch.cat([torch.zeros(asked.conditioning["context"].shape[1], 3, device=asked.latent.device), LATENT.positions(asked)])
+    return torch.cat([torch.zeros(asked.conditioning["context"].shape[1], 3, device=asked.latent.device),
+                      LATENT.positions(asked)])
 
 
 def _beyond(arguments):
@@ -83,28 +89,33 @@ KREA2 = Family(
     name="Krea 2", title="Krea 2 Raw, Turbo", transformer="Krea2Transformer2DModel", latent=LATENT, time_scale=1.0,
     recognise=has("txtfusion.projector.weight", "blocks.0.attn.gate.weight"), refusals=(needs_diffusers("0.39"),),
     config=config_of(
-        in_channels=size("first.weight", 1), num_layers=blocks("blocks."), attention_head_dim=HEAD_SIZE, num_attention_heads=_heads("wq"),
+        in_channels=size("first.weight", 1), num_layers=blocks("blocks."), attention_head_dim=HEAD_SIZE,
+        num_attention_heads=_heads("wq"),
         num_key_value_heads=_heads("wk"), intermediate_size=size("blocks.0.mlp.gate.weight", 0),
         timestep_embed_dim=size("tmlp.0.weight", 1), text_hidden_dim=size("txtmlp.0.scale", 0),
         num_text_layers=size("txtfusion.projector.weight", 1), text_num_attention_heads=_heads("wq", OF_TEXT),
         text_num_key_value_heads=_heads("wk", OF_TEXT), text_intermediate_size=size(f"{OF_TEXT}.mlp.gate.weight", 0),
-        num_layerwise_text_blocks=blocks("txtfusion.layerwise_blocks."), num_refiner_text_blocks=blocks("txtfusion.refiner_blocks."),
+        num_layerwise_text_blocks=blocks("txtfusion.layerwise_blocks."),
+        num_refiner_text_blocks=blocks("txtfusion.refiner_blocks."),
         axes_dims_rope=_axes, rope_theta=1000.0, norm_eps=1e-5, _text_width=_text_width),
     convert=_convert, amend=_amend, by_tensors=("_text_width",), num_channels=lambda config: config["in_channels"] // 4,
     num_key_heads=lambda config: config["num_key_value_heads"],
     conditioning={"context": "_text_width", "ref_latents": None, "ref_latents_method": None}, beyond=_beyond,
     heeded_with={"ref_latents": "ref_latents_method"}, lengths={"reference": LATENT.num_reference_tokens},
     choices={"ref_latents_method": dict.fromkeys(("index", "offset", "uxo"), "index")},
-    arguments={"hidden_states": _picture, "timestep": timestep(), "encoder_hidden_states": _text, "position_ids": _positions},
+    arguments={"hidden_states": _picture, "timestep": timestep(), "encoder_hidden_states": _text,
+               "position_ids": _positions},
     plan=ModelPlan(
-        heeds_output=True, blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,)),), streams={"hidden_states": ALL},
-        attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
+        heeds_output=True, blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,)),),
+        streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
         once_outside={"text_fusion": "run", "txt_in": "run", "time_mod_proj": "step"}),
     tiny=Tiny(
-        {"in_channels": 16, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "intermediate_size": 96, "timestep_embed_dim": 32, "text_hidden_dim": 24, "num_text_layers": 3, "text_num_attention_heads": 2,
+        {"in_channels": 16, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
+         "num_key_value_heads": 2,
+         "intermediate_size": 96, "timestep_embed_dim": 32, "text_hidden_dim": 24, "num_text_layers": 3,
+         "text_num_attention_heads": 2,
          "text_num_key_value_heads": 2, "text_intermediate_size": 32, "axes_dims_rope": (4, 6, 6), "_text_width": 72},
         "comfy.ldm.krea2.model:SingleStreamDiT",
-        {"features": 256, "heads": 8, "kvheads": 4, "layers": 2, "channels": 16, "tdim": 64, "txtdim": 64, "txtlayers": 3, "txtheads": 4,
-         "txtkvheads": 4, "multiplier": 2}, frames=1, detected="Krea2"),
+        {"features": 256, "heads": 8, "kvheads": 4, "layers": 2, "channels": 16, "tdim": 64, "txtdim": 64,
+         "txtlayers": 3, "txtheads": 4, "txtkvheads": 4, "multiplier": 2}, frames=1, detected="Krea2"),
 )

@@ -1,4 +1,5 @@
-"""Latte: text to video; a block over the places of each frame, then one over the frames of each place. ComfyUI has no model of it."""
+"""Latte: text to video; a block over the places of each frame, then one over the frames of each place.
+ComfyUI has no model of it."""
 
 from ..protocol.errors import ConfigError
 from ..vocabulary.describe import ALL_FRAMES, Places, config_of, folder_alone, given, has, said, timestep
@@ -12,13 +13,15 @@ LATENT = Places((ALL_FRAMES, 2, 2))
 def _latent(asked):
     num_frames, length = asked.latent.shape[2], asked.config["video_length"]
     if num_frames not in (1, length):
-        raise ConfigError(f"Latte draws videos of {length} frames, or a picture of one, and the latent has {num_frames}. Its positions are "
-                          f"for so many. Use a latent of {length} frames: a length of {4 * length - 3} in EmptyHunyuanLatentVideo.")
+        raise ConfigError(f"Latte draws videos of {length} frames, or a picture of one, and the latent has "
+                          f"{num_frames}. Its positions are for so many. Use a latent of {length} frames: a length of "
+                          f"{4 * length - 3} in EmptyHunyuanLatentVideo.")
     return LATENT(asked)
 
 
 def _amend(model, config):
-    """A block over places calls the one over frames that comes after it, so that hidden states between blocks are always (B * F, T, C).
+    """A block over places calls the one over frames that comes after it, so that hidden states between blocks are
+    always (B * F, T, C).
 
     diffusers' forward is told to leave those out.
     """
@@ -27,11 +30,12 @@ def _amend(model, config):
     def both(places, frames, positions):
         over_places = places.forward
 
-        def forward(hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep, cross_attention_kwargs,
-                    class_labels):
+        def forward(hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep,
+                    cross_attention_kwargs, class_labels):
             hidden = over_places(hidden_states, encoder_hidden_states=encoder_hidden_states, timestep=timestep)
             num_frames, num_places = *seen, hidden.shape[1]
-            turned = hidden.unflatten(0, (-1, num_frames)).transpose(1, 2).flatten(0, 1)           # (B * F, T, C) -> (B * T, F, C)
+            # (B * F, T, C) -> (B * T, F, C)
+            turned = hidden.unflatten(0, (-1, num_frames)).transpose(1, 2).flatten(0, 1)
             if positions is not None and num_frames > 1:
                 turned = turned + positions().to(turned.dtype)
             turned = frames(turned, timestep=timestep[::num_frames].repeat_interleave(num_places, 0))
@@ -39,8 +43,10 @@ def _amend(model, config):
         return forward
 
     model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.__setitem__(slice(None), [kwargs["hidden_states"].shape[2]] if "hidden_states" in kwargs else []),
-        with_kwargs=True)                                      # ComfyUI's shell of it is called otherwise, and has no blocks to run
+        lambda module, args, kwargs: seen.__setitem__(slice(None), [kwargs["hidden_states"].shape[2]]
+                                                      if "hidden_states" in kwargs else []),
+        # ComfyUI's shell of it is called otherwise, and has no blocks to run
+        with_kwargs=True)
     for number, (places, frames) in enumerate(zip(model.transformer_blocks, model.temporal_transformer_blocks)):
         places.forward = both(places, frames, None if number else lambda: model.temp_pos_embed)
 
@@ -50,10 +56,12 @@ LATTE = Family(
     recognise=has("temporal_transformer_blocks.0.attn1.to_q.weight", "adaln_single.linear.weight"),
     refusals=(folder_alone,),
     config=config_of(
-        patch_size=2, norm_type="ada_norm_single", activation_fn="gelu-approximate", norm_elementwise_affine=False, sample_size=said,
-        in_channels=said, out_channels=said, num_layers=said, num_attention_heads=said, attention_head_dim=said, attention_bias=said,
-        attention_type=said, caption_channels=said, cross_attention_dim=said, norm_eps=said, norm_num_groups=said, num_embeds_ada_norm=said,
-        video_length=said, dropout=said),
+        patch_size=2, norm_type="ada_norm_single", activation_fn="gelu-approximate", norm_elementwise_affine=False,
+        sample_size=said,
+        in_channels=said, out_channels=said, num_layers=said, num_attention_heads=said, attention_head_dim=said,
+        attention_bias=said,
+        attention_type=said, caption_channels=said, cross_attention_dim=said, norm_eps=said, norm_num_groups=said,
+        num_embeds_ada_norm=said, video_length=said, dropout=said),
     convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend,
     sampled=Sampled("EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", {
         "latent_dimensions": 3}, memory=0.5),
@@ -65,8 +73,10 @@ LATTE = Family(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", twins="temporal_transformer_blocks"),),
         streams={"hidden_states": "image"}, attention={"attn1": ("image",)}, positions={"pos_embed": embedded},
         once={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"}),
-    tiny=Tiny({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 4, "patch_size": 2,
-               "sample_size": 8, "cross_attention_dim": 32, "caption_channels": 24, "attention_bias": True, "video_length": 3,
-               "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single", "norm_elementwise_affine": False, "norm_eps": 1e-6,
-               "num_embeds_ada_norm": 1000}),
+    tiny=Tiny({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 4,
+               "patch_size": 2,
+               "sample_size": 8, "cross_attention_dim": 32, "caption_channels": 24, "attention_bias": True,
+               "video_length": 3,
+               "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single", "norm_elementwise_affine": False,
+               "norm_eps": 1e-6, "num_embeds_ada_norm": 1000}),
 )

@@ -1,4 +1,5 @@
-"""LongCat-Image: Flux.1's blocks without guidance and pooled text; text stands on the diagonal, and pictures after it."""
+"""LongCat-Image: Flux.1's blocks without guidance and pooled text;
+text stands on the diagonal, and pictures after it."""
 
 import dataclasses
 
@@ -18,7 +19,8 @@ KEYS = table((r"^time_in\.", "time_embed.timestep_embedder."))
 
 def _of_longcat(settings):
     """Flux.1's without those that the class lacks."""
-    return {name: value for name, value in settings.items() if name not in ("out_channels", "pooled_projection_dim", "guidance_embeds")}
+    return {name: value for name, value in settings.items()
+            if name not in ("out_channels", "pooled_projection_dim", "guidance_embeds")}
 
 
 def _text_places(asked):
@@ -34,19 +36,22 @@ def _shifts(arguments):
 
 
 def _places(asked):
-    return LATENT.positions(asked) + on_device(torch.tensor([*_shifts(asked.conditioning).values()]), asked.latent.device)
+    return LATENT.positions(asked) + on_device(torch.tensor([*_shifts(asked.conditioning).values()]),
+                                               asked.latent.device)
 
 
 LONGCAT = dataclasses.replace(
     FLUX, name="LongCat-Image", title="LongCat-Image", transformer="LongCatImageTransformer2DModel", cfg="yes",
-    recognise=lambda shapes: BLOCKS(shapes) and not has("vector_in.")(shapes) and shapes.get("txt_in.weight", ())[1:] == (WIDTH,),
-    config=config_of(**_of_longcat(FLUX.config.rules)),        # type: ignore[attr-defined]
+    recognise=lambda shapes: BLOCKS(shapes) and not has("vector_in.")(shapes)
+    and shapes.get("txt_in.weight", ())[1:] == (WIDTH,), config=config_of(**_of_longcat(FLUX.config.rules)),
     convert=lambda tensors, config: FLUX.convert(KEYS(tensors, config), config), amend=lambda model, config: None,
     num_channels=lambda config: config["in_channels"] // 4,
-    rope_options=_shifts, conditioning={"context": "joint_attention_dim", "ref_latents": None, "ref_latents_method": None},
-    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"), "img_ids": _places,
-               "txt_ids": _text_places},
+    rope_options=_shifts, conditioning={"context": "joint_attention_dim", "ref_latents": None,
+                                        "ref_latents_method": None},
+    arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
+               "img_ids": _places, "txt_ids": _text_places},
     plan=dataclasses.replace(FLUX.plan, exact={"time_embed": (("timestep",), 1000.0)}),
     tiny=Tiny(
         _of_longcat(FLUX.tiny.config), FLUX.tiny.native,
-        FLUX.tiny.arguments | {"vec_in_dim": None, "context_in_dim": WIDTH, "guidance_embed": False, "txt_ids_dims": [1, 2]}))
+        FLUX.tiny.arguments | {"vec_in_dim": None, "context_in_dim": WIDTH, "guidance_embed": False,
+                               "txt_ids_dims": [1, 2]}))

@@ -1,4 +1,5 @@
-"""LTX-Video 0.9: one stream over frames, rows and columns; text by cross-attention; rotary positions in pixels and seconds.
+"""LTX-Video 0.9: one stream over frames, rows and columns; text by cross-attention; rotary positions in pixels and
+seconds.
 
 Given frames have times of their own, token by token; guides are frames after the video's, at positions of their own.
 """
@@ -24,11 +25,12 @@ LTX = Family(
     recognise=lambda shapes: IS_LTX(shapes) and not has("audio_adaln_single.linear.weight")(shapes),
     refusals=(because("it shifts its text by time (LTX-2 without sound)", has("prompt_adaln_single.linear.weight")),),
     config=config_of(
-        in_channels=size("patchify_proj.weight", 1), out_channels=size("proj_out.weight", 0), num_attention_heads=NUM_HEADS,
-        attention_head_dim=size("transformer_blocks.0.attn2.to_k.weight", 0, NUM_HEADS), num_layers=blocks("transformer_blocks."),
-        cross_attention_dim=size("transformer_blocks.0.attn2.to_k.weight", 1),
+        in_channels=size("patchify_proj.weight", 1), out_channels=size("proj_out.weight", 0),
+        num_attention_heads=NUM_HEADS, attention_head_dim=size("transformer_blocks.0.attn2.to_k.weight", 0, NUM_HEADS),
+        num_layers=blocks("transformer_blocks."), cross_attention_dim=size("transformer_blocks.0.attn2.to_k.weight", 1),
         caption_channels=size("caption_projection.linear_1.weight", 1)),
-    settings={"causal_temporal_positioning": (False, True), "num_attention_heads": (NUM_HEADS,), "positional_embedding_theta": (10000.0,),
+    settings={"causal_temporal_positioning": (False, True), "num_attention_heads": (NUM_HEADS,),
+              "positional_embedding_theta": (10000.0,),
               "positional_embedding_max_pos": ([20, 2048, 2048],), "timestep_scale_multiplier": (1000,),
               "vae_scale_factors": ([8, 32, 32],), "use_middle_indices_grid": (False,),
               "rope_type": ("interleaved",), "frequencies_precision": ("float32",),
@@ -40,12 +42,14 @@ LTX = Family(
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": token_times,
                "encoder_attention_mask": text_mask, "video_coords": lambda asked: bounds(asked)[..., 0]},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks.", patched="double"),), streams={"hidden_states": "image"},
-        attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TABLE, "temb": TABLE}, of_heads=("image_rotary_emb",),
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", patched="double"),),
+        streams={"hidden_states": "image"},
+        attention={"attn1": ("image",)}, tokens={"image_rotary_emb": TABLE, "temb": TABLE},
+        of_heads=("image_rotary_emb",),
         once={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"}),
     tiny=Tiny(
-        {"in_channels": 8, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8, "cross_attention_dim": 32, "num_layers": 4,
-         "caption_channels": 24, "_causal_temporal_positioning": True},
+        {"in_channels": 8, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8,
+         "cross_attention_dim": 32, "num_layers": 4, "caption_channels": 24, "_causal_temporal_positioning": True},
         "comfy.ldm.lightricks.model:LTXVModel",
         {"in_channels": 128, "cross_attention_dim": 256, "attention_head_dim": 8, "num_layers": 3}),
 )

@@ -1,4 +1,5 @@
-"""LTX-2: video and sound, each a stream with self-attention and text of its own, which read each other in every block. 2.3's variant too.
+"""LTX-2: video and sound, each a stream with self-attention and text of its own, which read each other in every block.
+2.3's variant too.
 
 A latent is of two parts, or of the video alone. Of the video given frames and guides are as LTX-Video's.
 """
@@ -12,7 +13,19 @@ from ..vocabulary.keys import table
 from ..vocabulary.ltx2_folder import CONNECTORS
 from ..vocabulary.ltx_tokens import IS_LTX, bounds
 from ..vocabulary.plan import BlockList, ModelPlan
-from ..vocabulary.sound import ARGUMENTS, AUDIO, HAS_PROJECTION, RULES, SAYS, SETTINGS, TOKENS, VIDEO, as_sound, num_sounds, parted
+from ..vocabulary.sound import (
+    ARGUMENTS,
+    AUDIO,
+    HAS_PROJECTION,
+    RULES,
+    SAYS,
+    SETTINGS,
+    TOKENS,
+    VIDEO,
+    as_sound,
+    num_sounds,
+    parted,
+)
 from .ltx import LTX
 
 SAID = ("apply_gated_attention", "caption_proj_before_connector")              # by the tensors too
@@ -23,11 +36,13 @@ KEYS = table(
     (r"^av_ca_(video|audio)_scale_shift_adaln_single\.", r"av_cross_attn_\1_scale_shift."),
     (r"^av_ca_a2v_gate_adaln_single\.", "av_cross_attn_video_a2v_gate."),
     (r"^av_ca_v2a_gate_adaln_single\.", "av_cross_attn_audio_v2a_gate."),
-    (r"\.scale_shift_table_a2v_ca_(video|audio)$", r".\1_a2v_cross_attn_scale_shift_table"), (r"\.([qk])_norm\.", r".norm_\1."))
+    (r"\.scale_shift_table_a2v_ca_(video|audio)$", r".\1_a2v_cross_attn_scale_shift_table"),
+    (r"\.([qk])_norm\.", r".norm_\1."))
 
 
 def _lacks_sound(shapes):
-    return not has("transformer_blocks.0.audio_to_video_attn.to_k.weight", "audio_patchify_proj.weight", "audio_proj_out.weight")(shapes)
+    return not has("transformer_blocks.0.audio_to_video_attn.to_k.weight", "audio_patchify_proj.weight",
+                   "audio_proj_out.weight")(shapes)
 
 
 def _projects_early(shapes):
@@ -38,12 +53,14 @@ def _text_width(shapes):
     """Of the text for video and for sound, side by side."""
     if HAS_PROJECTION(shapes):
         return 2 * shapes["caption_projection.linear_1.weight"][1]
-    return shapes["transformer_blocks.0.attn2.to_k.weight"][1] + shapes["transformer_blocks.0.audio_attn2.to_k.weight"][1]
+    return shapes["transformer_blocks.0.attn2.to_k.weight"][1] + shapes["transformer_blocks.0.audio_attn2.to_k.weight"][
+        1]
 
 
 def _text(asked):
     """[of the video, of the sound]"""
-    context, shares = given("context")(asked), (asked.config["cross_attention_dim"], asked.config["audio_cross_attention_dim"])
+    context, shares = given("context")(asked), (asked.config["cross_attention_dim"],
+                                                asked.config["audio_cross_attention_dim"])
     return context.chunk(2, -1) if asked.config["use_prompt_embeddings"] else context.split(shares, -1)
 
 
@@ -52,12 +69,12 @@ def _coordinates(asked):
 
 
 def _amend(model, config):
-    """As in ComfyUI, attention's norms have its epsilon, rotary tables are those that the file's metadata says, and each stream's gate is
-    of the other's latest time.
+    """As in ComfyUI, attention's norms have its epsilon, rotary tables are those that the file's metadata says, and
+    each stream's gate is of the other's latest time.
     """
     if (config["gated_attn"], not config["use_prompt_embeddings"]) != tuple(config[f"_{name}"] for name in SAID):
-        raise CheckpointError(f"This LTX-2 file's metadata says otherwise than its tensors what model it is ({', '.join(SAID)}): they "
-                              f"are another file's, or lost. Use the publisher's file.")
+        raise CheckpointError(f"This LTX-2 file's metadata says otherwise than its tensors what model it is "
+                              f"({', '.join(SAID)}): they are another file's, or lost. Use the publisher's file.")
     now, forward = [], model.forward
     for module in model.modules():
         if "rope_type" in vars(module):
@@ -94,16 +111,19 @@ LTX2 = dataclasses.replace(
     refusals=(because("it lacks the attentions between video and sound", _lacks_sound),
               because("it projects its text by one layer before the connectors", _projects_early)),
     config=config_of(
-        **{name: rule for name, rule in LTX.config.rules.items() if name != "caption_channels"},  # type: ignore[attr-defined]
+        **{name: rule for name, rule in LTX.config.rules.items()
+           if name != "caption_channels"},
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
     settings=LTX.settings | SETTINGS, convert=KEYS, amend=_amend, by_tensors=("_text_width",), **CONNECTORS,
     conditioning=LTX.conditioning | {"context": "_text_width"}, ignored=(*LTX.ignored, "audio_denoise_mask"),
-    parts={"audio": as_sound}, parted=parted, lengths={"audio": num_sounds}, stream_widths={"audio": "audio_cross_attention_dim"},
-    arguments=LTX.arguments | ARGUMENTS | {
-        "encoder_hidden_states": lambda asked: _text(asked)[0], "audio_encoder_hidden_states": lambda asked: _text(asked)[1],
+    parts={"audio": as_sound}, parted=parted, lengths={"audio": num_sounds},
+    stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
+        "encoder_hidden_states": lambda asked: _text(asked)[0],
+        "audio_encoder_hidden_states": lambda asked: _text(asked)[1],
         "video_coords": _coordinates},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("image", "audio"), image_share=0.78, patched="double"),),
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("image", "audio"), image_share=0.78,
+                          patched="double"),),
         streams={"hidden_states": "image", "audio_hidden_states": "audio"}, outputs=("image", "audio"), needs_text=True,
         attention={"attn1": VIDEO, "audio_attn1": AUDIO},
         across={"audio_to_video_attn": (VIDEO, AUDIO), "video_to_audio_attn": (AUDIO, VIDEO)}, tokens=TOKENS,
@@ -111,10 +131,14 @@ LTX2 = dataclasses.replace(
         once={f"{name}.to_{kind}": "step" for name in ("attn2", "audio_attn2") for kind in "kv"},
         once_outside={"caption_projection": "run", "audio_caption_projection": "run"}),
     tiny=Tiny(
-        LTX.tiny.config | {f"_{name}": value for name, value in ({name: values[0] for name, values in SETTINGS.items()} | SAYS).items()} | {
-            "_text_width": 48, "use_prompt_embeddings": True, "gated_attn": False, "num_layers": 3, "audio_in_channels": 32,
-            "audio_out_channels": 32, "audio_num_attention_heads": 4, "audio_attention_head_dim": 4, "audio_cross_attention_dim": 16},
+        LTX.tiny.config | {f"_{name}": value
+                           for name, value in ({name: values[0] for name, values in SETTINGS.items()} | SAYS).items()}
+        | {
+            "_text_width": 48, "use_prompt_embeddings": True, "gated_attn": False, "num_layers": 3,
+            "audio_in_channels": 32,
+            "audio_out_channels": 32, "audio_num_attention_heads": 4, "audio_attention_head_dim": 4,
+            "audio_cross_attention_dim": 16},
         "comfy.ldm.lightricks.av_model:LTXAVModel", LTX.tiny.arguments | SAYS | {
-            "audio_attention_head_dim": 4, "audio_cross_attention_dim": 128, "caption_channels": 24, "connector_attention_head_dim": 4,
-            "connector_num_attention_heads": 6, "connector_num_layers": 1},
+            "audio_attention_head_dim": 4, "audio_cross_attention_dim": 128, "caption_channels": 24,
+            "connector_attention_head_dim": 4, "connector_num_attention_heads": 6, "connector_num_layers": 1},
         more={"apply_gated_attention": True, "cross_attention_adaln": True}))

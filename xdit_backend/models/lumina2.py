@@ -1,4 +1,5 @@
-"""Lumina-Image 2.0: picture refined alone, text alone, then one sequence of both, text first; grouped-query attention."""
+"""Lumina-Image 2.0: picture refined alone, text alone, then one sequence of both, text first;
+grouped-query attention."""
 
 from ..vocabulary.describe import Whole, all_text, because, blocks, config_of, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
@@ -6,7 +7,8 @@ from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 
-LATENT, BOTH, PICTURE, SEQUENCE = Whole((2, 2)), ("text", "image"), TokenArgument(1, ("image",)), TokenArgument(1, ("text", "image"))
+LATENT, BOTH, PICTURE, SEQUENCE = Whole((2, 2)), ("text", "image"), TokenArgument(1, ("image",)), TokenArgument(
+    1, ("text", "image"))
 HEAD_SIZE = size("layers.0.attention.q_norm.weight", 0)
 
 KEYS = table(
@@ -16,8 +18,10 @@ KEYS = table(
     (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear_1."), (r"^final_layer\.linear\.", "norm_out.linear_2."),
     (r"^(context_refiner\.\d+)\.attention_norm1\.", r"\1.norm1."), (r"\.attention_norm1\.", ".norm1.norm."),
     (r"\.attention_norm2\.", ".norm2."), (r"\.adaLN_modulation\.1\.", ".norm1.linear."),
-    (r"\.attention\.qkv\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v."), ("num_attention_heads", "num_kv_heads", "num_kv_heads")),
-    (r"\.attention\.out\.", ".attn.to_out.0."), (r"\.attention\.([qk])_norm\.", r".attn.norm_\1."), (r"\.w([123])\.", r".linear_\1."))
+    (r"\.attention\.qkv\.", (".attn.to_q.", ".attn.to_k.", ".attn.to_v."),
+     ("num_attention_heads", "num_kv_heads", "num_kv_heads")),
+    (r"\.attention\.out\.", ".attn.to_out.0."), (r"\.attention\.([qk])_norm\.", r".attn.norm_\1."),
+    (r"\.w([123])\.", r".linear_\1."))
 
 
 def _num_heads(shapes):
@@ -31,8 +35,10 @@ LUMINA2 = Family(
     refusals=(because("it is a NewBie model", has("clip_text_pooled_proj.")),),
     config=config_of(
         patch_size=2, in_channels=size("x_embedder.weight", 1, 4), out_channels=size("final_layer.linear.weight", 0, 4),
-        hidden_size=size("x_embedder.weight", 0), num_attention_heads=_num_heads, cap_feat_dim=size("cap_embedder.1.weight", 1),
-        num_kv_heads=lambda shapes: (shapes["layers.0.attention.qkv.weight"][0] // HEAD_SIZE(shapes) - _num_heads(shapes)) // 2,
+        hidden_size=size("x_embedder.weight", 0), num_attention_heads=_num_heads,
+        cap_feat_dim=size("cap_embedder.1.weight", 1),
+        num_kv_heads=lambda shapes: (shapes["layers.0.attention.qkv.weight"][0] // HEAD_SIZE(shapes)
+                                     - _num_heads(shapes)) // 2,
         num_layers=blocks("layers."), num_refiner_layers=blocks("noise_refiner."),
         axes_dim_rope=lambda shapes: (HEAD_SIZE(shapes) // 3,) * 3),
     convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, width=lambda config: config["hidden_size"],
@@ -46,11 +52,14 @@ LUMINA2 = Family(
                 BlockList("layers", "layers.", returns=(BOTH,))),
         streams={"hidden_states": BOTH}, attention={"attn": BOTH}, tokens={"image_rotary_emb": SEQUENCE},
         positions={"rope_embedder": Cut((None, None, PICTURE, SEQUENCE, None, None))},
-        once={"norm1.linear": "step"}, once_outside={"time_caption_embed.caption_embedder": "run", "context_refiner": "run"}),
+        once={"norm1.linear": "step"},
+        once_outside={"time_caption_embed.caption_embedder": "run", "context_refiner": "run"}),
     tiny=Tiny(
-        {"patch_size": 2, "in_channels": 4, "out_channels": 4, "hidden_size": 48, "num_layers": 2, "num_refiner_layers": 2,
+        {"patch_size": 2, "in_channels": 4, "out_channels": 4, "hidden_size": 48, "num_layers": 2,
+         "num_refiner_layers": 2,
          "num_attention_heads": 4, "num_kv_heads": 2, "axes_dim_rope": (4, 4, 4), "cap_feat_dim": 24, "multiple_of": 8},
         "comfy.ldm.lumina.model:NextDiT",
-        {"in_channels": 16, "dim": 96, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 2, "cap_feat_dim": 48,
+        {"in_channels": 16, "dim": 96, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 2,
+         "cap_feat_dim": 48,
          "axes_dims": [8, 8, 8], "axes_lens": [300, 512, 512], "qk_norm": True}, detected="Lumina2"),
 )

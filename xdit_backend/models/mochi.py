@@ -1,4 +1,5 @@
-"""Mochi: two streams of unlike widths, image first, joint attention; the text's first tokens; learned frequencies of positions."""
+"""Mochi: two streams of unlike widths, image first, joint attention; the text's first tokens;
+learned frequencies of positions."""
 
 from types import MethodType
 
@@ -6,7 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import UnsupportedError
-from ..vocabulary.describe import Whole, all_text, blocks, config_of, even_sides, given, has, size, text_mask, type_of_arithmetic
+from ..vocabulary.describe import (
+    Whole,
+    all_text,
+    blocks,
+    config_of,
+    even_sides,
+    given,
+    has,
+    size,
+    text_mask,
+    type_of_arithmetic,
+)
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import SWAPPED, table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
@@ -19,7 +31,8 @@ KEYS = table(
     (r"^t_embedder\.mlp\.2\.", "time_embed.timestep_embedder.linear_2."), (r"^t5_y_embedder\.", "time_embed.pooler."),
     (r"^t5_yproj\.", "time_embed.caption_proj."), (r"^final_layer\.mod\.", "norm_out.linear.", SWAPPED),
     (r"^final_layer\.linear\.", "proj_out."), (r"^blocks\.", "transformer_blocks."), (r"\.mod_x\.", ".norm1.linear."),
-    (r"\.mod_y\.", ".norm1_context.linear."), (r"\.attn\.qkv_x\.", (".attn1.to_q.", ".attn1.to_k.", ".attn1.to_v."), (1, 1, 1)),
+    (r"\.mod_y\.", ".norm1_context.linear."),
+    (r"\.attn\.qkv_x\.", (".attn1.to_q.", ".attn1.to_k.", ".attn1.to_v."), (1, 1, 1)),
     (r"\.attn\.qkv_y\.", (".attn1.add_q_proj.", ".attn1.add_k_proj.", ".attn1.add_v_proj."), (1, 1, 1)),
     (r"\.attn\.([qk])_norm_x\.", r".attn1.norm_\1."), (r"\.attn\.([qk])_norm_y\.", r".attn1.norm_added_\1."),
     (r"\.attn\.proj_x\.", ".attn1.to_out.0."), (r"\.attn\.proj_y\.", ".attn1.to_add_out."),
@@ -47,8 +60,9 @@ def _pooled_text(asked):
     """(B, T) bool: of these tokens, those that are pooled."""
     mask, count = text_mask(asked), _num_text_tokens(asked.conditioning)
     if mask is not None and mask[:, count:].any():
-        raise UnsupportedError("The conditioning's attention mask leaves out text tokens before the last real one, which xDiT does not "
-                               "run with Mochi. Use a text encoder that pads at the end, or Load Diffusion Model.")
+        raise UnsupportedError("The conditioning's attention mask leaves out text tokens before the last real one, "
+                               "which xDiT does not run with Mochi. Use a text encoder that pads at the end, or Load "
+                               "Diffusion Model.")
     return (all_text(asked) if mask is None else mask)[:, :count]
 
 
@@ -60,7 +74,8 @@ def _whole_counts(rows, args, kwargs):
 
 
 def _amend(model, config):
-    """ComfyUI turns heads and norms tokens in the type it computes in; diffusers attends to each image's text by itself."""
+    """ComfyUI turns heads and norms tokens in the type it computes in;
+    diffusers attends to each image's text by itself."""
     norms = {"MochiRMSNorm": _norm, "MochiModulatedRMSNorm": _scaled_norm, "MochiRMSNormZero": _first_norm}
     dtype = type_of_arithmetic(model)
 
@@ -100,24 +115,26 @@ def _attend(attn, image, encoder_hidden_states, attention_mask, image_rotary_emb
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(tensor.dtype)
 
     text = encoder_hidden_states
-    query = torch.cat([turned(attn.norm_q(heads(attn.to_q(image)))), attn.norm_added_q(heads(attn.add_q_proj(text)))], 1)
+    query = torch.cat([turned(attn.norm_q(heads(attn.to_q(image)))), attn.norm_added_q(heads(attn.add_q_proj(text)))],
+                      1)
     key = torch.cat([turned(attn.norm_k(heads(attn.to_k(image)))), attn.norm_added_k(heads(attn.add_k_proj(text)))], 1)
     value = torch.cat([heads(attn.to_v(image)), heads(attn.add_v_proj(text))], 1)
-    out = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (query, key, value))).transpose(1, 2).flatten(2)
+    out = F.scaled_dot_product_attention(*(each.transpose(1, 2)
+                                           for each in (query, key, value))).transpose(1, 2).flatten(2)
     image, text = out.split([image.shape[1], text.shape[1]], 1)
     return attn.to_out[0](image), text if attn.context_pre_only else attn.to_add_out(text)
 
 
 MOCHI = Family(
-    name="Mochi", title="Mochi", transformer="MochiTransformer3DModel", recognise=has("t5_yproj.weight", "pos_frequencies"),
-    config=config_of(
+    name="Mochi", title="Mochi", transformer="MochiTransformer3DModel",
+    recognise=has("t5_yproj.weight", "pos_frequencies"), config=config_of(
         patch_size=2, in_channels=size("x_embedder.proj.weight", 1), num_attention_heads=size("pos_frequencies", 1),
         attention_head_dim=lambda shapes: 2 * shapes["pos_frequencies"][2], num_layers=blocks("blocks."),
         pooled_projection_dim=size("t5_yproj.weight", 0), text_embed_dim=size("t5_yproj.weight", 1),
         time_embed_dim=size("t_embedder.mlp.0.weight", 1)),
     convert=_convert, latent=LATENT, amend=_amend, sign=-1.0, time_scale=1.0, pixels=lambda config: (6, 8, 8),
-    conditioning={"context": "text_embed_dim", "attention_mask": None, "num_tokens": None}, lengths={"text": _num_text_tokens},
-    stream_widths={"text": "pooled_projection_dim"},
+    conditioning={"context": "text_embed_dim", "attention_mask": None, "num_tokens": None},
+    lengths={"text": _num_text_tokens}, stream_widths={"text": "pooled_projection_dim"},
     arguments={"hidden_states": even_sides("Mochi", LATENT), "encoder_hidden_states": _text,
                "timestep": lambda asked: 1000 * (1 - asked.timestep), "encoder_attention_mask": _pooled_text},
     plan=ModelPlan(
@@ -130,7 +147,8 @@ MOCHI = Family(
         {"patch_size": 2, "in_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
          "pooled_projection_dim": 32, "text_embed_dim": 24, "time_embed_dim": 16},
         "comfy.ldm.genmo.joint_model.asymm_models_joint:AsymmDiTJoint",
-        {"depth": 3, "patch_size": 2, "num_heads": 6, "hidden_size_x": 192, "hidden_size_y": 96, "mlp_ratio_x": 64.0, "mlp_ratio_y": 4.0,
-         "learn_sigma": False, "in_channels": 12, "qk_norm": True, "qkv_bias": False, "timestep_scale": 1000.0, "use_t5": True,
-         "t5_feat_dim": 64}, detected="GenmoMochi"),
+        {"depth": 3, "patch_size": 2, "num_heads": 6, "hidden_size_x": 192, "hidden_size_y": 96, "mlp_ratio_x": 64.0,
+         "mlp_ratio_y": 4.0,
+         "learn_sigma": False, "in_channels": 12, "qk_norm": True, "qkv_bias": False, "timestep_scale": 1000.0,
+         "use_t5": True, "t5_feat_dim": 64}, detected="GenmoMochi"),
 )

@@ -34,10 +34,11 @@ def _amend(model, config):
 OVIS = dataclasses.replace(
     LONGCAT, name="Ovis-Image", title="Ovis-Image", transformer="OvisImageTransformer2DModel",
     recognise=lambda shapes: BLOCKS(shapes) and has("txt_norm.", "double_blocks.0.img_mlp.gate_proj.weight")(shapes),
-    config=config_of(**LONGCAT.config.rules | {                # type: ignore[attr-defined]
+    config=config_of(**LONGCAT.config.rules | {
         "out_channels": size("final_layer.linear.weight", 0)}),
-    convert=_convert, amend=_amend, rope_options=FLUX.rope_options, ignored=("y", "guidance"), num_channels=FLUX.num_channels,
-    arguments=LONGCAT.arguments | {"img_ids": LATENT.positions},
+    convert=_convert, amend=_amend, rope_options=FLUX.rope_options, ignored=("y", "guidance"),
+    num_channels=FLUX.num_channels, arguments=LONGCAT.arguments | {"img_ids": LATENT.positions},
     plan=dataclasses.replace(FLUX.plan, exact={"time_proj": (("timestep",), 1000.0)},
                              once_outside={"context_embedder_norm": "run", "context_embedder": "run"}),
-    tiny=Tiny(LONGCAT.tiny.config, FLUX.tiny.native, LONGCAT.tiny.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))
+    tiny=Tiny(LONGCAT.tiny.config, FLUX.tiny.native,
+              LONGCAT.tiny.arguments | {"context_in_dim": 64, "yak_mlp": True, "txt_norm": True}))

@@ -17,11 +17,15 @@ KEYS = table(
     (r"^x_embedder\.proj\.", "pos_embed.proj."), (r"^t_block\.1\.", "adaln_single.linear."),
     (r"^t_embedder\.mlp\.0\.", "adaln_single.emb.timestep_embedder.linear_1."),
     (r"^t_embedder\.mlp\.2\.", "adaln_single.emb.timestep_embedder.linear_2."),
-    (r"^y_embedder\.y_proj\.fc1\.", "caption_projection.linear_1."), (r"^y_embedder\.y_proj\.fc2\.", "caption_projection.linear_2."),
+    (r"^y_embedder\.y_proj\.fc1\.", "caption_projection.linear_1."),
+    (r"^y_embedder\.y_proj\.fc2\.", "caption_projection.linear_2."),
     (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.", ""), (r"^blocks\.", "transformer_blocks."),
-    (r"\.attn\.qkv\.", (".attn1.to_q.", ".attn1.to_k.", ".attn1.to_v."), (1, 1, 1)), (r"\.attn\.proj\.", ".attn1.to_out.0."),
-    (r"\.cross_attn\.kv_linear\.", (".attn2.to_k.", ".attn2.to_v."), (1, 1)), (r"\.cross_attn\.q_linear\.", ".attn2.to_q."),
-    (r"\.cross_attn\.proj\.", ".attn2.to_out.0."), (r"\.mlp\.fc1\.", ".ff.net.0.proj."), (r"\.mlp\.fc2\.", ".ff.net.2."))
+    (r"\.attn\.qkv\.", (".attn1.to_q.", ".attn1.to_k.", ".attn1.to_v."), (1, 1, 1)),
+    (r"\.attn\.proj\.", ".attn1.to_out.0."),
+    (r"\.cross_attn\.kv_linear\.", (".attn2.to_k.", ".attn2.to_v."), (1, 1)),
+    (r"\.cross_attn\.q_linear\.", ".attn2.to_q."),
+    (r"\.cross_attn\.proj\.", ".attn2.to_out.0."), (r"\.mlp\.fc1\.", ".ff.net.0.proj."),
+    (r"\.mlp\.fc2\.", ".ff.net.2."))
 
 
 def _scale(shapes):
@@ -32,8 +36,8 @@ def _scale(shapes):
 def _latent(asked):
     height, width = asked.patch.whole if asked.patch else asked.latent.shape[2], asked.latent.shape[3]
     if height % 2 or width % 2 or height + width < 66:
-        raise ConfigError(f"PixArt cannot draw {width * 8} x {height * 8} pixels. Its model takes sides that are multiples of 16, "
-                          f"and together at least 528.")
+        raise ConfigError(f"PixArt cannot draw {width * 8} x {height * 8} pixels. Its model takes sides that are "
+                          f"multiples of 16, and together at least 528.")
     return asked.latent
 
 
@@ -48,8 +52,8 @@ def _amend(model, config):
 def _positions(latent, patch, config):
     """Sines of the columns and the rows of a latent or of its patch: (1, tokens, hidden).
 
-    Rows and columns count up to the rounded mean side of the latent, in tokens, divided by the scale: what the file says, else by the
-    latent's own size.
+    Rows and columns count up to the rounded mean side of the latent, in tokens, divided by the scale: what the file
+    says, else by the latent's own size.
     """
     whole = patch.whole if patch else latent.shape[2]
     num_rows, num_columns = whole // 2, latent.shape[3] // 2
@@ -60,7 +64,8 @@ def _positions(latent, patch, config):
 
     def sines(count):
         spread = count / (side * 64 // 2)
-        scaled = torch.arange(count, dtype=dtype, device=device) / spread / float(config.get("interpolation_scale") or side)
+        scaled = torch.arange(count, dtype=dtype,
+                              device=device) / spread / float(config.get("interpolation_scale") or side)
         angles = scaled[:, None] * (1.0 / 10000 ** exponents)
         return torch.cat([angles.sin(), angles.cos()], 1)      # (count, hidden / 2)
 
@@ -72,8 +77,10 @@ def _positions(latent, patch, config):
 
 PIXART = Family(
     name="PixArt-Sigma", title="PixArt-Sigma", transformer="PixArtTransformer2DModel",
-    recognise=lambda shapes: has("t_block.1.weight", "y_embedder.y_proj.fc1.weight")(shapes) and not has("ar_embedder.")(shapes),
-    refusals=(because("its table of positions is of less than 512 pixels, for which ComfyUI's model has no positions either",
+    recognise=lambda shapes: has("t_block.1.weight", "y_embedder.y_proj.fc1.weight")(shapes)
+    and not has("ar_embedder.")(shapes),
+    refusals=(because("its table of positions is of less than 512 pixels, for which ComfyUI's model has no positions "
+                      "either",
                       lambda shapes: _scale(shapes) == 0),),
     config=config_of(
         interpolation_scale=_scale, sample_size=128, patch_size=2, in_channels=size("x_embedder.proj.weight", 1),
@@ -82,21 +89,25 @@ PIXART = Family(
         cross_attention_dim=size("x_embedder.proj.weight", 0), caption_channels=size("y_embedder.y_proj.fc1.weight", 1),
         attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000, norm_type="ada_norm_single",
         norm_elementwise_affine=False, norm_eps=1e-6, use_additional_conditions=False),
-    convert=KEYS, latent=LATENT, amend=_amend, by_tensors=("interpolation_scale", "sample_size"), unrounded=("scale_shift_table",),
+    convert=KEYS, latent=LATENT, amend=_amend, by_tensors=("interpolation_scale", "sample_size"),
+    unrounded=("scale_shift_table",),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "caption_channels"}, ignored=("c_size", "c_ar"),
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"}, attention={"attn1": ("image",)},
+        blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
+        attention={"attn1": ("image",)},
         once={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"},
         positions={"pos_embed": lambda module, forward, rows, tokens, args, kwargs: forward(*args, rows.patch)}),
     tiny=Tiny(
-        {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4, "num_attention_heads": 4,
+        {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 4,
+         "num_attention_heads": 4,
          "attention_head_dim": 8, "cross_attention_dim": 32, "caption_channels": 24, "attention_bias": True,
-         "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single", "norm_elementwise_affine": False, "norm_eps": 1e-6,
-         "use_additional_conditions": False},
+         "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single", "norm_elementwise_affine": False,
+         "norm_eps": 1e-6, "use_additional_conditions": False},
         "comfy.ldm.pixart.pixartms:PixArtMS",
-        {"hidden_size": 192, "num_heads": 16, "depth": 2, "caption_channels": 96, "model_max_length": 300, "micro_condition": False},
+        {"hidden_size": 192, "num_heads": 16, "depth": 2, "caption_channels": 96, "model_max_length": 300,
+         "micro_condition": False},
         detected="PixArtSigma"),
 )

@@ -12,22 +12,27 @@ from .pixart import PIXART
 
 TOLD = {"use_additional_conditions": True}
 KEYS = table(*((rf"^{ours}_embedder\.mlp\.{place}\.", f"adaln_single.emb.{theirs}_embedder.linear_{number}.")
-               for ours, theirs in (("csize", "resolution"), ("ar", "aspect_ratio")) for place, number in ((0, 1), (2, 2))))
+               for ours, theirs in (("csize", "resolution"), ("ar", "aspect_ratio"))
+               for place, number in ((0, 1), (2, 2))))
 
 
 def _sizes(asked):
     """Height and width in pixels, and their ratio: what a node says, else those of the whole latent."""
     height, width = asked.patch.whole if asked.patch else asked.latent.shape[2], asked.latent.shape[3]
     size, shape = (given(name)(asked) for name in ("c_size", "c_ar"))
-    rows = lambda *numbers: on_device(torch.tensor(numbers, dtype=asked.latent.dtype), asked.latent.device).expand(  # noqa: E731
-        len(asked.latent), -1)
+
+    def rows(*numbers):
+        row = on_device(torch.tensor(numbers, dtype=asked.latent.dtype), asked.latent.device)
+        return row.expand(len(asked.latent), -1)
+
     return {"resolution": rows(8 * height, 8 * width) if size is None else size.to(asked.latent),
             "aspect_ratio": rows(height / width) if shape is None else shape.to(asked.latent)}
 
 
 PIXART_ALPHA = dataclasses.replace(
-    PIXART, name="PixArt-Alpha", title="PixArt-Alpha", recognise=has("t_block.1.weight", "y_embedder.y_proj.fc1.weight", "ar_embedder."),
-    config=config_of(**PIXART.config.rules | TOLD),            # type: ignore[attr-defined]
+    PIXART, name="PixArt-Alpha", title="PixArt-Alpha",
+    recognise=has("t_block.1.weight", "y_embedder.y_proj.fc1.weight", "ar_embedder."),
+    config=config_of(**PIXART.config.rules | TOLD),
     convert=lambda tensors, config: PIXART.convert(KEYS(tensors, config), config),
     conditioning=PIXART.conditioning | {"c_size": None, "c_ar": None}, ignored=(),
     arguments=PIXART.arguments | {"added_cond_kwargs": _sizes},

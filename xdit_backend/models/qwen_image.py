@@ -1,8 +1,20 @@
-"""Qwen-Image and Qwen-Image-Edit: two streams, joint attention, text first; rotary positions around the middle of the picture."""
+"""Qwen-Image and Qwen-Image-Edit: two streams, joint attention, text first;
+rotary positions around the middle of the picture."""
 
 import torch
 
-from ..vocabulary.describe import Packed, because, blocks, config_of, given, has, needs_diffusers, size, text_mask, timestep
+from ..vocabulary.describe import (
+    Packed,
+    because,
+    blocks,
+    config_of,
+    given,
+    has,
+    needs_diffusers,
+    size,
+    text_mask,
+    timestep,
+)
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
@@ -16,8 +28,8 @@ HEAD_SIZE = size("transformer_blocks.0.attn.norm_q.weight", 0)
 
 
 def _amend(model, config):
-    """What ComfyUI does otherwise: it counts rows and columns from the middle with odd sizes rounded down, places references as a
-    workflow says, and takes them at the time of the latent or at time zero.
+    """What ComfyUI does otherwise: it counts rows and columns from the middle with odd sizes rounded down, places
+    references as a workflow says, and takes them at the time of the latent or at time zero.
     """
     rope, forward, starts_of, takes_at_zero, on_devices = model.pos_embed, model.forward, [], AtZero(), {}
     for module in (model, *model.transformer_blocks):
@@ -44,37 +56,43 @@ def _amend(model, config):
 
 
 def _at_zero(asked):
-    default = AT_ZERO if asked.config["zero_cond_t"] else LATENT.method        # files of Qwen-Image-Edit 2511 may say it
+    # files of Qwen-Image-Edit 2511 may say it
+    default = AT_ZERO if asked.config["zero_cond_t"] else LATENT.method
     return bool(references(asked.conditioning)) and method_of(asked.conditioning, default) == AT_ZERO
 
 
 QWEN_IMAGE = Family(
-    name="Qwen-Image", title="Qwen-Image, Qwen-Image-Edit", transformer="QwenImageTransformer2DModel", latent=LATENT, time_scale=1.0,
-    recognise=has("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),
+    name="Qwen-Image", title="Qwen-Image, Qwen-Image-Edit", transformer="QwenImageTransformer2DModel", latent=LATENT,
+    time_scale=1.0, recognise=has("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),
     refusals=(needs_diffusers("0.37"),
               because("it makes layers (Qwen-Image-Layered)", has("time_text_embed.addition_t_embedding.weight")),
               because("it is a Mage-Flow model", lambda shapes: shapes.get("txt_norm.weight") == (2560,))),
     config=config_of(
         patch_size=2, in_channels=size("img_in.weight", 1), out_channels=size("proj_out.weight", 0, 4),
-        num_layers=blocks("transformer_blocks."), attention_head_dim=HEAD_SIZE, joint_attention_dim=size("txt_in.weight", 1),
+        num_layers=blocks("transformer_blocks."), attention_head_dim=HEAD_SIZE,
+        joint_attention_dim=size("txt_in.weight", 1),
         num_attention_heads=lambda shapes: shapes["img_in.weight"][0] // HEAD_SIZE(shapes),
-        axes_dims_rope=lambda shapes: (HEAD_SIZE(shapes) // 8, HEAD_SIZE(shapes) * 7 // 16, HEAD_SIZE(shapes) * 7 // 16),
+        axes_dims_rope=lambda shapes: (HEAD_SIZE(shapes) // 8, HEAD_SIZE(shapes) * 7 // 16,
+                                       HEAD_SIZE(shapes) * 7 // 16),
         zero_cond_t=has("__index_timestep_zero__")),
     convert=table((r"^__index_timestep_zero__$", None)), amend=_amend, marks={"zero_cond_t": "__index_timestep_zero__"},
-    conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None, "ref_latents_method": None},
+    conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None,
+                  "ref_latents_method": None},
     choices={"ref_latents_method": METHODS}, lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes, "places": LATENT.places, "at_zero": _at_zero},
+               "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes, "places": LATENT.places,
+               "at_zero": _at_zero},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_share=0.5,
                           control="input", patched="double"),),
-        streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}, attention={"attn": ("text", *IMAGE)}, needs_text=True,
-        tokens={"image_rotary_emb": (TABLE, TEXT), "modulate_index": TokenArgument(1, IMAGE)},
+        streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}, attention={"attn": ("text", *IMAGE)},
+        needs_text=True, tokens={"image_rotary_emb": (TABLE, TEXT), "modulate_index": TokenArgument(1, IMAGE)},
         masks={"encoder_hidden_states_mask": ("text",)}, positions={"pos_embed": Cut((TABLE, TEXT), whole_shapes)},
-        exact={"time_text_embed": (("timestep",), 1.0)}, once={"img_mod": "step", "txt_mod": "step"}, once_outside={"txt_in": "run"}),
+        exact={"time_text_embed": (("timestep",), 1.0)}, once={"img_mod": "step", "txt_mod": "step"},
+        once_outside={"txt_in": "run"}),
     tiny=Tiny(
-        {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
-         "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6), "zero_cond_t": False},
+        {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16,
+         "num_attention_heads": 4, "joint_attention_dim": 24, "axes_dims_rope": (4, 6, 6), "zero_cond_t": False},
         "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel",
         {"in_channels": 64, "out_channels": 16, "num_layers": 3, "attention_head_dim": 32, "num_attention_heads": 4,
          "joint_attention_dim": 64, "axes_dims_rope": (4, 14, 14)}, frames=1, detected="QwenImage"),

@@ -1,4 +1,5 @@
-"""Sana: one stream; linear attention, by sums over all tokens; feed-forwards that read neighbouring rows. ComfyUI has no model of it."""
+"""Sana: one stream; linear attention, by sums over all tokens; feed-forwards that read neighbouring rows.
+ComfyUI has no model of it."""
 
 from types import MethodType
 
@@ -10,11 +11,13 @@ from ..vocabulary.family import Family, Sampled, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan
 
 LATENT = Whole((1, 1))
-SUMS = "its attention keeps sums over all tokens, of which no part is a patch's or a rank's own to be left from the step before"
+SUMS = ("its attention keeps sums over all tokens, of which no part is a patch's or a rank's own to be left from the "
+        "step before")
 
 
 def _attend(self, hidden_states, total=lambda part: part):
-    """Linear attention, in float32 or wider. total: from the sums over the tokens here to those over all. (B, T, C) -> (B, T, C)."""
+    """Linear attention, in float32 or wider. total: from the sums over the tokens here to those over all.
+    (B, T, C) -> (B, T, C)."""
     def heads(tensor):
         return tensor.unflatten(2, (self.heads, -1)).transpose(1, 2).to(wide)                   # (B, N, T, H)
 
@@ -22,7 +25,8 @@ def _attend(self, hidden_states, total=lambda part: part):
     query, key = self.to_q(hidden_states), self.to_k(hidden_states)
     if self.norm_q is not None:
         query, key = self.norm_q(query), self.norm_k(key)
-    values = F.pad(heads(self.to_v(hidden_states)), (0, 1), value=1.0)                          # whose last sums are those of the keys
+    # whose last sums are those of the keys
+    values = F.pad(heads(self.to_v(hidden_states)), (0, 1), value=1.0)
     sums = total(values.transpose(2, 3) @ heads(key).relu())
     out = heads(query).relu() @ sums.transpose(2, 3)
     out = (out[..., :-1] / (out[..., -1:] + 1e-15)).transpose(1, 2).flatten(2).to(hidden_states.dtype)
@@ -41,22 +45,25 @@ SANA = Family(
     recognise=has("caption_norm.weight", "time_embed.linear.weight", "transformer_blocks.0.ff.conv_depth.weight"),
     refusals=(folder_alone,),
     config=config_of(
-        patch_size=1, guidance_embeds=False, in_channels=said, out_channels=said, num_attention_heads=said, attention_head_dim=said,
-        num_layers=said, num_cross_attention_heads=said, cross_attention_head_dim=said, cross_attention_dim=said, caption_channels=said,
-        mlp_ratio=said, attention_bias=said, sample_size=said, norm_eps=said, interpolation_scale=said, qk_norm=said, timestep_scale=said,
-        guidance_embeds_scale=said, dropout=said),
+        patch_size=1, guidance_embeds=False, in_channels=said, out_channels=said, num_attention_heads=said,
+        attention_head_dim=said,
+        num_layers=said, num_cross_attention_heads=said, cross_attention_head_dim=said, cross_attention_dim=said,
+        caption_channels=said,
+        mlp_ratio=said, attention_bias=said, sample_size=said, norm_eps=said, interpolation_scale=said, qk_norm=said,
+        timestep_scale=said, guidance_embeds_scale=said, dropout=said),
     convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend, pixels=lambda config: (1, 32, 32),
     sampled=Sampled("FLOW", {"shift": 3.0, "multiplier": 1000.0}, "LatentFormat", {
         "latent_channels": 32, "scale_factor": 0.41407, "spacial_downscale_ratio": 32}, memory=8.0),
-    refused={"pipefusion": SUMS, "displaced": SUMS, "tensor": "most of its weights are convolutions, which it does not spread"},
+    refused={"pipefusion": SUMS, "displaced": SUMS,
+             "tensor": "most of its weights are convolutions, which it does not spread"},
     num_channels=lambda config: config["in_channels"],
     conditioning={"context": "caption_channels", "attention_mask": None},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "encoder_attention_mask": text_mask,
                "timestep": lambda asked: asked.timestep * asked.config.get("timestep_scale", 1.0)},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"}, attention={},
-        sums=("attn1",), halos=("ff",), rows="height"),
+        blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
+        attention={}, sums=("attn1",), halos=("ff",), rows="height"),
     tiny=Tiny({"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 4,
-               "num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32, "caption_channels": 24,
-               "sample_size": 8, "patch_size": 1}),
+               "num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32,
+               "caption_channels": 24, "sample_size": 8, "patch_size": 1}),
 )

@@ -1,4 +1,5 @@
-"""Stable Diffusion 2.0 and 2.1, of 512 and of 768 pixels: a U-Net of four levels, heads of 64. Some predict velocity."""
+"""Stable Diffusion 2.0 and 2.1, of 512 and of 768 pixels: a U-Net of four levels, heads of 64.
+Some predict velocity."""
 
 from ..vocabulary.describe import because, has
 from ..vocabulary.unet import tiny, unet
@@ -6,16 +7,19 @@ from ..vocabulary.unet import tiny, unet
 SD2 = unet(
     name="SD 2", title="SD 2.0, 2.1", context_widths=(1024,), labelled=False, num_heads=lambda width: width // 64,
     refusals=(because("it enlarges pictures (the x4 upscaler)", has("label_emb.weight")),
-              because("it finds depths in pictures (Lotus)", lambda shapes: shapes.get("label_emb.0.0.weight", (0, 0))[1] == 4),
+              because("it finds depths in pictures (Lotus)",
+                      lambda shapes: shapes.get("label_emb.0.0.weight", (0, 0))[1] == 4),
               because("it takes pictures as prompts (unCLIP)", has("label_emb."))),
-    values=("output_blocks.11.1.transformer_blocks.0.norm1.bias",),            # by which ComfyUI tells velocity from noise
+    # by which ComfyUI tells velocity from noise
+    values=("output_blocks.11.1.transformer_blocks.0.norm1.bias",),
     tiny=tiny(
         "SD20",
         {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 2,
          "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
          "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3, "transformer_layers_per_block": (1, 1, 1, 1),
          "attention_head_dim": (2, 2, 4, 4), "use_linear_projection": True},
-        {"model_channels": 64, "num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 1, 1, 1], "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
-         "transformer_depth_middle": 1, "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0], "context_dim": 1024,
-         "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64}),
+        {"model_channels": 64, "num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 1, 1, 1],
+         "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
+         "transformer_depth_middle": 1, "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+         "context_dim": 1024, "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64}),
 )

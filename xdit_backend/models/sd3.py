@@ -1,4 +1,5 @@
-"""Stable Diffusion 3 and 3.5: two streams, joint attention, image first. In variants, more layers see the text before."""
+"""Stable Diffusion 3 and 3.5: two streams, joint attention, image first.
+In variants, more layers see the text before."""
 
 import math
 
@@ -22,15 +23,16 @@ CONVERT = diffusers_converter("convert_sd3_transformer_checkpoint_to_diffusers")
 
 def _convert(tensors, config):
     of_text = {name: tensor for name, tensor in tensors.items() if name.startswith(OF_TEXT)}
-    return CONVERT({name: tensor for name, tensor in tensors.items() if name not in of_text}, config) | KEYS(of_text, config)
+    return CONVERT({name: tensor for name, tensor in tensors.items() if name not in of_text},
+                   config) | KEYS(of_text, config)
 
 
 def _latent(asked):
     height, width = asked.patch.whole if asked.patch else asked.latent.shape[2], asked.latent.shape[3]
     most = asked.config["pos_embed_max_size"] * 2
     if max(height, width) > most:
-        raise ConfigError(f"This SD3 model has positions for {most * 8} x {most * 8} pixels, and the latent is of {width * 8} x "
-                          f"{height * 8}. Use a smaller one.")
+        raise ConfigError(f"This SD3 model has positions for {most * 8} x {most * 8} pixels, and the latent is of "
+                          f"{width * 8} x {height * 8}. Use a smaller one.")
     return LATENT(asked)
 
 
@@ -39,8 +41,9 @@ def _amend(model, config):
     from diffusers.models.attention import BasicTransformerBlock
     embed, width = model.pos_embed, config["joint_attention_dim"]
     crop, forward = embed.cropped_pos_embed, model.forward
-    layers = [BasicTransformerBlock(width, NUM_TEXT_HEADS, width // NUM_TEXT_HEADS, activation_fn="gelu-approximate", attention_bias=True,
-                                    norm_elementwise_affine=False, norm_eps=1e-6) for _ in range(config.get("_context_layers", 0))]
+    layers = [BasicTransformerBlock(width, NUM_TEXT_HEADS, width // NUM_TEXT_HEADS, activation_fn="gelu-approximate",
+                                    attention_bias=True, norm_elementwise_affine=False, norm_eps=1e-6)
+              for _ in range(config.get("_context_layers", 0))]
     model.context_processor = torch.nn.Sequential(
         *layers, *[torch.nn.LayerNorm(width, 1e-6, elementwise_affine=False) for _ in layers[:1]])
     model.forward = lambda *, encoder_hidden_states, **inputs: forward(
@@ -53,15 +56,20 @@ def _amend(model, config):
 
 
 SD3 = Family(
-    name="SD3", title="SD3, SD3.5", transformer="SD3Transformer2DModel", recognise=has("joint_blocks.0.context_block.attn.qkv.weight"),
+    name="SD3", title="SD3, SD3.5", transformer="SD3Transformer2DModel",
+    recognise=has("joint_blocks.0.context_block.attn.qkv.weight"),
     refusals=(because("it lacks the square table of positions (pos_embed) that published models have",
-                      lambda shapes: math.isqrt(shapes.get("pos_embed", (1, 2))[1]) ** 2 != shapes.get("pos_embed", (1, 2))[1]),),
+                      lambda shapes: math.isqrt(shapes.get("pos_embed", (1, 2))[1]) ** 2
+                      != shapes.get("pos_embed", (1, 2))[1]),),
     config=config_of(
         sample_size=128, patch_size=size("x_embedder.proj.weight", 2), in_channels=size("x_embedder.proj.weight", 1),
         out_channels=lambda shapes: shapes["final_layer.linear.weight"][0] // shapes["x_embedder.proj.weight"][2] ** 2,
-        num_layers=blocks("joint_blocks."), attention_head_dim=64, num_attention_heads=size("x_embedder.proj.weight", 0, 64),
-        caption_projection_dim=size("context_embedder.weight", 0), joint_attention_dim=size("context_embedder.weight", 1),
-        pooled_projection_dim=size("y_embedder.mlp.0.weight", 1), pos_embed_max_size=lambda shapes: math.isqrt(shapes["pos_embed"][1]),
+        num_layers=blocks("joint_blocks."), attention_head_dim=64,
+        num_attention_heads=size("x_embedder.proj.weight", 0, 64),
+        caption_projection_dim=size("context_embedder.weight", 0),
+        joint_attention_dim=size("context_embedder.weight", 1),
+        pooled_projection_dim=size("y_embedder.mlp.0.weight", 1),
+        pos_embed_max_size=lambda shapes: math.isqrt(shapes["pos_embed"][1]),
         qk_norm=lambda shapes: "rms_norm" if "joint_blocks.0.x_block.attn.ln_q.weight" in shapes else None,
         dual_attention_layers=lambda shapes: tuple(sorted(
             int(name.split(".")[1]) for name in shapes if name.endswith("x_block.attn2.qkv.weight"))),
@@ -71,13 +79,15 @@ SD3 = Family(
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": given("y")},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_share=0.5, control="output",
-                          patched="double"),),
-        streams={"hidden_states": "image", "encoder_hidden_states": "text"}, once={"norm1.linear": "step", "norm1_context.linear": "step"},
+        blocks=(BlockList("transformer_blocks", "joint_blocks.", returns=("text", "image"), image_share=0.5,
+                          control="output", patched="double"),),
+        streams={"hidden_states": "image", "encoder_hidden_states": "text"},
+        once={"norm1.linear": "step", "norm1_context.linear": "step"},
         attention={"attn": ("image", "text"), "attn2": ("image",)}, positions={"pos_embed": embedded},
         once_outside={"context_embedder": "run", "context_processor": "run"}),
     tiny=Tiny(
-        {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 8,
+        {"sample_size": 128, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 4,
+         "attention_head_dim": 8,
          "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 24, "pooled_projection_dim": 16,
          "pos_embed_max_size": 32, "qk_norm": "rms_norm", "dual_attention_layers": (0,)},
         "comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",

@@ -1,9 +1,11 @@
-"""SDXL and its refiner: a U-Net of three or four levels, heads of 64; pooled text and the picture's size as a vector beside the text."""
+"""SDXL and its refiner: a U-Net of three or four levels, heads of 64;
+pooled text and the picture's size as a vector beside the text."""
 
 from ..vocabulary.unet import tiny, unet
 
 SDXL = unet(
-    name="SDXL", title="SDXL, SDXL refiner", context_widths=(2048, 1280), labelled=True, num_heads=lambda width: width // 64,
+    name="SDXL", title="SDXL, SDXL refiner", context_widths=(2048, 1280), labelled=True,
+    num_heads=lambda width: width // 64,
     values=("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min", "v_pred", "ztsnr"),
     tiny=tiny(
         "SDXL",
@@ -13,6 +15,7 @@ SDXL = unet(
          "attention_head_dim": (1, 2, 4), "use_linear_projection": True, "class_embed_type": "projection",
          "projection_class_embeddings_input_dim": 16},
         {"model_channels": 32, "num_res_blocks": [1, 1, 1], "channel_mult": [1, 2, 4], "transformer_depth": [0, 1, 2],
-         "transformer_depth_middle": 2, "transformer_depth_output": [0, 0, 1, 1, 2, 2], "context_dim": 2048, "num_classes": "sequential",
+         "transformer_depth_middle": 2, "transformer_depth_output": [0, 0, 1, 1, 2, 2], "context_dim": 2048,
+         "num_classes": "sequential",
          "adm_in_channels": 2816, "use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 64}),
 )

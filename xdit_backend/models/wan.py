@@ -1,6 +1,8 @@
-"""Wan 2.1 and 2.2: one stream over frames, rows and columns; text and CLIP vision tokens by cross-attention; rotary positions.
+"""Wan 2.1 and 2.2: one stream over frames, rows and columns; text and CLIP vision tokens by cross-attention; rotary
+positions.
 
-Pictures come as channels beside the latent's, from ComfyUI; where Wan 2.2's 5B model keeps given frames, they have times of their own.
+Pictures come as channels beside the latent's, from ComfyUI; where Wan 2.2's 5B model keeps given frames, they have
+times of their own.
 """
 
 from contextvars import ContextVar
@@ -8,7 +10,18 @@ from contextvars import ContextVar
 import torch
 import torch.nn.functional as F
 
-from ..vocabulary.describe import Whole, blocks, config_of, diffusers_converter, frame_times, given, has, if_there, only_parts, size
+from ..vocabulary.describe import (
+    Whole,
+    blocks,
+    config_of,
+    diffusers_converter,
+    frame_times,
+    given,
+    has,
+    if_there,
+    only_parts,
+    size,
+)
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
@@ -26,9 +39,11 @@ def _recognise(shapes):
 def _variant(shapes):
     """What other models of this kind have beside its parts."""
     variants = {"Wan Camera": "control_adapter.conv.weight",
-                "Wan Fun-Control with a reference picture": "ref_conv.weight", "Wan with audio (HuMo, MultiTalk)": "audio_proj.",
+                "Wan Fun-Control with a reference picture": "ref_conv.weight",
+                "Wan with audio (HuMo, MultiTalk)": "audio_proj.",
                 "Wan 2.2 S2V": "casual_audio_encoder.encoder.final_linear.weight",
-                "Wan 2.2 Animate": "face_adapter.fuser_blocks.0.k_norm.weight", "Wan SCAIL-2": "patch_embedding_mask.weight",
+                "Wan 2.2 Animate": "face_adapter.fuser_blocks.0.k_norm.weight",
+                "Wan SCAIL-2": "patch_embedding_mask.weight",
                 "Wan SCAIL": "patch_embedding_pose.weight", "WanDancer": "patch_embedding_global.weight"}
     return next((f"of the variant {name}" for name, tensor in variants.items() if has(tensor)(shapes)), None)
 
@@ -40,12 +55,13 @@ def _convert(tensors, config):
 
 
 def _amend(model, config):
-    """What diffusers computes otherwise: times are rounded to the type of the weights and embedded for each token, text is taken to
-    have 512 tokens.
+    """What diffusers computes otherwise: times are rounded to the type of the weights and embedded for each token, text
+    is taken to have 512 tokens.
     """
     embedder, sines, frame_sizes, num_vision_tokens = model.condition_embedder, [], [], ContextVar("num_vision_tokens")
     make_sines, embed, condition = embedder.timesteps_proj.forward, embedder.time_embedder.forward, embedder.forward
-    model.patch_embedding.register_forward_hook(lambda module, args, tokens: frame_sizes.append(tokens.shape[3] * tokens.shape[4]))
+    model.patch_embedding.register_forward_hook(
+        lambda module, args, tokens: frame_sizes.append(tokens.shape[3] * tokens.shape[4]))
 
     def remember(timestep):
         sines[:] = [make_sines(timestep)]
@@ -70,7 +86,8 @@ def _amend(model, config):
 
 
 def _with_places(embedder):
-    """Of a first and a last picture: as many places as there are tokens, and tokens beyond the last place are left out."""
+    """Of a first and a last picture: as many places as there are tokens,
+    and tokens beyond the last place are left out."""
     def embedded(vision):
         places = embedder.pos_embed
         return embedder.norm2(embedder.ff(embedder.norm1(vision[:, :places.shape[1]] + places[:, :vision.shape[1]])))
@@ -85,8 +102,10 @@ def _vision_and_text(attn, num_vision_tokens):
     def attend(hidden_states, context, *others):
         count = num_vision_tokens.get()
         vision, text = context.split([count, context.shape[1] - count], 1) if count else (context, context)
-        query, key, vision_key = attn.to_q(hidden_states), attn.to_k(text), attn.add_k_proj(vision)        # all, then their norms
-        query, key, vision_key = heads(attn.norm_q(query)), heads(attn.norm_k(key)), heads(attn.norm_added_k(vision_key))
+        # all, then their norms
+        query, key, vision_key = attn.to_q(hidden_states), attn.to_k(text), attn.add_k_proj(vision)
+        query, key, vision_key = heads(attn.norm_q(query)), heads(attn.norm_k(key)), heads(
+            attn.norm_added_k(vision_key))
         of_text = F.scaled_dot_product_attention(query, key, heads(attn.to_v(text)))
         of_vision = F.scaled_dot_product_attention(query, vision_key, heads(attn.add_v_proj(vision)))
         return attn.to_out[0]((of_text + of_vision).transpose(1, 2).flatten(2))
@@ -98,11 +117,13 @@ WAN = Family(
     recognise=_recognise,
     refusals=(_variant, only_parts(PARTS)),
     config=config_of(
-        patch_size=LATENT.patch, in_channels=size("patch_embedding.weight", 1), out_channels=size("head.head.weight", 0, 4),
+        patch_size=LATENT.patch, in_channels=size("patch_embedding.weight", 1),
+        out_channels=size("head.head.weight", 0, 4),
         num_attention_heads=size("patch_embedding.weight", 0, 128), attention_head_dim=128,
         text_dim=size("text_embedding.0.weight", 1), freq_dim=size("time_embedding.0.weight", 1),
-        ffn_dim=size("blocks.0.ffn.0.weight", 0), num_layers=blocks("blocks."), cross_attn_norm=has("blocks.0.norm3.weight"),
-        image_dim=if_there("img_emb.proj.1.weight", 1), added_kv_proj_dim=if_there("blocks.0.cross_attn.k_img.weight", 1),
+        ffn_dim=size("blocks.0.ffn.0.weight", 0), num_layers=blocks("blocks."),
+        cross_attn_norm=has("blocks.0.norm3.weight"), image_dim=if_there("img_emb.proj.1.weight", 1),
+        added_kv_proj_dim=if_there("blocks.0.cross_attn.k_img.weight", 1),
         pos_embed_seq_len=if_there("img_emb.emb_pos", 1)),
     convert=_convert, latent=LATENT,
     pixels=lambda config: (4, 16, 16) if config["out_channels"] == 48 else (4, 8, 8),
@@ -116,10 +137,12 @@ WAN = Family(
         tokens={"rotary_emb": TABLE, "temb": TIMES}, positions={"rope": Cut(TABLE)},
         once_outside={"condition_embedder.text_embedder": "run"}),
     tiny=Tiny(
-        {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 7, "out_channels": 4,
+        {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 7,
+         "out_channels": 4,
          "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "image_dim": 20, "added_kv_proj_dim": 48,
          "pos_embed_seq_len": 6},
         "comfy.ldm.wan.model:WanModel",
-        {"model_type": "t2v", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096, "out_dim": 16, "num_heads": 2,
+        {"model_type": "t2v", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096,
+         "out_dim": 16, "num_heads": 2,
          "num_layers": 3, "text_len": 512}, more={"model_type": "i2v", "flf_pos_embed_token_number": 8}),
 )

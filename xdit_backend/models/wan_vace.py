@@ -1,7 +1,8 @@
-"""Wan VACE: Wan with a second state for each token, made of a control video, which some blocks have a block of their own for.
+"""Wan VACE: Wan with a second state for each token, made of a control video, which some blocks have a block of their
+own for.
 
-diffusers evaluates those first and for all tokens. Here both states travel side by side through the blocks, as one twice as wide, so
-that every method applies; results are the same.
+diffusers evaluates those first and for all tokens. Here both states travel side by side through the blocks, as one
+twice as wide, so that every method applies; results are the same.
 """
 
 import dataclasses
@@ -27,13 +28,13 @@ def _latent(asked):
     """The latent, and its part of the control video as more channels."""
     latent, control = asked.latent, asked.conditioning["vace_context"][:, 0]
     if any(side % 2 for side in latent.shape[3:]):
-        raise ConfigError(f"Wan VACE takes latents of even sides, and this one is of {latent.shape[3]} x {latent.shape[4]}. Use a width "
-                          f"and a height that are multiples of 16 pixels.")
+        raise ConfigError(f"Wan VACE takes latents of even sides, and this one is of {latent.shape[3]} x "
+                          f"{latent.shape[4]}. Use a width and a height that are multiples of 16 pixels.")
     if asked.patch is not None:
         control = control.narrow(asked.patch.dim, asked.patch.start, latent.shape[asked.patch.dim])
     if control.shape[2:] != latent.shape[2:]:
-        raise ConfigError(f"The control video is a latent of {tuple(control.shape[2:])} frames, rows and columns, and the latent has "
-                          f"{tuple(latent.shape[2:])}. Use the latent that WanVaceToVideo gives.")
+        raise ConfigError(f"The control video is a latent of {tuple(control.shape[2:])} frames, rows and columns, and "
+                          f"the latent has {tuple(latent.shape[2:])}. Use the latent that WanVaceToVideo gives.")
     return torch.cat([latent, control.expand(len(latent), *control.shape[1:])], 1)
 
 
@@ -80,7 +81,8 @@ def _amend(model, config):
     of_block = dict(zip(config["vace_layers"], model.vace_blocks))
     for index, block in enumerate(model.blocks):
         block.forward = block_forward(block, of_block.get(index))
-        if index in of_block:                                  # not as a module of the block: it has its own place in the model
+        # not as a module of the block: it has its own place in the model
+        if index in of_block:
             object.__setattr__(block, "vace_attn1", of_block[index].attn1)
 
 
@@ -88,19 +90,23 @@ WAN_VACE = dataclasses.replace(
     WAN, name="Wan VACE", title="Wan VACE (2.1, 2.2)", transformer="WanVACETransformer3DModel",
     recognise=has("vace_patch_embedding.weight", "vace_blocks.0.before_proj.weight", "head.modulation"),
     refusals=(only_parts(PARTS | {"vace_patch_embedding", "vace_blocks"}),),
-    config=config_of(**WAN.config.rules, vace_layers=_layers, vace_in_channels=size("vace_patch_embedding.weight", 1)),  # type: ignore[attr-defined]
+    config=config_of(**WAN.config.rules, vace_layers=_layers,
+                     vace_in_channels=size("vace_patch_embedding.weight", 1)),
     amend=_amend, unrounded=("patch_embedding", "vace_patch_embedding"), beyond=_several,
-    conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None}, ignored=("clip_fea", "reference_latent"),
+    conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None},
+    ignored=("clip_fea", "reference_latent"),
     arguments={**{name: rule for name, rule in WAN.arguments.items() if name != "encoder_hidden_states_image"},
                "hidden_states": _latent, "vace_strength": _strength},
-    plan=dataclasses.replace(WAN.plan, attention={"attn1": ("image",), "vace_attn1": ("image",)}, beside=("vace_blocks",),
-                             unsplit=("proj_in", "proj_out"),
-                             blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None),)),         # a block here is two of ComfyUI's
+    plan=dataclasses.replace(WAN.plan, attention={"attn1": ("image",), "vace_attn1": ("image",)},
+                             beside=("vace_blocks",), unsplit=("proj_in", "proj_out"),
+                             # a block here is two of ComfyUI's
+                             blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None),)),
     width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],
     tiny=Tiny(
-        {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
+        {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4,
+         "out_channels": 4,
          "text_dim": 24, "freq_dim": 256, "ffn_dim": 32, "num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 6},
         "comfy.ldm.wan.model:VaceWanModel",
-        {"model_type": "vace", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096, "out_dim": 16, "num_heads": 2,
-         "num_layers": 4, "text_len": 512, "vace_layers": 2, "vace_in_dim": 96}),
+        {"model_type": "vace", "in_dim": 16, "dim": 256, "ffn_dim": 512, "freq_dim": 256, "text_dim": 4096,
+         "out_dim": 16, "num_heads": 2, "num_layers": 4, "text_len": 512, "vace_layers": 2, "vace_in_dim": 96}),
 )

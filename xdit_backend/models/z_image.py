@@ -1,8 +1,20 @@
-"""Z-Image and its turbo: picture refined alone, text alone, then one sequence of both; each is padded to whole groups of tokens."""
+"""Z-Image and its turbo: picture refined alone, text alone, then one sequence of both;
+each is padded to whole groups of tokens."""
 
 import torch
 
-from ..vocabulary.describe import Whole, because, blocks, config_of, given, has, needs_diffusers, size, timestep, type_of_arithmetic
+from ..vocabulary.describe import (
+    Whole,
+    because,
+    blocks,
+    config_of,
+    given,
+    has,
+    needs_diffusers,
+    size,
+    timestep,
+    type_of_arithmetic,
+)
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
@@ -11,16 +23,20 @@ LATENT, GROUP, PICTURE, ALL = Whole((2, 2)), 32, ("image", "pad"), ("image", "pa
 HEAD_SIZE = size("layers.0.attention.q_norm.weight", 0)
 
 KEYS = table(
-    (r"^norm_final\.", None), (r"^(x_embedder|final_layer)\.", r"all_\1.2-1."), (r"\.attention\.([qk])_norm\.", r".attention.norm_\1."),
+    (r"^norm_final\.", None), (r"^(x_embedder|final_layer)\.", r"all_\1.2-1."),
+    (r"\.attention\.([qk])_norm\.", r".attention.norm_\1."),
     (r"\.attention\.qkv\.", (".attention.to_q.", ".attention.to_k.", ".attention.to_v."), (1, 1, 1)),
     (r"\.attention\.out\.", ".attention.to_out.0."))
 
 def _amend(model, config):
-    """A patch has its rows' positions, and the whole latent's padding; times are embedded as wide as the file has it."""
-    forward, pad, place, dtype, embedder = model.forward, model._pad_with_ids, [], type_of_arithmetic(model), model.t_embedder
+    """A patch has its rows' positions, and the whole latent's padding;
+    times are embedded as wide as the file has it."""
+    forward, pad, place, dtype, embedder = model.forward, model._pad_with_ids, [], type_of_arithmetic(
+        model), model.t_embedder
     if config.get("_time_width") not in (None, model.t_embedder.mlp[0].out_features):
         first, activation, last = model.t_embedder.mlp
-        model.t_embedder.mlp = torch.nn.Sequential(torch.nn.Linear(first.in_features, config["_time_width"]), activation,
+        model.t_embedder.mlp = torch.nn.Sequential(torch.nn.Linear(first.in_features, config["_time_width"]),
+                                                   activation,
                                                    torch.nn.Linear(config["_time_width"], last.out_features))
 
     def placed(*, first_row, num_pads, **inputs):
@@ -37,7 +53,8 @@ def _amend(model, config):
         return features, torch.cat([ids, ids.new_zeros(num_pads, 3)]), is_pad, len(features), None
     model.forward, model._pad_with_ids = placed, padded
     # of the type of the arithmetic: diffusers rounds to that which weights are held in
-    embedder.forward = lambda time: embedder.mlp(embedder.timestep_embedding(time, embedder.frequency_embedding_size).to(dtype()))
+    embedder.forward = lambda time: embedder.mlp(
+        embedder.timestep_embedding(time, embedder.frequency_embedding_size).to(dtype()))
 
 
 def _first_row(asked):
@@ -56,8 +73,10 @@ Z_IMAGE = Family(
               because("it works on pixels instead of latents", has("dec_net."))),
     config=config_of(
         in_channels=size("x_embedder.weight", 1, 4), dim=size("x_embedder.weight", 0), n_layers=blocks("layers."),
-        n_refiner_layers=blocks("noise_refiner."), n_heads=lambda shapes: shapes["x_embedder.weight"][0] // HEAD_SIZE(shapes),
-        n_kv_heads=lambda shapes: shapes["x_embedder.weight"][0] // HEAD_SIZE(shapes), cap_feat_dim=size("cap_embedder.1.weight", 1),
+        n_refiner_layers=blocks("noise_refiner."),
+        n_heads=lambda shapes: shapes["x_embedder.weight"][0] // HEAD_SIZE(shapes),
+        n_kv_heads=lambda shapes: shapes["x_embedder.weight"][0] // HEAD_SIZE(shapes),
+        cap_feat_dim=size("cap_embedder.1.weight", 1),
         axes_dims=lambda shapes: [HEAD_SIZE(shapes) // 4, HEAD_SIZE(shapes) * 3 // 8, HEAD_SIZE(shapes) * 3 // 8],
         axes_lens=[8192, 4096, 4096], _time_width=size("t_embedder.mlp.0.weight", 0)),
     convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, amend=_amend, by_tensors=("axes_lens",), multiple=GROUP,
@@ -65,18 +84,22 @@ Z_IMAGE = Family(
     conditioning={"context": "cap_feat_dim"}, ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     lengths={"text": lambda conditioning: -(-conditioning["context"].shape[1] // GROUP) * GROUP},
     arguments={"x": lambda asked: list(LATENT(asked).unsqueeze(2)), "t": timestep(-1, 1),
-               "cap_feats": lambda asked: list(given("context")(asked)), "first_row": _first_row, "num_pads": _num_pads},
+               "cap_feats": lambda asked: list(given("context")(asked)), "first_row": _first_row,
+               "num_pads": _num_pads},
     plan=ModelPlan(
-        blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURE,), streams={"x": PICTURE},
+        blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURE,),
+                          streams={"x": PICTURE},
                           attention={"attention": PICTURE}, tokens={"freqs_cis": TokenArgument(1, PICTURE)}),
                 BlockList("layers", "layers.", "n_layers", returns=(ALL,))),
         streams={"x": ALL}, attention={"attention": ALL}, tokens={"freqs_cis": TokenArgument(1, ALL)},
         once={"adaLN_modulation": "step"}, once_outside={"cap_embedder": "run", "context_refiner": "run"}),
     tiny=Tiny(
-        {"in_channels": 4, "dim": 48, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4, "n_kv_heads": 4, "cap_feat_dim": 24,
-         "axes_dims": [4, 4, 4], "axes_lens": [512, 128, 128]},
+        {"in_channels": 4, "dim": 48, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4, "n_kv_heads": 4,
+         "cap_feat_dim": 24, "axes_dims": [4, 4, 4], "axes_lens": [512, 128, 128]},
         "comfy.ldm.lumina.model:NextDiT",
-        {"in_channels": 16, "dim": 384, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4, "cap_feat_dim": 48,
-         "axes_dims": [24, 36, 36], "axes_lens": [1536, 512, 512], "qk_norm": True, "rope_theta": 256.0, "ffn_dim_multiplier": 8 / 3,
+        {"in_channels": 16, "dim": 384, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4,
+         "cap_feat_dim": 48,
+         "axes_dims": [24, 36, 36], "axes_lens": [1536, 512, 512], "qk_norm": True, "rope_theta": 256.0,
+         "ffn_dim_multiplier": 8 / 3,
          "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32}, detected="ZImage"),
 )

@@ -1,1 +1,2 @@
-"""The parallel methods, one file each: USP (Ulysses and Ring), PipeFusion, tensor, displaced patches, NAG, the VAE by rows."""
+"""The parallel methods, one file each: USP (Ulysses and Ring), PipeFusion, tensor, displaced patches, NAG,
+the VAE by rows."""

@@ -1,4 +1,5 @@
-"""Displaced patch parallelism (DistriFusion, arXiv 2402.19481): each rank has its part of the image, and the others' from the last call.
+"""Displaced patch parallelism (DistriFusion, arXiv 2402.19481): each rank has its part of the image, and the others'
+from the last call.
 
 hooks/unet.py puts it into U-Nets, hooks/transformer.py into transformers. docs/algorithms.md section 9.
 
@@ -27,7 +28,8 @@ class StaleSplit(RowSplit):
         return self.exchange.rank
 
     def around(self, x, kernel, stride, padding):
-        """The rows that this rank's part of a convolution reads, with `padding` rows of zeros beyond the image, in one copy.
+        """The rows that this rank's part of a convolution reads, with `padding` rows of zeros beyond the image, in one
+        copy.
 
         x: (B, C, H, W), this rank's rows. A rank tells all others the rows that any of them reads.
         """
@@ -37,17 +39,20 @@ class StaleSplit(RowSplit):
         told = torch.cat([x[:, :, first:end] for first, end in runs], 2)
         known = self.exchange.share(self.key, told, shapes)
         known[self.rank] = x
-        return torch.cat([zeros if rank is None else known[rank][:, :, first:end] for rank, first, end, zeros in pieces], 2)
+        return torch.cat([zeros if rank is None else known[rank][:, :, first:end]
+                          for rank, first, end, zeros in pieces], 2)
 
     def _reading(self, x, kernel, stride, padding):
         """(runs of this rank's rows that others read, shapes of what each rank tells, pieces of what this rank reads).
 
-        A piece: (rank, first and end of the rows of what it tells; of x for this rank, None), or (None, 0, 0, rows of zeros).
+        A piece: (rank, first and end of the rows of what it tells; of x for this rank, None), or (None, 0, 0, rows of
+        zeros).
         """
         held, own, edges = list(zip(self.starts, self.starts[1:])), self.rank, Padding(padding, padding)
         firsts = output_starts(self.starts, kernel, stride, edges)
         reads = [input_rows(first, end, self.num_rows, kernel, stride, edges) for first, end in zip(firsts, firsts[1:])]
-        lent = [sorted({row for other, (_, low, high, _) in enumerate(reads) if other != rank for row in range(*overlap(low, high, *rows))})
+        lent = [sorted({row for other, (_, low, high, _) in enumerate(reads) if other != rank
+                        for row in range(*overlap(low, high, *rows))})
                 for rank, rows in enumerate(held)]
         above, low, high, below = reads[own]
         pieces = []
@@ -58,7 +63,8 @@ class StaleSplit(RowSplit):
                 pieces.append((rank, first - start, end - start, None))
         zeros = [x.new_zeros(_with_size(x.shape, 2, count)) for count in (above, below)]
         pieces = [(None, 0, 0, zeros[0])] * bool(above) + pieces + [(None, 0, 0, zeros[1])] * bool(below)
-        return _runs([row - self.start for row in lent[own]]), [_with_size(x.shape, 2, len(rows)) for rows in lent], pieces
+        return _runs([row - self.start for row in lent[own]]), [
+            _with_size(x.shape, 2, len(rows)) for rows in lent], pieces
 
     def shares(self, like):
         """As RowSplit's, of all layers of a level: CUDA waits for such a copy."""
@@ -96,7 +102,8 @@ class StaleSplit(RowSplit):
 def image_moments(known, shares):
     """Mean and biased variance of the whole image, (2, B, G) or, of several norms, (2, L, B, G).
 
-    known: (ranks, 2, B, G) or (ranks, L, 2, B, G), of each rank's rows. shares: part of the rows of each rank, (ranks,) or (ranks, L).
+    known: (ranks, 2, B, G) or (ranks, L, 2, B, G), of each rank's rows. shares: part of the rows of each rank, (ranks,)
+    or (ranks, L).
     """
     means, variances = known.unbind(-3)
     weights = shares[..., None, None]
@@ -118,8 +125,8 @@ def corrected_moments(fresh, difference, mean_before, offset):
     """Mean and biased variance of the whole image, each (B, G), with what has changed of this rank's rows.
 
     fresh: (2, B, G), mean and variance of this rank's rows now. The others: of correction_of.
-    The paper (section 4.3) adds this rank's change of E[x] and of E[x^2] to the stale ones of the image. Here without taking
-    one large number from another: with stale E, V of the image and m, v of this rank's rows,
+    The paper (section 4.3) adds this rank's change of E[x] and of E[x^2] to the stale ones of the image. Here without
+    taking one large number from another: with stale E, V of the image and m, v of this rank's rows,
     V + v' - v + 2 (m' - m) (m - E). Where that is negative, the rank's own v' stands.
     """
     own_mean, own_variance = fresh.unbind()
@@ -129,11 +136,12 @@ def corrected_moments(fresh, difference, mean_before, offset):
 
 
 def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, mask=None, key_sizes=None):
-    """Attention of this rank's queries to keys and values of all ranks: of now within its own part, else as the exchange has them.
+    """Attention of this rank's queries to keys and values of all ranks: of now within its own part, else as the
+    exchange has them.
 
-    Ulysses and Ring share out a rank's part of the tokens further; its keys and values are replicated along the ring axis, which
-    then tells all of them. sizes: T of every sequence rank; key_sizes: of keys and values, where they are others. key: (block, name and
-    number of the attention).
+    Ulysses and Ring share out a rank's part of the tokens further; its keys and values are replicated along the ring
+    axis, which then tells all of them. sizes: T of every sequence rank; key_sizes: of keys and values, where they are
+    others. key: (block, name and number of the attention).
     attention(q, k, v, attn_mask): plain attention. mask: (B, 1, 1, T of all ranks). Returns like q.
     """
     mesh, traffic, exchange = context.mesh, context.traffic, context.exchange
@@ -149,8 +157,8 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, 
 
 
 def keys_and_values(k_BNTH, v_BNTH, sizes, exchange, key):
-    """Keys and values of all ranks, which have `sizes` tokens: this rank's as they are given, the others' as the exchange has them or
-    foretells them."""
+    """Keys and values of all ranks, which have `sizes` tokens: this rank's as they are given, the others' as the
+    exchange has them or foretells them."""
     shapes = [(2, *_with_size(k_BNTH.shape, 2, size)) for size in sizes]
     known = exchange.share(key, (k_BNTH, v_BNTH), shapes, drifts=True)
     before, after = known[:exchange.rank], known[exchange.rank + 1:]
@@ -159,7 +167,8 @@ def keys_and_values(k_BNTH, v_BNTH, sizes, exchange, key):
 
 
 def _runs(rows):
-    """Rows, which are in order, as (first, end) of those that follow one another; one that is empty where there are none.
+    """Rows, which are in order, as (first, end) of those that follow one another; one that is empty where there are
+    none.
 
     Where they are is said in numbers, not in a tensor, which CUDA would wait for.
     """

@@ -1,4 +1,5 @@
-"""What attention keeps of other patches, for PipeFusion: keys and values of the last step, on the device or in host memory.
+"""What attention keeps of other patches, for PipeFusion: keys and values of the last step, on the device or in host
+memory.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -12,15 +13,18 @@ import torch
 
 from ..distributed.exchange import forecast_weight
 
-TO_TOKEN_MAJOR, FROM_TOKEN_MAJOR = (1, 3, 0, 2, 4), (2, 0, 3, 1, 4)        # (K, B, N, T, H) -> (B, T, K, N, H), and back
+# (K, B, N, T, H) -> (B, T, K, N, H), and back
+TO_TOKEN_MAJOR, FROM_TOKEN_MAJOR = (1, 3, 0, 2, 4), (2, 0, 3, 1, 4)
 PAGE_BYTES = 2 ** 16           # what the system may pin is whole pages; of no system are they larger
 
 
 @dataclass
 class Kept:
-    """Keys and values of all tokens of one attention: text and the like first, then the image. The first `num_filled` are valid."""
+    """Keys and values of all tokens of one attention: text and the like first, then the image.
+    The first `num_filled` are valid."""
 
-    both_KBNTH: torch.Tensor               # K: 0 keys, 1 values. On the device, or in host memory where they are offloaded
+    # K: 0 keys, 1 values. On the device, or in host memory where they are offloaded
+    both_KBNTH: torch.Tensor
     num_text: int
     num_filled: int = 0
     time: float = math.nan                 # of the call that they are of, or that is filling them
@@ -29,13 +33,14 @@ class Kept:
 
     @property
     def num_bytes(self):
-        return sum(both.numel() * both.element_size() for both in (self.both_KBNTH, self.before_KBNTH) if both is not None)
+        return sum(both.numel() * both.element_size() for both in (self.both_KBNTH, self.before_KBNTH)
+                   if both is not None)
 
     def turn(self, time, strength, room_for):
         """Let `both` and `before` change places as another call begins, so that `both` is for the new call's.
 
-        Returns the weight w with which `both` + w (`before` - `both`), of what they hold now, is the new call's forecast; 1.0
-        where there is no slope yet; None where nothing has turned: a call at the same time overwrites.
+        Returns the weight w with which `both` + w (`before` - `both`), of what they hold now, is the new call's
+        forecast; 1.0 where there is no slope yet; None where nothing has turned: a call at the same time overwrites.
         room_for(shape, like): memory.
         """
         if time == self.time or self.num_filled < self.both_KBNTH.shape[3]:
@@ -54,9 +59,10 @@ class Kept:
 class Offload:
     """Keeps keys and values in host memory; the device holds those of the attention at hand and, arriving, of the next.
 
-    Attentions come in the same order in every forward, so the next one is known. Host memory is pinned where there is CUDA, until
-    close(), and transfers run on a stream of their own, in order. Both sides are token-major, (B, T, K, N, H) in memory: any tokens of an
-    image are in one piece, which is what an asynchronous copy needs. What attention sees are views of it as (K, B, N, T, H).
+    Attentions come in the same order in every forward, so the next one is known. Host memory is pinned where there is
+    CUDA, until close(), and transfers run on a stream of their own, in order. Both sides are token-major, (B, T, K, N,
+    H) in memory: any tokens of an image are in one piece, which is what an asynchronous copy needs. What attention sees
+    are views of it as (K, B, N, T, H).
     """
 
     def __init__(self, device):
@@ -104,9 +110,10 @@ class Offload:
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr() + start, size, 0))
         if code:
             pinned_bytes = sum(own.numel() for _, own in self._pinned)
-            raise RuntimeError(f"CUDA error: offload_keys_values has {pinned_bytes / 1e9:.3g} GB of host memory pinned, and the "
-                               f"system gives no {num_bytes / 1e9:.3g} GB more (cudaHostRegister: {code}). Free host memory, use "
-                               f"fewer pixels or frames, or turn offload_keys_values off.")
+            raise RuntimeError(f"CUDA error: offload_keys_values has {pinned_bytes / 1e9:.3g} GB of host memory "
+                               f"pinned, and the system gives no {num_bytes / 1e9:.3g} GB more (cudaHostRegister: "
+                               f"{code}). Free host memory, use fewer pixels or frames, or turn offload_keys_values "
+                               f"off.")
         self._pinned.append((memory.data_ptr() + start, memory))
         return memory[start:start + num_bytes]
 
@@ -117,13 +124,15 @@ class Offload:
             here, arrived = self._fetch(entry, self._next_buffer(entry))
         if arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(arrived)
-        self._arriving = (following, *self._fetch(following, self._next_buffer(following))) if following is not entry else None
+        self._arriving = ((following, *self._fetch(following, self._next_buffer(following))) if following is not entry
+                          else None)
         return here
 
     def room(self, entry):
         """A place on the device for the entry's keys and values, all of which are about to be made anew."""
         self._arriving = None                                  # it would be what they were before
-        self._wait_for_copies()                                # what this place held may still be on its way to host memory
+        # what this place held may still be on its way to host memory
+        self._wait_for_copies()
         return self._next_buffer(entry)
 
     def forecast(self, entry, here, weight):
@@ -135,7 +144,8 @@ class Offload:
             torch.lerp(older, here, weight, out=here)
 
     def keep(self, entry, here, rows, slots):
-        """Start copying tokens, which have been changed `here`, to host memory. rows: the images. slots: of tokens, slices."""
+        """Start copying tokens, which have been changed `here`, to host memory. rows: the images.
+        slots: of tokens, slices."""
         with self._copying():
             memory, changed = (both.permute(TO_TOKEN_MAJOR) for both in (entry.both_KBNTH, here))
             for image in range(rows.start, rows.stop):
@@ -183,7 +193,8 @@ class KeyValues:
 
     offload: Offload | None = None
     kept: dict = field(default_factory=dict)           # (block, attention, number of the call) -> Kept
-    once: dict = field(default_factory=dict)           # outputs that are the same for all patches of a step, or of the run
+    # outputs that are the same for all patches of a step, or of the run
+    once: dict = field(default_factory=dict)
 
     @property
     def num_bytes(self):
@@ -191,14 +202,16 @@ class KeyValues:
         return sum(entry.num_bytes for entry in self.kept.values()) if self.offload is None else self.offload.num_bytes
 
     def update(self, key, keys_BNTH, values_BNTH, context, streams):
-        """Overwrite the forward's tokens and return keys and values to attend to: fresh ones of this forward, else stale ones.
+        """Overwrite the forward's tokens and return keys and values to attend to: fresh ones of this forward, else
+        stale ones.
 
         keys, values: (batch of the forward, N, its tokens by sequence rank, H). Tokens that no step has seen yet
         (warmup_steps = 0) are left out, not zero.
         """
         entry = self.kept.get(key) or self._begin(key, keys_BNTH, context, streams)
         here, has_turned = self._ready(key, entry, context)
-        rows, slots = slice(context.first_image, context.first_image + keys_BNTH.shape[0]), _slots(entry, context, streams)
+        rows, slots = slice(context.first_image,
+                            context.first_image + keys_BNTH.shape[0]), _slots(entry, context, streams)
         for place, fresh in zip(here, (keys_BNTH, values_BNTH)):
             for slot, piece in zip(slots, fresh.split([slot.stop - slot.start for slot in slots], 2)):
                 place[rows, :, slot].copy_(piece)
@@ -216,11 +229,13 @@ class KeyValues:
         return here[0][rows, :, :entry.num_filled], here[1][rows, :, :entry.num_filled]
 
     def _ready(self, key, entry, context):
-        """An entry's keys and values on the device, where the forward's are to go, and whether they are turned as another call begins."""
+        """An entry's keys and values on the device, where the forward's are to go,
+        and whether they are turned as another call begins."""
         whole = context.patch is None
         if self.offload is not None:
             here = self.offload.room(entry) if whole else self.offload.take(entry, self._following(key))
-        weight = entry.turn(max(context.step), context.forecast, self._room_for) if context.forecast and context.opens else None
+        weight = (entry.turn(max(context.step), context.forecast, self._room_for) if context.forecast and context.opens
+                  else None)
         if self.offload is None:
             here = entry.both_KBNTH
         if weight is not None and not whole:
@@ -228,7 +243,8 @@ class KeyValues:
         return here, weight is not None
 
     def _forecast(self, entry, here, weight):
-        """Fill an entry that has turned for a call's patches: what no patch has brought yet goes on as it went before."""
+        """Fill an entry that has turned for a call's patches:
+        what no patch has brought yet goes on as it went before."""
         if self.offload is not None:
             self.offload.forecast(entry, here, weight)
         elif weight == 1.0:
@@ -263,4 +279,5 @@ def _slots(entry, context, streams):
     others = [stream for stream in streams if stream != "image"]
     starts = dict(zip(others, itertools.accumulate((context.tokens.held(stream) for stream in others), initial=0)))
     starts["image"] = entry.num_text + context.first_token
-    return [slice(starts[stream] + start, starts[stream] + start + size) for stream, start, size in context.tokens.pieces(streams)]
+    return [slice(starts[stream] + start, starts[stream] + start + size)
+            for stream, start, size in context.tokens.pieces(streams)]

@@ -22,12 +22,14 @@ MAX_SENT = 16                  # messages that are kept for the stage after
 
 
 def patch_attention(q_BNTH, k_BNTH, v_BNTH, context, key, streams, read, attention):
-    """Attention of a forward's queries over all tokens of the image, most of them stale. Every rank of the axes calls it.
+    """Attention of a forward's queries over all tokens of the image, most of them stale. Every rank of the axes calls
+    it.
 
-    Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by an
-    all-gather along the ring axis (docs/algorithms.md section 3). Grouped queries: k and v have fewer heads, and are kept so.
-    key: (block, name and number of the attention). streams: of the queries; read: of keys and values. attention(q, k, v, attn_mask): plain
-    attention. Returns like q.
+    Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by
+    an all-gather along the ring axis (docs/algorithms.md section 3). Grouped queries: k and v have fewer heads, and are
+    kept so.
+    key: (block, name and number of the attention). streams: of the queries; read: of keys and values. attention(q, k,
+    v, attn_mask): plain attention. Returns like q.
     """
     mesh, traffic, sizes, given = context.mesh, context.traffic, context.tokens.sizes(streams), q_BNTH
     key_sizes = None if read == streams else context.tokens.sizes(read)
@@ -46,8 +48,8 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, context, key, streams, read, attenti
 def _kept_pieces(context, streams, num_keys):
     """Where kept keys come from, as Tokens.pieces says it: other streams first, then the image."""
     if "image" in context.masks:
-        raise UnsupportedError("This model masks tokens of its image, which PipeFusion does not support yet. Use cfg_degree, "
-                               "ulysses_degree or ring_degree instead.")
+        raise UnsupportedError("This model masks tokens of its image, which PipeFusion does not support yet. Use "
+                               "cfg_degree, ulysses_degree or ring_degree instead.")
     others = [(stream, 0, context.tokens.held(stream)) for stream in streams if stream != "image"]
     return [*others, ("image", 0, num_keys - sum(size for _, _, size in others))]
 
@@ -56,9 +58,10 @@ class Link:
     """This rank's place in the pipeline: hidden states arrive from the stage before and leave for the stage after.
 
     Each pair of neighbours talks in one direction only, in the order of the host's commands, so a receive can be posted
-    long before its tensor is sent, and the transfer runs beside compute. Of a message that all tensor ranks of a stage have, each sends
-    its part to its like in the stage after, where they put it together. Sent tensors are kept until they are gone; gloo tells
-    that only to those who wait, so the sender waits for what it sent MAX_SENT messages ago, which has long arrived.
+    long before its tensor is sent, and the transfer runs beside compute. Of a message that all tensor ranks of a stage
+    have, each sends its part to its like in the stage after, where they put it together. Sent tensors are kept until
+    they are gone; gloo tells that only to those who wait, so the sender waits for what it sent MAX_SENT messages ago,
+    which has long arrived.
     """
 
     def __init__(self, mesh, device):
@@ -74,7 +77,8 @@ class Link:
     def post_receive(self, num_elements, dtype):
         """Make room for the next message of the stage before. Returns a handle for `receive`."""
         sizes = shard_sizes(num_elements, self._mesh.degrees["tensor"])
-        buffer = torch.empty(sizes[self._mesh.ranks["tensor"]], dtype=dtype, device=self._device if self._on_nccl else "cpu")
+        buffer = torch.empty(sizes[self._mesh.ranks["tensor"]], dtype=dtype,
+                             device=self._device if self._on_nccl else "cpu")
         self.num_posted += 1
         return buffer, dist.irecv(buffer, self._before, group=self._before_group), sizes
 
@@ -91,7 +95,8 @@ class Link:
         return buffer if len(sizes) == 1 else all_gather(buffer, sizes, 0, self._mesh.tensor_group, traffic)
 
     def send(self, message, traffic):
-        """Start sending to the stage after, and let go of what has arrived there. Raises XDiTError if that stage takes nothing."""
+        """Start sending to the stage after, and let go of what has arrived there.
+        Raises XDiTError if that stage takes nothing."""
         sizes = shard_sizes(message.numel(), self._mesh.degrees["tensor"])
         message = on_wire(message.split(sizes)[self._mesh.ranks["tensor"]], self._after_group)
         traffic.count(message.numel(), message)
@@ -104,7 +109,8 @@ class Link:
         self.num_sent += 1
 
     def _wait(self, work, otherwise):
-        if self._on_nccl:                                      # the stream waits; with a time-out this process would, and poll
+        # the stream waits; with a time-out this process would, and poll
+        if self._on_nccl:
             work.wait()
             return
         try:

@@ -1,6 +1,7 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): what the ranks' shares of layers give, put together.
 
-Placed by the hooks on a model that holds a rank's share of its weights (checkpoints/shares.py). docs/algorithms.md section 10.
+Placed by the hooks on a model that holds a rank's share of its weights (checkpoints/shares.py). docs/algorithms.md
+section 10.
 """
 
 import collections
@@ -11,14 +12,18 @@ import torch
 from ..distributed.collectives import all_gather, start_all_reduce
 from ..partition import summed_modules
 
-PROJECTED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_q": "add_q_proj", "norm_added_k": "add_k_proj", "q_rms_norm": "to_q",
-             "k_rms_norm": "to_k", "q_rms_norm_t": "to_q_t", "k_rms_norm_t": "to_k_t"}         # norm of an attention -> what it norms
+PROJECTED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_q": "add_q_proj", "norm_added_k": "add_k_proj",
+             "q_rms_norm": "to_q",
+             # norm of an attention -> what it norms
+             "k_rms_norm": "to_k", "q_rms_norm_t": "to_q_t", "k_rms_norm_t": "to_k_t"}
 
 
 def place_tensor_hooks(model, plan, splits, current):
-    """Have attentions and feed-forwards add up the ranks' results, norms over all heads see all, modulations be put together.
+    """Have attentions and feed-forwards add up the ranks' results, norms over all heads see all, modulations be put
+    together.
 
-    splits: of checkpoints.shares.tensor_splits. current(): the ForwardContext of the forward that runs, whose mesh has the group.
+    splits: of checkpoints.shares.tensor_splits. current(): the ForwardContext of the forward that runs, whose mesh has
+    the group.
     """
     weights = {name.removesuffix(".weight"): split for name, split in splits.items() if name.endswith(".weight")}
     _place_gathered(model, plan, {path: split for path, split in weights.items() if split.how == "gathered"}, current)
@@ -37,7 +42,8 @@ def place_tensor_hooks(model, plan, splits, current):
 
 
 def _summed(forward, only_first, current):
-    """All outputs in one exchange. The first rank alone has the biases. only_first: the last block's text is not projected, nor used."""
+    """All outputs in one exchange. The first rank alone has the biases.
+    only_first: the last block's text is not projected, nor used."""
     @functools.wraps(forward)
     def summed(*args, **kwargs):
         outputs, now = forward(*args, **kwargs), current()
@@ -49,7 +55,8 @@ def _summed(forward, only_first, current):
 
 
 def _sums(tensors, now):
-    """Of the ranks' tensors. While they travel, another forward computes, where there is one that takes turns with this one."""
+    """Of the ranks' tensors. While they travel, another forward computes,
+    where there is one that takes turns with this one."""
     wait = start_all_reduce(tensors, now.mesh.tensor_group, now.traffic)
     now.meanwhile()
     return wait()
@@ -71,9 +78,11 @@ def _of_own_heads(forward, names, current):
 
 
 def _place_gathered(model, plan, splits, current):
-    """Modulations, which see a time or a pooled text, mostly the same ones: the first asks for all that this rank's blocks need, at once.
+    """Modulations, which see a time or a pooled text, mostly the same ones: the first asks for all that this rank's
+    blocks need, at once.
 
-    A layer that turns out to be given something else computes that, in an exchange of its own, and from then on is not asked for ahead.
+    A layer that turns out to be given something else computes that, in an exchange of its own, and from then on is not
+    asked for ahead.
     """
     linears = {path: model.get_submodule(path) for path in splits}
     forwards = {path: linear.forward for path, linear in linears.items()}
@@ -91,7 +100,8 @@ def _place_gathered(model, plan, splits, current):
         degree = now.mesh.degrees["tensor"]
         sizes = [splits[path].sizes(degree) for path in paths]
         own = torch.cat([forwards[path](tensor) for path in paths], -1)
-        joined = all_gather(own, [sum(of_rank) for of_rank in zip(*sizes)], own.ndim - 1, now.mesh.tensor_group, now.traffic)
+        joined = all_gather(own, [sum(of_rank) for of_rank in zip(*sizes)], own.ndim - 1, now.mesh.tensor_group,
+                            now.traffic)
         pieces = joined.split([size for of_rank in zip(*sizes) for size in of_rank], -1)
         return [torch.cat(pieces[index::len(paths)], -1) for index in range(len(paths))]
 
@@ -103,7 +113,8 @@ def _place_gathered(model, plan, splits, current):
             return output
         if output is not None:
             apart.add(path)
-        paths = [path, *(other for other, linear in linears.items() if other not in now.ahead and other not in apart and other != path
+        paths = [path, *(other for other, linear in linears.items() if other not in now.ahead and other not in apart
+                         and other != path
                          and linear.in_features == linears[path].in_features and is_here(other, now))]
         own, *others = outputs(paths, tensor, now)
         now.ahead.update({other: (tensor, known) for other, known in zip(paths[1:], others)})
@@ -129,7 +140,8 @@ def _activated(forward, current):
 
 
 def _place_norms(attention, path, sizes, current):
-    """RMS norms over the heads of all ranks, which add up the squares of theirs: in one exchange for all that has been projected by then.
+    """RMS norms over the heads of all ranks, which add up the squares of theirs: in one exchange for all that has been
+    projected by then.
 
     sizes: {norm: numbers of all ranks}.
     """

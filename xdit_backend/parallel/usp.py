@@ -18,9 +18,10 @@ def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic
     """Attention of this rank's queries over the tokens of all sequence ranks. Every rank of the axes calls it.
 
     q, k, v: (B, N, T of this rank, H), positions already applied; k and v may have fewer heads, one for a group of q's.
-    sizes: T of every sequence rank; they may differ. key_sizes: of keys and values, where they are not the tokens of the queries. mask:
-    (B, 1, 1, T of all ranks), which keys may be attended to, rank after rank. attention: the plain attention to use where no merge is
-    needed. The order of keys is irrelevant, so text and image shards need no rearranging. Returns (B, N, T of this rank, H).
+    sizes: T of every sequence rank; they may differ. key_sizes: of keys and values, where they are not the tokens of
+    the queries. mask: (B, 1, 1, T of all ranks), which keys may be attended to, rank after rank. attention: the plain
+    attention to use where no merge is needed. The order of keys is irrelevant, so text and image shards need no
+    rearranging. Returns (B, N, T of this rank, H).
     """
     if not any(sizes):
         return q_BNTH
@@ -33,7 +34,8 @@ def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic
 
 
 def all_keys(k_BNTH, v_BNTH, sizes, mesh, traffic):
-    """Keys and values of all ring ranks, from what heads_apart gives. sizes: T of every ring x Ulysses rank, of keys."""
+    """Keys and values of all ring ranks, from what heads_apart gives.
+    sizes: T of every ring x Ulysses rank, of keys."""
     if mesh.degrees["ring"] == 1 or not any(sizes):
         return k_BNTH, v_BNTH
     return all_gather(torch.stack([k_BNTH, v_BNTH]), _ring_sizes(sizes, mesh), 3, mesh.ring_group, traffic)
@@ -47,14 +49,15 @@ def _ring_sizes(sizes, mesh):
 def repeat_heads(q_BNTH, k_BNTH, v_BNTH):
     """Grouped-query attention: repeat the key heads, of which one serves several query heads."""
     repeats = q_BNTH.shape[1] // k_BNTH.shape[1]
-    return (k_BNTH, v_BNTH) if repeats == 1 else (k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1))
+    return ((k_BNTH, v_BNTH) if repeats == 1
+            else (k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)))
 
 
 def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic, mask=None):
     """Attention over keys and values that go round the ring; each transfer runs while the block at hand is computed.
 
-    sizes: number of keys every ring rank starts with, of which some may have none. mask: over all of them, rank after rank, known to every
-    rank. Ring Attention, arXiv 2310.01889. Returns like q.
+    sizes: number of keys every ring rank starts with, of which some may have none. mask: over all of them, rank after
+    rank, known to every rank. Ring Attention, arXiv 2310.01889. Returns like q.
     """
     degree, rank = mesh.degrees["ring"], mesh.ranks["ring"]
     masks = [None] * degree if mask is None else mask.split(sizes, 3)
@@ -67,7 +70,8 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic, mask=Non
             exchange = RingExchange(key_value, shape, mesh.ring_group, traffic)
         if q_BNTH.shape[2] and key_value.shape[3]:
             keys_BNTH, values_BNTH = repeat_heads(q_BNTH, key_value[0], key_value[1])
-            block_out, block_lse = attention_with_lse(q_BNTH, keys_BNTH, values_BNTH, scale, masks[(rank - step) % degree])
+            block_out, block_lse = attention_with_lse(q_BNTH, keys_BNTH, values_BNTH, scale,
+                                                      masks[(rank - step) % degree])
             if out is None:
                 out, lse = block_out.to(torch.promote_types(block_out.dtype, torch.float32)), block_lse
             else:
@@ -80,8 +84,9 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic, mask=Non
 def head_shares(num_heads, num_key_heads, mesh):
     """[(query heads, key heads)] of each Ulysses rank, and how often each key head has to be repeated for that.
 
-    Heads are shared out by the ranks' speeds. Where there are fewer key heads than query heads, each goes with its query heads; where
-    ranks would have to share one, or cannot have as many, it is repeated only as often as they need to have their own.
+    Heads are shared out by the ranks' speeds. Where there are fewer key heads than query heads, each goes with its
+    query heads; where ranks would have to share one, or cannot have as many, it is repeated only as often as they need
+    to have their own.
     """
     degree, speeds = mesh.degrees["ulysses"], mesh.ulysses_speeds
     if not speeds:
@@ -95,8 +100,8 @@ def head_shares(num_heads, num_key_heads, mesh):
 def heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes=None):
     """Ulysses all-to-all (arXiv 2309.14509): from all heads of this rank's tokens to its heads of the group's tokens.
 
-    sizes: T of every ring x Ulysses rank; key_sizes: of keys and values, where they are others, which then travel in an exchange of their
-    own. Returns (q, k, v) and the way back for what attention makes of them.
+    sizes: T of every ring x Ulysses rank; key_sizes: of keys and values, where they are others, which then travel in an
+    exchange of their own. Returns (q, k, v) and the way back for what attention makes of them.
     """
     degree = mesh.degrees["ulysses"]
     if degree == 1:
@@ -116,24 +121,29 @@ def heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes=None):
 
 
 def _apart(tensors, sizes, mesh, traffic):
-    """tensors: [((B, N, T of this rank, H), how many heads each rank of the group has)], which travel together. sizes: T of each of it."""
+    """tensors: [((B, N, T of this rank, H), how many heads each rank of the group has)], which travel together.
+    sizes: T of each of it."""
     batch, _, num_tokens, head_size = tensors[0][0].shape
     counts, own = [sum(parts) for parts in zip(*(heads for _, heads in tensors))], mesh.ranks["ulysses"]
     if not any(sizes):
         return [tensor[:, :heads[own]] for tensor, heads in tensors]
     if mesh.ulysses_speeds:
-        send = torch.cat([part for parts in zip(*(tensor.transpose(0, 1).split(heads) for tensor, heads in tensors)) for part in parts])
+        send = torch.cat([part for parts in zip(*(tensor.transpose(0, 1).split(heads) for tensor, heads in tensors))
+                          for part in parts])
     else:
         send = tensors[0][0].new_empty(sum(counts), batch, num_tokens, head_size)
         places = send.unflatten(0, (len(counts), counts[0])).split([heads[0] for _, heads in tensors], 1)
         for place, (tensor, heads) in zip(places, tensors):
-            place.copy_(tensor.unflatten(1, (len(heads), heads[0])).permute(1, 2, 0, 3, 4))        # B D N T H -> D N B T H
-    received = all_to_all(send.split(counts), [(counts[own], batch, size, head_size) for size in sizes], mesh.ulysses_group, traffic, send)
+            # B D N T H -> D N B T H
+            place.copy_(tensor.unflatten(1, (len(heads), heads[0])).permute(1, 2, 0, 3, 4))
+    received = all_to_all(send.split(counts), [(counts[own], batch, size, head_size) for size in sizes],
+                          mesh.ulysses_group, traffic, send)
     return [part.transpose(0, 1) for part in torch.cat(received, 2).split([heads[own] for _, heads in tensors])]
 
 
 def heads_together(out_BNTH, heads, sizes, mesh, traffic):
-    """From this rank's heads of the group's tokens to all heads of its own tokens. heads, sizes: of each rank of the group."""
+    """From this rank's heads of the group's tokens to all heads of its own tokens.
+    heads, sizes: of each rank of the group."""
     batch, _, _, head_size = out_BNTH.shape
     own = sizes[mesh.ranks["ulysses"]]
     shapes = [(batch, count, own, head_size) for count in heads]

@@ -32,7 +32,8 @@ NOT_FOLLOWED = "A padding is not followed by its convolution, so that this VAE c
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank makes of a picture or a latent: `tensor`, which begins at index `start` of dim `dim` (-3, -2 or -1)."""
+    """What one rank makes of a picture or a latent: `tensor`, which begins at index `start` of dim `dim` (-3,
+    -2 or -1)."""
 
     tensor: torch.Tensor
     dim: int = -2
@@ -63,7 +64,8 @@ class Ranks:
         return some
 
     def first(self, count):
-        """The group of the first `count` ranks, on these, and None on the others. Every rank of the world calls it, in one order.
+        """The group of the first `count` ranks, on these, and None on the others. Every rank of the world calls it, in
+        one order.
 
         With NCCL a group is split off the world's communicator, which takes all of its ranks.
         """
@@ -78,24 +80,28 @@ def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convo
                 speeds=()):
     """Decode this rank's rows of a picture. Every rank of `ranks` calls it, with the same whole latent.
 
-    latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H', W'):
-    put together by rank, the shares are vae.decode(latent), as ComfyUI does it (autoencoders/). Rows, columns or
+    latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H',
+    W'): put together by rank, the shares are vae.decode(latent), as ComfyUI does it (autoencoders/). Rows, columns or
     frames are split, see split_dim. Where there are more ranks than rows the last ones have nothing to do and get None.
-    Without ranks, or alone, it decodes the whole picture. block_size: what of its output a convolution computes at once, see
-    conv_rows; None for all. on_convolution(split) is called before each convolution, on all ranks that have rows, with their RowSplit,
-    and may raise on all of them to give up. dim: -3, -2 or -1 to split frames, rows or columns, where the choice is not to be made here.
+    Without ranks, or alone, it decodes the whole picture. block_size: what of its output a convolution computes at
+    once, see conv_rows; None for all. on_convolution(split) is called before each convolution, on all ranks that have
+    rows, with their RowSplit, and may raise on all of them to give up. dim: -3, -2 or -1 to split frames, rows or
+    columns, where the choice is not to be made here.
     speeds: of the ranks, relative, by which they have rows; (): alike.
     Raises UnsupportedError for a VAE that cannot be split exactly.
     """
-    return _in_parts(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, block_size, on_convolution, dim, speeds)
+    return _in_parts(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, block_size, on_convolution, dim,
+                     speeds)
 
 
 @torch.inference_mode()
-def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, on_convolution=None, dim=None, speeds=()):
+def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, on_convolution=None, dim=None,
+                speeds=()):
     """Encode this rank's rows of a picture, like decode_rows: the other way round, from the same whole picture.
 
-    picture: (B, C, H, W) or (B, C, F, H, W) on any device, of which a rank's rows alone are copied to its own; H and W are
-    multiples of `scale`, the pixels along one side of a latent row. Returns the rank's Share of the mean that vae.encode gives.
+    picture: (B, C, H, W) or (B, C, F, H, W) on any device, of which a rank's rows alone are copied to its own; H and W
+    are multiples of `scale`, the pixels along one side of a latent row. Returns the rank's Share of the mean that
+    vae.encode gives.
     """
     assert all(size % scale == 0 for size in picture.shape[-2:]), f"{tuple(picture.shape)} is no multiple of {scale}"
 
@@ -134,7 +140,8 @@ def _in_parts(vae, run, whole, scale, ranks, traffic, block_size, on_convolution
     group = ranks and ranks.first(num_ranks)
     if ranks and group is None:
         return None
-    split = RowSplit.of_sizes(shard_sizes(count, num_ranks, speeds[:num_ranks], least=1), group, traffic or Traffic(), dim)
+    split = RowSplit.of_sizes(shard_sizes(count, num_ranks, speeds[:num_ranks], least=1), group, traffic or Traffic(),
+                              dim)
     if dim == -3:
         return _by_frames(vae, run, whole, split, block_size, on_convolution)
     return _by_rows(vae, run, whole, scale, split, block_size, on_convolution)
@@ -178,11 +185,12 @@ def _by_rows(vae, run, whole, scale, split, block_size, on_convolution):
 
 
 def _by_frames(vae, run, whole, split, block_size, on_convolution):
-    """Decode this rank's frames, all their rows. `split` is of the latent's frames after the first, which is the first rank's.
+    """Decode this rank's frames, all their rows. `split` is of the latent's frames after the first, which is the first
+    rank's.
 
     A video has one frame for the latent's first and some for each further one, and the modules treat what comes first
-    differently. So each rank puts one frame first, at every scale: on the first rank the first, on others the one before
-    their own, which nothing reads and which is left out at the end.
+    differently. So each rank puts one frame first, at every scale: on the first rank the first, on others the one
+    before their own, which nothing reads and which is left out at the end.
     """
     lead = int(split.rank > 0)
     with replaced(F, conv3d=_frame_convolution(split, vae.config.decoder_causal, block_size, on_convolution)):
@@ -212,8 +220,8 @@ def _frame_convolution(split, causal, block_size, on_convolution):
 def _row_functions(split, latent_across, block_size, waiting, on_convolution):
     """What takes the place of torch.nn.functional's functions while rows are decoded or encoded.
 
-    Only one dim is split, and an autoencoder scales both alike: the size of a tensor's other dim tells its scale and with
-    it the rows each rank holds. `waiting` has the padding that a call of pad has left to the convolution after it.
+    Only one dim is split, and an autoencoder scales both alike: the size of a tensor's other dim tells its scale and
+    with it the rows each rank holds. `waiting` has the padding that a call of pad has left to the convolution after it.
     """
     def scaled(x):
         return split.scaled(x.shape[split.other_dim] // latent_across)
@@ -271,7 +279,8 @@ def _row_functions(split, latent_across, block_size, waiting, on_convolution):
 
 
 def _same_images(tensor, other):
-    """Is it the other one, if with its images (of channels, frames) in another order, of which the first is still the first?"""
+    """Is it the other one, if with its images (of channels, frames) in another order,
+    of which the first is still the first?"""
     if tensor is other or tensor.is_meta:
         return True
     # Bytes, since what is not a number is not equal to itself.
@@ -286,7 +295,8 @@ def _with_own_keys(forward, *args, **kwargs):
 
 
 def _linear_attention(split, eps):
-    """What takes the place of the methods of Sana's attention. It has two, for few tokens and for many, of one result."""
+    """What takes the place of the methods of Sana's attention.
+    It has two, for few tokens and for many, of one result."""
     def attend(query, key, value):
         return linear_attention_rows(query, key, value, eps, split)
     return {"apply_linear_attention": attend, "apply_quadratic_attention": attend}

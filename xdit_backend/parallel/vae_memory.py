@@ -29,8 +29,8 @@ class LiveBytes(TorchDispatchMode):
     """While active, counts the memory of the tensors that torch's operators give out, until nothing refers to them.
 
     What existed before is not counted, nor what an operator uses inside. Works on the meta device too, where a whole
-    decode costs a fraction of a second. `peak_bytes` is the most that lived at one time, `largest_row_bytes` what one row
-    (along row_dim) of the largest convolution takes, input and output, `num_convolutions` how many there were.
+    decode costs a fraction of a second. `peak_bytes` is the most that lived at one time, `largest_row_bytes` what one
+    row (along row_dim) of the largest convolution takes, input and output, `num_convolutions` how many there were.
     """
 
     def __init__(self, row_dim=-2):
@@ -94,15 +94,16 @@ class Moved(TorchDispatchMode):
 
 
 def work_of(outline, shape, scale=1):
-    """What there is to do to decode (scale 1) or encode a tensor of this shape: {field of forecast.decoding.Work: number}."""
+    """What there is to do to decode (scale 1) or encode a tensor of this shape: {field of forecast.decoding.Work:
+    number}."""
     given = torch.empty(shape, dtype=outline.dtype, device="meta")
     with FlopCounterMode(display=False) as flops, Moved() as moved:
         if scale == 1:
             decode_rows(outline, given)
         else:
             encode_rows(outline, given, scale)
-    return {"flops": float(flops.get_total_flops()), "moved_bytes": float(moved.moved_bytes), "exchanges": float(moved.exchanges),
-            "halo_bytes": float(moved.halo_bytes)}
+    return {"flops": float(flops.get_total_flops()), "moved_bytes": float(moved.moved_bytes),
+            "exchanges": float(moved.exchanges), "halo_bytes": float(moved.halo_bytes)}
 
 
 @dataclass(frozen=True)
@@ -116,16 +117,18 @@ class Need:
 
 def outline_of(vae):
     """The same autoencoder without bytes."""
-    without_bytes = {id(tensor): type(tensor)(tensor.detach().to("meta"), False) if isinstance(tensor, torch.nn.Parameter)
+    without_bytes = {id(tensor): type(tensor)(tensor.detach().to("meta"), False)
+                     if isinstance(tensor, torch.nn.Parameter)
                      else tensor.to("meta") for tensor in (*vae.parameters(), *vae.buffers())}
     return copy.deepcopy(vae, without_bytes)
 
 
 def need_of(outline, shape, scale, num_ranks, whole=False, speeds=()):
-    """The Need for decoding (scale 1) or encoding a tensor of this shape by this many ranks; runs it on the meta device.
+    """The Need for decoding (scale 1) or encoding a tensor of this shape by this many ranks; runs it on the meta
+    device.
 
-    outline: see outline_of. scale: see encode_rows. whole: with convolutions all at once; else in about eight blocks, of
-    which peak_bytes has one. speeds: as decode_rows has them.
+    outline: see outline_of. scale: see encode_rows. whole: with convolutions all at once; else in about eight blocks,
+    of which peak_bytes has one. speeds: as decode_rows has them.
     """
     shape = list(shape)
     dim = split_dim(outline, shape, scale)
@@ -144,18 +147,19 @@ def need_of(outline, shape, scale, num_ranks, whole=False, speeds=()):
 
 
 class RowPlanner:
-    """Chooses, for one autoencoder, how decode_rows and encode_rows go about a size. Keeps what it has found for a size."""
+    """Chooses, for one autoencoder, how decode_rows and encode_rows go about a size.
+    Keeps what it has found for a size."""
 
     def __init__(self, vae):
         self._outline, self._device, self._needs, self._work = outline_of(vae), vae.device, {}, {}
 
     def plan(self, shape, scale, ranks, free_bytes, speeds=()):
-        """Choose the block_size of decode_rows (scale 1) or encode_rows; returns it, the number of convolutions to come, and the speeds by
-        which rows are shared out: those given, or none where only equal parts fit.
+        """Choose the block_size of decode_rows (scale 1) or encode_rows; returns it, the number of convolutions to
+        come, and the speeds by which rows are shared out: those given, or none where only equal parts fit.
 
-        Every rank calls it with the bytes that it may use, and all get one answer: None where there is room enough to compute
-        convolutions all at once, which is fastest, and else the largest blocks that fit. Raises ConfigError, on every rank,
-        when the busiest rank needs more than the fullest has; it names the number of devices that would do.
+        Every rank calls it with the bytes that it may use, and all get one answer: None where there is room enough to
+        compute convolutions all at once, which is fastest, and else the largest blocks that fit. Raises ConfigError, on
+        every rank, when the busiest rank needs more than the fullest has; it names the number of devices that would do.
         """
         free_bytes = _least(free_bytes, ranks, self._device)
         num_ranks = self.num_working(shape, scale, ranks.count)
@@ -174,12 +178,14 @@ class RowPlanner:
         return max(1, block_bytes // need.row_bytes), need.num_convolutions, speeds
 
     def least_bytes(self, shape, scale, num_ranks):
-        """Bytes that the busiest of these ranks must have free to decode or encode a tensor of this shape: below, `plan` refuses."""
+        """Bytes that the busiest of these ranks must have free to decode or encode a tensor of this shape:
+        below, `plan` refuses."""
         return int(self._need([1, *shape[1:]], scale, self.num_working(shape, scale, num_ranks)).peak_bytes * MARGIN)
 
     def roomy_bytes(self, shape, scale, num_ranks):
         """Bytes with which these ranks need not compute convolutions in blocks."""
-        return int(self._need([1, *shape[1:]], scale, self.num_working(shape, scale, num_ranks), True).peak_bytes * ROOMY)
+        return int(self._need([1, *shape[1:]], scale, self.num_working(shape, scale, num_ranks), True).peak_bytes
+                   * ROOMY)
 
     def work(self, shape, scale):
         """See work_of; of one item of a batch."""
@@ -200,7 +206,8 @@ class RowPlanner:
 
 
 def _does_not_fit(outline, shape, scale, num_ranks, need, free_bytes):
-    what = f"Decoding a latent of {shape[-1]} x {shape[-2]}" if scale == 1 else f"Encoding {shape[-1]} x {shape[-2]} pixels"
+    what = (f"Decoding a latent of {shape[-1]} x {shape[-2]}" if scale == 1
+            else f"Encoding {shape[-1]} x {shape[-2]} pixels")
     frames = f" and {shape[-3]} frames" if len(shape) == 5 else ""
     needed_bytes = need.peak_bytes * MARGIN
     # Memory is a constant and a share of the rows.
@@ -226,7 +233,8 @@ def _least(free_bytes, ranks, device):
 
 
 def free_bytes(device):
-    """Bytes that this process may still use on a device. Of host memory what there is, or is left of a container's limit."""
+    """Bytes that this process may still use on a device.
+    Of host memory what there is, or is left of a container's limit."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -21,7 +21,8 @@ from .messages import decode, encode
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 2 ** 24                                            # of a message; the largest ones name the tensors of a VAE
+# of a message; the largest ones name the tensors of a VAE
+MAX_BYTES = 2 ** 24
 KEY_FILE, ADDRESS_FILE = "key", "address"
 HANDSHAKE_S, PATIENCE_S = 5.0, 60.0
 
@@ -38,7 +39,8 @@ class Channel:
     def send(self, message):
         raw = encode(message)
         if len(raw) > MAX_BYTES:
-            raise XDiTError(f"A {type(message).__name__} of {len(raw)} bytes is more than a connection takes ({MAX_BYTES}).")
+            raise XDiTError(f"A {type(message).__name__} of {len(raw)} bytes is more than a connection takes "
+                            f"({MAX_BYTES}).")
         try:
             with self._lock:
                 self.raw.send_bytes(raw)
@@ -71,7 +73,8 @@ class Channel:
 class Door:
     """The host's end: listens in the group's private folder and lets in who holds the group's key.
 
-    patience_s: how long a Channel of it waits for the rest of a message, or for room to send one; then its other end counts as gone.
+    patience_s: how long a Channel of it waits for the rest of a message, or for room to send one; then its other end
+    counts as gone.
     """
 
     def __init__(self, folder, patience_s=PATIENCE_S):
@@ -121,7 +124,8 @@ def pair(patience_s=PATIENCE_S):
 
 
 def _limit(connected, seconds):
-    """Have the kernel end a read or write on a socket that waits for longer, which then raises BlockingIOError, an OSError."""
+    """Have the kernel end a read or write on a socket that waits for longer, which then raises BlockingIOError,
+    an OSError."""
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))            # a timeval
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, limit)

@@ -1,4 +1,5 @@
-"""Names of devices: torch's own, "cuda:0" or "cpu", of this machine; of another with its name and a slash before it, "other-pc/cuda:0"."""
+"""Names of devices: torch's own, "cuda:0" or "cpu", of this machine;
+of another with its name and a slash before it, "other-pc/cuda:0"."""
 
 MACHINE_NAME = r"[a-z0-9][a-z0-9.-]{0,62}"
 

@@ -1,12 +1,13 @@
-"""How displaced patches may synchronise after the warm-up: DistriFusion's ways (arXiv 2402.19481, section 4). Read on both sides."""
+"""How displaced patches may synchronise after the warm-up: DistriFusion's ways (arXiv 2402.19481, section 4).
+Read on both sides."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Mode:
-    """norms: moments of a group norm are "corrected" stale ones, "stale" ones with the own fresh, exchanged at "once", or the rank's
-    "own"."""
+    """norms: moments of a group norm are "corrected" stale ones, "stale" ones with the own fresh, exchanged at "once",
+    or the rank's "own"."""
 
     norms: str = "corrected"
     is_stale: bool = True
@@ -22,10 +23,11 @@ ROWS_FOR_CORRECTION = 4
 def chosen_for(num_rows):
     """(the mode for a run, why in a person's words).
 
-    num_rows: the fewest that a rank has of a U-Net's smallest images; None: of a transformer, which has no norms over the picture, so
-    that these modes are one. By the figures of docs/measuring.md, "Two larger U-Nets": with four rows the correction is as near to one
-    device as 37 dB, 2 dB behind moments exchanged at once, for which all ranks wait in every norm; with two and with one it is at 31 to
-    33 dB, up to 4 dB behind. Stale moments are behind the correction in all of these.
+    num_rows: the fewest that a rank has of a U-Net's smallest images; None: of a transformer, which has no norms over
+    the picture, so that these modes are one. By the figures of docs/measuring.md, "Two larger U-Nets": with four rows
+    the correction is as near to one device as 37 dB, 2 dB behind moments exchanged at once, for which all ranks wait in
+    every norm; with two and with one it is at 31 to 33 dB, up to 4 dB behind. Stale moments are behind the correction
+    in all of these.
     """
     if num_rows is None:
         return "corrected_async_gn", ""

@@ -48,7 +48,8 @@ class ChangeWeights:
 
 @dataclass(frozen=True, config=STRICT)
 class ReturnWeights:
-    """Give a model the weights of a version that it has left, and keep those it has now as another; "kept" of the answer: was it kept?"""
+    """Give a model the weights of a version that it has left, and keep those it has now as another;
+    "kept" of the answer: was it kept?"""
 
     request: Natural
     name: str
@@ -63,7 +64,8 @@ class ParkModel:
     request: Natural
     name: str
     targets: list[Natural]         # for each rank: bytes of its weights that are to be in host memory alone
-    segments: list[Segment]        # for each part of the model (partition.holders): memory for what has no place there yet
+    # for each part of the model (partition.holders): memory for what has no place there yet
+    segments: list[Segment]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -98,12 +100,15 @@ class Predict:
     layout: Layout
     branches: list[Branch]
     patch: Patch | None = None     # None: the latents are whole
-    keep: bool = False             # keep keys and values for the patches that follow; with displaced_degree, what the ranks tell
+    # keep keys and values for the patches that follow; with displaced_degree, what the ranks tell
+    keep: bool = False
     by_image: bool = False         # send the images of a batch through the stages one after the other
     forecast: Share = 0.0          # how far stale keys and values go on as they went before
-    stale: bool = False            # with displaced_degree: use what the last call with the same conditioning left of other ranks
+    # with displaced_degree: use what the last call with the same conditioning left of other ranks
+    stale: bool = False
     displaced_mode: str = "corrected_async_gn"                 # one of displaced_modes.MODES
-    speeds: tuple[Speed, ...] = ()                          # of each rank, relative, the same for all calls of a run; (): alike
+    # of each rank, relative, the same for all calls of a run; (): alike
+    speeds: tuple[Speed, ...] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -114,8 +119,9 @@ class LoadAutoencoder:
 
 @dataclass(frozen=True, config=STRICT)
 class Estimate:
-    """Tell how much memory a rank needs to decode (scale 1) or encode a tensor of this shape: "needed_bytes" of the answer, and
-    "roomy_bytes" to compute convolutions all at once. Where asked for, what there is to do, by the names of forecast.decoding.Work."""
+    """Tell how much memory a rank needs to decode (scale 1) or encode a tensor of this shape: "needed_bytes" of the
+    answer, and "roomy_bytes" to compute convolutions all at once. Where asked for, what there is to do, by the names of
+    forecast.decoding.Work."""
 
     request: Natural
     autoencoder: str
@@ -155,7 +161,8 @@ class Encode:
 
 @dataclass(frozen=True, config=STRICT)
 class Probe:
-    """Measure this rank's device and its links to the others; worker/probe.py says what the numbers of the answer are."""
+    """Measure this rank's device and its links to the others;
+    worker/probe.py says what the numbers of the answer are."""
 
     request: Natural
     dtype: str                     # that models compute in
@@ -179,7 +186,8 @@ class GiveBack:
 
 @dataclass(frozen=True, config=STRICT)
 class Abandon:
-    """Nobody waits for this LoadModel (a DropModel follows), Decode or Encode any more. It overtakes the commands before it."""
+    """Nobody waits for this LoadModel (a DropModel follows), Decode or Encode any more.
+    It overtakes the commands before it."""
 
     request: Natural
 
@@ -222,20 +230,23 @@ class Phase:
 
 @dataclass(frozen=True, config=STRICT)
 class Beat:
-    """A worker is still at a command. One that says nothing for long is stopped; where all wait for others and none gets on, they hang."""
+    """A worker is still at a command. One that says nothing for long is stopped;
+    where all wait for others and none gets on, they hang."""
 
     rank: Rank
     request: Natural
     num_passed: Natural            # how often it has waited for other ranks, and got what it waited for
     waits: bool                    # does it wait for one now?
-    numbers: dict[str, float] = dataclasses.field(default_factory=dict)   # of memory, as it is meanwhile; see worker/memory.py
+    # of memory, as it is meanwhile; see worker/memory.py
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=STRICT)
 class Span:
     """What a rank did for a while. Times are those of time.perf_counter, which the processes of a machine share."""
 
-    kind: str                      # "whole" or "patch" of a step; "wait" for the stage before; "exchange" with others; "decode", "encode"
+    # "whole" or "patch" of a step; "wait" for the stage before; "exchange" with others; "decode", "encode"
+    kind: str
     start_s: float
     end_s: float
     time: float = -1.0             # the timestep of the step it belongs to; below 0: of none
@@ -259,11 +270,13 @@ class Failed:
     message: Printable
     traceback: Printable
     exchanged: bool = True         # had it begun an exchange with other ranks, which they may still be in?
-    numbers: dict[str, float] = dataclasses.field(default_factory=dict)   # bytes by name, where memory ran out: Engine.shortage
+    # bytes by name, where memory ran out: Engine.shortage
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 MESSAGES = {cls.__name__: cls for cls in (
-    LoadModel, DropModel, ChangeWeights, ReturnWeights, ParkModel, RestoreModel, Conditioning, DropConditioning, Predict, LoadAutoencoder,
+    LoadModel, DropModel, ChangeWeights, ReturnWeights, ParkModel, RestoreModel, Conditioning, DropConditioning,
+    Predict, LoadAutoencoder,
     Estimate, Decode, Encode, Probe, ReportMemory, GiveBack, Abandon, Stop, Ready, Unready, Phase, Beat, Done, Failed)}
 
 
@@ -271,13 +284,15 @@ ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}
 
 
 def encode(message, adapters=ADAPTERS):
-    """Turn a message into bytes: the name of its class, a space, its fields as JSON. adapters: of the messages there are, by name."""
+    """Turn a message into bytes: the name of its class, a space, its fields as JSON.
+    adapters: of the messages there are, by name."""
     name = type(message).__name__
     return name.encode() + b" " + adapters[name].dump_json(message)
 
 
 def decode(raw, adapters=ADAPTERS):
-    """Turn bytes back into a message. Raises XDiTError for anything else: an unknown name or field, a wrong type or size."""
+    """Turn bytes back into a message. Raises XDiTError for anything else:
+    an unknown name or field, a wrong type or size."""
     name, _, fields = raw.partition(b" ")
     try:
         return adapters[name.decode()].validate_json(fields)

@@ -73,20 +73,23 @@ def map_segment(segment):
 
 
 def claim(folder):
-    """Make a private folder that belongs to this process for as long as it lives. Returns what holds it: a file, kept open.
+    """Make a private folder that belongs to this process for as long as it lives. Returns what holds it: a file, kept
+    open.
 
-    The file beside the folder is locked. The kernel lets go of a lock when its process ends in whatever way, and keeps it for all
-    containers that share the file system, where two processes may have the same name and number.
+    The file beside the folder is locked. The kernel lets go of a lock when its process ends in whatever way, and keeps
+    it for all containers that share the file system, where two processes may have the same name and number.
     """
     while True:
         lock = open(_lock_of(folder), "x", opener=lambda path, flags: os.open(path, flags, 0o600))
-        with suppress(OSError):                                # file systems without locks, where nothing is swept either
+        # file systems without locks, where nothing is swept either
+        with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_there(lock):
             folder.mkdir(mode=0o700)
             _keep_from_forks(weakref.ref(lock))
             return lock
-        lock.close()                                           # another host took it for one that was left, before it was locked
+        # another host took it for one that was left, before it was locked
+        lock.close()
 
 
 def _keep_from_forks(reference):
@@ -125,7 +128,8 @@ def discard(folder):
 
 def folders_of(name):
     """The folders of the group of this name: in memory (/dev/shm) where there is such, and on disk."""
-    memory = Path("/dev/shm") if sys.platform == "linux" and os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    memory = (Path("/dev/shm") if sys.platform == "linux" and os.access("/dev/shm", os.W_OK)
+              else Path(tempfile.gettempdir()))
     return memory / name, Path(tempfile.gettempdir()) / name
 
 
@@ -144,8 +148,9 @@ def _is_there(lock):
 class SegmentStore:
     """The private folder of one worker group, and the segments in it.
 
-    `folder` is in memory where there is such, and readable by this user only. `overflow_folder` is on disk and takes segments that
-    do not fit, as in containers with 64 MB of /dev/shm. Both are this process's; what hosts have left that ended is removed first.
+    `folder` is in memory where there is such, and readable by this user only. `overflow_folder` is on disk and takes
+    segments that do not fit, as in containers with 64 MB of /dev/shm. Both are this process's; what hosts have left
+    that ended is removed first.
     """
 
     def __init__(self):
@@ -162,7 +167,8 @@ class SegmentStore:
     def create(self, shape, dtype, in_memory=False):
         """Make a segment and return (segment, its tensor). Its memory is reserved, so a later write cannot fail.
 
-        Raises XDiTError when neither memory nor the temporary folder has room. in_memory: the temporary folder will not do.
+        Raises XDiTError when neither memory nor the temporary folder has room. in_memory: the temporary folder will not
+        do.
         """
         self._count += 1
         segment = None
@@ -214,7 +220,8 @@ class SegmentStore:
                       for p in folder.iterdir() if p.name.isdecimal())
 
     def close(self):
-        """Remove the folders and everything in them. May be called twice, and does nothing in a process that the owner has forked."""
+        """Remove the folders and everything in them. May be called twice,
+        and does nothing in a process that the owner has forked."""
         if os.getpid() != self._owner:
             return
         for folder in (self.folder, self.overflow_folder):
@@ -225,7 +232,8 @@ class SegmentStore:
 
 def _reserve(path, num_bytes):
     try:
-        with suppress(FileExistsError):                        # who tidies /tmp, or a login that ends, removes it after days
+        # who tidies /tmp, or a login that ends, removes it after days
+        with suppress(FileExistsError):
             os.mkdir(os.path.dirname(path), 0o700)
         file = open(path, "wb")
     except OSError:

@@ -1,4 +1,5 @@
-"""What commands are about: a model and how it is spread, a call of it, a change of its weights. Part of messages.py's messages."""
+"""What commands are about: a model and how it is spread, a call of it, a change of its weights.
+Part of messages.py's messages."""
 
 import dataclasses
 from typing import Literal
@@ -8,7 +9,8 @@ from pydantic.dataclasses import dataclass
 from .segments import Segment
 from .strict import STRICT, Degree, Natural, Speed
 
-RESULT = {"is_result": True}                                   # of a field whose segments the workers write; the host fills all others
+# of a field whose segments the workers write; the host fills all others
+RESULT = {"is_result": True}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -20,7 +22,8 @@ class Stages:
     num_blocks: tuple[Natural, ...] = ()       # blocks of each stage; (): balanced by cost
     every_block: bool = False      # hold all blocks on every rank, so that warm-up can run by sequence parallelism
     offload: bool = False          # keep stale keys and values in host memory
-    speeds: tuple[Speed, ...] = ()          # of each rank, relative, as measured; (): told by what the devices say of themselves
+    # of each rank, relative, as measured; (): told by what the devices say of themselves
+    speeds: tuple[Speed, ...] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -34,8 +37,10 @@ class ModelSpec:
     compute_dtype: str
     stages: Stages | None = None   # None: every rank runs every block
     tensor_degree: Degree = 1      # ranks that share each layer; neighbours
-    quantisation: Literal["", "int8", "nf4"] = ""              # of linear layers, when they are loaded; storage_dtype is of the rest
-    state: str = ""                # checkpoints.header.state_of the files, where they are another machine's; "": the name tells it
+    # of linear layers, when they are loaded; storage_dtype is of the rest
+    quantisation: Literal["", "int8", "nf4"] = ""
+    # checkpoints.header.state_of the files, where they are another machine's; "": the name tells it
+    state: str = ""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -50,13 +55,15 @@ class LowRank:
 
 @dataclass(frozen=True, config=STRICT)
 class Change:
-    """What becomes of one tensor of a model's file: another in its place, or products added to it. Neither: it is as in the file."""
+    """What becomes of one tensor of a model's file: another in its place, or products added to it.
+    Neither: it is as in the file."""
 
     whole: Segment | None
     terms: tuple[LowRank, ...]
     dtype: str = ""                # which the tensor is cast to before anything is added to it, and after
     sum_dtype: str = ""            # in which it is added
-    hooked: tuple[LowRank, ...] = ()                           # added to that in float32, and rounded again: ComfyUI's hooks
+    # added to that in float32, and rounded again: ComfyUI's hooks
+    hooked: tuple[LowRank, ...] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -66,7 +73,8 @@ class AutoencoderSpec:
     name: str
     dtype: str
     weights: dict[str, Segment]
-    settings: dict[str, str] = dataclasses.field(default_factory=dict)     # what its tensors do not tell; Kind says which
+    # what its tensors do not tell; Kind says which
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -111,13 +119,16 @@ class Branch:
     timestep: Segment              # (B,), or (B, N): one for each frame or token of the whole latent
     conditioning: str              # name given by Conditioning
     prediction: Segment = dataclasses.field(metadata=RESULT)   # like latent
-    control: dict[str, Segment] = dataclasses.field(default_factory=dict)  # what a ControlNet adds, by models.plan.Family.control_shapes
-    # block, as ComfyUI's patches call it -> what instead: it is passed by; its self-attention gives its values, whatever the queries; or it
-    # also tells `scores`
+    # what a ControlNet adds, by models.plan.Family.control_shapes
+    control: dict[str, Segment] = dataclasses.field(default_factory=dict)
+    # block, as ComfyUI's patches call it -> what instead: it is passed by; its self-attention gives its values,
+    # whatever the queries; or it also tells `scores`
     operations: dict[str, Literal["skip", "values", "scores"]] = dataclasses.field(default_factory=dict)
-    # (ranks of the displaced axis, B, keys), where an operation asks for them: the share of attention that each pixel gets, of all heads on
-    # average, from each rank's queries together
+    # (ranks of the displaced axis, B, keys), where an operation asks for them: the share of attention that each pixel
+    # gets, of all heads on average, from each rank's queries together
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
     guided: tuple[Nag, ...] = ()   # done to what every self-attention gives, one after the other
-    beside: dict[str, Segment] = dataclasses.field(default_factory=dict)   # conditioning of this call alone, such as parts of the latent
-    parts: dict[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)   # where the predictions for those go, in float32
+    # conditioning of this call alone, such as parts of the latent
+    beside: dict[str, Segment] = dataclasses.field(default_factory=dict)
+    # where the predictions for those go, in float32
+    parts: dict[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)

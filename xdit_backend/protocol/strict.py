@@ -14,10 +14,12 @@ Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
 def _printable(text):
-    """As much of a text as anyone reads, without the lone surrogates that stand for bytes of file names that are no UTF-8."""
+    """As much of a text as anyone reads, without the lone surrogates that stand for bytes of file names that are no
+    UTF-8."""
     return text[:MAX_TEXT].encode(errors="backslashreplace").decode() if isinstance(text, str) else text
 
 
-Printable: TypeAlias = Annotated[str, BeforeValidator(_printable)]        # for a person alone: a report must not fail by what it reports
+# for a person alone: a report must not fail by what it reports
+Printable: TypeAlias = Annotated[str, BeforeValidator(_printable)]
 
 STRICT = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")

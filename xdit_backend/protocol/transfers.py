@@ -1,8 +1,9 @@
 """Copies between a device and host memory that is not page-locked: shared memory, maps of files. Used by workers.
 
-CUDA copies such memory slowly, and makes the process wait for all that it has asked of the device before. Page-locking it in place
-(cudaHostRegister) fails on files on disk and under WSL2, and costs for each page what it saves. So small tensors go through
-page-locked memory that torch keeps for the purpose, and large ones through two page-locked pieces in turn.
+CUDA copies such memory slowly, and makes the process wait for all that it has asked of the device before. Page-locking
+it in place (cudaHostRegister) fails on files on disk and under WSL2, and costs for each page what it saves. So small
+tensors go through page-locked memory that torch keeps for the purpose, and large ones through two page-locked pieces in
+turn.
 """
 
 import torch
@@ -19,8 +20,8 @@ class Ferry:
     """Carries large tensors between host memory and one device, in two pieces: one is filled while the other travels.
 
     Waiting for a piece takes no core, as CUDA's plain events do, which ask on and on.
-    The pieces, page-locked where the device is a CUDA one, are made when they are first needed, and kept. Not for several threads
-    at once. piece_bytes: None chooses, and copies directly where the device is the host itself.
+    The pieces, page-locked where the device is a CUDA one, are made when they are first needed, and kept. Not for
+    several threads at once. piece_bytes: None chooses, and copies directly where the device is the host itself.
     """
 
     def __init__(self, device, piece_bytes=None):
@@ -44,7 +45,8 @@ class Ferry:
         return target
 
     def fetch(self, source, target):
-        """Copy a tensor of the device into `target`, host memory of the same shape and any dtype. It is there on return."""
+        """Copy a tensor of the device into `target`, host memory of the same shape and any dtype.
+        It is there on return."""
         assert source.shape == target.shape, f"{tuple(source.shape)} into {tuple(target.shape)}"
         if self._piece_bytes is None:
             target.copy_(source)
@@ -52,7 +54,8 @@ class Ferry:
         travelling = ()
         for part, place in _parts(source, target, self._piece_bytes):
             piece, travelled = self._next(part.shape, target.dtype)
-            piece.copy_(part.to(target.dtype), non_blocking=True)          # on the device: torch copies between types as it likes
+            # on the device: torch copies between types as it likes
+            piece.copy_(part.to(target.dtype), non_blocking=True)
             travelled.record()
             if travelling:
                 _land(*travelling)
@@ -60,7 +63,8 @@ class Ferry:
         _land(*travelling)
 
     def _next(self, shape, dtype):
-        """The piece whose turn it is, as a tensor of this shape, once it is free; and the event to record when it travels again."""
+        """The piece whose turn it is, as a tensor of this shape, once it is free;
+        and the event to record when it travels again."""
         if not self._pieces:
             on_cuda = self._device.type == "cuda"
             self._pieces = [(torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=on_cuda),

@@ -1,4 +1,5 @@
-"""Words for describing a family as data: what a file's shapes say, how latents become tokens, what the forward is given.
+"""Words for describing a family as data: what a file's shapes say, how latents become tokens, what the forward is
+given.
 
 # B batch, C channels, T tokens
 """
@@ -15,6 +16,7 @@ from packaging.version import Version
 from torch.overrides import TorchFunctionMode
 
 from ..protocol.errors import ConfigError, UnsupportedError
+from .family import ConfigRules
 from .references import method_of, places, references
 
 # --- rules over the shapes of a file: {name: shape} ---
@@ -41,11 +43,8 @@ def has(*names):
 
 
 def config_of(**rules):
-    """A config from shapes: rules are asked, anything else stands as it is. `.rules`: these, to compare a folder's config with."""
-    def config(shapes):
-        return {key: rule(shapes) if callable(rule) else rule for key, rule in rules.items()}
-    config.rules = rules  # type: ignore[attr-defined]
-    return config
+    """A config from shapes: rules are asked, anything else stands as it is."""
+    return ConfigRules(rules)
 
 
 def because(reason, condition):
@@ -67,14 +66,17 @@ def said(shapes):
 
 def folder_alone(shapes):
     """A refusal for Family.refusals: of every single file."""
-    return "a single file does not say all that config.json does: put it with that into a folder of models/diffusers, under transformer"
+    return ("a single file does not say all that config.json does: put it with that into a folder of "
+            "models/diffusers, under transformer")
 
 
 def needs_diffusers(version):
-    """A refusal for Family.refusals: of a diffusers that is older, whose transformer's forward takes other arguments."""
+    """A refusal for Family.refusals: of a diffusers that is older,
+    whose transformer's forward takes other arguments."""
     def older_diffusers(shapes):
         installed = importlib.metadata.version("diffusers")
-        return f"it needs diffusers {version} or newer, and this is {installed}" if Version(installed) < Version(version) else None
+        return (f"it needs diffusers {version} or newer, and this is {installed}"
+                if Version(installed) < Version(version) else None)
     return older_diffusers
 
 
@@ -92,8 +94,8 @@ def diffusers_converter(name):
 
 
 class _UncopiedParts(TorchFunctionMode):
-    """torch.cat of one tensor, which is how diffusers' converters write a part of a fused one, is that tensor: a map of the file stays
-    one, and a rank reads what it needs of it."""
+    """torch.cat of one tensor, which is how diffusers' converters write a part of a fused one, is that tensor: a map of
+    the file stays one, and a rank reads what it needs of it."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.cat and args and len(args[0]) == 1:
@@ -110,8 +112,8 @@ ALL_FRAMES = 1 << 30
 class Whole:
     """Latents that the model itself cuts into tokens. patch: latent pixels of a token along each dim after C.
 
-    Padded at their end to whole patches, wrapping around, as ComfyUI's models do. A prediction may have more channels than
-    the latent (variances): they are left out.
+    Padded at their end to whole patches, wrapping around, as ComfyUI's models do. A prediction may have more channels
+    than the latent (variances): they are left out.
     """
 
     patch: tuple[int, ...]
@@ -132,7 +134,8 @@ class Whole:
         return in_channels
 
     def padded(self, latent):
-        pad = [length for size, patch in zip(reversed(latent.shape[2:]), reversed(self.patch)) for length in (0, -size % patch)]
+        pad = [length for size, patch in zip(reversed(latent.shape[2:]), reversed(self.patch))
+               for length in (0, -size % patch)]
         return F.pad(latent, pad, mode="circular") if any(pad) else latent
 
     def __call__(self, asked):
@@ -144,7 +147,8 @@ class Whole:
 
 @dataclass(frozen=True)
 class Places(Whole):
-    """Latents (B, C, F, H, W) of whose frames each is a sequence of its own; where these are cut, all are cut at the same places.
+    """Latents (B, C, F, H, W) of whose frames each is a sequence of its own; where these are cut, all are cut at the
+    same places.
 
     patch: its first is ALL_FRAMES, since a place has all of them.
     """
@@ -185,11 +189,13 @@ class Packed(Whole):
         counts, dims = self.counts(latent.shape), len(self.patch)
         cut = output[:, :math.prod(counts)].unflatten(1, counts).unflatten(1 + dims, (-1, *self.patch))
         order = (0, 1 + dims, *chain.from_iterable((1 + dim, 2 + dims + dim) for dim in range(dims)))
-        whole = cut.permute(order).reshape(len(output), -1, *(count * patch for count, patch in zip(counts, self.patch)))
+        whole = cut.permute(order).reshape(len(output), -1,
+                                           *(count * patch for count, patch in zip(counts, self.patch)))
         return super().unpack(whole, latent)
 
     def positions(self, asked):
-        """(T, 3): frame, row and column of each token in the whole latent; of a reference, its index, row and column."""
+        """(T, 3): frame, row and column of each token in the whole latent;
+        of a reference, its index, row and column."""
         starts = [0, 0, 0]
         if asked.patch is not None:
             dim = asked.patch.dim - 2
@@ -201,7 +207,8 @@ class Packed(Whole):
     def shapes(self, asked):
         """[[(frames, token rows, token columns), those of each reference ...]] for each image."""
         latents = asked.latent, *references(asked.conditioning)
-        return [[tuple([1] * (3 - len(self.patch)) + self.counts(latent.shape)) for latent in latents]] * len(asked.latent)
+        return [[tuple([1] * (3 - len(self.patch)) + self.counts(latent.shape))
+                 for latent in latents]] * len(asked.latent)
 
     def places(self, asked):
         """[(index, token row, token column)] at which references begin."""
@@ -241,8 +248,8 @@ def timestep(times=1, plus=0):
 
 
 def type_of_arithmetic(model):
-    """For Family.amend. () -> the type of the latent in this call of the model, which ComfyUI's models round the time's sines to;
-    diffusers takes that of the time, or of weights that may be held in fewer bits.
+    """For Family.amend. () -> the type of the latent in this call of the model, which ComfyUI's models round the time's
+    sines to; diffusers takes that of the time, or of weights that may be held in fewer bits.
     """
     now = []
 
@@ -263,8 +270,8 @@ def frame_times(asked):
 
 
 def given(name, times=1, where=None, else_zeros=None):
-    """A conditioning, one for each image. where: only if this of the config is set, else None. else_zeros: where a workflow
-    has none, zeros as wide as this of the config says."""
+    """A conditioning, one for each image. where: only if this of the config is set, else None. else_zeros: where a
+    workflow has none, zeros as wide as this of the config says."""
     def rule(asked):
         if where is not None and not asked.config[where]:
             return None
@@ -286,11 +293,13 @@ def text_mask(asked):
     mask = given("attention_mask")(asked)
     num_tokens = asked.conditioning["context"].shape[1]
     if mask is not None and mask.shape[1] != num_tokens:
-        raise UnsupportedError(f"The conditioning has {num_tokens} text tokens and an attention mask of {mask.shape[1]}, as "
-                               f"Conditioning (Concat) makes of prompts with masks. Join the prompts as text, in one Text Encode node.")
+        raise UnsupportedError(f"The conditioning has {num_tokens} text tokens and an attention mask of "
+                               f"{mask.shape[1]}, as Conditioning (Concat) makes of prompts with masks. Join the "
+                               f"prompts as text, in one Text Encode node.")
     if mask is not None and mask.is_floating_point():
-        raise UnsupportedError("The conditioning weighs text tokens by an attention mask of fractions, which xDiT does not support. "
-                               "Use a text encoder whose mask is of ones and zeros, or Load Diffusion Model.")
+        raise UnsupportedError("The conditioning weighs text tokens by an attention mask of fractions, which xDiT "
+                               "does not support. Use a text encoder whose mask is of ones and zeros, or Load "
+                               "Diffusion Model.")
     return None if mask is None else mask.bool()
 
 

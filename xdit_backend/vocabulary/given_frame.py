@@ -1,6 +1,7 @@
 """HunyuanVideo with a first frame that is given ("replace"): its tokens are modulated as those of another time.
 
-As in ComfyUI's model: in blocks of two streams, these are the first frame's tokens; in blocks of one, as many from the text's first on.
+As in ComfyUI's model: in blocks of two streams, these are the first frame's tokens; in blocks of one, as many from the
+text's first on.
 Placed on diffusers' model by HunyuanVideo's `amend`. A forward without such a frame is diffusers' own.
 
 # B batch, T tokens, C channels
@@ -12,7 +13,8 @@ import torch
 
 
 class PerToken:
-    """A modulation that differs from token to token, (B, T, C), where a block of diffusers would spread one of (B, C) over all."""
+    """A modulation that differs from token to token, (B, T, C), where a block of diffusers would spread one of (B,
+    C) over all."""
 
     def __init__(self, tokens_BTC):
         self._tokens_BTC = tokens_BTC
@@ -25,13 +27,15 @@ class PerToken:
 
 
 def place_given_frame(model):
-    """Have the model take `given_time`, (B,), the time of the given frame, or None, and `given_tokens`, how many tokens that frame has
-    in this latent or patch. What its rotary tables then hold beside sines: (T,) bool, which tokens are modulated as given."""
+    """Have the model take `given_time`, (B,), the time of the given frame, or None, and `given_tokens`, how many tokens
+    that frame has in this latent or patch. What its rotary tables then hold beside sines: (T,) bool, which tokens are
+    modulated as given."""
     embed, rope, forward = model.time_text_embed.forward, model.rope.forward, model.forward
     this_forward = ContextVar("this_forward")
 
     def given(*, given_time, given_tokens, **inputs):
-        before = this_forward.set({"time": given_time, "tokens": given_tokens, "num_text": inputs["encoder_hidden_states"].shape[1]})
+        before = this_forward.set({"time": given_time, "tokens": given_tokens,
+                                   "num_text": inputs["encoder_hidden_states"].shape[1]})
         try:
             return forward(**inputs)
         finally:
@@ -54,12 +58,14 @@ def place_given_frame(model):
         run = this_forward.get()
         if run["emb"] is None:
             return normed(hidden_BTC, emb)
-        parts = model.norm_out.linear(model.norm_out.silu(torch.cat([emb, run["emb"]])).to(hidden_BTC.dtype)).chunk(2, 1)
+        parts = model.norm_out.linear(model.norm_out.silu(torch.cat([emb, run["emb"]])).to(hidden_BTC.dtype)).chunk(
+            2, 1)
         first = torch.arange(hidden_BTC.shape[1], device=hidden_BTC.device) < run["tokens"]
         scale, shift = (_select(part, first) for part in parts)
         return model.norm_out.norm(hidden_BTC) * (1 + scale) + shift
     normed = model.norm_out.forward
-    model.forward, model.time_text_embed.forward, model.rope.forward, model.norm_out.forward = given, embedded, tables, last
+    model.forward, model.time_text_embed.forward, model.rope.forward, model.norm_out.forward = (
+        given, embedded, tables, last)
 
     for block in model.transformer_blocks:
         marks = _mark_norm(block.norm1)
@@ -76,7 +82,8 @@ def _select(both, marked):
 
 
 def _mark_norm(norm):
-    """Have an adaptive norm modulate tokens that are marked otherwise. Returns the list to put (the other embedding, marks (T,)) in."""
+    """Have an adaptive norm modulate tokens that are marked otherwise.
+    Returns the list to put (the other embedding, marks (T,)) in."""
     forward, marks = norm.forward, []
 
     def modulated(hidden_BTC, emb):
@@ -84,21 +91,24 @@ def _mark_norm(norm):
             return forward(hidden_BTC, emb=emb)
         given, marked = marks
         parts = norm.linear(norm.silu(torch.cat([emb, given])))
-        shift, scale, *others = (_select(part, marked) for part in parts.chunk(parts.shape[1] // hidden_BTC.shape[2], 1))
+        shift, scale, *others = (_select(part, marked)
+                                 for part in parts.chunk(parts.shape[1] // hidden_BTC.shape[2], 1))
         return norm.norm(hidden_BTC) * (1 + scale) + shift, *map(PerToken, others)
     norm.forward = modulated
     return marks
 
 
 def _double(forward, marks):
-    def block(hidden_states, encoder_hidden_states, temb, attention_mask=None, freqs_cis=None, given=None, num_tokens=None):
+    def block(hidden_states, encoder_hidden_states, temb, attention_mask=None, freqs_cis=None, given=None,
+              num_tokens=None):
         marks[:] = [] if given is None else [given, freqs_cis[2]]
         return forward(hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis[:2])
     return block
 
 
 def _single(forward, marks):
-    def block(hidden_states, encoder_hidden_states, temb, attention_mask=None, image_rotary_emb=None, given=None, num_tokens=None):
+    def block(hidden_states, encoder_hidden_states, temb, attention_mask=None, image_rotary_emb=None, given=None,
+              num_tokens=None):
         marks[:] = [] if given is None else [given, torch.cat(image_rotary_emb[3:])]
         return forward(hidden_states, encoder_hidden_states, temb, attention_mask, image_rotary_emb[:2])
     return block

@@ -10,9 +10,10 @@ SWAPPED = "swapped"
 def table(*rules):
     """A converter from rules, applied to each tensor's name in order, each to what the ones before have left of it.
 
-    (pattern, replacement): as re.sub. (pattern, None): the tensor is dropped. (pattern, replacements, shares): it is cut along
-    dim 0 into one piece for each replacement; a share is a number, or names one in the config. (pattern, replacement, SWAPPED):
-    the halves of dim 0 change places, where one side says shift and scale, and the other scale and shift.
+    (pattern, replacement): as re.sub. (pattern, None): the tensor is dropped. (pattern, replacements, shares): it is
+    cut along dim 0 into one piece for each replacement; a share is a number, or names one in the config. (pattern,
+    replacement, SWAPPED): the halves of dim 0 change places, where one side says shift and scale, and the other scale
+    and shift.
     """
     compiled = [(re.compile(pattern), *rest) for pattern, *rest in rules]
     return lambda tensors, config: {new: piece for name, tensor in tensors.items()

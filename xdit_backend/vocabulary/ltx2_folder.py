@@ -1,32 +1,43 @@
-"""LTX-2's connectors, with which ComfyUI prepares its text, and what a diffusers folder says of them and of the model. For ltx2.py."""
+"""LTX-2's connectors, with which ComfyUI prepares its text, and what a diffusers folder says of them and of the model.
+For ltx2.py."""
 
 import re
 
-CONNECTORS_SAY = {"connector": "video_connector", "audio_connector": "audio_connector"}         # ComfyUI's words, diffusers'
-SIZES = ("attention_head_dim", "cross_attention_dim", "caption_channels", "audio_attention_head_dim", "audio_cross_attention_dim")
+# ComfyUI's words, diffusers'
+CONNECTORS_SAY = {"connector": "video_connector", "audio_connector": "audio_connector"}
+SIZES = ("attention_head_dim", "cross_attention_dim", "caption_channels", "audio_attention_head_dim",
+         "audio_cross_attention_dim")
 
 
 def connectors_name(name):
-    """ComfyUI's name of a tensor of a folder's connectors. What projects Gemma's states before them is its text encoder's."""
+    """ComfyUI's name of a tensor of a folder's connectors.
+    What projects Gemma's states before them is its text encoder's."""
     if not name.startswith(("video_connector.", "audio_connector.")):
         return None
-    name = name.replace("_connector.", "_embeddings_connector.", 1).replace(".transformer_blocks.", ".transformer_1d_blocks.")
+    name = name.replace("_connector.", "_embeddings_connector.",
+                        1).replace(".transformer_blocks.", ".transformer_1d_blocks.")
     return re.sub(r"\.norm_([qk])\.", r".\1_norm.", name)
 
 
 def in_folder(folder):
-    """The words of the metadata for what config.json says; positions are of the middle of a frame in diffusers' model."""
-    config, connectors, early = folder.config, folder.further.get("connectors", {}), not folder.config.get("use_prompt_embeddings", True)
+    """The words of the metadata for what config.json says;
+    positions are of the middle of a frame in diffusers' model."""
+    config, connectors, early = folder.config, folder.further.get("connectors", {}), not folder.config.get(
+        "use_prompt_embeddings", True)
     sizes = {f"{ours}_{size}": connectors[f"{theirs}_{size}"] for ours, theirs in CONNECTORS_SAY.items()
-             for size in ("attention_head_dim", "num_attention_heads", "num_layers") if f"{theirs}_{size}" in connectors}
+             for size in ("attention_head_dim", "num_attention_heads", "num_layers")
+             if f"{theirs}_{size}" in connectors}
     return sizes | {key: config[key] for key in SIZES if key in config} | {
-        "connector_apply_gated_attention": bool(connectors.get("video_gated_attn")), "causal_temporal_positioning": True,
+        "connector_apply_gated_attention": bool(connectors.get("video_gated_attn")),
+        "causal_temporal_positioning": True,
         "use_middle_indices_grid": True, "rope_type": config.get("rope_type", "interleaved"),
         "frequencies_precision": "float64" if config.get("rope_double_precision", True) else "float32",
         "av_ca_timestep_scale_multiplier": config.get("cross_attn_timestep_scale_multiplier", 1000),
-        "apply_gated_attention": bool(config.get("gated_attn")), "cross_attention_adaln": bool(config.get("cross_attn_mod")),
+        "apply_gated_attention": bool(config.get("gated_attn")),
+        "cross_attention_adaln": bool(config.get("cross_attn_mod")),
         "caption_proj_before_connector": early, "caption_projection_first_linear": not early}
 
 
-CONNECTORS = {"prepares": ("video_embeddings_connector.", "audio_embeddings_connector."), "further": {"connectors": connectors_name},
-              "in_folder": in_folder, "heeded": ("rope_type", "rope_double_precision", "cross_attn_timestep_scale_multiplier")}
+CONNECTORS = {"prepares": ("video_embeddings_connector.", "audio_embeddings_connector."),
+              "further": {"connectors": connectors_name}, "in_folder": in_folder,
+              "heeded": ("rope_type", "rope_double_precision", "cross_attn_timestep_scale_multiplier")}

@@ -1,4 +1,5 @@
-"""What LTX-Video and LTX-2 have alike: how their files are told, and the video's tokens with their places and times, guides among them."""
+"""What LTX-Video and LTX-2 have alike: how their files are told, and the video's tokens with their places and times,
+guides among them."""
 
 import torch
 
@@ -8,12 +9,13 @@ from .describe import Packed, has, token_rows
 LATENT = Packed((1, 1, 1))
 PIXELS, FRAME_RATE, NUM_HEADS = (8, 32, 32), 25.0, 32          # of a latent pixel; where no node says one; ComfyUI's
 
-IS_LTX = has("patchify_proj.weight", "adaln_single.emb.timestep_embedder.linear_1.bias", "transformer_blocks.0.attn2.to_k.weight")
+IS_LTX = has("patchify_proj.weight", "adaln_single.emb.timestep_embedder.linear_1.bias",
+             "transformer_blocks.0.attn2.to_k.weight")
 
 
 def bounds(asked):
-    """(1 or B, 3, T, 2): second, row and column at which each token begins and ends, in pixels of the video. A causal first frame is one
-    pixel frame long.
+    """(1 or B, 3, T, 2): second, row and column at which each token begins and ends, in pixels of the video. A causal
+    first frame is one pixel frame long.
     """
     starts = LATENT.positions(asked).T[None]
     places = torch.stack([starts, starts + 1], -1) * on_device(torch.tensor(PIXELS), asked.latent.device)[:, None, None]

@@ -1,8 +1,8 @@
 """Positions of a patch: modules of diffusers that derive positions from a latent's shape, asked for some rows of it.
 
-A family's plan names one of these for each such module. Everything else in a forward treats a patch as a smaller latent.
-The hooks call them with the module, its own forward, the rows (parallel/context.ImageRows), the tokens of the forward
-(parallel/tokens.Tokens) and the call's arguments.
+A family's plan names one of these for each such module. Everything else in a forward treats a patch as a smaller
+latent. The hooks call them with the module, its own forward, the rows (parallel/context.ImageRows), the tokens of the
+forward (parallel/tokens.Tokens) and the call's arguments.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,8 @@ def whole_latents(rows, args, kwargs):
 
 
 def whole_shapes(rows, args, kwargs):
-    """The call's arguments for the whole latent, where the first says shapes: [[(frames, token rows, token columns), ...]]."""
+    """The call's arguments for the whole latent, where the first says shapes:
+    [[(frames, token rows, token columns), ...]]."""
     def whole(shape):
         return tuple(rows.whole_token_rows if axis == rows.axis else length for axis, length in enumerate(shape))
     return [[[whole(own), *others] for own, *others in args[0]], *args[1:]], kwargs
@@ -35,8 +36,8 @@ def whole_shapes(rows, args, kwargs):
 class Cut:
     """What the module's own forward gives for the whole latent, cut to the patch's tokens.
 
-    outputs: where the tokens are in what it returns; for a tuple, one for each (or one for all), None for what it makes of the
-    patch itself. whole: the call's arguments for the whole latent.
+    outputs: where the tokens are in what it returns; for a tuple, one for each (or one for all), None for what it makes
+    of the patch itself. whole: the call's arguments for the whole latent.
     """
 
     outputs: TokenArgument | tuple[TokenArgument | None, ...]
@@ -71,7 +72,8 @@ def embedded(module, forward, rows, tokens, args, kwargs):
     whole = torch.empty(1, 1, rows.whole_rows, latent.shape[3] // size * size, device="meta")
 
     embed, module.proj.forward = module.proj.forward, lambda blank: torch.zeros(1, 1, 1, 1, device=latent.device)
-    try:                                                       # the positions alone, added to one zero, in the precision they have
+    # the positions alone, added to one zero, in the precision they have
+    try:
         positions = forward(whole)
     finally:
         module.proj.forward = embed

@@ -1,17 +1,20 @@
-"""Reference latents: pictures that a model looks at beside the one it makes. They are tokens of their own, after the image's.
+"""Reference latents: pictures that a model looks at beside the one it makes. They are tokens of their own, after the
+image's.
 
-ComfyUI hands them over as a list, `ref_latents`, and says by a word, `ref_latents_method`, where their tokens stand. The words of
-Family.arguments that are here read what Family.tensors made of both.
+ComfyUI hands them over as a list, `ref_latents`, and says by a word, `ref_latents_method`, where their tokens stand.
+The words of Family.arguments that are here read what Family.tensors made of both.
 """
 
 import itertools
 from contextvars import ContextVar
 
-AT_ZERO = "index_timestep_zero"                                # as "index"; to the model they are pictures without noise
+# as "index"; to the model they are pictures without noise
+AT_ZERO = "index_timestep_zero"
 
 
 class AtZero:
-    """Are references taken at time zero? Asked by the model and its blocks, of the forward that runs: others may take turns with it."""
+    """Are references taken at time zero? Asked by the model and its blocks, of the forward that runs:
+    others may take turns with it."""
 
     def __init__(self):
         self.now = ContextVar("at_zero", default=False)
@@ -34,9 +37,10 @@ def method_of(conditioning, default):
 def places(asked, side, method, step=1):
     """Where the references' tokens begin: [(index, token row, token column)], as ComfyUI's models count them.
 
-    index is the position along the axis that a picture has no other use for. side: latent pixels of a token along rows and columns.
-    method: "index" counts `step` for each reference, "negative_index" downwards, "uxo" puts them on a diagonal after the image,
-    anything else ("offset") beside each other, where they make the least square.
+    index is the position along the axis that a picture has no other use for. side: latent pixels of a token along rows
+    and columns.
+    method: "index" counts `step` for each reference, "negative_index" downwards, "uxo" puts them on a diagonal after
+    the image, anything else ("offset") beside each other, where they make the least square.
     """
     tokens = lambda length: (length + side // 2) // side  # noqa: E731
     by_rows = asked.patch is not None and asked.patch.dim == asked.latent.ndim - 2
@@ -55,6 +59,7 @@ def places(asked, side, method, step=1):
             else:
                 row = height
             height, width = max(height, reference.shape[-2] + row), max(width, reference.shape[-1] + column)
-        is_video = reference.ndim == 5 and reference.shape[2] > 1              # whose frames count from the latent's first
+        # whose frames count from the latent's first
+        is_video = reference.ndim == 5 and reference.shape[2] > 1
         found.append((0 if is_video else index, tokens(row), tokens(column)))
     return found

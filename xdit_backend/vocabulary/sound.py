@@ -1,4 +1,5 @@
-"""LTX-2's sound, a stream of tokens beside the video's: what a file says of it, how a call hands it over, what the forward is given."""
+"""LTX-2's sound, a stream of tokens beside the video's: what a file says of it, how a call hands it over,
+what the forward is given."""
 
 import torch
 
@@ -17,17 +18,21 @@ TOKENS = {
     **dict.fromkeys(("video_rotary_emb", "ca_video_rotary_emb"), TokenArgument(-2, VIDEO)),
     **dict.fromkeys(("audio_rotary_emb", "ca_audio_rotary_emb"), TokenArgument(-2, AUDIO))}
 SETTINGS = {
-    "audio_num_attention_heads": (NUM_HEADS,), "audio_positional_embedding_max_pos": ([20],), "use_middle_indices_grid": (False, True),
+    "audio_num_attention_heads": (NUM_HEADS,), "audio_positional_embedding_max_pos": ([20],),
+    "use_middle_indices_grid": (False, True),
     "rope_type": ("interleaved", "split"), "frequencies_precision": ("float32", "float64"),
     "av_ca_timestep_scale_multiplier": (1.0, 1000.0), "apply_gated_attention": (False, True),
     "caption_proj_before_connector": (False, True), "caption_projection_first_linear": (True, False),
     "cross_attention_adaln": (False, True)}
-SAYS = {"causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split", "frequencies_precision": "float64",
+SAYS = {"causal_temporal_positioning": True, "use_middle_indices_grid": True, "rope_type": "split",
+        "frequencies_precision": "float64",
         "av_ca_timestep_scale_multiplier": 1000.0}             # the metadata of published files
 RULES = {
     "audio_in_channels": size("audio_patchify_proj.weight", 1), "audio_out_channels": size("audio_proj_out.weight", 0),
-    "audio_num_attention_heads": NUM_HEADS, "audio_attention_head_dim": size("audio_patchify_proj.weight", 0, NUM_HEADS),
-    "audio_cross_attention_dim": size("transformer_blocks.0.audio_attn2.to_k.weight", 1), "use_prompt_embeddings": HAS_PROJECTION,
+    "audio_num_attention_heads": NUM_HEADS,
+    "audio_attention_head_dim": size("audio_patchify_proj.weight", 0, NUM_HEADS),
+    "audio_cross_attention_dim": size("transformer_blocks.0.audio_attn2.to_k.weight", 1),
+    "use_prompt_embeddings": HAS_PROJECTION,
     **dict.fromkeys(("gated_attn", "audio_gated_attn"), has("transformer_blocks.0.attn1.to_gate_logits.weight")),
     **dict.fromkeys(("cross_attn_mod", "audio_cross_attn_mod"), has("prompt_adaln_single.linear.weight"))}
 
@@ -36,9 +41,11 @@ def parted(latents, times, config):
     """The video, its timestep, and of this call: the sound, (B, C, T, F), its times, and the latest time of each."""
     video, *sounds = latents
     channels = config["audio_in_channels"] // FREQUENCIES
-    if len(sounds) > 1 or any(sound.ndim != 4 or sound.shape[1::2] != (channels, FREQUENCIES) or 0 in sound.shape for sound in sounds):
-        raise ConfigError(f"The latent has parts of the shapes {', '.join(str(tuple(part.shape)) for part in latents)}, and LTX-2 works on "
-                          f"a video and a sound of (batch, {channels}, length, {FREQUENCIES}). Make them with the nodes for LTX-2's "
+    if (len(sounds) > 1 or any(sound.ndim != 4 or sound.shape[1::2] != (channels, FREQUENCIES) or 0 in sound.shape
+                               for sound in sounds)):
+        raise ConfigError(f"The latent has parts of the shapes "
+                          f"{', '.join(str(tuple(part.shape)) for part in latents)}, and LTX-2 works on a video and a "
+                          f"sound of (batch, {channels}, length, {FREQUENCIES}). Make them with the nodes for LTX-2's "
                           f"latents, and join them with LTXVConcatAVLatent.")
     most = torch.stack([part.max() for part in times])[None]
     return video, times[0], dict(zip(("audio",), sounds)) | {"audio_times": times[1], "most_times": most}
@@ -66,6 +73,8 @@ def _latest(times):
 
 ARGUMENTS = {
     "audio_hidden_states": _tokens, "audio_timestep": lambda asked: 1000 * asked.conditioning["audio_times"],
-    "audio_num_frames": lambda asked: num_sounds(asked.conditioning), "isolate_modalities": lambda asked: "audio" not in asked.conditioning,
+    "audio_num_frames": lambda asked: num_sounds(asked.conditioning),
+    "isolate_modalities": lambda asked: "audio" not in asked.conditioning,
     "audio_encoder_attention_mask": text_mask, "most_times": given("most_times"),
-    "sigma": lambda asked: _latest(asked.timestep), "audio_sigma": lambda asked: _latest(asked.conditioning["audio_times"])}
+    "sigma": lambda asked: _latest(asked.timestep),
+    "audio_sigma": lambda asked: _latest(asked.conditioning["audio_times"])}

@@ -1,4 +1,5 @@
-"""What the U-Net families share: arguments of diffusers' class from a file's shapes, names of tensors, what its forward is given.
+"""What the U-Net families share: arguments of diffusers' class from a file's shapes, names of tensors, what its forward
+is given.
 
 A U-Net has no list of blocks that tokens pass: it works on images, each level on one of half the size.
 """
@@ -14,14 +15,16 @@ from .plan import RowPlan
 LATENT = Whole((1, 1))
 
 # what the publisher's names begin with -> diffusers'
-OUTSIDE = {"input_blocks.0.0.": "conv_in.", "out.0.": "conv_norm_out.", "out.2.": "conv_out.", "time_embed.0.": "time_embedding.linear_1.",
+OUTSIDE = {"input_blocks.0.0.": "conv_in.", "out.0.": "conv_norm_out.", "out.2.": "conv_out.",
+           "time_embed.0.": "time_embedding.linear_1.",
            "time_embed.2.": "time_embedding.linear_2.", "label_emb.0.0.": "class_embedding.linear_1.",
            "label_emb.0.2.": "class_embedding.linear_2.", "middle_block.0.": "mid_block.resnets.0.",
            "middle_block.1.": "mid_block.attentions.0.", "middle_block.2.": "mid_block.resnets.1."}
-IN_RESNET = {"in_layers.0.": "norm1.", "in_layers.2.": "conv1.", "emb_layers.1.": "time_emb_proj.", "out_layers.0.": "norm2.",
-             "out_layers.3.": "conv2.", "skip_connection.": "conv_shortcut."}
+IN_RESNET = {"in_layers.0.": "norm1.", "in_layers.2.": "conv1.", "emb_layers.1.": "time_emb_proj.",
+             "out_layers.0.": "norm2.", "out_layers.3.": "conv2.", "skip_connection.": "conv_shortcut."}
 KEYS = table(
-    (r"^(?:edm_mean|edm_std|edm_vpred\.sigma_max|edm_vpred\.sigma_min|v_pred|ztsnr)$", None),      # say how a file is sampled
+    # say how a file is sampled
+    (r"^(?:edm_mean|edm_std|edm_vpred\.sigma_max|edm_vpred\.sigma_min|v_pred|ztsnr)$", None),
     *((rf"^{re.escape(own)}", other) for own, other in OUTSIDE.items()),
     *((rf"(resnets\.\d+)\.{re.escape(own)}", rf"\1.{other}") for own, other in IN_RESNET.items()))
 OF_RESNET = re.compile(rf"(resnets\.\d+\.)({'|'.join(map(re.escape, IN_RESNET.values()))})")
@@ -31,30 +34,38 @@ OF_LEVEL = re.compile(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsampler
 def unet(name, title, context_widths, labelled, num_heads, tiny, refusals=(), values=()):
     """A family of U-Nets in ComfyUI's and the publisher's format.
 
-    context_widths: of the text that its files may take. labelled: is there a vector beside the text? num_heads(width of a level):
-    heads of its attention. values: see Family.
+    context_widths: of the text that its files may take. labelled: is there a vector beside the text? num_heads(width of
+    a level): heads of its attention. values: see Family.
     """
     return Family(
-        name=name, title=title, transformer="UNet2DConditionModel", tiny=tiny, values=values, latent=LATENT, convert=convert,
-        by_tensors=("sample_size",),
+        name=name, title=title, transformer="UNet2DConditionModel", tiny=tiny, values=values, latent=LATENT,
+        convert=convert, by_tensors=("sample_size",),
         recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and _context_width(shapes) in context_widths,
         refused_beside={"cc_projection.weight": "it turns objects (Zero123)"},
-        refusals=(because("it makes videos (Stable Video Diffusion)", lambda shapes: any(".time_stack." in key for key in shapes)),
+        refusals=(because("it makes videos (Stable Video Diffusion)",
+                          lambda shapes: any(".time_stack." in key for key in shapes)),
                   *refusals,
-                  because("the layers of its levels are not alike, which diffusers' U-Net cannot be (SSD-1B, Vega, KOALA)", _is_uneven)),
+                  because("the layers of its levels are not alike, which diffusers' U-Net cannot be (SSD-1B, Vega, "
+                          "KOALA)", _is_uneven)),
         config=config_of(
             sample_size=64, in_channels=size("input_blocks.0.0.weight", 1), out_channels=size("out.2.weight", 0),
             block_out_channels=_widths, layers_per_block=lambda shapes: len(_levels(shapes)[0]),
             down_block_types=lambda shapes: tuple(f"{_kind(depth)}DownBlock2D" for depth in _depths(shapes)),
             up_block_types=lambda shapes: tuple(f"{_kind(depth)}UpBlock2D" for depth in reversed(_depths(shapes))),
-            transformer_layers_per_block=lambda shapes: (*(depth or 1 for depth in _depths(shapes)[:-1]), _depth(shapes, "middle_block")),
-            attention_head_dim=lambda shapes: tuple(num_heads(width) for width in _widths(shapes)),    # so diffusers calls their number
-            cross_attention_dim=_context_width, use_linear_projection=lambda shapes: len(shapes["middle_block.1.proj_in.weight"]) == 2,
-            class_embed_type=lambda shapes: "projection" if labelled else None,        # of a vector that ComfyUI has made
-            projection_class_embeddings_input_dim=lambda shapes: shapes["label_emb.0.0.weight"][1] if labelled else None),
+            transformer_layers_per_block=lambda shapes: (*(depth or 1 for depth in _depths(shapes)[:-1]),
+                                                         _depth(shapes, "middle_block")),
+            # so diffusers calls their number
+            attention_head_dim=lambda shapes: tuple(num_heads(width) for width in _widths(shapes)),
+            cross_attention_dim=_context_width,
+            use_linear_projection=lambda shapes: len(shapes["middle_block.1.proj_in.weight"]) == 2,
+            # of a vector that ComfyUI has made
+            class_embed_type=lambda shapes: "projection" if labelled else None,
+            projection_class_embeddings_input_dim=lambda shapes: shapes["label_emb.0.0.weight"][1]
+            if labelled else None),
         num_channels=lambda config: config["out_channels"],
         num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
-        conditioning={"context": "cross_attention_dim"} | ({"y": "projection_class_embeddings_input_dim"} if labelled else {}),
+        conditioning={"context": "cross_attention_dim"}
+        | ({"y": "projection_class_embeddings_input_dim"} if labelled else {}),
         arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                    "class_labels": given("y", where="class_embed_type")},
         plan=RowPlan(first="conv_in", self_attention="attn1", of_text=("attn2.to_k", "attn2.to_v"),
@@ -62,12 +73,14 @@ def unet(name, title, context_widths, labelled, num_heads, tiny, refusals=(), va
 
 
 def tiny(detected, config, arguments):
-    """The Tiny of such a family. config, arguments: of diffusers' class and ComfyUI's, where they are the family's own."""
+    """The Tiny of such a family. config, arguments: of diffusers' class and ComfyUI's,
+    where they are the family's own."""
     return Tiny(
         {"sample_size": 64, "in_channels": 4, "out_channels": 4, "norm_num_groups": 8, "cross_attention_dim": 24,
          "class_embed_type": None, **config},
         "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",
-        {"image_size": 32, "use_checkpoint": False, "legacy": False, "use_spatial_transformer": True, "in_channels": 4, "out_channels": 4,
+        {"image_size": 32, "use_checkpoint": False, "legacy": False, "use_spatial_transformer": True, "in_channels": 4,
+         "out_channels": 4,
          **arguments}, detected=detected)
 
 
@@ -77,8 +90,8 @@ def convert(tensors, config):
 
 
 def settings_of(folder_config):
-    """What a folder's config.json says, in the words of the config that is made from a file's shapes; without what its tensors tell, or
-    ComfyUI does: types of arithmetic, how SDXL's vector is made.
+    """What a folder's config.json says, in the words of the config that is made from a file's shapes; without what its
+    tensors tell, or ComfyUI does: types of arithmetic, how SDXL's vector is made.
     """
     said = {key: value for key, value in folder_config.items() if not key.startswith("_")
             and key not in ("upcast_attention", "addition_time_embed_dim", "projection_class_embeddings_input_dim")}
@@ -89,7 +102,8 @@ def settings_of(folder_config):
     said["attention_head_dim"] = each(said.pop("num_attention_heads", None) or said.get("attention_head_dim", 8))
     depths = each(said.get("transformer_layers_per_block", 1))
     # Where a level has no attention its depth means nothing; the last is the middle's too.
-    said["transformer_layers_per_block"] = tuple(depth if kind.startswith("Cross") else 1 for kind, depth in zip(kinds, depths[:-1])
+    said["transformer_layers_per_block"] = tuple(depth if kind.startswith("Cross") else 1
+                                                 for kind, depth in zip(kinds, depths[:-1])
                                                  ) + depths[-1:]
     return said
 
@@ -171,9 +185,11 @@ def _is_uneven(shapes):
     levels = _levels(shapes)
     down = [[_depth(shapes, f"input_blocks.{block}") for block in layers] for layers in levels]
     a_level = len(levels[0]) + 1
-    up = [[_depth(shapes, f"output_blocks.{level * a_level + layer}") for layer in range(a_level)] for level in range(len(levels))]
+    up = [[_depth(shapes, f"output_blocks.{level * a_level + layer}") for layer in range(a_level)]
+          for level in range(len(levels))]
     return (len({len(layers) for layers in levels}) > 1 or any(len(set(depths)) > 1 for depths in down)
-            or up != [[depths[0]] * a_level for depths in reversed(down)] or down[-1][0] not in (0, _depth(shapes, "middle_block")))
+            or up != [[depths[0]] * a_level for depths in reversed(down)]
+            or down[-1][0] not in (0, _depth(shapes, "middle_block")))
 
 
 def _context_width(shapes):

@@ -1,4 +1,5 @@
-"""Entry point torchrun starts on each rank: python -m xdit_backend.worker FOLDER DEVICE,DEVICE,... STORE_PORT LOG_FOLDER"""
+"""Entry point torchrun starts on each rank: python -m xdit_backend.worker FOLDER DEVICE,DEVICE,...
+STORE_PORT LOG_FOLDER"""
 
 import sys
 

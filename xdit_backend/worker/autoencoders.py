@@ -15,7 +15,8 @@ from ..protocol.segments import map_segment
 from ..protocol.transfers import on_device
 from .clock import Clock
 
-CHECKED = 4                                # convolutions from one moment to give up to the next: a block of a VAE has about so many
+# convolutions from one moment to give up to the next: a block of a VAE has about so many
+CHECKED = 4
 
 
 class Autoencoders:
@@ -55,7 +56,8 @@ class Autoencoders:
         if not ranks.works:
             return dict.fromkeys(("sent_bytes", "num_exchanges", "busy_s", "cpu_s", "peak_bytes"), 0)
         block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1, ranks)
-        live, started_s, started_cpu_s, start = LiveBytes(), time.perf_counter(), time.process_time(), self._clock.mark()
+        live, started_s, started_cpu_s, start = (LiveBytes(), time.perf_counter(), time.process_time(),
+                                                 self._clock.mark())
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps, check)
             with live if command.measure_memory else nullcontext():
@@ -64,10 +66,12 @@ class Autoencoders:
             if share is not None:
                 # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
                 pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
-                self._ferry.fetch(pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
+                self._ferry.fetch(
+                    pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
         self._tell("decode", start, traffic)
         return {"sent_bytes": traffic.sent_bytes, "num_exchanges": traffic.num_exchanges,
-                "busy_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s, "peak_bytes": live.peak_bytes}
+                "busy_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s,
+                "peak_bytes": live.peak_bytes}
 
     def encode(self, command, traffic, check):
         vae = self._loaded[command.autoencoder]
@@ -94,7 +98,8 @@ class Autoencoders:
     def _working(self, command, shape, scale):
         """The Ranks that a command asks for, as many of them as have something to do. Every rank calls it."""
         asked = command.num_ranks or self._ranks.count
-        return self._ranks.only(self._planners[command.autoencoder].num_working(shape, scale, asked), command.first_rank)
+        return self._ranks.only(self._planners[command.autoencoder].num_working(shape, scale, asked),
+                                command.first_rank)
 
     def _plan_rows(self, command, shape, scale, ranks):
         return self._planners[command.autoencoder].plan(shape, scale, ranks, free_bytes(self._device),
@@ -103,8 +108,8 @@ class Autoencoders:
     def _progress(self, text, index, count, num_steps, check):
         """A function to call before each of num_steps steps of item `index` of `count`: it reports every twentieth.
 
-        On every few it calls check(agreed), which may raise, alike on all ranks of its RowSplit: none leaves another alone. A device is
-        waited for then, so that what is given up ends soon.
+        On every few it calls check(agreed), which may raise, alike on all ranks of its RowSplit: none leaves another
+        alone. A device is waited for then, so that what is given up ends soon.
         """
         steps = count_from(index * num_steps)
         total = count * max(1, num_steps)

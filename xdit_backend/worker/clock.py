@@ -9,8 +9,8 @@ import torch
 class Clock:
     """Seconds that a device has worked, without those in which it waited for other ranks.
 
-    A CPU has done what it was asked for when the call returns. CUDA does it later, so its marks are events in the order of its
-    work, and a span is counted when its end has passed.
+    A CPU has done what it was asked for when the call returns. CUDA does it later, so its marks are events in the order
+    of its work, and a span is counted when its end has passed.
     """
 
     def __init__(self, device):

@@ -22,7 +22,8 @@ from .timeline import Timeline
 
 HELD = ("weight_bytes", "cast_bytes", "key_value_bytes", "exchange_bytes", "conditioning_bytes")
 KEPT = 0.5                                 # of unused memory, that versions of weights may take
-TAKE_MEMORY = (messages.LoadModel, messages.ChangeWeights, messages.ReturnWeights, messages.RestoreModel, messages.LoadAutoencoder)
+TAKE_MEMORY = (messages.LoadModel, messages.ChangeWeights, messages.ReturnWeights, messages.RestoreModel,
+               messages.LoadAutoencoder)
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)       # in torch's words
 UNITS = {"bytes": 1, "KiB": 2 ** 10, "MiB": 2 ** 20, "GiB": 2 ** 30}
 
@@ -36,7 +37,8 @@ class Engine:
 
     def __init__(self, rank, device, report_phase, abandoned=frozenset()):
         self.rank, self.device = rank, device
-        self._abandoned = abandoned                            # requests that nobody waits for, which another thread may add to
+        # requests that nobody waits for, which another thread may add to
+        self._abandoned = abandoned
         world_size = dist.get_world_size()
         ferry = Ferry(device)
         self._models = Models(rank, world_size, device, ferry, report_phase)
@@ -47,7 +49,8 @@ class Engine:
         self._handlers = {
             messages.LoadModel: self._load,
             messages.DropModel: self._drop,
-            messages.ChangeWeights: lambda command, traffic: self._models.change(command, KEPT * self._predictions.unused_bytes),
+            messages.ChangeWeights: lambda command, traffic:
+            self._models.change(command, KEPT * self._predictions.unused_bytes),
             messages.ReturnWeights: lambda command, traffic: self._models.go_back(command),
             messages.ParkModel: self._park,
             messages.RestoreModel: lambda command, traffic: self._models.restore(command),
@@ -67,7 +70,8 @@ class Engine:
         """Carry out one command; returns measurements by name, or None."""
         self.request, self.traffic = command.request, Traffic()
         settles = isinstance(command, TAKE_MEMORY) and not self._predictions.num_conditionings
-        if settles:                                            # it may have what runs have left; what they take then counts from there
+        # it may have what runs have left; what they take then counts from there
+        if settles:
             self.memory.give_back()
         try:
             with torch.inference_mode():
@@ -79,7 +83,8 @@ class Engine:
                 self.memory.give_back()
 
     def prefetch(self, command):
-        """Post the receives of a command that is yet to be carried out, so that its transfers overlap what runs before it.
+        """Post the receives of a command that is yet to be carried out, so that its transfers overlap what runs before
+        it.
 
         Called in the order of commands. Returns False where that is not possible, and then later ones must wait too.
         """
@@ -99,7 +104,8 @@ class Engine:
         return self._models.load(command.spec, partial(self._check, command))
 
     def _check(self, command, agreed=lambda asked: asked):
-        """Raise Abandoned where nobody waits for a command any more. agreed(asked): does any of the ranks that leave it together ask to?"""
+        """Raise Abandoned where nobody waits for a command any more.
+        agreed(asked): does any of the ranks that leave it together ask to?"""
         if agreed(command.request in self._abandoned):
             raise Abandoned
 
@@ -133,21 +139,22 @@ class Engine:
 
     def _probe(self, command, traffic, report_phase):
         try:
-            return probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic, report_phase,
-                                 command.a_machine)
+            return probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic,
+                                 report_phase, command.a_machine)
         finally:
             self.memory.give_back()
 
     def _report_memory(self, command, traffic):
-        """Bytes of weights on the device and parked in host memory, of device memory in use and free, and seconds that the device has
-        worked and that processors have on this process; when all before is done."""
+        """Bytes of weights on the device and parked in host memory, of device memory in use and free, and seconds that
+        the device has worked and that processors have on this process; when all before is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return {"pid": os.getpid(), "parked_bytes": self._models.parked_bytes, "busy_s": self._predictions.take_busy_s(),
-                "cpu_s": time.process_time(), **self._memory()}
+        return {"pid": os.getpid(), "parked_bytes": self._models.parked_bytes,
+                "busy_s": self._predictions.take_busy_s(), "cpu_s": time.process_time(), **self._memory()}
 
     def shortage(self, error):
-        """Bytes by name for an error that says that memory ran out; {} for any other. Waits for nothing: an exchange may be under way."""
+        """Bytes by name for an error that says that memory ran out; {} for any other.
+        Waits for nothing: an exchange may be under way."""
         if not is_shortage(error):
             return {}
         numbers, asked = self._memory(), ASKED.search(str(error))
@@ -162,8 +169,10 @@ class Engine:
 
     def _memory(self):
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return {"weight_bytes": self._models.weight_bytes + self._autoencoders.weight_bytes, "vae_bytes": self._autoencoders.weight_bytes,
-                "allocated_bytes": allocated, "free_bytes": free_bytes(self.device), **self._predictions.memory(), **self.memory.report()}
+        return {"weight_bytes": self._models.weight_bytes + self._autoencoders.weight_bytes,
+                "vae_bytes": self._autoencoders.weight_bytes,
+                "allocated_bytes": allocated, "free_bytes": free_bytes(self.device), **self._predictions.memory(),
+                **self.memory.report()}
 
 
 def is_shortage(error):

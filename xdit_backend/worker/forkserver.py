@@ -1,10 +1,12 @@
-"""A process that imports once what torchrun and workers need, and forks a torchrun for each group; its ranks are forked from that in turn.
+"""A process that imports once what torchrun and workers need, and forks a torchrun for each group; its ranks are forked
+from that in turn.
 
     python -m xdit_backend.worker.forkserver SOCKET HOST
 
-SOCKET: a file descriptor, over which the host says what to start (host/forkserver.py). HOST: its process number. What is forked inherits
-the imported pages: a rank starts in a tenth of a second, and its libraries take memory once. That is safe only while this process has one
-thread, and has not touched a GPU. Else, and where a system is not known to fork well, torchrun and each rank are programs of their own.
+SOCKET: a file descriptor, over which the host says what to start (host/forkserver.py). HOST: its process number. What
+is forked inherits the imported pages: a rank starts in a tenth of a second, and its libraries take memory once. That is
+safe only while this process has one thread, and has not touched a GPU. Else, and where a system is not known to fork
+well, torchrun and each rank are programs of their own.
 """
 
 import ctypes
@@ -45,7 +47,8 @@ def main():
             process = _start(request["arguments"], request["environment"], request["folder"], output)
             started[pid := process.pid] = process
         else:
-            started[pid := _fork(request["arguments"], request["environment"], request["folder"], output, channel)] = None
+            started[pid := _fork(request["arguments"], request["environment"], request["folder"], output,
+                                 channel)] = None
         os.close(output)
         channel.send(json.dumps({"pid": pid}).encode())
     torchrun.end_children(torchrun.WORKERS_S)
@@ -74,7 +77,8 @@ def _prepare():
 def _import_models():
     """Import diffusers' class of every family, which each rank else would when it loads its first model."""
     import diffusers
-    for name in {*(family.transformer for family in FAMILIES.values()), *(family.autoencoder for family in VAES.values())}:
+    for name in {*(family.transformer for family in FAMILIES.values()),
+                 *(family.autoencoder for family in VAES.values())}:
         getattr(diffusers, name, None)                         # older releases lack some
 
 
@@ -112,7 +116,8 @@ def _fork(arguments, environment, folder, output, channel):
 
 def _start(arguments, environment, folder, output):
     """Start torchrun as a program of its own; its Popen, whose standard input is open for as long as it may run."""
-    return subprocess.Popen([sys.executable, "-m", "xdit_backend.worker.torchrun", *arguments], cwd=folder, env=environment,
+    return subprocess.Popen([sys.executable, "-m", "xdit_backend.worker.torchrun", *arguments], cwd=folder,
+                            env=environment,
                             stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
 
@@ -123,7 +128,8 @@ def _forget_ended(started):
 
 
 def name_process(name):
-    """Have the system show this process by a name of at most 15 letters: what was forked has the arguments of what it is forked from."""
+    """Have the system show this process by a name of at most 15 letters:
+    what was forked has the arguments of what it is forked from."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 

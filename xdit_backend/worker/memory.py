@@ -1,7 +1,8 @@
-"""What memory this rank's process takes beside weights, how much more a run took at its peak, and when what runs have freed is given
-back. Used by the engine, and by serve while there is nothing to do.
+"""What memory this rank's process takes beside weights, how much more a run took at its peak, and when what runs have
+freed is given back. Used by the engine, and by serve while there is nothing to do.
 
-Of a CPU worker it is the process's own memory: what it maps of files and of shared memory is counted where that belongs.
+Of a CPU worker it is the process's own memory: what it maps of files and of shared memory is counted where that
+belongs.
 """
 
 import ctypes
@@ -22,18 +23,21 @@ KEPT = 0.25                                # of the memory that is unused, that 
 
 
 class Memory:
-    """Memory of runs. On a GPU it is given back when a run ends, since ComfyUI's own models use the same card, and look at what is free.
+    """Memory of runs. On a GPU it is given back when a run ends, since ComfyUI's own models use the same card, and look
+    at what is free.
 
-    A CPU worker keeps it for the next prompt of a queue, which finds it mapped, until it is asked for or nothing has come for a while;
-    as long as it is small beside what is unused, so that nobody else misses it.
+    A CPU worker keeps it for the next prompt of a queue, which finds it mapped, until it is asked for or nothing has
+    come for a while; as long as it is small beside what is unused, so that nobody else misses it.
     """
 
     def __init__(self, device):
         self._device, self._start = device, {}
-        self._is_settled, self._until_s = True, math.inf       # was memory given back since the last run began? when it is to be
+        # was memory given back since the last run began? when it is to be
+        self._is_settled, self._until_s = True, math.inf
 
     def begin_run(self):
-        """From now on the peak is that of another run; where memory was kept for it, the peak is that of all that have used it."""
+        """From now on the peak is that of another run; where memory was kept for it,
+        the peak is that of all that have used it."""
         if self._device.type == "cuda":
             self._start = {"allocated": torch.cuda.memory_allocated(self._device)}
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -46,7 +50,8 @@ class Memory:
         self._until_s = math.inf
 
     def end_run(self, unused_bytes):
-        """A run has ended, or a decode or encode: its memory is kept for a while, or given back. unused_bytes: see Predictions."""
+        """A run has ended, or a decode or encode: its memory is kept for a while, or given back.
+        unused_bytes: see Predictions."""
         if self._is_settled or _status()["RssAnon"] - self._start["RssAnon"] > KEPT * unused_bytes:
             self.give_back()
         else:
@@ -54,7 +59,8 @@ class Memory:
 
     @property
     def patience_s(self):
-        """Seconds after which memory is to be given back if nothing but questions comes until then; None: there is none to give."""
+        """Seconds after which memory is to be given back if nothing but questions comes until then;
+        None: there is none to give."""
         return None if self._until_s == math.inf else max(0.0, self._until_s - time.monotonic())
 
     def give_back(self):
@@ -65,17 +71,19 @@ class Memory:
         self._is_settled, self._until_s = True, math.inf
 
     def report(self):
-        """Bytes: total_bytes and unused_bytes of the device, reserved_bytes there by this process, host_bytes of its own elsewhere, and
-        activation_bytes that the last run took at its peak, with what it kept: of a CPU worker, the most that runs have taken since memory
-        was given back."""
+        """Bytes: total_bytes and unused_bytes of the device, reserved_bytes there by this process, host_bytes of its
+        own elsewhere, and activation_bytes that the last run took at its peak, with what it kept: of a CPU worker, the
+        most that runs have taken since memory was given back."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._start.get("allocated", 0) if self._start else 0
             unused, total = torch.cuda.mem_get_info(self._device)
-            return {"total_bytes": total, "unused_bytes": unused, "reserved_bytes": torch.cuda.memory_reserved(self._device),
+            return {"total_bytes": total, "unused_bytes": unused,
+                    "reserved_bytes": torch.cuda.memory_reserved(self._device),
                     "host_bytes": _status()["RssAnon"], "activation_bytes": max(0, peak)}
         now, (room, limit) = _status(), memory_room()
         peak = 0
-        if self._start and "VmHWM" in now:                     # but for pages of files and of shared memory that came meanwhile
+        # but for pages of files and of shared memory that came meanwhile
+        if self._start and "VmHWM" in now:
             mapped = sum(max(0, now[name] - self._start[name]) for name in ("RssFile", "RssShmem"))
             peak = now["VmHWM"] - self._start["VmRSS"] - mapped
         return {"total_bytes": limit, "unused_bytes": room, "reserved_bytes": now["RssAnon"], "host_bytes": 0,

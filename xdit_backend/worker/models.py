@@ -72,11 +72,13 @@ class Models:
         transformer = load_transformer(spec, self._device, report, held_blocks, self._rank % spec.tensor_degree)
         model = transformer.model
         hooks = RowHooks(model, family.plan) if family.by_rows else Hooks(model, family.plan, transformer.splits)
-        self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks, self._residency(transformer))
+        self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks,
+                                         self._residency(transformer))
         return self._loaded[spec.name].residency.numbers
 
     def change(self, command, room_bytes):
-        """Give tensors of a model's file other values. The model is on the device. Returns the numbers of its residency.
+        """Give tensors of a model's file other values. The model is on the device. Returns the numbers of its
+        residency.
 
         room_bytes: what weights that are kept may take.
         """
@@ -138,7 +140,8 @@ class Models:
 
     @property
     def cast_bytes(self):
-        """Bytes of weights that are held a second time: in the type they are computed with, or as another version of them."""
+        """Bytes of weights that are held a second time: in the type they are computed with,
+        or as another version of them."""
         return sum(loaded.transformer.casts.num_bytes + loaded.versions.num_bytes for loaded in self._loaded.values())
 
     @property
@@ -158,7 +161,8 @@ class Models:
         return self._ferry.bring(weight) if weight.is_contiguous() else weight.to(self._device)
 
     def _balanced(self, spec, model, family):
-        """Blocks of each stage, balanced by cost, by the speed of the stages' devices (measured, or as they say) and by what they can hold.
+        """Blocks of each stage, balanced by cost, by the speed of the stages' devices (measured, or as they say) and by
+        what they can hold.
 
         model: without weights. A collective: every rank calls it.
         """
@@ -194,17 +198,19 @@ class Loaded:
         return self.transformer.family
 
     def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, exchange=None, **keeping):
-        """The ForwardContext of a latent or its patch. keeping: where keys and values are kept, ForwardContext's fields for that."""
+        """The ForwardContext of a latent or its patch. keeping:
+        where keys and values are kept, ForwardContext's fields for that."""
         family, num_blocks = self.family, self.hooks.num_blocks
         for name in keeping.keys() & {"first_image", "num_images"}:            # of what the blocks see
             keeping[name] *= family.latent.sequences(latent.shape)
         if "key_values" in keeping:
             keeping |= {"kept_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
         if exchange is not None and family.by_rows:
-            keeping["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1), mesh.sequence_speeds)
+            keeping["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1),
+                                         mesh.sequence_speeds)
         return ForwardContext(
-            family.inputs(latent, on_device(timestep, latent.device), conditioning, self.transformer.config, patch), mesh, traffic,
-            self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,
+            family.inputs(latent, on_device(timestep, latent.device), conditioning, self.transformer.config, patch),
+            mesh, traffic, self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,
             tokens_of(family, mesh, latent.shape, conditioning, patch), patch,
             None if patch is None else rows_of(family, latent.shape, patch), exchange=exchange, **keeping)
 

@@ -1,4 +1,5 @@
-"""A worker's output, whoever prints it, goes to a file of its own that does not grow without bound. Used by __main__ and serve."""
+"""A worker's output, whoever prints it, goes to a file of its own that does not grow without bound.
+Used by __main__ and serve."""
 
 import os
 from contextlib import suppress
@@ -15,8 +16,10 @@ def take_over(path):
 
 
 def keep_small(path):
-    """Begin the file anew where it has grown large; what was in it is beside it, as NAME.before. And where it was removed."""
-    with suppress(OSError):                                    # its folder was removed, or its disk is full: nothing else ends for that
+    """Begin the file anew where it has grown large; what was in it is beside it, as NAME.before.
+    And where it was removed."""
+    # its folder was removed, or its disk is full: nothing else ends for that
+    with suppress(OSError):
         if not os.path.exists(path):
             take_over(path)
         elif os.path.getsize(path) > MOST_BYTES:

@@ -1,4 +1,5 @@
-"""Predictions on this rank: conditioning that is kept for a run, process groups, and the traffic between stages. Used by the engine."""
+"""Predictions on this rank: conditioning that is kept for a run, process groups, and the traffic between stages.
+Used by the engine."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -18,7 +19,8 @@ from .clock import Clock
 
 
 class Predictions:
-    """What this rank keeps between predictions: conditioning, keys and values, groups and links of layouts, posted receives."""
+    """What this rank keeps between predictions: conditioning, keys and values, groups and links of layouts,
+    posted receives."""
 
     def __init__(self, models, world_size, device, ferry, timeline):
         self._models, self._world_size, self._device = models, world_size, device
@@ -40,7 +42,8 @@ class Predictions:
     def memory(self):
         """Bytes of what is kept between predictions, by name."""
         return {"cast_bytes": self._models.cast_bytes, "num_conditionings": self.num_conditionings,
-                "conditioning_bytes": sum(tensor.nbytes for kept in self._conditioning.values() for tensor in kept.values()),
+                "conditioning_bytes": sum(tensor.nbytes for kept in self._conditioning.values()
+                                          for tensor in kept.values()),
                 "key_value_bytes": sum(kept.num_bytes for kept in self._key_values.values()),
                 "exchange_bytes": sum(exchange.num_bytes for exchange in self._exchanges.values()),
                 "most_kept_bytes": max(self._most_kept_bytes, self._kept_bytes)}
@@ -85,7 +88,8 @@ class Predictions:
         return True
 
     def predict(self, command, traffic):
-        """Run this rank's branch, batch share, stage and token shard; the first rank of the last stage writes the prediction."""
+        """Run this rank's branch, batch share, stage and token shard;
+        the first rank of the last stage writes the prediction."""
         loaded, mesh = self._models[command.model], self._mesh(command)
         clock, waits = self._clock, []
         start = clock.mark()
@@ -110,7 +114,8 @@ class Predictions:
                     self._write(loaded.family, *part, latent, context, output)
                 else:
                     link.send(message, traffic)
-        if command.patch is not None and not loaded.transformer.casts.are_kept:        # by now activations have taken what they need
+        # by now activations have taken what they need
+        if command.patch is not None and not loaded.transformer.casts.are_kept:
             loaded.transformer.casts.keep(FULL * self.unused_bytes)
         end = clock.mark()
         clock.add(start, end, waits)
@@ -124,7 +129,8 @@ class Predictions:
         return message
 
     def _write(self, family, branch, first, last, latent, context, output):
-        """Write the prediction for these images to where the host reads it: this rank's rows, or all, by the first rank that has them."""
+        """Write the prediction for these images to where the host reads it:
+        this rank's rows, or all, by the first rank that has them."""
         mesh = context.mesh
         if context.bands is not None:
             band, next_band = context.bands[context.exchange.rank:][:2]
@@ -137,7 +143,8 @@ class Predictions:
                     self._ferry.fetch(part, map_segment(branch.parts[name])[first:last])
 
     def _tell(self, command, start, end, waits, traffic):
-        """Put a step, and what it waited for, into the timeline. Exchanges over NCCL are the device's own work, and not told apart."""
+        """Put a step, and what it waited for, into the timeline.
+        Exchanges over NCCL are the device's own work, and not told apart."""
         step = {"time": map_segment(command.branches[0].timestep).flatten()[0].item(),
                 "first_row": command.patch.start if command.patch else 0}
         self._timeline.add("patch" if command.patch else "whole", start, end, **step)
@@ -146,10 +153,12 @@ class Predictions:
                 self._timeline.add(kind, *pair, **step)
 
     def _together(self, command, mesh):
-        """The parts of a command, one by one; where layers are spread over ranks, branches by two, which take turns while sums travel."""
+        """The parts of a command, one by one; where layers are spread over ranks, branches by two,
+        which take turns while sums travel."""
         parts, others = self._parts(command, mesh), (mesh.degrees["pipefusion"], mesh.degrees["displaced"])
         takes_turns = mesh.degrees["tensor"] > 1 and others == (1, 1) and not command.by_image
-        return [parts[index:index + 2] for index in range(0, len(parts), 2)] if takes_turns else [[part] for part in parts]
+        return ([parts[index:index + 2] for index in range(0, len(parts), 2)] if takes_turns
+                else [[part] for part in parts])
 
     def _latent(self, loaded, mesh, branch, first, last):
         """These images' latents on the device. Of stages after the first, which use only the shape, zeros."""
@@ -158,7 +167,8 @@ class Predictions:
         return torch.zeros((last - first, *branch.latent.shape[1:]), dtype=loaded.dtype, device=self._device)
 
     def _parts(self, command, mesh):
-        """[(branch, first image, last image + 1)]: what this rank runs of a command, in the order in which it travels."""
+        """[(branch, first image, last image + 1)]: what this rank runs of a command,
+        in the order in which it travels."""
         parts = []
         for index, branch in enumerate(command.branches):
             if index % mesh.degrees["cfg"] != mesh.ranks["cfg"]:
@@ -172,7 +182,8 @@ class Predictions:
         return parts
 
     def _exchange(self, command, mesh, conditioning):
-        """What the ranks of the displaced axis tell each other: kept with the conditioning, where calls follow that use it."""
+        """What the ranks of the displaced axis tell each other:
+        kept with the conditioning, where calls follow that use it."""
         if mesh.degrees["displaced"] == 1:
             return None
         if conditioning in self._exchanges and (command.keep or command.stale):
@@ -189,7 +200,8 @@ class Predictions:
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         beside = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
                   for name, tensor in _beside(branch).items()}
-        conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.parts else tensor for name, tensor in beside.items()}
+        conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.parts else tensor
+                         for name, tensor in beside.items()}
         keeping = {} if exchange is None else {"first_image": first}
         if exchange is None and (command.keep or command.patch is not None):
             start, size = _own_images(batch, mesh)
@@ -198,8 +210,10 @@ class Predictions:
         added = {place: map_segment(segment) for place, segment in branch.control.items()}
         control = {place: tensor[rows] if tensor.shape[0] == batch else tensor for place, tensor in added.items()}
         scores = None if branch.scores is None else map_segment(branch.scores)[:, rows]
-        return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch, exchange,
-                              control=control, operations=branch.operations, scores=scores, guided=branch.guided, **keeping)
+        return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch,
+                              exchange,
+                              control=control, operations=branch.operations, scores=scores, guided=branch.guided,
+                              **keeping)
 
     def _kept(self, loaded, conditioning):
         """The keys and values of a conditioning, made when they are first kept."""
@@ -211,7 +225,8 @@ class Predictions:
     def _post_receives(self, command):
         """See that there is a handle for the hidden states of each part of a command, but on the first stage.
 
-        Where this fails, the next time goes on from there: what was posted takes a message, which one posted anew would lack.
+        Where this fails, the next time goes on from there: what was posted takes a message, which one posted anew would
+        lack.
         """
         loaded, mesh = self._models[command.model], self._mesh(command)
         if mesh.ranks["pipefusion"] == 0:
@@ -219,7 +234,8 @@ class Predictions:
         link, handles = self._link(mesh, command.layout), self._posted.setdefault(command.request, [])
         for branch, first, last in self._parts(command, mesh)[len(handles):]:
             shape = (last - first, *branch.latent.shape[1:])
-            size = loaded.received_size(mesh, shape, self._conditioning[branch.conditioning] | _beside(branch), command.patch)
+            size = loaded.received_size(mesh, shape, self._conditioning[branch.conditioning] | _beside(branch),
+                                        command.patch)
             handles.append(link.post_receive(size, loaded.dtype))
 
     @property
@@ -235,7 +251,8 @@ class Predictions:
         return self._links.get(layout)
 
     def _mesh(self, command):
-        """The process groups of a command's layout, made when it is first used. Commands come in one order, so ranks agree."""
+        """The process groups of a command's layout, made when it is first used.
+        Commands come in one order, so ranks agree."""
         if command.layout not in self._meshes:
             self._meshes[command.layout] = build_mesh(command.layout, self._world_size)
         return paced(self._meshes[command.layout], command.speeds)

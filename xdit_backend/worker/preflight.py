@@ -6,12 +6,14 @@ import torch.distributed as dist
 from ..distributed.collectives import Traffic, all_to_all
 from ..protocol.errors import LinkError, WorkerStartError
 
-LEAST_FREE_BYTES = 2 ** 29                 # of a device's memory: libraries and exchanges take that before a model is there
+# of a device's memory: libraries and exchanges take that before a model is there
+LEAST_FREE_BYTES = 2 ** 29
 TRANSFER_ELEMENTS = 2 ** 18                # int32, to each other rank
 
 
 def prepare_device(device):
-    """Make this process's context on its device. Raises WorkerStartError where the device cannot be used, or has no memory free."""
+    """Make this process's context on its device. Raises WorkerStartError where the device cannot be used,
+    or has no memory free."""
     if device.type != "cuda":
         return
     try:
@@ -19,23 +21,24 @@ def prepare_device(device):
         torch.cuda.init()                                      # else DeviceMesh would choose a device by rank
         free, total = torch.cuda.mem_get_info(device)
     except Exception as error:                                 # whatever a driver says
-        raise WorkerStartError(f"{device} cannot be used: {type(error).__name__}: {error} Is another program using all of it (nvidia-smi "
-                               f"shows), or in exclusive mode?") from error
+        raise WorkerStartError(f"{device} cannot be used: {type(error).__name__}: {error} Is another program using "
+                               f"all of it (nvidia-smi shows), or in exclusive mode?") from error
     check_free(str(device), free, total)
 
 
 def check_free(device, free, total):
     if free < LEAST_FREE_BYTES:
-        raise WorkerStartError(f"{device} has {free / 2 ** 20:.0f} MB of {total / 2 ** 30:.1f} GB free, and a worker needs at least "
-                               f"{LEAST_FREE_BYTES / 2 ** 20:.0f} MB before it holds a model. nvidia-smi shows which programs use it: "
-                               f"close them, use \"Unload Models\" in ComfyUI's menu, or leave the device out in xDiT Parallel Config.")
+        raise WorkerStartError(f"{device} has {free / 2 ** 20:.0f} MB of {total / 2 ** 30:.1f} GB free, and a worker "
+                               f"needs at least {LEAST_FREE_BYTES / 2 ** 20:.0f} MB before it holds a model. "
+                               f"nvidia-smi shows which programs use it: close them, use \"Unload Models\" in "
+                               f"ComfyUI's menu, or leave the device out in xDiT Parallel Config.")
 
 
 def try_links(rank, devices, device):
     """Send every other rank a tensor and compare what comes. A collective: every rank of the world calls it.
 
-    Raises LinkError where it fails, or other numbers come than were sent. Broken peer-to-peer copies may also never end: the host, which
-    knows when all ranks have begun, counts the seconds.
+    Raises LinkError where it fails, or other numbers come than were sent. Broken peer-to-peer copies may also never
+    end: the host, which knows when all ranks have begun, counts the seconds.
     """
     count = len(devices)
     ramp = torch.arange(TRANSFER_ELEMENTS, dtype=torch.int32, device=device)
@@ -43,9 +46,11 @@ def try_links(rank, devices, device):
     def message(sender, receiver):
         return ramp + (sender * count + receiver) * TRANSFER_ELEMENTS
     try:
-        received = all_to_all([message(rank, other) for other in range(count)], [ramp.shape] * count, dist.group.WORLD, Traffic())
+        received = all_to_all([message(rank, other) for other in range(count)], [ramp.shape] * count, dist.group.WORLD,
+                              Traffic())
         wrong = [devices[other] for other, piece in enumerate(received) if not torch.equal(piece, message(other, rank))]
     except RuntimeError as error:                              # DistBackendError is one
-        raise LinkError(f"a transfer between {', '.join(devices)} failed on rank {rank} with {type(error).__name__}: {error}") from error
+        raise LinkError(f"a transfer between {', '.join(devices)} failed on rank {rank} with {type(error).__name__}: "
+                        f"{error}") from error
     if wrong:
         raise LinkError(f"{', '.join(wrong)} sent {devices[rank]} (rank {rank}) numbers that arrived as others")

@@ -1,6 +1,8 @@
-"""What a rank measures of its device and of the links to the others, in seconds: all that the forecasts need. Used by the engine.
+"""What a rank measures of its device and of the links to the others, in seconds: all that the forecasts need. Used by
+the engine.
 
-Every rank runs it at the same time, in the same order, so that what they share (memory, processors, a bus) is shared as in a run.
+Every rank runs it at the same time, in the same order, so that what they share (memory, processors, a bus) is shared as
+in a run.
 """
 
 import itertools
@@ -17,7 +19,8 @@ from ..distributed.mesh import group_timeout
 
 SMALL_BYTES, LARGE_BYTES = 2 ** 16, 2 ** 24
 ACROSS_BYTES = 2 ** 20         # large, between machines: a slow network takes a second for it
-# (width, rows of a full and of a short matrix, tokens of a long and of a short attention, elements of what is only moved)
+# (width, rows of a full and of a short matrix, tokens of a long and of a short attention, elements of what is only
+# moved)
 ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 25), (512, 1024, 128, 768, 192, 2 ** 22)
 HEADS = 8
 LEAST_S, ROUNDS = 0.01, 7
@@ -26,7 +29,8 @@ BLOCK_TOKENS, BLOCK_WIDTH = 16, 64
 
 
 def measure(rank, world_size, device, dtype, traffic, report, a_machine=0):
-    """{what: seconds or bytes a second}; see forecast/probed.py for the names. A collective: every rank of the world calls it.
+    """{what: seconds or bytes a second}; see forecast/probed.py for the names. A collective: every rank of the world
+    calls it.
 
     report(text, done, total) tells a person. a_machine: config.devices_a_machine.
     """
@@ -58,10 +62,12 @@ class Watch:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, works, repeats=None, wait=True):
-        """{name: seconds of one call of works[name]}, means over rounds, without the longest and shortest, in which each has its turn: a
-        machine that others slow for a moment slows all alike. wait: until the device is done; else what the host takes to start it.
+        """{name: seconds of one call of works[name]}, means over rounds, without the longest and shortest, in which
+        each has its turn: a machine that others slow for a moment slows all alike. wait: until the device is done; else
+        what the host takes to start it.
 
-        repeats: calls in a turn; None: as many as take long enough. Ranks of a collective give a number, so that all make as many.
+        repeats: calls in a turn; None: as many as take long enough. Ranks of a collective give a number, so that all
+        make as many.
         """
         often = {name: repeats or self._often(work) for name, work in works.items()}
         turns_s: dict[str, list] = {name: [] for name in works}
@@ -78,7 +84,8 @@ class Watch:
                 if round_:
                     turns_s[name].append((time.perf_counter() - started_s) / often[name])
                 self.done()
-        return {name: statistics.mean(sorted(turns)[ROUNDS // 6:ROUNDS - ROUNDS // 6]) for name, turns in turns_s.items()}
+        return {name: statistics.mean(sorted(turns)[ROUNDS // 6:ROUNDS - ROUNDS // 6])
+                for name, turns in turns_s.items()}
 
     def _often(self, work):
         work()
@@ -90,8 +97,8 @@ class Watch:
 
 
 def of_waiting(watch, rank, device, dtype):
-    """Seconds of rounds of the same work: of the first rank's while the others rest (0 of others), of this rank's beside the others', and
-    until the last rank is done, whose pace is no more even than its machine's.
+    """Seconds of rounds of the same work: of the first rank's while the others rest (0 of others), of this rank's
+    beside the others', and until the last rank is done, whose pace is no more even than its machine's.
     """
     width, full, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
     weight = torch.randn(4 * width, width, device=device).to(dtype)
@@ -108,7 +115,8 @@ def of_waiting(watch, rank, device, dtype):
         work(repeats)
         return time.perf_counter() - started_s
     work(1)
-    repeats = max(1, round(ROUND_S / max(1e-6, timed(1))))     # each rank's own: devices that are not alike have rounds of one length
+    # each rank's own: devices that are not alike have rounds of one length
+    repeats = max(1, round(ROUND_S / max(1e-6, timed(1))))
     alone_s = [timed(repeats) for _ in range(SHARED_ROUNDS)] if rank == 0 else [0.0]
     for _ in range(SHARED_ROUNDS):
         dist.barrier()
@@ -118,37 +126,45 @@ def of_waiting(watch, rank, device, dtype):
         dist.barrier()
         watch.done()
         all_s.append(time.perf_counter() - started_s)
-    return {"round_alone_s": statistics.median(alone_s), "round_s": statistics.median(own_s), "round_of_all_s": statistics.median(all_s)}
+    return {"round_alone_s": statistics.median(alone_s), "round_s": statistics.median(own_s),
+            "round_of_all_s": statistics.median(all_s)}
 
 
 def of_device(watch, device, dtype):
-    """Of a feed-forward's matrix multiplication with many rows and with few, attention with many keys and with few, a convolution, and of
-    what is only moved.
+    """Of a feed-forward's matrix multiplication with many rows and with few, attention with many keys and with few, a
+    convolution, and of what is only moved.
     """
     width, full, short, long, brief, elements = ON_CUDA if device.type == "cuda" else ON_CPU
-    weight, tokens = torch.randn(4 * width, width, device=device).to(dtype), torch.randn(full, width, device=device).to(dtype)
+    weight, tokens = torch.randn(4 * width, width, device=device).to(dtype), torch.randn(full, width, device=device).to(
+        dtype)
     works = {"matrix_s": lambda: F.linear(tokens, weight), "matrix_short_s": lambda: F.linear(tokens[:short], weight)}
     for head, (name, keys) in itertools.product((64, 128), (("long", long), ("short", brief))):
         query, key = (torch.randn(1, HEADS, count, head, device=device).to(dtype) for count in (long, keys))
-        works[f"attention_{head}_{name}_s"] = lambda query=query, key=key: F.scaled_dot_product_attention(query, key, key)
+        works[f"attention_{head}_{name}_s"] = lambda query=query, key=key: F.scaled_dot_product_attention(
+            query, key, key)
     channels, side = (256, 128) if device.type == "cuda" else (64, 64)
-    image, kernel = (torch.randn(shape, device=device).to(dtype) for shape in ((1, channels, side, side), (channels, channels, 3, 3)))
+    image, kernel = (torch.randn(shape, device=device).to(dtype)
+                     for shape in ((1, channels, side, side), (channels, channels, 3, 3)))
     one, other = (torch.randn(elements, device=device).to(dtype) for _ in range(2))
-    seconds = watch.seconds(works | {"convolution": lambda: F.conv2d(image, kernel, padding=1), "move": lambda: torch.add(one, other)})
+    seconds = watch.seconds(works | {"convolution": lambda: F.conv2d(image, kernel, padding=1),
+                                     "move": lambda: torch.add(one, other)})
     return {name: seconds[name] for name in works} | {
-        "matrix_flops": 8.0 * full * width ** 2, "rows": full, "short_rows": short, "launch_hidden": float(device.type != "cpu"),
+        "matrix_flops": 8.0 * full * width ** 2, "rows": full, "short_rows": short,
+        "launch_hidden": float(device.type != "cpu"),
         "attention_flops": 4.0 * HEADS * long * long * 128, "keys": long, "short_keys": brief,
-        "convolution_flops_s": 18.0 * (channels * side) ** 2 / seconds["convolution"], "move_bytes_s": 3 * one.nbytes / seconds["move"]}
+        "convolution_flops_s": 18.0 * (channels * side) ** 2 / seconds["convolution"],
+        "move_bytes_s": 3 * one.nbytes / seconds["move"]}
 
 
 def of_empty_block(watch, device, dtype):
     """Seconds that the host takes for a block of PixArt's structure with next to nothing to compute."""
     from diffusers.models.attention import BasicTransformerBlock
-    block = BasicTransformerBlock(BLOCK_WIDTH, 2, BLOCK_WIDTH // 2, cross_attention_dim=BLOCK_WIDTH, num_embeds_ada_norm=1,
-                                  norm_type="ada_norm_single").to(device, dtype)
+    block = BasicTransformerBlock(BLOCK_WIDTH, 2, BLOCK_WIDTH // 2, cross_attention_dim=BLOCK_WIDTH,
+                                  num_embeds_ada_norm=1, norm_type="ada_norm_single").to(device, dtype)
     tokens = torch.randn(1, BLOCK_TOKENS, BLOCK_WIDTH, device=device).to(dtype)
     times = torch.randn(1, 6 * BLOCK_WIDTH, device=device).to(dtype)
-    return watch.seconds({"launch": lambda: block(tokens, encoder_hidden_states=tokens, timestep=times)}, wait=False)["launch"]
+    return watch.seconds({"launch": lambda: block(tokens, encoder_hidden_states=tokens, timestep=times)},
+                         wait=False)["launch"]
 
 
 def of_links(watch, rank, world_size, size, device, dtype, traffic, large_bytes, is_first):
@@ -157,22 +173,26 @@ def of_links(watch, rank, world_size, size, device, dtype, traffic, large_bytes,
     is_first: and of attention beside a hop.
     """
     numbers = {}
-    groups = [dist.new_group(range(first, first + size), timeout=group_timeout()) if size < world_size else dist.group.WORLD
+    groups = [dist.new_group(range(first, first + size), timeout=group_timeout()) if size < world_size
+              else dist.group.WORLD
               for first in range(0, world_size, size)]
     own = groups[rank // size]
     for name, num_bytes in (("small", SMALL_BYTES), ("large", large_bytes)):
         piece = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         pieces = piece[:len(piece) // size * size].view(size, -1)
         shapes = [pieces[0].shape] * size
-        works = {f"all_to_all {size} {name}_s": lambda pieces=pieces, shapes=shapes: all_to_all(pieces, shapes, own, traffic, pieces),
+        works = {f"all_to_all {size} {name}_s": lambda pieces=pieces, shapes=shapes:
+                 all_to_all(pieces, shapes, own, traffic, pieces),
                  f"hop {size} {name}_s": lambda piece=piece: RingExchange(piece, piece.shape, own, traffic).wait(),
                  f"all_reduce {size} {name}_s": lambda piece=piece: dist.all_reduce(piece, group=own),
-                 f"gather {size} {name}_s": lambda pieces=pieces: all_gather(pieces[0], [len(pieces[0])] * size, 0, own, traffic)}
+                 f"gather {size} {name}_s": lambda pieces=pieces:
+                 all_gather(pieces[0], [len(pieces[0])] * size, 0, own, traffic)}
         numbers |= watch.seconds(works, repeats=10 if name == "small" else 1)
     piece = torch.zeros(16, dtype=dtype, device=device)
     pieces = torch.zeros(size, 8, dtype=dtype, device=device)
-    numbers |= watch.seconds({f"launch {size} all_to_all_s": lambda: all_to_all(pieces, [(8,)] * size, own, traffic, pieces),
-                              f"launch {size} hop_s": lambda: RingExchange(piece, piece.shape, own, traffic).wait()}, repeats=10,
+    numbers |= watch.seconds(
+        {f"launch {size} all_to_all_s": lambda: all_to_all(pieces, [(8,)] * size, own, traffic, pieces),
+         f"launch {size} hop_s": lambda: RingExchange(piece, piece.shape, own, traffic).wait()}, repeats=10,
                              wait=False)
     if is_first:
         numbers |= of_both(watch, own, device, dtype, traffic, large_bytes)

@@ -1,4 +1,5 @@
-"""One rank's process, whichever way it came to be: a program of its own (__main__), or forked with its libraries (forkserver.py)."""
+"""One rank's process, whichever way it came to be: a program of its own (__main__),
+or forked with its libraries (forkserver.py)."""
 
 import gc
 import logging
@@ -39,7 +40,8 @@ def run_forked(folder, devices, port, log_folder):
 
 def import_libraries():
     """Import what every worker needs. Takes seconds, and may fail."""
-    # diffusers does without what cannot be imported: a worker runs no text encoder, and transformers takes it a second to import.
+    # diffusers does without what cannot be imported: a worker runs no text encoder, and transformers takes it a second
+    # to import.
     sys.modules["transformers"] = None
     # Collecting garbage meanwhile would be a fifth of the time, and what is imported stays.
     gc.disable()

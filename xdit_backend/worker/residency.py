@@ -1,9 +1,9 @@
 """Where the weights of one model are on this rank: on its device, or parked in host memory. Used by models.py.
 
-A weight's home is its place in host memory. It is the map of the checkpoint file, where the file has the weight as the device does: all
-processes share its pages, and writing them anywhere else would only take memory twice. What was cast or computed when it was loaded
-gets its home in a segment that all ranks with the same weights share. A home once made stays good, until weights change and a new Residency
-is made: to park a weight is to let go of the device's copy.
+A weight's home is its place in host memory. It is the map of the checkpoint file, where the file has the weight as the
+device does: all processes share its pages, and writing them anywhere else would only take memory twice. What was cast
+or computed when it was loaded gets its home in a segment that all ranks with the same weights share. A home once made
+stays good, until weights change and a new Residency is made: to park a weight is to let go of the device's copy.
 """
 
 import bisect
@@ -15,10 +15,11 @@ ALIGNMENT = 64                             # bytes; of a weight's place in a seg
 
 
 class Residency:
-    """The weights of a model on this rank. Those parked are always the first so many, in the order of the model's modules.
+    """The weights of a model on this rank. Those parked are always the first so many, in the order of the model's
+    modules.
 
-    files: {id of a weight: its home in the checkpoint file}, where it has one. bring(tensor) copies from host memory to the device,
-    fetch(tensor, target) back.
+    files: {id of a weight: its home in the checkpoint file}, where it has one. bring(tensor) copies from host memory to
+    the device, fetch(tensor, target) back.
     """
 
     def __init__(self, model, files, bring, fetch):
@@ -34,8 +35,8 @@ class Residency:
     @property
     def numbers(self):
         """What the host keeps account of: see host/residence.py."""
-        return {"weight_bytes": self._sums[-1], "homeless_bytes": self._homeless_bytes, "largest_bytes": self._largest_bytes,
-                "parked_bytes": self.parked_bytes}
+        return {"weight_bytes": self._sums[-1], "homeless_bytes": self._homeless_bytes,
+                "largest_bytes": self._largest_bytes, "parked_bytes": self.parked_bytes}
 
     @property
     def parked_bytes(self):
@@ -53,8 +54,8 @@ class Residency:
     def park(self, targets, own, segment):
         """Let go of the device's copies of the first weights, until targets[own] bytes are in host memory alone.
 
-        targets: of all ranks that hold the same weights; they share the work of writing those that have no home yet, which they
-        find in the same places of `segment`. Nobody may read a home before all of these ranks are done.
+        targets: of all ranks that hold the same weights; they share the work of writing those that have no home yet,
+        which they find in the same places of `segment`. Nobody may read a home before all of these ranks are done.
         """
         counts = [min(self.num_weights(target), len(self._weights)) for target in targets]
         memory, start = map_segment(segment), 0
@@ -86,7 +87,8 @@ def _aligned(num_bytes):
 
 
 def _place(weight, memory, start):
-    """Part of a segment (uint8), from byte `start` on, as a tensor like `weight`; in its order of dims where it leaves no gaps."""
+    """Part of a segment (uint8), from byte `start` on, as a tensor like `weight`;
+    in its order of dims where it leaves no gaps."""
     flat = memory[start:start + weight.nbytes].view(weight.dtype)
     is_dense = 1 + sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride())) == weight.numel()
     return flat.as_strided(weight.shape, weight.stride()) if is_dense else flat.view(weight.shape)

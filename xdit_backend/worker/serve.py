@@ -32,7 +32,8 @@ PREFETCHED = 3                               # commands whose receives are poste
 
 
 def serve(folder, rank, devices, store_port, log_file):
-    """Join the process group at the host's store, greet the host, and serve until it says stop or is gone. log_file: what is printed."""
+    """Join the process group at the host's store, greet the host, and serve until it says stop or is gone.
+    log_file: what is printed."""
     channel = connect(folder)
     channel.send(Phase(rank, "starting workers"))
     commands, busy, ready, abandoned = queue.SimpleQueue(), threading.Event(), threading.Event(), set()
@@ -46,8 +47,10 @@ def serve(folder, rank, devices, store_port, log_file):
     except (WorkerStartError, LinkError) as error:
         log.exception("cannot start")
         channel.send(Unready(rank, str(error), isinstance(error, LinkError)))
-        threading.Event().wait()                               # for the host to end all: without this rank, others would abort
-    gc.freeze()                                                # the libraries' objects stay: what is dropped is found sooner without them
+        # for the host to end all: without this rank, others would abort
+        threading.Event().wait()
+    # the libraries' objects stay: what is dropped is found sooner without them
+    gc.freeze()
     engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), abandoned)
     ready.set()
     channel.send(Ready(rank, os.getpid(), devices[rank]))
@@ -69,7 +72,8 @@ def serve(folder, rank, devices, store_port, log_file):
         except Exception as error:                             # one road for failure: it reaches the node by name
             log.exception("command %s failed", type(command).__name__)
             numbers = engine.shortage(error)
-            reply = Failed(command.request, rank, devices[rank], "OutOfMemoryError" if numbers else type(error).__name__, str(error),
+            reply = Failed(command.request, rank, devices[rank],
+                           "OutOfMemoryError" if numbers else type(error).__name__, str(error),
                            traceback.format_exc(), engine.traffic.num_exchanges > 0, numbers)
         if isinstance(reply, Failed):                          # by now nothing refers to what the command held
             engine.memory.give_back()
@@ -94,7 +98,8 @@ def _join(channel, rank, devices, device, store_port):
 
 
 def _next(commands, memory):
-    """The next command, when it is there. Where none comes for a while, memory that runs have left is given back meanwhile."""
+    """The next command, when it is there. Where none comes for a while,
+    memory that runs have left is given back meanwhile."""
     while True:
         try:
             return commands.get(timeout=memory.patience_s)
@@ -118,7 +123,8 @@ def _beat_until(ready, channel, rank):
 
 
 def _beat(channel, engine, busy, log_file):
-    """Tell the host now and then that this process runs, whether it gets on, and what memory it takes, while it is at a command.
+    """Tell the host now and then that this process runs, whether it gets on, and what memory it takes, while it is at a
+    command.
 
     And see that the file does not grow without bound.
     """

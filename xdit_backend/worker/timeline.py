@@ -1,4 +1,5 @@
-"""What this rank has done lately, and when: spans between marks that are taken anyway. Used by the engine; sent when it is asked for."""
+"""What this rank has done lately, and when: spans between marks that are taken anyway.
+Used by the engine; sent when it is asked for."""
 
 import collections
 import time
@@ -25,11 +26,13 @@ class Timeline:
         self._spans.append((kind, start, end, time, first_row))
 
     def since(self, since_s):
-        """The spans that began at since_s or later, all of which are over: their times on the clock that all processes share."""
+        """The spans that began at since_s or later, all of which are over:
+        their times on the clock that all processes share."""
         anchor_s, anchor = self._anchor() if self._device.type == "cuda" else (0.0, None)
         found = []
         for kind, start, end, step_time, first_row in list(self._spans):
-            start_s, end_s = (mark if isinstance(mark, float) else anchor_s - mark.elapsed_time(anchor) / 1000 for mark in (start, end))
+            start_s, end_s = (mark if isinstance(mark, float) else anchor_s - mark.elapsed_time(anchor) / 1000
+                              for mark in (start, end))
             if start_s >= since_s:
                 found.append(Span(kind, start_s, max(start_s, end_s), step_time, first_row))
         return found

@@ -1,9 +1,12 @@
-"""torchrun of one group, which ends when its host does: a program of its own, or forked from the forkserver with all that it imports.
+"""torchrun of one group, which ends when its host does: a program of its own, or forked from the forkserver with all
+that it imports.
 
-Its first argument names a file, for what it says of workers that fail: in memory, since the disk that its output goes to may be full.
+Its first argument names a file, for what it says of workers that fail: in memory, since the disk that its output goes
+to may be full.
 
-Left to itself, torchrun waits for minutes for the store of a host that was killed. Workers notice by their own connection; one
-that is stopped, or hangs, does not, nor does any while a process lives that the host has forked, which holds the host's end of all.
+Left to itself, torchrun waits for minutes for the store of a host that was killed. Workers notice by their own
+connection; one that is stopped, or hangs, does not, nor does any while a process lives that the host has forked, which
+holds the host's end of all.
 """
 
 import logging
@@ -27,15 +30,18 @@ def main():
 
 
 def run_forked(arguments, rank_main):
-    """Be torchrun in a process that was forked, and fork its ranks, which call rank_main with the arguments of `xdit_backend.worker`.
+    """Be torchrun in a process that was forked, and fork its ranks, which call rank_main with the arguments of
+    `xdit_backend.worker`.
 
-    arguments: those of `main`. The ranks inherit what this process has imported. Returns when all have ended; raises where one failed.
+    arguments: those of `main`. The ranks inherit what this process has imported. Returns when all have ended; raises
+    where one failed.
     """
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
     _keep_failures(arguments[0])
     parsed = parse_args(["--start-method=fork", *arguments[1:]])
-    tempfile.tempdir = parsed.log_dir                          # what torch writes for each rank goes with the group's folder
+    # what torch writes for each rank goes with the group's folder
+    tempfile.tempdir = parsed.log_dir
     config, _, _ = config_from_args(parsed)
     elastic_launch(config, rank_main)(*parsed.training_script_args)
 
@@ -45,7 +51,8 @@ def _keep_failures(path):
 
 
 def end_with_the_parent(parent):
-    """End this process and all below it when its parent is gone, or has closed its standard input. parent: its process number."""
+    """End this process and all below it when its parent is gone, or has closed its standard input.
+    parent: its process number."""
     while os.getppid() == parent:
         # not sys.stdin, whose lock a process that ends would wait for
         if select.select([0], [], [], LOOK_S)[0] and not os.read(0, 1):

@@ -1,4 +1,5 @@
-"""The weights of a shell as its file holds them, under ComfyUI's names. For nodes that save or merge a MODEL; see patcher.py.
+"""The weights of a shell as its file holds them, under ComfyUI's names. For nodes that save or merge a MODEL; see
+patcher.py.
 
 And the few tensors whose values ComfyUI looks at when it makes a model; see shell.py.
 """
@@ -19,11 +20,13 @@ def read_weights(checkpoint, base_model):
     Raises UnsupportedError for a quantised file: unpacked, it might not fit in memory.
     """
     if checkpoint.is_packed:
-        raise UnsupportedError(f"{checkpoint.name} holds quantised weights or is a GGUF file. Nodes that write or mix a MODEL's own "
-                               f"weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their second model) need "
-                               f"plain ones: use the bf16, fp16 or plain fp8 file of the same model there. As the first model of a "
-                               f"ModelMerge node, and with LoRA, it works.")
-    tensors = {checkpoint.name_of(name, file): tensor for file in checkpoint.files for name, tensor in load_file(file).items()
+        raise UnsupportedError(f"{checkpoint.name} holds quantised weights or is a GGUF file. Nodes that write or mix "
+                               f"a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that "
+                               f"take it as their second model) need plain ones: use the bf16, fp16 or plain fp8 file "
+                               f"of the same model there. As the first model of a ModelMerge node, and with LoRA, it "
+                               f"works.")
+    tensors = {checkpoint.name_of(name, file): tensor for file in checkpoint.files
+               for name, tensor in load_file(file).items()
                if checkpoint.name_of(name, file)}
     if checkpoint.folder_config is not None:                              # a diffusers folder
         tensors = under_comfyui_names(tensors, checkpoint) | marks_of(checkpoint)
@@ -44,26 +47,32 @@ def read_values(checkpoint, names):
     found = {name: tensor for name, tensor in found.items() if name in names}
     for path in checkpoint.files if names and not checkpoint.stored else ():
         with safe_open(path, "pt") as file:
-            there = {checkpoint.name_of(key, path) or key.removeprefix(checkpoint.prefix): key for key in file.keys()}  # noqa: SIM118
+            there = {checkpoint.name_of(key, path) or key.removeprefix(checkpoint.prefix): key
+                     for key in file.keys()}  # noqa: SIM118
             found |= {name: file.get_tensor(there[name]) for name in names if name in there}
     return found
 
 
 def prepare_text(base_model, checkpoint, prefixes, context, **options):
-    """What ComfyUI's own preprocess_text_embeds makes of a text, with the weights that it needs, which are here for the time of the call.
+    """What ComfyUI's own preprocess_text_embeds makes of a text, with the weights that it needs, which are here for the
+    time of the call.
 
-    base_model: of a shell. prefixes: what the names of those weights begin with. context: (B, T, C). Raises CheckpointError where the
-    file lacks them.
+    base_model: of a shell. prefixes: what the names of those weights begin with. context: (B, T, C). Raises
+    CheckpointError where the file lacks them.
     """
     net, patcher = base_model.diffusion_model, base_model.current_patcher
     weights = read_plain(checkpoint, read_file(checkpoint, lambda name: name.startswith(prefixes)))
-    weights = patcher.patched_weights({name: weight for name, weight in weights.items() if name.startswith(prefixes)}, checkpoint.quantised)
+    weights = patcher.patched_weights({name: weight for name, weight in weights.items() if name.startswith(prefixes)},
+                                      checkpoint.quantised)
     weights = {name: weight.to(context) for name, weight in weights.items()}
     try:
-        return torch.func.functional_call(_Preparing(net), {f"net.{name}": weight for name, weight in weights.items()}, (context,), options)
-    except UnsupportedError as error:                          # a weight that is not here was asked for more than its shape
-        raise CheckpointError(f"{checkpoint.name} lacks weights of {' and '.join(prefixes)} with which ComfyUI prepares this "
-                              f"text. Use the publisher's whole file, or a text encoder that prepares it.") from error
+        return torch.func.functional_call(_Preparing(net), {f"net.{name}": weight for name, weight in weights.items()},
+                                          (context,), options)
+    except UnsupportedError as error:
+        # a weight that is not here was asked for more than its shape
+        raise CheckpointError(f"{checkpoint.name} lacks weights of {' and '.join(prefixes)} with which ComfyUI "
+                              f"prepares this text. Use the publisher's whole file, or a text encoder that prepares "
+                              f"it.") from error
 
 
 class _Preparing(torch.nn.Module):
@@ -80,22 +89,24 @@ class _Preparing(torch.nn.Module):
 def places(checkpoint, base_model):
     """{name in base_model.diffusion_model: [(name in the file, which rows of the tensor there the rows here are)]}.
 
-    rows: None: all, in order; else for each row here the one there, or -1. ComfyUI's conversions move rows, so carrying out these
-    on numbers instead of weights tells where each went.
+    rows: None: all, in order; else for each row here the one there, or -1. ComfyUI's conversions move rows, so carrying
+    out these on numbers instead of weights tells where each went.
     """
     start, numbers, starts = 0, {}, {}
     for name, shape in checkpoint.shapes.items():
         count = shape[0] if shape else 1
         numbers[name], starts[name] = torch.arange(start, start + count), start
         start += count
-    converted = {name: rows.clone() for name, rows in numbers.items()}         # some conversions write into what they are given
+    # some conversions write into what they are given
+    converted = {name: rows.clone() for name, rows in numbers.items()}
     if checkpoint.folder_config is not None:
         converted = under_comfyui_names(converted, checkpoint)
     names, first = list(starts), torch.tensor(list(starts.values()))
     found = {}
     for name, rows in base_model.model_config.process_unet_state_dict(converted).items():
         whose = torch.searchsorted(first, rows, right=True) - 1
-        found[name] = [(names[index], _rows(rows, whose, index, numbers[names[index]])) for index in whose.unique().tolist()]
+        found[name] = [(names[index], _rows(rows, whose, index, numbers[names[index]]))
+                       for index in whose.unique().tolist()]
     return found
 
 

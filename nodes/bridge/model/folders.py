@@ -1,7 +1,8 @@
-"""Tensors of a diffusers folder under the names that ComfyUI's own model has for them. Used by shell.py and file_weights.py.
+"""Tensors of a diffusers folder under the names that ComfyUI's own model has for them. Used by shell.py and
+file_weights.py.
 
-A family's conversion is carried out backwards: which names it is to be given, ComfyUI's class tells, and running it on row numbers
-tells where each row comes from.
+A family's conversion is carried out backwards: which names it is to be given, ComfyUI's class tells, and running it on
+row numbers tells where each row comes from.
 """
 
 import importlib
@@ -19,22 +20,24 @@ from comfy.model_base import ModelType
 from ....xdit_backend.protocol.errors import CheckpointError
 
 # what ComfyUI samples U-Nets by, in the words of diffusers' schedulers
-DISCRETE = {"prediction_type": ("epsilon", "v_prediction"), "beta_schedule": ("scaled_linear",), "beta_start": (0.00085,),
-            "beta_end": (0.012,), "num_train_timesteps": (1000,), "trained_betas": (None,)}
+DISCRETE = {"prediction_type": ("epsilon", "v_prediction"), "beta_schedule": ("scaled_linear",),
+            "beta_start": (0.00085,), "beta_end": (0.012,), "num_train_timesteps": (1000,), "trained_betas": (None,)}
 CONTINUOUS = {"prediction_type": ("epsilon", "v_prediction")}
 
 INSTEAD = "Use the file of this model in ComfyUI's format."
 
 
 def under_comfyui_names(tensors, checkpoint):
-    """{ComfyUI's name: tensor} of all tensors of a folder, on any device. One may be put together from several, along dim 0.
+    """{ComfyUI's name: tensor} of all tensors of a folder, on any device. One may be put together from several, along
+    dim 0.
 
     Raises CheckpointError where not all have a name there.
     """
     family, config = checkpoint.family, checkpoint.config
     if family.sampled:                                         # ComfyUI has no model of it; ours has diffusers' names
         return tensors
-    found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.prepares)}      # they have those names
+    # they have those names
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.prepares)}
     used = set(found)
     for name, num_dims in _names(family, config).items():
         parts = _converted(family, config, name, 0)
@@ -44,15 +47,17 @@ def under_comfyui_names(tensors, checkpoint):
                 found |= zip(order, tensors[part].chunk(2))
                 used.add(part)
         elif parts.keys() <= tensors.keys():
-            rows = _converted(family, config, name, sum(len(tensors[part]) if tensors[part].ndim else 1 for part in parts))
+            rows = _converted(family, config, name,
+                              sum(len(tensors[part]) if tensors[part].ndim else 1 for part in parts))
             whole = _together(rows, tensors)
             found[name] = whole.flatten() if num_dims == 1 else whole          # one row there, several here
             used |= parts.keys()
     if used != tensors.keys():
-        found = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or {}         # which takes some for other families
+        # which takes some for other families
+        found = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or {}
         if sum(tensor.numel() for tensor in found.values()) != sum(tensor.numel() for tensor in tensors.values()):
-            raise CheckpointError(f"{checkpoint.name} is a diffusers folder of a {family.name} model, and ComfyUI's names "
-                                  f"are not known for all tensors of it. {INSTEAD}")
+            raise CheckpointError(f"{checkpoint.name} is a diffusers folder of a {family.name} model, and ComfyUI's "
+                                  f"names are not known for all tensors of it. {INSTEAD}")
     return found
 
 
@@ -63,20 +68,24 @@ def marks_of(checkpoint):
 
 
 def refuse_unlike(tensors, checkpoint):
-    """Raise CheckpointError where ComfyUI could not tell from a folder's tensors, under its names, what the folder's config.json says."""
+    """Raise CheckpointError where ComfyUI could not tell from a folder's tensors, under its names,
+    what the folder's config.json says."""
     family, config, name = checkpoint.family, checkpoint.config, checkpoint.name
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    scales = {name.removesuffix("weight") + "scale": shape for name, shape in shapes.items() if name.endswith("_norm.weight")}
-    seen = family.config(shapes | scales)                      # files of Flux.1 say scale where ComfyUI's module says weight
+    scales = {name.removesuffix("weight") + "scale": shape for name, shape in shapes.items()
+              if name.endswith("_norm.weight")}
+    # files of Flux.1 say scale where ComfyUI's module says weight
+    seen = family.config(shapes | scales)
     for key, value in seen.items():
         if key not in family.by_tensors and config.get(key) is not None and _plain(value) != _plain(config[key]):
-            raise CheckpointError(f"{name} is a {family.name} model with {key} = {config[key]!r}, which ComfyUI could not tell from its "
-                                  f"tensors: it would take it for {value!r}. {INSTEAD}")
+            raise CheckpointError(f"{name} is a {family.name} model with {key} = {config[key]!r}, which ComfyUI could "
+                                  f"not tell from its tensors: it would take it for {value!r}. {INSTEAD}")
 
 
 def sample_as_said(model_config, checkpoint):
-    """Have ComfyUI sample the U-Net of a folder as its scheduler's config says, which single files tell by their tensors. Returns the
-    ModelType, or None where the folder says nothing. Raises CheckpointError for what ComfyUI cannot be told.
+    """Have ComfyUI sample the U-Net of a folder as its scheduler's config says, which single files tell by their
+    tensors. Returns the ModelType, or None where the folder says nothing. Raises CheckpointError for what ComfyUI
+    cannot be told.
     """
     said = checkpoint.folder and checkpoint.folder_config is None and checkpoint.folder.beside.get("scheduler")
     if not said:
@@ -85,8 +94,9 @@ def sample_as_said(model_config, checkpoint):
     is_edm = "EDM" in scheduler and isinstance(model_config, comfy.supported_models.SDXL)
     for key, values in (CONTINUOUS if is_edm else DISCRETE).items():
         if said.get(key, values[0]) not in values or not is_edm and re.search("EDM|Flow", scheduler):
-            raise CheckpointError(f"{checkpoint.name} is sampled as its scheduler_config.json says ({scheduler}, {key} = "
-                                  f"{said.get(key)!r}), and ComfyUI samples such models otherwise. Use another model.")
+            raise CheckpointError(f"{checkpoint.name} is sampled as its scheduler_config.json says ({scheduler}, "
+                                  f"{key} = {said.get(key)!r}), and ComfyUI samples such models otherwise. Use "
+                                  f"another model.")
     is_velocity = said.get("prediction_type") == "v_prediction"
     if is_edm:
         settings |= {"sigma_data": 1.0 if is_velocity else 0.5, "sigma_max": said.get("sigma_max", 80.0),
@@ -117,8 +127,8 @@ def _together(rows, tensors):
 
 
 def _joined(family, config, name):
-    """(diffusers' name, the names of both halves in their order) of a tensor that the conversion puts together with this one, for which
-    it asks; (None, ()) where there is none."""
+    """(diffusers' name, the names of both halves in their order) of a tensor that the conversion puts together with
+    this one, for which it asks; (None, ()) where there is none."""
     with suppress(KeyError, RuntimeError, IndexError, ValueError):
         try:
             family.convert({name: torch.zeros(1)}, config)
@@ -130,7 +140,8 @@ def _joined(family, config, name):
 
 
 def _converted(family, config, name, num_rows):
-    """{diffusers' name: the rows that it has} of a tensor of so many rows; {} where its name is nothing to the conversion."""
+    """{diffusers' name: the rows that it has} of a tensor of so many rows;
+    {} where its name is nothing to the conversion."""
     try:
         return family.convert({name: torch.arange(num_rows)}, config)
     except (KeyError, RuntimeError, IndexError, ValueError):   # one that takes several tensors at a time
@@ -139,7 +150,8 @@ def _converted(family, config, name, num_rows):
 
 def _names(family, config):
     """{ComfyUI's name of each tensor of such a model, and of some that it may lack: how many dims it has}."""
-    names = {name: tensor.ndim for name, tensor in (_template(family.tiny) | _template(family.tiny, family.tiny.more)).items()}
+    names = {name: tensor.ndim
+             for name, tensor in (_template(family.tiny) | _template(family.tiny, family.tiny.more)).items()}
     for list_ in family.plan.blocks:
         inside = {name.removeprefix(list_.in_file).partition(".")[2]: num_dims for name, num_dims in names.items()
                   if name.startswith(list_.in_file)}

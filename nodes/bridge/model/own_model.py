@@ -1,4 +1,5 @@
-"""A plain BaseModel of ComfyUI's for a family that it has no model of, as the family's file describes it. Made by shell.py."""
+"""A plain BaseModel of ComfyUI's for a family that it has no model of, as the family's file describes it.
+Made by shell.py."""
 
 import torch
 
@@ -12,7 +13,8 @@ from ....xdit_backend.checkpoints.transformer import build
 
 
 class OwnModel(comfy.model_base.HiDream):
-    """A BaseModel, and a HiDream in name alone: ComfyUI's LoRA loader then takes what diffusers calls the tensors ("transformer."...)."""
+    """A BaseModel, and a HiDream in name alone: ComfyUI's LoRA loader then takes what diffusers calls the tensors
+    ("transformer."...)."""
 
     encode_adm = comfy.model_base.BaseModel.encode_adm
 
@@ -20,7 +22,8 @@ class OwnModel(comfy.model_base.HiDream):
         comfy.model_base.BaseModel.__init__(self, *arguments)
 
     def extra_conds(self, **given):
-        """As a BaseModel's, and which of a text's tokens are real, where its text encoder says so and the family asks."""
+        """As a BaseModel's, and which of a text's tokens are real,
+        where its text encoder says so and the family asks."""
         made, mask = comfy.model_base.BaseModel.extra_conds(self, **given), given.get("attention_mask")
         if mask is not None and "attention_mask" in self.remote.family.conditioning:
             made["attention_mask"] = comfy.conds.CONDRegular(mask)
@@ -28,7 +31,8 @@ class OwnModel(comfy.model_base.HiDream):
 
 
 class OwnConfig(BASE):
-    """What ComfyUI's detection gives of the families that it knows. transformer_config: arguments of the diffusers class."""
+    """What ComfyUI's detection gives of the families that it knows.
+    transformer_config: arguments of the diffusers class."""
 
     def __init__(self, family, transformer_config):
         self._family, self._transformer_config = family, transformer_config

@@ -12,7 +12,8 @@ from .weight_patches import PREFIX, changes_of, effective_patches, file_of, patc
 
 
 class ShellPatcher(RemotePatcher):
-    """A RemotePatcher that refuses, when it is loaded and when a run begins, what it carries that the workers would not honour."""
+    """A RemotePatcher that refuses, when it is loaded and when a run begins,
+    what it carries that the workers would not honour."""
 
     def patch_model(self, *args, **kwargs):
         refuse_patcher(self)
@@ -39,29 +40,33 @@ class ShellPatcher(RemotePatcher):
     # --- weights: read from the file, with the patches that ComfyUI's nodes have added ---
 
     def model_state_dict(self, filter_prefix=None):
-        """As ComfyUI's. What no node has patched are the file's own tensors; the rest, which ComfyUI's has patched in place, says where it
-        is when its numbers are asked for."""
+        """As ComfyUI's. What no node has patched are the file's own tensors; the rest, which ComfyUI's has patched in
+        place, says where it is when its numbers are asked for."""
         patched = {name: tensor for name, tensor in self.model.state_dict().items() if name in self.patches}
         return {name: patched.get(name, tensor) for name, tensor in self._file_state(filter_prefix).items()}
 
     def _file_state(self, filter_prefix=None):
         """{name: tensor} of the BaseModel, those of the diffusion model as the file has them."""
         if self.remote.spec.quantisation:
-            raise UnsupportedError(f"This MODEL was quantised as it was loaded (weight_dtype {self.remote.spec.quantisation}). Nodes that "
-                                   f"write or mix a MODEL's own weights (ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take "
-                                   f"it as their second model) need plain ones: set weight_dtype to default there. As the first model of "
-                                   f"a ModelMerge node, and with LoRA, it works.")
+            raise UnsupportedError(f"This MODEL was quantised as it was loaded (weight_dtype "
+                                   f"{self.remote.spec.quantisation}). Nodes that write or mix a MODEL's own weights "
+                                   f"(ModelSave, CheckpointSave, LoraSave, ModelMerge nodes that take it as their "
+                                   f"second model) need plain ones: set weight_dtype to default there. As the first "
+                                   f"model of a ModelMerge node, and with LoRA, it works.")
         weights = read_weights(self.remote.checkpoint, self.model)
         state = self.model.state_dict() | {f"diffusion_model.{name}": tensor for name, tensor in weights.items()}
-        return {name: tensor for name, tensor in state.items() if filter_prefix is None or name.startswith(filter_prefix)}
+        return {name: tensor for name, tensor in state.items() if filter_prefix is None
+                or name.startswith(filter_prefix)}
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
         state, patches = self._file_state(prefix), effective_patches(self)
         lost = [name for name, tensor in state.items() if tensor.is_meta]
         if lost:
-            raise UnsupportedError(f"{lost[0]} is not in the file of this MODEL, so that a node cannot save it. Use Load Diffusion Model.")
+            raise UnsupportedError(f"{lost[0]} is not in the file of this MODEL, so that a node cannot save it. Use "
+                                   f"Load Diffusion Model.")
         held = {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
-        return {name.removeprefix(prefix): self._patched(name, tensor, patches).to(held[name]) for name, tensor in state.items()}
+        return {name.removeprefix(prefix): self._patched(name, tensor, patches).to(held[name])
+                for name, tensor in state.items()}
 
     def get_key_patches(self, filter_prefix=None):
         dtypes = {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
@@ -80,7 +85,8 @@ class ShellPatcher(RemotePatcher):
     def patched_weights(self, weights, quantised):
         """Weights of the diffusion model with what nodes have patched them with, in the types that they are held in.
 
-        weights: {name: tensor of the file}. quantised: names of those that are quantised there: they are as computed with.
+        weights: {name: tensor of the file}. quantised: names of those that are quantised there: they are as computed
+        with.
         """
         patches, computed = effective_patches(self), getattr(torch, self.remote.spec.compute_dtype)
         return {name: self._patched(PREFIX + name, weight, patches, computed if name in quantised else None)
@@ -96,22 +102,24 @@ class ShellPatcher(RemotePatcher):
 
     def _check_fits(self, patches):
         if not patches:
-            raise UnsupportedError(f"Nothing of this LoRA is for {self.remote.family.name}: ComfyUI's log names its tensors. Use one that "
-                                   f"was made for this model.")
+            raise UnsupportedError(f"Nothing of this LoRA is for {self.remote.family.name}: ComfyUI's log names its "
+                                   f"tensors. Use one that was made for this model.")
 
-    # --- hooks: LoRA of a prompt, or of a range of steps; ComfyUI says which are in effect before each call of the model ---
+    # --- hooks: LoRA of a prompt, or of a range of steps; ComfyUI says which are in effect before each call of the
+    # model ---
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
         self._check_fits(patches)
         if any(isinstance(what, tuple) and what[0] == "model_as_lora" for what in patches.values()):
-            raise UnsupportedError("xDiT does not support Create Hook Model as LoRA. It would be dropped without notice. Remove it, or use "
-                                   "Load Diffusion Model.")
+            raise UnsupportedError("xDiT does not support Create Hook Model as LoRA. It would be dropped without "
+                                   "notice. Remove it, or use Load Diffusion Model.")
         return super().add_hook_patches(hook, patches, strength_patch, strength_model)
 
     def patch_hooks(self, hooks):
         if hooks != self.current_hooks:
             early = tuple(PREFIX + name for name in self.remote.family.prepares)
-            self.remote.changes = changes_of(self, {key: patches for key, patches in self.get_combined_hook_patches(hooks).items()
+            self.remote.changes = changes_of(self, {key: patches
+                                                    for key, patches in self.get_combined_hook_patches(hooks).items()
                                                     if not key.startswith(early)})
             self.current_hooks = hooks
 
@@ -120,10 +128,11 @@ class ShellPatcher(RemotePatcher):
 
     def clone(self, disable_dynamic=False, model_override=None, force_deepcopy=False):
         if force_deepcopy:
-            raise UnsupportedError("A node asks for a second copy of this MODEL's weights, and xDiT's workers hold one. Use Load "
-                                   "Diffusion Model for it.")
+            raise UnsupportedError("A node asks for a second copy of this MODEL's weights, and xDiT's workers hold "
+                                   "one. Use Load Diffusion Model for it.")
         return super().clone(model_override=model_override)
 
     def deepclone_multigpu(self, new_load_device=None, models_cache=None):
-        raise UnsupportedError(f"A node asks for this MODEL on {new_load_device}. Its devices are those of xDiT Parallel Config, which "
-                               f"runs it on several GPUs itself: set them there and remove the node.")
+        raise UnsupportedError(f"A node asks for this MODEL on {new_load_device}. Its devices are those of xDiT "
+                               f"Parallel Config, which runs it on several GPUs itself: set them there and remove the "
+                               f"node.")

@@ -1,4 +1,5 @@
-"""How a MODEL was set up: of which file, where and by which methods it runs. Made by shell.py, read by what runs the model."""
+"""How a MODEL was set up: of which file, where and by which methods it runs.
+Made by shell.py, read by what runs the model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,8 @@ from ....xdit_backend.protocol.specs import ModelSpec
 
 @dataclass(frozen=True)
 class Setup:
-    """latent_format: ComfyUI's, of the model. net: what forecasts compute with; None of a U-Net. device_bytes: of memory, of each
-    rank's device."""
+    """latent_format: ComfyUI's, of the model. net: what forecasts compute with; None of a U-Net. device_bytes: of
+    memory, of each rank's device."""
 
     spec: ModelSpec
     checkpoint: Checkpoint
@@ -51,10 +52,12 @@ class Setup:
 
     def layout(self, num_branches):
         """The Layout of a run that nothing is forecast of."""
-        heads, key_heads = (count(self.transformer_config) for count in (self.family.num_heads, self.family.num_key_heads))
-        return choose_layout(self.config, len(self.devices), num_branches, heads, self.family.name, self.spec.stages, key_heads,
-                             self.spec.tensor_degree, self.shares_tokens, devices_a_machine(self.devices))
+        heads, key_heads = (count(self.transformer_config)
+                            for count in (self.family.num_heads, self.family.num_key_heads))
+        return choose_layout(self.config, len(self.devices), num_branches, heads, self.family.name, self.spec.stages,
+                             key_heads, self.spec.tensor_degree, self.shares_tokens, devices_a_machine(self.devices))
 
     def job(self, latent_shape, conditioning, num_steps, num_branches):
-        """The Job of a run on latents of this shape, one branch's; None of a U-Net. conditioning: {name: tensor}, as workers get it."""
+        """The Job of a run on latents of this shape, one branch's; None of a U-Net.
+        conditioning: {name: tensor}, as workers get it."""
         return self.net and job_of(self.family, self.net, latent_shape, conditioning, num_steps, num_branches)

@@ -46,8 +46,8 @@ WEIGHT_DTYPES = {"default": None, "fp32": torch.float32, "bf16": torch.bfloat16,
 def load_shell(path, weight_dtype, config):
     """Return a ModelPatcher for a file or diffusers folder, run by the devices of `config`. Reads headers only.
 
-    Raises CheckpointError for files that are no supported model, ConfigError for degrees that cannot work, and for a weight_dtype whose
-    package is missing, or that would quantise what is quantised.
+    Raises CheckpointError for files that are no supported model, ConfigError for degrees that cannot work, and for a
+    weight_dtype whose package is missing, or that would quantise what is quantised.
     """
     check_packages()
     devices = devices_of(config)
@@ -62,9 +62,11 @@ def load_shell(path, weight_dtype, config):
     dtypes_of = functools.partial(_dtypes, tensors, model_config, load_device)
     storage_dtype, compute_dtype = dtypes_of(weight_dtype, bool(checkpoint.quantised or quantisation))
     if dtype_name(compute_dtype) in family.too_small:
-        raise UnsupportedError(f"{family.name} has numbers that {dtype_name(compute_dtype)} cannot hold, and {load_device} would compute "
-                               f"in it. Set weight_dtype to fp32, or to bf16 where the device has it.")
-    model_config.set_inference_dtype(storage_dtype, None if storage_dtype == compute_dtype else compute_dtype, device=load_device)
+        raise UnsupportedError(f"{family.name} has numbers that {dtype_name(compute_dtype)} cannot hold, and "
+                               f"{load_device} would compute in it. Set weight_dtype to fp32, or to bf16 where the "
+                               f"device has it.")
+    model_config.set_inference_dtype(storage_dtype, None if storage_dtype == compute_dtype else compute_dtype,
+                                     device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
     _refuse_unheeded(checkpoint, base_model, prediction)
     spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation)
@@ -74,12 +76,13 @@ def load_shell(path, weight_dtype, config):
 
     latent_format = base_model.latent_format
 
-    def computing_in(dtype):                                   # a name of a type: (Setup, Room). No circle: it knows no base_model
+    def computing_in(
+        dtype):                                   # a name of a type: (Setup, Room). No circle: it knows no base_model
         spec = spec_of(dtype, *spread)
         own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
-        return setup, Room(setup, _held_bytes(model, family, spec), functools.partial(told_bytes, model) if family.by_rows else None,
-                           functools.partial(_lighter_bytes, checkpoint, spec, dtypes_of))
+        return setup, Room(setup, _held_bytes(model, family, spec), functools.partial(told_bytes, model)
+                           if family.by_rows else None, functools.partial(_lighter_bytes, checkpoint, spec, dtypes_of))
 
     remote = RemoteModel(computing_in, dtype_name(compute_dtype), load_device)
     remote.room.check_weights()
@@ -87,7 +90,8 @@ def load_shell(path, weight_dtype, config):
     _make_remote(base_model, remote)
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
     patcher.size = _held_bytes(model, family, remote.spec)     # what ComfyUI is to make room for
-    for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch), (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
+    for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch),
+                          (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
         patcher.add_wrapper_with_key(kind, KEY, wrapper)
     return patcher
 
@@ -98,9 +102,9 @@ def _quantisation(weight_dtype, checkpoint):
         return ""
     if checkpoint.quantised:
         types = sorted({checkpoint.dtypes[name] for name in checkpoint.quantised})
-        raise ConfigError(f"weight_dtype {weight_dtype} would quantise {checkpoint.name} a second time: its weights are "
-                          f"{' and '.join(types)} already. Set weight_dtype to default, which leaves them so, or use the bf16 or fp16 file "
-                          f"of the same model.")
+        raise ConfigError(f"weight_dtype {weight_dtype} would quantise {checkpoint.name} a second time: its weights "
+                          f"are {' and '.join(types)} already. Set weight_dtype to default, which leaves them so, or "
+                          f"use the bf16 or fp16 file of the same model.")
     check_package(TYPES[weight_dtype])
     return weight_dtype
 
@@ -109,22 +113,24 @@ def _refuse_degrees(config, checkpoint):
     """Refuse degrees of manual mode that cannot work for this model."""
     family, transformer_config = checkpoint.family, checkpoint.config
     refuse_methods(config.layout, family.refused, family.name)
-    validate_layout(config.layout, family.num_heads(transformer_config), family.name, family.num_key_heads(transformer_config))
+    validate_layout(config.layout, family.num_heads(transformer_config), family.name,
+                    family.num_key_heads(transformer_config))
     if not family.by_rows:
         validate_stages(config, family.num_blocks(transformer_config), family.name)
 
 
 def _spread(config, devices, device_bytes, checkpoint, net, model, compute_dtype):
-    """(stages, tensor_degree) of the ModelSpec. Before, the workers are to know how fast each of several devices is, if it was measured;
-    where machines are to share the work in auto mode, it is measured now."""
+    """(stages, tensor_degree) of the ModelSpec. Before, the workers are to know how fast each of several devices is, if
+    it was measured; where machines are to share the work in auto mode, it is measured now."""
     family = checkpoint.family
     a_machine, is_auto = devices_a_machine(devices), config.mode == "auto" and not family.by_rows
-    machine = GROUPS.machine(devices, compute_dtype, may_measure=a_machine > 0 and is_auto) if len(devices) > 1 else None
+    machine = (GROUPS.machine(devices, compute_dtype, may_measure=a_machine > 0 and is_auto) if len(devices) > 1
+               else None)
     if family.by_rows:
         return None, 1
     return choose_spread(config, len(devices), net, device_bytes, machine,
-                         lambda degree: "tensor" not in family.refused and is_splittable(model, family.plan, degree), a_machine,
-                         "pipefusion" not in family.refused, usual_branches(checkpoint.config))
+                         lambda degree: "tensor" not in family.refused and is_splittable(model, family.plan, degree),
+                         a_machine, "pipefusion" not in family.refused, usual_branches(checkpoint.config))
 
 
 def _make_remote(base_model, remote):
@@ -133,70 +139,82 @@ def _make_remote(base_model, remote):
     hold_elsewhere(module, functools.partial(_weight_of, itself))
     if hasattr(module, "preprocess_text_embeds"):
         module.preprocess_text_embeds = functools.partial(prepare_text, itself, remote.checkpoint, family.prepares)
-    module.forward = torch.compiler.disable(remote.forward)    # nodes compile the model; there is nothing to trace in a call to workers
+    # nodes compile the model; there is nothing to trace in a call to workers
+    module.forward = torch.compiler.disable(remote.forward)
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
     remote.modules = remember_modules(module)
     remote.places = functools.cache(functools.partial(places, remote.checkpoint, itself))
     base_model.remote = remote
     of_one_device = functools.partial(type(base_model).memory_required, itself)
     base_model.memory_required = functools.partial(remote.memory_required, of_one_device)
-    base_model.extra_conds = functools.partial(_extra_conds, functools.partial(type(base_model).extra_conds, itself), family)
+    base_model.extra_conds = functools.partial(_extra_conds, functools.partial(type(base_model).extra_conds, itself),
+                                               family)
 
 
 def _detected(checkpoint):
-    """(What ComfyUI takes a model for, its tensors on the meta device under ComfyUI's names, the ModelType that a folder's scheduler says).
+    """(What ComfyUI takes a model for, its tensors on the meta device under ComfyUI's names, the ModelType that a
+    folder's scheduler says).
 
     The first is an OwnConfig of a family that ComfyUI has no model of. The last is None where nothing is said.
     """
-    tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES.get(checkpoint.dtypes[name], torch.bfloat16), device="meta")
+    tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES.get(checkpoint.dtypes[name], torch.bfloat16),
+                                 device="meta")
                for name, shape in checkpoint.shapes.items()}
     family, name = checkpoint.family, checkpoint.name
     if family.sampled:
         return OwnConfig(family, checkpoint.config), tensors, None
-    if checkpoint.folder_config is not None:                              # a diffusers folder: to the names that ComfyUI knows
+    # a diffusers folder: to the names that ComfyUI knows
+    if checkpoint.folder_config is not None:
         tensors = under_comfyui_names(tensors, checkpoint) | marks_of(checkpoint)
         refuse_unlike(tensors, checkpoint)
     tensors = tensors | read_values(checkpoint, family.values)
     model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata_of(checkpoint))
     if model_config is None:
-        raise CheckpointError(f"ComfyUI does not recognise {name} as a {family.name} model. Use another file of this model.")
-    heeds = bool(family.settings) or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config
+        raise CheckpointError(f"ComfyUI does not recognise {name} as a {family.name} model. Use another file of this "
+                              f"model.")
+    heeds = (bool(family.settings)
+             or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config)
     if checkpoint.metadata and not heeds:
-        raise CheckpointError(f"{name} says in its metadata that it differs from other {family.name} models, which xDiT would not heed. "
-                              f"Use Load Diffusion Model.")
+        raise CheckpointError(f"{name} says in its metadata that it differs from other {family.name} models, which "
+                              f"xDiT would not heed. Use Load Diffusion Model.")
     return model_config, tensors, sample_as_said(model_config, checkpoint)
 
 
 def _refuse_unheeded(checkpoint, base_model, prediction):
-    """Refuse what ComfyUI would leave out: the prediction that the scheduler says; and scales of weights that are no linear layer's and no
-    embedding's, such as the gate of experts."""
+    """Refuse what ComfyUI would leave out: the prediction that the scheduler says; and scales of weights that are no
+    linear layer's and no embedding's, such as the gate of experts."""
     if prediction is not None and base_model.model_type != prediction:
-        raise CheckpointError(f"{checkpoint.name} is a {checkpoint.family.name} model whose scheduler says {prediction.name}, and "
-                              f"ComfyUI samples such a model by {base_model.model_type.name} only. Use another model.")
+        raise CheckpointError(f"{checkpoint.name} is a {checkpoint.family.name} model whose scheduler says "
+                              f"{prediction.name}, and ComfyUI samples such a model by {base_model.model_type.name} "
+                              f"only. Use another model.")
     for name, sources in places(checkpoint, base_model).items() if checkpoint.scales else ():
         scaled = [source for source, _ in sources if source in checkpoint.scales]
         if not scaled:
             continue
         module = base_model.diffusion_model.get_submodule(name.rpartition(".")[0])
         if not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-            raise CheckpointError(f"{checkpoint.name} has a scale for {scaled[0]}, which ComfyUI does not heed: what this "
-                                  f"file should draw is not clear. Use the bf16, fp16, plain fp8 or GGUF file of the same model.")
+            raise CheckpointError(f"{checkpoint.name} has a scale for {scaled[0]}, which ComfyUI does not heed: what "
+                                  f"this file should draw is not clear. Use the bf16, fp16, plain fp8 or GGUF file of "
+                                  f"the same model.")
 
 
 def _held_bytes(model, family, spec):
     """Bytes that a rank with all blocks holds."""
-    return held_bytes(model, family, spec, tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {})
+    return held_bytes(model, family, spec, tensor_splits(model, family.plan, spec.tensor_degree)
+                      if spec.tensor_degree > 1 else {})
 
 
 def _lighter_bytes(checkpoint, spec, dtypes_of):
-    """{weight_dtype: bytes that a rank with all blocks would hold} of fp8, and of what quantises a file that is not, with its package."""
+    """{weight_dtype: bytes that a rank with all blocks would hold} of fp8, and of what quantises a file that is not,
+    with its package."""
     family, found = checkpoint.family, {}
     for name in ("fp8_e4m3fn", *(name for name in TYPES if not checkpoint.quantised and is_installed(TYPES[name]))):
         model = checkpoint.outline(name if name in TYPES else "")
         if spec.tensor_degree > 1 and not is_splittable(model, family.plan, spec.tensor_degree):
             continue
         storage, compute = map(dtype_name, dtypes_of(name, name in TYPES))
-        found[name] = _held_bytes(model, family, dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute))
+        found[name] = _held_bytes(model, family,
+                                  dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute))
     return found
 
 
@@ -209,16 +227,17 @@ def fingerprint(path):
 def _weight_of(base_model, name):
     """A weight with the patches of the MODEL that runs: clones have others."""
     if base_model.current_patcher is None:
-        raise UnsupportedError(f"A node reads weights of this MODEL (diffusion_model.{name}) while no sampler runs it, and xDiT's workers "
-                               f"hold them. Use Load Diffusion Model for it.")
+        raise UnsupportedError(f"A node reads weights of this MODEL (diffusion_model.{name}) while no sampler runs "
+                               f"it, and xDiT's workers hold them. Use Load Diffusion Model for it.")
     return base_model.current_patcher.weight(name)
 
 
 def _extra_conds(of_comfyui, family, **given):
-    """What a BaseModel makes of conditioning. In inference mode ComfyUI's Anima prepares the text with weights, which the workers have;
-    else it hands tokens on to its model."""
+    """What a BaseModel makes of conditioning. In inference mode ComfyUI's Anima prepares the text with weights, which
+    the workers have; else it hands tokens on to its model."""
     check_text(family, given.get("cross_attn"))
-    with torch.inference_mode(torch.is_inference_mode_enabled() and "t5xxl_ids" not in family.conditioning), torch.no_grad():
+    with torch.inference_mode(torch.is_inference_mode_enabled()
+                              and "t5xxl_ids" not in family.conditioning), torch.no_grad():
         return of_comfyui(**given)
 
 

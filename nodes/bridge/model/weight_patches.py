@@ -1,8 +1,10 @@
-"""LoRA and other weight patches of a MODEL: what ComfyUI has put on its ModelPatcher, as changes of the tensors of its file.
+"""LoRA and other weight patches of a MODEL: what ComfyUI has put on its ModelPatcher, as changes of the tensors of its
+file.
 
 A plain LoRA goes to the workers as its two factors. Of all other kinds (and where the rounding is random, as to float8)
-ComfyUI's own arithmetic makes the changed weight here, from the file, and that is sent. Quantised weights are not rounded again: workers
-add the factors where they unpack, and hold what is sent in the type they compute in. Used by patcher.py.
+ComfyUI's own arithmetic makes the changed weight here, from the file, and that is sent. Quantised weights are not
+rounded again: workers add the factors where they unpack, and hold what is sent in the type they compute in. Used by
+patcher.py.
 """
 
 import contextlib
@@ -33,17 +35,20 @@ ROUNDED = (torch.float32, torch.bfloat16, torch.float16)      # to the nearest; 
 def changes_of(patcher, hooked={}):
     """{name of a tensor in the MODEL's file: Change} for the patches of a ShellPatcher. Nothing is computed yet.
 
-    hooked: {name of a weight: patches} that are added to these for now. Raises UnsupportedError for patches of what the file does not have.
+    hooked: {name of a weight: patches} that are added to these for now. Raises UnsupportedError for patches of what the
+    file does not have.
     """
     if not patcher.patches and not hooked:
         return {}
     checkpoint, found, weight_of = file_of(patcher)
-    device, changes, within = patcher.load_device, {}, {}      # the last: name in the file -> [(weight with rows of it, rows as of places)]
+    # the last: name in the file -> [(weight with rows of it, rows as of places)]
+    device, changes, within = patcher.load_device, {}, {}
     lasting = effective_patches(patcher)
-    for key in lasting | hooked:                               # hooks reach buffers too, and parameters beside submodules
+    # hooks reach buffers too, and parameters beside submodules
+    for key in lasting | hooked:
         if not found.get(key.removeprefix(PREFIX)) or not key.startswith(PREFIX):
-            raise UnsupportedError(f"A LoRA or another node changes {key}, which the file of this MODEL does not have. Remove it, or use "
-                                   f"Load Diffusion Model.")
+            raise UnsupportedError(f"A LoRA or another node changes {key}, which the file of this MODEL does not "
+                                   f"have. Remove it, or use Load Diffusion Model.")
     for weight, sources in found.items():
         for name, rows in sources:
             within.setdefault(name, []).append((PREFIX + weight, rows))
@@ -53,21 +58,26 @@ def changes_of(patcher, hooked={}):
             continue
         key, rows = next((key, rows) for key, rows in parts if any(patches[key]))
         held = comfy.utils.get_attr(patcher.model, key)
-        if any(source in checkpoint.quantised for source, _ in found[key.removeprefix(PREFIX)]):           # what is changed then is plain
+        # what is changed then is plain
+        if any(source in checkpoint.quantised for source, _ in found[key.removeprefix(PREFIX)]):
             held = torch.empty(held.shape, dtype=getattr(torch, patcher.remote.spec.compute_dtype), device="meta")
         of = tuple(tuple((strength, id(what), strength_model, offset, id(function))
-                         for strength, what, strength_model, offset, function in some) for both in patches.values() for some in both)
+                         for strength, what, strength_model, offset, function in some) for both in patches.values()
+                   for some in both)
         if rows is None and held.dtype in ROUNDED and all(_is_plain(patch) for some in patches[key] for patch in some):
             make = functools.partial(_factors, key, *patches[key], held, device)
         else:
-            make = functools.partial(_sent, [(functools.partial(_whole, part, *patches[part], held, device, weight_of), where)
+            make = functools.partial(_sent, [(functools.partial(_whole, part, *patches[part], held, device, weight_of),
+                                              where)
                                              for part, where in parts if rows is not None or part == key])
-        changes[name] = Change(of, sum(comfy.utils.get_attr(patcher.model, part).numel() for part, _ in parts) * held.dtype.itemsize, make)
+        changes[name] = Change(of, sum(comfy.utils.get_attr(patcher.model, part).numel() for part, _ in parts)
+                               * held.dtype.itemsize, make)
     return changes
 
 
 def file_of(patcher):
-    """(Checkpoint, places, a function name of a weight -> that as the workers have it, in plain numbers) of a ShellPatcher's file.
+    """(Checkpoint, places, a function name of a weight -> that as the workers have it, in plain numbers) of a
+    ShellPatcher's file.
 
     The function does not hold the MODEL, which holds what is made of it.
     """
@@ -75,14 +85,16 @@ def file_of(patcher):
     checkpoint.check_is(spec)
     found = patcher.remote.places()
     every = functools.cache(lambda: read_weights(checkpoint, base_model))
-    weight_of = functools.partial(read_weight, checkpoint, found, base_model) if checkpoint.is_packed else lambda name: every()[name]
+    weight_of = (functools.partial(read_weight, checkpoint, found, base_model) if checkpoint.is_packed
+                 else lambda name: every()[name])
     if spec.quantisation:
         weight_of = _as_held(weight_of, checkpoint, found, spec.quantisation, patcher.load_device)
     return checkpoint, found, weight_of
 
 
 def _as_held(weight_of, checkpoint, found, quantisation, device):
-    """weight_of, but what the workers quantised as numbers of what they hold. Rows stand alone, so ComfyUI's layout does not matter."""
+    """weight_of, but what the workers quantised as numbers of what they hold.
+    Rows stand alone, so ComfyUI's layout does not matter."""
     @functools.cache
     def sources():
         return {how.source for how in packed_weights(checkpoint, checkpoint.outline(), quantisation).values()}
@@ -96,7 +108,8 @@ def _as_held(weight_of, checkpoint, found, quantisation, device):
 
 
 def effective_patches(patcher):
-    """{name of a weight: patches} that ComfyUI's ModelPatcher carries out: of no buffer, and of no parameter beside submodules."""
+    """{name of a weight: patches} that ComfyUI's ModelPatcher carries out:
+    of no buffer, and of no parameter beside submodules."""
     reached = {f"{module}.{name}" for *_, module, _, parameters in patcher._load_list() for name in parameters}
     return {key: patches for key, patches in patcher.patches.items() if key in reached}
 
@@ -107,14 +120,16 @@ def patched(key, patches, weight, dtype, device, sum_dtype=None):
     sum_dtype: in which it is changed; None: as lasting patches are.
     """
     weight = weight.to(dtype)
-    copy = comfy.model_management.cast_to_device(weight, device, sum_dtype or comfy.model_management.lora_compute_dtype(device), copy=True)
+    copy = comfy.model_management.cast_to_device(weight, device, sum_dtype
+                                                 or comfy.model_management.lora_compute_dtype(device), copy=True)
     with _complaints() as complaints:
         try:
             result = comfy.lora.calculate_weight(patches, copy, key)
         except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as error:            # of shapes
             raise _misfit(key, error) from error
     if complaints or result.shape != weight.shape:
-        why = complaints[0] if complaints else f"it would make its shape {list(result.shape)} instead of {list(weight.shape)}"
+        why = (complaints[0] if complaints
+               else f"it would make its shape {list(result.shape)} instead of {list(weight.shape)}")
         raise _misfit(key, why)
     return comfy.float.stochastic_rounding(result, dtype, seed=comfy.utils.string_to_seed(key))
 
@@ -145,7 +160,8 @@ def _terms(key, patches, held, share):
         given = [up.shape[0], down[0].numel()]
         if (up.shape[1:].numel() != down.shape[0] or given != [shape[0], torch.Size(shape[1:]).numel()]
                 or offset is not None and sum(offset[1:]) > held.shape[offset[0]]):
-            raise _misfit(key, f"it is for a weight of {given[0]} x {given[1]}, and this one is {' x '.join(map(str, shape))}")
+            raise _misfit(key, f"it is for a weight of {given[0]} x {given[1]}, and this one is "
+                               f"{' x '.join(map(str, shape))}")
         scale = strength * (1.0 if alpha is None else alpha / down.shape[0])
         terms.append(specs.LowRank(share(up), share(down), float(scale), None if offset is None else tuple(offset)))
     return tuple(terms)
@@ -159,7 +175,8 @@ def _whole(key, patches, hooked, held, device, weight_of):
 
 
 def _sent(parts, share):
-    """A tensor of the file as a whole. parts: [(makes a weight, its rows in the tensor, as of places)], which together are all of it."""
+    """A tensor of the file as a whole. parts: [(makes a weight, its rows in the tensor, as of places)],
+    which together are all of it."""
     if len(parts) == 1 and parts[0][1] is None:
         return specs.Change(share(parts[0][0]()), ())
     pieces = [(whole()[rows >= 0], rows[rows >= 0]) for whole, rows in parts]
@@ -170,8 +187,8 @@ def _sent(parts, share):
 
 
 def _misfit(key, why):
-    return UnsupportedError(f"A LoRA or another weight patch does not fit {key}: {why}. It was made for another model: use one that was "
-                            f"made for this one.")
+    return UnsupportedError(f"A LoRA or another weight patch does not fit {key}: {why}. It was made for another "
+                            f"model: use one that was made for this one.")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""What the page's panel shows: memory by owner, groups, the last run and its time. Plain values for JSON; routes.py sends them."""
+"""What the page's panel shows: memory by owner, groups, the last run and its time.
+Plain values for JSON; routes.py sends them."""
 
 import os
 
@@ -19,21 +20,24 @@ SHORT_S = 1e-3                             # an exchange that a picture of a run
 def state():
     """All that the panel shows, but for the picture of time.
 
-    devices: [{"name", "title", "total", "owners": {one of OWNERS: bytes}}], whose owners add up to the total. groups, run, phase: below.
+    devices: [{"name", "title", "total", "owners": {one of OWNERS: bytes}}], whose owners add up to the total. groups,
+    run, phase: below.
     residency: {"how": one of settings.IDLE_WAYS, "minutes"}, what becomes of memory when workers have nothing to do.
     """
-    if not GROUPS.runs.is_running:                             # else heartbeats tell, and nothing comes between two steps
+    # else heartbeats tell, and nothing comes between two steps
+    if not GROUPS.runs.is_running:
         for client in GROUPS.clients:
             if client.workers.state == "idle":
                 GROUPS.runs.collect(client, client.peek)
-    return {"devices": _devices(), "groups": [_group(client) for client in GROUPS.clients], "run": _run(GROUPS.runs.last),
-            "phase": GROUPS.runs.phase, "residency": vars(_residency())}
+    return {"devices": _devices(), "groups": [_group(client) for client in GROUPS.clients],
+            "run": _run(GROUPS.runs.last), "phase": GROUPS.runs.phase, "residency": vars(_residency())}
 
 
 def timeline():
     """The last run's spans: {"run": its number, "seconds", "steps", "ranks": [{"name", "spans": [...]}]}.
 
-    A span is [kind, start, end, step, first row]: seconds since the run began; steps count from 1 in the order of their noise, 0 is none.
+    A span is [kind, start, end, step, first row]: seconds since the run began; steps count from 1 in the order of their
+    noise, 0 is none.
     """
     run = GROUPS.runs.last
     if run is None:
@@ -43,19 +47,22 @@ def timeline():
     numbers = {time: number for number, time in enumerate(times, 1)}
     ranks = [{"name": f"{rank}: {devices[rank]}", "spans": [
         [span.kind, span.start_s - run.began_s, span.end_s - run.began_s, numbers.get(span.time, 0), span.first_row]
-        for span in sorted(spans, key=lambda span: span.start_s) if span.kind != "exchange" or span.end_s - span.start_s >= SHORT_S]}
+        for span in sorted(spans, key=lambda span: span.start_s) if span.kind != "exchange"
+        or span.end_s - span.start_s >= SHORT_S]}
         for (devices, rank), spans in every]
     seconds = max([run.elapsed_s, *(span[2] for rank in ranks for span in rank["spans"])])
     return {"run": run.number, "seconds": seconds, "steps": len(times), "ranks": ranks}
 
 
 def trace():
-    """The same for Perfetto and chrome://tracing: the Trace Event Format, with complete events in microseconds, a thread a rank."""
+    """The same for Perfetto and chrome://tracing: the Trace Event Format, with complete events in microseconds,
+    a thread a rank."""
     events = []
     for number, rank in enumerate(timeline()["ranks"]):
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": f"rank {rank['name']}"}})
-        events += [{"name": f"{kind} {step}" if step else kind, "cat": kind, "ph": "X", "pid": 0, "tid": number, "ts": start * 1e6,
-                    "dur": (end - start) * 1e6, "args": {"step": step, "first_row": first_row}}
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": number,
+                       "args": {"name": f"rank {rank['name']}"}})
+        events += [{"name": f"{kind} {step}" if step else kind, "cat": kind, "ph": "X", "pid": 0, "tid": number,
+                    "ts": start * 1e6, "dur": (end - start) * 1e6, "args": {"step": step, "first_row": first_row}}
                    for kind, start, end, step, first_row in rank["spans"]]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
@@ -72,7 +79,8 @@ ACTIONS = {"give_back": GROUPS.give_back, "stop": GROUPS.stop, "measure": measur
 # --- memory ---
 
 def add_up(total, owners):
-    """The owners with what is free, so that they add up to the total. More than there is (a peak that would not fit now) is cut."""
+    """The owners with what is free, so that they add up to the total.
+    More than there is (a peak that would not fit now) is cut."""
     left, result = int(total), {}
     for name in OWNERS[:-1]:
         result[name] = min(left, max(0, int(owners.get(name, 0))))
@@ -106,10 +114,12 @@ def _cuda_device(name):
     if torch.cuda.is_initialized():
         own = torch.cuda.memory_reserved(torch.device(name))
     total = memory_of(name)
-    known = {"weights": weights, "keys_values": _sum(ranks, "most_kept_bytes"), "vae": _sum(ranks, "vae_bytes"), "comfyui": own}
+    known = {"weights": weights, "keys_values": _sum(ranks, "most_kept_bytes"), "vae": _sum(ranks, "vae_bytes"),
+             "comfyui": own}
     known["activations"] = max(0, _sum(ranks, "activation_bytes") - known["keys_values"])
     reserved = _sum(ranks, "reserved_bytes")
-    known["workers"] = max(0, reserved - sum(known[owner] for owner in ("weights", "keys_values", "activations", "vae")))
+    known["workers"] = max(0, reserved
+                           - sum(known[owner] for owner in ("weights", "keys_values", "activations", "vae")))
     if ranks:
         known["other"] = total - min(rank["unused_bytes"] for rank in ranks) - reserved - own
     return {"name": name, "title": torch.cuda.get_device_properties(torch.device(name)).name, "total": total,
@@ -117,7 +127,8 @@ def _cuda_device(name):
 
 
 def _host():
-    """This machine's memory: what CPU workers hold, and what others have parked in it. Pages of files that are mapped count once."""
+    """This machine's memory: what CPU workers hold, and what others have parked in it.
+    Pages of files that are mapped count once."""
     (room, limit), ranks = memory_room(), _ranks("cpu")
     mapped = homeless = parked = 0
     for client in GROUPS.clients:
@@ -137,9 +148,11 @@ def _host():
     own = psutil.Process().memory_info()
     comfyui = own.rss - getattr(own, "shared", 0)
     other = limit - room - processes - comfyui
-    known = {"weights": mapped + homeless, "keys_values": kept, "activations": activations, "vae": vae, "parked": parked,
+    known = {"weights": mapped + homeless, "keys_values": kept, "activations": activations, "vae": vae,
+             "parked": parked,
              "workers": max(0, processes - homeless - kept - activations - vae), "comfyui": comfyui, "other": other}
-    return {"name": "cpu", "title": f"{os.cpu_count()} cores", "total": limit, "known": True, "owners": add_up(limit, known)}
+    return {"name": "cpu", "title": f"{os.cpu_count()} cores", "total": limit, "known": True,
+            "owners": add_up(limit, known)}
 
 
 def _sum(ranks, name):
@@ -151,7 +164,8 @@ def _sum(ranks, name):
 def _group(client):
     models = [{"name": name, "weights": residence.weight_bytes, "parked": residence.parked_bytes}
               for name in client.models.names if (residence := client.models.residence(name)) is not None]
-    return {"devices": list(client.devices), "state": client.workers.state, "models": models, "vaes": len(client.autoencoders.names)}
+    return {"devices": list(client.devices), "state": client.workers.state, "models": models,
+            "vaes": len(client.autoencoders.names)}
 
 
 def _residency():
@@ -167,7 +181,8 @@ def _run(run):
     run.take_from_remote()
     plan = run.plan and {"chosen": _forecast(run.plan.chosen), "one": _forecast(run.plan.one), "second": next(
         (_forecast(other) for other in run.plan.ordered if other.degrees != run.plan.chosen.degrees), None)}
-    return {"number": run.number, "file": run.file, "devices": list(run.devices), "state": run.state, "error": run.error, "how": run.how,
+    return {"number": run.number, "file": run.file, "devices": list(run.devices), "state": run.state,
+            "error": run.error, "how": run.how,
             "mode": run.mode, "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
             "a_step": round(run.a_step_s, 4), "plan": plan}
 

@@ -1,4 +1,5 @@
-"""What the page asks: which files the workers cannot have, before it converts a workflow, and what its panel shows. Used by __init__.py.
+"""What the page asks: which files the workers cannot have, before it converts a workflow, and what its panel shows.
+Used by __init__.py.
 
 All routes stand under ComfyUI's own checks of where a request comes from.
 """
@@ -32,11 +33,13 @@ VAE_PREFIXES = ("first_stage_model.", "vae.")
 def add_routes(server):
     """All that the page can ask of this pack. A body of another form is answered with 400.
 
-    POST /xdit/refusals {"models": [file], "vaes": [file]} -> {"models": {file: why not}, "vaes": {file: why not}}; files that are not
-        here, or of which nothing can be said, are in neither.
+    POST /xdit/refusals {"models": [file], "vaes": [file]} -> {"models": {file: why not}, "vaes": {file: why not}};
+        files that are not here, or of which nothing can be said, are in neither.
     GET /xdit/state, /xdit/timeline, /xdit/trace -> what panel.py's functions of these names return.
-    POST /xdit/watch {"client": its id of ComfyUI's socket, "open": bool}: the state goes there as "xdit.state" when it changes, while open.
-    POST /xdit/fit {"settings": {a field of ParallelConfig: value}} -> {"settings": those that differ of the nearest that can work here}.
+    POST /xdit/watch {"client": its id of ComfyUI's socket, "open": bool}: the state goes there as "xdit.state" when it
+    changes, while open.
+    POST /xdit/fit {"settings": {a field of ParallelConfig: value}} -> {"settings": those that differ of the nearest
+    that can work here}.
     POST /xdit/do {"action": one of panel.ACTIONS} -> {}; 409 while a prompt runs, or where it cannot be done.
     """
     _add_questions(server.routes)
@@ -138,7 +141,8 @@ class Watch:
 
 
 def refusals(models, vaes):
-    """{"models": {name: words}, "vaes": {name: words}} of the files that Load xDiT Model and the distributed VAE nodes would refuse."""
+    """{"models": {name: words}, "vaes": {name: words}} of the files that Load xDiT Model and the distributed VAE nodes
+    would refuse."""
     return {"models": _refused(models, ("diffusion_models", "checkpoints", "unet_gguf"), refused_model),
             "vaes": _refused(vaes, ("vae", "checkpoints"), refused_vae)}
 
@@ -152,15 +156,17 @@ def refused_model(path):
 
 
 def refused_vae(path):
-    """Why Distributed VAE Decode would refuse the VAE of this file, or None. ComfyUI's own VAE is made of the shapes alone."""
+    """Why Distributed VAE Decode would refuse the VAE of this file, or None.
+    ComfyUI's own VAE is made of the shapes alone."""
     if not path.endswith((".safetensors", ".sft")):
         return None
     try:
         header = open_checkpoint(path)
     except CheckpointError as error:
         return str(error)
-    shapes = {key.removeprefix(prefix): shape for prefix in VAE_PREFIXES for key, shape in (header.shapes | header.beside).items()
-              if key.startswith(prefix)} or header.shapes
+    shapes = ({key.removeprefix(prefix): shape for prefix in VAE_PREFIXES
+               for key, shape in (header.shapes | header.beside).items()
+              if key.startswith(prefix)} or header.shapes)
     try:
         with torch.device("meta"):
             vae = comfy.sd.VAE(sd={key: torch.empty(shape) for key, shape in shapes.items()}, metadata=header.metadata)
@@ -185,7 +191,8 @@ def _refused(names, folders, reason_of):
 def _are_settings(settings):
     kinds = {field.name: type(field.default) for field in dataclasses.fields(ParallelConfig)}
     return isinstance(settings, dict) and all(
-        name in kinds and (type(value) is kinds[name] or (kinds[name] is float and type(value) is int)) for name, value in settings.items())
+        name in kinds and (type(value) is kinds[name] or (kinds[name] is float and type(value) is int))
+        for name, value in settings.items())
 
 
 async def _body(request):
@@ -201,4 +208,5 @@ def _refuse(words, status=400):
 
 def _is_asked(asked):
     return isinstance(asked, dict) and asked.keys() == {"models", "vaes"} and all(
-        isinstance(names, list) and len(names) <= MAX_FILES and all(isinstance(name, str) for name in names) for names in asked.values())
+        isinstance(names, list) and len(names) <= MAX_FILES and all(isinstance(name, str) for name in names)
+        for names in asked.values())

@@ -1,1 +1,2 @@
-"""A run of a MODEL: ComfyUI's calls of its diffusion model come in, and go to the workers whole, by branches or by patches."""
+"""A run of a MODEL: ComfyUI's calls of its diffusion model come in, and go to the workers whole,
+by branches or by patches."""

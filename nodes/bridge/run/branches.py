@@ -1,4 +1,5 @@
-"""CFG branches as coroutines: cond and uncond ask for their predictions at the same time, however ComfyUI calls the model.
+"""CFG branches as coroutines: cond and uncond ask for their predictions at the same time, however ComfyUI calls the
+model.
 
 ComfyUI evaluates its branches one after the other when they cannot be batched. Here each branch runs ComfyUI's own code
 in a greenlet of its own; when all wait for the model, their calls go to the workers as one prediction.
@@ -39,8 +40,10 @@ class Question:
 
         def half(part):
             cut = lambda tensor: tensor[part] if tensor.shape[0] == batch else tensor  # noqa: E731
-            conditioning, beside = ({name: cut(tensor) for name, tensor in given.items()} for given in (call.conditioning, call.beside))
-            return Call(call.latent[part], call.timestep[part], conditioning, control=call.control_by(cut), operations=call.operations,
+            conditioning, beside = ({name: cut(tensor) for name, tensor in given.items()}
+                                    for given in (call.conditioning, call.beside))
+            return Call(call.latent[part], call.timestep[part], conditioning, control=call.control_by(cut),
+                        operations=call.operations,
                         scores=None if call.scores is None else call.scores[:, part], beside=beside,
                         parts={name: tensor[part] for name, tensor in call.parts.items()})
         return [half(part) for part in parts]
@@ -88,17 +91,21 @@ TEXT = "c_crossattn"
 def as_in_one_batch(conds, x, timestep):
     """ComfyUI's conds with texts as long as it makes those that it puts into one batch.
 
-    There it repeats shorter texts of some families, which changes the prediction where text and image are one sequence (CogVideoX).
+    There it repeats shorter texts of some families, which changes the prediction where text and image are one sequence
+    (CogVideoX).
     """
     texts = [entry["model_conds"].get(TEXT) for cond in conds if cond for entry in cond]
-    if not all(isinstance(text, comfy.conds.CONDCrossAttn) for text in texts) or len({text.cond.shape[1] for text in texts}) < 2:
+    if (not all(isinstance(text, comfy.conds.CONDCrossAttn) for text in texts)
+            or len({text.cond.shape[1] for text in texts}) < 2):
         return conds
     entries = [entry for cond in conds if cond for entry in cond if "default" not in entry]
-    waiting = [(entry, part) for entry in entries if (part := comfy.samplers.get_area_and_mult(entry, x, timestep)) is not None]
+    waiting = [(entry, part) for entry in entries
+               if (part := comfy.samplers.get_area_and_mult(entry, x, timestep)) is not None]
     lengths = {}                                               # id of an entry -> tokens
     while waiting:
         batch = [entry for entry, part in waiting if comfy.samplers.can_concat_cond(part, waiting[0][1])]
-        lengths |= dict.fromkeys(map(id, batch), math.lcm(*(entry["model_conds"][TEXT].cond.shape[1] for entry in batch)))
+        lengths |= dict.fromkeys(map(id, batch),
+                                 math.lcm(*(entry["model_conds"][TEXT].cond.shape[1] for entry in batch)))
         waiting = [(entry, part) for entry, part in waiting if id(entry) not in lengths]
 
     def lengthened(entry):

@@ -1,6 +1,8 @@
-"""What a ControlNet gives for a call of the model: ComfyUI's lists, as what workers add where. Called by remote.py and wrappers.py.
+"""What a ControlNet gives for a call of the model: ComfyUI's lists, as what workers add where. Called by remote.py and
+wrappers.py.
 
-ComfyUI computes it, with its own ControlNet, on the device where it samples. A T2I-Adapter gives lists of the same kind.
+ComfyUI computes it, with its own ControlNet, on the device where it samples. A T2I-Adapter gives lists of the same
+kind.
 """
 
 import torch
@@ -9,55 +11,64 @@ import comfy.controlnet
 
 from ....xdit_backend.protocol.errors import ConfigError, UnsupportedError
 
-TAKE_WEIGHTS = {comfy.controlnet.ControlLora: "a Control-LoRA", comfy.controlnet.QwenFunControlNet: "Qwen-Image's Fun ControlNet"}
+TAKE_WEIGHTS = {comfy.controlnet.ControlLora: "a Control-LoRA",
+                comfy.controlnet.QwenFunControlNet: "Qwen-Image's Fun ControlNet"}
 
 
 def refuse_controls(conds):
-    """Raise UnsupportedError for ControlNets that compute with layers of the model itself. conds: lists of ComfyUI's conds."""
+    """Raise UnsupportedError for ControlNets that compute with layers of the model itself.
+    conds: lists of ComfyUI's conds."""
     for control in (entry.get("control") for cond in conds for entry in cond or ()):
         while control is not None:
             if type(control) in TAKE_WEIGHTS:
-                raise UnsupportedError(f"{TAKE_WEIGHTS[type(control)]} computes with layers of the model itself, and xDiT's workers hold "
-                                       f"them. Use a ControlNet that has its own, or Load Diffusion Model.")
+                raise UnsupportedError(f"{TAKE_WEIGHTS[type(control)]} computes with layers of the model itself, and "
+                                       f"xDiT's workers hold them. Use a ControlNet that has its own, or Load "
+                                       f"Diffusion Model.")
             control = getattr(control, "previous_controlnet", None)
 
 
 def places_of(family, config, control, shape):
-    """{place: (B or 1, ...)} of what ComfyUI's model would add for a latent of this shape. Places: Family.control_shapes.
+    """{place: (B or 1, ...)} of what ComfyUI's model would add for a latent of this shape. Places:
+    Family.control_shapes.
 
-    control: of ComfyUI's ControlNets, {"input": [tensor or None, ...], "middle": ..., "output": ...}; None where there is none.
-    Raises UnsupportedError where ComfyUI's model takes none, or not these; ConfigError for a ControlNet of another model.
+    control: of ComfyUI's ControlNets, {"input": [tensor or None, ...], "middle": ..., "output": ...}; None where there
+    is none.
+    Raises UnsupportedError where ComfyUI's model takes none, or not these; ConfigError for a ControlNet of another
+    model.
     """
     if control is None:
         return {}
     shapes = family.control_shapes(config, shape)
     if not shapes:
-        raise UnsupportedError(f"ComfyUI's {family.name} takes no ControlNet conditioning, and this workflow has some, which would be "
-                               f"dropped without notice. Remove Apply ControlNet.")
+        raise UnsupportedError(f"ComfyUI's {family.name} takes no ControlNet conditioning, and this workflow has "
+                               f"some, which would be dropped without notice. Remove Apply ControlNet.")
     known, found = {place.partition(".")[0] for place in shapes}, {}
     for name, tensors in control.items():
         if name not in known and any(tensor is not None for tensor in tensors):
             raise UnsupportedError(f"This ControlNet gives {family.name} something for its {name} blocks, which takes "
-                                   f"{' and '.join(sorted(known))} only: it was made for another model. Use one for {family.name}.")
+                                   f"{' and '.join(sorted(known))} only: it was made for another model. Use one for "
+                                   f"{family.name}.")
         if name in known:
             found |= _numbered(family, name, tensors, sum(place.startswith(f"{name}.") for place in shapes))
     given = sum(tensor is not None for name in known for tensor in control.get(name, ()))
     if not family.by_rows and family.plan.skips(family.num_blocks(config)) and given != len(shapes):
-        raise ConfigError(f"The ControlNet gives {given} tensors for the {len(shapes)} skips of this {family.name} model, and ComfyUI's "
-                          f"takes one for each. Use a ControlNet that was made for this model.")
+        raise ConfigError(f"The ControlNet gives {given} tensors for the {len(shapes)} skips of this {family.name} "
+                          f"model, and ComfyUI's takes one for each. Use a ControlNet that was made for this model.")
     for place, tensor in found.items():
-        if not torch.is_tensor(tensor) or tensor.shape[0] not in (1, shape[0]) or tuple(tensor.shape[1:]) != shapes[place]:
+        if (not torch.is_tensor(tensor) or tensor.shape[0] not in (1, shape[0])
+                or tuple(tensor.shape[1:]) != shapes[place]):
             given = tuple(tensor.shape[1:]) if torch.is_tensor(tensor) else type(tensor).__name__
             of_size = torch.is_tensor(tensor) and family.by_rows and given[:1] == shapes[place][:1]
-            raise ConfigError(f"The ControlNet gives {given} for {place.replace('.', ' block ')} of this {family.name} model, and it takes "
-                              f"{shapes[place]} with this latent. Use "
+            raise ConfigError(f"The ControlNet gives {given} for {place.replace('.', ' block ')} of this "
+                              f"{family.name} model, and it takes {shapes[place]} with this latent. Use "
                               + ("a width and a height that are multiples of 64 pixels." if of_size else
                                  f"a ControlNet that was made for {family.name}."))
     return found
 
 
 def _numbered(family, name, tensors, num_blocks):
-    """{place: tensor}, in the order in which ComfyUI's model takes them. Of more than there are blocks it leaves out the others."""
+    """{place: tensor}, in the order in which ComfyUI's model takes them.
+    Of more than there are blocks it leaves out the others."""
     if family.by_rows:                                         # each from the end; skips are taken up from the last
         tensors = list(tensors)[::-1][:num_blocks]
         numbers = range(num_blocks - 1, -1, -1) if name == "output" else range(num_blocks)

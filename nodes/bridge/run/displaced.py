@@ -1,6 +1,8 @@
-"""Displaced patches (DistriFusion) of one run: which calls of the model are synchronous, and how they reach the workers.
+"""Displaced patches (DistriFusion) of one run: which calls of the model are synchronous, and how they reach the
+workers.
 
-A RemoteModel makes one for each run with displaced_degree above 1. Every call is for the whole latent: any sampler node will do.
+A RemoteModel makes one for each run with displaced_degree above 1. Every call is for the whole latent: any sampler node
+will do.
 """
 
 import dataclasses
@@ -15,7 +17,8 @@ from .staleness import Staleness
 class DisplacedRun:
     """One run, and the conditioning for which the workers keep what they told each other.
 
-    setup: a setup.Setup. schedule: its sigmas. shape: of its whole latent. Raises ConfigError where that has too few rows for the ranks.
+    setup: a setup.Setup. schedule: its sigmas. shape: of its whole latent. Raises ConfigError where that has too few
+    rows for the ranks.
     """
 
     def __init__(self, client, setup, layout, schedule, shape):
@@ -41,7 +44,8 @@ class DisplacedRun:
 
     def predict(self, calls, sigma, whole_because=None):
         """Predictions for one or two calls, which make up all that the step asks for now."""
-        requests = [dataclasses.replace(call, name=self._client.name_conditioning(call.conditioning, run=self)) for call in calls]
+        requests = [dataclasses.replace(call, name=self._client.name_conditioning(call.conditioning, run=self))
+                    for call in calls]
         # Ranks of each CFG branch keep their own.
         names = {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
         # Nodes may call the model for a piece of the latent, or for another one.
@@ -69,13 +73,15 @@ def _rows_at_last_level(family, config, degree, shape):
 def _check_size(family, config, layout, shape):
     degree = layout.displaced_degree
     if not family.by_rows:
-        ranks, tokens = degree * layout.ring_degree * layout.ulysses_degree, num_tokens(shape[2:], family.patch_size(config))
+        ranks, tokens = degree * layout.ring_degree * layout.ulysses_degree, num_tokens(
+            shape[2:], family.patch_size(config))
         if tokens < ranks:
-            raise ConfigError(f"The latent has {tokens} tokens, too few for displaced_degree x ring_degree x ulysses_degree = {ranks}. Use "
-                              f"a larger latent or lower degrees.")
+            raise ConfigError(f"The latent has {tokens} tokens, too few for displaced_degree x ring_degree x "
+                              f"ulysses_degree = {ranks}. Use a larger latent or lower degrees.")
         return
     multiple = 2 ** (family.plan.num_levels(config) - 1)
     if cut_bands(shape[2], degree, multiple) is None:
         most = -(-shape[2] // multiple)
-        raise ConfigError(f"displaced_degree={degree} is too much for a latent of {shape[2]} rows: {family.name} shares them out by "
-                          f"{multiple}, so at most {most} devices can have some. Use a lower degree, or a higher picture.")
+        raise ConfigError(f"displaced_degree={degree} is too much for a latent of {shape[2]} rows: {family.name} "
+                          f"shares them out by {multiple}, so at most {most} devices can have some. Use a lower "
+                          f"degree, or a higher picture.")

@@ -20,7 +20,8 @@ class Forecasts:
 
     def __init__(self, setup):
         self._setup = setup
-        self.plan = self.timed = None                          # the Plan of this run, if it has one; what its calls took
+        # the Plan of this run, if it has one; what its calls took
+        self.plan = self.timed = None
         self._plans, self._cards = {}, ()                      # {Job: Plan or None}; names of the devices
         self._measured = {}                                    # {(Job, Degrees): seconds of the last such run}
 
@@ -36,8 +37,9 @@ class Forecasts:
         self._plans.clear()
 
     def look(self, job, may_measure):
-        """The Plan of a run; None where nothing is forecast: one device, degrees by hand, stages, U-Nets, or devices that are not measured
-        yet. They are, once, before the first run that is long enough to be worth it. None, too, where ranks share no tokens."""
+        """The Plan of a run; None where nothing is forecast: one device, degrees by hand, stages, U-Nets, or devices
+        that are not measured yet. They are, once, before the first run that is long enough to be worth it. None, too,
+        where ranks share no tokens."""
         setup = self._setup
         is_planned = setup.net is not None and setup.shares_tokens and setup.config.mode == "auto"
         if not is_planned or len(setup.devices) < 2 or setup.spec.stages is not None:
@@ -46,7 +48,8 @@ class Forecasts:
             may_measure = may_measure and is_long(setup.net, job, torch.device(setup.devices[0]).type)
             machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, may_measure)
             self._plans[job] = None if machine is None else plan_run(
-                setup.config, as_learnt(machine, GROUPS.learnt(), setup.family.name), setup.net, job, None, setup.spec.tensor_degree)
+                setup.config, as_learnt(machine, GROUPS.learnt(), setup.family.name), setup.net, job, None,
+                setup.spec.tensor_degree)
             self._cards = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[job]
 
@@ -59,7 +62,8 @@ class Forecasts:
                                  self._measured.get((self.timed.job, plan.chosen.degrees)), KNOWN if known else NEW)
 
     def compare(self, how, elapsed_s):
-        """What a run took beside its forecast, in a person's words; "" where there was none. One that missed by far is logged.
+        """What a run took beside its forecast, in a person's words; "" where there was none. One that missed by far is
+        logged.
 
         how: it was split. Runs in which no device waited for another teach the forecast.
         """

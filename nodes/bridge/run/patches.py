@@ -34,13 +34,16 @@ class PatchTask(Task):
 
 
 def ask(remote, requests, sigma):
-    """The predictions for a patch's requests, from the sampler that runs the patches of this model; None outside of it."""
+    """The predictions for a patch's requests, from the sampler that runs the patches of this model;
+    None outside of it."""
     current = getcurrent()
-    return current.parent.switch((requests, sigma)) if isinstance(current, PatchTask) and current.remote is remote else None
+    return (current.parent.switch((requests, sigma)) if isinstance(current, PatchTask) and current.remote is remote
+            else None)
 
 
 def cut_conditioning(remote, conds):
-    """ComfyUI's conds, where a patch is being sampled, with the patch's rows of what is as large as the whole latent."""
+    """ComfyUI's conds, where a patch is being sampled, with the patch's rows of what is as large as the whole
+    latent."""
     task = getcurrent()
     if not isinstance(task, PatchTask) or task.remote is not remote:
         return conds
@@ -71,7 +74,8 @@ def sample_patches(remote, sampler_function, model, x, sigmas, extra_args=None, 
     run = remote.begin_run(sigmas, x.shape)
     if len(run.patches) == 1:
         return sampler_function(model, x, sigmas, extra_args=extra_args, callback=callback, disable=disable, **options)
-    return PatchwiseSampler(remote, run, model, x, extra_args or {}, callback).sample(sampler_function, sigmas, disable, options)
+    return PatchwiseSampler(remote, run, model, x, extra_args or {}, callback).sample(
+        sampler_function, sigmas, disable, options)
 
 
 class PatchwiseSampler:
@@ -82,14 +86,17 @@ class PatchwiseSampler:
         self._extra_args, self._callback = extra_args, callback
         self._noise = SharedNoise(x, run.dim, [(patch.start, rows) for patch, rows in run.patches])
         self._shown = {}                       # step -> {patch: what its sampler told the callback}
-        self._newest, self._done, self._told_s = {}, None, 0.0     # of each patch what it told last; of all, the last step; when that was
+        # of each patch what it told last; of all, the last step; when that was
+        self._newest, self._done, self._told_s = {}, None, 0.0
         self._waiting, self._flying, self._outputs = {}, {}, {}
-        self._first_rows = collections.deque()                 # of the calls that the first patch has sent and the last has not
+        # of the calls that the first patch has sent and the last has not
+        self._first_rows = collections.deque()
 
     def sample(self, sampler_function, sigmas, disable, options):
         def run_patch(index):
             return sampler_function(self._patch_model(index), self._slice(self._x, index).clone(), sigmas,
-                                    extra_args=self._patch_arguments(index), callback=functools.partial(self._show, index),
+                                    extra_args=self._patch_arguments(index),
+                                    callback=functools.partial(self._show, index),
                                     disable=True if index else disable, **options)
 
         self._tasks = [PatchTask(run_patch, self._remote, functools.partial(self._slice, index=index))
@@ -106,7 +113,8 @@ class PatchwiseSampler:
             self._tasks = []                   # each refers to this object: a circle, which would keep the MODEL
 
     def _advance(self):
-        """Send off what may go; then take the next answer, or evaluate the whole latent when all patches wait for that."""
+        """Send off what may go; then take the next answer,
+        or evaluate the whole latent when all patches wait for that."""
         run = self._run
         for index in sorted(self._waiting):
             requests, sigma = self._waiting[index]
@@ -122,9 +130,10 @@ class PatchwiseSampler:
             return
         asked = [self._waiting.pop(index)[0] for index in range(len(self._tasks))]
         if len({tuple(request.name for request in requests) for requests in asked}) > 1:
-            raise UnsupportedError("Parallel Sampler cannot run this workflow piece by piece: its pieces ask the model for different "
-                                   "prompts at the same step. Use KSampler.")
-        whole = [dataclasses.replace(parts[0], latent=torch.cat([part.latent for part in parts], run.dim)) for parts in zip(*asked)]
+            raise UnsupportedError("Parallel Sampler cannot run this workflow piece by piece: its pieces ask the "
+                                   "model for different prompts at the same step. Use KSampler.")
+        whole = [dataclasses.replace(parts[0], latent=torch.cat([part.latent for part in parts], run.dim))
+                 for parts in zip(*asked)]
         predictions = run.predict_whole(whole)
         for index in range(len(self._tasks)):
             self._resume(index, [self._slice(prediction, index) for prediction in predictions])
@@ -158,7 +167,8 @@ class PatchwiseSampler:
         return arguments
 
     def _show(self, index, state):
-        """Tell ComfyUI's callback of a step that all patches have done, with the whole latent; of a long one, also as patches arrive."""
+        """Tell ComfyUI's callback of a step that all patches have done, with the whole latent;
+        of a long one, also as patches arrive."""
         shown = self._shown.setdefault(state["i"], {})
         shown[index] = self._newest[index] = state
         if len(shown) == len(self._tasks):
@@ -168,7 +178,8 @@ class PatchwiseSampler:
             self._tell(self._newest)
 
     def _tell(self, shown):
-        whole = {key: torch.cat([shown[patch][key] for patch in range(len(self._tasks))], self._run.dim) for key in ("x", "denoised")}
+        whole = {key: torch.cat([shown[patch][key] for patch in range(len(self._tasks))], self._run.dim)
+                 for key in ("x", "denoised")}
         self._callback({**self._done, **whole})
         self._told_s = time.monotonic()
 

@@ -16,8 +16,8 @@ from .staleness import Staleness
 class PipelineRun:
     """The patches of one run, and the conditioning whose keys and values the workers hold.
 
-    A call of the model is whole where staleness.py says that it is synchronous; the rest run as patches with stale keys and values.
-    warmup_steps = 0 is a cold start: in the first step, patches see the patches before them only.
+    A call of the model is whole where staleness.py says that it is synchronous; the rest run as patches with stale keys
+    and values. warmup_steps = 0 is a cold start: in the first step, patches see the patches before them only.
     """
 
     def __init__(self, client, setup, layout, schedule, shape):
@@ -25,11 +25,13 @@ class PipelineRun:
         self._client, self._spec, self._config, self._layout = client, setup.spec, config, layout
         self._num_channels, self._patch_size = setup.num_channels, setup.family.patch_size(setup.transformer_config)
         sequence_degree = layout.ring_degree * layout.ulysses_degree
-        num_patches = choose_num_patches(config.patches_asked, layout.pipefusion_degree, shape, self._patch_size, sequence_degree)
+        num_patches = choose_num_patches(config.patches_asked, layout.pipefusion_degree, shape, self._patch_size,
+                                         sequence_degree)
         self.shape = tuple(shape)
         self.patches = cut_patches(shape, self._patch_size, num_patches)
         self.dim = self.patches[0][0].dim
-        self._padding = -shape[self.dim] % self._patch_size[self.dim - 2]      # rows that the model adds to have whole tokens
+        # rows that the model adds to have whole tokens
+        self._padding = -shape[self.dim] % self._patch_size[self.dim - 2]
         self._padded = set()                                   # tickets of patches with these rows
         self._staleness = Staleness(schedule, config.warmup_steps, is_cold=True)
 
@@ -77,7 +79,8 @@ class PipelineRun:
         for batch in batches:
             ticket = self._client.submit(self._spec, layout, self._num_channels, batch, keep=keep, run=self,
                                          forecast=self._config.forecast_keys_values,
-                                         by_image=self._config.warmup in ("auto", "micro_batches") and layout == self._layout
+                                         by_image=self._config.warmup in ("auto", "micro_batches")
+                                         and layout == self._layout
                                          and not guided)
             predictions += self._client.wait([ticket])[1]
         if keep:
@@ -89,11 +92,13 @@ class PipelineRun:
         return all(tuple(request.latent.shape[2:]) == self.shape[2:] for request in requests)
 
     def first_rows(self, requests):
-        """The rows at the beginning of each latent that its end is padded with: models wrap around. Of the whole, or of its first patch."""
+        """The rows at the beginning of each latent that its end is padded with: models wrap around.
+        Of the whole, or of its first patch."""
         return [request.latent.narrow(self.dim, 0, self._padding).clone() for request in requests]
 
     def submit_patch(self, requests, index, first_rows):
-        """Send named requests for patch `index`; returns a ticket for `wait`. first_rows: of the whole latents of these requests."""
+        """Send named requests for patch `index`; returns a ticket for `wait`.
+        first_rows: of the whole latents of these requests."""
         is_last = index == len(self.patches) - 1
         if is_last:
             self._staleness.hold(self._keepers(requests))
@@ -101,8 +106,8 @@ class PipelineRun:
         if is_padded:
             requests = [dataclasses.replace(request, latent=torch.cat([request.latent, rows], self.dim))
                         for request, rows in zip(requests, first_rows)]
-        ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests, patch=self.patches[index][0],
-                                     forecast=self._config.forecast_keys_values, run=self)
+        ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests,
+                                     patch=self.patches[index][0], forecast=self._config.forecast_keys_values, run=self)
         if is_padded:
             self._padded.add(ticket)
         return ticket
@@ -118,7 +123,8 @@ class PipelineRun:
     def predict(self, requests, sigma, whole_because=None):
         """Evaluate requests for whole latents, whole or patch by patch; the stages run empty at the end."""
         requests = self.name(requests)
-        apart = whole_because is not None or any(request.is_changed for request in requests)       # of others' keys and values
+        # of others' keys and values
+        apart = whole_because is not None or any(request.is_changed for request in requests)
         if apart or not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
             return self.predict_whole(requests, patches_follow=not apart)
         first_rows = self.first_rows(requests)
@@ -138,5 +144,5 @@ class PipelineRun:
         def cut(added_BTC):
             a_row = added_BTC.shape[1] // num_rows
             return added_BTC.narrow(1, patch.start // size * a_row, -(-rows // size) * a_row)
-        return dataclasses.replace(request, latent=request.latent.narrow(self.dim, patch.start, rows), control=request.control_by(cut),
-                                   parts=request.parts if opens_step(patch) else {})
+        return dataclasses.replace(request, latent=request.latent.narrow(self.dim, patch.start, rows),
+                                   control=request.control_by(cut), parts=request.parts if opens_step(patch) else {})

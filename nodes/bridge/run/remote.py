@@ -27,9 +27,9 @@ PATIENCE_S = 0.5                           # to wait for the workers' memory whe
 class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
-    computing_in(dtype) -> (setup.Setup, memory_checks.Room) for another type to compute in. load_device, modules: of the shell as it
-    was made, to compare with; see modules.py. places(): where its weights are in the file, see file_weights.py; found once, which
-    takes half a second for Flux.
+    computing_in(dtype) -> (setup.Setup, memory_checks.Room) for another type to compute in. load_device, modules: of
+    the shell as it was made, to compare with; see modules.py. places(): where its weights are in the file, see
+    file_weights.py; found once, which takes half a second for Flux.
     """
 
     def __init__(self, computing_in, dtype, load_device):
@@ -43,16 +43,19 @@ class RemoteModel:
         self._looked_at = set()                                # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
         self._beside_bytes = 0                                 # that ComfyUI was told a rank needs for a run
-        self.how = None                                        # how this run is split, in a person's words; None before it
+        # how this run is split, in a person's words; None before it
+        self.how = None
         self._pipeline = self._schedule = None
-        self.changes, self.changes_uuid = {}, None             # of the file's weights, see Models.load; whose patches those are
+        # of the file's weights, see Models.load; whose patches those are
+        self.changes, self.changes_uuid = {}, None
 
     def _set_up(self, dtype):
         self.setup, self.room = self._computing_in(dtype)
         self.forecasts, self.spec = Forecasts(self.setup), self.setup.spec
 
     def compute_in(self, dtype, base_model):
-        """From now on, compute in this type (its name). The workers hold the weights for one type alone, as ComfyUI does."""
+        """From now on, compute in this type (its name). The workers hold the weights for one type alone,
+        as ComfyUI does."""
         if dtype != self.spec.compute_dtype:
             GROUPS.let_go(self.devices, self.spec.name, base_model)
             self._set_up(dtype)
@@ -79,7 +82,8 @@ class RemoteModel:
             parked for parked, name in zip(residence.parked_bytes, self.devices) if name == str(device))
 
     def memory_required(self, of_one_device, input_shape, cond_shapes={}):
-        """ComfyUI's question to a BaseModel: bytes that a run takes beside weights; here on load_device. of_one_device: its own answer."""
+        """ComfyUI's question to a BaseModel: bytes that a run takes beside weights; here on load_device.
+        of_one_device: its own answer."""
         branches, whole = 2 - input_shape[0] % 2, input_shape
         if len(whole) == 3:                                    # of several parts, packed into one row of numbers
             whole = (whole[0], self._taken_channels, 1, 1, -(-whole[2] // self._taken_channels))
@@ -91,9 +95,11 @@ class RemoteModel:
         return self._beside_bytes * self.devices.count(str(self.load_device))
 
     def make_room_elsewhere(self):
-        """Have ComfyUI's own models leave other devices than load_device, where it asks itself, as far as the workers need room there."""
+        """Have ComfyUI's own models leave other devices than load_device, where it asks itself,
+        as far as the workers need room there."""
         for name in set(self.devices) - {str(self.load_device)}:
-            ask_for_room(name, self.bytes_on(name) - self.loaded_on(name) + self._beside_bytes * self.devices.count(name))
+            ask_for_room(name, self.bytes_on(name) - self.loaded_on(name) + self._beside_bytes
+                         * self.devices.count(name))
 
     def free(self, device, num_bytes):
         client = GROUPS.client_if(self.devices)
@@ -127,19 +133,21 @@ class RemoteModel:
             GROUPS.runs.collect(client, lambda since_s: client.catch_up(PATIENCE_S, since_s))
 
     def forward(self, x, timestep=None, context=None, control=None, transformer_options={}, **extra):
-        """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32. Of a latent of several parts, a
-        list of them, and a timestep for each.
+        """ComfyUI's call of a diffusion model. x: (B, C, H, W) or (B, C, F, H, W); returns like x, float32. Of a latent
+        of several parts, a list of them, and a timestep for each.
 
         Wrappers of the diffusion model are called where ComfyUI's own model of the family calls them.
         """
         in_parts = self.family.parts and isinstance(x, list) and isinstance(timestep, tuple)
         if not (in_parts or torch.is_tensor(timestep)) or not torch.is_tensor(context):
-            raise ConfigError(f"A node calls this MODEL in a way of its own, and {self.family.name} takes a latent, a timestep and "
-                              f"conditioning. Use a sampler node, or the kind of model that the node is for.")
+            raise ConfigError(f"A node calls this MODEL in a way of its own, and {self.family.name} takes a latent, a "
+                              f"timestep and conditioning. Use a sampler node, or the kind of model that the node is "
+                              f"for.")
         refuse_call(self.family, transformer_options, {"context": context, **extra})
         net = self.modules[""][0]
         forwards = [vars(class_)["forward"] for class_ in type(net).__mro__ if "forward" in vars(class_)]
-        calls_wrappers = self.family.sampled or any(WrapperExecutor.__name__ in forward.__code__.co_names for forward in forwards)
+        calls_wrappers = (self.family.sampled
+                          or any(WrapperExecutor.__name__ in forward.__code__.co_names for forward in forwards))
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options) if calls_wrappers else []
         return WrapperExecutor.new_class_executor(self._answer, net, wrappers).execute(
             x, timestep, context=context, control=control, transformer_options=transformer_options, **extra)
@@ -155,22 +163,26 @@ class RemoteModel:
         sigma = sigmas.max().item()
         self._refuse_changed_modules(schedule, sigma)
         check_latent(self.setup, x, self._taken_channels)
-        begins = self._looked_at == {sigma}                    # whatever is not finite is so from a run's first noise level on
+        # whatever is not finite is so from a run's first noise level on
+        begins = self._looked_at == {sigma}
         if begins:
-            check_finite((x, *beside.values()), "The latent", "Look at what made it: another sampler, or an encode in half precision.")
+            check_finite((x, *beside.values()), "The latent",
+                         "Look at what made it: another sampler, or an encode in half precision.")
         asked = self.family, self.setup.transformer_config, transformer_options
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
-                    control=places_of(self.family, self.setup.transformer_config, control, x.shape), operations=operations_of(*asked),
-                    scores=scores and scores.room, guided=guided_of(self.family, transformer_options), beside=beside, parts=parts)
+                    control=places_of(self.family, self.setup.transformer_config, control, x.shape),
+                    operations=operations_of(*asked),
+                    scores=scores and scores.room, guided=guided_of(self.family, transformer_options), beside=beside,
+                    parts=parts)
         check_conditioning(self.setup, call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
-        prediction = branches.ask(branches.Question(self, call, schedule, sigmas, num_branches, transformer_options.get(WHOLE),
-                                                    transformer_options.get(DRAINED)))
+        prediction = branches.ask(branches.Question(self, call, schedule, sigmas, num_branches,
+                                                    transformer_options.get(WHOLE), transformer_options.get(DRAINED)))
         if begins:
             check_finite((prediction, *parts.values()), f"What {self.family.name} predicts at the first step",
-                         f"Its weights, a LoRA or the conditioning have such numbers, or {self.spec.compute_dtype} is too small for it: "
-                         f"try another weight_dtype in Load xDiT Model, without LoRA.")
+                         f"Its weights, a LoRA or the conditioning have such numbers, or {self.spec.compute_dtype} is "
+                         f"too small for it: try another weight_dtype in Load xDiT Model, without LoRA.")
         prediction = prediction.to(x.device)
         if scores is not None:
             scores.tell(x.device)
@@ -186,7 +198,8 @@ class RemoteModel:
         return self.spec.stages is not None or (self.config.mode == "manual" and self.config.displaced_degree > 1)
 
     def begin_run(self, schedule, shape, whole_because=None, drained_because=None):
-        """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent. The others: see by_patches.py."""
+        """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent.
+        The others: see by_patches.py."""
         self._end_pipeline()
         self._schedule = schedule
         self._pipeline = PipelineRun(self._client(), self.setup, self.setup.layout(1), schedule, shape)
@@ -208,7 +221,8 @@ class RemoteModel:
         latent, conditioning = calls[0].latent, calls[0].conditioning
         num_steps = 1 if question.schedule is None else len(question.schedule) - 1
         together = any(call.guided for call in calls)
-        plan = self.forecasts.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)), is_planned=not together)
+        plan = self.forecasts.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
+                                    is_planned=not together)
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
         if together:
             layout = branches_together(layout)
@@ -218,15 +232,17 @@ class RemoteModel:
         client = self._client()
         how = describe_layout(layout) if plan is None else layout_words(plan.chosen)
         if together:
-            how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which Normalized Attention "
-                   f"Guidance compares")
+            how = (f"{describe_layout(dataclasses.replace(layout, cfg_degree=1))}, both prompts in one batch, which "
+                   f"Normalized Attention Guidance compares")
         self._show(how + self.config.idle, self.forecasts.words)
-        return self.forecasts.timed.call(client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
+        return self.forecasts.timed.call(
+            client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
     def _check_room(self, question, calls, layout):
         """Refuse a run that cannot fit before its first call. Calls for a patch are for the whole latent."""
         latent = calls[0].latent
-        together = max(1, question.num_branches // len(calls))                 # branches that ComfyUI has put into one batch
+        # branches that ComfyUI has put into one batch
+        together = max(1, question.num_branches // len(calls))
         self.room.check_run(latent.shape if self._pipeline is None else self._pipeline.shape, calls[0].conditioning,
                             max(1, latent.shape[0] // together), len(calls) * together, layout)
 
@@ -263,7 +279,8 @@ class RemoteModel:
             self._looked_at.add(sigma)
 
     def _forget_told(self):
-        """Have the workers forget the conditioning they were told, and what they keep with it. Returns the Client, if there is one."""
+        """Have the workers forget the conditioning they were told, and what they keep with it.
+        Returns the Client, if there is one."""
         self._end_pipeline()
         client = GROUPS.client_if(self.devices)
         if client is not None:
@@ -287,5 +304,6 @@ def _step_of(question):
     if question.schedule is None or len(question.schedule) < 2:
         return ""
     steps = question.schedule[:-1]
-    nearest = (steps.to(question.sigmas) - question.sigmas.max()).abs().argmin()               # samplers also call between two steps
+    # samplers also call between two steps
+    nearest = (steps.to(question.sigmas) - question.sigmas.max()).abs().argmin()
     return f"step {int(nearest) + 1} of {len(steps)}"

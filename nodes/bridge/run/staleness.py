@@ -1,17 +1,20 @@
-"""When a call of the model may use what earlier calls have left on the workers: one rule for PipeFusion and for displaced patches."""
+"""When a call of the model may use what earlier calls have left on the workers:
+one rule for PipeFusion and for displaced patches."""
 
 import math
 
-ROUNDING = 1 + 1e-3                                            # some samplers come to a step's noise level by differences and logarithms
+# some samplers come to a step's noise level by differences and logarithms
+ROUNDING = 1 + 1e-3
 
 
 class Staleness:
     """Which calls of one run are synchronous, where everything is fresh.
 
-    Warm-up is counted in noise levels, staleness in calls: a call is synchronous while its sigma is above sigmas[warmup_steps], by more
-    than rounding (some samplers ask twice at one level), and where the workers hold nothing of its conditioning yet. Any other uses
-    what the last call with the same conditioning left, whichever part of a sampler's step that was, and leaves its own. is_cold: with
-    warmup_steps = 0 the first step is none of the synchronous ones.
+    Warm-up is counted in noise levels, staleness in calls: a call is synchronous while its sigma is above
+    sigmas[warmup_steps], by more than rounding (some samplers ask twice at one level), and where the workers hold
+    nothing of its conditioning yet. Any other uses what the last call with the same conditioning left, whichever part
+    of a sampler's step that was, and leaves its own. is_cold: with warmup_steps = 0 the first step is none of the
+    synchronous ones.
     """
 
     def __init__(self, schedule, warmup_steps, is_cold=False):
@@ -26,7 +29,8 @@ class Staleness:
         return self._warm_sigma > -math.inf
 
     def hold(self, names):
-        """The workers hold what a call with each of these left. names: of conditionings, each with the CFG rank that runs it."""
+        """The workers hold what a call with each of these left.
+        names: of conditionings, each with the CFG rank that runs it."""
         self._held.update(names)
 
     def is_synchronous(self, names, sigma):

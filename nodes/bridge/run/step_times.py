@@ -20,7 +20,8 @@ class Timed:
 
     @property
     def seconds(self):
-        """Of a run with one call a step; None before there are enough. The first call is left out: much is made ready in it."""
+        """Of a run with one call a step; None before there are enough.
+        The first call is left out: much is made ready in it."""
         return statistics.median(self._calls_s[1:]) * self.job.steps if len(self._calls_s) > 2 else None
 
     def split(self):
@@ -28,7 +29,9 @@ class Timed:
         if not (self._client and self._client.running):
             return "the workers have ended"
         after = self._client.totals()
-        did = {name: [numbers.get(name, 0) - self._before.get(rank, {}).get(name, 0) for rank, numbers in sorted(after.items())]
+        did = {name: [numbers.get(name, 0) - self._before.get(rank, {}).get(name, 0)
+                      for rank, numbers in sorted(after.items())]
                for name in ("busy_s", "sent_bytes")}
-        busy, sent = (", ".join(f"{number / unit:.1f}" for number in did[name]) for name, unit in (("busy_s", 1), ("sent_bytes", 1e6)))
+        busy, sent = (", ".join(f"{number / unit:.1f}" for number in did[name])
+                      for name, unit in (("busy_s", 1), ("sent_bytes", 1e6)))
         return f"in {len(self._calls_s)} calls the workers were busy {busy} s and sent {sent} MB"

@@ -1,4 +1,5 @@
-"""What a shell's MODEL puts around ComfyUI's own functions. Added by shell.py; their key tells them from others' wrappers."""
+"""What a shell's MODEL puts around ComfyUI's own functions.
+Added by shell.py; their key tells them from others' wrappers."""
 
 import functools
 import time
@@ -15,7 +16,8 @@ from .control import refuse_controls
 def calc_cond_batch(executor, *arguments):
     """Wraps ComfyUI's function of that name, inside of all other wrappers, which see all branches at once."""
     others = executor.wrappers[executor.idx + 1:]
-    return WrapperExecutor.new_executor(functools.partial(_calc_cond_batch, executor.original), others).execute(*arguments)
+    return WrapperExecutor.new_executor(functools.partial(_calc_cond_batch, executor.original), others).execute(
+        *arguments)
 
 
 def _calc_cond_batch(original, model, conds, x, timestep, model_options):
@@ -33,14 +35,17 @@ def _calc_cond_batch(original, model, conds, x, timestep, model_options):
         conds = patches.cut_conditioning(remote, conds)
         options = {**model_options["transformer_options"], WHOLE: why_whole(conds, model_options)}
         model_options = {**model_options, "transformer_options": options}
-    hooked = any(entry.get("hooks") is not None for cond in conds if cond for entry in cond)       # each call with weights of its own
-    if sum(bool(cond) for cond in conds) < 2 or hooked or not remote.runs_branches_apart() or why_one_call(model, model_options):
+    # each call with weights of its own
+    hooked = any(entry.get("hooks") is not None for cond in conds if cond for entry in cond)
+    if (sum(bool(cond) for cond in conds) < 2 or hooked or not remote.runs_branches_apart()
+            or why_one_call(model, model_options)):
         return original(model, conds, x, timestep, model_options)
     return branches.run_branches(original, model, conds, x, timestep, model_options)
 
 
 def sample(executor, guider, sigmas, extra_args, *arguments, **options):
-    """Wraps ComfyUI's Sampler.sample: decides how PipeFusion or displaced patches run it, and says what it took when it is done."""
+    """Wraps ComfyUI's Sampler.sample: decides how PipeFusion or displaced patches run it,
+    and says what it took when it is done."""
     remote = getattr(guider.inner_model, "remote", None)
     if remote is None:                                         # another loader's, of a guider with several
         return executor(guider, sigmas, extra_args, *arguments, **options)
@@ -48,7 +53,8 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
     started_s, num_steps = time.perf_counter(), len(sigmas) - 1
     try:
         with (GROUPS.runs.sampling(remote, num_steps) as run,
-              _keeping_calls(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.keeps_calls else nullcontext()):
+              _keeping_calls(remote, executor.class_obj, guider, extra_args["model_options"]) if remote.keeps_calls
+              else nullcontext()):
             if arguments:                                      # ComfyUI's callback is the first of them
                 arguments = (GROUPS.counting(run, arguments[0]), *arguments[1:])
             result = executor(guider, sigmas, extra_args, *arguments, **options)

@@ -1,4 +1,5 @@
-"""Why PipeFusion cannot run a workflow, or one sampler of it, by patches: what is known to leave them alone, and words for all else.
+"""Why PipeFusion cannot run a workflow, or one sampler of it, by patches: what is known to leave them alone, and words
+for all else.
 
 Asked by wrappers.py before a run and at each step. What it finds travels in transformer_options to remote.py.
 """
@@ -9,9 +10,11 @@ from .operations import compares_branches
 
 # What is known to leave the calls of the model as the workers take them. All else makes every step whole.
 # Of a prompt: ComfyUI takes a part of the latent for it, or only a part of its prediction.
-PARTS = {"area": "an area for a prompt", "mask": "a mask for a prompt", "gligen": "GLIGEN", "hooks": "hooks on a prompt"}
+PARTS = {"area": "an area for a prompt", "mask": "a mask for a prompt", "gligen": "GLIGEN",
+         "hooks": "hooks on a prompt"}
 # Of model_options: functions outside of the model's calls, which may look at the whole latent
-GUIDANCE = {"sampler_cfg_function": "a node that changes guidance", "sampler_post_cfg_function": "a node that changes guidance",
+GUIDANCE = {"sampler_cfg_function": "a node that changes guidance",
+            "sampler_post_cfg_function": "a node that changes guidance",
             "sampler_pre_cfg_function": "a node that changes guidance",
             "sampler_calc_cond_batch_function": "a node that changes guidance",
             "denoise_mask_function": "a node that changes the noise mask"}
@@ -21,13 +24,16 @@ OPTIONS = {"model_function_wrapper": "a node that wraps the model's function", "
 OBJECTS = {"model_sampling", "latent_format", "diffusion_model"}               # the last: compiled, see modules.py
 # Samplers whose steps are element by element in space, by the names of their functions
 ELEMENTWISE = {f"sample_{name}" for name in (
-    "euler", "euler_cfg_pp", "euler_ancestral", "euler_ancestral_cfg_pp", "heun", "heunpp2", "exp_heun_2_x0", "exp_heun_2_x0_sde",
-    "dpm_2", "dpm_2_ancestral", "lms", "dpmpp_2s_ancestral", "dpmpp_2s_ancestral_cfg_pp", "dpmpp_sde", "dpmpp_sde_gpu", "dpmpp_2m",
+    "euler", "euler_cfg_pp", "euler_ancestral", "euler_ancestral_cfg_pp", "heun", "heunpp2", "exp_heun_2_x0",
+    "exp_heun_2_x0_sde",
+    "dpm_2", "dpm_2_ancestral", "lms", "dpmpp_2s_ancestral", "dpmpp_2s_ancestral_cfg_pp", "dpmpp_sde", "dpmpp_sde_gpu",
+    "dpmpp_2m",
     "dpmpp_2m_cfg_pp", "dpmpp_2m_sde", "dpmpp_2m_sde_gpu", "dpmpp_2m_sde_heun", "dpmpp_2m_sde_heun_gpu", "dpmpp_3m_sde",
     "dpmpp_3m_sde_gpu", "ddpm", "lcm", "ipndm", "ipndm_v", "deis", "res_multistep", "res_multistep_cfg_pp",
-    "res_multistep_ancestral", "res_multistep_ancestral_cfg_pp", "gradient_estimation", "gradient_estimation_cfg_pp", "er_sde",
-    "seeds_2", "seeds_3", "sa_solver", "sa_solver_pece", "unipc", "unipc_bh2")} | {"dpm_fast_function"}
-KEY, COMPILE_KEY = "xdit", "torch.compile"                     # of our wrappers, and of ComfyUI's that put the compiled model in place
+    "res_multistep_ancestral", "res_multistep_ancestral_cfg_pp", "gradient_estimation", "gradient_estimation_cfg_pp",
+    "er_sde", "seeds_2", "seeds_3", "sa_solver", "sa_solver_pece", "unipc", "unipc_bh2")} | {"dpm_fast_function"}
+# of our wrappers, and of ComfyUI's that put the compiled model in place
+KEY, COMPILE_KEY = "xdit", "torch.compile"
 PATCHWISE, WHOLE, DRAINED = "xdit_patchwise", "xdit_whole", "xdit_drained"     # in transformer_options, see wrappers.py
 
 
@@ -77,12 +83,15 @@ def why_drained(sampler, conds, base_model, model_options):
 
 
 def why_one_call(base_model, model_options):
-    """What of others' runs around each call of the model, so that no other call may come in between; None if nothing does."""
+    """What of others' runs around each call of the model, so that no other call may come in between;
+    None if nothing does."""
     net, options = base_model.diffusion_model, model_options["transformer_options"]
-    around = [options.get("wrappers", {}).get(kind, {}) for kind in (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)]
+    around = [options.get("wrappers", {}).get(kind, {})
+              for kind in (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)]
     if compares_branches(options):
         return "Normalized Attention Guidance"
-    if model_options.get("model_function_wrapper") or any(functions for by_key in around for functions in by_key.values()):
+    if (model_options.get("model_function_wrapper")
+            or any(functions for by_key in around for functions in by_key.values())):
         return "a node that wraps the model's calls"
     if any(functions for kind in options.get("callbacks", {}).values() for functions in kind.values()):
         return "a node that follows the sampling"

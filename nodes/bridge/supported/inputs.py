@@ -1,4 +1,5 @@
-"""Refuses what no picture of a MODEL can come of, before the workers see it: latents, conditioning, and values in the place of links.
+"""Refuses what no picture of a MODEL can come of, before the workers see it: latents, conditioning, and values in the
+place of links.
 Used by remote.py, and by the nodes."""
 
 import torch
@@ -6,23 +7,26 @@ import torch
 from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.protocol.errors import ConfigError
 
-TEXTS = "text", "label", "model_name", "weight_dtype", "ckpt_name"         # which links of any type can bring, such as a reroute's
+# which links of any type can bring, such as a reroute's
+TEXTS = "text", "label", "model_name", "weight_dtype", "ckpt_name"
 NEEDED = {"model": "a MODEL", "vae": "a VAE", "samples": "a LATENT", "latent_image": "a LATENT", "pixels": "an IMAGE",
           "positive": "a CONDITIONING", "negative": "a CONDITIONING", "parallel": "what xDiT Parallel Config makes",
           **dict.fromkeys(TEXTS, "a text")}
-PLAIN = type(None), bool, int, float, str, list, dict          # what a prompt of ComfyUI's API can have where a link belongs
+# what a prompt of ComfyUI's API can have where a link belongs
+PLAIN = type(None), bool, int, float, str, list, dict
 MOST_SHOWN = 60                            # characters of what was given
 
 
 def check_links(**given):
-    """Refuse what is no output of a node: ComfyUI compares the types of links, and gives nodes any other value as it is. Raises
-    ConfigError."""
+    """Refuse what is no output of a node: ComfyUI compares the types of links, and gives nodes any other value as it
+    is. Raises ConfigError."""
     for name, value in given.items():
         if name in ("samples", "latent_image"):
             fits = isinstance(value, dict) and hasattr(value.get("samples"), "shape")
         elif name in ("positive", "negative"):
-            fits = isinstance(value, list) and all(isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[1], dict)
-                                                   and not isinstance(entry[0], PLAIN) for entry in value)
+            fits = (isinstance(value, list)
+                    and all(isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[1], dict)
+                           and not isinstance(entry[0], PLAIN) for entry in value))
         elif name in TEXTS:
             fits = isinstance(value, str)
         elif name == "parallel":
@@ -30,7 +34,8 @@ def check_links(**given):
         else:
             fits = torch.is_tensor(value) if name == "pixels" else not isinstance(value, PLAIN)
         if not fits:
-            raise ConfigError(f"{name} is {str(value)[:MOST_SHOWN]}, and needs {NEEDED[name]}. Connect the output of a node that makes it.")
+            raise ConfigError(f"{name} is {str(value)[:MOST_SHOWN]}, and needs {NEEDED[name]}. Connect the output of "
+                              f"a node that makes it.")
 
 
 def check_latent(setup, x, channels=None):
@@ -42,29 +47,34 @@ def check_latent(setup, x, channels=None):
     if not torch.is_tensor(x) or x.is_nested or x.ndim != num_dims + 2 or x.shape[1] != channels:
         given = f"the shape {tuple(x.shape)}" if torch.is_tensor(x) and not x.is_nested else "several parts"
         needs = f"{channels} channels, " + ("frames, rows and columns" if num_dims == 3 else "rows and columns")
-        raise ConfigError(f"The latent has {given}, and {family.name} works on (batch, {needs}). It was made for another model: "
-                          f"use the VAE or the empty latent node that belongs to this one"
-                          + (". Or remove what puts channels beside it, such as a noise mask." if channels > own else "."))
+        raise ConfigError(f"The latent has {given}, and {family.name} works on (batch, {needs}). It was made for "
+                          f"another model: use the VAE or the empty latent node that belongs to this one"
+                          + (". Or remove what puts channels beside it, such as a noise mask." if channels > own
+                             else "."))
     if 0 in x.shape:
-        raise ConfigError(f"The latent, or the area of it that a prompt is for, is empty: its shape is {tuple(x.shape)}. Move or enlarge "
-                          f"an area that lies outside of the picture, or remove it.")
+        raise ConfigError(f"The latent, or the area of it that a prompt is for, is empty: its shape is "
+                          f"{tuple(x.shape)}. Move or enlarge an area that lies outside of the picture, or remove it.")
 
 
 def check_text(family, text):
-    """Refuse a prompt of no tokens: with most families ComfyUI fails, before the workers see it. text: (B, tokens, width), or None."""
+    """Refuse a prompt of no tokens: with most families ComfyUI fails, before the workers see it.
+    text: (B, tokens, width), or None."""
     if torch.is_tensor(text) and text.ndim > 1 and not text.shape[1]:
-        raise ConfigError(f"The conditioning has a text of no tokens (its shape is {tuple(text.shape)}), and {family.name} takes one or "
-                          f"more. For an empty prompt use the text encoder's node with an empty text.")
+        raise ConfigError(f"The conditioning has a text of no tokens (its shape is {tuple(text.shape)}), and "
+                          f"{family.name} takes one or more. For an empty prompt use the text encoder's node with an "
+                          f"empty text.")
 
 
 def check_conditioning(setup, conditioning, x):
-    """Refuse text or reference latents of another model. conditioning: {name: tensor}. x: the latent. Raises ConfigError."""
+    """Refuse text or reference latents of another model. conditioning: {name: tensor}. x: the latent.
+    Raises ConfigError."""
     family, num_classes = setup.family, setup.num_classes
     for reference in (tensor for name, tensor in conditioning.items() if name.startswith("ref_latents.")):
         if reference.ndim != x.ndim or reference.shape[1] != x.shape[1]:
-            raise ConfigError(f"The conditioning has a reference latent of {reference.shape[1]} channels and {reference.ndim} dims, "
-                              f"and this {family.name} model takes {x.shape[1]} and {x.ndim}. Encode the picture with the "
-                              f"VAE that belongs to it; models that take pictures otherwise (Fill, Canny, Depth) take none.")
+            raise ConfigError(f"The conditioning has a reference latent of {reference.shape[1]} channels and "
+                              f"{reference.ndim} dims, and this {family.name} model takes {x.shape[1]} and {x.ndim}. "
+                              f"Encode the picture with the VAE that belongs to it; models that take pictures "
+                              f"otherwise (Fill, Canny, Depth) take none.")
     maker = "xDiT Class Label" if num_classes else "the CLIP that belongs to this model"
     for name, argument in family.conditioning.items():
         if argument is None or name not in conditioning:
@@ -72,13 +82,15 @@ def check_conditioning(setup, conditioning, x):
         given, needed = conditioning[name].shape[-1], setup.transformer_config[argument]
         if needed is None:                                 # a model without this input, as ComfyUI's
             continue
-        if given < needed or (given > needed and name != "y"):             # of a wider pooled text the first numbers count
+        # of a wider pooled text the first numbers count
+        if given < needed or (given > needed and name != "y"):
             what = {"y": "pooled text", "clip_fea": "a picture's CLIP vision tokens"}.get(name, "text")
-            raise ConfigError(f"The conditioning has {what} of {given} numbers a token, and this {family.name} model takes "
-                              f"{needed}. It was made by another text encoder: use {maker}.")
+            raise ConfigError(f"The conditioning has {what} of {given} numbers a token, and this {family.name} model "
+                              f"takes {needed}. It was made by another text encoder: use {maker}.")
 
 
 def check_finite(tensors, what, remedy):
     """Refuse tensors with NaN or infinite numbers, of which no picture can come. what: they are. Raises ConfigError."""
     if not all(tensor.isfinite().all() for tensor in tensors):
-        raise ConfigError(f"{what} has numbers that are not finite (NaN or infinite), and no picture can come of it. {remedy}")
+        raise ConfigError(f"{what} has numbers that are not finite (NaN or infinite), and no picture can come of it. "
+                          f"{remedy}")

@@ -1,9 +1,10 @@
-"""What a MODEL may carry: what ComfyUI itself carries out around the model is honoured, all else is refused by its name.
+"""What a MODEL may carry: what ComfyUI itself carries out around the model is honoured, all else is refused by its
+name.
 
-ComfyUI's nodes and those of custom packs change a MODEL by what they write to its ModelPatcher, to the options that travel with
-each call, and to the modules themselves. Of the model's inside the workers know the file alone, so whatever is found here
-that is not listed with its reason would be dropped silently; it is refused, the unknown too. Called by patcher.py when a
-MODEL is loaded and when a run begins, and by remote.py for each call.
+ComfyUI's nodes and those of custom packs change a MODEL by what they write to its ModelPatcher, to the options that
+travel with each call, and to the modules themselves. Of the model's inside the workers know the file alone, so whatever
+is found here that is not listed with its reason would be dropped silently; it is refused, the unknown too. Called by
+patcher.py when a MODEL is loaded and when a run begins, and by remote.py for each call.
 """
 
 import comfy.model_patcher
@@ -17,10 +18,12 @@ from .operations import operation_of
 
 OURS = "xdit"                                                  # what the names of our own options begin with
 
-# Attributes of a ModelPatcher that change nothing of a prediction: how ComfyUI tells MODELs apart and keeps their memory.
+# Attributes of a ModelPatcher that change nothing of a prediction: how ComfyUI tells MODELs apart and keeps their
+# memory.
 BOOKKEEPING = {
     "model", "parent", "size", "clone_base_uuid", "patches_uuid", "cached_patcher_init", "is_multigpu_base_clone",
-    "backup", "backup_buffers", "object_patches_backup", "hook_backup", "hook_patches_backup", "cached_hook_patches",  # copies
+    # copies
+    "backup", "backup_buffers", "object_patches_backup", "hook_backup", "hook_patches_backup", "cached_hook_patches",
     "pinned", "offload_device", "weight_inplace_update", "hook_mode", "current_hooks", "is_injected", "skip_injection",
     "force_cast_weights",                  # of the compute dtype, which is looked at itself
     "patches", "hook_patches",             # of weights: weight_patches.py brings them to the workers
@@ -39,7 +42,8 @@ MODEL_OPTIONS = {
     "sampler_post_cfg_function": "ComfyUI's guidance", "sampler_calc_cond_batch_function": "ComfyUI's guidance",
     "disable_cfg1_optimization": "ComfyUI's guidance", "denoise_mask_function": "ComfyUI's inpainting",
     "model_function_wrapper": "ComfyUI's call of the model", "context_handler": "ComfyUI's context windows",
-    "registered_hooks": "ComfyUI's hooks; what they add is among the other keys", "to_load_options": "what hooks add, to move it",
+    "registered_hooks": "ComfyUI's hooks; what they add is among the other keys",
+    "to_load_options": "what hooks add, to move it",
     "torch_compile_kwargs": "a note of a node that compiles: compiling changes no result",
 }
 # Keys of transformer_options -> the same.
@@ -47,7 +51,8 @@ TRANSFORMER_OPTIONS = {
     "wrappers": "looked at by type", "callbacks": "looked at by type",
     "cond_or_uncond": "tells of the call", "uuids": "tells of the call", "sigmas": "tells of the call",
     "sample_sigmas": "tells of the run", "context_window": "tells which piece of the latent ComfyUI has cut",
-    "prefetch_dynamic_vbars": "how ComfyUI would move weights", "ar_config": "read by the sampler for autoregressive video",
+    "prefetch_dynamic_vbars": "how ComfyUI would move weights",
+    "ar_config": "read by the sampler for autoregressive video",
     "easycache": "read by the wrappers of EasyCache and LazyCache",
 }
 # Keys that the models of ComfyUI read -> what a person knows them as.
@@ -57,9 +62,11 @@ REFUSED_OPTIONS = {
 }
 WRAPPERS = {WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE,
             WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL}  # all around the model
-# Wrappers inside of the model, by key and function: those that know its latent and its prediction alone. remote.py calls them.
+# Wrappers inside of the model, by key and function: those that know its latent and its prediction alone. remote.py
+# calls them.
 INSIDE = {"easycache": "easycache_forward_wrapper"}
-CONTROLNETS_TEXT = "crossattn_controlnet"                      # a prompt for ControlNets alone, which ComfyUI computes: control.py
+# a prompt for ControlNets alone, which ComfyUI computes: control.py
+CONTROLNETS_TEXT = "crossattn_controlnet"
 CALLBACKS = {value for names in (CallbacksMP, IndexListCallbacks) for value in vars(names).values()
              if isinstance(value, str)}                        # ComfyUI calls all of them itself
 COMPUTED = "float32", "bfloat16", "float16"                    # names of types that workers compute in
@@ -67,8 +74,8 @@ MOST_NAMED = 5                                                 # changes that a 
 
 
 def refuse_patcher(patcher, runs=False):
-    """Raise UnsupportedError where a ShellPatcher, its options or its modules carry what the workers would not honour. runs: it is loaded,
-    and a run begins."""
+    """Raise UnsupportedError where a ShellPatcher, its options or its modules carry what the workers would not honour.
+    runs: it is loaded, and a run begins."""
     if not hasattr(patcher.model, "diffusion_model"):          # the half of a VAE, which no node can change
         return
     fresh = vars(comfy.model_patcher.ModelPatcher(patcher.model, patcher.remote.load_device, patcher.offload_device))
@@ -102,18 +109,20 @@ def refuse_call(family, transformer_options, extra):
     """
     own = "rope_options", family.rope_options(extra)
     if own[1] and not transformer_options.get("rope_options"):
-        raise UnsupportedError(f"A node calls this MODEL's diffusion model itself, without the places that ComfyUI gives "
-                               f"{family.name}'s tokens (rope_options). Use a sampler node, or Load Diffusion Model.")
+        raise UnsupportedError(f"A node calls this MODEL's diffusion model itself, without the places that ComfyUI "
+                               f"gives {family.name}'s tokens (rope_options). Use a sampler node, or Load Diffusion "
+                               f"Model.")
     _refuse(_transformer_options(dict(option for option in transformer_options.items() if option != own)))
     beyond = family.beyond(extra)
     if beyond is not None:
-        raise UnsupportedError(f"xDiT runs {family.name} without {beyond}, which this workflow has. Change the node that adds it, or use "
-                               f"Load Diffusion Model.")
+        raise UnsupportedError(f"xDiT runs {family.name} without {beyond}, which this workflow has. Change the node "
+                               f"that adds it, or use Load Diffusion Model.")
     known = {"context", CONTROLNETS_TEXT, *family.conditioning, *family.ignored}
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
     if unknown:
-        raise UnsupportedError(f"xDiT runs {family.name} without {', '.join(unknown)}, which this workflow's conditioning has. It "
-                               f"would be dropped without notice. Remove the node that adds it, or use Load Diffusion Model.")
+        raise UnsupportedError(f"xDiT runs {family.name} without {', '.join(unknown)}, which this workflow's "
+                               f"conditioning has. It would be dropped without notice. Remove the node that adds it, "
+                               f"or use Load Diffusion Model.")
 
 
 def refuse_changed_modules(net, modules):
@@ -125,8 +134,8 @@ def _refuse(found):
     found = list(dict.fromkeys(found))
     if found:
         more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-        raise UnsupportedError(f"xDiT does not support {'; '.join(found[:MOST_NAMED])}{more} on this MODEL. It would be dropped without "
-                               f"notice. Remove the node that adds it, or use Load Diffusion Model.")
+        raise UnsupportedError(f"xDiT does not support {'; '.join(found[:MOST_NAMED])}{more} on this MODEL. It would "
+                               f"be dropped without notice. Remove the node that adds it, or use Load Diffusion Model.")
 
 
 def _named(text, value):
@@ -149,7 +158,8 @@ def _transformer_options(options):
                       if any(operation_of(kind, function) is None for function in replaced.values())]
         elif key == "patches":
             unknown = {kind: functions for kind, functions in value.items()
-                       if not _is_empty(functions) and any(operation_of(kind, function) is None for function in functions)}
+                       if not _is_empty(functions)
+                       and any(operation_of(kind, function) is None for function in functions)}
             found += [_named(REFUSED_OPTIONS[key], unknown)] if unknown else []
         elif key in REFUSED_OPTIONS:
             found += [] if not value or _is_empty(value) else [_named(REFUSED_OPTIONS[key], value)]
@@ -162,7 +172,8 @@ def _wrappers(wrappers):
     found = []
     for kind, by_name in wrappers.items():
         names = [str(name) for name, functions in by_name.items() if functions and not (
-            kind == WrappersMP.DIFFUSION_MODEL and {getattr(function, "__name__", None) for function in functions} == {INSIDE.get(name)})]
+            kind == WrappersMP.DIFFUSION_MODEL
+            and {getattr(function, "__name__", None) for function in functions} == {INSIDE.get(name)})]
         if names and kind == WrappersMP.DIFFUSION_MODEL:
             found.append(f"nodes that wrap the diffusion model ({', '.join(names)})")
         elif names and kind not in WRAPPERS:
@@ -176,17 +187,20 @@ def _callbacks(callbacks):
 
 
 def _object_patches(patcher):
-    """Objects of ComfyUI's BaseModel (its sampling, its latent format) are ComfyUI's to use; those of the diffusion model are not."""
+    """Objects of ComfyUI's BaseModel (its sampling, its latent format) are ComfyUI's to use;
+    those of the diffusion model are not."""
     found = []
     for name, value in patcher.object_patches.items():
         top, _, rest = name.partition(".")
-        if top == "diffusion_model" and not (rest in patcher.remote.modules and is_module(value, patcher.remote.modules[rest][0])):
+        if (top == "diffusion_model" and not (rest in patcher.remote.modules
+                                              and is_module(value, patcher.remote.modules[rest][0]))):
             found.append(f"a replaced {name}")
     return found
 
 
 def compute_dtype_of(patcher):
-    """The name of the type that a ShellPatcher is to compute in: the loader's, or ModelComputeDtype's, whose default is that of weights."""
+    """The name of the type that a ShellPatcher is to compute in:
+    the loader's, or ModelComputeDtype's, whose default is that of weights."""
     wanted = patcher.object_patches.get("manual_cast_dtype", patcher.model.model_config.manual_cast_dtype)
     return patcher.remote.spec.storage_dtype if wanted is None else dtype_name(wanted)
 
@@ -199,8 +213,9 @@ def _compute_dtype(patcher, runs):
     if name not in COMPUTED:
         return [f"the compute dtype {name}, which devices do not compute in ({', '.join(COMPUTED)} they do),"]
     in_effect = patcher.remote.spec.storage_dtype if now is None else dtype_name(now)
-    return [f"the compute dtype {in_effect} that the model itself was given (it computes in {patcher.remote.spec.compute_dtype})"
-            ] if runs and in_effect != patcher.remote.spec.compute_dtype else []
+    return ([f"the compute dtype {in_effect} that the model itself was given (it computes in "
+             f"{patcher.remote.spec.compute_dtype})"
+            ] if runs and in_effect != patcher.remote.spec.compute_dtype else [])
 
 
 def _is_empty(value):

@@ -1,5 +1,5 @@
-"""The modules of a shell's diffusion model, which compute nothing: who asks for their weights is told where these are, and what nodes
-change in them is found. Made so by shell.py; model.py refuses the changes.
+"""The modules of a shell's diffusion model, which compute nothing: who asks for their weights is told where these are,
+and what nodes change in them is found. Made so by shell.py; model.py refuses the changes.
 """
 
 import functools
@@ -30,7 +30,8 @@ class WorkerParameter(torch.nn.Parameter):
     """
 
     # what needs no data: torch asks for attributes by __get__, and state_dict() detaches
-    KNOWN = {"__get__", "__repr__", "__hash__", "__len__", "__format__", "size", "dim", "ndimension", "numel", "nelement", "element_size",
+    KNOWN = {"__get__", "__repr__", "__hash__", "__len__", "__format__", "size", "dim", "ndimension", "numel",
+             "nelement", "element_size",
              "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "detach", "requires_grad_"}
 
     @classmethod
@@ -43,20 +44,21 @@ class WorkerParameter(torch.nn.Parameter):
             return result
         if name == "copy_" and not isinstance(args[0], cls):
             return args[0].copy_(args[1].read())
-        raise UnsupportedError(f"A node reads the weights of this MODEL or computes with its layers itself ({name}), and xDiT's workers "
-                               f"hold them. Use Load Diffusion Model for it.")
+        raise UnsupportedError(f"A node reads the weights of this MODEL or computes with its layers itself ({name}), "
+                               f"and xDiT's workers hold them. Use Load Diffusion Model for it.")
 
 
 def remember_modules(net):
     """{name: (module, what it holds)} of a shell's diffusion model as it was made."""
-    return {name: (module, {key: _copy(value) for key, value in vars(module).items()}) for name, module in net.named_modules()}
+    return {name: (module, {key: _copy(value) for key, value in vars(module).items()})
+            for name, module in net.named_modules()}
 
 
 def changed_modules(net, modules):
     """What was changed in a shell's modules since `modules` were remembered, in a person's words.
 
-    net: what the BaseModel holds as its diffusion model now. Hooks on the diffusion model as a whole run here, around the
-    workers' prediction; what is below it does not. Compiling changes no result.
+    net: what the BaseModel holds as its diffusion model now. Hooks on the diffusion model as a whole run here, around
+    the workers' prediction; what is below it does not. Compiling changes no result.
     """
     root = modules[""][0]
     found = [] if is_module(net, root) else ["another diffusion model in the place of this one"]
@@ -64,7 +66,8 @@ def changed_modules(net, modules):
         now = vars(module)
         if _is_equal(now, held):
             continue
-        keys = [key for key, value in now.items() if not _same(value, held.get(key, None))] + [key for key in held if key not in now]
+        keys = [key for key, value in now.items()
+                if not _same(value, held.get(key, None))] + [key for key in held if key not in now]
         for key in keys:
             if key not in COMPILED and not (module is root and "hook" in key):
                 path = ".".join(filter(None, ("diffusion_model", name)))
@@ -78,7 +81,8 @@ def is_module(value, module):
 
 
 def _is_equal(now, held):
-    """A quick look at all that a module holds. Comparing tensors raises, and nothing is compared that is the same object."""
+    """A quick look at all that a module holds. Comparing tensors raises,
+    and nothing is compared that is the same object."""
     try:
         return now == held
     except (RuntimeError, ValueError):
@@ -96,7 +100,8 @@ def _same(value, remembered):
         return False
     if isinstance(value, dict):
         return len(value) == len(remembered) and all(
-            key in remembered and (part is remembered[key] or (remembered[key] is not None and is_module(part, remembered[key])))
+            key in remembered
+            and (part is remembered[key] or (remembered[key] is not None and is_module(part, remembered[key])))
             for key, part in value.items())
     if isinstance(value, (list, tuple)):
         return len(value) == len(remembered) and all(part is other for part, other in zip(value, remembered))

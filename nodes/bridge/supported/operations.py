@@ -1,7 +1,8 @@
-"""What ComfyUI's nodes replace inside a model and we know the meaning of: named operations, which the workers carry out.
+"""What ComfyUI's nodes replace inside a model and we know the meaning of: named operations, which the workers carry
+out.
 
-A node hands ComfyUI a function of its own. It is known by where it was written, and by what it does to a marker: a function that
-does otherwise, or of another node, is refused (model.py).
+A node hands ComfyUI a function of its own. It is known by where it was written, and by what it does to a marker: a
+function that does otherwise, or of another node, is refused (model.py).
 """
 
 import math
@@ -21,21 +22,25 @@ KNOWN = {
               ("nodes_sag.py", "SelfAttentionGuidance.execute.<locals>.attn_and_record"): "scores"},
     "attn1_output_patch": {("nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): "nag"}}
 OUTPUT = "attn1_output_patch"
-NODES = "such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attention Guidance or Normalized Attention Guidance"
+NODES = ("such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attention Guidance or Normalized Attention "
+         "Guidance")
 
 
 def operation_of(kind, function):
-    """The name of what a function that replaces something of the kind, or is called after it, does; None where it is not known."""
+    """The name of what a function that replaces something of the kind, or is called after it, does;
+    None where it is not known."""
     code = getattr(function, "__code__", None)
     name = code and KNOWN.get(kind, {}).get((os.path.basename(code.co_filename), function.__qualname__))
     marker = object()
-    does = {"skip": lambda: function(marker, None) is marker, "values": lambda: function(None, None, marker, None) is marker,
+    does = {"skip": lambda: function(marker, None) is marker,
+            "values": lambda: function(None, None, marker, None) is marker,
             "scores": lambda: _tells_scores(function), "nag": lambda: _guides(function)}
     return name if name and does[name]() else None
 
 
 def operations_of(family, config, transformer_options):
-    """{block, as ComfyUI calls it: operation} of a call, for the blocks that the model has: ComfyUI's models pass over the others too.
+    """{block, as ComfyUI calls it: operation} of a call, for the blocks that the model has: ComfyUI's models pass over
+    the others too.
 
     Raises UnsupportedError where ComfyUI's model heeds no such patches at all.
     """
@@ -48,11 +53,12 @@ def operations_of(family, config, transformer_options):
             name = ".".join(map(str, place))
             if name in blocks:
                 operation = operation_of(kind, function)
-                if operation != "scores" or 1 in transformer_options.get("cond_or_uncond", ()):        # of the negative prompt's
+                # of the negative prompt's
+                if operation != "scores" or 1 in transformer_options.get("cond_or_uncond", ()):
                     found[name] = operation
             elif family.by_rows:
-                raise UnsupportedError(f"xDiT replaces attention in the middle block of {family.name} only, and a node does so in {name}. "
-                                       f"Remove it, or use Load Diffusion Model.")
+                raise UnsupportedError(f"xDiT replaces attention in the middle block of {family.name} only, and a "
+                                       f"node does so in {name}. Remove it, or use Load Diffusion Model.")
     return found
 
 
@@ -61,7 +67,8 @@ def guided_of(family, transformer_options):
 
     Raises UnsupportedError where ComfyUI's model heeds no such patches at all.
     """
-    functions, parts = transformer_options.get("patches", {}).get(OUTPUT, ()), transformer_options.get("cond_or_uncond", ())
+    functions, parts = transformer_options.get("patches",
+                                               {}).get(OUTPUT, ()), transformer_options.get("cond_or_uncond", ())
     if functions and not (family.by_rows or family.plan.heeds_output):
         raise _unheeded(family, OUTPUT)
     if not (0 in parts and 1 in parts):
@@ -91,7 +98,8 @@ class Scores:
     def tell(self, device):
         """Put into the node's own variable what the workers have told.
 
-        It has (images x heads, queries, keys) and uses a mean over heads and a sum over queries, which are made already.
+        It has (images x heads, queries, keys) and uses a mean over heads and a sum over queries, which are made
+        already.
         """
         size = self.room.shape[1] // len(self._parts)
         scores = self.room.sum(0)[size * self._parts.index(1):][:size, None].to(device)
@@ -111,7 +119,8 @@ def _nag_of(function, parts):
 
 
 def _guides(function):
-    """Does it what xdit_backend/parallel/nag.py does? Of one number a token, 1 for the positive and -1 for the negative prompt."""
+    """Does it what xdit_backend/parallel/nag.py does? Of one number a token,
+    1 for the positive and -1 for the negative prompt."""
     out = torch.tensor([-1.0, 1.0]).view(2, 1, 1).expand(2, 3, 1).clone()
     nag = _nag_of(function, [1, 0])
     guided = 2 * nag.scale - 1
@@ -140,8 +149,8 @@ def _cell(function, name):
 
 
 def _unheeded(family, kind):
-    return UnsupportedError(f"ComfyUI's {family.name} does not heed what a node replaces in this workflow ({kind}): it is for other "
-                            f"models, and would be dropped without notice. Remove the node ({NODES}).")
+    return UnsupportedError(f"ComfyUI's {family.name} does not heed what a node replaces in this workflow ({kind}): "
+                            f"it is for other models, and would be dropped without notice. Remove the node ({NODES}).")
 
 
 def _blocks(family, config, kind):

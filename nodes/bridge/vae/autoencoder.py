@@ -1,4 +1,5 @@
-"""Decode and encode with ComfyUI's ordinary VAE on the worker group. Called by the nodes Distributed VAE Decode and Encode."""
+"""Decode and encode with ComfyUI's ordinary VAE on the worker group.
+Called by the nodes Distributed VAE Decode and Encode."""
 
 import functools
 import time
@@ -25,17 +26,18 @@ def decode(vae, latent, config):
     if latent.ndim == 5 and vae.latent_dim == 2:               # (B, C, F, H, W): an image VAE decodes the first frame
         latent = latent[:, :, 0]
     if latent.shape[1] != vae.latent_channels or latent.ndim != vae.latent_dim + 2:
-        raise UnsupportedError(f"The latent has {latent.shape[1]} channels and {latent.ndim} dims, and this VAE decodes "
-                               f"{vae.latent_channels} channels and {vae.latent_dim + 2} dims. Connect the VAE that belongs to the "
-                               f"model.")
+        raise UnsupportedError(f"The latent has {latent.shape[1]} channels and {latent.ndim} dims, and this VAE "
+                               f"decodes {vae.latent_channels} channels and {vae.latent_dim + 2} dims. Connect the "
+                               f"VAE that belongs to the model.")
     least, scale = kind.least_side(vae.first_stage_model), vae.spacial_compression_decode()
     if min(latent.shape[-2:]) < least:                         # ComfyUI's own node ends in an error of torch's
         rows, columns = latent.shape[-2:]
-        raise UnsupportedError(f"The latent has {rows} x {columns} rows and columns, and this VAE decodes {least} x {least} or more. Use a "
-                               f"picture of at least {least * scale} x {least * scale} pixels.")
+        raise UnsupportedError(f"The latent has {rows} x {columns} rows and columns, and this VAE decodes {least} x "
+                               f"{least} or more. Use a picture of at least {least * scale} x {least * scale} pixels.")
     frames = [kind.decoded_frames(vae, latent.shape[2])] if latent.ndim == 5 else []
     shape = (latent.shape[0], *frames, latent.shape[-2] * scale, latent.shape[-1] * scale,
-             getattr(vae, "conv_out_channels", vae.output_channels))           # of Wan's that upscales: pixels of a finer picture
+             # of Wan's that upscales: pixels of a finer picture
+             getattr(vae, "conv_out_channels", vae.output_channels))
     client = GROUPS.client_for_decode(config)
     half = half_of(vae, kind.family.decoder, kind.settings(vae.first_stage_model), client)
     inner = kind.before_decode(vae, latent.to(torch.float32))
@@ -44,7 +46,8 @@ def decode(vae, latent, config):
 
 
 def encode(vae, pixels, config):
-    """Encode an IMAGE (B, H, W, C) in [0, 1] with a VAE object; returns a LATENT's samples, the means, as VAE Encode does.
+    """Encode an IMAGE (B, H, W, C) in [0, 1] with a VAE object; returns a LATENT's samples, the means, as VAE Encode
+    does.
 
     A video VAE takes the batch as frames. Pixels beyond a multiple of the VAE's scale are cut off at both sides.
     """
@@ -52,29 +55,34 @@ def encode(vae, pixels, config):
     pixels = vae.vae_encode_crop_pixels(pixels)
     scale = vae.spacial_compression_encode()
     if 0 in pixels.shape:
-        raise UnsupportedError(f"The picture is smaller than {scale} x {scale} pixels, the least that this VAE encodes. Use a larger one.")
+        raise UnsupportedError(f"The picture is smaller than {scale} x {scale} pixels, the least that this VAE "
+                               f"encodes. Use a larger one.")
     pixels = pixels.movedim(-1, 1)
     if vae.latent_dim == 3:
         pixels = pixels.movedim(1, 0).unsqueeze(0)             # the batch is a video: (1, C, F, H, W)
     pixels = kind.before_encode(vae.first_stage_model, pixels)
     frames = [kind.encoded_frames(vae, pixels.shape[2])] if pixels.ndim == 5 else []
     patch = kind.latent_patch
-    shape = (pixels.shape[0], vae.latent_channels // patch ** 2, *frames, *(size // scale * patch for size in pixels.shape[-2:]))
+    shape = (pixels.shape[0], vae.latent_channels // patch ** 2, *frames,
+             *(size // scale * patch for size in pixels.shape[-2:]))
     client = GROUPS.client_for_decode(config)
     half = half_of(vae, kind.family.encoder, kind.settings(vae.first_stage_model), client)
     inner = vae.process_input(pixels.to(torch.float32))
-    latent = _transformed("encoded", client.autoencoders.encode, half, config, inner, shape, inner.shape[-1] // shape[-1])
+    latent = _transformed("encoded", client.autoencoders.encode, half, config, inner, shape,
+                          inner.shape[-1] // shape[-1])
     return kind.after_encode(vae.first_stage_model, latent).to(vae.output_device)
 
 
 def _transformed(done, how, half, config, given, shape, scale):
-    """What the workers make of a tensor, of this shape. done: what to say of it. how: the client's method. scale: make_ready's."""
+    """What the workers make of a tensor, of this shape. done: what to say of it. how: the client's method.
+    scale: make_ready's."""
     client = half.client
     try:
         num_ranks, first_rank = half.make_ready(given.shape, scale, functools.partial(_machine, client, half, config))
         started_s = time.perf_counter()
         GROUPS.runs.vae(client.devices)
-        result = how(half.name, half.dtype, half.weights, given, shape, settings=half.settings, num_ranks=num_ranks, first_rank=first_rank)
+        result = how(half.name, half.dtype, half.weights, given, shape, settings=half.settings, num_ranks=num_ranks,
+                     first_rank=first_rank)
     except BaseException as error:
         show_text(GROUPS.runs.given_up(error))                 # in place of how far it is
         raise
@@ -83,11 +91,12 @@ def _transformed(done, how, half, config, given, shape, scale):
 
 
 def _machine(client, half, config, work):
-    """What was measured of a group's devices, by which auto chooses which of them share a picture; None: all do. They are measured, once,
-    before the first work that is long enough to be worth it."""
+    """What was measured of a group's devices, by which auto chooses which of them share a picture; None: all do. They
+    are measured, once, before the first work that is long enough to be worth it."""
     if config.mode != "auto":
         return None
-    return GROUPS.machine(client.devices, half.dtype, may_measure=is_long_work(work, torch.device(client.devices[0]).type))
+    return GROUPS.machine(client.devices, half.dtype,
+                          may_measure=is_long_work(work, torch.device(client.devices[0]).type))
 
 
 def _show_done(done, started_s, client, num_ranks):
@@ -104,6 +113,7 @@ def _kind_of(vae, what):
     vae.throw_exception_if_invalid()
     kind = kind_of(vae.first_stage_model)
     if kind is None:
-        raise UnsupportedError(f"Distributed VAE {what} does not support this VAE ({type(vae.first_stage_model).__name__}) yet. It "
-                               f"works with the VAEs of {supported()}. Use VAE {what} for this one.")
+        raise UnsupportedError(f"Distributed VAE {what} does not support this VAE "
+                               f"({type(vae.first_stage_model).__name__}) yet. It works with the VAEs of "
+                               f"{supported()}. Use VAE {what} for this one.")
     return kind

@@ -1,4 +1,5 @@
-"""ComfyUI's VAEs: how each class is recognised, of which family it is, and what happens to a latent outside the network.
+"""ComfyUI's VAEs: how each class is recognised, of which family it is, and what happens to a latent outside the
+network.
 
 Used by autoencoder.py. A family that ComfyUI gains is one entry here beside its file in xdit_backend/autoencoders.
 """
@@ -77,7 +78,8 @@ def _is_ltx(model):
 
 def _noised_ltx(vae, latent):
     model = vae.first_stage_model
-    if model.timestep_conditioning:                            # its decoder takes a little noise off, drawn where and as ComfyUI draws it
+    # its decoder takes a little noise off, drawn where and as ComfyUI draws it
+    if model.timestep_conditioning:
         noise = torch.randn_like(latent, device=vae.device, dtype=vae.vae_dtype).to(latent)
         latent = noise * model.decode_noise_scale + (1 - model.decode_noise_scale) * latent
     return model.per_channel_statistics.un_normalize(latent)
@@ -91,7 +93,8 @@ def _ltx_settings(model):
 
 
 def _cosmos_moments(model, latent):
-    """(mean, deviation) of each channel of the latent's frames, of which ComfyUI's model knows some and then counts anew."""
+    """(mean, deviation) of each channel of the latent's frames,
+    of which ComfyUI's model knows some and then counts anew."""
     def of_frames(moment):
         each = moment.view(latent.shape[1], -1)
         times = -(-latent.shape[2] // each.shape[1])
@@ -138,6 +141,7 @@ KINDS = (
          encoded_frames=lambda vae, frames: (-(-(frames + 3) // 4) + 1) // 2),
     Kind(FAMILIES["tiny"],
          lambda model: isinstance(model, comfy.taesd.taesd.TAESD) and model.taesd_decoder[1].weight.shape[1] != 32,
-         lambda vae, latent: (latent - vae.first_stage_model.vae_shift.to(latent)) * vae.first_stage_model.vae_scale.to(latent),
+         lambda vae, latent: (latent - vae.first_stage_model.vae_shift.to(latent))
+         * vae.first_stage_model.vae_scale.to(latent),
          lambda model, latent: latent / model.vae_scale.to(latent) + model.vae_shift.to(latent)),
 )

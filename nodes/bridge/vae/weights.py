@@ -1,4 +1,5 @@
-"""The half of a VAE that is on the workers, as ComfyUI's memory manager knows it: its size, how it comes and how it goes.
+"""The half of a VAE that is on the workers, as ComfyUI's memory manager knows it: its size, how it comes and how it
+goes.
 
 Used by autoencoder.py. The weights themselves stay in the VAE object, and are sent when the workers lack them.
 """
@@ -50,9 +51,9 @@ class VaeHalf:
     def make_ready(self, shape, scale, machine_for=lambda work: None):
         """Have the workers hold this half, and ComfyUI make room for it and for what its work needs at the least.
 
-        shape: of the tensor to decode (scale 1) or encode. The workers count what they need on a model without weights, for which
-        they must hold it first. machine_for(Work of all items): the Machine by whose forecast fewer workers than all may share it, where
-        they have room; None: all do. Returns how many, and the first of them.
+        shape: of the tensor to decode (scale 1) or encode. The workers count what they need on a model without weights,
+        for which they must hold it first. machine_for(Work of all items): the Machine by whose forecast fewer workers
+        than all may share it, where they have room; None: all do. Returns how many, and the first of them.
         """
         comfy.model_management.load_models_gpu([self._patcher])
         count, first = self._choose_ranks(shape, scale, machine_for)
@@ -66,10 +67,12 @@ class VaeHalf:
         if most == 1:
             return 1, 0
         work = self.client.autoencoders.work_of(self.name, shape, scale)
-        machine = machine_for(dataclasses.replace(work, **{name: shape[0] * value for name, value in vars(work).items()}))
+        machine = machine_for(dataclasses.replace(work, **{name: shape[0] * value
+                                                           for name, value in vars(work).items()}))
         near = {} if machine is None else choose_ranks(work, machine, most)
         is_roomy = self.client.autoencoders.is_roomy
-        return next((choice for choice in near if choice[0] == most or is_roomy(self.name, shape, scale, *choice)), (most, 0))
+        return next((choice for choice in near if choice[0] == most or is_roomy(self.name, shape, scale, *choice)),
+                    (most, 0))
 
     def _num_workers(self, device):
         return self._devices.count(str(device))
@@ -107,7 +110,8 @@ class Outline(torch.nn.Module):
 
     def __init__(self, half, dtype):
         super().__init__()
-        self.remote = weakref.proxy(half)                      # which ends with its VAE, and so does what ComfyUI lists of it
+        # which ends with its VAE, and so does what ComfyUI lists of it
+        self.remote = weakref.proxy(half)
         for index, tensor in enumerate(half.weights().values()):
             self.register_buffer(f"tensor{index}", torch.empty(tensor.shape, dtype=dtype, device="meta"))
 

@@ -1,4 +1,5 @@
-"""Which worker groups run: one for each set of devices that is in use, shared by all nodes, living as long as ComfyUI."""
+"""Which worker groups run: one for each set of devices that is in use, shared by all nodes,
+living as long as ComfyUI."""
 
 import importlib.util
 import logging
@@ -32,7 +33,8 @@ log = logging.getLogger(__name__)
 
 WORKER_PACKAGES = ("diffusers", "accelerate", "safetensors", "greenlet", "pydantic")
 KEPT_FREE_BYTES = 2 ** 31
-MAX_SHARING = 2                # groups with a worker on the same device; a third ends the one that was not used for longest
+# groups with a worker on the same device; a third ends the one that was not used for longest
+MAX_SHARING = 2
 
 
 def check_packages():
@@ -40,17 +42,18 @@ def check_packages():
     missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"xDiT needs {', '.join(missing)}, which this Python does not have. Install with: "
-                          f"python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with ComfyUI's Python), "
-                          f"and restart ComfyUI.")
+                          f"python -m pip install -r requirements.txt (in the folder of the xDiT nodes, with "
+                          f"ComfyUI's Python), and restart ComfyUI.")
 
 
 def devices_of(config):
     """The devices a config means on this machine. Raises ConfigError when it cannot work here."""
     devices = resolve_devices(config.devices, num_cuda_devices(), config.mode)
     if machines_of(devices) and not chosen_address():
-        raise ConfigError(f'devices="{config.devices}": {", ".join(machines_of(devices))} can join where ComfyUI listens for others. '
-                          f"Set the address of this machine in Settings > xDiT > Other machines, one of {', '.join(own_addresses())}, and "
-                          f"read docs/machines.md before. Or leave them out.")
+        raise ConfigError(f'devices="{config.devices}": {", ".join(machines_of(devices))} can join where ComfyUI '
+                          f'listens for others. '
+                          f"Set the address of this machine in Settings > xDiT > Other machines, one of "
+                          f"{', '.join(own_addresses())}, and read docs/machines.md before. Or leave them out.")
     validate(config, len(devices))
     return devices
 
@@ -63,7 +66,8 @@ def fitting_here(config):
 def memory_of(device):
     """Bytes of memory a device has in all. Makes no CUDA context there, which would take up to half a gigabyte of it.
 
-    Of another machine's: waits until that has joined. Raises WorkerStartError where it does not, ConfigError where it lacks the device.
+    Of another machine's: waits until that has joined. Raises WorkerStartError where it does not, ConfigError where it
+    lacks the device.
     """
     if machine_of(device):
         return GROUPS.card_of(device)[1]
@@ -74,12 +78,14 @@ def memory_of(device):
 
 
 def parking_room():
-    """Bytes of host memory that parked weights may take: what is there, or in its container, but for what ComfyUI too keeps free."""
+    """Bytes of host memory that parked weights may take:
+    what is there, or in its container, but for what ComfyUI too keeps free."""
     return memory_room()[0] - KEPT_FREE_BYTES
 
 
 def ask_for_room(device, num_bytes):
-    """Have ComfyUI's own models on a device leave it as far as this needs. Where there are none, it is not touched: no CUDA context."""
+    """Have ComfyUI's own models on a device leave it as far as this needs.
+    Where there are none, it is not touched: no CUDA context."""
     if machine_of(device):                                     # where no ComfyUI is
         return
     management, device = comfy.model_management, torch.device(device)
@@ -88,9 +94,11 @@ def ask_for_room(device, num_bytes):
 
 
 def load_device_of(devices):
-    """The device that ComfyUI is to think of a MODEL on these as being on: its own, where one of the workers is there, else the first.
+    """The device that ComfyUI is to think of a MODEL on these as being on: its own, where one of the workers is there,
+    else the first.
 
-    It asks for room there, and samples there: noise that a sampler draws is what ComfyUI draws for a model on that device.
+    It asks for room there, and samples there: noise that a sampler draws is what ComfyUI draws for a model on that
+    device.
     """
     default = comfy.model_management.get_torch_device()
     places = [torch.device(name) for name in devices if not machine_of(name)]
@@ -100,14 +108,16 @@ def load_device_of(devices):
 class Groups:
     """The worker groups and the models in use on them.
 
-    Groups on different devices live side by side. Groups that share one do too, as far as MAX_SHARING allows: what a group
-    holds there is parked or dropped when room is needed.
+    Groups on different devices live side by side. Groups that share one do too, as far as MAX_SHARING allows: what a
+    group holds there is parked or dropped when room is needed.
     """
 
     def __init__(self):
         self._clients = {}                                     # devices -> Client, the one not used for longest first
-        self._holders = {}                                     # (devices, name of a model or VAE) -> a token for each that needs it
-        self._held = weakref.WeakKeyDictionary()               # what needs models or VAEs -> {(devices, name): ends its need}
+        # (devices, name of a model or VAE) -> a token for each that needs it
+        self._holders = {}
+        # what needs models or VAEs -> {(devices, name): ends its need}
+        self._held = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()                          # of _holders
         self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
         self._learnt = None                                    # what earlier runs taught, once it is read
@@ -152,10 +162,11 @@ class Groups:
         """(what it is, bytes of memory) of a device. Of another machine's: waits until that has joined."""
         if not machine_of(device):
             return measurements.card_of(device)
-        cards = self.listener().cards(machine_of(device), show_text, comfy.model_management.throw_exception_if_processing_interrupted)
+        cards = self.listener().cards(machine_of(device), show_text,
+                                      comfy.model_management.throw_exception_if_processing_interrupted)
         if own_name(device) not in cards:
-            raise ConfigError(f"{device}: there is no such device. {machine_of(device)} has {', '.join(cards)}. Name one of "
-                              f"these in xDiT Parallel Config.")
+            raise ConfigError(f"{device}: there is no such device. {machine_of(device)} has {', '.join(cards)}. Name "
+                              f"one of these in xDiT Parallel Config.")
         return cards[own_name(device)]
 
     @property
@@ -168,7 +179,8 @@ class Groups:
         return self._clients.get(tuple(devices))
 
     def machine(self, devices, dtype, may_measure):
-        """The Machine of several devices: kept from before, or measured now, where that may be; else None. dtype: models compute in."""
+        """The Machine of several devices: kept from before, or measured now, where that may be; else None.
+        dtype: models compute in."""
         key = tuple(devices), dtype
         if key not in self._machines:
             machine = measurements.kept(_measured_folder(), devices, dtype, self.card_of)
@@ -177,16 +189,19 @@ class Groups:
             if machine is None:
                 try:
                     machine = self._measure(devices, dtype)
-                except (WorkerFailedError, WorkerDiedError) as error:          # the split is chosen without: the picture is the same
+                except (WorkerFailedError, WorkerDiedError) as error:
+                    # the split is chosen without: the picture is the same
                     log.warning("the devices could not be measured: %s", error)
             self._know(devices, dtype, machine)
         return self._machines[key]
 
     def measure_again(self, dtype):
-        """Measure the devices that were used last (of a ParallelConfig's defaults, where none were), and keep that. Returns their names."""
+        """Measure the devices that were used last (of a ParallelConfig's defaults, where none were), and keep that.
+        Returns their names."""
         devices = self.clients[-1].devices if self._clients else devices_of(ParallelConfig())
         if len(devices) < 2:
-            raise ConfigError(f"There is nothing to measure: {devices[0]} works alone. Set devices in xDiT Parallel Config, and run once.")
+            raise ConfigError(f"There is nothing to measure: {devices[0]} works alone. Set devices in xDiT Parallel "
+                              f"Config, and run once.")
         self._know(devices, dtype, self._measure(devices, dtype))
         return devices
 
@@ -196,7 +211,8 @@ class Groups:
         return machine
 
     def give_back(self, clients=None):
-        """Move all weights to host memory, and drop VAEs, on every device of these groups, or of all. The next use brings them back."""
+        """Move all weights to host memory, and drop VAEs, on every device of these groups, or of all.
+        The next use brings them back."""
         for client in self.clients if clients is None else clients:
             for name in client.models.names:
                 client.models.park(name, parking_room())
@@ -211,7 +227,8 @@ class Groups:
         self._forkserver.close()
 
     def end_idle(self, client):
-        """End the workers of a group that has nothing to do, and what all are forked from, where no other group runs."""
+        """End the workers of a group that has nothing to do, and what all are forked from,
+        where no other group runs."""
         client.close()
         if not any(other.running for other in self.clients):
             self._forkserver.close()
@@ -227,7 +244,8 @@ class Groups:
         self.learnt()[family, card] = measurements.learn(_measured_folder(), family, card, ratio)
 
     def _know(self, devices, dtype, machine):
-        """From now on the workers share out tokens, heads, images and rows by how fast each device is. machine: None: as if alike."""
+        """From now on the workers share out tokens, heads, images and rows by how fast each device is.
+        machine: None: as if alike."""
         devices = tuple(devices)
         self._machines[devices, dtype] = machine
         self._speeds[devices] = () if machine is None else speeds_of(machine.devices)
@@ -243,7 +261,8 @@ class Groups:
         return self.client(devices_of(config))
 
     def load_model(self, client, spec, shell, missing, changes):
-        """Load a model for a shell, which holds it. missing: {device: bytes that its workers there lack}. changes: Models.load's."""
+        """Load a model for a shell, which holds it. missing: {device: bytes that its workers there lack}.
+        changes: Models.load's."""
         self.hold(client, spec.name, shell)
         for device, num_bytes in missing.items():
             self._make_room(client, device, num_bytes)
@@ -282,21 +301,25 @@ class Groups:
                 self._clients.pop(other).close()
 
     def _make_room(self, client, device, num_bytes):
-        """Park what other groups have on a device, as far as this one needs it; of ComfyUI's own models ComfyUI takes care."""
-        others = [other for other in self._clients.values() if other is not client and device in other.devices and other.running]
+        """Park what other groups have on a device, as far as this one needs it;
+        of ComfyUI's own models ComfyUI takes care."""
+        others = [other for other in self._clients.values() if other is not client and device in other.devices
+                  and other.running]
         if not num_bytes or not others:
             return
         for other in others:
             other.give_back()
         rank = client.devices.index(device)
-        lacking = num_bytes + comfy.model_management.minimum_inference_memory() - client.report_memory()[rank]["free_bytes"]
+        lacking = num_bytes + comfy.model_management.minimum_inference_memory() - client.report_memory()[rank][
+            "free_bytes"]
         for other in others:
             for name in other.models.names:
                 if lacking > 0:
                     lacking -= other.models.park(name, parking_room(), device, lacking)
 
     def counting(self, run, callback):
-        """A sampler's callback that also counts a Run's steps, and says on the node now and then how long the rest will take."""
+        """A sampler's callback that also counts a Run's steps,
+        and says on the node now and then how long the rest will take."""
         def told(step, denoised, x, total):
             words, self.runs.phase = run.count(step + 1), {}   # what came before the steps is over
             if words:

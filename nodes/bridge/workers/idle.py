@@ -1,4 +1,5 @@
-"""What becomes of the memory of workers that have nothing to do for a while, as ComfyUI's settings say. Started by groups.py."""
+"""What becomes of the memory of workers that have nothing to do for a while, as ComfyUI's settings say.
+Started by groups.py."""
 
 import logging
 import threading
@@ -40,7 +41,8 @@ def _watch(reference):
         try:
             if any(client.running for client in groups.clients) and not _is_prompt_running():
                 tend(groups, chosen_idle())
-        except XDiTError as error:                             # of a setting: said once; of workers: who needs them next is told
+        except XDiTError as error:
+            # of a setting: said once; of workers: who needs them next is told
             if str(error) != told:
                 log.warning("%s", error)
             told = str(error)

@@ -1,4 +1,5 @@
-"""Has a MODEL room on its devices? Its weights before they are read, a run before its first call. Made by shell.py, asked by remote.py."""
+"""Has a MODEL room on its devices? Its weights before they are read, a run before its first call.
+Made by shell.py, asked by remote.py."""
 
 import dataclasses
 import functools
@@ -25,7 +26,8 @@ from ....xdit_backend.protocol.devices import machine_of
 class Room:
     """What each rank of a MODEL takes of its device's memory.
 
-    weight_bytes: of all blocks, as a rank holds them. told_bytes: of a U-Net, net.told_bytes of its model. lighter_bytes(): {another
+    weight_bytes: of all blocks, as a rank holds them. told_bytes: of a U-Net, net.told_bytes of its model.
+    lighter_bytes(): {another
     weight_dtype: weight_bytes with it}.
     """
 
@@ -51,13 +53,16 @@ class Room:
     def check_weights(self):
         """Refuse weights that a device has no room for, before they are read."""
         setup = self._setup
-        check_room(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}", setup.devices,
-                   setup.device_bytes, self._added(self.weight_bytes), remedies=self._spread(Job(1, 0, 1)), lighter=self._lighter)
+        check_room(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
+                   setup.devices,
+                   setup.device_bytes, self._added(self.weight_bytes), remedies=self._spread(Job(1, 0, 1)),
+                   lighter=self._lighter)
 
     def check_run(self, shape, conditioning, num_images, branches, layout):
         """Refuse a run that cannot fit, once for all its calls.
 
-        shape: of the whole latent of a branch. conditioning: {name: tensor}. branches: of guidance, that are calls of their own or not.
+        shape: of the whole latent of a branch. conditioning: {name: tensor}. branches: of guidance, that are calls of
+        their own or not.
         """
         key = tuple(shape), num_images, branches, layout
         if key in self._roomy:
@@ -72,17 +77,20 @@ class Room:
             if setup.net is not None:
                 return self._of_rank(job(images, sizes), degrees, config)
             own = -(-images // degrees.data) * -(-branches // degrees.cfg)
-            told = 0 if degrees.displaced == 1 else self._told_bytes(sizes, degrees.displaced, getattr(torch, setup.spec.compute_dtype),
-                                                                     own)
+            told = (0 if degrees.displaced == 1
+                    else self._told_bytes(sizes, degrees.displaced, getattr(torch, setup.spec.compute_dtype),
+                                         own))
             return Memory(0.0, config.steps_kept * degrees.displaced * told, 0.0)
 
         without = dataclasses.replace(setup.config, forecast_keys_values=0.0)
-        lean = {"forecast_keys_values 0": functools.partial(needed, config=without)} if setup.config.steps_kept > 1 else {}
+        lean = ({"forecast_keys_values 0": functools.partial(needed, config=without)} if setup.config.steps_kept > 1
+                else {})
         num_here = sum(not machine_of(device) for device in setup.devices)
         sizes = tuple(shape[2:])
-        check_room(f"This run ({describe_layout(layout)})", setup.devices, setup.device_bytes, self._added(self.weight_bytes), needed,
-                   num_images, sizes, setup.family.pixels(setup.transformer_config)[1:], self._spread(job(num_images, sizes)),
-                   self._lighter, lean, (num_here, memory_room()[0]))
+        check_room(f"This run ({describe_layout(layout)})", setup.devices, setup.device_bytes,
+                   self._added(self.weight_bytes), needed,
+                   num_images, sizes, setup.family.pixels(setup.transformer_config)[1:],
+                   self._spread(job(num_images, sizes)), self._lighter, lean, (num_here, memory_room()[0]))
         self._roomy.add(key)
 
     def _of_ranks(self, weight_bytes):
@@ -100,7 +108,8 @@ class Room:
         """What each rank adds to the weights on its device: on CPUs, those that hold the same weights map one file."""
         devices = self._setup.devices
         first = {ranks[0] for ranks in holders(len(devices), self._setup.spec)}
-        return [size if device != "cpu" or rank in first else 0 for rank, (device, size) in enumerate(zip(devices, weight_bytes))]
+        return [size if device != "cpu" or rank in first else 0
+                for rank, (device, size) in enumerate(zip(devices, weight_bytes))]
 
     def _spread(self, job):
         """Over how many devices the model would fit, for a person: [text]. Exactly, where nothing else is allowed."""

@@ -1,9 +1,10 @@
-"""What ComfyUI's memory manager is told of models that the workers hold, and what becomes of them when it asks for room.
+"""What ComfyUI's memory manager is told of models that the workers hold, and what becomes of them when it asks for
+room.
 
-ComfyUI knows one device of a model, its load_device: for one on several GPUs, its own GPU where a worker is there. Sizes are those of
-the workers there. When ComfyUI needs some of that memory, only those workers move weights to host memory, and only as much as it asks
-for; when it unloads the model, all do. Like a model of ComfyUI's own, an unloaded one stays in host memory until nothing refers to its
-MODEL; it is dropped where host memory has no room for it.
+ComfyUI knows one device of a model, its load_device: for one on several GPUs, its own GPU where a worker is there.
+Sizes are those of the workers there. When ComfyUI needs some of that memory, only those workers move weights to host
+memory, and only as much as it asks for; when it unloads the model, all do. Like a model of ComfyUI's own, an unloaded
+one stays in host memory until nothing refers to its MODEL; it is dropped where host memory has no room for it.
 """
 
 import comfy.model_management
@@ -14,8 +15,8 @@ import comfy.patcher_extension
 class RemotePatcher(comfy.model_patcher.ModelPatcher):
     """ComfyUI's ModelPatcher of a model whose weights are the workers'.
 
-    `model.remote` is asked: load(model), is_loaded, bytes_on(device) of weights in all, loaded_on(device), free(device, num_bytes)
-    -> bytes freed, unload(), end_run().
+    `model.remote` is asked: load(model), is_loaded, bytes_on(device) of weights in all, loaded_on(device), free(device,
+    num_bytes) -> bytes freed, unload(), end_run().
     """
 
     @property
@@ -44,8 +45,10 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
             callback(self, device_to, lowvram_model_memory, force_patch_weights, full_load)
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """Have the workers hold what they lack. However little memory is free, nothing is unloaded: the weights are in use."""
-        comfy.model_management.soft_empty_cache()              # what torch keeps in this process is of no use to the workers
+        """Have the workers hold what they lack. However little memory is free, nothing is unloaded:
+        the weights are in use."""
+        # what torch keeps in this process is of no use to the workers
+        comfy.model_management.soft_empty_cache()
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             before = self.loaded_size()
             self.unpatch_model(self.offload_device, unpatch_weights=False)

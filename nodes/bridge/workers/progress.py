@@ -78,7 +78,8 @@ class Runs:
 
     def __init__(self):
         self.last = None
-        self.phase = {}                    # text, done, total, counts_bytes, and rate (bytes a second): of the slowest rank
+        # text, done, total, counts_bytes, and rate (bytes a second): of the slowest rank
+        self.phase = {}
         self._number, self._phases, self._phase_began_s = 0, {}, 0.0
         self._collecting = threading.Lock()                    # the panel asks too
 
@@ -90,8 +91,8 @@ class Runs:
     def sampling(self, remote, num_steps):
         """A run of a RemoteModel goes on under this."""
         self._number += 1
-        self.last = run = Run(self._number, os.path.basename(remote.spec.path), tuple(remote.devices), num_steps, time.perf_counter(),
-                              remote, dtype=remote.spec.compute_dtype, mode=remote.config.mode)
+        self.last = run = Run(self._number, os.path.basename(remote.spec.path), tuple(remote.devices), num_steps,
+                              time.perf_counter(), remote, dtype=remote.spec.compute_dtype, mode=remote.config.mode)
         try:
             yield run
             run.state = "done"
@@ -113,7 +114,8 @@ class Runs:
     def given_up(self, error):
         """What the node says in place of the phase that this has ended."""
         phase, self.phase = self.phase, {}
-        far = f", {phase['text']} {phase['done']} of {phase['total']}" if phase.get("total") and not phase["counts_bytes"] else ""
+        far = (f", {phase['text']} {phase['done']} of {phase['total']}" if phase.get("total")
+               and not phase["counts_bytes"] else "")
         return _state_after(error) + far
 
     def collect(self, client, ask):
@@ -139,7 +141,8 @@ class Runs:
         slowest = min(self._phases.values(), key=lambda one: one.done / max(1, one.total))
         done, total, elapsed_s = slowest.done, slowest.total, now - self._phase_began_s
         rate = done / elapsed_s if slowest.counts_bytes and elapsed_s > 0 else 0.0
-        self.phase = {"text": phase.text, "done": done, "total": total, "counts_bytes": slowest.counts_bytes, "rate": rate}
+        self.phase = {"text": phase.text, "done": done, "total": total, "counts_bytes": slowest.counts_bytes,
+                      "rate": rate}
         if not total:
             return phase.text
         if not slowest.counts_bytes:

@@ -1,4 +1,5 @@
-"""What a person has chosen in Settings > xDiT, which ComfyUI keeps in a file of its user: read anew each time. Texts are in web/xdit.js.
+"""What a person has chosen in Settings > xDiT, which ComfyUI keeps in a file of its user: read anew each time. Texts
+are in web/xdit.js.
 
 The address at which other machines may join is a setting and no widget: what a workflow says opens no port.
 """
@@ -11,7 +12,8 @@ import folder_paths
 
 from ....xdit_backend.protocol.errors import ConfigError
 
-HOW, MINUTES, ADDRESS = "xdit.Residency", "xdit.IdleMinutes", "xdit.Address"        # the ids of the settings in web/xdit.js
+# the ids of the settings in web/xdit.js
+HOW, MINUTES, ADDRESS = "xdit.Residency", "xdit.IdleMinutes", "xdit.Address"
 IDLE_WAYS = ("keep", "park", "release")
 LONGEST_MINUTES = 24 * 60
 
@@ -35,21 +37,25 @@ def chosen_idle():
         raise ConfigError(f"{HOW} is {how!r} in ComfyUI's settings. There are {', '.join(IDLE_WAYS)}: choose one in "
                           f"Settings > xDiT.")
     if type(minutes) not in (int, float) or not 0 < minutes <= LONGEST_MINUTES:
-        raise ConfigError(f"{MINUTES} is {minutes!r} in ComfyUI's settings. It takes minutes, above 0, at most {LONGEST_MINUTES}.")
+        raise ConfigError(f"{MINUTES} is {minutes!r} in ComfyUI's settings. It takes minutes, above 0, at most "
+                          f"{LONGEST_MINUTES}.")
     return Idle(how, float(minutes))
 
 
 def chosen_address():
-    """The address of this machine at which others may join; "" where none is set. Raises ConfigError where that is no text."""
+    """The address of this machine at which others may join; "" where none is set.
+    Raises ConfigError where that is no text."""
     address = _settings().get(ADDRESS, "")
     if not isinstance(address, str):
-        raise ConfigError(f"{ADDRESS} is {address!r} in ComfyUI's settings. It takes an address of this machine, as text, or nothing.")
+        raise ConfigError(f"{ADDRESS} is {address!r} in ComfyUI's settings. It takes an address of this machine, as "
+                          f"text, or nothing.")
     return address.strip()
 
 
 def _settings():
     try:
-        with open(os.path.join(folder_paths.get_user_directory(), "default", "comfy.settings.json"), encoding="utf-8") as file:
+        with open(os.path.join(folder_paths.get_user_directory(), "default", "comfy.settings.json"),
+                  encoding="utf-8") as file:
             return json.load(file)
     except (OSError, ValueError):                              # none has been chosen yet, or it is being written
         return {}

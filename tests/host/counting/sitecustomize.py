@@ -1,4 +1,5 @@
-"""Has workers count what lives in them when they are sent SIGUSR1, and print it as JSON. On their path by the `client` of these tests."""
+"""Has workers count what lives in them when they are sent SIGUSR1, and print it as JSON.
+On their path by the `client` of these tests."""
 
 import signal
 
