@@ -144,10 +144,8 @@ def run_tests(python, environment, tier, order, pytest_args, quantisers):
             quantisers, pytest, "-m", "quantisers", "tests/checkpoints", "tests/nodes"]
     in_processes = [] if tier == "smoke" else IN_TWO_PROCESSES
     jobs["pytest"] = [pytest, *(["-m", marked] if marked else []), *order, *(pytest_args or in_processes)]
-    if not pytest_args:
-        # threads of two processes that wait for each other take minutes
-        environment = {"OMP_NUM_THREADS": "1"} | environment
-    return run_all(jobs, environment)
+    # of models as small as the tests', threads wait for each other ten times as long as they compute
+    return run_all(jobs, {"OMP_NUM_THREADS": "1"} | environment)
 
 
 def code_checks(python):

@@ -59,7 +59,7 @@ def test_pictures_are_of_what_the_prompts_name(demo, recogniser):
     network, labels, prompts, _ = recogniser
     model = demo.ours()
 
-    latents = torch.cat([demo.latent(model, prompt, seed=seed) for seed, prompt in enumerate(prompts[:24])])
+    latents = torch.cat([demo.latent(model, prompt, seed=seed) for seed, prompt in enumerate(prompts[:16])])
     pictures = demo.vae.decode(latents).movedim(-1, 1) * 2 - 1
 
     with torch.no_grad():
@@ -68,8 +68,8 @@ def test_pictures_are_of_what_the_prompts_name(demo, recogniser):
     def num_named(wanted):
         return (best == wanted[:, None]).any(1).sum()
 
-    assert num_named(labels[:24]) >= 14
-    assert num_named(labels[:24].roll(1)) <= 2
+    assert num_named(labels[:16]) >= 10
+    assert num_named(labels[:16].roll(1)) <= 2
 
 
 @pytest.mark.slow

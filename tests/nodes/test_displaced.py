@@ -153,13 +153,13 @@ def noting_noise(native):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_every_sampler_runs_displaced(comfyui, part):
-    """Synchronous calls give KSampler's latents. Else all but the first are stale from the second step's noise level
-    on, as many as KSampler makes; dpm_adaptive, whose calls depend on an error over the latent, has none, nor dpm_fast
-    in two steps."""
+    """Synchronous calls give KSampler's latents, with every third sampler. Else all but the first are stale from the
+    second step's noise level on, as many as KSampler makes; dpm_adaptive, whose calls depend on an error over the
+    latent, has none, nor dpm_fast in two steps."""
     native = comfyui.native("sdxl").clone()
     synchronous, stale = (comfyui.ours("sdxl", comfyui.config("cpu,cpu", displaced=2, warmup_steps=steps))
                           for steps in (100, 1))
-    for sampler in comfyui.samplers.SAMPLER_NAMES[part::8]:
+    for number, sampler in enumerate(comfyui.samplers.SAMPLER_NAMES[part::8]):
         arguments = {"sampler": sampler, "scheduler": "normal", "steps": 2,
                      "latent": comfyui.latent("sdxl", size=(8, 6)),
                      # it makes hundreds of calls from pure noise
@@ -179,7 +179,8 @@ def test_every_sampler_runs_displaced(comfyui, part):
         assert ("stale" in calls) == (sampler != "dpm_fast"), sampler
         if calls[1] == "stale":                                # what it uses is of another noise level
             assert relative_error(result, reference) > 1e-5, sampler
-        close(comfyui.sample(synchronous, "sdxl", **arguments), reference, 1e-4, sampler)
+        if number % 3 == part % 3:
+            close(comfyui.sample(synchronous, "sdxl", **arguments), reference, 1e-4, sampler)
 
 
 @pytest.mark.parametrize("arguments, expected", [
