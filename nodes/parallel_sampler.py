@@ -46,6 +46,7 @@ class XDiTParallelSampler(io.ComfyNode):
     @classmethod
     def execute(cls, model, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image,
                 denoise) -> io.NodeOutput:
+        """Called by ComfyUI with the node's inputs, by their names."""
         check(model, cfg, positive, negative, latent_image)
         model = patchwise(model)
         return io.NodeOutput(*nodes.common_ksampler(model, seed, steps, cfg, sampler_name, scheduler, positive,

@@ -32,6 +32,7 @@ from xdit_backend.bench.sampler import sample
 from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.host import greeting
+from xdit_backend.host.autoencoders import Autoencoder
 from xdit_backend.host.calls import Call
 from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches
@@ -121,8 +122,8 @@ class Host:
     def run(self, layout, phase="computing"):
         """A decode, or Euler steps; under CFG parallelism of two branches, which are added up."""
         if phase == "decoding":
-            return self.client.autoencoders.decode("vae", "float64", lambda: self._vae, self._latent,
-                                                   (2, 192, 192, 3)).clone()
+            vae = Autoencoder("vae", "float64", lambda: self._vae)
+            return self.client.autoencoders.decode(vae, self._latent, (2, 192, 192, 3)).clone()
         call, spec, degrees = Call(self.one.latent, self.one.timestep,
                                    self.one.conditioning), self.spec(layout), self.layouts[layout]
         patches = cut_patches(self.one.latent.shape, (2, 2), 3) if degrees.pipefusion_degree > 1 else None

@@ -10,6 +10,7 @@ from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.vae import load_autoencoder
 from xdit_backend.host import torchrun
+from xdit_backend.host.autoencoders import Autoencoder
 from xdit_backend.host.calls import Call
 from xdit_backend.host.client import Client
 from xdit_backend.host.workers import Workers
@@ -57,8 +58,8 @@ def client(forkserver):
 
 def decode(client):
     """A picture of a random VAE, (1, 96, 96, 3), from these workers."""
-    return client.autoencoders.decode("vae", "float64", lambda: random_decoder(32), small_latent(),
-                                      (1, 96, 96, 3)).clone()
+    vae = Autoencoder("vae", "float64", lambda: random_decoder(32))
+    return client.autoencoders.decode(vae, small_latent(), (1, 96, 96, 3)).clone()
 
 
 def decoded():

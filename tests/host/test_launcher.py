@@ -17,7 +17,7 @@ from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from tests.tolerances import within
 from tests.worker_processes import below
-from xdit_backend.host import launcher, logs, preflight, torchrun
+from xdit_backend.host import logs, opened, preflight, torchrun
 from xdit_backend.host.client import Client
 from xdit_backend.host.launcher import WorkerGroup
 from xdit_backend.host.torchrun import environment_of
@@ -332,7 +332,7 @@ def test_a_process_that_a_host_forked_neither_removes_its_files_nor_keeps_them_w
 def test_what_the_system_refuses_at_the_start_is_told_with_what_to_do(tmp_path, monkeypatch):
     place = tmp_path / ("long" * 30)
     place.mkdir()
-    for module in (launcher, segments):
+    for module in (opened, segments):
         monkeypatch.setattr(module, "folders_of", lambda name: (place / name, place / name))
 
     with pytest.raises(WorkerStartError, match=f"cannot be started: AF_UNIX path too long. They need a little room in "

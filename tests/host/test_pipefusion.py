@@ -14,7 +14,7 @@ from tests.tolerances import within
 from xdit_backend.bench.sampler import sample as euler
 from xdit_backend.forecast.planner import choose_num_patches
 from xdit_backend.host import launcher
-from xdit_backend.host.calls import Call
+from xdit_backend.host.calls import Call, ForwardPass
 from xdit_backend.host.client import Client
 from xdit_backend.partition import cut_patches
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError, XDiTError
@@ -91,10 +91,11 @@ def keep_flying(client, spec, one, num_patches=4, rounds=3):
     """Tickets of a warm-up step and some steps of patches that are all on their way."""
     layout = Layout(pipefusion_degree=2)
     timestep = torch.full((1,), 700.0, dtype=torch.float64)
-    tickets = [client.submit(spec, layout, 4, [Call(one.latent, timestep, one.conditioning)], keep=True)]
+    tickets = [client.submit(spec, layout, 4, [Call(one.latent, timestep, one.conditioning)],
+                             ForwardPass(keep=True))]
     for patch, rows in cut_patches(one.latent.shape, (2, 2), num_patches) * rounds:
         piece = one.latent.narrow(2, patch.start, rows).clone()
-        tickets.append(client.submit(spec, layout, 4, [Call(piece, timestep, one.conditioning)], patch=patch))
+        tickets.append(client.submit(spec, layout, 4, [Call(piece, timestep, one.conditioning)], ForwardPass(patch)))
     return tickets
 
 
@@ -140,7 +141,7 @@ def test_an_error_in_a_stage_is_told_and_the_next_run_works(client, spec_of, mon
     wrong = Call(torch.zeros(1, 3, 12, 6, dtype=torch.float64), one.timestep, one.conditioning)
 
     with pytest.raises(WorkerFailedError, match="Worker rank"):
-        client.wait([client.submit(spec, Layout(pipefusion_degree=2), 4, [wrong], keep=True)])
+        client.wait([client.submit(spec, Layout(pipefusion_degree=2), 4, [wrong], ForwardPass(keep=True))])
     client.end_run()
 
     within((sample(client, spec, one, Layout(pipefusion_degree=2), 4, 1) - oracle(one, 4, 1)).abs().max(), 1e-6)
@@ -183,7 +184,7 @@ def test_a_run_whose_workers_died_is_not_continued_by_a_new_group(client, spec_o
                 one.conditioning)
 
     with pytest.raises(WorkerDiedError, match="Queue the prompt again"):
-        client.submit(spec, layout, 4, [call], patch=patch)
+        client.submit(spec, layout, 4, [call], ForwardPass(patch))
     with pytest.raises(WorkerDiedError, match="Queue the prompt again"):
         client.wait(others)
     client.end_run()

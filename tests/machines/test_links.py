@@ -17,12 +17,11 @@ import torch
 from xdit_backend.host import logs
 from xdit_backend.machines import links, tensors
 from xdit_backend.machines.contents import Contents
+from xdit_backend.machines.keys import SECRET_BYTES, Key, identity, read_key
 from xdit_backend.machines.links import (
     HEADER,
     MACHINE,
-    SECRET_BYTES,
     Hello,
-    Key,
     Link,
     Piece,
     Ping,
@@ -30,8 +29,6 @@ from xdit_backend.machines.links import (
     Tensor,
     Welcome,
     connect,
-    identity,
-    read_key,
 )
 from xdit_backend.machines.listener import Listener, interface_of, read_address, unlike, versions
 from xdit_backend.machines.session import wait_for
@@ -82,7 +79,7 @@ def test_a_machine_with_the_key_joins_and_is_known_by_its_name(listener):
 def test_another_secret_is_refused_before_anything_is_parsed(listener, monkeypatch):
     parsed = []
     monkeypatch.setattr(links, "decode", lambda *arguments: parsed.append(arguments))
-    wrong = Key(listener._key.fingerprint, bytes(links.SECRET_BYTES))
+    wrong = Key(listener._key.fingerprint, bytes(SECRET_BYTES))
 
     with pytest.raises(ChannelClosedError):
         join(listener, wrong)

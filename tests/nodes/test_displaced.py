@@ -113,9 +113,9 @@ def noting_calls(comfyui):
     client, seen = comfyui.groups.client(("cpu", "cpu")), []
     submit = type(client).submit
 
-    def noted(client, *args, **options):
-        seen.append("stale" if options["stale"] else "keep" if options["keep"] else "once")
-        return submit(client, *args, **options)
+    def noted(client, spec, layout, num_channels, calls, forward, run):
+        seen.append("stale" if forward.stale else "keep" if forward.keep else "once")
+        return submit(client, spec, layout, num_channels, calls, forward, run)
     client.submit = noted.__get__(client)
     try:
         yield seen

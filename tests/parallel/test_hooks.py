@@ -137,13 +137,13 @@ def streams_read_their_own_shard():
     """What one stream reads of the other is the rank's own tokens alone."""
     import xdit_backend.hooks.attention as module
     attention = usp.usp_attention
-    module.usp_attention = lambda q, k, v, sizes, mesh, plain, scale, traffic, mask, key_sizes: (
-        attention if key_sizes is None
-        else lambda *_: plain(q, k, v, scale=scale))(q, k, v, sizes, mesh, plain, scale, traffic, mask)
+    module.usp_attention = lambda q, k, v, given, mesh, traffic: (
+        attention(q, k, v, given, mesh, traffic) if given.key_sizes is None
+        else given.plain(q, k, v, scale=given.scale))
 
 
 def own_keys_only():
-    usp.ring_attention = lambda q, k, v, sizes, mesh, scale, traffic, mask: usp.attention_with_lse(q, k, v, scale)[0]
+    usp.ring_attention = lambda q, k, v, given, mesh, traffic: usp.attention_with_lse(q, k, v, given.scale)[0]
 
 
 def merge_by_mean():

@@ -78,7 +78,7 @@ def conv_inputs(sizes, kernel, dim=-2, num_dims=2):
 
 
 def conv_arguments(stride, dim, num_dims, before=0):
-    """stride and padding of conv_rows; `before` is along the split."""
+    """stride and padding of a Convolution; `before` is along the split."""
     frames = () if num_dims == 2 else (1,)
     return ((*frames, stride, 1), (*frames, before, 1)) if dim == -2 else ((*frames, 1, stride), (*frames, 1, before))
 
@@ -89,7 +89,8 @@ def convolve(rank, world_size, dim=-2, num_dims=2, block_size=None, mutant=None)
     for sizes, kernel, stride, padding in conv_cases(world_size):
         x, weight, bias = conv_inputs(sizes, kernel, dim, num_dims)
         results.append(rows.conv_rows(
-            of_this_rank(x, sizes, rank, dim), weight, bias, *conv_arguments(stride, dim, num_dims), (1,) * num_dims, 2,
+            of_this_rank(x, sizes, rank, dim),
+            rows.Convolution(weight, bias, *conv_arguments(stride, dim, num_dims), groups=2),
             split_of(sizes, dim), padding, block_size))
     return results
 
@@ -135,7 +136,7 @@ def test_convolution_test_notices_zeros_for_borrowed_rows(block_size):
 def peak_bytes_of_a_convolution(rank, world_size, block_size):
     x, weight = torch.ones(1, 16, 512, 64), torch.ones(16, 16, 3, 3)
     with LiveBytes() as live:
-        rows.conv_rows(x, weight, None, (1, 1), (1, 1), (1, 1), 1, split_of([512] * world_size), None, block_size)
+        rows.conv_rows(x, rows.Convolution(weight, padding=1), split_of([512] * world_size), None, block_size)
     return live.peak_bytes
 
 
@@ -158,7 +159,7 @@ def convolve_many_times(rank, world_size, num_layers, num_repeats):
     for _ in range(num_repeats):
         h = of_this_rank(x_BCHW, shard_sizes(11, world_size), rank)
         for _ in range(num_layers):
-            h = rows.conv_rows(h, weight, None, (1, 1), (1, 1), (1, 1), 1, split_of(shard_sizes(11, world_size)))
+            h = rows.conv_rows(h, rows.Convolution(weight, padding=1), split_of(shard_sizes(11, world_size)))
         results.append(h)
     return results
 

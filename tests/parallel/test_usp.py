@@ -10,7 +10,7 @@ from tests.tolerances import within
 from xdit_backend.distributed.attention import attention_with_lse, merge_attention
 from xdit_backend.distributed.collectives import RingExchange, Traffic, all_gather, all_to_all
 from xdit_backend.distributed.mesh import build_mesh, paced
-from xdit_backend.parallel.usp import usp_attention
+from xdit_backend.parallel.usp import Attention, usp_attention
 from xdit_backend.partition import shard_sizes, shard_start
 from xdit_backend.protocol.specs import Layout
 
@@ -33,8 +33,7 @@ def difference(rank, world_size, layout, num_tokens, scale, key_heads, speeds=()
     sizes = shard_sizes(num_tokens, world_size, mesh.sequence_speeds, least=1)
     mine = slice(shard_start(num_tokens, world_size, mesh.sequence_rank, mesh.sequence_speeds, least=1), None)
     mine = slice(mine.start, mine.start + sizes[mesh.sequence_rank])
-    out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], sizes, mesh, F.scaled_dot_product_attention, None,
-                        Traffic())
+    out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], Attention(sizes), mesh, Traffic())
     return (out - want[:, :, mine]).abs().max().item()
 
 
@@ -82,8 +81,7 @@ def rounding(rank, world_size, dtype):
     want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     mesh, own = build_mesh(Layout(ring_degree=world_size), world_size), 256 // world_size
     mine = slice(rank * own, (rank + 1) * own)
-    out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], [own] * world_size, mesh,
-                        F.scaled_dot_product_attention, None, Traffic())
+    out = usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], Attention([own] * world_size), mesh, Traffic())
     whole = F.scaled_dot_product_attention(q, k, v)[:, :, mine]
     return [(each.double() - want[:, :, mine]).norm().item() for each in (out, whole)]
 
@@ -138,8 +136,7 @@ def sent_bytes(rank, world_size, layout, num_tokens):
     mesh, traffic = build_mesh(layout, world_size), Traffic()
     size = num_tokens // world_size
     mine = slice(mesh.sequence_rank * size, (mesh.sequence_rank + 1) * size)
-    usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], [size] * world_size, mesh,
-                  F.scaled_dot_product_attention, None, traffic)
+    usp_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], Attention([size] * world_size), mesh, traffic)
     return traffic.sent_bytes
 
 

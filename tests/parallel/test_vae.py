@@ -17,7 +17,7 @@ from tests.tolerances import within
 from tests.vae_zoo import KINDS, decoded, encoded, latent, picture, tiny_vae
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.rows import all_sums
-from xdit_backend.parallel.vae import Ranks, decode_rows, encode_rows, split_dim
+from xdit_backend.parallel.vae import Pieces, Ranks, decode_rows, encode_rows, split_dim
 from xdit_backend.protocol.errors import UnsupportedError
 
 FUNCTIONS = ("conv2d", "conv3d", "group_norm", "pad", "interpolate", "scaled_dot_product_attention")
@@ -67,7 +67,7 @@ def give_up(rank, world_size):
     def twice(way, vae, *args):
         asked.clear()
         with pytest.raises(GivenUp):
-            way(vae, *args, ranks, on_convolution=step)
+            way(vae, *args, ranks, pieces=Pieces(on_convolution=step))
         kept = sum(isinstance(each, torch.Tensor) for value in vars(vae).values() if isinstance(value, list)
                    for each in value)
         return len(asked), kept, way(vae, *args, ranks)
@@ -96,12 +96,13 @@ def test_all_ranks_leave_a_picture_at_one_convolution_and_the_next_is_right(worl
 
 def decode(rank, world_size, kind, latent, mutant=None, block_size=None):
     apply_mutant(mutant)
-    return decode_rows(tiny_vae(kind, latent.dtype), latent, Ranks(dist.group.WORLD), block_size=block_size)
+    return decode_rows(tiny_vae(kind, latent.dtype), latent, Ranks(dist.group.WORLD),
+                       pieces=Pieces(block_size=block_size))
 
 
 def decode_sizes(rank, world_size, kind, speeds=()):
     ranks, vae = Ranks(dist.group.WORLD), tiny_vae(kind)
-    return [decode_rows(vae, latent(kind, *size), ranks, speeds=speeds) for size in sizes_of(kind)]
+    return [decode_rows(vae, latent(kind, *size), ranks, pieces=Pieces(speeds=speeds)) for size in sizes_of(kind)]
 
 
 # any number: test_rows.py; on two workers: nodes/test_vae_decode.py
@@ -193,7 +194,7 @@ def frames(size):
 def decode_frames(rank, world_size, kind, sizes, mutant=None, block_size=None):
     apply_mutant(mutant)
     ranks, vae = Ranks(dist.group.WORLD), tiny_vae(kind)
-    return [decode_rows(vae, frames(size), ranks, block_size=block_size, dim=-3) for size in sizes]
+    return [decode_rows(vae, frames(size), ranks, pieces=Pieces(-3, block_size=block_size)) for size in sizes]
 
 
 @pytest.mark.parametrize("world_size, block_size", [(1, 2), (2, None), (2, 3), (3, None), (4, None)])
@@ -269,7 +270,7 @@ def test_encode_test_notices(kind, mutant):
 def test_what_is_not_a_number_is_encoded_too():
     """Half precision overflows in some VAEs. CogVideoX's downsampler has its padded frames in another order."""
     latent = encode_rows(tiny_vae("cogvideox"), torch.full_like(picture("cogvideox", 1, 2, 2), torch.nan), 8,
-                         block_size=4).tensor
+                         pieces=Pieces(block_size=4)).tensor
 
     assert latent.isnan().all()
 

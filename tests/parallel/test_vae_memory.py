@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from tests.tolerances import within
 from tests.vae_zoo import KINDS, latent, picture, tiny_vae
 from xdit_backend.parallel import vae_memory
-from xdit_backend.parallel.vae import Ranks, decode_rows, encode_rows
+from xdit_backend.parallel.vae import Pieces, Ranks, decode_rows, encode_rows
 from xdit_backend.parallel.vae_memory import LiveBytes, RowPlanner, free_bytes, need_of, outline_of
 from xdit_backend.protocol.errors import ConfigError
 
@@ -24,9 +24,9 @@ def peak_bytes(rank, world_size, kind, way, block_size):
     given = latent(kind, *SIZE, torch.float32) if way == "decode" else picture(kind, *SIZE, torch.float32)
     with LiveBytes() as live:
         if way == "decode":
-            decode_rows(vae, given, ranks, block_size=block_size)
+            decode_rows(vae, given, ranks, pieces=Pieces(block_size=block_size))
         else:
-            encode_rows(vae, given, KINDS[kind].scale, ranks, block_size=block_size)
+            encode_rows(vae, given, KINDS[kind].scale, ranks, pieces=Pieces(block_size=block_size))
     return live.peak_bytes
 
 
@@ -48,7 +48,8 @@ def test_measured_memory_is_what_was_estimated(kind, way, world_size):
 
 def peak_bytes_by_frames(rank, world_size, shape):
     with LiveBytes() as live:
-        share = decode_rows(tiny_vae("ltx", torch.float32), torch.ones(shape), Ranks(dist.group.WORLD), block_size=4)
+        share = decode_rows(tiny_vae("ltx", torch.float32), torch.ones(shape), Ranks(dist.group.WORLD),
+                            pieces=Pieces(block_size=4))
     return live.peak_bytes, share.dim
 
 
@@ -170,7 +171,7 @@ def decode_thin(rank, world_size, side, attention):
         if isinstance(module, torch.nn.Conv2d):
             module.register_forward_hook(note)
     with LiveBytes() as live:
-        share = decode_rows(vae, given, Ranks(dist.group.WORLD), block_size=64)
+        share = decode_rows(vae, given, Ranks(dist.group.WORLD), pieces=Pieces(block_size=64))
     return share.start, share.tensor[:, :, :2].clone(), max(shares), live.peak_bytes
 
 

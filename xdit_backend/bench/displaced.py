@@ -23,7 +23,7 @@ from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.net import told_bytes
 from ..config import ParallelConfig
 from ..demo_model.export import unet_tensors
-from ..host.calls import Call
+from ..host.calls import Call, ForwardPass
 from ..host.client import Client
 from ..protocol.errors import ConfigError
 from ..protocol.specs import Layout
@@ -92,8 +92,8 @@ def print_size(model, spec, size, together, apart, options):
     def displaced(stale, forecast):
         for _ in range(options.calls):
             asked = dataclasses.replace(call, timestep=call.timestep - next(times) % 100, conditioning=own[forecast])
-            together.wait([together.submit(spec, layout, 4, [asked], keep=True, run="bench", stale=stale,
-                                           forecast=forecast)])
+            forward = ForwardPass(keep=True, stale=stale, forecast=forecast)
+            together.wait([together.submit(spec, layout, 4, [asked], forward, run="bench")])
 
     def alone(client):
         for _ in range(options.calls):

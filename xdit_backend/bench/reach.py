@@ -22,6 +22,7 @@ from ..forecast.cost import Degrees, Job
 from ..forecast.decoding import Work, choose_ranks, work_seconds
 from ..forecast.words import layout_words
 from ..host import measurements
+from ..host.autoencoders import Autoencoder
 from ..parallel.vae_memory import work_of
 from ..partition import cut_patches
 from ..protocol.errors import ConfigError
@@ -136,7 +137,7 @@ def print_size(setting, folder, clients, options):
 
 def print_decodes(clients, options):
     tensors, errors = random_decoder(64), []
-    decoder = outline(tensors, "float32")
+    decoder, vae = outline(tensors, "float32"), Autoencoder("bench", "float32", lambda: tensors)
     print(f"\n{'decode':<30} {'measured':>9} {'forecast':>9} {'error':>7}")
     for size in options.pixels:
         latent = torch.randn(1, 4, size // 8, size // 8, generator=torch.Generator().manual_seed(0))
@@ -146,8 +147,7 @@ def print_decodes(clients, options):
                 machines.append(measurements.measure(clients[2], "float32"))
             for count in times:
                 started_s = time.perf_counter()
-                clients[2].autoencoders.decode("bench", "float32", lambda: tensors, latent, (1, size, size, 3),
-                                               num_ranks=count)
+                clients[2].autoencoders.decode(vae, latent, (1, size, size, 3), num_ranks=count)
                 times[count].append(time.perf_counter() - started_s)
         for count, measured in times.items():
             forecast_s = statistics.median(work_seconds(work, machine, count) for machine in machines)

@@ -13,6 +13,7 @@ import torch
 
 from ..forecast.cost import synchronous_steps
 from ..forecast.planner import warmup_layout
+from ..host.calls import ForwardPass
 
 
 def euler(x, sigma, following, prediction, before, noise):
@@ -80,9 +81,9 @@ def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channe
     x, before = call.latent, None
     whole_layout = warmup_layout(layout, spec.stages) if spec.stages else layout
     for step in range(num_whole):
-        ticket = client.submit(spec, whole_layout, num_channels, [at(x, step)], keep=displaced or patches is not None,
-                               by_image=by_image, forecast=forecast, stale=displaced and step >= num_synchronous,
-                               displaced_mode=displaced_mode)
+        forward = ForwardPass(keep=displaced or patches is not None, by_image=by_image, forecast=forecast,
+                              stale=displaced and step >= num_synchronous, displaced_mode=displaced_mode)
+        ticket = client.submit(spec, whole_layout, num_channels, [at(x, step)], forward)
         x, before = stepped(x, step, client.wait([ticket])[1][0], before)
     if not patches or num_whole == num_steps:
         return x
@@ -94,8 +95,8 @@ def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channe
     def submit(index):
         if steps[index] < num_steps:
             asked = at(pieces[index], steps[index])
-            flying[client.submit(spec, layout, num_channels, [asked], patch=patches[index][0],
-                                 forecast=forecast)] = index
+            forward = ForwardPass(patches[index][0], forecast=forecast)
+            flying[client.submit(spec, layout, num_channels, [asked], forward)] = index
 
     for index in range(len(patches)):
         submit(index)

@@ -19,6 +19,7 @@ import torch
 from ..checkpoints.checkpoint import open_checkpoint
 from ..forecast.choice import speeds_of
 from ..host import measurements
+from ..host.autoencoders import Autoencoder
 from ..host.client import Client
 from ..partition import cut_patches
 from ..protocol.errors import ConfigError
@@ -99,7 +100,8 @@ def measure(one, two, speeds, setting, folder, options):
         client.end_run()
 
     def decode(client):
-        client.autoencoders.decode("bench", "float32", lambda: tensors, latent, (1, options.pixels, options.pixels, 3))
+        vae = Autoencoder("bench", "float32", lambda: tensors)
+        client.autoencoders.decode(vae, latent, (1, options.pixels, options.pixels, 3))
 
     jobs = {
         "Ulysses 2": (lambda: predict(one, Layout(), call), lambda told: predict(two, Layout(ulysses_degree=2), call)),

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..autoencoders.kl import kl_config
+from ..host.autoencoders import Autoencoder
 from ..host.torchrun import ROOT
 from ..parallel.vae_memory import need_of
 from ..protocol.errors import ConfigError
@@ -93,7 +94,8 @@ def measure(tensors, size, clients, peer, folder, options):
     save_file({"latent": latent}, f"{folder}/latent.safetensors")
 
     def decode(client, **more):
-        return client.autoencoders.decode("bench", options.dtype, lambda: tensors, latent, (1, size, size, 3), **more)
+        vae = Autoencoder("bench", options.dtype, lambda: tensors)
+        return client.autoencoders.decode(vae, latent, (1, size, size, 3), **more)
 
     for round_ in range(options.rounds + 1):                           # the first one warms up
         for count, client in clients.items():

@@ -10,6 +10,7 @@ stands for each of them here: a column is a row of a split along columns. Images
 # B batch, C channels, F frames, H rows, W columns, N heads, T tokens (rows x columns), G groups of a norm
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, product
 
 import torch
@@ -115,61 +116,102 @@ def input_rows(first, end, num_rows, kernel, stride, padding):
     return above, min(max(top, 0), num_rows), min(max(bottom, 0), num_rows), below
 
 
-def conv_rows(x, weight, bias, stride, padding, dilation, groups, split, edges=None, block_size=None):
+@dataclass(frozen=True)
+class Convolution:
+    """What torch's conv2d and conv3d take beside their input, in their order and with their defaults."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    stride: int | tuple[int, ...] = 1      # these three become a number for each of the image's dims
+    padding: int | tuple[int, ...] = 0
+    dilation: int | tuple[int, ...] = 1
+    groups: int = 1
+
+    def __post_init__(self):
+        for name in ("stride", "padding", "dilation"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise UnsupportedError(f'A convolution with {name}="{value}" cannot be split. Use VAE Decode.')
+            each = tuple(value) if isinstance(value, (tuple, list)) else (value,) * self.num_dims
+            object.__setattr__(self, name, each)
+
+    @property
+    def num_dims(self):
+        return self.weight.dim() - 2
+
+    def reach(self, dim, edges=None):
+        """Its (kernel, stride, Padding) along a dim. edges: the Padding where it is not the zeros of `padding`."""
+        return self.weight.shape[dim], self.stride[dim], edges or Padding(self.padding[dim], self.padding[dim])
+
+    def run(self, x, padded):
+        """Convolve x. padded: {dim: rows of zeros that torch adds there}, where they are others than `padding` says."""
+        padding = list(self.padding)
+        for dim, rows in padded.items():
+            padding[dim] = rows
+        convolve = {2: conv2d, 3: conv3d}[self.num_dims]
+        return convolve(x, self.weight, self.bias, self.stride, tuple(padding), self.dilation, self.groups)
+
+
+def conv_rows(x, convolution, split, edges=None, block_size=None):
     """torch's conv2d or conv3d of the whole image, for the output rows of this rank. Every rank of the split calls it.
 
-    x: this rank's rows. stride, padding and dilation: a number for each of the image's dims. edges: the Padding along
-    the split, where it is not the zeros that `padding` says. block_size: what of the output is computed at once, so
-    that halos and padding are never copied for more than that: a number of rows of the split, or (rows, columns) of the
-    image; None computes all. Ranks hold the output as output_starts says. Raises UnsupportedError for a dilated kernel.
+    x: this rank's rows. edges: the Padding along the split, where it is not the zeros that the Convolution's says.
+    block_size: what of the output is computed at once, so that halos and padding are never copied for more than that: a
+    number of rows of the split, or (rows, columns) of the image; None computes all. Ranks hold the output as
+    output_starts says. Raises UnsupportedError for a dilated kernel.
     """
     dim, other = split.dim, split.other_dim
     assert x.shape[dim] == split.size, f"{x.shape[dim]} rows, the split says {split.size}"
-    if dilation[-2:] != (1, 1):
-        raise UnsupportedError(f"A convolution with dilation={dilation} cannot be split. Use VAE Decode.")
-    along = (weight.shape[dim], stride[dim], edges or Padding(padding[dim], padding[dim]))
-    across = (weight.shape[other], stride[other], Padding(padding[other], padding[other]))
+    if convolution.dilation[-2:] != (1, 1):
+        raise UnsupportedError(f"A convolution with dilation={convolution.dilation} cannot be split. Use VAE Decode.")
+    along, num_across = convolution.reach(dim, edges), num_outputs(x.shape[other], *convolution.reach(other))
     out_starts = output_starts(split.starts, *along)
     needs = [input_rows(first, end, split.num_rows, *along) for first, end in zip(out_starts, out_starts[1:])]
     arrive = start_borrowing(x, [(first, end) for _, first, end, _ in needs], split)
     first, end = out_starts[split.rank], out_starts[split.rank + 1]
-    num_across = num_outputs(x.shape[other], *across)
-    convolve = {2: conv2d, 3: conv3d}[weight.dim() - 2]
-    kept = list(padding)                                       # what the convolution itself pads
-
     if block_size is None and _is_centered(*along) and split.size > 2 * along[2].before:
         # While rows are borrowed, convolve this rank's as if they were the image. Where they are not, the edge is
         # wrong.
-        kept[dim] = along[2].before
-        out = convolve(x, weight, bias, stride, tuple(kept), dilation, groups)
+        out = convolution.run(x, {dim: along[2].before})
         tiles = [(rows, (0, num_across)) for rows in _edges(first, end, out_starts[-1], along[2])]
     else:
         out, tiles = None, _tiles(first, end, num_across, dim, block_size)
-    kept[dim] = kept[other] = 0
-    borrowed = arrive()
-    borrowed[split.rank] = x
+    pieces = arrive()
+    if first == end:
+        return _no_rows(x, convolution, num_across, dim, other)
+    pieces[split.rank] = x
     first_rows = [max(needs[split.rank][1], start) for start in split.starts[:-1]]
     first_rows[split.rank] = split.start
-
-    def output_of(tile):
-        """A tile of the output: its rows are first to end of `tile[0]`, its columns those of tile[1]."""
-        above, low, high, below = input_rows(*tile[0], split.num_rows, *along)
-        rows = _rows_between(low, high, borrowed, first_rows, dim)
-        left, start, stop, right = input_rows(*tile[1], x.shape[other], *across)
-        rows = rows.narrow(other, start, stop - start) if stop - start < x.shape[other] else rows
-        own_padding = list(kept)
-        if left == right == padding[other]:                    # all columns: torch pads them without a copy
-            own_padding[other], left, right = padding[other], 0, 0
-        if above or below:
-            rows = pad(rows, pad_argument(x.dim(), {dim: (above, below)}), along[2].mode)
-        if left or right:
-            rows = pad(rows, pad_argument(x.dim(), {other: (left, right)}))
-        return convolve(rows, weight, bias, stride, tuple(own_padding), dilation, groups)
-
-    if first == end:
-        return _no_rows(x, weight, stride, padding, num_across, dim, other)
+    output_of = partial(_output_of, convolution, along, split, pieces, first_rows)
     if out is None and len(tiles) == 1:
         return output_of(tiles[0])
+    return _with_tiles(out, tiles, output_of, split, (first, end), num_across)
+
+
+def _output_of(convolution, along, split, pieces, first_rows, tile):
+    """A tile of the output: its rows are first to end of `tile[0]`, its columns those of tile[1].
+
+    along: the convolution's reach along the split. pieces: of the image's rows, each rank's, beginning at first_rows.
+    """
+    dim, other, columns = split.dim, split.other_dim, pieces[split.rank].shape[split.other_dim]
+    above, low, high, below = input_rows(*tile[0], split.num_rows, *along)
+    rows = _rows_between(low, high, pieces, first_rows, dim)
+    left, start, stop, right = input_rows(*tile[1], columns, *convolution.reach(other))
+    rows = rows.narrow(other, start, stop - start) if stop - start < columns else rows
+    padded = {dim: 0, other: 0}
+    if left == right == convolution.padding[other]:            # all columns: torch pads them without a copy
+        padded[other], left, right = left, 0, 0
+    if above or below:
+        rows = pad(rows, pad_argument(rows.dim(), {dim: (above, below)}), along[2].mode)
+    if left or right:
+        rows = pad(rows, pad_argument(rows.dim(), {other: (left, right)}))
+    return convolution.run(rows, padded)
+
+
+def _with_tiles(out, tiles, output_of, split, held, num_across):
+    """The output of this rank, with these tiles of it computed. out: the rest of it; None: there is none yet.
+    held: (first, end) of its rows."""
+    dim, other, (first, end) = split.dim, split.other_dim, held
     for tile in tiles:
         piece = output_of(tile)
         if out is None:
@@ -226,11 +268,10 @@ def pad_argument(num_dims, pairs):
     return tuple(count for dim in range(-1, 1 - num_dims, -1) for count in pairs.get(dim, (0, 0)))
 
 
-def _no_rows(x, weight, stride, padding, num_across, dim, other):
+def _no_rows(x, convolution, num_across, dim, other):
     """What a convolution gives to a rank without output rows."""
-    frames = ([num_outputs(x.shape[2], weight.shape[2], stride[0], Padding(padding[0], padding[0]))] if x.dim() == 5
-              else [])
-    shape = [x.shape[0], weight.shape[0], *frames, 0, 0]
+    frames = [num_outputs(x.shape[-3], *convolution.reach(-3))] if x.dim() == 5 else []
+    shape = [x.shape[0], convolution.weight.shape[0], *frames, 0, 0]
     shape[other] = num_across
     return x.new_empty(shape)
 

@@ -5,6 +5,10 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from ..distributed.collectives import all_gather, all_reduce
+
 
 class StageEnd(Exception):
     """Leaves a forward after the last block of this rank's stage. message: what the next stage gets."""
@@ -53,3 +57,31 @@ def _one_for_a_group(module, query_BNTH, key_BNTH):
     if to_q is None or to_k is None or key_BNTH.shape[1] != query_BNTH.shape[1]:
         return key_BNTH
     return key_BNTH[:, ::max(1, to_q.out_features // to_k.out_features)]
+
+
+def summed(forward, running):
+    """A module's forward that is told how its sums over tokens become those of all ranks.
+    running() -> the ForwardContext of now, if any."""
+    @functools.wraps(forward)
+    def with_total(hidden_states):
+        now = running()
+        if now is None or now.mesh.sequence_degree == 1:
+            return forward(hidden_states)
+        return forward(hidden_states, total=lambda part: all_reduce([part], now.mesh.sequence_group, now.traffic)[0])
+    return with_total
+
+
+def with_halos(forward, running):
+    """A module's forward that reads a row of the image beyond this rank's on either side. running: as `summed`'s."""
+    @functools.wraps(forward)
+    def haloed(image_BCHW):
+        now = running()
+        if now is None or now.mesh.sequence_degree == 1:
+            return forward(image_BCHW)
+        num_rows, rank, degree = image_BCHW.shape[2], now.mesh.sequence_rank, now.mesh.sequence_degree
+        edges = torch.cat([image_BCHW[:, :, :1], image_BCHW[:, :, -1:]], 2)
+        edges = all_gather(edges, [2] * degree, 2, now.mesh.sequence_group, now.traffic)
+        # none at the picture's edges
+        above, below = edges[:, :, :2 * rank][:, :, -1:], edges[:, :, 2 * rank + 2:][:, :, :1]
+        return forward(torch.cat([above, image_BCHW, below], 2)).narrow(2, above.shape[2], num_rows)
+    return haloed

@@ -15,15 +15,14 @@ import torch.nn.functional as F
 from greenlet import getcurrent, greenlet
 
 from ..autoencoders.family import replaced
-from ..distributed.collectives import all_gather, all_reduce
 from ..distributed.masks import read_mask
 from ..parallel.nag import guide
 from ..parallel.tensor import place_tensor_hooks
 from ..partition import check_shards
 from ..protocol.errors import UnsupportedError
 from . import regions
-from .attention import attend
-from .places import Place, StageEnd, _inside, _one_for_a_group, _turned
+from .attention import AttentionLayer, attend
+from .places import Place, StageEnd, _inside, _one_for_a_group, _turned, summed, with_halos
 
 
 class Hooks:
@@ -64,10 +63,10 @@ class Hooks:
             module = _inside(block, path)
             if module is not None:
                 module.forward = self._hook_once(module.forward, (place.index, path), span)
-        for paths, hook in ((plan.sums, self._hook_sums), (plan.halos, self._hook_halos)):
+        for paths, hooked in ((plan.sums, summed), (plan.halos, with_halos)):
             for path in paths:
                 module = block.get_submodule(path)
-                module.forward = hook(module.forward)
+                module.forward = hooked(module.forward, lambda: self._now)
 
     def _place_outside(self):
         plan, model = self.plan, self._model
@@ -274,30 +273,6 @@ class Hooks:
             return known[1]
         return once
 
-    def _hook_sums(self, forward):
-        @functools.wraps(forward)
-        def summed(hidden_states):
-            now = self._now
-            if now is None or now.mesh.sequence_degree == 1:
-                return forward(hidden_states)
-            return forward(hidden_states,
-                           total=lambda part: all_reduce([part], now.mesh.sequence_group, now.traffic)[0])
-        return summed
-
-    def _hook_halos(self, forward):
-        @functools.wraps(forward)
-        def with_halos(image_BCHW):
-            now = self._now
-            if now is None or now.mesh.sequence_degree == 1:
-                return forward(image_BCHW)
-            num_rows, rank, degree = image_BCHW.shape[2], now.mesh.sequence_rank, now.mesh.sequence_degree
-            edges = torch.cat([image_BCHW[:, :, :1], image_BCHW[:, :, -1:]], 2)
-            edges = all_gather(edges, [2] * degree, 2, now.mesh.sequence_group, now.traffic)
-            # none at the picture's edges
-            above, below = edges[:, :, :2 * rank][:, :, -1:], edges[:, :, 2 * rank + 2:][:, :, :1]
-            return forward(torch.cat([above, image_BCHW, below], 2)).narrow(2, above.shape[2], num_rows)
-        return with_halos
-
     def _unround(self, arguments, factor, module, args):
         if self._now is None:
             return args
@@ -329,8 +304,7 @@ class Hooks:
                                 and not now.guided)):
                 return forward(*args, **kwargs)
 
-            def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
-                          enable_gqa=False):
+            def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
                 nonlocal num_calls
                 if attn_mask is not None or is_causal:
                     raise UnsupportedError("This model masks its self-attention in a way that sequence parallelism "
@@ -339,7 +313,8 @@ class Hooks:
                 key, value = _one_for_a_group(module, query, key), _one_for_a_group(module, query, value)
                 query, pad = self._without_stand_ins(now, place, streams, query)
                 (key, _), (value, _) = (self._without_stand_ins(now, place, read, each) for each in (key, value))
-                out = attend(query, key, value, now, (place.index, name, num_calls), streams, read, plain, scale)
+                layer = AttentionLayer((place.index, name, num_calls), streams, read)
+                out = attend(query, key, value, now, layer, plain, options.get("scale"))
                 for nag in now.guided:
                     guide(out, nag, (1, 3), now.tokens.image_slice(streams), True, now.mesh, now.traffic)
                 return out if pad is None else F.pad(out, pad)

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 # The originals, bound before they are replaced.
-from torch.nn.functional import conv2d, pad, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..autoencoders.family import replaced
 from ..distributed.norm_rows import group_norm_rows
-from ..distributed.rows import Padding, input_rows
+from ..distributed.rows import Convolution, input_rows
 from ..parallel.displaced import StaleSplit, keys_and_values
 from ..parallel.nag import guide
 from ..partition import halved, level_of
@@ -168,22 +168,22 @@ class RowHooks:
         with replaced(F, **{torch_name: functools.partial(function, layers[name])}):
             return forward(*args, **kwargs)
 
-    def _first_convolution(self, split, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    def _first_convolution(self, split, input, *arguments):
         """Of the latent, which every rank has whole."""
-        above, low, high, below = input_rows(split.start, split.start + split.size, split.num_rows, weight.shape[2], 1,
-                                             Padding(padding[0], padding[0]))
-        return conv2d(pad(input[:, :, low:high], (0, 0, above, below)), weight, bias, stride, (0, padding[1]), dilation,
-                      groups)
+        convolution = Convolution(*arguments)
+        kernel, _, padding = convolution.reach(-2)
+        above, low, high, below = input_rows(split.start, split.start + split.size, split.num_rows, kernel, 1, padding)
+        return convolution.run(pad(input[:, :, low:high], (0, 0, above, below)), {-2: 0})
 
-    def _convolution(self, split, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-        rows = split.around(input, weight.shape[2], stride[0], padding[0])
-        return conv2d(rows, weight, bias, stride, (0, padding[1]), dilation, groups)
+    def _convolution(self, split, input, *arguments):
+        convolution = Convolution(*arguments)
+        return convolution.run(split.around(input, *convolution.reach(-2)), {-2: 0})
 
     def _group_norm(self, split, input, num_groups, weight=None, bias=None, eps=1e-5):
         return group_norm_rows(input, num_groups, weight, bias, eps, split)
 
-    def _attention(self, split, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
-        if attn_mask is not None or is_causal:
+    def _attention(self, split, query, key, value, attn_mask=None, **options):
+        if attn_mask is not None or options.get("is_causal"):
             raise UnsupportedError("This model masks its self-attention, which displaced_degree does not support. Use "
                                    "cfg_degree.")
         width = key.shape[2] // split.size

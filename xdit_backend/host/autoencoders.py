@@ -1,12 +1,23 @@
 """The VAEs that a group's workers hold, and what they decode and encode. Used by client.py."""
 
-import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 
 import torch
 
 from ..forecast.decoding import Work
 from ..protocol import messages, specs
 from .workers import Held
+
+
+@dataclass(frozen=True)
+class Autoencoder:
+    """A VAE that workers are to hold."""
+
+    name: str
+    dtype: str                             # of its arithmetic, "bfloat16"
+    weights: Callable[[], dict]            # gives its tensors; called only where the group does not hold it
+    settings: dict = field(default_factory=dict)               # see AutoencoderSpec
 
 
 class Autoencoders:
@@ -22,37 +33,34 @@ class Autoencoders:
         """The VAEs the running group holds."""
         return self.held.names
 
-    def decode(self, name, dtype, weights, latent, picture_shape, measure_memory=False, settings=None, num_ranks=0,
-               first_rank=0):
+    def decode(self, vae, latent, picture_shape, measure_memory=False, num_ranks=0, first_rank=0):
         """Decode latents (B, C, H, W) or (B, C, F, H, W) to pictures of this shape, float32 in [0, 1].
 
-        picture_shape: (B, H', W', 3) or (B, F', H', W', 3). weights() gives the VAE's tensors, and is called only when
-        the group does not hold the VAE `name`. measure_memory: last_numbers then has each rank's peak_bytes. num_ranks:
-        of the workers from first_rank on, which share it while the others rest; 0: all.
+        vae: an Autoencoder, or what has its fields. picture_shape: (B, H', W', 3) or (B, F', H', W', 3).
+        measure_memory: last_numbers then has each rank's peak_bytes. num_ranks: of the workers from first_rank on,
+        which share it while the others rest; 0: all.
         """
-        self.load(name, dtype, weights, settings)
-        return self._transform(messages.Decode, name, latent, picture_shape, measure_memory=measure_memory,
+        self.load(vae)
+        return self._transform(messages.Decode, vae.name, latent, picture_shape, measure_memory=measure_memory,
                                num_ranks=num_ranks, first_rank=first_rank)
 
-    def encode(self, name, dtype, weights, picture, latent_shape, settings=None, num_ranks=0, first_rank=0):
+    def encode(self, vae, picture, latent_shape, num_ranks=0, first_rank=0):
         """Encode pictures (B, 3, H, W) or videos (B, 3, F, H, W) in [-1, 1] to latents of this shape, float32."""
-        self.load(name, dtype, weights, settings)
-        return self._transform(messages.Encode, name, picture, latent_shape, num_ranks=num_ranks, first_rank=first_rank)
+        self.load(vae)
+        return self._transform(messages.Encode, vae.name, picture, latent_shape, num_ranks=num_ranks,
+                               first_rank=first_rank)
 
-    def load(self, name, dtype, weights, settings=None):
-        """Make sure that every worker holds the VAE. weights() gives its tensors, where they do not.
-
-        settings: see AutoencoderSpec.
-        """
+    def load(self, vae):
+        """Make sure that every worker holds the Autoencoder."""
         group = self._workers.group
-        if name not in self.held:
-            segments = group.segments.share_all(weights())
-            spec = specs.AutoencoderSpec(name, dtype, segments, settings or {})
-            self.held.now[name] = spec
+        if vae.name not in self.held:
+            segments = group.segments.share_all(vae.weights())
+            spec = specs.AutoencoderSpec(vae.name, vae.dtype, segments, vae.settings)
+            self.held.now[vae.name] = spec
             try:
                 self._workers.request(lambda request: messages.LoadAutoencoder(request, spec), segments.values(), group)
             except BaseException:                              # some ranks may hold it
-                self.held.forget(name)
+                self.held.forget(vae.name)
                 raise
 
     def _transform(self, command, name, tensor, shape, **options):
@@ -80,7 +88,7 @@ class Autoencoders:
         """The Work of one item of a batch of this shape,
         to be decoded (scale 1) or encoded with a VAE that the workers hold."""
         numbers = self._estimate(name, shape, scale, with_work=True)
-        return Work(**{field.name: numbers[field.name] for field in dataclasses.fields(Work)})
+        return Work(**{each.name: numbers[each.name] for each in fields(Work)})
 
     def is_roomy(self, name, shape, scale, num_ranks, first_rank=0):
         """Have these workers so much memory free that they would compute convolutions all at once?"""

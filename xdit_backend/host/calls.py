@@ -39,6 +39,22 @@ class Call:
         return {place: made[id(tensor)] for place, tensor in self.control.items()}
 
 
+@dataclass(frozen=True)
+class ForwardPass:
+    """How calls go through the workers: whole or by patches, and what is kept of them for others of the run."""
+
+    patch: specs.Patch | None = None       # which rows of the whole latent the calls' latents hold; None: all
+    # calls of the same conditioning will follow that need this one's keys and values, or what ranks tell
+    keep: bool = False
+    by_image: bool = False                 # the images of a batch go through the stages one after the other
+    forecast: float = 0.0                  # docs/algorithms.md section 2.9; the same for all calls of a run
+    stale: bool = False                    # displaced patches: use what the last call left of other ranks
+    displaced_mode: str = "corrected_async_gn"                 # one of displaced_modes.MODES
+
+
+WHOLE = ForwardPass()                      # nothing is kept of it
+
+
 @dataclass(frozen=True, eq=False)
 class Ticket:
     """Calls that are on their way."""

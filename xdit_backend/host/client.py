@@ -12,7 +12,7 @@ from ..partition import last_stage_ranks
 from ..protocol import messages
 from ..protocol.errors import WorkerDiedError, XDiTError
 from .autoencoders import Autoencoders
-from .calls import Ticket, share_call
+from .calls import WHOLE, Ticket, share_call
 from .conditionings import Conditionings
 from .models import Models
 from .workers import Workers
@@ -71,17 +71,13 @@ class Client:
         """
         return self.wait([self.submit(spec, layout, num_channels, calls, run=run)])[1]
 
-    def submit(self, spec, layout, num_channels, calls, patch=None, keep=False, by_image=False, forecast=0.0, run=None,
-               **displaced):
+    def submit(self, spec, layout, num_channels, calls, forward=WHOLE, run=None):
         """Send calls to the workers and wait for nothing; returns a ticket for `wait`.
 
-        Calls are worked on in the order they are submitted. patch: which rows of the whole latent the calls' latents
-        hold. keep: patches of the same conditioning will follow, which need this call's keys and values. by_image: send
-        the images of a batch through the stages one after the other. forecast: docs/algorithms.md section 2.9; the same
-        for all calls of a run. displaced: Predict's fields of displaced patches. run: see `name_conditioning`. Raises
-        WorkerDiedError where a patch or a name needs what a group kept that has ended since.
+        Calls are worked on in the order they are submitted. run: see `name_conditioning`. Raises WorkerDiedError where
+        a patch or a name needs what a group kept that has ended since.
         """
-        if patch is not None or displaced.get("stale") or any(call.name for call in calls):
+        if forward.patch is not None or forward.stale or any(call.name for call in calls):
             self._check_kept(run)
         self.models.load(spec)
         group = self.workers.holding
@@ -94,9 +90,9 @@ class Client:
                 predictions.append(prediction)
                 told += filled
         request = group.post(
-            lambda request: messages.Predict(request, spec.name, layout, branches, patch, keep, by_image, forecast,
-                                             speeds=self.workers.speeds, **displaced),
-                             segments, last_stage_ranks(layout, len(self.devices)), self.step)
+            lambda request: messages.Predict(request, spec.name, layout, branches, **vars(forward),
+                                             speeds=self.workers.speeds),
+            segments, last_stage_ranks(layout, len(self.devices)), self.step)
         return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(told))
 
     def wait(self, tickets):

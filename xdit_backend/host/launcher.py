@@ -12,17 +12,15 @@ import os
 import sys
 import threading
 import time
-import weakref
 from contextlib import suppress
 
 from ..protocol import timeouts
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerStartError, XDiTError
 from ..protocol.messages import Abandon, Beat, Done, Phase
-from ..protocol.segments import folders_of
 from . import preflight
 from .forkserver import Forkserver
 from .greeting import Greeting
-from .opened import Opened
+from .opened import Opened, closing, refused_by_the_system
 from .requests import Requests, outlives
 from .starting import HELP
 from .watch import Watch
@@ -58,8 +56,7 @@ class WorkerGroup:
                  forkserver=None):
         if sys.platform == "win32":
             raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to "
-                                   "use its nodes. "
-                                   f"{HELP}")
+                                   f"use its nodes. {HELP}")
         timeouts.check()
         self.devices = tuple(devices)
         self._forkserver = forkserver or Forkserver()
@@ -73,7 +70,7 @@ class WorkerGroup:
         # when it was last given or did work, other than telling of itself
         self._used_s = time.monotonic()
         self._ended_by = ""                                    # what ended the group, where it was not the host
-        self._close_at_exit = _closer(weakref.ref(self), os.getpid())
+        self._close_at_exit = closing(self)
         self.remarks = []                                      # what a person should know of how it runs
         self.num_detours = num_detours                         # ways around links that failed
         started_s = time.monotonic()
@@ -281,10 +278,7 @@ class WorkerGroup:
                 # those here wait for it
                 self.close(is_broken=self._opened is not None and not self._opened.has_all_machines)
                 if isinstance(error, OSError) and not isinstance(error, XDiTError):
-                    places = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders_of("of a group")))
-                    raise WorkerStartError(f"The workers cannot be started: {error}. They need a little room in "
-                                           f"{places}, where this user may write, and which have short names. "
-                                           f"{HELP}") from error
+                    raise refused_by_the_system(error) from error
                 raise
         raise WorkerStartError(f"{', '.join(self.devices)} cannot exchange tensors: {failed[-1]} "
                                f"{preflight.advice(ways)}{HELP}")
@@ -330,9 +324,7 @@ class WorkerGroup:
             # and do not answer.
             is_stuck = request.unanswered and time.monotonic() - request.failed_s > STRAGGLER_S
             if is_stuck or (not request.unanswered and not outlives(self.devices, request.failed.values())):
-                failure = request.first_failure
-                self._ended_by = (f" because rank {failure.rank} ({failure.device}) failed with {failure.kind}: "
-                                  f"{failure.message}")
+                self._ended_by = request.why_it_ended
                 self.close()
 
     def _end_if_hung(self):
@@ -356,13 +348,3 @@ class WorkerGroup:
                                 f"new group. {HELP} {self._opened.traces.where()}Its last lines:\n{lines or '(none)'}")
         self._opened.traces.note(error)
         raise error
-
-
-def _closer(reference, owner):
-    """What closes a group as its host ends, but not as a process does that the host has forked.
-    owner: the host's number."""
-    def close_group():
-        group = reference()
-        if group is not None and os.getpid() == owner:
-            group.close()
-    return close_group

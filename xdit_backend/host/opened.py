@@ -5,6 +5,7 @@ Where devices are on other machines, these have joined over connections of their
 stands for its ranks here.
 """
 
+import os
 import socket
 import time
 import weakref
@@ -18,10 +19,10 @@ from ..protocol.channel import Door
 from ..protocol.devices import machine_of, machines_of
 from ..protocol.errors import ChannelClosedError, WorkerStartError
 from ..protocol.messages import Phase, Stop
-from ..protocol.segments import SegmentStore
+from ..protocol.segments import SegmentStore, folders_of
 from . import logs, preflight
 from .greeting import Party
-from .starting import exit_words
+from .starting import HELP, exit_words
 from .torchrun import Node, end_torchrun, start_torchrun
 from .traces import Traces
 
@@ -122,3 +123,21 @@ class Opened:
         # torchrun has ended the others then, whose connections may close before
         rank, code = self.traces.first_ended() or (rank, None)
         return rank, f"died{exit_words(code)}{doing(rank)}"
+
+
+def refused_by_the_system(error):
+    """The WorkerStartError for an OSError of a start."""
+    places = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders_of("of a group")))
+    return WorkerStartError(f"The workers cannot be started: {error}. They need a little room in {places}, where this "
+                            f"user may write, and which have short names. {HELP}")
+
+
+def closing(group):
+    """What closes a group as its host ends, but not as a process does that the host has forked. Does not hold it."""
+    reference, host = weakref.ref(group), os.getpid()
+
+    def close_group():
+        group = reference()
+        if group is not None and os.getpid() == host:
+            group.close()
+    return close_group

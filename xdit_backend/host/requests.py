@@ -35,6 +35,12 @@ class Request:
         return min(self.failed.values(), key=lambda failure: failure.rank)
 
     @property
+    def why_it_ended(self):
+        """Of a group, where this failed: with a space before it, for a sentence."""
+        failure = self.first_failure
+        return f" because rank {failure.rank} ({failure.device}) failed with {failure.kind}: {failure.message}"
+
+    @property
     def is_complete(self):
         return not self.failed and self.answering <= self.done.keys()
 

@@ -23,6 +23,7 @@ from ..protocol.devices import machine_of, own_name
 from ..protocol.errors import ChannelClosedError, ConfigError, XDiTError
 from .contents import Contents, same_name
 from .joined_workers import POLL_S, Workers, say
+from .keys import read_key
 from .links import (
     MACHINE,
     Ended,
@@ -40,7 +41,6 @@ from .links import (
     connect,
     exchange,
     ping,
-    read_key,
     silence_s,
 )
 from .listener import interface_of, is_name, read_address, versions

@@ -5,20 +5,15 @@ the other machine. The other half is a secret, which the joining side sends firs
 nothing. After the greeting a Link goes one way.
 """
 
-import base64
 import contextlib
 import hashlib
 import hmac
-import os
-import secrets
 import select
 import socket
 import ssl
 import struct
-import subprocess
 import threading
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import field
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
@@ -31,6 +26,7 @@ from ..protocol.errors import ChannelClosedError, ConfigError, XDiTError
 from ..protocol.messages import ADAPTERS, decode, encode
 from ..protocol.segments import Segment
 from ..protocol.strict import STRICT, Degree, Natural, Printable, Rank
+from .keys import SECRET_BYTES
 
 PORT = 29431                               # where the host listens, unless it is told another
 PIECE_BYTES = 2 ** 20                      # of a tensor that travels at a time; between two, other messages pass
@@ -40,8 +36,6 @@ HANDSHAKE_S = 10.0
 PINGS = 16                                 # in the time after which silence counts as the end
 HEADER = struct.Struct("!iI")              # the rank that a message is for, or comes from, or MACHINE; its bytes
 MACHINE = -1
-SECRET_BYTES, FINGERPRINT_BYTES = 16, 32
-CERTIFICATE, PRIVATE_KEY, SECRET = "certificate.pem", "private-key.pem", "secret"
 
 Name: TypeAlias = Annotated[str, Field(pattern=f"^{MACHINE_NAME}$")]
 
@@ -139,75 +133,7 @@ BETWEEN_MACHINES = {cls.__name__: TypeAdapter(cls) for cls in (
     Hello, Welcome, Refused, Start, Find, Found, Missing, Searching, Tensor, Piece, Ping, Ended)}
 
 
-# --- keys ---
-
-@dataclass(frozen=True)
-class Key:
-    """What a machine needs to join: by it the host is known, and the host knows it."""
-
-    fingerprint: bytes             # SHA-256 of the host's certificate
-    secret: bytes
-
-    @property
-    def text(self):
-        return base64.urlsafe_b64encode(self.fingerprint + self.secret).decode()
-
-
-def read_key(text):
-    """The Key that a person has pasted. Raises ConfigError for what is none."""
-    try:
-        raw = base64.urlsafe_b64decode(text)
-    except ValueError:
-        raw = b""
-    if len(raw) != FINGERPRINT_BYTES + SECRET_BYTES:
-        raise ConfigError(f"The key of {len(text)} characters is not one that a host has printed, which has 64. Copy "
-                          f"the whole line again.")
-    return Key(raw[:FINGERPRINT_BYTES], raw[FINGERPRINT_BYTES:])
-
-
-def identity(folder):
-    """The host's Key, with its certificate and secret in a private folder; made where there is none.
-    Raises ConfigError without openssl."""
-    folder = Path(folder)
-    try:
-        return _identity(folder)
-    except OSError as error:
-        raise ConfigError(f"The key by which other machines join cannot be kept in {folder}: {error}. Give this user "
-                          f"room there, and leave to write.") from error
-
-
-def _identity(folder):
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
-    if not all((folder / name).is_file() for name in (CERTIFICATE, PRIVATE_KEY, SECRET)):
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-                   "-days", "36500",
-                   "-subj", "/CN=xdit", "-keyout", str(folder / PRIVATE_KEY), "-out", str(folder / CERTIFICATE)]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, umask=0o077)
-        except FileNotFoundError:
-            raise ConfigError("Other machines join over TLS, and openssl, which makes the certificate, is not "
-                              "installed here. Install it, such as with: apt install openssl") from None
-        except (subprocess.SubprocessError, OSError) as error:
-            raise ConfigError(f"openssl could not make a certificate for other machines to join: "
-                              f"{getattr(error, 'stderr', None) or error}") from error
-        # on a full disk it ends up shorter, and would be a key that others know
-        unfinished = folder / f"{SECRET}.new"
-        with open(unfinished, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.write(secrets.token_bytes(SECRET_BYTES))
-        unfinished.replace(folder / SECRET)
-    certificate = ssl.PEM_cert_to_DER_cert((folder / CERTIFICATE).read_text())
-    return Key(hashlib.sha256(certificate).digest(), (folder / SECRET).read_bytes())
-
-
-def server_context(folder):
-    """What the host meets others with, of the folder of its `identity`."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_cert_chain(Path(folder) / CERTIFICATE, Path(folder) / PRIVATE_KEY)
-    context.num_tickets = 0                                    # who only sends would never read them
-    return context
-
+# --- who is let in ---
 
 def welcome(connected, context, secret):
     """The host's side of a new connection: a Link to who holds the key;

@@ -19,7 +19,8 @@ from ..protocol import timeouts
 from ..protocol.devices import MACHINE_NAME
 from ..protocol.errors import ChannelClosedError, ConfigError, WorkerStartError
 from .contents import Contents
-from .links import PORT, Hello, Refused, Welcome, identity, server_context, welcome
+from .keys import identity, server_context
+from .links import PORT, Hello, Refused, Welcome, welcome
 from .session import Session, wait_for
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..distributed.exchange import Exchange
-from ..distributed.rows import Padding, RowSplit, input_rows, output_starts, overlap
-from .usp import all_keys, heads_apart, repeat_heads
+from ..distributed.rows import RowSplit, input_rows, output_starts, overlap
+from .usp import all_keys, heads_apart
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StaleSplit(RowSplit):
         return self.exchange.rank
 
     def around(self, x, kernel, stride, padding):
-        """The rows that this rank's part of a convolution reads, with `padding` rows of zeros beyond the image, in one
+        """The rows that this rank's part of a convolution reads, with zeros for its Padding beyond the image, in one
         copy.
 
         x: (B, C, H, W), this rank's rows. A rank tells all others the rows that any of them reads.
@@ -48,9 +48,10 @@ class StaleSplit(RowSplit):
         A piece: (rank, first and end of the rows of what it tells; of x for this rank, None), or (None, 0, 0, rows of
         zeros).
         """
-        held, own, edges = list(zip(self.starts, self.starts[1:])), self.rank, Padding(padding, padding)
-        firsts = output_starts(self.starts, kernel, stride, edges)
-        reads = [input_rows(first, end, self.num_rows, kernel, stride, edges) for first, end in zip(firsts, firsts[1:])]
+        held, own = list(zip(self.starts, self.starts[1:])), self.rank
+        firsts = output_starts(self.starts, kernel, stride, padding)
+        reads = [input_rows(first, end, self.num_rows, kernel, stride, padding)
+                 for first, end in zip(firsts, firsts[1:])]
         lent = [sorted({row for other, (_, low, high, _) in enumerate(reads) if other != rank
                         for row in range(*overlap(low, high, *rows))})
                 for rank, rows in enumerate(held)]
@@ -135,16 +136,16 @@ def corrected_moments(fresh, difference, mean_before, offset):
     return mean, torch.where(variance < 0, own_variance, variance)
 
 
-def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, mask=None, key_sizes=None):
+def displaced_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key):
     """Attention of this rank's queries to keys and values of all ranks: of now within its own part, else as the
     exchange has them.
 
     Ulysses and Ring share out a rank's part of the tokens further; its keys and values are replicated along the ring
-    axis, which then tells all of them. sizes: T of every sequence rank; key_sizes: of keys and values, where they are
-    others. key: (block, name and number of the attention).
-    attention(q, k, v, attn_mask): plain attention. mask: (B, 1, 1, T of all ranks). Returns like q.
+    axis, which then tells all of them. attention: a usp.Attention. key: (block, name and number of the attention).
+    Returns like q.
     """
     mesh, traffic, exchange = context.mesh, context.traffic, context.exchange
+    sizes, key_sizes = attention.sizes, attention.key_sizes
     if not any(sizes):
         return q_BNTH
     each = len(sizes) // exchange.num_ranks
@@ -153,7 +154,7 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, sizes, context, key, attention, 
     (q_BNTH, k_BNTH, v_BNTH), together = heads_apart(q_BNTH, k_BNTH, v_BNTH, own, mesh, traffic, key_sizes and own_keys)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, own_keys, mesh, traffic)
     every = keys_and_values(k_BNTH, v_BNTH, [sum(part) for part in parts], exchange, key)
-    return together(attention(q_BNTH, *repeat_heads(q_BNTH, *every), attn_mask=mask))
+    return together(attention.whole(q_BNTH, *every, attention.mask))
 
 
 def keys_and_values(k_BNTH, v_BNTH, sizes, exchange, key):

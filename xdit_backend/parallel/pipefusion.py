@@ -16,23 +16,23 @@ from ..distributed.masks import gathered_mask
 from ..distributed.mesh import wait_timeout_s
 from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError, XDiTError
-from .usp import all_keys, heads_apart, repeat_heads
+from .usp import all_keys, heads_apart
 
 MAX_SENT = 16                  # messages that are kept for the stage after
 
 
-def patch_attention(q_BNTH, k_BNTH, v_BNTH, context, key, streams, read, attention):
+def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key, read):
     """Attention of a forward's queries over all tokens of the image, most of them stale. Every rank of the axes calls
     it.
 
     Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by
     an all-gather along the ring axis (docs/algorithms.md section 3). Grouped queries: k and v have fewer heads, and are
     kept so.
-    key: (block, name and number of the attention). streams: of the queries; read: of keys and values. attention(q, k,
-    v, attn_mask): plain attention. Returns like q.
+    attention: a usp.Attention, whose mask is made here. key: (block, name and number of the attention). read: the
+    streams of keys and values. Returns like q.
     """
-    mesh, traffic, sizes, given = context.mesh, context.traffic, context.tokens.sizes(streams), q_BNTH
-    key_sizes = None if read == streams else context.tokens.sizes(read)
+    mesh, traffic, given = context.mesh, context.traffic, q_BNTH
+    sizes, key_sizes = attention.sizes, attention.key_sizes
     (q_BNTH, k_BNTH, v_BNTH), together = heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, key_sizes or sizes, mesh, traffic)
     pieces = context.tokens.pieces(read)
@@ -42,7 +42,7 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, context, key, streams, read, attenti
     if not any(sizes):                                         # this patch only brings keys for the next step's first
         return given
     mask = gathered_mask(context.masks, pieces, q_BNTH)
-    return together(attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask))
+    return together(attention.whole(q_BNTH, k_BNTH, v_BNTH, mask))
 
 
 def _kept_pieces(context, streams, num_keys):

@@ -1,35 +1,52 @@
 """Unified sequence parallelism: Ulysses inside, Ring outside (USP, arXiv 2405.07719). Called by the attention hook.
 
-PipeFusion and displaced patches begin and end as it does: heads_apart and all_keys.
+PipeFusion and displaced patches take the same Attention, and begin and end as it does: heads_apart and all_keys.
 
 # B batch, N heads, T tokens, H head size
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from ..distributed.attention import attention_with_lse, merge_attention
 from ..distributed.collectives import RingExchange, all_gather, all_to_all
 from ..partition import shard_sizes
 
 
-def usp_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, attention, scale, traffic, mask=None, key_sizes=None):
+@dataclass(frozen=True)
+class Attention:
+    """What an attention by several ranks is given beside its queries, keys and values."""
+
+    sizes: list[int]                       # T of every sequence rank; they may differ
+    key_sizes: list[int] | None = None     # of keys and values, where they are not the tokens of the queries
+    # (B, 1, 1, T of all ranks), which keys may be attended to, rank after rank; None: all
+    mask: torch.Tensor | None = None
+    scale: float | None = None             # of queries times keys; None: torch's
+    plain: Callable = F.scaled_dot_product_attention           # as torch's; used where no merge is needed
+
+    def whole(self, q_BNTH, k_BNTH, v_BNTH, mask):
+        """Plain attention to keys that are all here."""
+        return self.plain(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask, scale=self.scale)
+
+
+def usp_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     """Attention of this rank's queries over the tokens of all sequence ranks. Every rank of the axes calls it.
 
     q, k, v: (B, N, T of this rank, H), positions already applied; k and v may have fewer heads, one for a group of q's.
-    sizes: T of every sequence rank; they may differ. key_sizes: of keys and values, where they are not the tokens of
-    the queries. mask: (B, 1, 1, T of all ranks), which keys may be attended to, rank after rank. attention: the plain
-    attention to use where no merge is needed. The order of keys is irrelevant, so text and image shards need no
-    rearranging. Returns (B, N, T of this rank, H).
+    The order of keys is irrelevant, so text and image shards need no rearranging. Returns (B, N, T of this rank, H).
     """
+    sizes, key_sizes = attention.sizes, attention.key_sizes
     if not any(sizes):
         return q_BNTH
     (q_BNTH, k_BNTH, v_BNTH), together = heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
     if mesh.degrees["ring"] > 1:
-        out = ring_attention(q_BNTH, k_BNTH, v_BNTH, _ring_sizes(key_sizes or sizes, mesh), mesh, scale, traffic, mask)
+        out = ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
     else:
-        out = attention(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask, scale=scale)
+        out = attention.whole(q_BNTH, k_BNTH, v_BNTH, attention.mask)
     return together(out)
 
 
@@ -53,14 +70,15 @@ def repeat_heads(q_BNTH, k_BNTH, v_BNTH):
             else (k_BNTH.repeat_interleave(repeats, 1), v_BNTH.repeat_interleave(repeats, 1)))
 
 
-def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic, mask=None):
+def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     """Attention over keys and values that go round the ring; each transfer runs while the block at hand is computed.
 
-    sizes: number of keys every ring rank starts with, of which some may have none. mask: over all of them, rank after
-    rank, known to every rank. Ring Attention, arXiv 2310.01889. Returns like q.
+    q, k, v: of heads_apart. Some ranks may start with no keys. The mask is over those of all ranks, and known to every
+    rank. Ring Attention, arXiv 2310.01889. Returns like q.
     """
     degree, rank = mesh.degrees["ring"], mesh.ranks["ring"]
-    masks = [None] * degree if mask is None else mask.split(sizes, 3)
+    sizes = _ring_sizes(attention.key_sizes or attention.sizes, mesh)
+    masks = [None] * degree if attention.mask is None else attention.mask.split(sizes, 3)
     key_value = torch.stack([k_BNTH, v_BNTH])
     out = lse = exchange = None
     for step in range(degree):
@@ -70,7 +88,7 @@ def ring_attention(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, scale, traffic, mask=Non
             exchange = RingExchange(key_value, shape, mesh.ring_group, traffic)
         if q_BNTH.shape[2] and key_value.shape[3]:
             keys_BNTH, values_BNTH = repeat_heads(q_BNTH, key_value[0], key_value[1])
-            block_out, block_lse = attention_with_lse(q_BNTH, keys_BNTH, values_BNTH, scale,
+            block_out, block_lse = attention_with_lse(q_BNTH, keys_BNTH, values_BNTH, attention.scale,
                                                       masks[(rank - step) % degree])
             if out is None:
                 out, lse = block_out.to(torch.promote_types(block_out.dtype, torch.float32)), block_lse

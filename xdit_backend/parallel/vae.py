@@ -5,8 +5,9 @@ torch.nn.functional work on rows and fetch from the other ranks what a row needs
 """
 
 import copy
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,7 +24,7 @@ from ..autoencoders.family import replaced
 from ..distributed.collectives import Traffic
 from ..distributed.mesh import group_timeout
 from ..distributed.norm_rows import group_norm_rows
-from ..distributed.rows import Padding, RowSplit, attention_rows, conv_rows, linear_attention_rows
+from ..distributed.rows import Convolution, Padding, RowSplit, attention_rows, conv_rows, linear_attention_rows
 from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError
 
@@ -75,28 +76,31 @@ class Ranks:
         return self._groups[some] if dist.get_rank() in some else None
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """How an image is cut: one piece for each rank, and of a rank's what a convolution computes at once."""
+
+    dim: int | None = None         # -3, -2 or -1: frames, rows or columns; None: as split_dim says
+    speeds: tuple = ()             # of the ranks, relative, by which they have rows; (): alike
+    block_size: int | tuple[int, int] | None = None            # see conv_rows; None: all at once
+    # (RowSplit) is called before each convolution, on all ranks that have rows, and may raise on all of them to give up
+    on_convolution: Callable[[RowSplit], object] | None = None
+
+
 @torch.inference_mode()
-def decode_rows(vae, latent, ranks=None, traffic=None, block_size=None, on_convolution=None, dim=None,
-                speeds=()):
+def decode_rows(vae, latent, ranks=None, traffic=None, pieces=Pieces()):
     """Decode this rank's rows of a picture. Every rank of `ranks` calls it, with the same whole latent.
 
     latent: (B, C, H, W), or (B, C, F, H, W) for a video. Returns the rank's Share of (B, 3, H', W') or (B, 3, F', H',
-    W'): put together by rank, the shares are vae.decode(latent), as ComfyUI does it (autoencoders/). Rows, columns or
-    frames are split, see split_dim. Where there are more ranks than rows the last ones have nothing to do and get None.
-    Without ranks, or alone, it decodes the whole picture. block_size: what of its output a convolution computes at
-    once, see conv_rows; None for all. on_convolution(split) is called before each convolution, on all ranks that have
-    rows, with their RowSplit, and may raise on all of them to give up. dim: -3, -2 or -1 to split frames, rows or
-    columns, where the choice is not to be made here.
-    speeds: of the ranks, relative, by which they have rows; (): alike.
-    Raises UnsupportedError for a VAE that cannot be split exactly.
+    W'): put together by rank, the shares are vae.decode(latent), as ComfyUI does it (autoencoders/). Where there are
+    more ranks than rows the last ones have nothing to do and get None. Without ranks, or alone, it decodes the whole
+    picture. Raises UnsupportedError for a VAE that cannot be split exactly.
     """
-    return _in_parts(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, block_size, on_convolution, dim,
-                     speeds)
+    return _in_parts(vae, partial(_family(vae).decode, vae), latent, 1, ranks, traffic, pieces)
 
 
 @torch.inference_mode()
-def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, on_convolution=None, dim=None,
-                speeds=()):
+def encode_rows(vae, picture, scale, ranks=None, traffic=None, pieces=Pieces()):
     """Encode this rank's rows of a picture, like decode_rows: the other way round, from the same whole picture.
 
     picture: (B, C, H, W) or (B, C, F, H, W) on any device, of which a rank's rows alone are copied to its own; H and W
@@ -108,7 +112,7 @@ def encode_rows(vae, picture, scale, ranks=None, traffic=None, block_size=None, 
     def encode(rows):
         return _family(vae).encode(vae, rows.to(vae.device, vae.dtype))
 
-    return _in_parts(vae, encode, picture, scale, ranks, traffic, block_size, on_convolution, dim, speeds)
+    return _in_parts(vae, encode, picture, scale, ranks, traffic, pieces)
 
 
 def split_dim(vae, shape, scale):
@@ -127,24 +131,24 @@ def num_parts(shape, scale, dim):
     return shape[-3] - 1 if dim == -3 else shape[dim] // scale
 
 
-def _in_parts(vae, run, whole, scale, ranks, traffic, block_size, on_convolution, dim, speeds):
+def _in_parts(vae, run, whole, scale, ranks, traffic, pieces):
     """Run an autoencoder on this rank's part of `whole`, which has `scale` rows for each row of the latent."""
     run, num_ranks = partial(_run, vae, run), ranks.count if ranks else 1
-    dim = dim or split_dim(vae, whole.shape, scale)
+    dim = pieces.dim or split_dim(vae, whole.shape, scale)
     count = num_parts(whole.shape, scale, dim)
-    if num_ranks == 1 and block_size is None:
-        with replaced(F, **_told(on_convolution, RowSplit.of_sizes([count], None, traffic or Traffic(), dim))):
+    if num_ranks == 1 and pieces.block_size is None:
+        with replaced(F, **_told(pieces.on_convolution, RowSplit.of_sizes([count], None, traffic or Traffic(), dim))):
             return Share(run(whole))
     _check(vae)
     num_ranks = min(num_ranks, count)
     group = ranks and ranks.first(num_ranks)
     if ranks and group is None:
         return None
-    split = RowSplit.of_sizes(shard_sizes(count, num_ranks, speeds[:num_ranks], least=1), group, traffic or Traffic(),
-                              dim)
+    split = RowSplit.of_sizes(shard_sizes(count, num_ranks, pieces.speeds[:num_ranks], least=1), group,
+                              traffic or Traffic(), dim)
     if dim == -3:
-        return _by_frames(vae, run, whole, split, block_size, on_convolution)
-    return _by_rows(vae, run, whole, scale, split, block_size, on_convolution)
+        return _by_frames(vae, run, whole, split, pieces)
+    return _by_rows(vae, run, whole, scale, split, pieces)
 
 
 def _run(vae, run, part):
@@ -167,24 +171,24 @@ def _told(on_convolution, split):
     return {} if on_convolution is None else {"conv2d": after(conv2d), "conv3d": after(conv3d)}
 
 
-def _by_rows(vae, run, whole, scale, split, block_size, on_convolution):
+def _by_rows(vae, run, whole, scale, split, pieces):
     own = split.scaled(scale)
     latent_across = whole.shape[split.other_dim] // scale
-    waiting = []
+    functions = _RowFunctions(split, latent_across, pieces)
     with ExitStack() as stack:
-        stack.enter_context(replaced(F, **_row_functions(split, latent_across, block_size, waiting, on_convolution)))
+        stack.enter_context(replaced(F, **functions.by_name()))
         for module in vae.modules():
             if isinstance(module, SanaMultiscaleLinearAttention):
                 stack.enter_context(replaced(module, **_linear_attention(split, module.eps)))
             elif _family(vae).over_frames(module):
                 stack.enter_context(replaced(module, forward=partial(_with_own_keys, module.forward)))
         result = run(whole.narrow(split.dim, own.start, own.size))
-    if waiting:
+    if functions.waiting:
         raise UnsupportedError(NOT_FOLLOWED)
     return Share(result, split.dim, split.start * result.shape[split.other_dim] // latent_across)
 
 
-def _by_frames(vae, run, whole, split, block_size, on_convolution):
+def _by_frames(vae, run, whole, split, pieces):
     """Decode this rank's frames, all their rows. `split` is of the latent's frames after the first, which is the first
     rank's.
 
@@ -193,89 +197,88 @@ def _by_frames(vae, run, whole, split, block_size, on_convolution):
     before their own, which nothing reads and which is left out at the end.
     """
     lead = int(split.rank > 0)
-    with replaced(F, conv3d=_frame_convolution(split, vae.config.decoder_causal, block_size, on_convolution)):
+    with replaced(F, conv3d=_frame_convolution(split, vae.config.decoder_causal, pieces)):
         result = run(whole.narrow(-3, split.start, 1 + split.size))
     times = (result.shape[-3] - 1) // split.size
     return Share(result[:, :, lead:], -3, lead * (1 + split.start * times))
 
 
-def _frame_convolution(split, causal, block_size, on_convolution):
-    def frame_conv(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+def _frame_convolution(split, causal, pieces):
+    def frame_conv(input, *arguments, **options):
         """LTX's modules repeat their outermost frames before it. Those of other ranks belong there."""
-        num_repeated = weight.shape[-3] - 1
+        convolution = Convolution(*arguments, **options)
+        num_repeated = convolution.weight.shape[-3] - 1
         before = num_repeated if causal else num_repeated // 2
         lead, num_frames = int(split.rank > 0), input.shape[-3] - num_repeated
         further = split.scaled((num_frames - 1) // split.size)
         own_split = RowSplit((0, *(1 + start for start in further.starts[1:])), split.group, split.traffic, -3)
         own = input.narrow(-3, before + lead, num_frames - lead)
-        if on_convolution is not None:
-            on_convolution(split)
-        stride, padding, dilation = (_of_dims(value, 3) for value in (stride, padding, dilation))
-        out = conv_rows(own, weight, bias, stride, padding, dilation, groups, own_split,
-                        Padding(before, num_repeated - before, "replicate"), block_size)
+        if pieces.on_convolution is not None:
+            pieces.on_convolution(split)
+        out = conv_rows(own, convolution, own_split, Padding(before, num_repeated - before, "replicate"),
+                        pieces.block_size)
         return torch.cat([out[:, :, :1], out], -3) if lead else out
     return frame_conv
 
 
-def _row_functions(split, latent_across, block_size, waiting, on_convolution):
+@dataclass(frozen=True)
+class _RowFunctions:
     """What takes the place of torch.nn.functional's functions while rows are decoded or encoded.
 
     Only one dim is split, and an autoencoder scales both alike: the size of a tensor's other dim tells its scale and
-    with it the rows each rank holds. `waiting` has the padding that a call of pad has left to the convolution after it.
+    with it the rows each rank holds.
     """
-    def scaled(x):
-        return split.scaled(x.shape[split.other_dim] // latent_across)
 
-    def convolution(num_dims):
-        def row_conv(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-            stride, padding, dilation = (_of_dims(value, num_dims) for value in (stride, padding, dilation))
-            own_split, edges = scaled(input), None
-            if waiting:
-                padded, own_split, edges = waiting.pop()
-                if not _same_images(input, padded) or padding[split.dim]:
-                    raise UnsupportedError(NOT_FOLLOWED)
-            if on_convolution is not None:
-                on_convolution(split)
-            return conv_rows(input, weight, bias, stride, padding, dilation, groups, own_split, edges, block_size)
-        return row_conv
+    split: RowSplit                # of the latent
+    latent_across: int             # the size of its other dim
+    pieces: Pieces
+    waiting: list = field(default_factory=list)                # padding that `pad` has left to the convolution after it
 
-    def row_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
-        return group_norm_rows(input, num_groups, weight, bias, eps, split)
+    def by_name(self):
+        return {"conv2d": self.convolution, "conv3d": self.convolution, "group_norm": self.group_norm, "pad": self.pad,
+                "interpolate": self.interpolate, "scaled_dot_product_attention": self.attention}
 
-    def row_pad(input, pad, mode="constant", value=None):
+    def _scaled(self, x):
+        return self.split.scaled(x.shape[self.split.other_dim] // self.latent_across)
+
+    def convolution(self, input, *arguments, **options):
+        convolution, split, edges = Convolution(*arguments, **options), self._scaled(input), None
+        if self.waiting:
+            padded, split, edges = self.waiting.pop()
+            if not _same_images(input, padded) or convolution.padding[split.dim]:
+                raise UnsupportedError(NOT_FOLLOWED)
+        if self.pieces.on_convolution is not None:
+            self.pieces.on_convolution(self.split)
+        return conv_rows(input, convolution, split, edges, self.pieces.block_size)
+
+    def group_norm(self, input, num_groups, weight=None, bias=None, eps=1e-5):
+        return group_norm_rows(input, num_groups, weight, bias, eps, self.split)
+
+    def pad(self, input, pad, mode="constant", value=None):
         """Pads the whole dims at once, and leaves the split one to the convolution that follows."""
-        here = 2 * (-split.dim - 1)                            # torch counts pairs from the last dim
+        here = 2 * (-self.split.dim - 1)                       # torch counts pairs from the last dim
         before, after = tuple(pad[here:here + 2]) or (0, 0)
         if min(before, after) < 0 or (before or after) and value:
             raise UnsupportedError(f"{mode} padding by {tuple(pad)} with {value} cannot be split. Use VAE Decode.")
         others = (*pad[:here], 0, 0, *pad[here + 2:])
         padded = pad_whole(input, others, mode, value) if any(others) else input
         if before or after:
-            waiting.append((padded, scaled(input), Padding(before, after, mode)))
+            self.waiting.append((padded, self._scaled(input), Padding(before, after, mode)))
         return padded
 
-    def row_interpolate(input, size=None, scale_factor=None, mode="nearest", *rest, **options):
+    def interpolate(self, input, size=None, scale_factor=None, mode="nearest", *rest, **options):
         factors = _pair(scale_factor) if size is None else [new / old for new, old in zip(size[-2:], input.shape[-2:])]
         if mode not in ("nearest", "nearest-exact") or not all(float(factor).is_integer() for factor in factors):
             raise UnsupportedError(f"Upsampling with mode={mode}, size={size}, scale_factor={scale_factor} cannot be "
                                    f"split, only nearest by a whole factor. Use VAE Decode.")
         return interpolate(input, size=size, scale_factor=scale_factor, mode=mode)
 
-    def row_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+    def attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         if attn_mask is not None or is_causal:
             raise UnsupportedError("Masked attention in a VAE cannot be split. Use VAE Decode.")
-        num_frames = query.shape[-2] // (split.size * latent_across)
-        sizes = [size * latent_across * num_frames for size in split.sizes]
-        return attention_rows(query, key, value, sizes, split, dropout_p=dropout_p, **options)
-
-    return {
-        "conv2d": convolution(2),
-        "conv3d": convolution(3),
-        "group_norm": row_group_norm,
-        "pad": row_pad,
-        "interpolate": row_interpolate,
-        "scaled_dot_product_attention": row_attention,
-    }
+        num_frames = query.shape[-2] // (self.split.size * self.latent_across)
+        sizes = [size * self.latent_across * num_frames for size in self.split.sizes]
+        return attention_rows(query, key, value, sizes, self.split, dropout_p=dropout_p, **options)
 
 
 def _same_images(tensor, other):
@@ -321,10 +324,3 @@ def _check(vae):
 
 def _pair(value):
     return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-
-
-def _of_dims(value, num_dims):
-    """An argument of a convolution as a number for each dim of the image."""
-    if isinstance(value, str):
-        raise UnsupportedError(f'A convolution with padding="{value}" cannot be split. Use VAE Decode.')
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,) * num_dims

@@ -16,7 +16,7 @@ from ..distributed.collectives import Traffic, all_gather
 from ..host_memory import memory_room
 from ..partition import shard_sizes
 from ..protocol.errors import ConfigError
-from .vae import decode_rows, encode_rows, num_parts, split_dim
+from .vae import Pieces, decode_rows, encode_rows, num_parts, split_dim
 
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
 ROOMY = 1.5                    # so much, and what convolutions take beside their output need not be kept small
@@ -128,7 +128,7 @@ def need_of(outline, shape, scale, num_ranks, whole=False, speeds=()):
     device.
 
     outline: see outline_of. scale: see encode_rows. whole: with convolutions all at once; else in about eight blocks,
-    of which peak_bytes has one. speeds: as decode_rows has them.
+    of which peak_bytes has one. speeds: as Pieces has them.
     """
     shape = list(shape)
     dim = split_dim(outline, shape, scale)
@@ -137,12 +137,12 @@ def need_of(outline, shape, scale, num_ranks, whole=False, speeds=()):
     given = torch.empty(shape, dtype=outline.dtype, device="meta")
     num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
     convolutions = []
-    options = {} if whole else {"block_size": num_rows, "on_convolution": convolutions.append, "dim": dim}
+    pieces = Pieces() if whole else Pieces(dim, block_size=num_rows, on_convolution=convolutions.append)
     with LiveBytes(dim) as live:
         if scale == 1:
-            decode_rows(outline, given, **options)
+            decode_rows(outline, given, pieces=pieces)
         else:
-            encode_rows(outline, given, scale, **options)
+            encode_rows(outline, given, scale, pieces=pieces)
     return Need(live.peak_bytes, live.largest_row_bytes, live.num_convolutions if whole else len(convolutions))
 
 
@@ -154,7 +154,7 @@ class RowPlanner:
         self._outline, self._device, self._needs, self._work = outline_of(vae), vae.device, {}, {}
 
     def plan(self, shape, scale, ranks, free_bytes, speeds=()):
-        """Choose the block_size of decode_rows (scale 1) or encode_rows; returns it, the number of convolutions to
+        """Choose the block_size to decode (scale 1) or encode by; returns it, the number of convolutions to
         come, and the speeds by which rows are shared out: those given, or none where only equal parts fit.
 
         Every rank calls it with the bytes that it may use, and all get one answer: None where there is room enough to

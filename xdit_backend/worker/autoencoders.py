@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..checkpoints.vae import load_autoencoder
 from ..distributed.rows import all_sums
-from ..parallel.vae import Ranks, decode_rows, encode_rows
+from ..parallel.vae import Pieces, Ranks, decode_rows, encode_rows
 from ..parallel.vae_memory import LiveBytes, RowPlanner, free_bytes
 from ..protocol.segments import map_segment
 from ..protocol.transfers import on_device
@@ -60,9 +60,10 @@ class Autoencoders:
                                                  self._clock.mark())
         for index in range(len(latent)):
             progress = self._progress("decoding", index, len(latent), num_steps, check)
+            pieces = Pieces(speeds=speeds, block_size=block_size, on_convolution=progress)
             with live if command.measure_memory else nullcontext():
                 share = decode_rows(vae, on_device(latent[index:index + 1], self._device).to(vae.dtype), ranks, traffic,
-                                    block_size, progress, speeds=speeds)
+                                    pieces)
             if share is not None:
                 # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
                 pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
@@ -83,8 +84,8 @@ class Autoencoders:
         block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale, ranks)
         for index in range(len(picture)):
             progress = self._progress("encoding", index, len(picture), num_steps, check)
-            share = encode_rows(vae, picture[index:index + 1], scale, ranks, traffic,
-                                block_size=block_size, on_convolution=progress, speeds=speeds)
+            pieces = Pieces(speeds=speeds, block_size=block_size, on_convolution=progress)
+            share = encode_rows(vae, picture[index:index + 1], scale, ranks, traffic, pieces)
             if share is not None:
                 latent[index].narrow(share.dim, share.start, share.tensor.shape[share.dim]).copy_(share.tensor[0])
 

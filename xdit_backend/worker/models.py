@@ -197,22 +197,21 @@ class Loaded:
     def family(self):
         return self.transformer.family
 
-    def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, exchange=None, **keeping):
-        """The ForwardContext of a latent or its patch. keeping:
-        where keys and values are kept, ForwardContext's fields for that."""
-        family, num_blocks = self.family, self.hooks.num_blocks
-        for name in keeping.keys() & {"first_image", "num_images"}:            # of what the blocks see
-            keeping[name] *= family.latent.sequences(latent.shape)
-        if "key_values" in keeping:
-            keeping |= {"kept_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
+    def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, **fields):
+        """The ForwardContext of a latent or its patch. fields: others of it, for what is kept and exchanged."""
+        family, num_blocks, exchange = self.family, self.hooks.num_blocks, fields.get("exchange")
+        for name in fields.keys() & {"first_image", "num_images"}:             # of what the blocks see
+            fields[name] *= family.latent.sequences(latent.shape)
+        if "key_values" in fields:
+            fields |= {"kept_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
         if exchange is not None and family.by_rows:
-            keeping["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1),
-                                         mesh.sequence_speeds)
+            fields["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1),
+                                        mesh.sequence_speeds)
         return ForwardContext(
             family.inputs(latent, on_device(timestep, latent.device), conditioning, self.transformer.config, patch),
             mesh, traffic, self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,
             tokens_of(family, mesh, latent.shape, conditioning, patch), patch,
-            None if patch is None else rows_of(family, latent.shape, patch), exchange=exchange, **keeping)
+            None if patch is None else rows_of(family, latent.shape, patch), **fields)
 
     def received_size(self, mesh, shape, conditioning, patch=None):
         """Elements of the message that the stage before sends for a latent (or patch) of this shape."""

@@ -3,6 +3,7 @@ Used by the engine."""
 
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +15,17 @@ from ..parallel.vae_memory import free_bytes
 from ..partition import FULL, shard_sizes
 from ..protocol.displaced_modes import MODES
 from ..protocol.segments import map_segment
+from ..protocol.specs import Branch
 from ..protocol.transfers import on_device
 from .clock import Clock
+
+
+class Part(NamedTuple):
+    """Images of a branch that go through the model together."""
+
+    branch: Branch
+    first: int
+    last: int                      # the one after them
 
 
 class Predictions:
@@ -101,17 +111,17 @@ class Predictions:
             self._unclaimed = [handle for handle in self._unclaimed if not handle[1].is_completed()] + handles
         link = self._link(mesh, command.layout)
         for parts in self._together(command, mesh):
-            latents = [self._latent(loaded, mesh, *part) for part in parts]
-            exchange = self._exchange(command, mesh, parts[0][0].conditioning)
-            contexts = [self._context(loaded, mesh, command, branch, latent, first, traffic, exchange)
-                        for (branch, first, _), latent in zip(parts, latents)]
+            latents = [self._latent(loaded, mesh, part) for part in parts]
+            exchange = self._exchange(command, mesh, parts[0].branch.conditioning)
+            contexts = [self._context(loaded, mesh, command, part, latent, traffic, exchange)
+                        for part, latent in zip(parts, latents)]
             if handles:
                 contexts[0].arrive = partial(self._receive, link, handles.pop(0), traffic, waits)
-            with nullcontext() if exchange is None else _call(exchange, command, parts[0][0], traffic):
+            with nullcontext() if exchange is None else _call(exchange, command, parts[0].branch, traffic):
                 results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
             for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
                 if message is None:
-                    self._write(loaded.family, *part, latent, context, output)
+                    self._write(loaded.family, part, latent, context, output)
                 else:
                     link.send(message, traffic)
         # by now activations have taken what they need
@@ -128,19 +138,19 @@ class Predictions:
         waits.append((asked, self._clock.mark()))
         return message
 
-    def _write(self, family, branch, first, last, latent, context, output):
-        """Write the prediction for these images to where the host reads it:
+    def _write(self, family, part, latent, context, output):
+        """Write the prediction for a part's images to where the host reads it:
         this rank's rows, or all, by the first rank that has them."""
-        mesh = context.mesh
+        mesh, (branch, first, last) = context.mesh, part
         if context.bands is not None:
             band, next_band = context.bands[context.exchange.rank:][:2]
             rows = map_segment(branch.prediction)[first:last].narrow(2, band, next_band - band)
             self._ferry.fetch(family.prediction(output, latent), rows)
         elif mesh.sequence_rank == mesh.ranks["tensor"] == 0:
             self._ferry.fetch(family.prediction(output, latent), map_segment(branch.prediction)[first:last])
-            for name, part in family.part_predictions(output).items():
+            for name, prediction in family.part_predictions(output).items():
                 if name in branch.parts:
-                    self._ferry.fetch(part, map_segment(branch.parts[name])[first:last])
+                    self._ferry.fetch(prediction, map_segment(branch.parts[name])[first:last])
 
     def _tell(self, command, start, end, waits, traffic):
         """Put a step, and what it waited for, into the timeline.
@@ -160,15 +170,15 @@ class Predictions:
         return ([parts[index:index + 2] for index in range(0, len(parts), 2)] if takes_turns
                 else [[part] for part in parts])
 
-    def _latent(self, loaded, mesh, branch, first, last):
-        """These images' latents on the device. Of stages after the first, which use only the shape, zeros."""
+    def _latent(self, loaded, mesh, part):
+        """A part's latents on the device. Of stages after the first, which use only the shape, zeros."""
+        branch, first, last = part
         if mesh.ranks["pipefusion"] == 0:
             return on_device(map_segment(branch.latent)[first:last], self._device).to(loaded.dtype)
         return torch.zeros((last - first, *branch.latent.shape[1:]), dtype=loaded.dtype, device=self._device)
 
     def _parts(self, command, mesh):
-        """[(branch, first image, last image + 1)]: what this rank runs of a command,
-        in the order in which it travels."""
+        """The Parts that this rank runs of a command, in the order in which they travel."""
         parts = []
         for index, branch in enumerate(command.branches):
             if index % mesh.degrees["cfg"] != mesh.ranks["cfg"]:
@@ -176,9 +186,9 @@ class Predictions:
             batch = branch.latent.shape[0]
             start, size = _own_images(batch, mesh)
             if command.by_image:
-                parts += [(branch, image, image + 1) for image in range(start, start + size)]
+                parts += [Part(branch, image, image + 1) for image in range(start, start + size)]
             elif size:                                         # fewer images than data ranks: this one rests
-                parts.append((branch, start, start + size))
+                parts.append(Part(branch, start, start + size))
         return parts
 
     def _exchange(self, command, mesh, conditioning):
@@ -194,15 +204,16 @@ class Predictions:
             self._exchanges[conditioning] = exchange
         return exchange
 
-    def _context(self, loaded, mesh, command, branch, latent, first, traffic, exchange):
-        batch, rows = branch.latent.shape[0], slice(first, first + latent.shape[0])
+    def _context(self, loaded, mesh, command, part, latent, traffic, exchange):
+        branch, first, last = part
+        batch, rows = branch.latent.shape[0], slice(first, last)
         conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch else tensor, loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
         beside = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
                   for name, tensor in _beside(branch).items()}
         conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.parts else tensor
                          for name, tensor in beside.items()}
-        keeping = {} if exchange is None else {"first_image": first}
+        keeping = {} if exchange is None else {"exchange": exchange, "first_image": first}
         if exchange is None and (command.keep or command.patch is not None):
             start, size = _own_images(batch, mesh)
             keeping = {"key_values": self._kept(loaded, branch.conditioning), "forecast": command.forecast,
@@ -211,7 +222,6 @@ class Predictions:
         control = {place: tensor[rows] if tensor.shape[0] == batch else tensor for place, tensor in added.items()}
         scores = None if branch.scores is None else map_segment(branch.scores)[:, rows]
         return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch,
-                              exchange,
                               control=control, operations=branch.operations, scores=scores, guided=branch.guided,
                               **keeping)
 

@@ -34,28 +34,29 @@ def measure(rank, world_size, device, dtype, traffic, report, a_machine=0):
 
     report(text, done, total) tells a person. a_machine: config.devices_a_machine.
     """
-    watch = Watch(device, world_size)
+    watch = Watch(rank, world_size, device, dtype)
     numbers = {}
     sizes = sorted({size for size in (2, 4, 8, 16, a_machine, world_size) if size > 1 and world_size % size == 0})
     steps = 2 + len(sizes)
     report("measuring the devices", 0, steps)
-    numbers |= of_device(watch, device, dtype)
+    numbers |= of_device(watch)
     report("measuring the devices", 1, steps)
     if world_size > 1:
-        numbers |= of_waiting(watch, rank, device, dtype)
-    numbers["block_launch_s"] = of_empty_block(watch, device, dtype)
+        numbers |= of_waiting(watch)
+    numbers["block_launch_s"] = of_empty_block(watch)
     for index, size in enumerate(sizes):
         report("measuring the links", 2 + index, steps)
         large_bytes = ACROSS_BYTES if a_machine and a_machine % size else LARGE_BYTES
-        numbers |= of_links(watch, rank, world_size, size, device, dtype, traffic, large_bytes, is_first=index == 0)
+        numbers |= of_links(watch, size, traffic, large_bytes, is_first=index == 0)
     return numbers
 
 
 class Watch:
-    """Times what a rank does, in rounds that all ranks begin together."""
+    """Times what a rank does on its device, in the dtype of models, in rounds that all ranks begin together."""
 
-    def __init__(self, device, world_size):
-        self.device, self.together = device, world_size > 1
+    def __init__(self, rank, world_size, device, dtype):
+        self.rank, self.world_size, self.device, self.dtype = rank, world_size, device, dtype
+        self.together = world_size > 1
 
     def done(self):
         if self.device.type == "cuda":
@@ -96,10 +97,11 @@ class Watch:
         return max(1, math.ceil(LEAST_S / max(1e-6, time.perf_counter() - started_s)))
 
 
-def of_waiting(watch, rank, device, dtype):
+def of_waiting(watch):
     """Seconds of rounds of the same work: of the first rank's while the others rest (0 of others), of this rank's
     beside the others', and until the last rank is done, whose pace is no more even than its machine's.
     """
+    device, dtype = watch.device, watch.dtype
     width, full, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
     weight = torch.randn(4 * width, width, device=device).to(dtype)
     tokens = torch.randn(full, width, device=device).to(dtype)
@@ -117,7 +119,7 @@ def of_waiting(watch, rank, device, dtype):
     work(1)
     # each rank's own: devices that are not alike have rounds of one length
     repeats = max(1, round(ROUND_S / max(1e-6, timed(1))))
-    alone_s = [timed(repeats) for _ in range(SHARED_ROUNDS)] if rank == 0 else [0.0]
+    alone_s = [timed(repeats) for _ in range(SHARED_ROUNDS)] if watch.rank == 0 else [0.0]
     for _ in range(SHARED_ROUNDS):
         dist.barrier()
         watch.done()
@@ -130,10 +132,11 @@ def of_waiting(watch, rank, device, dtype):
             "round_of_all_s": statistics.median(all_s)}
 
 
-def of_device(watch, device, dtype):
+def of_device(watch):
     """Of a feed-forward's matrix multiplication with many rows and with few, attention with many keys and with few, a
     convolution, and of what is only moved.
     """
+    device, dtype = watch.device, watch.dtype
     width, full, short, long, brief, elements = ON_CUDA if device.type == "cuda" else ON_CPU
     weight, tokens = torch.randn(4 * width, width, device=device).to(dtype), torch.randn(full, width, device=device).to(
         dtype)
@@ -156,9 +159,10 @@ def of_device(watch, device, dtype):
         "move_bytes_s": 3 * one.nbytes / seconds["move"]}
 
 
-def of_empty_block(watch, device, dtype):
+def of_empty_block(watch):
     """Seconds that the host takes for a block of PixArt's structure with next to nothing to compute."""
     from diffusers.models.attention import BasicTransformerBlock
+    device, dtype = watch.device, watch.dtype
     block = BasicTransformerBlock(BLOCK_WIDTH, 2, BLOCK_WIDTH // 2, cross_attention_dim=BLOCK_WIDTH,
                                   num_embeds_ada_norm=1, norm_type="ada_norm_single").to(device, dtype)
     tokens = torch.randn(1, BLOCK_TOKENS, BLOCK_WIDTH, device=device).to(dtype)
@@ -167,16 +171,16 @@ def of_empty_block(watch, device, dtype):
                          wait=False)["launch"]
 
 
-def of_links(watch, rank, world_size, size, device, dtype, traffic, large_bytes, is_first):
+def of_links(watch, size, traffic, large_bytes, is_first):
     """Seconds of each collective in groups of so many neighbours, all groups at once: small and large messages.
 
     is_first: and of attention beside a hop.
     """
-    numbers = {}
+    numbers, device, dtype, world_size = {}, watch.device, watch.dtype, watch.world_size
     groups = [dist.new_group(range(first, first + size), timeout=group_timeout()) if size < world_size
               else dist.group.WORLD
               for first in range(0, world_size, size)]
-    own = groups[rank // size]
+    own = groups[watch.rank // size]
     for name, num_bytes in (("small", SMALL_BYTES), ("large", large_bytes)):
         piece = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         pieces = piece[:len(piece) // size * size].view(size, -1)
@@ -195,7 +199,7 @@ def of_links(watch, rank, world_size, size, device, dtype, traffic, large_bytes,
          f"launch {size} hop_s": lambda: RingExchange(piece, piece.shape, own, traffic).wait()}, repeats=10,
                              wait=False)
     if is_first:
-        numbers |= of_both(watch, own, device, dtype, traffic, large_bytes)
+        numbers |= of_both(watch, own, traffic, large_bytes)
     if size < world_size:
         for group in groups:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -203,8 +207,9 @@ def of_links(watch, rank, world_size, size, device, dtype, traffic, large_bytes,
     return numbers
 
 
-def of_both(watch, group, device, dtype, traffic, large_bytes):
+def of_both(watch, group, traffic, large_bytes):
     """Attention beside a hop: how much of the one passes beside the other."""
+    device, dtype = watch.device, watch.dtype
     _, _, _, tokens, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
     query = torch.randn(1, HEADS, tokens, 128, device=device).to(dtype)
     piece = torch.zeros(large_bytes // dtype.itemsize, dtype=dtype, device=device)

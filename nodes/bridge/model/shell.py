@@ -28,8 +28,9 @@ from ..run.remote import RemoteModel
 from ..supported.by_patches import KEY
 from ..supported.inputs import check_text
 from ..supported.modules import hold_elsewhere, remember_modules
-from ..workers.groups import GROUPS, check_packages, devices_of, load_device_of, memory_of
+from ..workers.groups import GROUPS, check_packages, devices_of, memory_of
 from ..workers.memory_checks import Room
+from ..workers.placement import load_device_of
 from .file_weights import places, prepare_text, read_values
 from .folders import marks_of, refuse_unlike, sample_as_said, under_comfyui_names
 from .own_model import OwnConfig
@@ -76,8 +77,7 @@ def load_shell(path, weight_dtype, config):
 
     latent_format = base_model.latent_format
 
-    def computing_in(
-        dtype):                                   # a name of a type: (Setup, Room). No circle: it knows no base_model
+    def computing_in(dtype):           # a name of a type: (Setup, Room). No circle: it knows no base_model
         spec = spec_of(dtype, *spread)
         own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)

@@ -8,6 +8,7 @@ will do.
 import dataclasses
 
 from ....xdit_backend.forecast.planner import branches_together, describe_layout
+from ....xdit_backend.host.calls import ForwardPass
 from ....xdit_backend.partition import cut_bands, halved, num_tokens
 from ....xdit_backend.protocol.displaced_modes import AUTO, MODES, chosen_for
 from ....xdit_backend.protocol.errors import ConfigError
@@ -53,9 +54,9 @@ class DisplacedRun:
                 and all(tuple(request.latent.shape) == self.shape and not request.is_changed for request in requests))
         stale = keep and not self._staleness.is_synchronous(names, sigma)
         layout = branches_together(self._layout) if any(request.guided for request in requests) else self._layout
-        ticket = self._client.submit(self._spec, layout, self._num_channels, requests, keep=keep, run=self,
-                                     forecast=self._config.forecast_keys_values, stale=stale,
-                                     displaced_mode=self._mode)
+        forward = ForwardPass(keep=keep, forecast=self._config.forecast_keys_values, stale=stale,
+                              displaced_mode=self._mode)
+        ticket = self._client.submit(self._spec, layout, self._num_channels, requests, forward, run=self)
         if keep:
             self._staleness.hold(names)
         return self._client.wait([ticket])[1]

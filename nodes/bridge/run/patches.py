@@ -66,16 +66,17 @@ def patchwise(sampler, remote):
         sampler.sampler_function = function
 
 
-def sample_patches(remote, sampler_function, model, x, sigmas, extra_args=None, callback=None, disable=None, **options):
+def sample_patches(remote, sampler_function, model, x, sigmas, **options):
     """Run a k-diffusion style sampler function once for each patch and put the patches together.
 
-    model: ComfyUI's KSamplerX0Inpaint. x: (B, C, H, W) or (B, C, F, H, W), noised. Returns like x.
+    model: ComfyUI's KSamplerX0Inpaint. x: (B, C, H, W) or (B, C, F, H, W), noised. options: of the sampler function, to
+    which ComfyUI gives extra_args, callback and disable by name. Returns like x.
     """
     run = remote.begin_run(sigmas, x.shape)
     if len(run.patches) == 1:
-        return sampler_function(model, x, sigmas, extra_args=extra_args, callback=callback, disable=disable, **options)
-    return PatchwiseSampler(remote, run, model, x, extra_args or {}, callback).sample(
-        sampler_function, sigmas, disable, options)
+        return sampler_function(model, x, sigmas, **options)
+    extra_args, callback = options.pop("extra_args", None) or {}, options.pop("callback", None)
+    return PatchwiseSampler(remote, run, model, x, extra_args, callback).sample(sampler_function, sigmas, options)
 
 
 class PatchwiseSampler:
@@ -92,12 +93,12 @@ class PatchwiseSampler:
         # of the calls that the first patch has sent and the last has not
         self._first_rows = collections.deque()
 
-    def sample(self, sampler_function, sigmas, disable, options):
+    def sample(self, sampler_function, sigmas, options):
         def run_patch(index):
+            quiet = {"disable": True} if index else {}         # one progress bar
             return sampler_function(self._patch_model(index), self._slice(self._x, index).clone(), sigmas,
                                     extra_args=self._patch_arguments(index),
-                                    callback=functools.partial(self._show, index),
-                                    disable=True if index else disable, **options)
+                                    callback=functools.partial(self._show, index), **options | quiet)
 
         self._tasks = [PatchTask(run_patch, self._remote, functools.partial(self._slice, index=index))
                        for index in range(len(self._run.patches))]

@@ -9,6 +9,7 @@ import dataclasses
 import torch
 
 from ....xdit_backend.forecast.planner import branches_together, choose_num_patches, describe_layout, warmup_layout
+from ....xdit_backend.host.calls import ForwardPass
 from ....xdit_backend.partition import cut_patches, num_tokens, opens_step
 from .staleness import Staleness
 
@@ -75,13 +76,11 @@ class PipelineRun:
             layout = branches_together(layout)
         apart = self._config.warmup == "whole" and layout.cfg_degree == 1
         batches = [[request] for request in requests] if apart else [requests]
+        by_image = self._config.warmup in ("auto", "micro_batches") and layout == self._layout and not guided
+        forward = ForwardPass(keep=keep, by_image=by_image, forecast=self._config.forecast_keys_values)
         predictions = []
         for batch in batches:
-            ticket = self._client.submit(self._spec, layout, self._num_channels, batch, keep=keep, run=self,
-                                         forecast=self._config.forecast_keys_values,
-                                         by_image=self._config.warmup in ("auto", "micro_batches")
-                                         and layout == self._layout
-                                         and not guided)
+            ticket = self._client.submit(self._spec, layout, self._num_channels, batch, forward, run=self)
             predictions += self._client.wait([ticket])[1]
         if keep:
             self._staleness.hold(self._keepers(requests))
@@ -106,8 +105,8 @@ class PipelineRun:
         if is_padded:
             requests = [dataclasses.replace(request, latent=torch.cat([request.latent, rows], self.dim))
                         for request, rows in zip(requests, first_rows)]
-        ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests,
-                                     patch=self.patches[index][0], forecast=self._config.forecast_keys_values, run=self)
+        forward = ForwardPass(self.patches[index][0], forecast=self._config.forecast_keys_values)
+        ticket = self._client.submit(self._spec, self._layout, self._num_channels, requests, forward, run=self)
         if is_padded:
             self._padded.add(ticket)
         return ticket

@@ -15,7 +15,8 @@ from ..supported.by_patches import DRAINED, WHOLE
 from ..supported.inputs import check_conditioning, check_finite, check_latent
 from ..supported.model import refuse_call, refuse_changed_modules
 from ..supported.operations import guided_of, operations_of, scores_of
-from ..workers.groups import GROUPS, ask_for_room, parking_room, show_text
+from ..workers.groups import GROUPS, parking_room, show_text
+from ..workers.placement import ask_for_room
 from .control import places_of
 from .displaced import DisplacedRun
 from .forecasts import Forecasts

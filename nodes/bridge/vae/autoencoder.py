@@ -81,8 +81,7 @@ def _transformed(done, how, half, config, given, shape, scale):
         num_ranks, first_rank = half.make_ready(given.shape, scale, functools.partial(_machine, client, half, config))
         started_s = time.perf_counter()
         GROUPS.runs.vae(client.devices)
-        result = how(half.name, half.dtype, half.weights, given, shape, settings=half.settings, num_ranks=num_ranks,
-                     first_rank=first_rank)
+        result = how(half, given, shape, num_ranks=num_ranks, first_rank=first_rank)
     except BaseException as error:
         show_text(GROUPS.runs.given_up(error))                 # in place of how far it is
         raise

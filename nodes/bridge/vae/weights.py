@@ -14,8 +14,8 @@ import comfy.model_management
 
 from ....xdit_backend.forecast.decoding import choose_ranks
 from ....xdit_backend.protocol.segments import dtype_name
-from ..workers.groups import GROUPS, load_device_of
-from ..workers.placement import RemotePatcher
+from ..workers.groups import GROUPS
+from ..workers.placement import RemotePatcher, load_device_of
 
 HALVES = weakref.WeakKeyDictionary()       # first-stage model -> {(prefixes of the tensors' names, devices): VaeHalf}
 
@@ -81,7 +81,7 @@ class VaeHalf:
 
     def load(self, outline):
         GROUPS.hold(self.client, self.name, self._model())
-        self.client.autoencoders.load(self.name, self.dtype, self.weights, self.settings)
+        self.client.autoencoders.load(self)
 
     @property
     def is_loaded(self):

@@ -83,28 +83,6 @@ def parking_room():
     return memory_room()[0] - KEPT_FREE_BYTES
 
 
-def ask_for_room(device, num_bytes):
-    """Have ComfyUI's own models on a device leave it as far as this needs.
-    Where there are none, it is not touched: no CUDA context."""
-    if machine_of(device):                                     # where no ComfyUI is
-        return
-    management, device = comfy.model_management, torch.device(device)
-    if device.type != "cpu" and any(loaded.device == device for loaded in management.current_loaded_models):
-        management.free_memory(num_bytes + management.minimum_inference_memory(), device)
-
-
-def load_device_of(devices):
-    """The device that ComfyUI is to think of a MODEL on these as being on: its own, where one of the workers is there,
-    else the first.
-
-    It asks for room there, and samples there: noise that a sampler draws is what ComfyUI draws for a model on that
-    device.
-    """
-    default = comfy.model_management.get_torch_device()
-    places = [torch.device(name) for name in devices if not machine_of(name)]
-    return default if default in places else places[0]
-
-
 class Groups:
     """The worker groups and the models in use on them.
 
