@@ -122,6 +122,30 @@ def test_files_say_what_they_are_for(path):
     assert 1 <= len(docstring.splitlines()), path
 
 
+def given_by_comfyui(function, path):
+    """A node's inputs, which ComfyUI gives by their names."""
+    return function.name == "execute" and path.parent.name == "nodes"
+
+
+@pytest.mark.parametrize("path", sources("nodes") + sources("xdit_backend"),
+                         ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_are_short(path):
+    """Whoever reads one holds it in mind as a whole: files of 350 lines, functions of 50 and of 7 parameters."""
+    text = path.read_text(encoding="utf-8")
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+                 and not given_by_comfyui(node, path)]
+
+    assert len(text.splitlines()) <= 350
+    assert [node.name for node in functions if node.end_lineno - node.lineno >= 50] == []
+    assert [node.name for node in functions if len(parameters_of(node.args)) > 7] == []
+
+
+def parameters_of(arguments):
+    """Names, but for self and cls; *args and **options are one each."""
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    return [argument.arg for argument in every if argument is not None and argument.arg not in ("self", "cls")]
+
+
 def test_nothing_is_pickled():
     for path in sources("nodes") + sources("xdit_backend"):
         assert not any(name.split(".")[0] in ("pickle", "dill", "cloudpickle") for name in imports(path)), path
