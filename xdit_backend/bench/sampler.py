@@ -11,8 +11,8 @@ import math
 
 import torch
 
-from ..forecast.cost import synchronous_steps
 from ..forecast.planner import warmup_layout
+from ..forecast.seconds import synchronous_steps
 
 
 def euler(x, sigma, following, prediction, before, noise):
