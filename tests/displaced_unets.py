@@ -75,8 +75,8 @@ def train(kind, folder, share, num_entries, steps, peak):
         predicted = model((clean + sigma[:, None, None, None] * noise) * scale, time_of(sigma), context).sample
         return (predicted - wanted).square().mean()
     model = new(kind)
-    loop.run(kind, loop.Setting(folder), {"model": model}, loss_of, steps, peak, lambda step, weights: torch.save(
-        {"step": step, **weights}, folder / f"{kind}.weights.pt"), average=0.99)
+    loop.run(kind, loop.Setting(folder), {"model": model}, loop.Recipe(steps, peak, 0.99), loss_of,
+             lambda step, weights: torch.save({"step": step, **weights}, folder / f"{kind}.weights.pt"))
 
 
 def chosen_entries(share, count):

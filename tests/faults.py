@@ -28,7 +28,7 @@ import torch
 from tests.conftest import ROOT, left_behind, still_there
 from tests.models.zoo import example
 from tests.worker_processes import below
-from xdit_backend.bench.sampler import sample
+from xdit_backend.bench.sampler import Method, Model, Sampling, sample
 from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.host import greeting
@@ -129,7 +129,7 @@ class Host:
         patches = cut_patches(self.one.latent.shape, (2, 2), 3) if degrees.pipefusion_degree > 1 else None
         try:
             if degrees.cfg_degree == 1:
-                return sample(self.client, spec, degrees, call, SIGMAS, 1, patches, 4, 1000.0)
+                return sample(self.client, Model(spec, 4, 1000.0), call, Sampling(SIGMAS), Method(degrees, 1, patches))
             x = call.latent
             for sigma, following in zip(SIGMAS, SIGMAS[1:]):
                 asked = Call(x, torch.full((2,), 1000.0 * sigma, dtype=x.dtype), call.conditioning)

@@ -9,9 +9,12 @@ import pytest
 from xdit_backend.bench.scale import JOBS
 from xdit_backend.config import DEGREES, ParallelConfig, validate, validate_layout, validate_stages
 from xdit_backend.forecast.choice import Machine, candidates, forecasts, further_candidates
-from xdit_backend.forecast.cost import Device, Job, Links, Net, synchronous_steps
+from xdit_backend.forecast.cost import Device, Job, Links, Net
 from xdit_backend.forecast.memory import rank_memory, working_share
 from xdit_backend.forecast.planner import (
+    Attention,
+    Devices,
+    Spread,
     choose_layout,
     choose_num_patches,
     choose_spread,
@@ -20,10 +23,12 @@ from xdit_backend.forecast.planner import (
     plan_run,
     warmup_layout,
 )
+from xdit_backend.forecast.seconds import synchronous_steps
 from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.specs import Layout, Stages
 
 EXACTLY, EVERY = ParallelConfig(approximate="not allowed"), range(64)
+OF_24_HEADS = Attention("this model", 24)
 
 
 def model_of(weight_bytes):
@@ -42,7 +47,7 @@ def model_of(weight_bytes):
     (8, 2, 38, Layout(cfg_degree=2, ulysses_degree=2, ring_degree=2)),
     (5, 1, 24, Layout(ring_degree=5))], ids=str)
 def test_auto_prefers_cfg_then_ulysses_then_ring(num_devices, num_branches, num_heads, expected):
-    assert choose_layout(ParallelConfig(), num_devices, num_branches, num_heads, "this model") == expected
+    assert choose_layout(ParallelConfig(), num_devices, num_branches, Attention("this model", num_heads)) == expected
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 6, 8])
@@ -64,12 +69,12 @@ def test_every_candidate_passes_validation(devices):
 def test_manual_takes_the_degrees_given():
     config = ParallelConfig(mode="manual", ring_degree=2)
 
-    assert choose_layout(config, 2, 2, 24, "this model") == Layout(ring_degree=2)
+    assert choose_layout(config, 2, 2, OF_24_HEADS) == Layout(ring_degree=2)
 
 
 def test_manual_refuses_degrees_that_do_not_fit_the_model():
     with pytest.raises(ConfigError, match="ulysses_degree=2 does not divide this model's 7 attention heads"):
-        choose_layout(ParallelConfig(mode="manual", ulysses_degree=2), 2, 1, 7, "this model")
+        choose_layout(ParallelConfig(mode="manual", ulysses_degree=2), 2, 1, Attention("this model", 7))
 
 
 @pytest.mark.parametrize("asked, num_stages, rows, columns, sequence_degree, expected", [
@@ -201,8 +206,8 @@ def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
             (4, large, 8, Stages(4)), (4, large, 1, Stages(4)),
             (2, replace(large, outside_bytes=23 * gigabyte), 16, Stages(2)),
             (4, replace(large, outside_bytes=4 * gigabyte), 16, Stages(4))):
-        assert choose_spread(ParallelConfig(), devices, net, [size * gigabyte] * devices) == (expected, 1)
-    layout = choose_layout(ParallelConfig(), 4, 2, 24, "this model", Stages(2, sequence_degree=2))
+        assert choose_spread(ParallelConfig(), net, Devices([size * gigabyte] * devices)) == (expected, 1)
+    layout = choose_layout(ParallelConfig(), 4, 2, OF_24_HEADS, Spread(Stages(2, sequence_degree=2)))
     assert layout == Layout(pipefusion_degree=2, ulysses_degree=2)
 
 
@@ -213,11 +218,11 @@ def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
 def test_machines_are_stages(weights, count, a_machine, expected):
     """Also where a model fits on one device: tokens are shared within a machine.
     Parts of a machine where it does not fit otherwise."""
-    spread = choose_spread(ParallelConfig(), count, model_of(weights), [24e9] * count, a_machine=a_machine)
+    spread = choose_spread(ParallelConfig(), model_of(weights), Devices([24e9] * count, a_machine))
 
     assert spread == expected
     if a_machine:
-        assert a_machine % choose_layout(ParallelConfig(), count, 2, 24, "this model", spread[0]).ulysses_degree == 0
+        assert a_machine % choose_layout(ParallelConfig(), count, 2, OF_24_HEADS, spread).ulysses_degree == 0
 
 
 def machines(network, count=4, a_machine=2):
@@ -237,8 +242,8 @@ def test_what_machines_share_is_chosen_by_their_links(network, branches, weights
     """Stages, or branches and images where the network is slow, or every run has both branches;
     stages where weights fit on no device."""
     machine = machines(network)
-    assert choose_spread(ParallelConfig(), 4, model_of(weights), [24e9] * 4, machine, a_machine=2,
-                         branches=branches)[0] == expected
+    assert choose_spread(ParallelConfig(), model_of(weights), Devices([24e9] * 4, 2, machine),
+                         branches=branches).stages == expected
 
 
 @pytest.mark.parametrize("network", [1e10, 1e9, 1e6])
@@ -249,7 +254,7 @@ def test_ranks_that_share_tokens_are_in_one_machine(network, count, a_machine, j
     """However fast the network is said to be; and with one image and one branch a machine works alone,
     instead of one device."""
     chosen = plan_run(ParallelConfig(), machines(network, count, a_machine), model_of(5e9), job).chosen
-    unmeasured = choose_layout(EXACTLY, count, job.branches, 24, "this model", a_machine=a_machine)
+    unmeasured = choose_layout(EXACTLY, count, job.branches, OF_24_HEADS, a_machine=a_machine)
 
     assert a_machine % chosen.degrees.sequence == 0 and chosen.degrees.cfg == job.branches
     assert chosen.degrees.sequence == a_machine or job.images > 1
@@ -258,9 +263,9 @@ def test_ranks_that_share_tokens_are_in_one_machine(network, count, a_machine, j
 
 
 def test_where_nothing_approximate_is_allowed_machines_share_branches_and_images():
-    assert choose_spread(EXACTLY, 4, model_of(5e9), [24e9] * 4, a_machine=2) == (None, 1)
+    assert choose_spread(EXACTLY, model_of(5e9), Devices([24e9] * 4, 2)) == (None, 1)
     # within a machine
-    assert choose_spread(EXACTLY, 4, model_of(60e9), [24e9] * 4, a_machine=2, has_stages=False) == (None, 2)
+    assert choose_spread(EXACTLY, model_of(60e9), Devices([24e9] * 4, 2), has_stages=False) == (None, 2)
 
 
 
@@ -276,7 +281,7 @@ def test_where_nothing_approximate_is_allowed_auto_spreads_layers(devices, gigab
     """Of 24 heads; what cannot be split by a degree has stages with one patch.
     splittable: degrees by which the file can be."""
     net = replace(model_of(30e9), **changes)
-    assert choose_spread(EXACTLY, devices, net, [gigabytes * 1e9] * devices, None, splittable.__contains__) == expected
+    assert choose_spread(EXACTLY, net, Devices([gigabytes * 1e9] * devices), splittable.__contains__) == expected
     assert EXACTLY.patches_asked == 1 and degrees_of(Layout(pipefusion_degree=2), EXACTLY).num_patches == 1
 
 
@@ -287,7 +292,7 @@ def test_auto_takes_an_exact_spread_that_is_forecast_to_be_as_fast(all_reduce, e
     rates = {("all_to_all", 2): 1e10, ("hop", 2): 1e10} | ({("all_reduce", 2): all_reduce} if all_reduce else {})
     machine = Machine((Device(1e14, 1e14, 1e12, memory_bytes=24e9),) * 2, Links(rates))
     for config in (ParallelConfig(), EXACTLY):
-        spread = choose_spread(config, 2, model_of(30e9), [24e9] * 2, machine)
+        spread = choose_spread(config, model_of(30e9), Devices([24e9] * 2, machine=machine))
         plan = plan_run(config, machine, model_of(30e9), Job(4096, 512, 20), *spread)
 
         assert spread == expected and plan.layout.tensor_degree == spread[1]
@@ -298,7 +303,7 @@ def test_auto_takes_an_exact_spread_that_is_forecast_to_be_as_fast(all_reduce, e
                                                 (1, Layout(ulysses_degree=3, ring_degree=2, tensor_degree=2))], ids=str)
 def test_branches_and_tokens_share_what_spread_layers_leave(branches, expected):
     """Of 18 heads a rank has 9."""
-    assert choose_layout(EXACTLY, 12, branches, 18, "this model", tensor_degree=2) == expected
+    assert choose_layout(EXACTLY, 12, branches, Attention("this model", 18), Spread(None, 2)) == expected
     rates = {(name, 2): 1e11 for name in ("all_to_all", "hop", "all_reduce")}
     machine = Machine((Device(1e14, 1e14, 1e12),) * 12, Links(rates))
     net = Net(57, 3072, 18, 12.0, 11.9e9)
@@ -309,7 +314,7 @@ def test_branches_and_tokens_share_what_spread_layers_leave(branches, expected):
 def test_manual_stages_and_their_warm_up():
     config = ParallelConfig(mode="manual", pipefusion_degree=2, ring_degree=2, stage_blocks="1,3")
 
-    (roomy, _), (tight, _) = (choose_spread(config, 4, model_of(weights), [100] * 4) for weights in (30, 60))
+    (roomy, _), (tight, _) = (choose_spread(config, model_of(weights), Devices([100] * 4)) for weights in (30, 60))
 
     assert roomy == Stages(2, 2, (1, 3), every_block=True) and tight == Stages(2, 2, (1, 3))
     assert warmup_layout(config.layout, roomy) == Layout(ring_degree=4)
@@ -318,11 +323,11 @@ def test_manual_stages_and_their_warm_up():
 
 def test_a_unet_shares_out_branches_and_images_alone():
     """By itself nothing approximate; what needs tokens is refused."""
-    layouts = [choose_layout(ParallelConfig(), devices, branches, None, "SDXL")
+    layouts = [choose_layout(ParallelConfig(), devices, branches, Attention("SDXL", None))
                for devices, branches in ((1, 2), (2, 2), (3, 2), (4, 2), (2, 1))]
 
     assert layouts == [Layout(), Layout(cfg_degree=2), Layout(data_degree=3), Layout(cfg_degree=2, data_degree=2),
                        Layout(data_degree=2)]
     for name in ("ring_degree", "ulysses_degree", "pipefusion_degree", "tensor_degree"):
         with pytest.raises(ConfigError, match=f"{name}=2 shares out .* and SDXL is a U-Net"):
-            choose_layout(ParallelConfig(mode="manual", **{name: 2}), 2, 2, None, "SDXL")
+            choose_layout(ParallelConfig(mode="manual", **{name: 2}), 2, 2, Attention("SDXL", None))

@@ -27,8 +27,8 @@ def train_line(folder, steps, stop_after=None, seed=0):
         points = torch.randn(8, 2, generator=generator)
         return (line(points) - points.sum(1, keepdim=True)).square().mean()
     setting = loop.Setting(folder, seed=seed)
-    return loop.run("line", setting, {"line": line}, loss_of, steps, 1e-2, lambda step, weights: None, average=0.9,
-                    by_muon=lambda name, parameter: name == "weight")["line"]
+    recipe = loop.Recipe(steps, 1e-2, 0.9, by_muon=lambda name, parameter: name == "weight")
+    return loop.run("line", setting, {"line": line}, recipe, loss_of, lambda step, weights: None)["line"]
 
 
 def test_a_stopped_training_goes_on_as_if_it_had_not_been_stopped(tmp_path, monkeypatch):
@@ -137,8 +137,8 @@ def test_a_small_unet_is_read_back_as_it_was_trained(tmp_path, monkeypatch):
     rows, shown = torch.tensor([[0, 1] * 6, [2, 3] * 6]), []
     model = small.new_unet()
 
-    state = small.train(loop.Setting(tmp_path), model, torch.randn(4, 16, 16, 16), rows, entries, 2, 1e-3,
-                        lambda step, weights: shown.append(step))
+    dataset = transformer.Dataset(torch.randn(4, 16, 16, 16), rows, entries, torch.ones(2))
+    state = small.train(loop.Setting(tmp_path), model, dataset, 2, 1e-3, lambda step, weights: shown.append(step))
     export.write(tmp_path / "unet.safetensors", export.unet_tensors(state, small.NUM_LAYERS, torch.float32))
     header = open_checkpoint(str(tmp_path / "unet.safetensors"))
     read = load_transformer(header.spec("float32", "float32"), torch.device("cpu")).model

@@ -8,7 +8,8 @@ import pytest
 
 from tests.tolerances import within
 from xdit_backend.forecast.choice import Machine, are_alike, candidates, choose, forecast, forecasts, is_worth_it
-from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net, run_seconds
+from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
+from xdit_backend.forecast.seconds import run_seconds
 
 FLUX = Net(57, 3072, 24, 12.0, 11.9e9, text_once=True)
 PIXART = Net(28, 1152, 16, 14.0, 0.61e9, joint=False, text_once=True)

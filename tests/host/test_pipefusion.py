@@ -11,6 +11,7 @@ from tests.host.conftest import call_of
 from tests.models.zoo import BARE, example, having
 from tests.parallel.oracle import simulate
 from tests.tolerances import within
+from xdit_backend.bench.sampler import Method, Model, Sampling
 from xdit_backend.bench.sampler import sample as euler
 from xdit_backend.forecast.planner import choose_num_patches
 from xdit_backend.host import launcher
@@ -36,8 +37,8 @@ def cuts(one, num_patches):
 
 def sample(client, spec, one, layout, num_patches, warmup_steps, by_image=False, forecast=0.0):
     """A run as the bench drives it; every patch goes on as soon as its own prediction is there."""
-    x = euler(client, spec, layout, call_of(one), SIGMAS, warmup_steps, cuts(one, num_patches), one.latent.shape[1],
-              one.family.time_scale, by_image, forecast=forecast)
+    x = euler(client, Model(spec, one.latent.shape[1], one.family.time_scale), call_of(one), Sampling(SIGMAS),
+              Method(layout, warmup_steps, cuts(one, num_patches), forecast, by_image))
     client.end_run()
     return x
 

@@ -13,7 +13,7 @@ from tests.tolerances import close, relative_error
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.config import ParallelConfig
-from xdit_backend.forecast.cost import synchronous_steps
+from xdit_backend.forecast.seconds import synchronous_steps
 from xdit_backend.partition import cut_bands
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides

@@ -80,6 +80,35 @@ def main(options):
 
 
 def print_size(model, spec, size, together, apart, options):
+    """Time every way with latents of this size. together: the Client of all workers. apart: one of each worker."""
+    ways = find_ways(spec, size, together, apart, options)
+    measured = measure(ways, options)
+    kept = together.report_memory()[0]["exchange_bytes"]
+    together.end_run("bench")
+    told = told_bytes(model, (size, size), options.workers, getattr(torch, options.dtype))
+    # of every way's buckets
+    in_all = told * options.workers * sum(2 if forecast else 1 for forecast in options.forecast)
+    median = {way: statistics.median(each.seconds) for way, each in measured.items()}
+    ratio = {way: (options.workers if way == "apart" else 1) * median["one"] / median[way] for way in ways}
+    for way, each in measured.items():
+        row = (f"{size:>4} x{size:>3} {way:<12} {min(each.seconds):>12.3f} {median[way]:>7.3f} "
+               f"{max(each.seconds):>7.3f} {ratio[way]:>5.2f}x {ratio[way] / ratio['apart']:>8.1%} "
+               f"{statistics.median(each.processor_s):>16.3f}")
+        if way not in ("one", "apart"):
+            row += f" {int(each.sent_bytes):>16} {told * (options.workers - 1):>12} {int(kept):>16} {in_all:>12}"
+        print(row, flush=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to compute, and the clients whose workers have their part in it."""
+
+    clients: list[Client]
+    run: Callable[[], None]
+
+
+def find_ways(spec, size, together, apart, options):
+    """{name: Way}; the model is loaded, and what stale calls find is there."""
     generator = torch.Generator().manual_seed(0)
     call = Call(torch.randn(1, 4, size, size, generator=generator), torch.tensor([500.0]),
                 {"context": torch.randn(1, 77, TEXT_WIDTH, generator=generator)})
@@ -104,42 +133,46 @@ def print_size(model, spec, size, together, apart, options):
             for future in [pool.submit(alone, client) for client in apart]:
                 future.result()
 
-    def totals(clients):
-        """(processor seconds of these clients' workers, bytes that each rank of the first has sent)."""
-        seconds = sum(numbers["cpu_s"] for client in clients for numbers in client.report_memory().values())
-        return seconds, clients[0].totals()[0].get("sent_bytes", 0)
-
-    ways: dict[str, tuple[list[Client], Callable[[], None]]] = {
-        "one": (apart[:1], lambda: alone(apart[0])), "apart": (apart, all_apart),
-        "synchronous": ([together], functools.partial(displaced, False, options.forecast[0]))}
+    ways = {"one": Way(apart[:1], lambda: alone(apart[0])), "apart": Way(apart, all_apart),
+            "synchronous": Way([together], functools.partial(displaced, False, options.forecast[0]))}
     for forecast in options.forecast:
         displaced(False, forecast)
         name = f"stale f={forecast:g}" if len(options.forecast) > 1 else "stale"
-        ways[name] = [together], functools.partial(displaced, True, forecast)
-    seconds, processor, sent = ({way: [] for way in ways} for _ in range(3))
+        ways[name] = Way([together], functools.partial(displaced, True, forecast))
+    return ways
+
+
+@dataclasses.dataclass
+class Measured:
+    """Of a way's calls, in each round: seconds, processor seconds of all its workers, bytes that a rank has sent."""
+
+    seconds: list
+    processor_s: list
+    sent_bytes: float = 0.0
+
+
+def measure(ways, options):
+    """{way: Measured}"""
+    measured = {way: Measured([], []) for way in ways}
     for round_ in range(options.rounds + 1):                   # the first one warms up
-        for way, (clients, run) in ways.items():
-            cpu_s, sent_bytes = totals(clients)
+        for name, way in ways.items():
+            cpu_s, sent_bytes = totals(way.clients)
             started_s = time.perf_counter()
-            run()
-            seconds[way].append((time.perf_counter() - started_s) / options.calls)
-            for values, after, before in zip((processor, sent), totals(clients), (cpu_s, sent_bytes)):
-                values[way].append((after - before) / options.calls)
+            way.run()
+            elapsed_s = time.perf_counter() - started_s
+            after_cpu_s, after_bytes = totals(way.clients)
+            if round_:
+                measured[name].seconds.append(elapsed_s / options.calls)
+                measured[name].processor_s.append((after_cpu_s - cpu_s) / options.calls)
+            measured[name].sent_bytes = (after_bytes - sent_bytes) / options.calls
         print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
-    kept = together.report_memory()[0]["exchange_bytes"]
-    together.end_run("bench")
-    told = told_bytes(model, (size, size), options.workers, getattr(torch, options.dtype))
-    # of every way's buckets
-    in_all = told * options.workers * sum(2 if forecast else 1 for forecast in options.forecast)
-    median = {way: statistics.median(values[1:]) for way, values in seconds.items()}
-    ratio = {way: (options.workers if way == "apart" else 1) * median["one"] / median[way] for way in ways}
-    for way in ways:
-        row = (f"{size:>4} x{size:>3} {way:<12} {min(seconds[way][1:]):>12.3f} {median[way]:>7.3f} "
-               f"{max(seconds[way][1:]):>7.3f} {ratio[way]:>5.2f}x {ratio[way] / ratio['apart']:>8.1%} "
-               f"{statistics.median(processor[way][1:]):>16.3f}")
-        if way not in ("one", "apart"):
-            row += f" {int(sent[way][-1]):>16} {told * (options.workers - 1):>12} {int(kept):>16} {in_all:>12}"
-        print(row, flush=True)
+    return measured
+
+
+def totals(clients):
+    """(processor seconds of these clients' workers, bytes that each rank of the first has sent)."""
+    seconds = sum(numbers["cpu_s"] for client in clients for numbers in client.report_memory().values())
+    return seconds, clients[0].totals()[0].get("sent_bytes", 0)
 
 
 def unet_config(width):

@@ -12,12 +12,15 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..checkpoints.checkpoint import open_checkpoint
 from ..config import ParallelConfig, validate, validate_layout
+from ..host.client import Client
 from ..protocol.errors import ConfigError
+from ..protocol.specs import Layout, ModelSpec
 from . import pipefusion
 from .groups import count_cuda, second_client, start_clients
 from .model import HEAD_SIZE, Setting, calls, write_model
@@ -109,68 +112,95 @@ def describe(setting, options, num_cuda):
             f"{options.rounds} rounds")
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is timed: steps of a layout on its workers, a call for each branch."""
+
+    client: Client
+    spec: ModelSpec
+    layout: Layout
+    calls: list
+
+    def step_s(self):
+        started_s = time.perf_counter()
+        self.client.predict(self.spec, self.layout, 16, self.calls)
+        return time.perf_counter() - started_s
+
+    @property
+    def sent_bytes(self):
+        """By rank 0, until now."""
+        return self.client.totals()[0].get("sent_bytes", 0)
+
+    @property
+    def held_bytes(self):
+        """Of weights, by rank 0."""
+        return self.client.models.residence(self.spec.name).weight_bytes[0]
+
+
 def measure(setting, folder, layouts, clients, num_cuda, options):
     """[(name, degrees, seconds a step, ratio to one worker, bytes sent by rank 0 a step, bytes of weights it holds)],
     and bytes of all weights"""
+    step_calls = {num_branches: calls(setting, num_branches) for num_branches in (1, 2)}
     header = open_checkpoint(folder)
-    specs = {degree: header.spec(setting.dtype, setting.dtype, tensor_degree=degree)
-             for degree in {1, *(degrees["tensor"] for degrees in layouts.values())}}
-    num_heads = setting.width // HEAD_SIZE
-    sizes = {name: math.prod(degrees.values()) for name, degrees in layouts.items()}
-    peers, configs = {}, {}
+    jobs = find_jobs(setting, header, layouts, clients, step_calls)
+    one_spec = header.spec(setting.dtype, setting.dtype)
+    alone = {num_branches: Job(clients[1], one_spec, Layout(), each) for num_branches, each in step_calls.items()}
+    apart = [alone[1], replace(alone[1], client=clients["second"])]
+    peers, seconds, sent, held = {}, {}, {}, {}
     try:
-        for name, degrees in layouts.items():
-            manual = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})
-            validate(manual, sizes[name])
-            validate_layout(manual.layout, num_heads, "this model")
-            configs[name] = manual
-
-        def step(client, config, num_branches):
-            started_s = time.perf_counter()
-            client.predict(specs[config.tensor_degree], config.layout, 16, step_calls[num_branches])
-            return time.perf_counter() - started_s
-
-        def two_at_once():
-            """Seconds in which two workers that share nothing each run one branch: what this machine can do at best."""
-            with ThreadPoolExecutor(2) as pool:
-                started_s = time.perf_counter()
-                for future in [pool.submit(step, clients[key], one, 1) for key in (1, "second")]:
-                    future.result()
-                return time.perf_counter() - started_s
-
-        step_calls = {1: calls(setting, 1), 2: calls(setting, 2)}
-        branches = {name: degrees["cfg"] for name, degrees in layouts.items()}
-        one = ParallelConfig(mode="manual")
-        seconds, sent, held = {}, {}, {}
         if not options.no_diffusers and not num_cuda:
             peers = start_peers(folder, setting, [name for name in layouts if name in ("ulysses2", "ring2")], options)
         for round_ in range(options.rounds + 1):                       # the first one warms up
-            for num_branches in (1, 2):
-                seconds.setdefault(("baseline", num_branches), []).append(step(clients[1], one, num_branches))
-            seconds.setdefault("two apart", []).append(two_at_once())
-            for name in layouts:
-                before = clients[sizes[name]].totals()[0].get("sent_bytes", 0)
-                seconds.setdefault(name, []).append(step(clients[sizes[name]], configs[name], branches[name]))
-                sent[name] = clients[sizes[name]].totals()[0]["sent_bytes"] - before
-                held[name] = clients[sizes[name]].models.residence(
-                    specs[configs[name].tensor_degree].name).weight_bytes[0]
+            for num_branches, job in alone.items():
+                seconds.setdefault(("baseline", num_branches), []).append(job.step_s())
+            seconds.setdefault("two apart", []).append(at_once_s(apart))
+            for name, job in jobs.items():
+                before = job.sent_bytes
+                seconds.setdefault(name, []).append(job.step_s())
+                sent[name], held[name] = job.sent_bytes - before, job.held_bytes
             for name, peer in peers.items():
                 seconds.setdefault(("diffusers", name), []).append(peer.step())
             print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
-        whole_bytes = clients[1].models.residence(specs[1].name).weight_bytes[0]
+        whole_bytes = alone[1].held_bytes
     finally:
         for peer in peers.values():
             peer.close()
     median = {key: statistics.median(values[1:]) for key, values in seconds.items()}
-    rows = [(name, layouts[name], median[name], median["baseline", branches[name]] / median[name], sent[name],
-             held[name])
-            for name in layouts]
+    return rows_of(layouts, median, sent, held, peers), whole_bytes
+
+
+def find_jobs(setting, header, layouts, clients, step_calls):
+    """{name: Job} of the layouts {name: degrees}. step_calls: {number of branches: calls}."""
+    jobs = {}
+    for name, degrees in layouts.items():
+        size = math.prod(degrees.values())
+        config = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})
+        validate(config, size)
+        validate_layout(config.layout, setting.width // HEAD_SIZE, "this model")
+        spec = header.spec(setting.dtype, setting.dtype, tensor_degree=config.tensor_degree)
+        jobs[name] = Job(clients[size], spec, config.layout, step_calls[degrees["cfg"]])
+    return jobs
+
+
+def at_once_s(jobs):
+    """Seconds in which workers that share nothing each run a step: what this machine can do at best."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        started_s = time.perf_counter()
+        for future in [pool.submit(job.step_s) for job in jobs]:
+            future.result()
+        return time.perf_counter() - started_s
+
+
+def rows_of(layouts, median, sent, held, peers):
+    """The rows of measure, from medians of seconds."""
+    rows = [(name, degrees, median[name], median["baseline", degrees["cfg"]] / median[name], sent[name], held[name])
+            for name, degrees in layouts.items()]
     rows.append(("two workers apart", None, median["two apart"], median["baseline", 2] / median["two apart"], None,
                  None))
     rows += [(f"diffusers {name}", None, median["diffusers", name], median["baseline", 1] / median["diffusers", name],
               None, None)
              for name in peers]
-    return rows, whole_bytes
+    return rows
 
 
 def sent_bytes_formula(degrees, setting):

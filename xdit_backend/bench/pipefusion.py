@@ -19,8 +19,8 @@ from ..forecast.planner import choose_num_patches
 from ..host.client import Client
 from ..partition import cut_patches, split_stages, stage_blocks, stage_of
 from ..protocol.errors import ConfigError
-from ..protocol.specs import Layout, ModelSpec, Stages
-from .sampler import sample
+from ..protocol.specs import ModelSpec, Stages
+from .sampler import Method, Model, Sampling, sample
 
 BASELINE_STEPS = 4             # of one worker, before and after each run of a pipeline
 
@@ -52,10 +52,9 @@ def bubble_ratio(num_steps, warmup_steps, num_stages, num_patches, warmup_is_par
     return num_steps / (warm + slots / (num_stages * num_patches))
 
 
-def run(client, spec, layout, call, num_steps, warmup_steps, patches, forecast=0.0):
+def run(client, spec, call, num_steps, method):
     """A run of the bench: `num_steps` Euler steps from sigma 1 to 0."""
-    return sample(client, spec, layout, call, torch.linspace(1, 0, num_steps + 1).tolist(), warmup_steps, patches, 16,
-                  forecast=forecast)
+    return sample(client, Model(spec, 16), call, Sampling(torch.linspace(1, 0, num_steps + 1).tolist()), method)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,24 +64,31 @@ class Job:
     degrees: dict
     client: Client
     spec: ModelSpec
-    layout: Layout
-    patches: list
-    forecast: float
+    method: Method
+
+
+@dataclasses.dataclass
+class Measured:
+    """What was measured of a Job. times: of each round, (seconds a step, ratio, apart, seconds of one worker).
+    sent_bytes: by the busiest rank, a step after the warm-up. memory: of each rank."""
+
+    times: list = dataclasses.field(default_factory=list)
+    sent_bytes: float = 0.0
+    memory: list = dataclasses.field(default_factory=list)
 
 
 def measure(setting, folder, layouts, clients, call, options):
     """{name: Row} for layouts {name: degrees} with stages; clients: {number of devices: Client},
     and under "second" another one of one device."""
     header = open_checkpoint(folder)
-    family = header.family
-    one_spec, one_layout = header.spec(setting.dtype, setting.dtype), ParallelConfig(mode="manual").layout
-    jobs = find_jobs(setting, header, family, layouts, clients, call, options)
-    times, facts = {key: [] for key in jobs}, {}
+    one_spec, one_method = header.spec(setting.dtype, setting.dtype), Method(ParallelConfig(mode="manual").layout)
+    jobs = find_jobs(setting, header, layouts, clients, call, options)
+    found = {key: Measured() for key in jobs}
 
     def whole_steps(client):
         """Seconds a step of one worker that works alone, or beside the other."""
         started_s = time.perf_counter()
-        run(client, one_spec, one_layout, call, BASELINE_STEPS, 0, None)
+        run(client, one_spec, call, BASELINE_STEPS, one_method)
         return (time.perf_counter() - started_s) / BASELINE_STEPS
 
     def both_at_once():
@@ -90,29 +96,29 @@ def measure(setting, folder, layouts, clients, call, options):
             return statistics.mean(pool.map(whole_steps, (clients[1], clients["second"])))
 
     for client in (clients[1], clients["second"]):
-        run(client, one_spec, one_layout, call, 1, 0, None)    # loads the model
+        run(client, one_spec, call, 1, one_method)             # loads the model
     for round_ in range(options.rounds + 1):                   # the first one warms up
         steps = options.steps if round_ else options.warmup_steps + 1
         for key, job in jobs.items():
-            warmup_sent = warm_up(job, call, options.warmup_steps)
+            warmup_sent = warm_up(job, call)
             before = _sent(job.client)
             one_before_s = whole_steps(clients[1])
             started_s = time.perf_counter()
-            run(job.client, job.spec, job.layout, call, steps, options.warmup_steps, job.patches, job.forecast)
+            run(job.client, job.spec, call, steps, job.method)
             elapsed_s = time.perf_counter() - started_s
             one_s = (one_before_s + whole_steps(clients[1])) / 2
-            times[key].append((elapsed_s / steps, one_s * steps / elapsed_s, 2 * one_s / both_at_once(), one_s))
+            found[key].times.append((elapsed_s / steps, one_s * steps / elapsed_s, 2 * one_s / both_at_once(), one_s))
             sent = max(now - then - warm for now, then, warm in zip(_sent(job.client), before, warmup_sent))
             memory = job.client.report_memory()
             job.client.end_run()
-            facts[key] = sent / max(1, steps - options.warmup_steps), [memory[rank] for rank in sorted(memory)]
+            found[key].sent_bytes = sent / max(1, steps - options.warmup_steps)
+            found[key].memory = [memory[rank] for rank in sorted(memory)]
             print(f"\r{key}: round {round_} of {options.rounds}", end="", file=sys.stderr, flush=True)
-    rows = {key: row_of(key, job, times[key], *facts[key], setting, header, family, options)
-            for key, job in jobs.items()}
-    return statistics.median(row[3] for rows_ in times.values() for row in rows_[1:]), rows
+    rows = {key: row_of(key, job, found[key], setting, header, options.steps) for key, job in jobs.items()}
+    return statistics.median(row[3] for measured in found.values() for row in measured.times[1:]), rows
 
 
-def find_jobs(setting, header, family, layouts, clients, call, options):
+def find_jobs(setting, header, layouts, clients, call, options):
     """{name: Job}, for each layout all numbers of patches and forecasts, in turns,
     so that their ratio is not the machine's mood."""
     jobs = {}
@@ -123,7 +129,7 @@ def find_jobs(setting, header, family, layouts, clients, call, options):
         config = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})
         size = degrees["pipefusion"] * degrees["ring"] * degrees["ulysses"]
         validate(config, size)
-        validate_layout(config.layout, family.num_heads(header.config), "this model")
+        validate_layout(config.layout, header.family.num_heads(header.config), "this model")
         stages = Stages(degrees["pipefusion"], degrees["ring"] * degrees["ulysses"],
                         every_block=options.warmup == "sequence")
         spec = header.spec(setting.dtype, setting.dtype, stages)
@@ -133,29 +139,31 @@ def find_jobs(setting, header, family, layouts, clients, call, options):
             patches = cut_patches(call.latent.shape, (2, 2), num_patches)
             for forecast in options.forecast:
                 key = f"{name} M={num_patches}" + (f",f={forecast:g}" if len(options.forecast) > 1 else "")
-                jobs[key] = Job(degrees, clients[size], spec, config.layout, patches, forecast)
+                method = Method(config.layout, options.warmup_steps, patches, forecast)
+                jobs[key] = Job(degrees, clients[size], spec, method)
     return jobs
 
 
-def warm_up(job, call, warmup_steps):
+def warm_up(job, call):
     """Load a job's model, and run its warm-up alone; returns the bytes that each rank sends in that."""
-    run(job.client, job.spec, job.layout, call, 1, 1, [])
+    layout, warmup_steps = job.method.layout, job.method.warmup_steps
+    run(job.client, job.spec, call, 1, Method(layout, 1, []))
     before = _sent(job.client)
-    run(job.client, job.spec, job.layout, call, warmup_steps, warmup_steps, [])
+    run(job.client, job.spec, call, warmup_steps, Method(layout, warmup_steps, []))
     return [now - then for now, then in zip(_sent(job.client), before)]
 
 
-def row_of(key, job, times, sent_bytes, memory, setting, header, family, options):
-    """times: of each round, (seconds a step, ratio, apart, seconds of one worker). memory: of each rank."""
-    degrees, weights, kept = job.degrees, *([rank[name] for rank in memory]
-                                            for name in ("weight_bytes", "key_value_bytes"))
-    seconds, ratio, apart, _ = (statistics.median(column) for column in zip(*times[1:]))
-    bubble = bubble_ratio(options.steps, options.warmup_steps, degrees["pipefusion"], len(job.patches),
+def row_of(name, job, measured, setting, header, num_steps):
+    """The Row of a Job, beside what the formulas say of it."""
+    degrees, method = job.degrees, job.method
+    weights, kept = ([rank[of] for rank in measured.memory] for of in ("weight_bytes", "key_value_bytes"))
+    seconds, ratio, apart, _ = (statistics.median(column) for column in zip(*measured.times[1:]))
+    bubble = bubble_ratio(num_steps, method.warmup_steps, degrees["pipefusion"], len(method.patches),
                           job.spec.stages.every_block)
-    weight_formula, kept_formula = memory_formulas(header, family, job.spec, len(weights), setting, degrees)
-    return Row(key, seconds, ratio, bubble * degrees["ring"] * degrees["ulysses"], apart, sent_bytes,
-               sent_formula(degrees, setting),
-               weights, weight_formula, kept, [num_bytes * (2 if job.forecast else 1) for num_bytes in kept_formula])
+    weight_formula, kept_formula = memory_formulas(header, job.spec, len(weights), setting, degrees)
+    return Row(name, seconds, ratio, bubble * degrees["ring"] * degrees["ulysses"], apart, measured.sent_bytes,
+               sent_formula(degrees, setting), weights, weight_formula, kept,
+               [num_bytes * (2 if method.forecast else 1) for num_bytes in kept_formula])
 
 
 def sent_formula(degrees, setting):
@@ -170,7 +178,7 @@ def sent_formula(degrees, setting):
     return (stage + num_blocks * setting.exchanged(degrees)) * getattr(torch, setting.dtype).itemsize
 
 
-def memory_formulas(header, family, spec, num_ranks, setting, degrees):
+def memory_formulas(header, spec, num_ranks, setting, degrees):
     """([bytes of parameters], [bytes of stale keys and values]) of each rank.
 
     Parameters: its stage's blocks, and all that is outside the blocks. Keys and values: 2 B (S + S_t) h / U for each of
@@ -179,8 +187,8 @@ def memory_formulas(header, family, spec, num_ranks, setting, degrees):
     import diffusers  # slow to import, and --help needs neither
     from accelerate import init_empty_weights
     with init_empty_weights():
-        model = getattr(diffusers, family.transformer).from_config(header.config)
-    sizes = block_sizes(model, family.plan)
+        model = getattr(diffusers, header.family.transformer).from_config(header.config)
+    sizes = block_sizes(model, header.family.plan)
     counts = split_stages([size * share for size, share in sizes], spec.stages.pipefusion_degree)
     own = [stage_blocks(counts, stage_of(rank, spec.stages)) for rank in range(num_ranks)]
     outside = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) - sum(size for size, _ in sizes)

@@ -21,7 +21,7 @@ from ..checkpoints.shares import is_splittable
 from ..config import ParallelConfig, resolve_devices
 from ..forecast.choice import candidates, forecasts, further_candidates
 from ..forecast.files import read_machine
-from ..forecast.planner import choose_spread, plan_run, usual_branches
+from ..forecast.planner import Devices, choose_spread, plan_run, usual_branches
 from ..forecast.words import plan_words, table, why
 from ..host import measurements
 from ..host.client import Client
@@ -89,8 +89,8 @@ def print_plan(net, job, machine, what, config, can_split, branches):
     a_machine = machine.links.a_machine
     print("on " + ", ".join(f"{number} x {name}" for name, number in names.items())
           + (f", {a_machine} a machine" if a_machine else ""))
-    spread = choose_spread(config, count, net, [device.memory_bytes for device in machine.devices], machine, can_split,
-                           a_machine, branches=branches)
+    devices = Devices([device.memory_bytes for device in machine.devices], a_machine, machine)
+    spread = choose_spread(config, net, devices, can_split, branches=branches)
     started_s = time.perf_counter()
     plan = plan_run(config, machine, net, job, *spread)
     elapsed_s = time.perf_counter() - started_s

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..forecast.choice import candidates
-from ..forecast.cost import Degrees, Device, Job, Links, run_seconds
+from ..forecast.cost import Degrees, Device, Job, Links
 from ..forecast.memory import rank_memory
+from ..forecast.seconds import run_seconds
 from ..protocol.errors import ConfigError
 from .published import (
     CARDS,

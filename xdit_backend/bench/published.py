@@ -33,31 +33,48 @@ WITHOUT_SIZE = ("stepvideo-30b", "mochi-1")
 NEAR = 1.05                    # times the best that a choice may take and count as right
 
 
-def net(blocks, width, heads, billions, feed_forward=4.0, joint=True, mixers=1, skips=False, **more):
-    """A transformer of a table. feed_forward: its inner width, in widths. mixers: attentions of image tokens a block,
-    each with a feed-forward. Beside them blocks have queries and results of cross-attention, and half of those with
-    skips a matrix that makes one width of two."""
-    elements = mixers * (4 + 2 * feed_forward) + (0 if joint else 2) + (1 if skips else 0)
-    return Net(blocks, width, heads, elements, billions * 1e9, joint=joint, skips=skips, **more)
+@dataclass(frozen=True)
+class Block:
+    """What a table's transformer is made of. feed_forward: its inner width, in widths. joint, skips: as Net's. mixers:
+    attentions of image tokens, each with a feed-forward."""
+
+    feed_forward: float = 4.0
+    joint: bool = True
+    mixers: int = 1
+    skips: bool = False
+
+    @property
+    def elements(self):
+        """As Net's. Beside attentions and feed-forwards there are queries and results of cross-attention, and in half
+        of the blocks with skips a matrix that makes one width of two."""
+        return self.mixers * (4 + 2 * self.feed_forward) + (0 if self.joint else 2) + (1 if self.skips else 0)
+
+
+JOINT = Block()
+
+
+def net(blocks, width, heads, billions, block=JOINT, **more):
+    """A transformer of a table, of so many blocks and billions of parameters. more: of Net."""
+    return Net(blocks, width, heads, block.elements, billions * 1e9, joint=block.joint, skips=block.skips, **more)
 
 
 NETS = {
-    "pixart-alpha": net(28, 1152, 16, 0.61, joint=False),
+    "pixart-alpha": net(28, 1152, 16, 0.61, Block(joint=False)),
     "sd3-medium": net(24, 1536, 24, 2.03, shards_text=False, kernels=1.3),
     "flux.1-dev": net(57, 3072, 24, 11.9),
     "flux.1-schnell": net(57, 3072, 24, 11.9),
-    "hunyuandit": net(40, 1408, 16, 1.5, feed_forward=4.36, joint=False, skips=True, kernels=2.3),
+    "hunyuandit": net(40, 1408, 16, 1.5, Block(feed_forward=4.36, joint=False, skips=True), kernels=2.3),
     "cogvideox-2b": net(30, 1920, 30, 1.7),
     "cogvideox-5b": net(42, 3072, 48, 5.6),
     "cogvideox1.5-5b": net(42, 3072, 48, 5.6),
-    "consisid": net(42, 3072, 48, 6.0, feed_forward=4.5),
-    "latte-1": net(28, 1152, 16, 0.67, joint=False, mixers=2, attention="frame", kernels=2.0),
+    "consisid": net(42, 3072, 48, 6.0, Block(feed_forward=4.5)),
+    "latte-1": net(28, 1152, 16, 0.67, Block(joint=False, mixers=2), attention="frame", kernels=2.0),
     "hunyuanvideo": net(60, 3072, 24, 12.8),
-    "sana-1.6b-4k": net(20, 2240, 70, 1.6, feed_forward=3.75, joint=False, attention="linear", kernels=1.3),
+    "sana-1.6b-4k": net(20, 2240, 70, 1.6, Block(feed_forward=3.75, joint=False), attention="linear", kernels=1.3),
     "mochi-1": net(48, 3072, 24, 10.0),
-    "stepvideo-30b": net(48, 6144, 48, 30.0, joint=False),
-    "wan2.1-1.3b": net(30, 1536, 12, 1.3, feed_forward=5.83, joint=False),
-    "wan2.1-14b": net(40, 5120, 40, 14.3, feed_forward=2.7, joint=False),
+    "stepvideo-30b": net(48, 6144, 48, 30.0, Block(joint=False)),
+    "wan2.1-1.3b": net(30, 1536, 12, 1.3, Block(feed_forward=5.83, joint=False)),
+    "wan2.1-14b": net(40, 5120, 40, 14.3, Block(feed_forward=2.7, joint=False)),
     "chroma": net(57, 3072, 24, 8.9),
     "qwen-image": net(60, 3072, 24, 20.4),
 }

@@ -29,7 +29,7 @@ from ..protocol.displaced_modes import MODES
 from ..protocol.errors import ConfigError
 from ..protocol.specs import Layout, Stages
 from .groups import count_cuda, start_clients
-from .sampler import SAMPLERS, sample
+from .sampler import SAMPLERS, Method, Model, Sampling, sample
 
 DEMO = WEIGHTS / "diffusion_models" / "xdit_demo.safetensors"
 ONE = "one device"
@@ -104,22 +104,21 @@ def settings(options):
     staged = None if family.by_rows else header.spec(*dtypes, Stages(2, 1))
     shape = (1, CHANNELS, SIDE, SIDE)
 
-    def run(spec, layout, warmup_steps=0, patches=None, forecast=0.0, mode="corrected_async_gn"):
+    def run(spec, method):
         def run(client, call, sigmas):
-            latent = sample(client, spec, layout, call, sigmas, warmup_steps, patches, CHANNELS, 1000.0,
-                            guidance=options.guidance,
-                            forecast=forecast, step_by=SAMPLERS[options.sampler], displaced_mode=mode)
+            sampling = Sampling(sigmas, options.guidance, SAMPLERS[options.sampler])
+            latent = sample(client, Model(spec, CHANNELS, 1000.0), call, sampling, method)
             client.end_run()
             return latent
         return run
 
-    whole = run(one_spec, Layout())
+    whole = run(one_spec, Method(Layout()))
     found = {ONE: Setting(1, whole)}
     for num_patches, warmup_steps, forecast in itertools.product(
         options.patches if staged else (), options.warmup_steps, options.forecast):
         name = f"M={num_patches}, W={warmup_steps}" + (f", forecast {forecast:g}" if forecast else "")
-        patches = cut_patches(shape, (2, 2), num_patches)
-        found[name] = Setting(2, run(staged, Layout(pipefusion_degree=2), warmup_steps, patches, forecast), num_patches)
+        method = Method(Layout(pipefusion_degree=2), warmup_steps, cut_patches(shape, (2, 2), num_patches), forecast)
+        found[name] = Setting(2, run(staged, method), num_patches)
     for degree, warmup_steps, mode, forecast in itertools.product(
         options.displaced, options.warmup_steps, options.displaced_modes,
                                                                   options.forecast):
@@ -129,8 +128,8 @@ def settings(options):
                               f"{options.model.name}.")
         name = (f"displaced, N={degree}, W={warmup_steps}" + (f", {mode}" if len(options.displaced_modes) > 1 else "")
                 + (f", forecast {forecast:g}" if forecast else ""))
-        found[name] = Setting(degree, run(one_spec, Layout(displaced_degree=degree), warmup_steps, None, forecast,
-                                          mode), degree)
+        method = Method(Layout(displaced_degree=degree), warmup_steps, None, forecast, displaced_mode=mode)
+        found[name] = Setting(degree, run(one_spec, method), degree)
     return found | {f"naive patches, M={count}": Setting(1, naive(whole, count), count) for count in options.patches}
 
 

@@ -32,6 +32,7 @@ from .model import Setting, calls, write_model
 from .pipefusion import run
 from .planner import percentile
 from .published import NEAR
+from .sampler import Method
 from .vae import outline, random_decoder
 
 LAYOUTS = [Degrees(data=2), Degrees(cfg=2), Degrees(ulysses=2), Degrees(ring=2),
@@ -79,13 +80,25 @@ def main(options):
 def print_size(setting, folder, clients, options):
     """The errors of the forecasts of one size."""
     header = open_checkpoint(folder)
-    family = header.family
-    net = net_of(family, header.config, header.spec("float32", "float32"))
+    net = net_of(header.family, header.config, header.spec("float32", "float32"))
+    seconds, machines = measure(setting, header, clients, options)
+    errors = []
+    print(f"\n{setting.num_image_tokens} tokens{'':<18} {'measured':>9} {'forecast':>9} {'error':>7}  limited by")
+    for branches in (1, 2):
+        job = Job(setting.num_image_tokens, setting.num_text_tokens, options.steps, branches)
+        measured = {degrees: statistics.median(times) for (degrees, of), times in seconds.items() if of == branches}
+        made = {degrees: sorted((forecast(net, job, degrees, machine) for machine in machines),
+                                key=lambda one: one.seconds)[options.rounds // 2] for degrees in measured}
+        errors += print_branches(branches, measured, made)
+    return errors
+
+
+def measure(setting, header, clients, options):
+    """({(degrees, branches): seconds of each round}, the Machine of each round)"""
     both = calls(setting, 2)
     patches = {degrees.num_patches: cut_patches(both[0].latent.shape, (2, 2), degrees.num_patches)
                for degrees in LAYOUTS if
                degrees.pipefusion > 1}
-    seconds: dict[tuple, list] = {}
 
     def timed(degrees, branches):
         layout = Layout(**{f"{axis}_degree": getattr(degrees, axis)
@@ -93,7 +106,7 @@ def print_size(setting, folder, clients, options):
         started_s = time.perf_counter()
         if degrees.pipefusion > 1:
             spec = header.spec("float32", "float32", Stages(2))
-            run(clients[2], spec, layout, both[0], options.steps, 1, patches[degrees.num_patches])
+            run(clients[2], spec, both[0], options.steps, Method(layout, 1, patches[degrees.num_patches]))
             clients[2].end_run()
         else:
             client = clients[1 if degrees.data > 1 else 2]
@@ -105,33 +118,34 @@ def print_size(setting, folder, clients, options):
         return time.perf_counter() - started_s
 
     ways = [(degrees, branches) for degrees in LAYOUTS for branches in ((1, 2) if degrees.data > 1 else (degrees.cfg,))]
-    machines = []
+    seconds, machines = {way: [] for way in ways}, []
     for round_ in range(options.rounds + 1):                   # the first one loads and warms up
         if round_:
             machines.append(measurements.measure(clients[2], "float32"))
         for way in ways:
-            seconds.setdefault(way, []).append(timed(*way))
+            elapsed_s = timed(*way)
+            if round_:
+                seconds[way].append(elapsed_s)
         print(f"{setting.num_image_tokens} tokens: round {round_} of {options.rounds}", end="\r", file=sys.stderr,
               flush=True)
+    return seconds, machines
+
+
+def print_branches(branches, measured, made):
+    """A line for each layout and one for the choice; returns the errors. measured: {degrees: seconds}. made: {degrees:
+    Forecast}."""
     errors = []
-    print(f"\n{setting.num_image_tokens} tokens{'':<18} {'measured':>9} {'forecast':>9} {'error':>7}  limited by")
-    for branches in (1, 2):
-        job = Job(setting.num_image_tokens, setting.num_text_tokens, options.steps, branches)
-        made = {degrees: sorted((forecast(net, job, degrees, machine) for machine in machines),
-                               key=lambda one: one.seconds)[options.rounds // 2]
-                for degrees, of in ways if of == branches}
-        measured = {degrees: statistics.median(seconds[degrees, branches][1:]) for degrees in made}
-        for degrees, one in made.items():
-            errors.append(abs(one.seconds / measured[degrees] - 1))
-            name = layout_words(one) + (", two branches" if branches == 2 and degrees.cfg == 1 else "")
-            print(f"  {name:<28} {measured[degrees]:>7.2f} s {one.seconds:>7.2f} s {errors[-1]:>7.1%}  "
-                  f"{one.limited_by}")
-        chosen, best = choose(sorted(made.values(), key=lambda one: one.seconds)), min(
-            measured, key=lambda degrees: measured[degrees])
-        loss = measured[chosen.degrees] / measured[best]
-        print(f"  {branches} branch{'es' if branches > 1 else ''}: it would take {layout_words(chosen)}, "
-              + ("the fastest" if loss == 1 else f"{loss - 1:.1%} behind the fastest"
-                 + ("" if loss <= NEAR else ", more than 5 %")))
+    for degrees, one in made.items():
+        errors.append(abs(one.seconds / measured[degrees] - 1))
+        name = layout_words(one) + (", two branches" if branches == 2 and degrees.cfg == 1 else "")
+        print(f"  {name:<28} {measured[degrees]:>7.2f} s {one.seconds:>7.2f} s {errors[-1]:>7.1%}  "
+              f"{one.limited_by}")
+    chosen, best = choose(sorted(made.values(), key=lambda one: one.seconds)), min(
+        measured, key=lambda degrees: measured[degrees])
+    loss = measured[chosen.degrees] / measured[best]
+    print(f"  {branches} branch{'es' if branches > 1 else ''}: it would take {layout_words(chosen)}, "
+          + ("the fastest" if loss == 1 else f"{loss - 1:.1%} behind the fastest"
+             + ("" if loss <= NEAR else ", more than 5 %")))
     return errors
 
 

@@ -8,12 +8,15 @@ predictions velocities.
 
 import dataclasses
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from ..forecast.cost import synchronous_steps
 from ..forecast.planner import warmup_layout
+from ..forecast.seconds import synchronous_steps
 from ..host.calls import ForwardPass
+from ..protocol.specs import Layout, ModelSpec
 
 
 def euler(x, sigma, following, prediction, before, noise):
@@ -46,65 +49,118 @@ def euler_ancestral(x, sigma, following, prediction, before, noise):
 SAMPLERS = {function.__name__: function for function in (euler, dpmpp_2m, euler_ancestral)}
 
 
-def sample(client, spec, layout, call, sigmas, warmup_steps, patches, num_channels, time_scale=1.0, by_image=False,
-           guidance=None, forecast=0.0, step_by=euler, displaced_mode="corrected_async_gn"):
-    """Sample from the call's latent down the sigmas; returns the latent.
+@dataclass(frozen=True)
+class Model:
+    """What is sampled from. num_channels: of a prediction. time_scale: timestep at sigma 1."""
 
-    patches: of partition.cut_patches; None: every step is whole and nothing is kept. time_scale: timestep at sigma 1.
-    guidance: the scale of classifier-free guidance; the call's conditioning is then of twice as many rows as its
-    latent, the unconditional ones last. forecast: of stale keys and values, docs/algorithms.md section 2.9. step_by:
-    one of SAMPLERS. With displaced patches in the layout, steps after the warm-up are stale, and never the first;
-    displaced_mode is how.
-    """
-    num_steps, displaced = len(sigmas) - 1, layout.displaced_degree > 1
-    num_synchronous = synchronous_steps(num_steps, warmup_steps)
-    num_whole = num_steps if patches is None else min(warmup_steps, num_steps)
+    spec: ModelSpec
+    num_channels: int
+    time_scale: float = 1.0
 
-    def at(latent, step):
-        latent = latent if guidance is None else torch.cat([latent, latent])
-        timestep = torch.full((len(latent),), sigmas[step] * time_scale, dtype=latent.dtype)
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a latent goes down the sigmas. step_by: one of SAMPLERS. guidance: the scale of classifier-free guidance; the
+    call's conditioning is then of twice as many rows as its latent, the unconditional ones last."""
+
+    sigmas: list
+    guidance: float | None = None
+    step_by: Callable = euler
+
+    @property
+    def num_steps(self):
+        return len(self.sigmas) - 1
+
+    def call(self, call, latent, step, time_scale):
+        """The Call of a step, on a latent or a piece of it."""
+        latent = latent if self.guidance is None else torch.cat([latent, latent])
+        timestep = torch.full((len(latent),), self.sigmas[step] * time_scale, dtype=latent.dtype)
         return dataclasses.replace(call, latent=latent.clone(), timestep=timestep)
 
-    def noise_of(step):
-        return torch.randn(call.latent.shape,
-                           generator=torch.Generator().manual_seed(10 ** 6 + step)).to(call.latent.dtype)
-
-    def stepped(latent, step, prediction, before, place=None):
-        if guidance is not None:
+    def stepped(self, latent, step, prediction, before, noise):
+        """(the latent after a step, `before` of the next one). noise: as `noise` returns it, of the same rows."""
+        if self.guidance is not None:
             conditional, unconditional = prediction.chunk(2)
-            prediction = unconditional + guidance * (conditional - unconditional)
-        noise = noise_of(step) if step_by is euler_ancestral else None
-        if noise is not None and place is not None:
-            noise = noise.narrow(dim, place.start, latent.shape[dim])
-        return step_by(latent, sigmas[step], sigmas[step + 1], prediction.to(latent.dtype), before, noise)
+            prediction = unconditional + self.guidance * (conditional - unconditional)
+        return self.step_by(latent, self.sigmas[step], self.sigmas[step + 1], prediction.to(latent.dtype), before,
+                            noise)
 
-    x, before = call.latent, None
-    whole_layout = warmup_layout(layout, spec.stages) if spec.stages else layout
-    for step in range(num_whole):
-        forward = ForwardPass(keep=displaced or patches is not None, by_image=by_image, forecast=forecast,
-                              stale=displaced and step >= num_synchronous, displaced_mode=displaced_mode)
-        ticket = client.submit(spec, whole_layout, num_channels, [at(x, step)], forward)
-        x, before = stepped(x, step, client.wait([ticket])[1][0], before)
-    if not patches or num_whole == num_steps:
+    def noise(self, latent, step):
+        """Fresh noise of a step for the whole latent; None where the sampler takes none."""
+        if self.step_by is not euler_ancestral:
+            return None
+        return torch.randn(latent.shape, generator=torch.Generator().manual_seed(10 ** 6 + step)).to(latent.dtype)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How workers share a run. patches: of partition.cut_patches; None: every step is whole and nothing is kept.
+
+    forecast: of stale keys and values, docs/algorithms.md section 2.9. by_image: the images of a batch follow one
+    another through the stages. With displaced patches in the layout, steps after the warm-up are stale, and never the
+    first; displaced_mode is how.
+    """
+
+    layout: Layout
+    warmup_steps: int = 0
+    patches: list | None = None
+    forecast: float = 0.0
+    by_image: bool = False
+    displaced_mode: str = "corrected_async_gn"
+
+    def num_whole(self, num_steps):
+        """Steps of a run that are not cut into patches."""
+        return num_steps if self.patches is None else min(self.warmup_steps, num_steps)
+
+
+def sample(client, model, call, sampling, method):
+    """Sample from the call's latent down the sigmas; returns the latent."""
+    x, before = _whole_steps(client, model, call, sampling, method)
+    if not method.patches or method.num_whole(sampling.num_steps) == sampling.num_steps:
         return x
+    return _patched_steps(client, model, dataclasses.replace(call, latent=x), sampling, method, before)
+
+
+def _whole_steps(client, model, call, sampling, method):
+    """(the latent after the whole steps, `before` of the next one)."""
+    displaced = method.layout.displaced_degree > 1
+    num_synchronous = synchronous_steps(sampling.num_steps, method.warmup_steps)
+    layout = warmup_layout(method.layout, model.spec.stages) if model.spec.stages else method.layout
+    x, before = call.latent, None
+    for step in range(method.num_whole(sampling.num_steps)):
+        asked = sampling.call(call, x, step, model.time_scale)
+        forward = ForwardPass(keep=displaced or method.patches is not None, by_image=method.by_image,
+                              forecast=method.forecast, stale=displaced and step >= num_synchronous,
+                              displaced_mode=method.displaced_mode)
+        ticket = client.submit(model.spec, layout, model.num_channels, [asked], forward)
+        x, before = sampling.stepped(x, step, client.wait([ticket])[1][0], before, sampling.noise(x, step))
+    return x, before
+
+
+def _patched_steps(client, model, call, sampling, method, before):
+    """The latent after the further steps, in which each patch goes on as soon as its own prediction is there."""
+    patches, x, num_steps = method.patches, call.latent, sampling.num_steps
     dim = patches[0][0].dim
     pieces = [x.narrow(dim, patch.start, rows) for patch, rows in patches]
     befores = [before and (before[0].narrow(dim, patch.start, rows), *before[1:]) for patch, rows in patches]
-    steps, flying = [num_whole] * len(patches), {}
+    steps, flying = [method.num_whole(num_steps)] * len(patches), {}
 
     def submit(index):
         if steps[index] < num_steps:
-            asked = at(pieces[index], steps[index])
-            forward = ForwardPass(patches[index][0], forecast=forecast)
-            flying[client.submit(spec, layout, num_channels, [asked], forward)] = index
+            asked = sampling.call(call, pieces[index], steps[index], model.time_scale)
+            forward = ForwardPass(patches[index][0], forecast=method.forecast)
+            flying[client.submit(model.spec, method.layout, model.num_channels, [asked], forward)] = index
 
     for index in range(len(patches)):
         submit(index)
     while flying:
         ticket, predictions = client.wait(list(flying))
         index = flying.pop(ticket)
-        pieces[index], befores[index] = stepped(pieces[index], steps[index], predictions[0], befores[index],
-                                                patches[index][0])
+        patch, rows = patches[index]
+        noise = sampling.noise(x, steps[index])
+        pieces[index], befores[index] = sampling.stepped(
+            pieces[index], steps[index], predictions[0], befores[index],
+            noise if noise is None else noise.narrow(dim, patch.start, rows))
         steps[index] += 1
         submit(index)
     return torch.cat(pieces, dim)

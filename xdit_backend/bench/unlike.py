@@ -26,6 +26,7 @@ from ..protocol.errors import ConfigError
 from ..protocol.specs import Layout, Stages
 from .model import Setting, calls, write_model
 from .pipefusion import run
+from .sampler import Method
 from .vae import random_decoder
 
 IMAGES, PATCHES = 4, 4
@@ -95,8 +96,8 @@ def measure(one, two, speeds, setting, folder, options):
         client.predict(spec, layout, 16, [call])
 
     def in_stages(client, told):
-        run(client, header.spec("float32", "float32", Stages(2, speeds=told)), Layout(pipefusion_degree=2), call,
-            options.steps, 1, patches)
+        run(client, header.spec("float32", "float32", Stages(2, speeds=told)), call, options.steps,
+            Method(Layout(pipefusion_degree=2), 1, patches))
         client.end_run()
 
     def decode(client):
@@ -108,7 +109,7 @@ def measure(one, two, speeds, setting, folder, options):
         "Ring 2": (lambda: predict(one, Layout(), call), lambda told: predict(two, Layout(ring_degree=2), call)),
         f"data 2, {IMAGES} images": (lambda: predict(one, Layout(), batch),
                                      lambda told: predict(two, Layout(data_degree=2), batch)),
-        f"PipeFusion 2, {PATCHES} patches": (lambda: run(one, spec, Layout(), call, options.steps, 0, None),
+        f"PipeFusion 2, {PATCHES} patches": (lambda: run(one, spec, call, options.steps, Method(Layout())),
                                              lambda told: in_stages(two, told)),
         f"decode {options.pixels} px": (lambda: decode(one), lambda told: decode(two))}
     seconds: dict[str, dict[str, list]] = {name: {"alone": [], "equal": [], "by speed": []} for name in jobs}

@@ -69,7 +69,7 @@ class Transformer:
         """Index of the block that a tensor of the file belongs to, over all lists;
         None for what is outside the blocks."""
         first = 0
-        if name.startswith(self.family.plan.outside):
+        if self.family.by_rows or name.startswith(self.family.plan.outside):
             return None
         for list_ in self.family.plan.blocks:
             prefixes = ([f"{each}." for each in list_.names] if self.checkpoint.folder_config is not None

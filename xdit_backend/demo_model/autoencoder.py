@@ -95,4 +95,4 @@ def train(setting, glyphs, weights, steps):
                    setting.folder / "autoencoder.png", nrow=16)
 
     modules = {"autoencoder": autoencoder}
-    return loop.run("autoencoder", setting, modules, loss_of, steps, PEAK, on_save, average=0.998)["autoencoder"]
+    return loop.run("autoencoder", setting, modules, loop.Recipe(steps, PEAK, 0.998), loss_of, on_save)["autoencoder"]

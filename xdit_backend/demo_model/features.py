@@ -68,7 +68,7 @@ def train(setting, glyphs, entries, weights, steps):
         print(f"\nrecogniser, step {step}: names {right:.1%} of 512 pictures rightly")
 
     modules = {"recogniser": recogniser}
-    return loop.run("recogniser", setting, modules, loss_of, steps, PEAK, on_save, average=0.995)["recogniser"]
+    return loop.run("recogniser", setting, modules, loop.Recipe(steps, PEAK, 0.995), loss_of, on_save)["recogniser"]
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ steps from a seed, saved and resumed, with a progress bar."""
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,17 @@ class Setting:
     def random(self, step):
         """The generator of a step: the same on every device."""
         return torch.Generator().manual_seed(self.seed * 10_000_019 + step)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a part is trained: so many steps, the learning rate's peak, the decay of the weights' moving average (0:
+    none), and which matrices Muon trains (see optimizers_of)."""
+
+    steps: int
+    peak: float
+    average: float = 0.0
+    by_muon: Callable = lambda name, parameter: False
 
 
 def learning_rate(step, steps, peak):
@@ -51,60 +63,74 @@ def optimizers_of(modules, peak, by_muon):
     return optimizers
 
 
-def run(name, setting, modules, loss_of, steps, peak, on_save, average=0.0, by_muon=lambda name, parameter: False):
-    """Train modules until `steps` steps are done, from where an earlier run was stopped, and return their weights.
+def run(name, setting, modules, recipe, loss_of, on_save):
+    """Train modules until the recipe's steps are done, from where an earlier run was stopped, and return their weights.
 
     modules: {name: Module} on the setting's device, trained together. loss_of(step, generator) is the loss of a step;
     all that it draws comes from its generator, so that a resumed run equals one that was never stopped. on_save(step,
     weights) is called at each save with {name: state_dict} of the averaged weights, on the CPU; these are returned too.
-    average: the decay of the weights' moving average; 0: none. by_muon: see optimizers_of. Writes name.pt in the
-    setting's folder at least every two minutes of training.
+    Writes name.pt in the setting's folder at least every two minutes of training.
     """
     torch.set_flush_denormal(True)             # on a CPU, numbers below 1e-38 take hundreds of times as long
-    file = setting.folder / f"{name}.pt"
-    parameters = [p for module in modules.values() for p in module.parameters()]
-    optimizers = optimizers_of(modules, peak, by_muon)
-    means = [p.detach().clone() for p in parameters]
-    first = 0
-    if file.exists():
-        saved = torch.load(file, map_location=setting.device, weights_only=True)
-        for key, module in modules.items():
-            module.load_state_dict(saved["modules"][key])
-        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        means, first = saved["means"], saved["step"]
-
-    def averaged():
-        """{name: state_dict} with the moving averages in the parameters' places, on the CPU."""
-        each = iter(means)
-        states = {key: module.state_dict() | {n: next(each) for n, _ in module.named_parameters()}
-                  for key, module in modules.items()}
-        return {key: {n: tensor.cpu() for n, tensor in state.items()} for key, state in states.items()}
-
-    def save(step):
-        temporary = file.with_suffix(".tmp")
-        torch.save({"modules": {key: module.state_dict() for key, module in modules.items()},
-                    "optimizers": [optimizer.state_dict() for optimizer in optimizers], "means": means, "step": step},
-                   temporary)
-        os.replace(temporary, file)
-        on_save(step, averaged())
-
+    file, steps = setting.folder / f"{name}.pt", recipe.steps
+    training = Training(modules, recipe)
+    first = training.load(file, setting.device) if file.exists() else 0
     bar = tqdm(range(first, steps), desc=name, initial=first, total=steps, mininterval=5, smoothing=0.05)
     saved_s, shown = time.monotonic(), None
     for step in bar:
         loss = loss_of(step, setting.random(step))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, peak)
-            optimizer.step()
-            optimizer.zero_grad()
-        decay = min(average, (step + 1) / (step + 10))
-        torch._foreach_lerp_(means, [p.detach() for p in parameters], 1 - decay)
+        training.update(step, loss)
         shown = loss.item() if shown is None else 0.99 * shown + 0.01 * loss.item()
         bar.set_postfix(loss=f"{shown:.4f}", refresh=False)
         if time.monotonic() - saved_s > SAVE_EVERY_S or step + 1 == steps:
-            save(step + 1)
+            training.save(file, step + 1)
+            on_save(step + 1, training.averaged())
             saved_s = time.monotonic()
-    return averaged()
+    return training.averaged()
+
+
+class Training:
+    """Modules, their optimizers and the moving averages of their weights: what is saved, and goes on from there."""
+
+    def __init__(self, modules, recipe):
+        self._modules, self._recipe = modules, recipe
+        self._parameters = [p for module in modules.values() for p in module.parameters()]
+        self._optimizers = optimizers_of(modules, recipe.peak, recipe.by_muon)
+        self._means = [p.detach().clone() for p in self._parameters]
+
+    def load(self, file, device):
+        """Go on from what was saved; returns the steps that were done."""
+        saved = torch.load(file, map_location=device, weights_only=True)
+        for key, module in self._modules.items():
+            module.load_state_dict(saved["modules"][key])
+        for optimizer, state in zip(self._optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self._means = saved["means"]
+        return saved["step"]
+
+    def update(self, step, loss):
+        """Take one step down the loss."""
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, self._recipe.steps, self._recipe.peak)
+            optimizer.step()
+            optimizer.zero_grad()
+        decay = min(self._recipe.average, (step + 1) / (step + 10))
+        torch._foreach_lerp_(self._means, [p.detach() for p in self._parameters], 1 - decay)
+
+    def averaged(self):
+        """{name: state_dict} with the moving averages in the parameters' places, on the CPU."""
+        each = iter(self._means)
+        states = {key: module.state_dict() | {n: next(each) for n, _ in module.named_parameters()}
+                  for key, module in self._modules.items()}
+        return {key: {n: tensor.cpu() for n, tensor in state.items()} for key, state in states.items()}
+
+    def save(self, file, step):
+        """Write all of it after so many steps; a run that is killed meanwhile leaves the older file."""
+        temporary = file.with_suffix(".tmp")
+        torch.save({"modules": {key: module.state_dict() for key, module in self._modules.items()},
+                    "optimizers": [optimizer.state_dict() for optimizer in self._optimizers], "means": self._means,
+                    "step": step}, temporary)
+        os.replace(temporary, file)

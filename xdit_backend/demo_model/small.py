@@ -50,7 +50,8 @@ def main():
             latent = sample(shown, prompts[:SHOWN])
             save_image(encoder.decode(latent).sample.clamp(-1, 1) / 2 + 0.5, options.out / f"{options.kind}.png",
                        nrow=4)
-    state = train(setting, model, latents, rows, entries, options.steps, options.rate, show)
+    dataset = transformer.Dataset(latents, rows, entries, torch.ones(len(entries)))
+    state = train(setting, model, dataset, options.steps, options.rate, show)
     write = (export.unet_tensors(state, NUM_LAYERS, torch.float16) if options.kind == "unet"
              else export.transformer_tensors(state))
     export.write(options.out / f"{options.kind}.safetensors", write)
@@ -93,16 +94,16 @@ def predicted(model, latent, sigma, context, pooled):
     return model(latent, context, pooled, sigma * 1000).sample
 
 
-def train(setting, model, latents, rows, entries, steps, peak, show):
-    """Train, or go on training; returns the state dict. The others:
-    as transformer.train's, show(step, weights) as loop.run's on_save."""
-    text, often = load_text_encoder().requires_grad_(False), torch.ones(len(entries))
+def train(setting, model, dataset, steps, peak, show):
+    """Train, or go on training; returns the state dict. dataset: of the transformer's kind. show(step, weights): as
+    loop.run's on_save."""
+    text = load_text_encoder().requires_grad_(False)
 
     def loss_of(step, generator):
-        noisy, sigma, wanted, captions = transformer.batch_of(generator, latents, rows, entries, often)
+        noisy, sigma, wanted, captions = transformer.batch_of(generator, dataset)
         context, pooled = text(*arrange(captions), transformer.BATCH)
         return (predicted(model, noisy, sigma, context, pooled) - wanted).square().mean()
-    return loop.run("small", setting, {"model": model}, loss_of, steps, peak, show, average=0.99)["model"]
+    return loop.run("small", setting, {"model": model}, loop.Recipe(steps, peak, 0.99), loss_of, show)["model"]
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ def main():
             save_image(encoder.decode(latent).sample.clamp(-1, 1) / 2 + 0.5, options.out / "transformer.png", nrow=8)
 
     torch.manual_seed(3 * options.seed + 1)
-    state = transformer.train(setting, latents, rows, entries, weights, options.transformer_steps,
+    state = transformer.train(setting, transformer.Dataset(latents, rows, entries, weights), options.transformer_steps,
                               options.transformer_rate, show)
     torch.manual_seed(3 * options.seed + 2)
     recogniser_state = features.train(setting, glyphs, entries, weights, options.recogniser_steps)

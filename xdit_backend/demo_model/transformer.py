@@ -1,6 +1,7 @@
 """Trains the demo model's transformer and text encoder: SD3's architecture and flow matching (P. Esser et al. 2024)."""
 
 import random
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -27,6 +28,18 @@ SAMPLES = ("red apple", "cat face on a blue background", "grinning face", "house
            "bread",
            "tiger face on a pink background", "tulip", "robot", "umbrella with rain drops", "fish", "police car",
            "dragon on a red background", "blue heart")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What is learnt from. latents [K, 16, 16, 16]: of every picture. rows [N, number of backgrounds] long: the picture
+    of an entry upon a background, -1 where there is none. entries: pictures.Entry of each. often [N]: how often an
+    entry is drawn."""
+
+    latents: torch.Tensor
+    rows: torch.Tensor
+    entries: list
+    often: torch.Tensor
 
 
 def new():
@@ -63,35 +76,29 @@ def captions_of(entries, chosen, backgrounds, randomness):
     return [[] if randomness.random() < WITHOUT_TEXT else words_of(text)[:MAX_WORDS] for text in texts]
 
 
-def batch_of(generator, latents, rows, entries, often):
-    """What a step learns from, (noisy latents, noise levels, velocities, captions as lists of words); the others as
-    train's.
+def batch_of(generator, dataset):
+    """What a step learns from, (noisy latents, noise levels, velocities, captions as lists of words).
 
     All is drawn on the CPU, alike on every device.
     """
     randomness = random.Random(generator.initial_seed())
-    chosen = torch.multinomial(often, BATCH, replacement=True, generator=generator)
+    chosen = torch.multinomial(dataset.often, BATCH, replacement=True, generator=generator)
     shown = torch.randint(-len(BACKGROUNDS), len(BACKGROUNDS), (BATCH,), generator=generator)
     shown = shown.clamp(min=0)                                           # every second one is upon white, the first
-    shown = torch.where(rows[chosen, shown] >= 0, shown, 0)
-    clean = latents[rows[chosen, shown]].float()
+    shown = torch.where(dataset.rows[chosen, shown] >= 0, shown, 0)
+    clean = dataset.latents[dataset.rows[chosen, shown]].float()
     noise = torch.randn(clean.shape, generator=generator)
     sigma = shifted(torch.rand(BATCH, generator=generator))
-    captions = captions_of(entries, chosen.tolist(), shown.tolist(), randomness)
+    captions = captions_of(dataset.entries, chosen.tolist(), shown.tolist(), randomness)
     return torch.lerp(clean, noise, sigma[:, None, None, None]), sigma, noise - clean, captions
 
 
-def train(setting, latents, rows, entries, often, steps, peak, show):
-    """Train, or go on training; returns the state dicts of both.
-
-    latents [K, 16, 16, 16]: of every picture; rows [N, number of backgrounds] long: the picture of an entry upon a
-    background, -1 where there is none. often [N]: how often an entry is drawn. show(latents) is called at each save,
-    with samples.
-    """
+def train(setting, dataset, steps, peak, show):
+    """Train, or go on training; returns the state dicts of both. show(latents) is called at each save, with samples."""
     transformer, text = (module.to(setting.device) for module in new())
 
     def loss_of(step, generator):
-        noisy, sigma, wanted, captions = batch_of(generator, latents, rows, entries, often)
+        noisy, sigma, wanted, captions = batch_of(generator, dataset)
         noisy, sigma, wanted = (tensor.to(setting.device) for tensor in (noisy, sigma, wanted))
         context, pooled = text(*(tensor.to(setting.device) for tensor in arrange(captions)), BATCH)
         weights = rounded(transformer) if step >= ROUNDED_FROM * steps else {}
@@ -106,8 +113,7 @@ def train(setting, latents, rows, entries, often, steps, peak, show):
         show(sample(model, encoder, SAMPLES))
 
     modules = {"transformer": transformer, "text": text}
-    return loop.run("transformer", setting, modules, loss_of, steps, peak, on_save, average=0.999,
-                    by_muon=is_block_matrix)
+    return loop.run("transformer", setting, modules, loop.Recipe(steps, peak, 0.999, is_block_matrix), loss_of, on_save)
 
 
 def shifted(sigmas):

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from ..partition import shard_sizes
-from .cost import Degrees, Device, Links, block_parts, run_seconds
+from .cost import Degrees, Device, Links, Run, Tokens, block_parts
 from .memory import Memory, rank_memory
+from .seconds import run_seconds
 
 WORTH = 1.05                   # times as fast that a layout must be to be preferred to an exact one, or to one device
 WORTH_S = 0.3                  # seconds that a layout must save to be called faster than one device
@@ -157,8 +158,8 @@ def speeds_of(devices):
 
 def a_block_s(net, job, device):
     """Seconds that a device takes for a block of one image, alone."""
-    text = job.text if net.joint else 0
-    return block_parts(net, job, Degrees(), device, Links(), 1, job.tokens, job.tokens + text, text).seconds
+    run = Run(net, job, Degrees(), device, Links())
+    return block_parts(run, Tokens(1, job.tokens, run.text)).seconds
 
 
 def are_alike(net, job, devices):

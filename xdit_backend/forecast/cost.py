@@ -1,4 +1,4 @@
-"""Seconds of a run under a layout, and what limits them: compute, link, launch or warm-up. Pure arithmetic.
+"""What a forecast computes with, and the seconds of one block on one rank. Pure arithmetic; seconds.py adds up a run.
 
 A block on a rank takes as long as its device computes and waits for others, or as its host needs to launch its kernels,
 whichever is longer. Rows are tokens times images. Sources: the methods' papers as docs/algorithms.md cites them, and
@@ -194,48 +194,80 @@ class Parts:
     def times(self, factor):
         return Parts(self.compute * factor, self.link * factor, self.launch * factor)
 
+    def plus(self, other):
+        return Parts(self.compute + other.compute, self.link + other.link, self.launch + other.launch)
 
-def block_parts(net, job, degrees, device, links, batch, rows, keys, text_rows):
-    """Parts of one block on one rank, which has `rows` image and `text_rows` text tokens of each image;
-    keys: tokens in all."""
-    ulysses, ring, tensor, width = degrees.ulysses, degrees.ring, degrees.tensor, net.width
-    own = batch * (rows + text_rows)
-    flops = 2 * net.elements * width ** 2 * own / tensor
-    scores = 4 * own * width / tensor * seen_keys(net, job, keys)
-    if not net.joint:                                          # keys and values of the text, and attention to them
-        flops += 4 * width ** 2 * batch * job.text / tensor
-        scores += 4 * batch * rows * job.text * width / tensor
-    head = width / net.heads
+
+@dataclass(frozen=True)
+class Run:
+    """A run under a layout. All its ranks have such a device and such links."""
+
+    net: Net
+    job: Job
+    degrees: Degrees
+    device: Device
+    links: Links
+
+    @property
+    def text(self):
+        """Tokens of the text that run through the blocks."""
+        return self.job.text if self.net.joint else 0
+
+    @property
+    def keys(self):
+        """Tokens in all that attention reads."""
+        return self.job.tokens + self.text
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a rank has in a block: so many tokens of the image and of the text, of each image of its batch."""
+
+    batch: int
+    image: float
+    text: float
+
+    @property
+    def rows(self):
+        return self.batch * (self.image + self.text)
+
+
+def block_parts(run, tokens):
+    """Parts of one block on one rank, which has these Tokens."""
+    degrees, device = run.degrees, run.device
+    parts = Parts(_matrices_s(run, tokens), 0.0, device.block_launch_s * run.net.kernels)
+    if degrees.ulysses > 1:
+        parts = parts.plus(_exchange_parts(run, tokens))
+    attend_s = _attention_s(run, tokens)
+    parts = parts.plus(_ring_parts(run, tokens, attend_s) if degrees.ring > 1 else Parts(attend_s, 0.0, 0.0))
+    if degrees.tensor > 1:
+        parts = parts.plus(_sum_parts(run, tokens))
+    return Parts(parts.compute + (1 - device.launch_hidden) * parts.launch, parts.link,
+                 device.launch_hidden * parts.launch)
+
+
+def _matrices_s(run, tokens):
+    """Of matrix multiplications and of small kernels."""
+    net, device, tensor, rows = run.net, run.device, run.degrees.tensor, tokens.rows
+    flops = 2 * net.elements * net.width ** 2 * rows / tensor
+    if not net.joint:                                          # keys and values of the text
+        flops += 4 * net.width ** 2 * tokens.batch * run.job.text / tensor
+    return (flops / device.matrix_flops_s * (1 + device.half_rows / rows)
+            + device.kernel_bytes * rows * net.width * net.element_bytes / device.memory_bytes_s)
+
+
+def _attention_s(run, tokens):
+    """Of attention, where its keys are all there."""
+    net, device, tensor = run.net, run.device, run.degrees.tensor
+    scores = 4 * tokens.rows * net.width / tensor * seen_keys(net, run.job, run.keys)
+    if not net.joint:                                          # attention to the text
+        scores += 4 * tokens.batch * tokens.image * run.job.text * net.width / tensor
+    head = net.width / net.heads
     scores *= HEAD_MULTIPLE * math.ceil(head / HEAD_MULTIPLE) / head
-    compute = (flops / device.matrix_flops_s * (1 + device.half_rows / own)
-               + device.kernel_bytes * own * width * net.element_bytes / device.memory_bytes_s)
-    attend = scores / device.attention_rate(head)
+    attend_s = scores / device.attention_rate(head)
     if net.attention == "all":
-        attend *= 1 + device.half_keys / (keys / ring)
-    link, launch = 0.0, device.block_launch_s * net.kernels
-    if ulysses > 1:                                            # four tensors, not hidden
-        tensors = 2 + 2 * net.key_share                        # queries and results, keys and values
-        own_share = (ulysses - 1) / ulysses
-        size = (tensors * rows + (tensors if net.shards_text else 2)
-                * text_rows) * batch * width * net.element_bytes * own_share
-        group = wide(ulysses * tensor, degrees)
-        link += net.shared * (size / links.rate("all_to_all", group) + 4 * links.latency("all_to_all", group))
-        compute += net.shared * device.pack_bytes * 4 * own * width * net.element_bytes / device.memory_bytes_s
-        launch += 4 * device.collective_launch_s
-    if ring > 1:
-        piece = 2 * net.key_share * batch * (rows + (text_rows if net.shards_text else 0)) * width * net.element_bytes
-        group = wide(degrees.sequence * tensor, degrees)
-        hop = piece / links.rate("hop", group) + links.latency("hop", group)
-        turn = attend / ring * (1 + device.busy_ring) + device.merge_bytes * own * width * 4 / device.memory_bytes_s
-        waits = (ring - 1) * (max(turn, hop) + (1 - links.hidden) * min(turn, hop) - turn)
-        attend = net.shared * ring * turn + (1 - net.shared) * attend
-        link += net.shared * waits
-        launch += ring * device.round_launch_s
-    if tensor > 1:                                             # all-reduces, not hidden
-        size = 2 * net.sums * own * width * net.element_bytes * (tensor - 1) / tensor
-        link += size / links.rate("all_reduce", tensor) + net.sums * links.latency("all_reduce", tensor)
-        launch += net.sums * device.collective_launch_s
-    return Parts(compute + attend + (1 - device.launch_hidden) * launch, link, device.launch_hidden * launch)
+        attend_s *= 1 + device.half_keys / (run.keys / run.degrees.ring)
+    return attend_s
 
 
 def seen_keys(net, job, keys):
@@ -244,75 +276,42 @@ def seen_keys(net, job, keys):
     return keys / job.frames if net.attention == "frame" else keys
 
 
+def _exchange_parts(run, tokens):
+    """Of Ulysses' all-to-alls of four tensors, which are not hidden, and of packing these."""
+    net, degrees, device, links = run.net, run.degrees, run.device, run.links
+    tensors = 2 + 2 * net.key_share                            # queries and results, keys and values
+    own_share = (degrees.ulysses - 1) / degrees.ulysses
+    size = (tensors * tokens.image + (tensors if net.shards_text else 2)
+            * tokens.text) * tokens.batch * net.width * net.element_bytes * own_share
+    group = wide(degrees.ulysses * degrees.tensor, degrees)
+    packing_s = net.shared * device.pack_bytes * 4 * tokens.rows * net.width * net.element_bytes / device.memory_bytes_s
+    return Parts(packing_s,
+                 net.shared * (size / links.rate("all_to_all", group) + 4 * links.latency("all_to_all", group)),
+                 4 * device.collective_launch_s)
+
+
+def _ring_parts(run, tokens, attend_s):
+    """Of attention that takes so long with all keys, and whose keys go round."""
+    net, degrees, device, links, ring = run.net, run.degrees, run.device, run.links, run.degrees.ring
+    sent = tokens.image + (tokens.text if net.shards_text else 0)
+    piece = 2 * net.key_share * tokens.batch * sent * net.width * net.element_bytes
+    group = wide(degrees.sequence * degrees.tensor, degrees)
+    hop = piece / links.rate("hop", group) + links.latency("hop", group)
+    merge_s = device.merge_bytes * tokens.rows * net.width * 4 / device.memory_bytes_s
+    turn = attend_s / ring * (1 + device.busy_ring) + merge_s
+    waits = (ring - 1) * (max(turn, hop) + (1 - links.hidden) * min(turn, hop) - turn)
+    return Parts(net.shared * ring * turn + (1 - net.shared) * attend_s, net.shared * waits,
+                 ring * device.round_launch_s)
+
+
+def _sum_parts(run, tokens):
+    """Of what tensor ranks add up by all-reduces, which are not hidden."""
+    net, tensor = run.net, run.degrees.tensor
+    size = 2 * net.sums * tokens.rows * net.width * net.element_bytes * (tensor - 1) / tensor
+    link_s = size / run.links.rate("all_reduce", tensor) + net.sums * run.links.latency("all_reduce", tensor)
+    return Parts(0.0, link_s, net.sums * run.device.collective_launch_s)
+
+
 def wide(size, degrees):
     """The devices that a group spans: one that does not tile a node crosses it."""
     return 2 * DEVICES_A_NODE if degrees.devices > DEVICES_A_NODE and degrees.devices // 2 % size else size
-
-
-def run_seconds(net, job, degrees, device, links, worth=0.0):
-    """{cause: seconds} of a run: "compute", "link", "launch" (what the device waits for its host) and "warm-up" (what
-    PipeFusion's and DistriFusion's whole steps and empty slots take longer than an even share). worth: of how many such
-    devices the stages are, where their devices differ and blocks are shared out by speed; 0: as many as stages."""
-    text = job.text if net.joint else 0
-    sequence, stages, displaced = degrees.sequence, degrees.pipefusion, degrees.displaced
-    batch = degrees.batch(job)
-    own_text = text / sequence if net.shards_text else text
-    keys = job.tokens + text
-    if displaced > 1:
-        block = block_parts(net, job, replace(degrees, displaced=1), device, links, batch, job.tokens / displaced, keys,
-                            text)
-        gather = 2 * batch * job.tokens / displaced * net.width * net.element_bytes * (displaced - 1) / links.rate(
-            "gather", displaced)
-        synchronous = synchronous_steps(job.steps, degrees.warmup_steps)
-        hidden = max(0.0, gather - block.seconds)
-        return causes(job, block.times(net.blocks * job.steps), net.blocks * (job.steps - synchronous) * hidden,
-                      net.blocks * synchronous * gather)
-    whole = block_parts(net, job, degrees, device, links, batch, job.tokens / sequence, keys,
-                        own_text).times(net.blocks)
-    if stages == 1:
-        return causes(job, whole.times(job.steps))
-    num_patches = degrees.num_patches or stages
-    warmup_steps = min(job.steps, degrees.warmup_steps)
-    patched = job.steps - warmup_steps
-    hidden_bytes = batch * job.tokens / sequence * net.width * net.element_bytes
-    a_stage, alone = sequence * degrees.tensor, degrees.devices <= DEVICES_A_NODE
-    by_network = links.crosses(stages * a_stage)               # between some stages, whose ranks share it
-    span = stages * a_stage if by_network else 2 * a_stage
-    sharing = a_stage if by_network else sequence if sequence * stages > DEVICES_A_NODE else 1
-    rate = links.rate("hop", span if alone else 2 * DEVICES_A_NODE) / sharing
-    latency_s = links.latency("hop", span)
-    hop = hidden_bytes / rate + latency_s
-    patch_hop = hidden_bytes / num_patches / rate + latency_s
-    worth = worth or stages
-    # stages are split by cost, so that none takes much longer
-    blocks = net.blocks / worth
-    # The text's tokens with every patch, or with one of them: on average that share.
-    patch_text = own_text / num_patches if net.text_once else own_text
-    part = block_parts(net, job, degrees, device, links, batch, job.tokens / sequence / num_patches, keys,
-                       patch_text).times(blocks)
-    skips = blocks * patch_hop if net.skips else 0.0           # of the earlier blocks' outputs, which a stage waits for
-    slot = max(part.seconds + skips, patch_hop) + device.slot_launch_s
-    slots = (patched - 1) * max(num_patches, stages) + num_patches + stages - 1 if patched else 0
-    busy = patched * num_patches                               # slots in which a stage computes
-    even = warmup_steps * whole.seconds / worth
-    warm = stages * even + warmup_steps * stages * hop         # one stage after the other
-    if degrees.warmup_by_sequence:
-        spread = replace(degrees, ring=degrees.ring * stages, pipefusion=1)
-        warm = warmup_steps * net.blocks * block_parts(net, job, spread, device, links, batch,
-                                                       job.tokens / spread.sequence, keys,
-                                                       text / spread.sequence if net.shards_text else text).seconds
-    return {"compute": job.fixed_s + even + busy * part.compute,
-            "link": busy * (part.link + skips + max(0.0, patch_hop - part.seconds - skips)),
-            "launch": busy * (device.slot_launch_s + max(0.0, part.launch - part.compute - part.link)),
-            "warm-up": max(0.0, warm - even) + (slots - busy) * slot}
-
-
-def synchronous_steps(num_steps, warmup_steps):
-    """Steps of a run of DistriFusion in which everything is fresh:
-    the warm-up, and the first in any case, which finds nothing stale."""
-    return min(num_steps, max(1, warmup_steps))
-
-
-def causes(job, parts, link=0.0, warmup=0.0):
-    waits = max(0.0, parts.seconds - parts.compute - parts.link)
-    return {"compute": job.fixed_s + parts.compute, "link": parts.link + link, "launch": waits, "warm-up": warmup}

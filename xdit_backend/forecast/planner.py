@@ -6,6 +6,8 @@ Called by the host alone, before a model is loaded and before a run; the workers
 import dataclasses
 import math
 import sys
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..config import validate_layout
 from ..partition import FULL, num_tokens, patch_dim, stage_of
@@ -21,32 +23,78 @@ LONG_S = 20.0                              # of a run, on one usual device: from
 USUAL_JOB = Job(4096, 512, 20)             # a picture of a megapixel: what stages are chosen for, before a run is known
 
 
-def choose_layout(config, num_devices, num_branches, num_heads, family, stages=None, num_key_heads=None,
-                  tensor_degree=1, shares_tokens=True, a_machine=0):
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """What of a model's attention a layout has to fit. family: the model's, for a person.
+
+    num_heads: None of a U-Net, which shares out branches and images alone. num_key_heads: None: as many.
+    shares_tokens: False where the family refuses it.
+    """
+
+    family: str
+    num_heads: int | None
+    num_key_heads: int | None = None
+    shares_tokens: bool = True
+
+
+class Spread(NamedTuple):
+    """How the weights of a model are spread over ranks. stages: None where every rank runs every block."""
+
+    stages: Stages | None = None
+    tensor_degree: int = 1
+
+
+EVERYWHERE = Spread()                      # every rank has all weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """What weights are spread over. memory_bytes: of each device. a_machine: config.devices_a_machine. machine: of a
+    probe, or None."""
+
+    memory_bytes: Sequence[float]
+    a_machine: int = 0
+    machine: Machine | None = None
+
+    @property
+    def smallest(self):
+        return min(self.memory_bytes)
+
+    @property
+    def speeds(self):
+        return () if self.machine is None else speeds_of(self.machine.devices)
+
+    def divisors(self):
+        """Degrees above 1 that divide their number."""
+        count = len(self.memory_bytes)
+        return [degree for degree in range(2, count + 1) if count % degree == 0]
+
+
+def choose_layout(config, num_devices, num_branches, attention, spread=EVERYWHERE, a_machine=0):
     """Return the Layout for one prediction where no probe has measured the devices; plan_run knows better where one
     has.
 
-    num_heads: None of a U-Net, which shares out branches and images alone. Manual mode: the person's degrees. Auto
-    mode: CFG parallel when there are two branches and an even number of devices, then Ulysses as far as the heads
-    allow, then Ring. CFG parallel comes first because it sends only the prediction; Ulysses sends less than Ring (xDiT,
-    arXiv 2411.01738, table 1).
-    stages, tensor_degree: how the model is spread, of choose_spread. shares_tokens: False where the family refuses it.
-    a_machine: config.devices_a_machine; tokens are shared within one. Raises ConfigError when the layout cannot work
-    for this model.
+    Manual mode: the person's degrees. Auto mode: CFG parallel when there are two branches and an even number of
+    devices, then Ulysses as far as the heads allow, then Ring. CFG parallel comes first because it sends only the
+    prediction; Ulysses sends less than Ring (xDiT, arXiv 2411.01738, table 1).
+    attention: the model's Attention. spread: of choose_spread. a_machine: config.devices_a_machine; tokens are shared
+    within one. Raises ConfigError when the layout cannot work for this model.
     """
     if config.mode == "manual":
         layout = config.layout
-        validate_layout(layout, num_heads, family, num_key_heads)
+        validate_layout(layout, attention.num_heads, attention.family, attention.num_key_heads)
         return layout
+    stages, tensor_degree = spread
     num_devices //= tensor_degree
     cfg_degree = 2 if num_branches == 2 and num_devices % 2 == 0 and stages is None else 1
-    if num_heads is None or not shares_tokens:
+    if attention.num_heads is None or not attention.shares_tokens:
         return Layout(cfg_degree=cfg_degree, data_degree=num_devices // cfg_degree, tensor_degree=tensor_degree)
     rest, data_degree = num_devices // cfg_degree if stages is None else stages.sequence_degree, 1
     if a_machine and stages is None:
         inside = math.gcd(rest, max(1, a_machine // tensor_degree))
         rest, data_degree = inside, rest // inside
-    ulysses_degree = max(d for d in range(1, rest + 1) if rest % d == 0 and num_heads // tensor_degree % d == 0)
+    heads = attention.num_heads // tensor_degree
+    ulysses_degree = max(d for d in range(1, rest + 1) if rest % d == 0 and heads % d == 0)
     return Layout(cfg_degree=cfg_degree, data_degree=data_degree, ring_degree=rest // ulysses_degree,
                   ulysses_degree=ulysses_degree,
                   pipefusion_degree=1 if stages is None else stages.pipefusion_degree, tensor_degree=tensor_degree)
@@ -56,60 +104,85 @@ def choose_layout(config, num_devices, num_branches, num_heads, family, stages=N
 WARMUP_FULL = 0.4
 
 
-def choose_spread(config, num_devices, net, device_bytes, machine=None, is_splittable=lambda degree: True, a_machine=0,
-                  has_stages=True, branches=(1, 2)):
-    """How the weights are spread when a model is loaded: (Stages, or None where every rank runs every block;
-    tensor_degree).
+def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_stages=True, branches=(1, 2)):
+    """The Spread of the weights when a model is loaded.
 
     Manual mode: the person's degrees. Auto mode: where the weights do not fit on one device, of PipeFusion and tensor
-    parallelism and of degrees that fit, the fastest by forecast (machine: of a probe), the exact one if that is about
-    as fast. Where nothing approximate is allowed, PipeFusion has one patch, and stages wait for each other. Without a
-    probe PipeFusion, or tensor parallelism where nothing approximate is allowed, and the least degree. device_bytes:
-    memory of each device. is_splittable(tensor_degree): can the file be?
-    a_machine: config.devices_a_machine; above 0 machines, or equal parts of them, are stages, so that tokens are shared
-    within one. Where the weights fit on each device, and nothing approximate is allowed or it is forecast to be as
-    fast, machines share branches and images.
-    has_stages: can the family run in stages? branches: usual_branches.
+    parallelism and of degrees that fit, the fastest by forecast (of the Devices' machine), the exact one if that is
+    about as fast. Where nothing approximate is allowed, PipeFusion has one patch, and stages wait for each other.
+    Without a probe PipeFusion, or tensor parallelism where nothing approximate is allowed, and the least degree.
+    Where there are several machines, these, or equal parts of them, are stages, so that tokens are shared within one.
+    Where the weights fit on each device, and nothing approximate is allowed or it is forecast to be as fast, machines
+    share branches and images.
+    is_splittable(tensor_degree): can the file be? has_stages: can the family run in stages? branches: usual_branches.
     """
-    speeds, smallest = () if machine is None else speeds_of(machine.devices), min(device_bytes)
     if config.mode == "manual":
-        if config.pipefusion_degree == 1:
-            return None, config.tensor_degree
-        rank_share = net.held_bytes / config.tensor_degree
-        every_block = config.warmup == "sequence" or (config.warmup == "auto" and rank_share <= WARMUP_FULL * smallest)
-        return Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * config.tensor_degree,
-                      config.num_stage_blocks, every_block, config.offload_keys_values, speeds), config.tensor_degree
-    if a_machine and has_stages:
-        inside = [Stages(num_devices // size, size, offload=config.offload_keys_values, speeds=speeds)
-                  for size in range(a_machine, 0, -1)
-                  if a_machine % size == 0 and num_devices // size <= net.blocks]
-        stages = next((each for each in inside if _holds(each, net, device_bytes)), inside[-1] if inside else None)
-        if stages is None or net.held_bytes > FULL * smallest or (config.approximate == "allowed" and machine is None):
-            return stages, 1
-        if config.approximate != "allowed":
-            return None, 1
-        jobs = [dataclasses.replace(USUAL_JOB, branches=each) for each in branches]
-        whole_s, staged_s = (sum(plan_run(config, machine, net, job, spread).chosen.seconds for job in jobs)
-                             for spread in (None, stages))
-        return (None if whole_s <= WORTH * staged_s else stages), 1
-    if num_devices == 1 or net.held_bytes <= FULL * smallest:
-        return None, 1
-    divisors = [degree for degree in range(2, num_devices + 1) if num_devices % degree == 0]
-    staged = [(Stages(degree, num_devices // degree, offload=config.offload_keys_values, speeds=speeds), 1)
-              for degree in divisors if degree <= net.blocks and has_stages]
-    can_forecast = machine is None or any(name == "all_reduce" for name, _ in machine.links.rates)
-    split = [(None, degree) for degree in divisors if can_forecast and degree in tensor_degrees(net)
-             and is_splittable(degree)
-             and (not a_machine or a_machine % degree == 0)]
-    fit_staged = [(stages, 1) for stages, _ in staged if _holds(stages, net, device_bytes)]
-    fit_split = [(None, degree) for _, degree in split if weight_bytes(net, Degrees(tensor=degree)) <= FULL * smallest]
+        return _manual_spread(config, net, devices)
+    if devices.a_machine and has_stages:
+        return _spread_over_machines(config, net, devices, branches)
+    if len(devices.memory_bytes) == 1 or net.held_bytes <= FULL * devices.smallest:
+        return EVERYWHERE
+    staged = _staged(config, net, devices) if has_stages else []
+    split = [Spread(None, degree) for degree in _split_degrees(net, devices) if is_splittable(degree)]
+    fit_staged = [spread for spread in staged if _holds(spread.stages, net, devices.memory_bytes)]
+    fit_split = [spread for spread in split
+                 if weight_bytes(net, Degrees(tensor=spread.tensor_degree)) <= FULL * devices.smallest]
+    approximate = config.approximate == "allowed"
     if not fit_staged and not fit_split:                       # refused when the model is loaded, with what would fit
-        return ((staged or split or [(None, 1)])[-1] if config.approximate == "allowed"
-                else (split or staged or [(None, 1)])[-1])
-    some = fit_staged + fit_split if config.approximate == "allowed" else fit_split + fit_staged
-    if machine is None or len(some) == 1:
-        return some[0]
-    usual = [(plan_run(config, machine, net, USUAL_JOB, *spread).chosen, spread) for spread in some]
+        return ((staged or split if approximate else split or staged) or [EVERYWHERE])[-1]
+    fitting = fit_staged + fit_split if approximate else fit_split + fit_staged
+    return fitting[0] if devices.machine is None or len(fitting) == 1 else _fastest(config, net, devices, fitting)
+
+
+def _manual_spread(config, net, devices):
+    tensor_degree = config.tensor_degree
+    if config.pipefusion_degree == 1:
+        return Spread(None, tensor_degree)
+    rank_share = net.held_bytes / tensor_degree
+    every_block = config.warmup == "sequence" or (config.warmup == "auto"
+                                                  and rank_share <= WARMUP_FULL * devices.smallest)
+    return Spread(Stages(config.pipefusion_degree, config.ring_degree * config.ulysses_degree * tensor_degree,
+                         config.num_stage_blocks, every_block, config.offload_keys_values, devices.speeds),
+                  tensor_degree)
+
+
+def _spread_over_machines(config, net, devices, branches):
+    count, a_machine, machine = len(devices.memory_bytes), devices.a_machine, devices.machine
+    inside = [Stages(count // size, size, offload=config.offload_keys_values, speeds=devices.speeds)
+              for size in range(a_machine, 0, -1)
+              if a_machine % size == 0 and count // size <= net.blocks]
+    stages = next((each for each in inside if _holds(each, net, devices.memory_bytes)), inside[-1] if inside else None)
+    approximate = config.approximate == "allowed"
+    if stages is None or net.held_bytes > FULL * devices.smallest or (approximate and machine is None):
+        return Spread(stages)
+    if not approximate:
+        return EVERYWHERE
+    jobs = [dataclasses.replace(USUAL_JOB, branches=each) for each in branches]
+    whole_s, staged_s = (sum(plan_run(config, machine, net, job, spread).chosen.seconds for job in jobs)
+                         for spread in (None, stages))
+    return Spread(None if whole_s <= WORTH * staged_s else stages)
+
+
+def _staged(config, net, devices):
+    """All spreads over stages."""
+    count = len(devices.memory_bytes)
+    return [Spread(Stages(degree, count // degree, offload=config.offload_keys_values, speeds=devices.speeds))
+            for degree in devices.divisors() if degree <= net.blocks]
+
+
+def _split_degrees(net, devices):
+    """The tensor degrees of these devices, within a machine; none where a probe has not measured what they need."""
+    machine, a_machine = devices.machine, devices.a_machine
+    if machine is not None and not any(name == "all_reduce" for name, _ in machine.links.rates):
+        return []
+    allowed = tensor_degrees(net)
+    return [degree for degree in devices.divisors()
+            if degree in allowed and (not a_machine or a_machine % degree == 0)]
+
+
+def _fastest(config, net, devices, spreads):
+    """Of several spreads, the one whose usual run is forecast to be the fastest, or an exact one that nearly is."""
+    usual = [(plan_run(config, devices.machine, net, USUAL_JOB, *spread).chosen, spread) for spread in spreads]
     chosen = choose(sorted((made for made, _ in usual), key=lambda made: (not made.fits, made.seconds)), alike=False)
     return next(spread for made, spread in usual if made is chosen)
 

@@ -1,9 +1,9 @@
 """Stable Diffusion 1.4 and 1.5, and what is trained from them: a U-Net of four levels, eight heads everywhere."""
 
-from ..vocabulary.unet import tiny, unet
+from ..vocabulary.unet import Architecture, tiny, unet
 
 SD15 = unet(
-    name="SD 1.5", title="SD 1.5", context_widths=(768,), labelled=False, num_heads=lambda width: 8,
+    name="SD 1.5", title="SD 1.5", architecture=Architecture((768,), num_heads=lambda width: 8),
     tiny=tiny(
         "SD15",
         {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1,

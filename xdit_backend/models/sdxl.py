@@ -1,11 +1,11 @@
 """SDXL and its refiner: a U-Net of three or four levels, heads of 64;
 pooled text and the picture's size as a vector beside the text."""
 
-from ..vocabulary.unet import tiny, unet
+from ..vocabulary.unet import Architecture, tiny, unet
 
 SDXL = unet(
-    name="SDXL", title="SDXL, SDXL refiner", context_widths=(2048, 1280), labelled=True,
-    num_heads=lambda width: width // 64,
+    name="SDXL", title="SDXL, SDXL refiner",
+    architecture=Architecture((2048, 1280), num_heads=lambda width: width // 64, labelled=True),
     values=("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min", "v_pred", "ztsnr"),
     tiny=tiny(
         "SDXL",

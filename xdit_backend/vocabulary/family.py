@@ -208,6 +208,8 @@ class Family:
     def token_counts(self, shape, conditioning, patch=None):
         """Tokens of every stream: {"image": ..., "text": ...}.
         shape: of the latent or the patch; conditioning: of a whole forward."""
+        if self.by_rows:
+            return {"image": self.latent.num_tokens(shape)}
         whole = [patch.whole if patch is not None and dim == patch.dim else length for dim, length in enumerate(shape)]
         streams, lengths = self.plan.stream_names, {
             "text": lambda conditioning: conditioning["context"].shape[1],

@@ -159,7 +159,4 @@ class RowPlan:
     of_text: tuple[str, ...]
     num_levels: Callable
     skips: Callable
-    blocks: tuple = ()
-    outside: tuple[str, ...] = ()
-    rows: None = None
-    stream_names: frozenset = frozenset(("image",))
+    blocks: tuple = ()                     # it has none

@@ -6,6 +6,8 @@ A U-Net has no list of blocks that tokens pass: it works on images, each level o
 
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from .describe import Whole, because, blocks, config_of, given, has, size, timestep
 from .family import Family, Tiny
@@ -31,45 +33,60 @@ OF_RESNET = re.compile(rf"(resnets\.\d+\.)({'|'.join(map(re.escape, IN_RESNET.va
 OF_LEVEL = re.compile(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.*)")
 
 
-def unet(name, title, context_widths, labelled, num_heads, tiny, refusals=(), values=()):
-    """A family of U-Nets in ComfyUI's and the publisher's format.
+@dataclass(frozen=True)
+class Architecture:
+    """What tells the U-Nets of a family from those of another.
 
-    context_widths: of the text that its files may take. labelled: is there a vector beside the text? num_heads(width of
-    a level): heads of its attention. values: see Family.
+    context_widths: of the text that its files may take. num_heads(width of a level): heads of its attention. labelled:
+    is there a vector beside the text?
     """
+
+    context_widths: tuple[int, ...]
+    num_heads: Callable[[int], int]
+    labelled: bool = False
+
+
+def unet(name, title, architecture, tiny, refusals=(), values=()):
+    """A family of U-Nets in ComfyUI's and the publisher's format. values: see Family."""
     return Family(
         name=name, title=title, transformer="UNet2DConditionModel", tiny=tiny, values=values, latent=LATENT,
         convert=convert, by_tensors=("sample_size",),
-        recognise=lambda shapes: has("input_blocks.0.0.weight")(shapes) and _context_width(shapes) in context_widths,
+        recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
+                                  and _context_width(shapes) in architecture.context_widths),
         refused_beside={"cc_projection.weight": "it turns objects (Zero123)"},
         refusals=(because("it makes videos (Stable Video Diffusion)",
                           lambda shapes: any(".time_stack." in key for key in shapes)),
                   *refusals,
                   because("the layers of its levels are not alike, which diffusers' U-Net cannot be (SSD-1B, Vega, "
                           "KOALA)", _is_uneven)),
-        config=config_of(
-            sample_size=64, in_channels=size("input_blocks.0.0.weight", 1), out_channels=size("out.2.weight", 0),
-            block_out_channels=_widths, layers_per_block=lambda shapes: len(_levels(shapes)[0]),
-            down_block_types=lambda shapes: tuple(f"{_kind(depth)}DownBlock2D" for depth in _depths(shapes)),
-            up_block_types=lambda shapes: tuple(f"{_kind(depth)}UpBlock2D" for depth in reversed(_depths(shapes))),
-            transformer_layers_per_block=lambda shapes: (*(depth or 1 for depth in _depths(shapes)[:-1]),
-                                                         _depth(shapes, "middle_block")),
-            # so diffusers calls their number
-            attention_head_dim=lambda shapes: tuple(num_heads(width) for width in _widths(shapes)),
-            cross_attention_dim=_context_width,
-            use_linear_projection=lambda shapes: len(shapes["middle_block.1.proj_in.weight"]) == 2,
-            # of a vector that ComfyUI has made
-            class_embed_type=lambda shapes: "projection" if labelled else None,
-            projection_class_embeddings_input_dim=lambda shapes: shapes["label_emb.0.0.weight"][1]
-            if labelled else None),
+        config=_config_rules(architecture),
         num_channels=lambda config: config["out_channels"],
         num_heads=lambda config: None, width=lambda config: config["block_out_channels"][0],
         conditioning={"context": "cross_attention_dim"}
-        | ({"y": "projection_class_embeddings_input_dim"} if labelled else {}),
+        | ({"y": "projection_class_embeddings_input_dim"} if architecture.labelled else {}),
         arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                    "class_labels": given("y", where="class_embed_type")},
         plan=RowPlan(first="conv_in", self_attention="attn1", of_text=("attn2.to_k", "attn2.to_v"),
                      num_levels=lambda config: len(config["block_out_channels"]), skips=_skips))
+
+
+def _config_rules(architecture):
+    """Arguments of diffusers' class from a file's shapes."""
+    return config_of(
+        sample_size=64, in_channels=size("input_blocks.0.0.weight", 1), out_channels=size("out.2.weight", 0),
+        block_out_channels=_widths, layers_per_block=lambda shapes: len(_levels(shapes)[0]),
+        down_block_types=lambda shapes: tuple(f"{_kind(depth)}DownBlock2D" for depth in _depths(shapes)),
+        up_block_types=lambda shapes: tuple(f"{_kind(depth)}UpBlock2D" for depth in reversed(_depths(shapes))),
+        transformer_layers_per_block=lambda shapes: (*(depth or 1 for depth in _depths(shapes)[:-1]),
+                                                     _depth(shapes, "middle_block")),
+        # so diffusers calls their number
+        attention_head_dim=lambda shapes: tuple(architecture.num_heads(width) for width in _widths(shapes)),
+        cross_attention_dim=_context_width,
+        use_linear_projection=lambda shapes: len(shapes["middle_block.1.proj_in.weight"]) == 2,
+        # of a vector that ComfyUI has made
+        class_embed_type=lambda shapes: "projection" if architecture.labelled else None,
+        projection_class_embeddings_input_dim=lambda shapes: (shapes["label_emb.0.0.weight"][1]
+                                                              if architecture.labelled else None))
 
 
 def tiny(detected, config, arguments):

@@ -20,7 +20,7 @@ from ....xdit_backend.checkpoints.quantise import TYPES, check_package, is_insta
 from ....xdit_backend.checkpoints.shares import is_splittable, tensor_splits
 from ....xdit_backend.checkpoints.transformer import held_bytes, metadata_of
 from ....xdit_backend.config import devices_a_machine, refuse_methods, validate_layout, validate_stages
-from ....xdit_backend.forecast.planner import choose_spread, usual_branches
+from ....xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, usual_branches
 from ....xdit_backend.protocol.errors import CheckpointError, ConfigError, UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
 from ..run import wrappers
@@ -120,17 +120,17 @@ def _refuse_degrees(config, checkpoint):
 
 
 def _spread(config, devices, device_bytes, checkpoint, net, model, compute_dtype):
-    """(stages, tensor_degree) of the ModelSpec. Before, the workers are to know how fast each of several devices is, if
+    """The Spread of the ModelSpec. Before, the workers are to know how fast each of several devices is, if
     it was measured; where machines are to share the work in auto mode, it is measured now."""
     family = checkpoint.family
     a_machine, is_auto = devices_a_machine(devices), config.mode == "auto" and not family.by_rows
     machine = (GROUPS.machine(devices, compute_dtype, may_measure=a_machine > 0 and is_auto) if len(devices) > 1
                else None)
     if family.by_rows:
-        return None, 1
-    return choose_spread(config, len(devices), net, device_bytes, machine,
+        return EVERYWHERE
+    return choose_spread(config, net, Devices(device_bytes, a_machine, machine),
                          lambda degree: "tensor" not in family.refused and is_splittable(model, family.plan, degree),
-                         a_machine, "pipefusion" not in family.refused, usual_branches(checkpoint.config))
+                         "pipefusion" not in family.refused, usual_branches(checkpoint.config))
 
 
 def _make_remote(base_model, remote):

@@ -17,7 +17,7 @@ from ....xdit_backend.forecast.planner import (
     stages_that_fit,
     tensor_degree_that_fits,
 )
-from ....xdit_backend.forecast.room import check_room
+from ....xdit_backend.forecast.room import Latents, Ranks, Remedies, check_room
 from ....xdit_backend.host_memory import memory_room
 from ....xdit_backend.partition import holders
 from ....xdit_backend.protocol.devices import machine_of
@@ -54,9 +54,8 @@ class Room:
         """Refuse weights that a device has no room for, before they are read."""
         setup = self._setup
         check_room(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
-                   setup.devices,
-                   setup.device_bytes, self._added(self.weight_bytes), remedies=self._spread(Job(1, 0, 1)),
-                   lighter=self._lighter)
+                   Ranks(setup.devices, setup.device_bytes, self._added(self.weight_bytes)),
+                   Remedies(self._spread(Job(1, 0, 1)), self._lighter))
 
     def check_run(self, shape, conditioning, num_images, branches, layout):
         """Refuse a run that cannot fit, once for all its calls.
@@ -87,10 +86,10 @@ class Room:
                 else {})
         num_here = sum(not machine_of(device) for device in setup.devices)
         sizes = tuple(shape[2:])
-        check_room(f"This run ({describe_layout(layout)})", setup.devices, setup.device_bytes,
-                   self._added(self.weight_bytes), needed,
-                   num_images, sizes, setup.family.pixels(setup.transformer_config)[1:],
-                   self._spread(job(num_images, sizes)), self._lighter, lean, (num_here, memory_room()[0]))
+        check_room(f"This run ({describe_layout(layout)})",
+                   Ranks(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here, memory_room()[0]),
+                   Remedies(self._spread(job(num_images, sizes)), self._lighter, lean),
+                   Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:]))
         self._roomy.add(key)
 
     def _of_ranks(self, weight_bytes):
