@@ -5,7 +5,7 @@ import collections
 import psutil
 import pytest
 
-from xdit_backend.host_memory import memory_room
+from xdit_backend.host_memory import available_memory
 
 GB = 2 ** 30
 
@@ -25,9 +25,9 @@ def test_the_limit_of_a_container_counts_and_files_it_has_read_do_not(tmp_path, 
     memory = collections.namedtuple("memory", "available total")(9 * GB, 16 * GB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
 
-    assert memory_room(cgroup(tmp_path, version, 3 * GB, 2 * GB, GB // 2)) == (3 * GB // 2, 3 * GB)
+    assert available_memory(cgroup(tmp_path, version, 3 * GB, 2 * GB, GB // 2)) == (3 * GB // 2, 3 * GB)
 
 
 def test_a_limit_beyond_the_machine_is_none(tmp_path):
-    assert memory_room(cgroup(tmp_path, 1, 2 ** 63 - 4096, 0, 0))[1] == psutil.virtual_memory().total
-    assert memory_room(cgroup(tmp_path / "memory", 2, "max", 0, 0))[1] == psutil.virtual_memory().total
+    assert available_memory(cgroup(tmp_path, 1, 2 ** 63 - 4096, 0, 0))[1] == psutil.virtual_memory().total
+    assert available_memory(cgroup(tmp_path / "memory", 2, "max", 0, 0))[1] == psutil.virtual_memory().total

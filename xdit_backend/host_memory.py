@@ -7,7 +7,7 @@ import psutil
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def memory_room(cgroups=CGROUPS):
+def available_memory(cgroups=CGROUPS):
     """(bytes of host memory that may still be taken, bytes in all). A container's limit, where it is less than the
     machine's.
 

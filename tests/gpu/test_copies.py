@@ -26,7 +26,7 @@ def kept_by(device, shape, steps=4, num_entries=3):
         if device.type == "cuda":
             torch.cuda._sleep(A_WHILE)
     for index, entry in enumerate(entries):
-        here = offload.room(entry)
+        here = offload.buffer(entry)
         late()
         here.copy_(torch.arange(shape[3], dtype=torch.float16)[:, None] / 64 + index)
         offload.keep(entry, here, slice(0, shape[1]), [slice(0, shape[3])])
@@ -55,7 +55,7 @@ def test_offloaded_keys_and_values_are_right_on_a_late_device(batch):
 def test_the_process_does_not_wait_for_what_it_offloads():
     offload = Offload(CUDA)
     entry = Kept(offload.home(SHAPE, torch.zeros(0, dtype=torch.float16)), 0)
-    here, done = offload.room(entry), torch.cuda.Event()
+    here, done = offload.buffer(entry), torch.cuda.Event()
     torch.cuda.synchronize()
 
     torch.cuda._sleep(20 * A_WHILE)

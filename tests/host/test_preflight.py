@@ -63,7 +63,7 @@ def test_devices_that_are_not_there_are_named(monkeypatch, built, count, devices
 
 
 def test_too_little_host_memory_is_refused_in_numbers(monkeypatch):
-    monkeypatch.setattr(preflight, "memory_room", lambda: (0.75 * GB, 4 * GB))
+    monkeypatch.setattr(preflight, "available_memory", lambda: (0.75 * GB, 4 * GB))
 
     preflight.check_memory(3)
     with pytest.raises(WorkerStartError, match=r"4 workers need at least 1.0 GB of host memory .* 768 MB of 4.0 GB "
@@ -81,14 +81,14 @@ def test_little_shared_memory_is_told_and_too_little_refused(monkeypatch, free, 
 
     if outcome == "full":
         with pytest.raises(WorkerStartError, match=r"/dev/shm is full, .* Remove what is not needed"):
-            preflight.check_room("/dev/shm/xdit-1", "/tmp/xdit-1")
+            preflight.check_shared_memory("/dev/shm/xdit-1", "/tmp/xdit-1")
         return
     if outcome == "refused":
         with pytest.raises(WorkerStartError,
                            match=r"/dev/shm, which has 50 MB free, or /tmp, which has 20 MB; at least 64 MB"):
-            preflight.check_room("/dev/shm/xdit-1", "/tmp/xdit-1")
+            preflight.check_shared_memory("/dev/shm/xdit-1", "/tmp/xdit-1")
         return
-    remarks = preflight.check_room("/dev/shm/xdit-1", "/tmp/xdit-1")
+    remarks = preflight.check_shared_memory("/dev/shm/xdit-1", "/tmp/xdit-1")
     assert [remark.startswith("/dev/shm has 50 MB free") for remark in remarks] == [True] * (outcome == "remark")
 
 

@@ -27,7 +27,8 @@ class Pretended:
                                 self.groups)
         self.room = 20 * GB
         for name in ("run.remote", "workers.groups"):
-            monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"), "parking_room",
+            monkeypatch.setattr(importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}"),
+                                "parking_bytes",
                                 lambda: self.room)
         self._module = groups
         monkeypatch.setattr(self.management, "current_loaded_models", [])
@@ -288,6 +289,6 @@ def test_asking_for_a_devices_memory_makes_no_context_there(comfyui, monkeypatch
 
 def test_the_limit_of_a_container_holds_for_what_is_parked_and_for_cpu_workers(comfyui, monkeypatch):
     groups = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.workers.groups")
-    monkeypatch.setattr(groups, "memory_room", lambda: (7 * GB, 12 * GB))
+    monkeypatch.setattr(groups, "available_memory", lambda: (7 * GB, 12 * GB))
 
-    assert groups.memory_of("cpu") == 12 * GB and groups.parking_room() == 5 * GB
+    assert groups.memory_of("cpu") == 12 * GB and groups.parking_bytes() == 5 * GB

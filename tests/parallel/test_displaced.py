@@ -19,7 +19,7 @@ from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
 from tests.ranks import run_ranks
 from tests.tiers import by_default
 from tests.tolerances import InDouble, within
-from xdit_backend.checkpoints.net import told_bytes
+from xdit_backend.checkpoints.net import exchanged_bytes
 from xdit_backend.config import ParallelConfig
 from xdit_backend.distributed.collectives import Traffic, all_gather
 from xdit_backend.distributed.exchange import Exchange, fill_buckets
@@ -225,8 +225,8 @@ def test_text_that_is_projected_in_every_call_is_noticed():
 def test_what_is_kept_is_the_formula_to_the_byte(name, num_ranks, shape):
     """And with it what is sent: a row of every bucket, to all others."""
     on_all = run_ranks(on_ranks, num_ranks, name, [(shape, 1, False, "corrected_async_gn", 4096)], timeout_s=300)
-    told = told_bytes(example(name).model, (shape["rows"], shape["columns"]), num_ranks, torch.float64,
-                      shape.get("batch", 1))
+    told = exchanged_bytes(example(name).model, (shape["rows"], shape["columns"]), num_ranks, torch.float64,
+                           shape.get("batch", 1))
 
     assert [seen[0][4] for _, seen, *_ in on_all] == [num_ranks * told] * num_ranks
 

@@ -126,7 +126,7 @@ def test_refuses_what_fits_on_no_number_of_devices():
 
 def test_tells_the_free_memory_of_this_machine_or_of_its_container(monkeypatch):
     assert 2 ** 20 < free_bytes(torch.device("cpu"))
-    monkeypatch.setattr(vae_memory, "memory_room", lambda: (12345, 2 ** 30))
+    monkeypatch.setattr(vae_memory, "available_memory", lambda: (12345, 2 ** 30))
     assert free_bytes(torch.device("cpu")) == 12345
 
 

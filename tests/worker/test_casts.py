@@ -49,7 +49,7 @@ def casts_of_commands(rank, world_size, commands, unused_bytes):
     return counted
 
 
-def play(store, one, spec, room_bytes):
+def play(store, one, spec, spare_bytes):
     """A warm-up step, three steps of patches, the end of the run, a whole step of another:
     (predictions, what each rank counted)."""
     request, made = itertools.count(1), []
@@ -67,7 +67,7 @@ def play(store, one, spec, room_bytes):
                 *(predict(time, *patch) for time in (800.0, 700.0, 600.0) for patch in patches),
                 messages.ReportMemory(next(request)), messages.DropConditioning(next(request), ["text"]),
                 messages.ReportMemory(next(request)), text, predict(500.0)]
-    ranks = run_ranks(casts_of_commands, 2, commands, room_bytes / 0.8)
+    ranks = run_ranks(casts_of_commands, 2, commands, spare_bytes / 0.8)
     return [map_segment(prediction).clone() for prediction in made], ranks
 
 

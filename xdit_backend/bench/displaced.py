@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..checkpoints.checkpoint import open_checkpoint
-from ..checkpoints.net import told_bytes
+from ..checkpoints.net import exchanged_bytes
 from ..config import ParallelConfig
 from ..demo_model.export import unet_tensors
 from ..host.calls import Call, ForwardPass
@@ -85,7 +85,7 @@ def print_size(model, spec, size, together, apart, options):
     measured = measure(ways, options)
     kept = together.report_memory()[0]["exchange_bytes"]
     together.end_run("bench")
-    told = told_bytes(model, (size, size), options.workers, getattr(torch, options.dtype))
+    told = exchanged_bytes(model, (size, size), options.workers, getattr(torch, options.dtype))
     # of every way's buckets
     in_all = told * options.workers * sum(2 if forecast else 1 for forecast in options.forecast)
     median = {way: statistics.median(each.seconds) for way, each in measured.items()}

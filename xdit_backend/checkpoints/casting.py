@@ -22,24 +22,24 @@ class Casts:
     """
 
     def __init__(self):
-        self._kept, self._room_bytes = {}, None
+        self._kept, self._spare_bytes = {}, None
 
     @property
     def are_kept(self):
-        return self._room_bytes is not None
+        return self._spare_bytes is not None
 
     @property
     def num_bytes(self):
         """Bytes of the casts that are kept."""
         return sum(cast.nbytes for _, cast in self._kept.values())
 
-    def keep(self, room_bytes):
+    def keep(self, spare_bytes):
         """From now on, keep casts of so many bytes; until `drop`."""
-        self._room_bytes = room_bytes
+        self._spare_bytes = spare_bytes
 
     def drop(self):
         """Keep none any more."""
-        self._kept, self._room_bytes = {}, None
+        self._kept, self._spare_bytes = {}, None
 
     def of(self, parameter, dtype, cast_to=torch.Tensor.to):
         """The parameter in this type. cast_to(parameter, dtype) makes it."""
@@ -47,9 +47,9 @@ class Casts:
         if key in self._kept:
             return self._kept[key][1]
         cast = cast_to(parameter, dtype)
-        if self.are_kept and cast.nbytes <= self._room_bytes and cast is not parameter:
+        if self.are_kept and cast.nbytes <= self._spare_bytes and cast is not parameter:
             self._kept[key] = parameter, cast                  # the parameter, so that its id stays its own
-            self._room_bytes -= cast.nbytes
+            self._spare_bytes -= cast.nbytes
         return cast
 
 

@@ -47,7 +47,7 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
     return Job(tokens, text, max(1, steps), branches, shape[2] if len(shape) == 5 else 1, images=shape[0])
 
 
-def told_bytes(model, shape, num_ranks, dtype, batch=1):
+def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
     """Bytes that a rank tells the others in a call (docs/algorithms.md section 9). model: a U-Net of diffusers, on any
     device.
 

@@ -23,17 +23,17 @@ class Versions:
                   if values.data_ptr() != weight.data_ptr() and not _is(values, home)}
         return sum(each.nbytes for each in values.values())
 
-    def leave(self, version, begins, weights, files, room_bytes):
+    def leave(self, version, begins, weights, files, spare_bytes):
         """Keep these weights' values as those of a version, before they get others; called for all that it differs in
         from the next.
 
-        begins: is it the first such call of several? room_bytes: what may be kept beside what is. Where they have no
+        begins: is it the first such call of several? spare_bytes: what may be kept beside what is. Where they have no
         room, or a call before had none, nothing is kept at all.
         """
         kept = self._kept.get(version)
         needed = sum(weight.nbytes for weight in weights if not _is(weight.data, files.get(id(weight)))
                      and id(weight) not in (kept or ()))
-        if needed > room_bytes or (kept is None and not begins):
+        if needed > spare_bytes or (kept is None and not begins):
             self.drop()
             return
         if kept is None:

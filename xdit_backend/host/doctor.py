@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import resolve_devices
-from ..host_memory import memory_room
+from ..host_memory import available_memory
 from ..protocol.errors import XDiTError
 from ..protocol.messages import ReportMemory
 from . import logs
@@ -63,7 +63,7 @@ def versions():
 
 def machine():
     import psutil
-    room, limit = memory_room()
+    room, limit = available_memory()
     total = psutil.virtual_memory().total
     of = f" of the machine's {gigabytes(total)}" if limit < total else ""
     lines = [f"{os.cpu_count()} CPU cores", f"memory {gigabytes(limit)}{of}, {gigabytes(room)} available",

@@ -20,7 +20,7 @@ from ..forecast.choice import Machine
 from ..forecast.files import as_said, read_machine
 from ..forecast.learning import LEAST_FACTOR, Learnt, after
 from ..forecast.probed import machine_of_probe
-from ..host_memory import memory_room
+from ..host_memory import available_memory
 from ..protocol.errors import ConfigError
 
 RUNS = "runs.json"             # one factor a family and card
@@ -33,7 +33,7 @@ def card_of(device):
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(torch.device(device))
         return properties.name, float(properties.total_memory)
-    return f"CPU {platform.machine()}, {os.cpu_count()} cores", float(memory_room()[1])
+    return f"CPU {platform.machine()}, {os.cpu_count()} cores", float(available_memory()[1])
 
 
 def measure(client, dtype, card=card_of):

@@ -104,10 +104,10 @@ class Models:
         """Where the running group holds a model; None where it does not."""
         return self.held.now.get(name) if self._workers.running else None
 
-    def park(self, name, room_bytes, device=None, num_bytes=math.inf):
+    def park(self, name, spare_bytes, device=None, num_bytes=math.inf):
         """Move weights of a model to host memory, until `device` has num_bytes more free; None: every device.
 
-        Where host memory has less room than is needed (room_bytes), or shared memory has, or there are several
+        Where host memory has less room than is needed (spare_bytes), or shared memory has, or there are several
         machines, the model is dropped instead. Returns the bytes that came free on these devices. load brings the
         weights back.
         """
@@ -120,7 +120,7 @@ class Models:
         if targets == before:
             return 0
         is_here = not machines_of(self._workers.devices)                # memory for what is parked is of one machine
-        segments = self._reserve(residence.needed_bytes(targets), room_bytes) if is_here else None
+        segments = self._reserve(residence.needed_bytes(targets), spare_bytes) if is_here else None
         if segments is None:
             self.held.drop(name)
             return sum(residence.weight_bytes[rank] - before[rank] for rank in ranks)
@@ -134,9 +134,9 @@ class Models:
             raise
         return sum(residence.parked_bytes[rank] - before[rank] for rank in ranks)
 
-    def _reserve(self, sizes, room_bytes):
+    def _reserve(self, sizes, spare_bytes):
         """Segments of these sizes in memory; None where there is no room for them."""
-        if sum(sizes) > room_bytes:
+        if sum(sizes) > spare_bytes:
             return None
         store = self._workers.group.segments
         try:

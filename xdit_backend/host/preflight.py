@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..host_memory import memory_room
+from ..host_memory import available_memory
 from ..protocol.devices import own_name
 from ..protocol.errors import WorkerStartError
 from .shortage import gigabytes
@@ -46,7 +46,7 @@ def check(devices, folders):
     check_versions()
     check_devices(devices)
     check_memory(len(devices))
-    return check_room(*folders)
+    return check_shared_memory(*folders)
 
 
 def check_versions():
@@ -87,7 +87,7 @@ def num_cuda_devices():
 
 def check_memory(num_workers):
     """Is there host memory for the workers' own libraries? In a container its limit counts."""
-    room, limit = memory_room()
+    room, limit = available_memory()
     needed = num_workers * WORKER_BYTES
     if room < needed:
         raise WorkerStartError(f"{num_workers} workers need at least {gigabytes(needed)} of host memory before they "
@@ -96,7 +96,7 @@ def check_memory(num_workers):
                                f"more memory.")
 
 
-def check_room(memory_folder, disk_folder):
+def check_shared_memory(memory_folder, disk_folder):
     free, disk_free = (shutil.disk_usage(folder).free for folder in (memory_folder, disk_folder))
     if free < DOOR_BYTES:
         raise WorkerStartError(f"{Path(memory_folder).parent} is full, and the workers find ComfyUI by files there. "

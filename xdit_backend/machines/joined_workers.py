@@ -30,8 +30,8 @@ class Workers:
     def __init__(self, start, ranks, session):
         self._ranks, self._session, self._is_over = ranks, session, threading.Event()
         self._is_stopping = False                              # has the host told a worker here to stop?
-        # _twins: path on the host -> the Segment here; _open: request -> Open
-        self._channels, self._twins, self._open = {}, {}, {}
+        # _local_segments: path on the host -> the Segment here; _open: request -> Open
+        self._channels, self._local_segments, self._open = {}, {}, {}
         self._lock = threading.Lock()
         self.segments = SegmentStore()
         self._process = self._door = self._store = None
@@ -86,7 +86,7 @@ class Workers:
     def fill(self, link, piece):
         """Take in bytes of a tensor that a command to come reads."""
         with self._lock:
-            twin = self._twins[piece.path]
+            twin = self._local_segments[piece.path]
         tensors.receive(link, piece, twin)
 
     def make(self, segment):
@@ -95,9 +95,9 @@ class Workers:
             self._twin(segment)
 
     def _twin(self, segment):
-        if segment.path not in self._twins:
-            self._twins[segment.path], _ = self.segments.create(segment.shape, DTYPES[segment.dtype])
-        return self._twins[segment.path]
+        if segment.path not in self._local_segments:
+            self._local_segments[segment.path], _ = self.segments.create(segment.shape, DTYPES[segment.dtype])
+        return self._local_segments[segment.path]
 
     # --- from the workers ---
 
@@ -175,7 +175,7 @@ class Workers:
                 waiting.unanswered.discard(rank)
                 if not waiting.unanswered:
                     for path in waiting.segments:
-                        self.segments.remove(self._twins.pop(path))
+                        self.segments.remove(self._local_segments.pop(path))
                     del self._open[message.request]
 
     def _carry_stores(self):

@@ -62,7 +62,7 @@ CHROMA = Family(
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "guidance": _guidance, "img_ids": LATENT.positions, "txt_ids": text_positions},
     plan=ModelPlan(
-        heeds_output=True,
+        takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input",
                           patched="double", streams={"hidden_states": "image", "encoder_hidden_states": "text"}),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=(BOTH,),

@@ -73,7 +73,7 @@ FLUX = Family(
                "pooled_projections": _pooled, "guidance": given("guidance", where="guidance_embeds"),
                "img_ids": LATENT.positions, "txt_ids": text_positions},
     plan=ModelPlan(
-        heeds_output=True,
+        takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5,
                           control="input", patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=("text", IMAGE),

@@ -69,7 +69,7 @@ FLUX2 = Family(
                "img_ids": lambda asked: F.pad(LATENT.positions(asked), (0, 1)),
                "txt_ids": _text_positions},
     plan=ModelPlan(
-        heeds_output=True,
+        takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=("text", IMAGE), image_share=0.5,
                           control="input", patched="double",
                           streams={"hidden_states": IMAGE, "encoder_hidden_states": "text"}),

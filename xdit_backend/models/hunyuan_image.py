@@ -83,7 +83,7 @@ HUNYUAN_IMAGE = Family(
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,
         tokens={"image_rotary_emb": TABLE}, masks={"attention_mask": ()}, positions={"rope": Cut(TABLE)},
         once={"norm1.linear": "step", "norm1_context.linear": "step", "norm.linear": "step"},
-        once_outside={"context_embedder": "step", "context_embedder_2": "run"}, heeds_output=True),
+        once_outside={"context_embedder": "step", "context_embedder_2": "run"}, takes_output_patches=True),
     tiny=Tiny(
         {"patch_size": (1, 1), "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_single_layers": 2,
          "num_attention_heads": 4,

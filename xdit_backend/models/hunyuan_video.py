@@ -69,7 +69,7 @@ HUNYUAN_VIDEO = Family(
         num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
         guidance_embeds=has("guidance_in."), text_embed_dim=size("txt_in.input_embedder.weight", 1),
         rope_axes_dim=(16, 56, 56), pooled_projection_dim=lambda shapes: shapes.get("vector_in.in_layer.weight",
-                                                        shapes.get("vector_in.mlp.0.weight"))[1]),
+                                                                                    shapes.get("vector_in.mlp.0.weight"))[1]),
     convert=KEYS, latent=LATENT, amend=_amend,
     pixels=lambda config: (4, 8, 8),
     conditioning={"context": "text_embed_dim", "y": "pooled_projection_dim", "guidance": None,
@@ -80,7 +80,7 @@ HUNYUAN_VIDEO = Family(
                "guidance": given("guidance", times=1000, where="guidance_embeds"),
                "given_time": given("guiding_frame_index"), "given_tokens": _given_tokens},
     plan=ModelPlan(
-        heeds_output=True,
+        takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5, control="input",
                           patched="double"),
                 BlockList("single_transformer_blocks", "single_blocks.", "num_single_layers", returns=BOTH,

@@ -88,7 +88,7 @@ HUNYUAN_VIDEO15 = Family(
                "encoder_hidden_states_2": _given_or_none("txt_byt5", "text_embed_2_dim"),
                "image_embeds": _given_or_none("clip_fea", "image_embed_dim")},
     plan=ModelPlan(
-        heeds_output=True,
+        takes_output_patches=True,
         blocks=(BlockList("transformer_blocks", "double_blocks.", returns=BOTH, image_share=0.5,
                           control="input", patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn": BOTH}, needs_text=True,

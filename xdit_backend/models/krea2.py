@@ -101,12 +101,12 @@ KREA2 = Family(
     convert=_convert, amend=_amend, by_tensors=("_text_width",), num_channels=lambda config: config["in_channels"] // 4,
     num_key_heads=lambda config: config["num_key_value_heads"],
     conditioning={"context": "_text_width", "ref_latents": None, "ref_latents_method": None}, beyond=_beyond,
-    heeded_with={"ref_latents": "ref_latents_method"}, lengths={"reference": LATENT.num_reference_tokens},
+    only_with={"ref_latents": "ref_latents_method"}, lengths={"reference": LATENT.num_reference_tokens},
     choices={"ref_latents_method": dict.fromkeys(("index", "offset", "uxo"), "index")},
     arguments={"hidden_states": _picture, "timestep": timestep(), "encoder_hidden_states": _text,
                "position_ids": _positions},
     plan=ModelPlan(
-        heeds_output=True, blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,)),),
+        takes_output_patches=True, blocks=(BlockList("transformer_blocks", "blocks.", returns=(ALL,)),),
         streams={"hidden_states": ALL}, attention={"attn": ALL}, tokens={"image_rotary_emb": TokenArgument(0, ALL)},
         once_outside={"text_fusion": "run", "txt_in": "run", "time_mod_proj": "step"}),
     tiny=Tiny(

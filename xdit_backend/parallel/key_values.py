@@ -128,7 +128,7 @@ class Offload:
                           else None)
         return here
 
-    def room(self, entry):
+    def buffer(self, entry):
         """A place on the device for the entry's keys and values, all of which are about to be made anew."""
         self._arriving = None                                  # it would be what they were before
         # what this place held may still be on its way to host memory
@@ -233,8 +233,9 @@ class KeyValues:
         and whether they are turned as another call begins."""
         whole = context.patch is None
         if self.offload is not None:
-            here = self.offload.room(entry) if whole else self.offload.take(entry, self._following(key))
-        weight = (entry.turn(max(context.step), context.forecast, self._room_for) if context.forecast and context.opens
+            here = self.offload.buffer(entry) if whole else self.offload.take(entry, self._following(key))
+        weight = (entry.turn(max(context.step), context.forecast, self._buffer_for) if context.forecast
+                  and context.opens
                   else None)
         if self.offload is None:
             here = entry.both_KBNTH
@@ -257,7 +258,7 @@ class KeyValues:
         num_text = sum(context.tokens.counts[stream] for stream in streams if stream != "image")
         num_image = context.num_image_tokens if "image" in streams else 0
         shape = (2, context.num_images, keys_BNTH.shape[1], num_text + num_image, keys_BNTH.shape[3])
-        self.kept[key] = Kept(self._room_for(shape, keys_BNTH), num_text)
+        self.kept[key] = Kept(self._buffer_for(shape, keys_BNTH), num_text)
         return self.kept[key]
 
     def close(self):
@@ -265,7 +266,7 @@ class KeyValues:
         if self.offload is not None:
             self.offload.close()
 
-    def _room_for(self, shape, like):
+    def _buffer_for(self, shape, like):
         return like.new_empty(shape) if self.offload is None else self.offload.home(shape, like)
 
     def _following(self, key):

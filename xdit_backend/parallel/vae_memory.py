@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..distributed.collectives import Traffic, all_gather
-from ..host_memory import memory_room
+from ..host_memory import available_memory
 from ..partition import shard_sizes
 from ..protocol.errors import ConfigError
 from .vae import Pieces, decode_rows, encode_rows, num_parts, split_dim
@@ -173,8 +173,8 @@ class RowPlanner:
         if need.peak_bytes * MARGIN > free_bytes:
             raise ConfigError(_does_not_fit(self._outline, shape, scale, ranks.count, need, free_bytes))
         counted_bytes = need.peak_bytes // 8                   # of a block, in the peak
-        room_bytes = int(free_bytes / MARGIN) - need.peak_bytes
-        block_bytes = min(max(MIN_BLOCK_BYTES, counted_bytes), counted_bytes + room_bytes)
+        spare_bytes = int(free_bytes / MARGIN) - need.peak_bytes
+        block_bytes = min(max(MIN_BLOCK_BYTES, counted_bytes), counted_bytes + spare_bytes)
         return max(1, block_bytes // need.row_bytes), need.num_convolutions, speeds
 
     def least_bytes(self, shape, scale, num_ranks):
@@ -238,4 +238,4 @@ def free_bytes(device):
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return memory_room()[0]
+    return available_memory()[0]

@@ -73,7 +73,7 @@ class Family:
     conditioning: what is understood of ComfyUI's arguments to a diffusion model -> the argument of the diffusers class
     that says how wide it is (None: it has a shape of its own); ignored: what ComfyUI's model itself ignores too.
     choices: conditioning that is a word -> the words that are understood, and the word each comes to.
-    heeded_with: conditioning -> the conditioning without which ComfyUI's model ignores it.
+    only_with: conditioning -> the conditioning without which ComfyUI's model ignores it.
     parts: of a model whose latents have several: what those after the first are called, as conditioning -> a function
     that takes the forward's output of it back to the part. The forward's output is a tuple then. parted(latents, times,
     config): of ComfyUI's call of such a model: (the first part, its timestep, {name: tensor of this call alone}).
@@ -124,7 +124,7 @@ class Family:
     tiny: Tiny
     ignored: tuple[str, ...] = ()
     choices: dict[str, dict[str, str]] = field(default_factory=dict)
-    heeded_with: dict[str, str] = field(default_factory=dict)
+    only_with: dict[str, str] = field(default_factory=dict)
     refusals: tuple[Callable, ...] = ()
     refused_beside: dict[str, str] = field(default_factory=dict)
     lengths: dict[str, Callable] = field(default_factory=dict)
@@ -175,7 +175,7 @@ class Family:
         """
         found = {}
         for name in self.conditioning:
-            value = conditioning.get(name) if conditioning.get(self.heeded_with.get(name, name)) is not None else None
+            value = conditioning.get(name) if conditioning.get(self.only_with.get(name, name)) is not None else None
             if isinstance(value, (list, tuple)):
                 found |= {f"{name}.{number}": _as_tensor(each) for number, each in enumerate(value)}
             elif isinstance(value, str):

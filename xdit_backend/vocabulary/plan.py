@@ -85,8 +85,8 @@ class ModelPlan:
     each head: in their last dim, or along dim 1 of four.
     needs_text: blocks cannot do without tokens of streams beside the image's: where there are none, they get one that
     nothing attends to.
-    heeds_output: ComfyUI's model lets nodes change what its self-attention gives (attn1_output_patch), of the tokens
-    that are no text.
+    takes_output_patches: ComfyUI's model lets nodes change what its self-attention gives (attn1_output_patch), of the
+    tokens that are no text.
     skips(num_blocks): in U-shaped models, blocks that take a `skip` -> the earlier block whose output it is.
     sums: modules inside a block that mix tokens by sums over them alone (linear attention). They call `total`, an
     argument of their forward that amend has given them, with the sums over this rank's tokens, for those over all.
@@ -112,7 +112,7 @@ class ModelPlan:
     unsplit: tuple[str, ...] = ()
     of_heads: tuple[str, ...] = ()
     needs_text: bool = False
-    heeds_output: bool = False
+    takes_output_patches: bool = False
     skips: Callable = lambda num_blocks: {}
     sums: tuple[str, ...] = ()
     tokens_first: bool = False

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..host_memory import memory_room
+from ..host_memory import available_memory
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"                           # proc(5): the peak of the resident set starts anew
@@ -80,7 +80,7 @@ class Memory:
             return {"total_bytes": total, "unused_bytes": unused,
                     "reserved_bytes": torch.cuda.memory_reserved(self._device),
                     "host_bytes": _status()["RssAnon"], "activation_bytes": max(0, peak)}
-        now, (room, limit) = _status(), memory_room()
+        now, (room, limit) = _status(), available_memory()
         peak = 0
         # but for pages of files and of shared memory that came meanwhile
         if self._start and "VmHWM" in now:

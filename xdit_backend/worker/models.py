@@ -76,11 +76,11 @@ class Models:
                                          self._residency(transformer))
         return self._loaded[spec.name].residency.numbers
 
-    def change(self, command, room_bytes):
+    def change(self, command, spare_bytes):
         """Give tensors of a model's file other values. The model is on the device. Returns the numbers of its
         residency.
 
-        room_bytes: what weights that are kept may take.
+        spare_bytes: what weights that are kept may take.
         """
         loaded = self[command.name]
 
@@ -88,7 +88,7 @@ class Models:
             if weights is None or not command.version:
                 loaded.versions.drop()
             else:
-                loaded.versions.leave(command.version, command.begins, weights, loaded.transformer.files, room_bytes)
+                loaded.versions.leave(command.version, command.begins, weights, loaded.transformer.files, spare_bytes)
 
         loaded.transformer.casts.drop()
         change_weights(loaded.transformer, command.changes, leave)

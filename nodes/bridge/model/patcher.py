@@ -30,7 +30,7 @@ class ShellPatcher(RemotePatcher):
         super().load(*args, **kwargs)
 
     def partially_load(self, *args, **kwargs):
-        self.remote.make_room_elsewhere()
+        self.remote.free_memory_elsewhere()
         return super().partially_load(*args, **kwargs)
 
     @property

@@ -15,7 +15,7 @@ import comfy.utils
 from comfy.patcher_extension import WrappersMP
 
 from ....xdit_backend.checkpoints.checkpoint import open_checkpoint, state_of
-from ....xdit_backend.checkpoints.net import net_of, told_bytes
+from ....xdit_backend.checkpoints.net import exchanged_bytes, net_of
 from ....xdit_backend.checkpoints.quantise import TYPES, check_package, is_installed
 from ....xdit_backend.checkpoints.shares import is_splittable, tensor_splits
 from ....xdit_backend.checkpoints.transformer import held_bytes, metadata_of
@@ -29,7 +29,7 @@ from ..supported.by_patches import KEY
 from ..supported.inputs import check_text
 from ..supported.modules import hold_elsewhere, remember_modules
 from ..workers.groups import GROUPS, check_packages, devices_of, memory_of
-from ..workers.memory_checks import Room
+from ..workers.memory_checks import MemoryCheck
 from ..workers.placement import load_device_of
 from .file_weights import places, prepare_text, read_values
 from .folders import marks_of, refuse_unlike, sample_as_said, under_comfyui_names
@@ -77,15 +77,15 @@ def load_shell(path, weight_dtype, config):
 
     latent_format = base_model.latent_format
 
-    def computing_in(dtype):           # a name of a type: (Setup, Room). No circle: it knows no base_model
+    def computing_in(dtype):           # a name of a type: (Setup, MemoryCheck). No circle: it knows no base_model
         spec = spec_of(dtype, *spread)
         own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
-        return setup, Room(setup, _held_bytes(model, family, spec), functools.partial(told_bytes, model)
-                           if family.by_rows else None, functools.partial(_lighter_bytes, checkpoint, spec, dtypes_of))
+        return setup, MemoryCheck(setup, _held_bytes(model, family, spec), functools.partial(exchanged_bytes, model)
+                                  if family.by_rows else None, functools.partial(_lighter_bytes, checkpoint, spec, dtypes_of))
 
     remote = RemoteModel(computing_in, dtype_name(compute_dtype), load_device)
-    remote.room.check_weights()
+    remote.memory.check_weights()
     GROUPS.prepare(devices)
     _make_remote(base_model, remote)
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())

@@ -8,7 +8,7 @@ import torch
 
 from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.forecast.words import method_words
-from ....xdit_backend.host_memory import memory_room
+from ....xdit_backend.host_memory import available_memory
 from ....xdit_backend.protocol.errors import ConfigError
 from ..workers.groups import GROUPS, devices_of, memory_of
 from ..workers.settings import Idle, chosen_idle
@@ -129,7 +129,7 @@ def _cuda_device(name):
 def _host():
     """This machine's memory: what CPU workers hold, and what others have parked in it.
     Pages of files that are mapped count once."""
-    (room, limit), ranks = memory_room(), _ranks("cpu")
+    (room, limit), ranks = available_memory(), _ranks("cpu")
     mapped = homeless = parked = 0
     for client in GROUPS.clients:
         for residence in filter(None, map(client.models.residence, client.models.names)):
@@ -144,7 +144,7 @@ def _host():
     activations = max(0, _sum(ranks, "activation_bytes") - kept)
     vae = max([rank.get("vae_bytes", 0) for rank in ranks], default=0)
     processes = _sum(ranks, "reserved_bytes") + sum(_sum(_ranks(name), "host_bytes") for client in GROUPS.clients
-                                                     for name in set(client.devices) if name.startswith("cuda"))
+                                                    for name in set(client.devices) if name.startswith("cuda"))
     own = psutil.Process().memory_info()
     comfyui = own.rss - getattr(own, "shared", 0)
     other = limit - room - processes - comfyui

@@ -15,8 +15,8 @@ from ..supported.by_patches import DRAINED, WHOLE
 from ..supported.inputs import check_conditioning, check_finite, check_latent
 from ..supported.model import refuse_call, refuse_changed_modules
 from ..supported.operations import guided_of, operations_of, scores_of
-from ..workers.groups import GROUPS, parking_room, show_text
-from ..workers.placement import ask_for_room
+from ..workers.groups import GROUPS, parking_bytes, show_text
+from ..workers.placement import ask_for_memory
 from .control import places_of
 from .displaced import DisplacedRun
 from .forecasts import Forecasts
@@ -28,9 +28,9 @@ PATIENCE_S = 0.5                           # to wait for the workers' memory whe
 class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
-    computing_in(dtype) -> (setup.Setup, memory_checks.Room) for another type to compute in. load_device, modules: of
-    the shell as it was made, to compare with; see modules.py. places(): where its weights are in the file, see
-    file_weights.py; found once, which takes half a second for Flux.
+    computing_in(dtype) -> (setup.Setup, memory_checks.MemoryCheck) for another type to compute in. load_device,
+    modules: of the shell as it was made, to compare with; see modules.py. places(): where its weights are in the file,
+    see file_weights.py; found once, which takes half a second for Flux.
     """
 
     def __init__(self, computing_in, dtype, load_device):
@@ -51,7 +51,7 @@ class RemoteModel:
         self.changes, self.changes_uuid = {}, None
 
     def _set_up(self, dtype):
-        self.setup, self.room = self._computing_in(dtype)
+        self.setup, self.memory = self._computing_in(dtype)
         self.forecasts, self.spec = Forecasts(self.setup), self.setup.spec
 
     def compute_in(self, dtype, base_model):
@@ -67,7 +67,7 @@ class RemoteModel:
         client = GROUPS.client(self.devices)
         missing = {device: self.bytes_on(device) - self.loaded_on(device) for device in set(self.devices)}
         GROUPS.load_model(client, self.spec, base_model, missing, self.changes)
-        self.room.weight_bytes = client.models.residence(self.spec.name).weight_bytes
+        self.memory.weight_bytes = client.models.residence(self.spec.name).weight_bytes
 
     @property
     def is_loaded(self):
@@ -75,7 +75,7 @@ class RemoteModel:
         return residence is not None and not any(residence.parked_bytes)
 
     def bytes_on(self, device):
-        return self.room.weights_on(device)
+        return self.memory.weights_on(device)
 
     def loaded_on(self, device):
         residence = self._residence()
@@ -92,24 +92,24 @@ class RemoteModel:
         job = Job(tokens, 0, USUAL_JOB.steps, branches, images=max(1, input_shape[0] // branches))
         plan = self.forecasts.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
-        self._beside_bytes = self.room.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))
+        self._beside_bytes = self.memory.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))
         return self._beside_bytes * self.devices.count(str(self.load_device))
 
-    def make_room_elsewhere(self):
+    def free_memory_elsewhere(self):
         """Have ComfyUI's own models leave other devices than load_device, where it asks itself,
         as far as the workers need room there."""
         for name in set(self.devices) - {str(self.load_device)}:
-            ask_for_room(name, self.bytes_on(name) - self.loaded_on(name) + self._beside_bytes
-                         * self.devices.count(name))
+            ask_for_memory(name, self.bytes_on(name) - self.loaded_on(name) + self._beside_bytes
+                           * self.devices.count(name))
 
     def free(self, device, num_bytes):
         client = GROUPS.client_if(self.devices)
-        return 0 if client is None else client.models.park(self.spec.name, parking_room(), str(device), num_bytes)
+        return 0 if client is None else client.models.park(self.spec.name, parking_bytes(), str(device), num_bytes)
 
     def unload(self):
         client = GROUPS.client_if(self.devices)
         if client is not None:
-            client.models.park(self.spec.name, parking_room())
+            client.models.park(self.spec.name, parking_bytes())
 
     def _residence(self):
         client = GROUPS.client_if(self.devices)
@@ -127,7 +127,7 @@ class RemoteModel:
         self._looked_at.clear()
         self.how = None
         self.forecasts.end()
-        self.room.end_run()
+        self.memory.end_run()
         client = self._forget_told()
         if client is not None:
             # ComfyUI is to see the memory that the workers give back now
@@ -174,7 +174,7 @@ class RemoteModel:
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
                     control=places_of(self.family, self.setup.transformer_config, control, x.shape),
                     operations=operations_of(*asked),
-                    scores=scores and scores.room, guided=guided_of(self.family, transformer_options), beside=beside,
+                    scores=scores and scores.buffer, guided=guided_of(self.family, transformer_options), beside=beside,
                     parts=parts)
         check_conditioning(self.setup, call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
@@ -227,7 +227,7 @@ class RemoteModel:
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
         if together:
             layout = branches_together(layout)
-        self._check_room(question, calls, layout)
+        self._check_memory(question, calls, layout)
         if layout.displaced_degree > 1:
             return self._predict_displaced(question, calls, layout)
         client = self._client()
@@ -239,17 +239,17 @@ class RemoteModel:
         return self.forecasts.timed.call(
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
-    def _check_room(self, question, calls, layout):
+    def _check_memory(self, question, calls, layout):
         """Refuse a run that cannot fit before its first call. Calls for a patch are for the whole latent."""
         latent = calls[0].latent
         # branches that ComfyUI has put into one batch
         together = max(1, question.num_branches // len(calls))
-        self.room.check_run(latent.shape if self._pipeline is None else self._pipeline.shape, calls[0].conditioning,
-                            max(1, latent.shape[0] // together), len(calls) * together, layout)
+        self.memory.check_run(latent.shape if self._pipeline is None else self._pipeline.shape, calls[0].conditioning,
+                              max(1, latent.shape[0] // together), len(calls) * together, layout)
 
     def _predict_in_stages(self, question, calls):
         from . import patches
-        self._check_room(question, calls, self.setup.layout(1))
+        self._check_memory(question, calls, self.setup.layout(1))
         sigma = question.sigmas.max().item()
         predictions = patches.ask(self, calls, sigma)
         if predictions is not None:

@@ -69,7 +69,7 @@ def guided_of(family, transformer_options):
     """
     functions, parts = transformer_options.get("patches",
                                                {}).get(OUTPUT, ()), transformer_options.get("cond_or_uncond", ())
-    if functions and not (family.by_rows or family.plan.heeds_output):
+    if functions and not (family.by_rows or family.plan.takes_output_patches):
         raise _unheeded(family, OUTPUT)
     if not (0 in parts and 1 in parts):
         return ()
@@ -84,7 +84,7 @@ def compares_branches(transformer_options):
 class Scores:
     """What Self-Attention Guidance wants to know of a call: the attention scores of its negative prompt.
 
-    room: for the workers, as specs.Branch.scores.
+    buffer: for the workers, as specs.Branch.scores.
     """
 
     def __init__(self, family, config, transformer_options, shape, displaced_degree):
@@ -93,7 +93,7 @@ class Scores:
         self._functions = [function for function in functions if operation_of("attn1", function) == "scores"]
         self._parts = transformer_options.get("cond_or_uncond", ())
         _, *sizes = family.control_shapes(config, shape)["middle.0"]
-        self.room = torch.zeros(displaced_degree, shape[0], torch.Size(sizes).numel())
+        self.buffer = torch.zeros(displaced_degree, shape[0], torch.Size(sizes).numel())
 
     def tell(self, device):
         """Put into the node's own variable what the workers have told.
@@ -101,8 +101,8 @@ class Scores:
         It has (images x heads, queries, keys) and uses a mean over heads and a sum over queries, which are made
         already.
         """
-        size = self.room.shape[1] // len(self._parts)
-        scores = self.room.sum(0)[size * self._parts.index(1):][:size, None].to(device)
+        size = self.buffer.shape[1] // len(self._parts)
+        scores = self.buffer.sum(0)[size * self._parts.index(1):][:size, None].to(device)
         for function in self._functions:
             _cell(function, "attn_scores").cell_contents = scores
 

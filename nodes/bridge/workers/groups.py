@@ -21,7 +21,7 @@ from ....xdit_backend.host.client import Client
 from ....xdit_backend.host.forkserver import Forkserver
 from ....xdit_backend.host.preflight import num_cuda_devices
 from ....xdit_backend.host.torchrun import prepare
-from ....xdit_backend.host_memory import memory_room
+from ....xdit_backend.host_memory import available_memory
 from ....xdit_backend.machines.listener import Listener, own_addresses, read_address
 from ....xdit_backend.protocol.devices import machine_of, machines_of, own_name
 from ....xdit_backend.protocol.errors import ConfigError, WorkerDiedError, WorkerFailedError
@@ -74,13 +74,13 @@ def memory_of(device):
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return memory_room()[1]
+    return available_memory()[1]
 
 
-def parking_room():
+def parking_bytes():
     """Bytes of host memory that parked weights may take:
     what is there, or in its container, but for what ComfyUI too keeps free."""
-    return memory_room()[0] - KEPT_FREE_BYTES
+    return available_memory()[0] - KEPT_FREE_BYTES
 
 
 class Groups:
@@ -193,7 +193,7 @@ class Groups:
         The next use brings them back."""
         for client in self.clients if clients is None else clients:
             for name in client.models.names:
-                client.models.park(name, parking_room())
+                client.models.park(name, parking_bytes())
             for name in client.autoencoders.names:
                 client.drop(name)
             client.give_back()
@@ -243,7 +243,7 @@ class Groups:
         changes: Models.load's."""
         self.hold(client, spec.name, shell)
         for device, num_bytes in missing.items():
-            self._make_room(client, device, num_bytes)
+            self._free_memory(client, device, num_bytes)
         client.models.load(spec, changes)
 
     def hold(self, client, name, holder):
@@ -278,7 +278,7 @@ class Groups:
             for other in sharing[:len(sharing) + 1 - MAX_SHARING]:
                 self._clients.pop(other).close()
 
-    def _make_room(self, client, device, num_bytes):
+    def _free_memory(self, client, device, num_bytes):
         """Park what other groups have on a device, as far as this one needs it;
         of ComfyUI's own models ComfyUI takes care."""
         others = [other for other in self._clients.values() if other is not client and device in other.devices
@@ -293,7 +293,7 @@ class Groups:
         for other in others:
             for name in other.models.names:
                 if lacking > 0:
-                    lacking -= other.models.park(name, parking_room(), device, lacking)
+                    lacking -= other.models.park(name, parking_bytes(), device, lacking)
 
     def counting(self, run, callback):
         """A sampler's callback that also counts a Run's steps,

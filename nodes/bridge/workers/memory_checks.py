@@ -8,6 +8,7 @@ import torch
 
 from ....xdit_backend.forecast.cost import Job
 from ....xdit_backend.forecast.memory import Memory, rank_memory, working_share
+from ....xdit_backend.forecast.memory_check import Latents, Ranks, Remedies, check_memory
 from ....xdit_backend.forecast.planner import (
     USUAL_JOB,
     degrees_of,
@@ -17,22 +18,21 @@ from ....xdit_backend.forecast.planner import (
     stages_that_fit,
     tensor_degree_that_fits,
 )
-from ....xdit_backend.forecast.room import Latents, Ranks, Remedies, check_room
-from ....xdit_backend.host_memory import memory_room
+from ....xdit_backend.host_memory import available_memory
 from ....xdit_backend.partition import holders
 from ....xdit_backend.protocol.devices import machine_of
 
 
-class Room:
+class MemoryCheck:
     """What each rank of a MODEL takes of its device's memory.
 
-    weight_bytes: of all blocks, as a rank holds them. told_bytes: of a U-Net, net.told_bytes of its model.
+    weight_bytes: of all blocks, as a rank holds them. exchanged_bytes: of a U-Net, net.exchanged_bytes of its model.
     lighter_bytes(): {another
     weight_dtype: weight_bytes with it}.
     """
 
-    def __init__(self, setup, weight_bytes, told_bytes, lighter_bytes):
-        self._setup, self._told_bytes, self._lighter_bytes = setup, told_bytes, lighter_bytes
+    def __init__(self, setup, weight_bytes, exchanged_bytes, lighter_bytes):
+        self._setup, self._exchanged_bytes, self._lighter_bytes = setup, exchanged_bytes, lighter_bytes
         self.weight_bytes = self._of_ranks(weight_bytes)       # of each rank, until the workers have told theirs
         self._roomy = set()                                    # what of this run has been found to fit
 
@@ -53,9 +53,9 @@ class Room:
     def check_weights(self):
         """Refuse weights that a device has no room for, before they are read."""
         setup = self._setup
-        check_room(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
-                   Ranks(setup.devices, setup.device_bytes, self._added(self.weight_bytes)),
-                   Remedies(self._spread(Job(1, 0, 1)), self._lighter))
+        check_memory(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
+                     Ranks(setup.devices, setup.device_bytes, self._added(self.weight_bytes)),
+                     Remedies(self._spread(Job(1, 0, 1)), self._lighter))
 
     def check_run(self, shape, conditioning, num_images, branches, layout):
         """Refuse a run that cannot fit, once for all its calls.
@@ -77,8 +77,8 @@ class Room:
                 return self._of_rank(job(images, sizes), degrees, config)
             own = -(-images // degrees.data) * -(-branches // degrees.cfg)
             told = (0 if degrees.displaced == 1
-                    else self._told_bytes(sizes, degrees.displaced, getattr(torch, setup.spec.compute_dtype),
-                                         own))
+                    else self._exchanged_bytes(sizes, degrees.displaced, getattr(torch, setup.spec.compute_dtype),
+                                               own))
             return Memory(0.0, config.steps_kept * degrees.displaced * told, 0.0)
 
         without = dataclasses.replace(setup.config, forecast_keys_values=0.0)
@@ -86,10 +86,11 @@ class Room:
                 else {})
         num_here = sum(not machine_of(device) for device in setup.devices)
         sizes = tuple(shape[2:])
-        check_room(f"This run ({describe_layout(layout)})",
-                   Ranks(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here, memory_room()[0]),
-                   Remedies(self._spread(job(num_images, sizes)), self._lighter, lean),
-                   Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:]))
+        check_memory(f"This run ({describe_layout(layout)})",
+                     Ranks(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here,
+                           available_memory()[0]),
+                     Remedies(self._spread(job(num_images, sizes)), self._lighter, lean),
+                     Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:]))
         self._roomy.add(key)
 
     def _of_ranks(self, weight_bytes):

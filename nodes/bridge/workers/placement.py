@@ -78,7 +78,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         self.remote.end_run()
 
 
-def ask_for_room(device, num_bytes):
+def ask_for_memory(device, num_bytes):
     """Have ComfyUI's own models on a device leave it as far as this needs.
     Where there are none, it is not touched: no CUDA context."""
     if machine_of(device):                                     # where no ComfyUI is

@@ -57,12 +57,12 @@ def test_keys_and_values_that_host_memory_has_no_room_for_are_refused(comfyui, m
     def sample():
         return comfyui.sample(model, "sd3", steps=2, cfg=1.0, latent=comfyui.latent("sd3", size=(16, 16)))
 
-    monkeypatch.setattr(room, "memory_room", lambda: (1000, 10 ** 12))
+    monkeypatch.setattr(room, "available_memory", lambda: (1000, 10 ** 12))
     with pytest.raises(comfyui.errors.ConfigError, match=r"needs about (\S+) GB on this machine's host memory "
                        r"\(\1 GB of keys and values\), and that has 1e-06 GB\.") as refused:
         sample()
     needed = float(re.search(r"needs about (\S+) GB", str(refused.value))[1]) * 1e9
-    monkeypatch.setattr(room, "memory_room", lambda: (1.01 * needed, 10 ** 12))
+    monkeypatch.setattr(room, "available_memory", lambda: (1.01 * needed, 10 ** 12))
 
     assert torch.isfinite(sample()).all()
 

@@ -48,7 +48,7 @@ class Remedies:
     lean: dict[str, Callable] = field(default_factory=dict)
 
 
-def check_room(what, ranks, remedies, latents=None):
+def check_memory(what, ranks, remedies, latents=None):
     """Raise ConfigError where a device is too small for what its ranks need.
 
     what: is to run, for a person. latents: None: the weights alone are looked at.
