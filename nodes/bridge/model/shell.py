@@ -81,8 +81,9 @@ def load_shell(path, weight_dtype, config):
         spec = spec_of(dtype, *spread)
         own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
-        return setup, MemoryCheck(setup, _held_bytes(model, family, spec), functools.partial(exchanged_bytes, model)
-                                  if family.by_rows else None, functools.partial(_lighter_bytes, checkpoint, spec, dtypes_of))
+        exchanged = functools.partial(exchanged_bytes, model) if family.by_rows else None
+        lighter = functools.partial(_lighter_bytes, checkpoint, spec, dtypes_of)
+        return setup, MemoryCheck(setup, _held_bytes(model, family, spec), exchanged, lighter)
 
     remote = RemoteModel(computing_in, dtype_name(compute_dtype), load_device)
     remote.memory.check_weights()
