@@ -62,10 +62,7 @@ def load_shell(path, weight_dtype, config):
     model_config, tensors, prediction = _detected(checkpoint)
     dtypes_of = functools.partial(_dtypes, tensors, model_config, load_device)
     storage_dtype, compute_dtype = dtypes_of(weight_dtype, bool(checkpoint.quantised or quantisation))
-    if dtype_name(compute_dtype) in family.too_small:
-        raise UnsupportedError(f"{family.name} has numbers that {dtype_name(compute_dtype)} cannot hold, and "
-                               f"{load_device} would compute in it. Set weight_dtype to fp32, or to bf16 where the "
-                               f"device has it.")
+    _refuse_small_type(family, dtype_name(compute_dtype), load_device)
     model_config.set_inference_dtype(storage_dtype, None if storage_dtype == compute_dtype else compute_dtype,
                                      device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
@@ -95,6 +92,12 @@ def load_shell(path, weight_dtype, config):
                           (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
         patcher.add_wrapper_with_key(kind, KEY, wrapper)
     return patcher
+
+
+def _refuse_small_type(family, compute_dtype, load_device):
+    if compute_dtype in family.too_small:
+        raise UnsupportedError(f"{family.name} has numbers that {compute_dtype} cannot hold, and {load_device} would "
+                               f"compute in it. Set weight_dtype to fp32, or to bf16 where the device has it.")
 
 
 def _quantisation(weight_dtype, checkpoint):
