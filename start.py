@@ -403,8 +403,8 @@ def install_newest(python, stamp, comfyui, requirement_files):
         clash = error_of_import(python, [package.split("==")[0] for package in TORCH])
         if clash is None:
             break
-        say(f"torch {versions['torch']}, torchvision {versions['torchvision']} and torchaudio "
-            f"{versions['torchaudio']} do not work together ({clash}); taking the newest torch before it")
+        say(f"torch {versions['torch']}, torchvision {versions['torchvision']} and torchaudio {versions['torchaudio']} "
+            f"do not work together ({clash}); taking the newest torch before it")
         clashing.append(f"torch!={versions['torch'].split('+')[0]}")
         stamp.write_text(json.dumps({"clashing": clashing}))
     say(f"The newest for Python {sys.version.split()[0]}: "

@@ -29,16 +29,14 @@ class XDiTLoadModel(io.ComfyNode):
                         "families that the help page lists, or the diffusion model of an all-in-one checkpoint.",
             search_aliases=["load diffusion model", "unet loader", "multi gpu"],
             inputs=[
-                io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip="A .safetensors file "
-                               f"of {supported(last='or')}, in models/diffusion_models or models/checkpoints; a .gguf "
-                               f"file in "
-                               "models/diffusion_models; or a folder of models/diffusers."),
+                io.Combo.Input("model_name", options=list(dict.fromkeys(names)), tooltip=f"A .safetensors file of "
+                               f"{supported(last='or')}, in models/diffusion_models or models/checkpoints; a .gguf "
+                               f"file in models/diffusion_models; or a folder of models/diffusers."),
                 io.Combo.Input("weight_dtype", options=list(WEIGHT_DTYPES), default="default",
-                               tooltip="How the weights are held. "
-                               "default: as ComfyUI's own loader would; what is quantised in a file stays so. "
-                               "fp8_e4m3fn halves the memory and changes the picture a little; int8 halves it, with a "
-                               "scale for each row, and nf4 takes a bit more than a quarter: layers are quantised "
-                               "when they are loaded (packages torchao, bitsandbytes)."),
+                               tooltip="How the weights are held. default: as ComfyUI's own loader would; what is "
+                               "quantised in a file stays so. fp8_e4m3fn halves the memory and changes the picture a "
+                               "little; int8 halves it, with a scale for each row, and nf4 takes a bit more than a "
+                               "quarter: layers are quantised when they are loaded (packages torchao, bitsandbytes)."),
                 Parallel.Input("parallel", optional=True,
                                tooltip="From xDiT Parallel Config. Not connected: all GPUs, split "
                                "chosen for each run."),

@@ -39,17 +39,16 @@ class XDiTParallelConfig(io.ComfyNode):
                                 'Or name them: "cuda:0,cuda:1", "cpu,cpu". Of another machine: '
                                 '"cuda:0,other-pc/cuda:0".'),
                 io.Combo.Input("mode", options=["auto", "manual"], default="auto",
-                               tooltip="auto chooses the degrees for each "
-                               "run. manual uses the degrees below; their product must equal the number of devices."),
+                               tooltip="auto chooses the degrees for each run. manual uses the degrees below; their "
+                               "product must equal the number of devices."),
                 *(io.Int.Input(name, default=1, min=1, max=64, tooltip=text) for name, text in DEGREES.items()),
                 *_pipefusion_inputs(),
                 *_displaced_inputs(),
                 io.Combo.Input("approximate", options=list(APPROXIMATE), default=APPROXIMATE[0], optional=True,
-                               tooltip="May the picture "
-                               "differ a little from one device's? allowed: in auto mode, a model that is too large "
-                               "for one device runs by PipeFusion, or by tensor parallelism where that is about as "
-                               "fast. not allowed: by tensor parallelism, or by stages that wait for each other, and "
-                               "degrees of manual mode that change the picture are refused."),
+                               tooltip="May the picture differ a little from one device's? allowed: in auto mode, a "
+                               "model that is too large for one device runs by PipeFusion, or by tensor parallelism "
+                               "where that is about as fast. not allowed: by tensor parallelism, or by stages that "
+                               "wait for each other, and degrees of manual mode that change the picture are refused."),
             ],
             outputs=[Parallel.Output(display_name="parallel")],
         )
@@ -76,48 +75,42 @@ class XDiTParallelConfig(io.ComfyNode):
 def _pipefusion_inputs():
     return [
         io.Int.Input("num_patches", default=0, min=0, max=64,
-                     tooltip="PipeFusion's pieces of the image. 0: twice the "
-                     "stages. 1: no stale keys and values, the exact picture, and stages wait for each other. "
-                     "The node that samples says so where it is not used: pipefusion_degree is 1."),
+                     tooltip="PipeFusion's pieces of the image. 0: twice the stages. 1: no stale keys and values, the "
+                     "exact picture, and stages wait for each other. The node that samples says so where it is not "
+                     "used: pipefusion_degree is 1."),
         io.Int.Input("warmup_steps", default=1, min=0, max=100,
-                     tooltip="First steps that run whole before PipeFusion "
-                     "or DistriFusion uses the step before. More is closer to one device's picture, and "
-                     "slower."),
+                     tooltip="First steps that run whole before PipeFusion or DistriFusion uses the step before. More "
+                     "is closer to one device's picture, and slower."),
         io.String.Input("stage_blocks", default="", optional=True,
                         tooltip="How many of the model's blocks each stage of "
                         'PipeFusion runs, such as "20,37" for unlike devices. Empty: balanced.'),
         io.Combo.Input("warmup", options=list(WARMUPS), default="auto", optional=True,
-                       tooltip="How PipeFusion's warm-up "
-                       "steps run. whole: the image through one stage after the other. micro_batches: images "
-                       "and both branches of guidance follow each other through the stages. sequence: by "
-                       "sequence parallelism, for which every device holds the whole model. auto: sequence "
-                       "where that takes less than 40 % of a device's memory, else micro_batches. The picture "
+                       tooltip="How PipeFusion's warm-up steps run. whole: the image through one stage after the "
+                       "other. micro_batches: images and both branches of guidance follow each other through the "
+                       "stages. sequence: by sequence parallelism, for which every device holds the whole model. auto: "
+                       "sequence where that takes less than 40 % of a device's memory, else micro_batches. The picture "
                        "is the same."),
         io.Boolean.Input("offload_keys_values", default=False, optional=True,
-                         tooltip="Keep PipeFusion's keys and values "
-                         "in the host's memory and fetch them layer by layer, for resolutions where they "
-                         "outgrow the device."),
+                         tooltip="Keep PipeFusion's keys and values in the host's memory and fetch them layer by "
+                         "layer, for resolutions where they outgrow the device."),
         io.Float.Input("forecast_keys_values", default=0.6, min=0.0, max=1.0, step=0.05, optional=True,
-                       tooltip="PipeFusion "
-                       "and DistriFusion: keys and values of the step before go on as they went until then, "
-                       "instead of being as they were. Nearer to one device's picture at the same speed, but "
-                       "keeps them twice. 0: as they were, kept once. 1: in full."),
+                       tooltip="PipeFusion and DistriFusion: keys and values of the step before go on as they went "
+                       "until then, instead of being as they were. Nearer to one device's picture at the same speed, "
+                       "but keeps them twice. 0: as they were, kept once. 1: in full."),
     ]
 
 
 def _displaced_inputs():
     return [
         io.Int.Input("displaced_degree", default=1, min=1, max=64, optional=True,
-                     tooltip="DistriFusion: each device has its rows "
-                     "of the picture, in every layer, and sees the other devices' as they were a step before. "
-                     "For U-Nets (SD 1.5, SDXL) with one picture; the picture differs a little from one "
-                     "device's. Never chosen by auto."),
+                     tooltip="DistriFusion: each device has its rows of the picture, in every layer, and sees the "
+                     "other devices' as they were a step before. For U-Nets (SD 1.5, SDXL) with one picture; the "
+                     "picture differs a little from one device's. Never chosen by auto."),
         io.Combo.Input("displaced_mode", options=list(DISPLACED_MODES), default=DISPLACED_MODES[0],
-                       optional=True, tooltip="What "
-                       "DistriFusion has fresh after the warm-up steps. auto: corrected_async_gn, or sync_gn "
-                       "where a device has fewer than 4 rows of a U-Net's smallest images; the node that "
-                       "samples says which. corrected_async_gn: its own rows, and norms corrected by them. "
-                       "sync_gn: norms too, for which devices wait in each; nearer to one device's picture. "
-                       "full_sync: everything, the exact picture, and the slowest. The others are for "
+                       optional=True, tooltip="What DistriFusion has fresh after the warm-up steps. auto: "
+                       "corrected_async_gn, or sync_gn where a device has fewer than 4 rows of a U-Net's smallest "
+                       "images; the node that samples says which. corrected_async_gn: its own rows, and norms "
+                       "corrected by them. sync_gn: norms too, for which devices wait in each; nearer to one device's "
+                       "picture. full_sync: everything, the exact picture, and the slowest. The others are for "
                        "comparison."),
     ]

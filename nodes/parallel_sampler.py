@@ -27,8 +27,7 @@ class XDiTParallelSampler(io.ComfyNode):
                              tooltip="The random seed of the noise."),
                 io.Int.Input("steps", default=20, min=1, max=10000, tooltip="The number of denoising steps."),
                 io.Float.Input("cfg", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01,
-                               tooltip="Guidance scale. 1 evaluates "
-                               "the positive prompt only."),
+                               tooltip="Guidance scale. 1 evaluates the positive prompt only."),
                 io.Combo.Input("sampler_name", options=comfy.samplers.KSampler.SAMPLERS,
                                tooltip="ComfyUI's own samplers."),
                 io.Combo.Input("scheduler", options=comfy.samplers.KSampler.SCHEDULERS,
@@ -37,8 +36,7 @@ class XDiTParallelSampler(io.ComfyNode):
                 io.Conditioning.Input("negative", tooltip="What the image should not show."),
                 io.Latent.Input("latent_image", tooltip="The latent to denoise."),
                 io.Float.Input("denoise", default=1.0, min=0.0, max=1.0, step=0.01,
-                               tooltip="Below 1, part of the structure of "
-                               "the latent is kept, as for img2img."),
+                               tooltip="Below 1, part of the structure of the latent is kept, as for img2img."),
             ],
             outputs=[io.Latent.Output(tooltip="The denoised latent.")],
         )

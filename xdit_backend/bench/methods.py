@@ -226,8 +226,8 @@ def print_table(rows, whole_bytes, setting):
           f"{'formula MB':>11}")
     for name, degrees, seconds, ratio, sent, held in rows:
         beside = "" if sent is None else (
-            f"{sent / 1e6:>13.2f} {sent_bytes_formula(degrees, setting) / 1e6:>11.2f} "
-            f"{held / 1e6:>16.1f} {weight_bytes_formula(degrees, setting, whole_bytes) / 1e6:>11.1f}")
+            f"{sent / 1e6:>13.2f} {sent_bytes_formula(degrees, setting) / 1e6:>11.2f} {held / 1e6:>16.1f} "
+            f"{weight_bytes_formula(degrees, setting, whole_bytes) / 1e6:>11.1f}")
         print(f"{name:<22} {seconds:>8.3f} {ratio:>5.2f}x {beside}")
 
 

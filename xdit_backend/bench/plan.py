@@ -48,8 +48,7 @@ def add_arguments(parser):
     parser.add_argument("--devices", default="auto",
                         help='to measure, as in xDiT Parallel Config: "auto", or "cuda:0,cuda:1", "cpu,cpu"')
     parser.add_argument("--measurements", type=Path, metavar="FOLDER",
-                        help="where ComfyUI keeps what it measured (user/xdit): taken from "
-                        "there, and kept there")
+                        help="where ComfyUI keeps what it measured (user/xdit): taken from there, and kept there")
     parser.add_argument("--exact", action="store_true",
                         help='nothing that changes the picture, as approximate = "not allowed" of xDiT '
                         'Parallel Config: of a model that is too large for one device, the layers are spread')

@@ -215,8 +215,8 @@ def add_arguments(parser):
 
 
     parser.add_argument("--hold-out", nargs="+", default=(), metavar="NAME",
-                        help="fit no row of these models, cards, machines or links "
-                        "(NVLink, PCIe), and tell how well they are predicted")
+                        help="fit no row of these models, cards, machines or links (NVLink, PCIe), and tell how well "
+                        "they are predicted")
 
 
 def main(options):

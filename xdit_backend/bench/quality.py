@@ -233,9 +233,8 @@ def print_table(rows, recogniser, pictures, data, options):
     for name, row in rows.items():
         own = moments(pictures[name], recogniser)
         same = name == ONE
-        print(f"| {name} | {'' if same else format(row['psnr'], '.1f')} | "
-              f"{'' if same else format(row['ssim'], '.3f')} | "
-              f"{'' if same else format(frechet_distance(own, one), '.2f')} | {frechet_distance(own, data):.2f} | "
+        print(f"| {name} | {'' if same else format(row['psnr'], '.1f')} | {'' if same else format(row['ssim'], '.3f')} "
+              f"| {'' if same else format(frechet_distance(own, one), '.2f')} | {frechet_distance(own, data):.2f} | "
               f"{'' if same else format(row['seam'], '.2f')} | {row['named']:.0%} |")
 
 

@@ -137,9 +137,8 @@ def plot(lines):
             parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2"{dash} points="'
                          + " ".join(f"{x:.1f},{y:.1f}" for x, y in points) + '"/>')
         y = MARGIN + 22 * index
-        parts.append(f'<line x1="{WIDTH - LEGEND + 14}" y1="{y}" x2="{WIDTH - LEGEND + 40}" y2="{y}" '
-                     f'stroke="{colour}" stroke-width="2"/><text x="{WIDTH - LEGEND + 48}" '
-                     f'y="{y + 4}">{html.escape(name)}</text>')
+        parts.append(f'<line x1="{WIDTH - LEGEND + 14}" y1="{y}" x2="{WIDTH - LEGEND + 40}" y2="{y}" stroke="{colour}" '
+                     f'stroke-width="2"/><text x="{WIDTH - LEGEND + 48}" y="{y + 4}">{html.escape(name)}</text>')
     parts.append(f'<text x="{WIDTH - LEGEND + 14}" y="{MARGIN + 22 * len(lines) + 8}">dashed: exactly one device\'s '
                  f'picture</text><text x="{MARGIN}" y="{HEIGHT - 12}">devices, in nodes of {DEVICES_A_NODE}</text>'
                  f'<text x="{MARGIN}" y="{MARGIN - 24}">times as fast as the fewest that hold the model, by '

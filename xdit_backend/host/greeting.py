@@ -85,8 +85,8 @@ class Greeting:
         late = [rank for rank in range(len(devices)) if rank not in self._channels]
         late_words = ", ".join(map(traces.called, late))
         if time.monotonic() > self._deadline_s:
-            raise WorkerStartError(f"{late_words}: not ready after {START_TIMEOUT_S} s. "
-                                   f"{HELP} {traces.where()}Their last lines:\n{traces.last_lines()}")
+            raise WorkerStartError(f"{late_words}: not ready after {START_TIMEOUT_S} s. {HELP} {traces.where()}Their "
+                                   f"last lines:\n{traces.last_lines()}")
         over = [doing for doing, limit_s in ((JOINING, JOIN_TIMEOUT_S), (TRYING_LINKS, LINK_TIMEOUT_S))
                 if len(self._begun[doing]) == len(devices)
                 and time.monotonic() - max(self._begun[doing].values()) > limit_s]

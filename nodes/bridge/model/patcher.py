@@ -105,8 +105,7 @@ class ShellPatcher(RemotePatcher):
             raise UnsupportedError(f"Nothing of this LoRA is for {self.remote.family.name}: ComfyUI's log names its "
                                    f"tensors. Use one that was made for this model.")
 
-    # --- hooks: LoRA of a prompt, or of a range of steps; ComfyUI says which are in effect before each call of the
-    # model ---
+    # --- hooks: LoRA of a prompt, or of a range of steps. ComfyUI says which are in effect before each call ---
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
         self._check_fits(patches)

@@ -27,8 +27,7 @@ class MemoryCheck:
     """What each rank of a MODEL takes of its device's memory.
 
     weight_bytes: of all blocks, as a rank holds them. exchanged_bytes: of a U-Net, net.exchanged_bytes of its model.
-    lighter_bytes(): {another
-    weight_dtype: weight_bytes with it}.
+    lighter_bytes(): {another weight_dtype: weight_bytes with it}.
     """
 
     def __init__(self, setup, weight_bytes, exchanged_bytes, lighter_bytes):
