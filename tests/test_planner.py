@@ -12,7 +12,7 @@ from xdit_backend.forecast.choice import Machine, candidates, forecasts, further
 from xdit_backend.forecast.cost import Device, Job, Links, Net
 from xdit_backend.forecast.memory import rank_memory, working_share
 from xdit_backend.forecast.planner import (
-    Attention,
+    AttentionHeads,
     Devices,
     Spread,
     choose_layout,
@@ -28,7 +28,7 @@ from xdit_backend.protocol.errors import ConfigError
 from xdit_backend.protocol.specs import Layout, Stages
 
 EXACTLY, EVERY = ParallelConfig(approximate="not allowed"), range(64)
-OF_24_HEADS = Attention("this model", 24)
+OF_24_HEADS = AttentionHeads("this model", 24)
 
 
 def model_of(weight_bytes):
@@ -47,7 +47,9 @@ def model_of(weight_bytes):
     (8, 2, 38, Layout(cfg_degree=2, ulysses_degree=2, ring_degree=2)),
     (5, 1, 24, Layout(ring_degree=5))], ids=str)
 def test_auto_prefers_cfg_then_ulysses_then_ring(num_devices, num_branches, num_heads, expected):
-    assert choose_layout(ParallelConfig(), num_devices, num_branches, Attention("this model", num_heads)) == expected
+    heads = AttentionHeads("this model", num_heads)
+
+    assert choose_layout(ParallelConfig(), num_devices, num_branches, heads) == expected
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 6, 8])
@@ -74,7 +76,7 @@ def test_manual_takes_the_degrees_given():
 
 def test_manual_refuses_degrees_that_do_not_fit_the_model():
     with pytest.raises(ConfigError, match="ulysses_degree=2 does not divide this model's 7 attention heads"):
-        choose_layout(ParallelConfig(mode="manual", ulysses_degree=2), 2, 1, Attention("this model", 7))
+        choose_layout(ParallelConfig(mode="manual", ulysses_degree=2), 2, 1, AttentionHeads("this model", 7))
 
 
 @pytest.mark.parametrize("asked, num_stages, rows, columns, sequence_degree, expected", [
@@ -303,7 +305,7 @@ def test_auto_takes_an_exact_spread_that_is_forecast_to_be_as_fast(all_reduce, e
                                                 (1, Layout(ulysses_degree=3, ring_degree=2, tensor_degree=2))], ids=str)
 def test_branches_and_tokens_share_what_spread_layers_leave(branches, expected):
     """Of 18 heads a rank has 9."""
-    assert choose_layout(EXACTLY, 12, branches, Attention("this model", 18), Spread(None, 2)) == expected
+    assert choose_layout(EXACTLY, 12, branches, AttentionHeads("this model", 18), Spread(None, 2)) == expected
     rates = {(name, 2): 1e11 for name in ("all_to_all", "hop", "all_reduce")}
     machine = Machine((Device(1e14, 1e14, 1e12),) * 12, Links(rates))
     net = Net(57, 3072, 18, 12.0, 11.9e9)
@@ -323,11 +325,11 @@ def test_manual_stages_and_their_warm_up():
 
 def test_a_unet_shares_out_branches_and_images_alone():
     """By itself nothing approximate; what needs tokens is refused."""
-    layouts = [choose_layout(ParallelConfig(), devices, branches, Attention("SDXL", None))
+    layouts = [choose_layout(ParallelConfig(), devices, branches, AttentionHeads("SDXL", None))
                for devices, branches in ((1, 2), (2, 2), (3, 2), (4, 2), (2, 1))]
 
     assert layouts == [Layout(), Layout(cfg_degree=2), Layout(data_degree=3), Layout(cfg_degree=2, data_degree=2),
                        Layout(data_degree=2)]
     for name in ("ring_degree", "ulysses_degree", "pipefusion_degree", "tensor_degree"):
         with pytest.raises(ConfigError, match=f"{name}=2 shares out .* and SDXL is a U-Net"):
-            choose_layout(ParallelConfig(mode="manual", **{name: 2}), 2, 2, Attention("SDXL", None))
+            choose_layout(ParallelConfig(mode="manual", **{name: 2}), 2, 2, AttentionHeads("SDXL", None))

@@ -113,7 +113,7 @@ def describe(setting, options, num_cuda):
 
 
 @dataclass(frozen=True)
-class Job:
+class TimedLayout:
     """What is timed: steps of a layout on its workers, a call for each branch."""
 
     client: Client
@@ -142,22 +142,22 @@ def measure(setting, folder, layouts, clients, num_cuda, options):
     and bytes of all weights"""
     step_calls = {num_branches: calls(setting, num_branches) for num_branches in (1, 2)}
     header = open_checkpoint(folder)
-    jobs = find_jobs(setting, header, layouts, clients, step_calls)
+    timed = find_timed(setting, header, layouts, clients, step_calls)
     one_spec = header.spec(setting.dtype, setting.dtype)
-    alone = {num_branches: Job(clients[1], one_spec, Layout(), each) for num_branches, each in step_calls.items()}
+    alone = {count: TimedLayout(clients[1], one_spec, Layout(), each) for count, each in step_calls.items()}
     apart = [alone[1], replace(alone[1], client=clients["second"])]
     peers, seconds, sent, held = {}, {}, {}, {}
     try:
         if not options.no_diffusers and not num_cuda:
             peers = start_peers(folder, setting, [name for name in layouts if name in ("ulysses2", "ring2")], options)
         for round_ in range(options.rounds + 1):                       # the first one warms up
-            for num_branches, job in alone.items():
-                seconds.setdefault(("baseline", num_branches), []).append(job.step_s())
+            for num_branches, each in alone.items():
+                seconds.setdefault(("baseline", num_branches), []).append(each.step_s())
             seconds.setdefault("two apart", []).append(at_once_s(apart))
-            for name, job in jobs.items():
-                before = job.sent_bytes
-                seconds.setdefault(name, []).append(job.step_s())
-                sent[name], held[name] = job.sent_bytes - before, job.held_bytes
+            for name, each in timed.items():
+                before = each.sent_bytes
+                seconds.setdefault(name, []).append(each.step_s())
+                sent[name], held[name] = each.sent_bytes - before, each.held_bytes
             for name, peer in peers.items():
                 seconds.setdefault(("diffusers", name), []).append(peer.step())
             print(f"round {round_} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
@@ -169,24 +169,24 @@ def measure(setting, folder, layouts, clients, num_cuda, options):
     return rows_of(layouts, median, sent, held, peers), whole_bytes
 
 
-def find_jobs(setting, header, layouts, clients, step_calls):
-    """{name: Job} of the layouts {name: degrees}. step_calls: {number of branches: calls}."""
-    jobs = {}
+def find_timed(setting, header, layouts, clients, step_calls):
+    """{name: TimedLayout} of the layouts {name: degrees}. step_calls: {number of branches: calls}."""
+    timed = {}
     for name, degrees in layouts.items():
         size = math.prod(degrees.values())
         config = ParallelConfig(mode="manual", **{f"{axis}_degree": degree for axis, degree in degrees.items()})
         validate(config, size)
         validate_layout(config.layout, setting.width // HEAD_SIZE, "this model")
         spec = header.spec(setting.dtype, setting.dtype, tensor_degree=config.tensor_degree)
-        jobs[name] = Job(clients[size], spec, config.layout, step_calls[degrees["cfg"]])
-    return jobs
+        timed[name] = TimedLayout(clients[size], spec, config.layout, step_calls[degrees["cfg"]])
+    return timed
 
 
-def at_once_s(jobs):
+def at_once_s(timed):
     """Seconds in which workers that share nothing each run a step: what this machine can do at best."""
-    with ThreadPoolExecutor(len(jobs)) as pool:
+    with ThreadPoolExecutor(len(timed)) as pool:
         started_s = time.perf_counter()
-        for future in [pool.submit(job.step_s) for job in jobs]:
+        for future in [pool.submit(each.step_s) for each in timed]:
             future.result()
         return time.perf_counter() - started_s
 

@@ -12,7 +12,7 @@ HOST = "this machine's host memory"
 
 
 @dataclass(frozen=True)
-class Ranks:
+class DeviceMemory:
     """devices, device_bytes, weight_bytes: for each rank the name of its device, what that has in all, and what the
     rank adds to the weights there. num_here, host_bytes: how many ranks are on this machine, and what its host memory
     has for what is not on their devices."""

@@ -24,7 +24,7 @@ USUAL_JOB = Job(4096, 512, 20)             # a picture of a megapixel: what stag
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class AttentionHeads:
     """What of a model's attention a layout has to fit. family: the model's, for a person.
 
     num_heads: None of a U-Net, which shares out branches and images alone. num_key_heads: None: as many.
@@ -77,8 +77,8 @@ def choose_layout(config, num_devices, num_branches, attention, spread=EVERYWHER
     Manual mode: the person's degrees. Auto mode: CFG parallel when there are two branches and an even number of
     devices, then Ulysses as far as the heads allow, then Ring. CFG parallel comes first because it sends only the
     prediction; Ulysses sends less than Ring (xDiT, arXiv 2411.01738, table 1).
-    attention: the model's Attention. spread: of choose_spread. a_machine: config.devices_a_machine; tokens are shared
-    within one. Raises ConfigError when the layout cannot work for this model.
+    attention: the model's AttentionHeads. spread: of choose_spread. a_machine: config.devices_a_machine; tokens are
+    shared within one. Raises ConfigError when the layout cannot work for this model.
     """
     if config.mode == "manual":
         layout = config.layout

@@ -8,7 +8,7 @@ import torch
 
 from ....xdit_backend.forecast.cost import Job
 from ....xdit_backend.forecast.memory import Memory, rank_memory, working_share
-from ....xdit_backend.forecast.memory_check import Latents, Ranks, Remedies, check_memory
+from ....xdit_backend.forecast.memory_check import DeviceMemory, Latents, Remedies, check_memory
 from ....xdit_backend.forecast.planner import (
     USUAL_JOB,
     degrees_of,
@@ -53,7 +53,7 @@ class MemoryCheck:
         """Refuse weights that a device has no room for, before they are read."""
         setup = self._setup
         check_memory(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
-                     Ranks(setup.devices, setup.device_bytes, self._added(self.weight_bytes)),
+                     DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes)),
                      Remedies(self._spread(Job(1, 0, 1)), self._lighter))
 
     def check_run(self, shape, conditioning, num_images, branches, layout):
@@ -86,8 +86,8 @@ class MemoryCheck:
         num_here = sum(not machine_of(device) for device in setup.devices)
         sizes = tuple(shape[2:])
         check_memory(f"This run ({describe_layout(layout)})",
-                     Ranks(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here,
-                           available_memory()[0]),
+                     DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here,
+                                  available_memory()[0]),
                      Remedies(self._spread(job(num_images, sizes)), self._lighter, lean),
                      Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:]))
         self._roomy.add(key)
