@@ -378,8 +378,9 @@ def install(python, stamp, pinned, requirement_files):
 def pip_install(python, packages, requirement_files):
     say("Installing PyTorch, ComfyUI's requirements and the pack's: several GB, some minutes the first time")
     files = [argument for file in requirement_files for argument in ("-r", str(file))]
-    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *packages,
-                *files],
+    # pip would compile every file of every package, one after the other; Python compiles those that are imported
+    run_logged([python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "--no-compile",
+                *packages, *files],
                "installing the packages")
 
 
