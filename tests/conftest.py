@@ -163,6 +163,8 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    terminalreporter.section("dearest files")
+    terminalreporter.write_line("\n".join(tiers.dearest_files(terminalreporter)))
     terminalreporter.write_line(tiers.summary(terminalreporter, config))
     if config.getoption("tolerances"):
         from tests.tolerances import COMPARISONS, report

@@ -1,6 +1,8 @@
 """What `start.py test` runs and what it leaves to `--all`:
 of a matrix that takes minutes, all that has every family meet every method."""
 
+from collections import Counter, defaultdict
+
 import pytest
 
 # Of each structure one: two streams, two kinds of blocks, one stream, video, a U-Net; and their tiny files.
@@ -50,3 +52,13 @@ def summary(reporter, config):
     left_out = config.stash.get(LEFT_OUT, 0)
     more = f"{left_out} were left out, which `python3 start.py test --all` runs too." if left_out else ""
     return f"{num_run} tests ran, {skipped} were skipped. {more}".strip()
+
+
+def dearest_files(reporter, count=20):
+    """Lines: the files whose tests took longest together, with what started and ended for them."""
+    seconds, tests = Counter(), defaultdict(set)
+    for report in (report for reports in reporter.stats.values() for report in reports if hasattr(report, "duration")):
+        file = report.nodeid.partition("::")[0]
+        seconds[file] += report.duration
+        tests[file].add(report.nodeid)
+    return [f"{total:8.1f} s {len(tests[file]):5} tests {file}" for file, total in seconds.most_common(count)]

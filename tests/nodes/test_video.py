@@ -210,10 +210,11 @@ def native(comfyui, asked):
     return sample
 
 
-# Of the cases of one kind of model, the first under stages, and under one of the other layouts, in turn.
+# Of the cases of one kind of model, the first under one of the layouts of two workers, in turn.
 FIRST = list({kind_of(case): case for case in reversed(CASES)}.values())
-RUNS = [*((case, "one", "odd") for case in CASES), *((case, "pipefusion2", "tall") for case in FIRST),
-        *((case, *(("ulysses2", "wide"), ("cfg2", "odd"))[number % 2]) for number, case in enumerate(FIRST))]
+ON_TWO = (("pipefusion2", "tall"), ("ulysses2", "wide"), ("cfg2", "odd"))
+RUNS = [*((case, "one", "odd") for case in CASES),
+        *((case, *ON_TWO[number % len(ON_TWO)]) for number, case in enumerate(FIRST))]
 
 
 @pytest.mark.parametrize("case, layout, size", [

@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 from tests.models.zoo import CONFIGS, example, having, hold_share
 from tests.pretended import CUDA, pretended_cuda
 from tests.ranks import run_ranks
+from tests.tiers import FEW_FAMILIES
 from tests.tolerances import InDouble, relative_error, within
 from xdit_backend.checkpoints.shares import Split, tensor_splits
 from xdit_backend.checkpoints.transformer import build
@@ -85,8 +86,10 @@ def degrees_of(name):
 
 
 @pytest.mark.parametrize("name, degree", [pytest.param(name, degree, marks=[pytest.mark.slow] if degree > 2 else [])
-                                          for name in having("tensor") for degree in degrees_of(name)])
+                                          for name in having("tensor") for degree in degrees_of(name)
+                                          if degree > 2 or name in FEW_FAMILIES])
 def test_prediction_equals_the_model(on_shared_ranks, name, degree):
+    """tests/test_smoke.py has every family on two ranks."""
     results = on_shared_ranks(forward, lambda name, degree: degree,
                               lambda name, degree: (name, Layout(tensor_degree=degree),
                                                     SHAPES if degree == 2 else SHAPES[1:]))
