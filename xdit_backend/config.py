@@ -88,12 +88,12 @@ class ParallelConfig:
         return text
 
     @property
-    def patches_asked(self):
+    def requested_patches(self):
         """num_patches; one patch, with which nothing is stale, in auto mode where nothing approximate is allowed."""
         return 1 if self.mode == "auto" and self.approximate == "not allowed" else self.num_patches
 
     @property
-    def steps_kept(self):
+    def cached_steps(self):
         """Of how many steps stale keys and values are kept: of two, where they are forecast."""
         displaced = MODES.get(self.displaced_mode) if self.mode == "manual" and self.displaced_degree > 1 else None
         # auto chooses none of those
@@ -143,7 +143,7 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
     return (own or tuple(cuda) or ("cpu",)) + tuple(others)
 
 
-def devices_a_machine(devices):
+def devices_per_machine(devices):
     """The largest size of groups of neighbours, of what resolve_devices gives, that lie within one machine;
     0: there is one machine."""
     counts = collections.Counter(map(machine_of, devices))

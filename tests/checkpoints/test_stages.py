@@ -56,9 +56,9 @@ def check(path, names_read, own):
     _, part = load(path, own)
     lists = [name for list_ in family.plan.blocks for name in [list_.name] for _ in whole.get_submodule(name)]
     starts = {name: lists.index(name) for name in lists}
-    twins = {list_.twins: list_.name for list_ in family.plan.blocks}
+    paired = {list_.paired: list_.name for list_ in family.plan.blocks}
     for (name, tensor), other in zip(whole.named_parameters(), part.parameters()):
-        name = twins.get(name.partition(".")[0], name.partition(".")[0]) + name[len(name.partition(".")[0]):]
+        name = paired.get(name.partition(".")[0], name.partition(".")[0]) + name[len(name.partition(".")[0]):]
         list_ = next((prefix for prefix in starts if name.startswith(f"{prefix}.")), None)
         block = None if list_ is None else starts[list_] + int(name[len(list_) + 1:].partition(".")[0])
         here = block is None or block in own or name.startswith(family.plan.outside)

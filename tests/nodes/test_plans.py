@@ -50,7 +50,7 @@ def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, 
     assert ("one device is as fast" in said[0]) == (expected == "one device") and " GB a card" in said[0]
     assert "(forecast: " in said[-1] and "and the run took" in caplog.text and "the workers were busy" in caplog.text
     assert ("; measured " in said[-1]) == (expected != "one device")
-    taught = measurements.learnt(user)
+    taught = measurements.calibrations(user)
     assert set(taught) == ({("SD3", "a slow card")} if expected in ("CFG 2", "one device") else set())
 
 
@@ -63,7 +63,7 @@ def test_what_was_measured_is_said_of_the_next_such_run(comfyui, said, user):
         comfyui.sample(model, "sd3")
 
     assert "Plan: CFG 2, about " in said[0] and "Plan: CFG 2, measured " in said[2]
-    assert measurements.learnt(user)["SD3", "a slow card"].count == 2
+    assert measurements.calibrations(user)["SD3", "a slow card"].count == 2
 
 
 def test_a_short_run_on_unmeasured_devices_is_not_held_up(comfyui, said, user):

@@ -19,7 +19,7 @@ from ..checkpoints.net import job_of, net_of
 from ..checkpoints.quantise import TYPES
 from ..checkpoints.shares import is_splittable
 from ..config import ParallelConfig, resolve_devices
-from ..forecast.choice import candidates, forecasts, further_candidates
+from ..forecast.choice import candidates, extra_candidates, forecasts
 from ..forecast.files import read_machine
 from ..forecast.planner import Devices, choose_spread, plan_run, usual_branches
 from ..forecast.words import plan_words, table, why
@@ -59,11 +59,11 @@ def main(options):
     job_shape = _checked(options)
     header = open_checkpoint(options.model)
     family = header.family
-    if family.by_rows:
+    if family.is_unet:
         raise ConfigError(f"{family.title} are U-Nets: auto shares out the branches of guidance and the images of a "
                           f"batch alone, and nothing is forecast for them.")
     quantisation = options.weight_dtype if options.weight_dtype in TYPES else ""
-    model = header.outline(quantisation)
+    model = header.meta_model(quantisation)
     config = header.config
     storage = "bfloat16" if quantisation else WEIGHT_TYPES.get(options.weight_dtype) or _most_common(header)
     compute = "bfloat16" if storage.startswith("float8") else storage
@@ -85,16 +85,16 @@ def print_plan(net, job, machine, what, config, can_split, branches):
     print(f"{what}: {job.tokens} tokens, {job.text} of text, {job.steps} steps, {job.branches} "
           f"branch{'es' if job.branches > 1 else ''}, {job.images} image{'s' if job.images > 1 else ''}; {net.blocks} "
           f"blocks of width {net.width}, {net.held_bytes / 1e9:.2f} GB of weights")
-    a_machine = machine.links.a_machine
+    per_machine = machine.links.per_machine
     print("on " + ", ".join(f"{number} x {name}" for name, number in names.items())
-          + (f", {a_machine} a machine" if a_machine else ""))
-    devices = Devices([device.memory_bytes for device in machine.devices], a_machine, machine)
+          + (f", {per_machine} a machine" if per_machine else ""))
+    devices = Devices([device.memory_bytes for device in machine.devices], per_machine, machine)
     spread = choose_spread(config, net, devices, can_split, branches=branches)
     started_s = time.perf_counter()
     plan = plan_run(config, machine, net, job, *spread)
     elapsed_s = time.perf_counter() - started_s
-    some = [*candidates(net, job, count, a_machine), *further_candidates(net, job, machine)]
-    every = forecasts(net, job, machine, some, steps_kept=config.steps_kept)
+    some = [*candidates(net, job, count, per_machine), *extra_candidates(net, job, machine)]
+    every = forecasts(net, job, machine, some, cached_steps=config.cached_steps)
     chosen = next((one for one in every if one.degrees == plan.chosen.degrees), plan.chosen)
     if chosen not in every:
         every.append(chosen)
@@ -102,7 +102,7 @@ def print_plan(net, job, machine, what, config, can_split, branches):
     print(plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered)
           + f". Chosen in {1000 * elapsed_s:.0f} ms.")
     print(f"Why: {why(plan.chosen)}. " + (
-        "Machines are stages, whose devices share tokens." if a_machine and spread[0] is not None else
+        "Machines are stages, whose devices share tokens." if per_machine and spread[0] is not None else
         "The weights do not fit on one device, so that its blocks are spread over stages." if spread[0] is not None else
         "The weights do not fit on one device, so that its layers are spread, and the picture is one device's."
         if spread[1] > 1 else

@@ -17,7 +17,7 @@ from ..vocabulary.family import Family
 from ..vocabulary.unet import publishers_names
 from . import gguf
 from .folder import Folder, read_folder
-from .outline import outline
+from .meta_model import meta_model
 from .recognise import class_name, recognise
 from .safetensors_header import read_safetensors
 from .scaled import scales_of
@@ -75,9 +75,9 @@ class Checkpoint:
         """Arguments of the family's diffusers class. Its errors are told by `outline`."""
         return model_config(self)
 
-    def outline(self, quantisation=""):
-        """The diffusers model on the meta device, with weights as they are held: see outline.py."""
-        return outline(self, quantisation)
+    def meta_model(self, quantisation=""):
+        """The diffusers model on the meta device, with weights as they are held: see meta_model.py."""
+        return meta_model(self, quantisation)
 
     def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation=""):
         """The ModelSpec of this model. The same files, dtypes and degrees have the same name, changed ones another."""
@@ -95,7 +95,7 @@ class Checkpoint:
         """{name in diffusers' model: tensor} of {name here: tensor}. Some may be on the meta device."""
         if self.folder_config is None:
             return self.family.convert(tensors, self.config)
-        further = {name: tensor for name, tensor in tensors.items() if name.startswith(self.family.prepares)}
+        further = {name: tensor for name, tensor in tensors.items() if name.startswith(self.family.text_prefixes)}
         rest = {name: tensor for name, tensor in tensors.items() if name not in further}
         return rest | self.family.convert(further, self.config) if further else rest
 
@@ -169,17 +169,17 @@ def _read_gguf(path):
 def folder_of(path):
     """The Folder at a path, with the parts that a family reads beside its model.
     Raises CheckpointError where it is none."""
-    return read_folder(path, tuple(_further()))
+    return read_folder(path, tuple(_extra_parts()))
 
 
-def _further():
+def _extra_parts():
     """{a part of a folder that belongs to a family's model:
     a function of a tensor's name there -> its name here, or None}"""
-    return {part: name_of for family in FAMILIES.values() for part, name_of in family.further.items()}
+    return {part: name_of for family in FAMILIES.values() for part, name_of in family.extra_parts.items()}
 
 
 def _read_folder(path):
-    names, folder = _further(), folder_of(path)
+    names, folder = _extra_parts(), folder_of(path)
     is_unet, renamed, tensors = class_name(folder.config) == UNET, {}, {}
     for file in map(str, folder.files):
         read = read_safetensors(file)[0]

@@ -25,11 +25,11 @@ class Folder:
     config: dict
     files: tuple[Path, ...]
     beside: dict[str, dict]
-    further: dict[str, dict]
+    extra_parts: dict[str, dict]
     said: tuple[Path, ...]
 
 
-def read_folder(folder, further=()):
+def read_folder(folder, extra_parts=()):
     """Read a folder, or a part of one with a diffusion model. further: names of parts that belong to it, where they are
     there. Raises CheckpointError where it is none, or not whole."""
     folder = Path(folder)
@@ -41,7 +41,7 @@ def read_folder(folder, further=()):
     files = _weights(own, folder.name)
     root = folder.parent if own == folder and (folder.parent / BESIDE["model_index"]).is_file() else folder
     beside = {name: root / path for name, path in BESIDE.items() if (root / path).is_file()}
-    parts = {part: root / part / "config.json" for part in further if (root / part / "config.json").is_file()}
+    parts = {part: root / part / "config.json" for part in extra_parts if (root / part / "config.json").is_file()}
     for part in parts:
         files += _weights(root / part, folder.name)
     return Folder(read_json(config), files, {name: read_json(path) for name, path in beside.items()},

@@ -54,7 +54,7 @@ class _Asked(dict):
 def nearest(shapes):
     """(the Family that a file with such tensors is nearest to, what differs, in words),
     or None where it is near to none."""
-    near = [found for family in FAMILIES.values() if not family.by_rows for found in [_compared(family, shapes)]
+    near = [found for family in FAMILIES.values() if not family.is_unet for found in [_compared(family, shapes)]
             if found]
     return min(near, key=lambda each: each[0])[1:] if near else None
 
@@ -62,7 +62,7 @@ def nearest(shapes):
 def _compared(family, shapes):
     """(how far, the family, what differs), or None: with the tensors added that its rules ask for,
     a near file is of the family."""
-    prefixes = {list_.in_file for list_ in family.plan.blocks}
+    prefixes = {list_.file_prefix for list_ in family.plan.blocks}
     lacked = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in shapes)]
     while len(lacked) <= MOST_LACKED:
         asked, known = _Asked(shapes | dict.fromkeys(lacked, A_SHAPE)), False

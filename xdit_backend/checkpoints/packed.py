@@ -58,7 +58,7 @@ def packed_weights(checkpoint, model, quantisation=""):
     diffusers keep in more bits is not quantised, nor is a row that is no whole number of blocks.
     """
     if quantisation:
-        type_, exact = quantise.TYPES[quantisation], {*checkpoint.family.unrounded,
+        type_, exact = quantise.TYPES[quantisation], {*checkpoint.family.keep_in_compute_dtype,
                                                       *(getattr(model, "_keep_in_fp32_modules", None) or ())}
         quantised = {name for name, shape in checkpoint.shapes.items() if len(shape) == 2
                      and checkpoint.dtypes[name] in NUMBERS

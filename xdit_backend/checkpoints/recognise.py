@@ -98,7 +98,7 @@ def _family_of_folder(name, folder):
     if not of_class:
         raise CheckpointError(f"{name} is {_what(class_name(config))}. xDiT runs {supported()}.")
     return max(of_class, key=lambda family: sum(config.get(key, value) == value for key, value in fixed(family))
-               + len(folder.further.keys() & family.further.keys()))
+               + len(folder.extra_parts.keys() & family.extra_parts.keys()))
 
 
 def class_name(config):

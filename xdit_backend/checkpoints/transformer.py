@@ -16,10 +16,10 @@ def model_config(checkpoint):
     of a folder, from its config.json, but for what ComfyUI tells by tensors."""
     family = checkpoint.family
     if checkpoint.folder_config is None:
-        return family.config(checkpoint.shapes) | said_settings(checkpoint)
-    rules = {name: family.config.rules[name] for name in family.by_tensors}
+        return family.config(checkpoint.shapes) | metadata_settings(checkpoint)
+    rules = {name: family.config.rules[name] for name in family.config_from_tensors}
     rules = {name: rule(checkpoint.shapes) if callable(rule) else rule for name, rule in rules.items()}
-    return checkpoint.folder_config | rules | said_settings(checkpoint)
+    return checkpoint.folder_config | rules | metadata_settings(checkpoint)
 
 
 def metadata_of(checkpoint):
@@ -27,7 +27,7 @@ def metadata_of(checkpoint):
     family = checkpoint.family
     if checkpoint.folder_config is None or not family.settings:
         return checkpoint.metadata
-    said = family.in_folder(checkpoint.folder)
+    said = family.folder_metadata(checkpoint.folder)
     if said is None:
         raise CheckpointError(f"{checkpoint.name} is a {family.name} model, of which a folder with its "
                               f"vae/config.json alone says which of them it is. Download the whole folder, or use the "
@@ -35,7 +35,7 @@ def metadata_of(checkpoint):
     return {"config": json.dumps({"transformer": said})}
 
 
-def said_settings(checkpoint):
+def metadata_settings(checkpoint):
     """What a file's metadata says of the family's settings, under "_" and their names.
     Raises CheckpointError for what is not run."""
     family = checkpoint.family
@@ -83,8 +83,8 @@ def block_sizes(model, plan):
         packed = sum(module.out_features * module.in_features - module.weight.numel() for module in block.modules()
                      if type(module) is torch.nn.Linear)
         return sum(parameter.numel() for parameter in block.parameters()) + packed
-    return [(sum(map(size, twins)), list_.image_share) for list_ in plan.blocks
-            for twins in zip(*map(model.get_submodule, list_.names))]
+    return [(sum(map(size, block_copies)), list_.image_share) for list_ in plan.blocks
+            for block_copies in zip(*map(model.get_submodule, list_.names))]
 
 
 def held(model, family, spec):
@@ -103,7 +103,7 @@ def held(model, family, spec):
         if name in scales or f"{name}_scale" in scales:        # as the file has it
             return tensor.dtype
         if storage != compute:                                 # cast where they are used
-            return compute if name in tables or parts & set(family.unrounded) else storage
+            return compute if name in tables or parts & set(family.keep_in_compute_dtype) else storage
         return torch.float32 if parts & exact else compute
     return [(name, tensor, dtype_of(name, tensor))
             for name, tensor in (*model.named_parameters(), *model.named_buffers())]

@@ -8,7 +8,7 @@ import torch
 
 from ..autoencoders import FAMILIES, supported
 from ..protocol.errors import CheckpointError
-from ..protocol.transfers import Ferry
+from ..protocol.transfers import StagingBuffers
 
 # Part of a tensor's name -> whose VAE it is. Looked for before the family without marks, whose names these have too.
 OTHER_VAES = {
@@ -45,8 +45,8 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
             if getattr(vae, quant, None) is not None:
                 setattr(vae, quant, None)
     _check_fit(tensors, weights, vae)
-    ferry = Ferry(torch.device(device))
-    copies = {name: ferry.bring(weight).to(dtype) for name, weight in weights.items()}
+    staging = StagingBuffers(torch.device(device))
+    copies = {name: staging.to_device(weight).to(dtype) for name, weight in weights.items()}
     vae.load_state_dict(copies, assign=True)
     return vae.eval().requires_grad_(False)
 

@@ -71,7 +71,7 @@ class Exchange:
         return sum(side.numel() for sides in self._buckets for side in sides)
 
     @property
-    def num_under_way(self):
+    def num_in_flight(self):
         return len(self._works)
 
     @property

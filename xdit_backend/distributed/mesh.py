@@ -52,7 +52,7 @@ class Mesh:
         return ring * self.degrees["ulysses"] + self.ranks["ulysses"]
 
 
-def paced(mesh, speeds):
+def with_speeds(mesh, speeds):
     """The mesh of ranks that differ in speed. speeds: of each rank of the world, relative whole numbers; (): alike.
 
     Images are dealt out by the speed of the ranks that share one, tokens by that of each sequence rank, heads by that

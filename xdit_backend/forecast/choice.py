@@ -74,12 +74,13 @@ def forecast(net, job, degrees, machine, **memory):
     no image of the batch rests.
     """
     group = busiest(net, job, degrees, machine)
-    device, worth = group.device, group.worth
+    device, equivalent_devices = group.device, group.equivalent_devices
     if group.working == 1:
-        device, worth = device.slower(1 / machine.alone), 0.0
+        device, equivalent_devices = device.slower(1 / machine.alone), 0.0
     needed = rank_memory(net, job, degrees, **memory)
-    seconds = run_seconds(net, replace(job, images=group.images * degrees.data), degrees, device, machine.links, worth)
-    return Forecast(degrees, seconds, needed, has_room(net, degrees, needed, group.memory_bytes), group.working)
+    seconds = run_seconds(net, replace(job, images=group.images * degrees.data), degrees, device, machine.links,
+                          equivalent_devices)
+    return Forecast(degrees, seconds, needed, fits_stages(net, degrees, needed, group.memory_bytes), group.working)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Group:
     """
 
     device: Device
-    worth: float
+    equivalent_devices: float
     images: int
     working: int
     memory_bytes: tuple[float, ...]
@@ -107,7 +108,7 @@ def busiest(net, job, degrees, machine):
         return Group(device, 0.0, images, of_replica * min(degrees.data, job.images), (device.memory_bytes,) * stages)
     used, told = machine.devices[:degrees.devices], speeds_of(machine.devices[:degrees.devices]) or (
         1,) * degrees.devices
-    speeds = [1 / a_block_s(net, job, device) for device in used]
+    speeds = [1 / seconds_per_block(net, job, device) for device in used]
     sequence = of_replica // degrees.cfg // stages // tensor
 
     def of_ranks(values, first):
@@ -139,7 +140,7 @@ def busiest(net, job, degrees, machine):
     return Group(device, together / slowest if stages > 1 else 0.0, images[last], len(working), smallest)
 
 
-def has_room(net, degrees, needed, memory_bytes):
+def fits_stages(net, degrees, needed, memory_bytes):
     """Does a run fit on stages with so much memory? Blocks, and their keys and values,
     go where there is room for them."""
     beside = needed.activations + net.outside_bytes
@@ -156,7 +157,7 @@ def speeds_of(devices):
     return () if max(rates) <= ALIKE * min(rates) else tuple(max(1, round(100 * rate / max(rates))) for rate in rates)
 
 
-def a_block_s(net, job, device):
+def seconds_per_block(net, job, device):
     """Seconds that a device takes for a block of one image, alone."""
     run = Run(net, job, Degrees(), device, Links())
     return block_parts(run, Tokens(1, job.tokens, run.text)).seconds
@@ -164,13 +165,13 @@ def a_block_s(net, job, device):
 
 def are_alike(net, job, devices):
     """Are these devices about as fast as each other?"""
-    speeds = [1 / a_block_s(net, job, device) for device in set(devices)]
+    speeds = [1 / seconds_per_block(net, job, device) for device in set(devices)]
     return max(speeds) <= ALIKE * min(speeds)
 
 
 def forecasts(net, job, machine, some=None, **memory):
     """A Forecast of each layout of all devices (or of `some`): those that fit first, the fastest of them foremost."""
-    some = some or candidates(net, job, len(machine.devices), machine.links.a_machine)
+    some = some or candidates(net, job, len(machine.devices), machine.links.per_machine)
     every = [forecast(net, job, degrees, machine, **memory) for degrees in some]
     return sorted(every, key=lambda one: (not one.fits, one.seconds))
 
@@ -194,7 +195,7 @@ def is_worth_it(chosen, one):
     return one.seconds >= WORTH * chosen.seconds and one.seconds - chosen.seconds >= WORTH_S
 
 
-def further_candidates(net, job, machine):
+def extra_candidates(net, job, machine):
     """Layouts by tensor parallelism and by DistriFusion, which auto takes none of,
     where their collectives were measured."""
     devices = len(machine.devices)
@@ -209,13 +210,13 @@ def further_candidates(net, job, machine):
             yield Degrees(cfg=cfg, displaced=each)
 
 
-def candidates(net, job, devices, a_machine=0):
+def candidates(net, job, devices, per_machine=0):
     """The layouts of so many devices by CFG, data, Ulysses, Ring and PipeFusion; with one image, data parallelism is
     one device alone.
 
-    a_machine: Links'; with one image, also one machine alone.
+    per_machine: Links'; with one image, also one machine alone.
     """
-    alone = (devices, devices // a_machine) if a_machine else (devices,)
+    alone = (devices, devices // per_machine) if per_machine else (devices,)
     divisors = [count for count in range(1, devices + 1) if devices % count == 0]
     for cfg, data, ulysses, ring in itertools.product(divisors, repeat=4):
         stages, rest = divmod(devices, cfg * data * ulysses * ring)

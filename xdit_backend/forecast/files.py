@@ -47,15 +47,15 @@ def machine_of(said, name):
     _check(len(devices) <= MOST_DEVICES, name, f"{len(devices)} devices are more than {MOST_DEVICES}")
     rates, latencies = _rates(said.get("links", {}), len(devices), name)
     shared = {key: _number(said.get(key, getattr(Links, key)), key, name) for key in ("hidden", "latency_s")}
-    a_machine = said.get("a_machine", 0)
-    _check(type(a_machine) is int and a_machine >= 0 and (not a_machine or len(devices) % a_machine == 0), name,
-           f"a_machine is {a_machine!r}, and must be a number that divides the {len(devices)} devices, or 0 where all "
-           f"are in one")
-    links = Links(rates, latencies=latencies, a_machine=a_machine, **shared)
+    per_machine = said.get("a_machine", 0)
+    _check(type(per_machine) is int and per_machine >= 0 and (not per_machine or len(devices) % per_machine == 0), name,
+           f"a_machine is {per_machine!r}, and must be a number that divides the {len(devices)} devices, or 0 where "
+           f"all are in one")
+    links = Links(rates, latencies=latencies, per_machine=per_machine, **shared)
     return Machine(tuple(devices), links, _number(said.get("alone", 1.0), "alone", name))
 
 
-def as_said(machine, of):
+def to_json(machine, of):
     """What machine_of reads as this Machine. of: {what: which}, by which a person knows it."""
     devices = [{key: value for key, value in dataclasses.asdict(device).items() if value != math.inf}
                for device in machine.devices]
@@ -65,7 +65,7 @@ def as_said(machine, of):
         links.setdefault(collective, {})[str(size)] = {
             "bytes_s": rate, "latency_s": latencies.get((collective, size), machine.links.latency_s)}
     return {"of": of, "devices": devices, "links": links, "hidden": machine.links.hidden,
-            "latency_s": machine.links.latency_s, "alone": machine.alone, "a_machine": machine.links.a_machine}
+            "latency_s": machine.links.latency_s, "alone": machine.alone, "a_machine": machine.links.per_machine}
 
 
 def _devices(entry, name):

@@ -22,12 +22,12 @@ class Memory:
         return self.weights + self.keys_values + self.activations
 
 
-def rank_memory(net, job, degrees, steps_kept=1, offload=False, images_apart=False, told_copies=1):
+def rank_memory(net, job, degrees, cached_steps=1, offload=False, images_apart=False, exchanged_copies=1):
     """Memory of the fullest rank.
 
     Stale keys and values are 2 B (S + S_t) h elements a block, of a stage's blocks and a rank's heads under PipeFusion;
-    under DistriFusion of all blocks, and told_copies times. steps_kept: of how many steps; config.steps_kept. offload:
-    they are in host memory, those of two blocks at a time on the device (pipefusion.Offload).
+    under DistriFusion of all blocks, and exchanged_copies times. cached_steps: of how many steps; config.cached_steps.
+    offload: they are in host memory, those of two blocks at a time on the device (pipefusion.Offload).
     images_apart: see working_share.
     """
     tokens = job.tokens + (job.text if net.joint else 0)
@@ -35,11 +35,11 @@ def rank_memory(net, job, degrees, steps_kept=1, offload=False, images_apart=Fal
     a_block /= degrees.ulysses * degrees.tensor
     keys_values = host = 0.0
     if degrees.pipefusion > 1:
-        keys_values = steps_kept * a_block * math.ceil(net.blocks / degrees.pipefusion)
+        keys_values = cached_steps * a_block * math.ceil(net.blocks / degrees.pipefusion)
     if degrees.pipefusion > 1 and offload:
-        keys_values, host = (steps_kept + 1) * a_block, keys_values
+        keys_values, host = (cached_steps + 1) * a_block, keys_values
     if degrees.displaced > 1:
-        keys_values = told_copies * steps_kept * a_block * net.blocks
+        keys_values = exchanged_copies * cached_steps * a_block * net.blocks
     rows = job.branches * job.images * tokens * working_share(job, degrees, net.branches_apart, images_apart)
     live = ACTIVATIONS + net.elements / 4
     return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values,

@@ -51,7 +51,7 @@ def _inside(block, path):
     return functools.reduce(lambda parent, name: getattr(parent, name, None), path.split("."), block)
 
 
-def _one_for_a_group(module, query_BNTH, key_BNTH):
+def _one_key_per_group(module, query_BNTH, key_BNTH):
     """Grouped queries: keys (or values) that the module has repeated for the queries of each group, once."""
     to_q, to_k = getattr(module, "to_q", None), getattr(module, "to_k", None)
     if to_q is None or to_k is None or key_BNTH.shape[1] != query_BNTH.shape[1]:

@@ -17,12 +17,12 @@ from greenlet import getcurrent, greenlet
 from ..autoencoders.family import replaced
 from ..distributed.masks import read_mask
 from ..parallel.nag import guide
-from ..parallel.tensor import place_tensor_hooks
+from ..parallel.tensor import install_tensor_hooks
 from ..partition import check_shards
 from ..protocol.errors import UnsupportedError
 from . import regions
 from .attention import AttentionLayer, attend
-from .places import Place, StageEnd, _inside, _one_for_a_group, _turned, summed, with_halos
+from .places import Place, StageEnd, _inside, _one_key_per_group, _turned, summed, with_halos
 
 
 class Hooks:
@@ -36,7 +36,7 @@ class Hooks:
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they cut twice"
         model._has_hooks = True
         if splits:
-            place_tensor_hooks(model, plan, splits, self._running)
+            install_tensor_hooks(model, plan, splits, self._running)
         self.num_blocks = len(blocks)
         self._skips = plan.skips(self.num_blocks)
         starts = [index == 0 or list_.streams != blocks[index - 1][1].streams
@@ -45,17 +45,17 @@ class Hooks:
         self._places = [Place(index, list_, numbers[index], starts[index], starts[index + 1])
                         for index, (_, list_) in enumerate(blocks)]
         for place, (block, _) in zip(self._places, blocks):
-            self._place_inside(block, place)
+            self._install_inside(block, place)
             if plan.tokens_first:
                 block.forward = _turned(self._hook_block(_turned(block.forward, place), place), place)
             else:
                 block.forward = self._hook_block(block.forward, place)
-        self._place_outside()
+        self._install_outside()
 
-    def _place_inside(self, block, place):
+    def _install_inside(self, block, place):
         plan = self.plan
         within = {name: (streams, streams) for name, streams in place.list_.attention.items()}
-        for name, (streams, read) in (within | plan.across).items():
+        for name, (streams, read) in (within | plan.cross_attention).items():
             module = _inside(block, name)
             if module is not None:
                 module.forward = self._hook_attention(module, module.forward, place, name, streams, read)
@@ -68,7 +68,7 @@ class Hooks:
                 module = block.get_submodule(path)
                 module.forward = hooked(module.forward, lambda: self._now)
 
-    def _place_outside(self):
+    def _install_outside(self):
         plan, model = self.plan, self._model
         for path, span in plan.once_outside.items():
             module = _inside(model, path)
@@ -229,8 +229,9 @@ class Hooks:
                 else regions.join(shard, streams, now.tokens, now.mesh, now.traffic, wanted)
                 for streams, shard in shards.items()}
 
-    def _stands_in(self, streams, now, place):
-        return streams in place.list_.streams.values() and regions.stands_in(streams, now.tokens, self.plan.needs_text)
+    def _has_placeholder(self, streams, now, place):
+        return streams in place.list_.streams.values() and regions.has_placeholder(streams, now.tokens,
+                                                                                   self.plan.needs_text)
 
     def _cut_once(self, now, place, value, argument):
         """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
@@ -238,7 +239,7 @@ class Hooks:
             if (each.ndim not in (None, tensor.ndim)
                     or tensor.shape[each.dim] == 1 != sum(map(now.tokens.held, each.streams))):
                 return tensor
-            if self._stands_in(each.streams, now, place):
+            if self._has_placeholder(each.streams, now, place):
                 return tensor.narrow(each.dim, 0, 1)
             return now.tokens.take(tensor, each.dim, each.streams)
 
@@ -310,9 +311,9 @@ class Hooks:
                     raise UnsupportedError("This model masks its self-attention in a way that sequence parallelism "
                                            "and PipeFusion do not support yet. Use cfg_degree instead.")
                 num_calls += 1
-                key, value = _one_for_a_group(module, query, key), _one_for_a_group(module, query, value)
-                query, pad = self._without_stand_ins(now, place, streams, query)
-                (key, _), (value, _) = (self._without_stand_ins(now, place, read, each) for each in (key, value))
+                key, value = _one_key_per_group(module, query, key), _one_key_per_group(module, query, value)
+                query, pad = self._without_placeholders(now, place, streams, query)
+                (key, _), (value, _) = (self._without_placeholders(now, place, read, each) for each in (key, value))
                 layer = AttentionLayer((place.index, name, num_calls), streams, read)
                 out = attend(query, key, value, now, layer, plain, options.get("scale"))
                 for nag in now.guided:
@@ -329,9 +330,9 @@ class Hooks:
             return output
         return scoped
 
-    def _without_stand_ins(self, now, place, streams, tensor_BNTH):
+    def _without_placeholders(self, now, place, streams, tensor_BNTH):
         """The tensor without tokens that stand in for streams, and how to pad the output to have them again."""
-        where = [index for index, stream in enumerate(streams) if self._stands_in((stream,), now, place)]
+        where = [index for index, stream in enumerate(streams) if self._has_placeholder((stream,), now, place)]
         if not where:
             return tensor_BNTH, None
         assert where in ([0], [len(streams) - 1]), "a stand-in is the first or the last token"

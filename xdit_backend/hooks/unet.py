@@ -1,7 +1,7 @@
 """Hooks on a diffusers U-Net: each rank computes its rows of every image inside, and has the others' by way of an
 exchange.
 
-As transformer.py for transformers. Placed once on a loaded model, as its RowPlan says; its own, unmodified forward
+As transformer.py for transformers. Placed once on a loaded model, as its UNetPlan says; its own, unmodified forward
 runs, and while a convolution, a norm or an attention does, torch's function for it works on rows (rows.py).
 docs/algorithms.md section 9.
 """
@@ -26,7 +26,7 @@ from ..protocol.errors import UnsupportedError
 from ..protocol.transfers import on_device
 
 
-class RowHooks:
+class UNetHooks:
     """The hooks of one U-Net on this rank, and the forward they serve now."""
 
     num_blocks = 0
@@ -58,7 +58,7 @@ class RowHooks:
                 module.forward = self._hook_guided(module.forward)
             elif name.endswith(tuple(f".{path}" for path in plan.of_text)):
                 self._place(module, "of text", functools.partial(self._once, name))
-        self._place_control(model, plan.skips(model.config))
+        self._install_control(model, plan.skips(model.config))
 
     def run(self, context):
         """Run the model's forward as the context says. Every rank of the displaced axis does.
@@ -81,9 +81,9 @@ class RowHooks:
             return forward(*args, **kwargs) if alone else hook(forward, *args, **kwargs)
         module.forward = hooked
 
-    def _place_control(self, model, skips):
+    def _install_control(self, model, skips):
         """Where ComfyUI's model adds what a ControlNet gives: to the output of each block on the way down and of the
-        middle one, and to each skip where it is taken up. skips: of RowPlan.
+        middle one, and to each skip where it is taken up. skips: of UNetPlan.
         """
         makers = [model.conv_in]
         for block in model.down_blocks:

@@ -7,7 +7,7 @@ themselves.
 
 import time
 
-from ..config import devices_a_machine
+from ..config import devices_per_machine
 from ..partition import last_stage_ranks
 from ..protocol import messages
 from ..protocol.errors import WorkerDiedError, XDiTError
@@ -214,6 +214,6 @@ class Client:
     def probe(self, dtype):
         """{rank: what it measured of its device and links, by name}; a few seconds.
         dtype: that models compute in, "bfloat16"."""
-        a_machine = devices_a_machine(self.devices)
-        answers = self.workers.request(lambda request: messages.Probe(request, dtype, a_machine))
+        per_machine = devices_per_machine(self.devices)
+        answers = self.workers.request(lambda request: messages.Probe(request, dtype, per_machine))
         return {rank: done.numbers for rank, done in answers.items()}

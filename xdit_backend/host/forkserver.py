@@ -18,7 +18,7 @@ import psutil
 
 from ..protocol import timeouts
 from ..protocol.errors import WorkerStartError
-from .starting import HELP, Signs, exit_words
+from .starting import HELP, StartMonitor, exit_words
 
 POLL_S = 0.02
 PATIENCE_S = 10                            # for it to end what it has started, and itself
@@ -111,7 +111,7 @@ def _start_server(environment, package_folder):
 
 def _answer(server, check):
     """What the forkserver says next. Raises WorkerStartError where it ends, or gives no sign of life."""
-    signs, who = Signs(server.process.pid, 1), "The process that workers are forked from"
+    signs, who = StartMonitor(server.process.pid, 1), "The process that workers are forked from"
     what_next = f"Queue the prompt again to start another. {HELP} Its last lines:"
     while not select.select([server.channel], [], [], POLL_S)[0]:
         check()

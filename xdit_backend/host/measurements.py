@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from ..config import devices_a_machine
+from ..config import devices_per_machine
+from ..forecast.calibration import LEAST_FACTOR, Calibration, after
 from ..forecast.choice import Machine
-from ..forecast.files import as_said, read_machine
-from ..forecast.learning import LEAST_FACTOR, Learnt, after
+from ..forecast.files import read_machine, to_json
 from ..forecast.probed import machine_of_probe
 from ..host_memory import available_memory
 from ..protocol.errors import ConfigError
@@ -41,7 +41,7 @@ def measure(client, dtype, card=card_of):
     card(device): as card_of."""
     numbers, cards = client.probe(dtype), list(map(card, client.devices))
     return machine_of_probe([numbers[rank] for rank in sorted(numbers)], [name for name, _ in cards],
-                            [size for _, size in cards], devices_a_machine(client.devices))
+                            [size for _, size in cards], devices_per_machine(client.devices))
 
 
 def kept(folder, devices, dtype, card=card_of) -> Machine | None:
@@ -58,15 +58,16 @@ def kept(folder, devices, dtype, card=card_of) -> Machine | None:
 
 def keep(folder, devices, dtype, machine, card=card_of):
     """Write a Machine where `kept` finds it. A folder that cannot be written to costs a measurement, and no more."""
-    _write(_path(folder, devices, dtype, card), as_said(machine, topology(devices, dtype, card)))
+    _write(_path(folder, devices, dtype, card), to_json(machine, topology(devices, dtype, card)))
 
 
-def learnt(folder):
-    """{(family, card): Learnt}: how much longer runs of one device took than was forecast.
+def calibrations(folder):
+    """{(family, card): Calibration}: how much longer runs of one device took than was forecast.
     {} where there is none to read."""
     try:
         said = json.loads((Path(folder) / RUNS).read_text(encoding="utf-8"))
-        made = {tuple(key.split(" | ")): Learnt(float(factor), int(count)) for key, (factor, count) in said.items()}
+        made = {tuple(key.split(" | ")): Calibration(float(factor), int(count)) for key,
+                (factor, count) in said.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -76,10 +77,10 @@ def learnt(folder):
             and each.count > 0}
 
 
-def learn(folder, family, card, ratio):
+def record_run(folder, family, card, ratio):
     """Keep what a run of one device says: it took `ratio` times the forecast that knew nothing of runs.
-    Returns the Learnt."""
-    known = learnt(folder)
+    Returns the Calibration."""
+    known = calibrations(folder)
     known[family, card] = after(known.get((family, card)), ratio)
     _write(Path(folder) / RUNS, {" | ".join(key): [each.factor, each.count] for key, each in known.items()})
     return known[family, card]

@@ -24,7 +24,7 @@ TORCHRUN = -1                              # stands for it beside the ranks
 DOING = {None: "loading its libraries", JOINING: JOINING, TRYING_LINKS: TRYING_LINKS}
 
 
-class Signs:
+class StartMonitor:
     """When torchrun and its workers have last given a sign of life.
     torchrun: its process number; it starts num_own workers here."""
 
@@ -35,7 +35,7 @@ class Signs:
         self._since_s = {TORCHRUN: self._looked_s}             # rank, or TORCHRUN -> when it last gave a sign
         self._said = {}                                        # rank -> the text of its last Phase
 
-    def hear(self, rank, text=None):
+    def record_sign(self, rank, text=None):
         """A rank has said something: what it does now, or only that it lives."""
         self._since_s[rank] = time.monotonic()
         if text is not None:

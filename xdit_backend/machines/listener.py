@@ -184,7 +184,7 @@ class Listener:
             link.close()
             return
         if hello.purpose == "machine":
-            reason = unlike(hello.versions, versions())
+            reason = version_differences(hello.versions, versions())
             if reason:
                 self._absent[hello.name] = f"refused: {reason}"
                 self._tell()
@@ -251,7 +251,7 @@ def versions():
     return package_versions(COMPARED) | {"the xDiT nodes": source.hexdigest()[:12]}
 
 
-def unlike(theirs, ours):
+def version_differences(theirs, ours):
     """In what versions two machines differ, for a person; "" where they do not."""
     different = [f"{name} is {theirs.get(name, 'not there')} there and {version} here" for name, version in ours.items()
                  if theirs.get(name) != version]

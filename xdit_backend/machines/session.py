@@ -62,7 +62,7 @@ class Session:
     def answer_over(self, replies):
         """It answers over this link: now it is complete."""
         for link in (self._commands, replies):
-            link.expect_signs(silence_s())
+            link.set_silence_limit(silence_s())
         self._replies = replies
         threading.Thread(target=ping, args=(self._commands, self._is_over), daemon=True).start()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -143,9 +143,9 @@ class Session:
 
     def _fill(self, command):
         """Send the tensors that a command reads, before it."""
-        opened = self._open[command.request] = tensors.opened(command, self._inner)
-        for path, segment in opened.segments.items():
-            if path not in opened.results:
+        pending_command = self._open[command.request] = tensors.pending_command(command, self._inner)
+        for path, segment in pending_command.segments.items():
+            if path not in pending_command.results:
                 self._commands.send(Tensor(segment))
                 tensors.send(self._commands, path, segment)
 
@@ -156,7 +156,7 @@ class Session:
             while True:
                 rank, message = self._replies.receive()
                 if rank == MACHINE:
-                    self._heed(message)
+                    self._handle(message)
                 elif rank not in self._inner or getattr(message, "rank", None) != rank:
                     raise XDiTError(f"{type(message).__name__} came of rank {rank}, which is not there")
                 else:
@@ -168,7 +168,7 @@ class Session:
                 log.warning("%s is lost: %s", self.name, error)
             self.close(str(error))
 
-    def _heed(self, message):
+    def _handle(self, message):
         if isinstance(message, Piece):
             with self._lock:
                 segment = next((each.segments[message.path] for each in self._open.values()

@@ -67,7 +67,7 @@ AURAFLOW = Family(
         attention_head_dim=size("init_x_linear.weight", 0, NUM_HEADS), num_attention_heads=NUM_HEADS,
         joint_attention_dim=size("cond_seq_linear.weight", 1), caption_projection_dim=size("cond_seq_linear.weight", 0),
         pos_embed_max_size=size("positional_encoding", 1)),
-    convert=KEYS, latent=LATENT, time_scale=1.0, amend=_amend, by_tensors=("sample_size",),
+    convert=KEYS, latent=LATENT, time_scale=1.0, amend=_amend, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim"}, ignored=("y",),
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + 8},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep()},

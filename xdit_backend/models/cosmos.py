@@ -63,10 +63,10 @@ COSMOS = Family(
         num_layers=blocks("blocks."), text_embed_dim=size("blocks.0.cross_attn.k_proj.weight", 1),
         adaln_lora_dim=size("blocks.0.adaln_modulation_mlp.1.weight", 0),
         max_size=(SIDE, SIDE, SIDE), rope_scale=_scale, concat_padding_mask=True, extra_pos_embed_type=None),
-    convert=KEYS, latent=LATENT, time_scale=1.0, amend=_amend, by_tensors=("max_size",),
+    convert=KEYS, latent=LATENT, time_scale=1.0, amend=_amend, config_from_tensors=("max_size",),
     pixels=lambda config: (4, 8, 8),
     # ComfyUI then keeps hidden states in float32, diffusers' forward does not
-    too_small=("float16",),
+    unsupported_dtypes=("float16",),
     conditioning={"context": "text_embed_dim"}, ignored=("fps", "denoise_mask", "y"),
     arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": given("context"),
                "padding_mask": lambda asked: LATENT(asked)[:1, :1, 0] * 0},

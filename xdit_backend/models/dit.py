@@ -49,7 +49,7 @@ DIT = Family(
         attention_head_dim=said,
         in_channels=said, out_channels=said, num_embeds_ada_norm=said, norm_num_groups=said, attention_bias=said,
         norm_eps=said),
-    convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend, beyond=_mixed,
+    convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend, unsupported_arguments=_mixed,
     sampled=Sampled(
         "EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", memory=0.5,
         labels="num_embeds_ada_norm"),

@@ -81,7 +81,7 @@ HIDREAM = Family(
         num_routed_experts=blocks("double_stream_blocks.0.block.ff_i.experts."), _text_width=_text_width,
         _layer_width=LAYER_WIDTH),
     convert=lambda tensors, config: tensors, latent=LATENT, sign=-1.0, amend=_amend,
-    by_tensors=("_text_width", "_layer_width", "llama_layers", "max_resolution"),
+    config_from_tensors=("_text_width", "_layer_width", "llama_layers", "max_resolution"),
     conditioning={"context": "_text_width", "y": "text_emb_dim", LAYERS: "_layer_width"},
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + conditioning[LAYERS].shape[2],
              "more": lambda conditioning: conditioning[LAYERS].shape[2]},

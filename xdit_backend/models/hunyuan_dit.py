@@ -151,7 +151,7 @@ HUNYUAN_DIT = Family(
         use_style_cond_and_image_meta_size=has("style_embedder.weight"),
         text_len=lambda shapes: shapes["text_embedding_padding"][0] - shapes["pooler.positional_embedding"][0] + 1,
         text_len_t5=lambda shapes: shapes["pooler.positional_embedding"][0] - 1),
-    convert=KEYS, latent=LATENT, amend=_amend, by_tensors=("sample_size",),
+    convert=KEYS, latent=LATENT, amend=_amend, config_from_tensors=("sample_size",),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "cross_attention_dim", "text_embedding_mask": None,
                   "encoder_hidden_states_t5": "cross_attention_dim_t5",

@@ -3,7 +3,7 @@ guidance."""
 
 from ..vocabulary.describe import Whole, all_text, blocks, config_of, even_sides, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
-from ..vocabulary.given_frame import place_given_frame
+from ..vocabulary.given_frame import install_given_frame
 from ..vocabulary.keys import SWAPPED, table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
@@ -55,7 +55,7 @@ def _amend(model, config):
             return forward(timestep, text, guidance)
         return embed.timestep_embedder(embed.time_proj(timestep).to(text.dtype)) + embed.text_embedder(text), None
     embed.forward = embedded
-    place_given_frame(model)
+    install_given_frame(model)
 
 
 HUNYUAN_VIDEO = Family(

@@ -70,7 +70,7 @@ LATTE = Family(
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "enable_temporal_attentions": False},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks.", twins="temporal_transformer_blocks"),),
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", paired="temporal_transformer_blocks"),),
         streams={"hidden_states": "image"}, attention={"attn1": ("image",)}, positions={"pos_embed": embedded},
         once={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"}),
     tiny=Tiny({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 4,

@@ -34,11 +34,11 @@ LTX = Family(
               "positional_embedding_max_pos": ([20, 2048, 2048],), "timestep_scale_multiplier": (1000,),
               "vae_scale_factors": ([8, 32, 32],), "use_middle_indices_grid": (False,),
               "rope_type": ("interleaved",), "frequencies_precision": ("float32",),
-              "caption_proj_before_connector": (False,), "cross_attention_adaln": (False,)}, in_folder=_in_folder,
+              "caption_proj_before_connector": (False,), "cross_attention_adaln": (False,)}, folder_metadata=_in_folder,
     convert=diffusers_converter("convert_ltx_transformer_checkpoint_to_diffusers"), latent=LATENT, time_scale=1.0,
     pixels=lambda config: PIXELS,
     conditioning={"context": "caption_channels", "attention_mask": None, "frame_rate": None, "keyframe_idxs": None},
-    ignored=("denoise_mask", "guide_attention_entries"), beyond=more_than_guides,
+    ignored=("denoise_mask", "guide_attention_entries"), unsupported_arguments=more_than_guides,
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": token_times,
                "encoder_attention_mask": text_mask, "video_coords": lambda asked: bounds(asked)[..., 0]},
     plan=ModelPlan(

@@ -114,7 +114,7 @@ LTX2 = dataclasses.replace(
         **{name: rule for name, rule in LTX.config.rules.items()
            if name != "caption_channels"},
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
-    settings=LTX.settings | SETTINGS, convert=KEYS, amend=_amend, by_tensors=("_text_width",), **CONNECTORS,
+    settings=LTX.settings | SETTINGS, convert=KEYS, amend=_amend, config_from_tensors=("_text_width",), **CONNECTORS,
     conditioning=LTX.conditioning | {"context": "_text_width"}, ignored=(*LTX.ignored, "audio_denoise_mask"),
     parts={"audio": as_sound}, parted=parted, lengths={"audio": num_sounds},
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
@@ -126,7 +126,7 @@ LTX2 = dataclasses.replace(
                           patched="double"),),
         streams={"hidden_states": "image", "audio_hidden_states": "audio"}, outputs=("image", "audio"), needs_text=True,
         attention={"attn1": VIDEO, "audio_attn1": AUDIO},
-        across={"audio_to_video_attn": (VIDEO, AUDIO), "video_to_audio_attn": (AUDIO, VIDEO)}, tokens=TOKENS,
+        cross_attention={"audio_to_video_attn": (VIDEO, AUDIO), "video_to_audio_attn": (AUDIO, VIDEO)}, tokens=TOKENS,
         of_heads=("query_rotary_emb", "key_rotary_emb"),
         once={f"{name}.to_{kind}": "step" for name in ("attn2", "audio_attn2") for kind in "kv"},
         once_outside={"caption_projection": "run", "audio_caption_projection": "run"}),

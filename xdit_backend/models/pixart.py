@@ -89,8 +89,8 @@ PIXART = Family(
         cross_attention_dim=size("x_embedder.proj.weight", 0), caption_channels=size("y_embedder.y_proj.fc1.weight", 1),
         attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000, norm_type="ada_norm_single",
         norm_elementwise_affine=False, norm_eps=1e-6, use_additional_conditions=False),
-    convert=KEYS, latent=LATENT, amend=_amend, by_tensors=("interpolation_scale", "sample_size"),
-    unrounded=("scale_shift_table",),
+    convert=KEYS, latent=LATENT, amend=_amend, config_from_tensors=("interpolation_scale", "sample_size"),
+    keep_in_compute_dtype=("scale_shift_table",),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "caption_channels"}, ignored=("c_size", "c_ar"),
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),

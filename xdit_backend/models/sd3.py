@@ -74,7 +74,7 @@ SD3 = Family(
         dual_attention_layers=lambda shapes: tuple(sorted(
             int(name.split(".")[1]) for name in shapes if name.endswith("x_block.attn2.qkv.weight"))),
         _context_layers=blocks("context_processor.layers.")),
-    convert=_convert, latent=LATENT, amend=_amend, by_tensors=("sample_size",),
+    convert=_convert, latent=LATENT, amend=_amend, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": given("y")},

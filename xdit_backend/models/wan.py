@@ -127,7 +127,7 @@ WAN = Family(
         pos_embed_seq_len=if_there("img_emb.emb_pos", 1)),
     convert=_convert, latent=LATENT,
     pixels=lambda config: (4, 16, 16) if config["out_channels"] == 48 else (4, 8, 8),
-    amend=_amend, unrounded=("patch_embedding",),
+    amend=_amend, keep_in_compute_dtype=("patch_embedding",),
     conditioning={"context": "text_dim", "clip_fea": "image_dim"}, ignored=("reference_latent", "denoise_mask"),
     arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": given("context"),
                "encoder_hidden_states_image": given("clip_fea", where="image_dim")},

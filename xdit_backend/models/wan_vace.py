@@ -92,7 +92,7 @@ WAN_VACE = dataclasses.replace(
     refusals=(only_parts(PARTS | {"vace_patch_embedding", "vace_blocks"}),),
     config=config_of(**WAN.config.rules, vace_layers=_layers,
                      vace_in_channels=size("vace_patch_embedding.weight", 1)),
-    amend=_amend, unrounded=("patch_embedding", "vace_patch_embedding"), beyond=_several,
+    amend=_amend, keep_in_compute_dtype=("patch_embedding", "vace_patch_embedding"), unsupported_arguments=_several,
     conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None},
     ignored=("clip_fea", "reference_latent"),
     arguments={**{name: rule for name, rule in WAN.arguments.items() if name != "encoder_hidden_states_image"},

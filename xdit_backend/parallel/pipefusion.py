@@ -16,7 +16,7 @@ from ..distributed.masks import gathered_mask
 from ..distributed.mesh import wait_timeout_s
 from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError, XDiTError
-from .usp import all_keys, heads_apart
+from .usp import all_keys, scatter_heads
 
 MAX_SENT = 16                  # messages that are kept for the stage after
 
@@ -33,19 +33,19 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key, read):
     """
     mesh, traffic, given = context.mesh, context.traffic, q_BNTH
     sizes, key_sizes = attention.sizes, attention.key_sizes
-    (q_BNTH, k_BNTH, v_BNTH), together = heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
+    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, key_sizes or sizes, mesh, traffic)
     pieces = context.tokens.pieces(read)
     if context.keeps(key[0]):
         k_BNTH, v_BNTH = context.key_values.update(key, k_BNTH, v_BNTH, context, read)
-        pieces = pieces if context.patch is None else _kept_pieces(context, read, k_BNTH.shape[2])
+        pieces = pieces if context.patch is None else _cached_pieces(context, read, k_BNTH.shape[2])
     if not any(sizes):                                         # this patch only brings keys for the next step's first
         return given
     mask = gathered_mask(context.masks, pieces, q_BNTH)
     return together(attention.whole(q_BNTH, k_BNTH, v_BNTH, mask))
 
 
-def _kept_pieces(context, streams, num_keys):
+def _cached_pieces(context, streams, num_keys):
     """Where kept keys come from, as Tokens.pieces says it: other streams first, then the image."""
     if "image" in context.masks:
         raise UnsupportedError("This model masks tokens of its image, which PipeFusion does not support yet. Use "

@@ -18,7 +18,7 @@ PROJECTED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_q": "add_q_proj", "
              "k_rms_norm": "to_k", "q_rms_norm_t": "to_q_t", "k_rms_norm_t": "to_k_t"}
 
 
-def place_tensor_hooks(model, plan, splits, current):
+def install_tensor_hooks(model, plan, splits, current):
     """Have attentions and feed-forwards add up the ranks' results, norms over all heads see all, modulations be put
     together.
 
@@ -26,14 +26,14 @@ def place_tensor_hooks(model, plan, splits, current):
     the group.
     """
     weights = {name.removesuffix(".weight"): split for name, split in splits.items() if name.endswith(".weight")}
-    _place_gathered(model, plan, {path: split for path, split in weights.items() if split.how == "gathered"}, current)
+    _install_gathered(model, plan, {path: split for path, split in weights.items() if split.how == "gathered"}, current)
     norms = collections.defaultdict(dict)
     for path, split in weights.items():
         if split.how == "norm":
             attention, _, name = path.rpartition(".")
             norms[attention][name] = split.parts[0]
     for path, sizes in norms.items():
-        _place_norms(model.get_submodule(path), path, sizes, current)
+        _install_norms(model.get_submodule(path), path, sizes, current)
     for path in summed_modules(splits):
         module = model.get_submodule(path)
         only_first = getattr(module, "add_q_proj", None) is not None and getattr(module, "to_add_out", None) is None
@@ -77,7 +77,7 @@ def _of_own_heads(forward, names, current):
     return own
 
 
-def _place_gathered(model, plan, splits, current):
+def _install_gathered(model, plan, splits, current):
     """Modulations, which see a time or a pooled text, mostly the same ones: the first asks for all that this rank's
     blocks need, at once.
 
@@ -90,8 +90,8 @@ def _place_gathered(model, plan, splits, current):
     for list_ in plan.blocks:
         first = len(indices)
         indices |= {f"{list_.name}.{number}": first + number for number in range(len(model.get_submodule(list_.name)))}
-    indices |= {f"{list_.twins}.{number}": indices[f"{list_.name}.{number}"] for list_ in plan.blocks if list_.twins
-                for number in range(len(model.get_submodule(list_.twins)))}
+    indices |= {f"{list_.paired}.{number}": indices[f"{list_.name}.{number}"] for list_ in plan.blocks if list_.paired
+                for number in range(len(model.get_submodule(list_.paired)))}
 
     def is_here(path, now):
         return indices.get(".".join(path.split(".")[:2]), now.blocks.start) in now.blocks
@@ -139,7 +139,7 @@ def _activated(forward, current):
     return activated
 
 
-def _place_norms(attention, path, sizes, current):
+def _install_norms(attention, path, sizes, current):
     """RMS norms over the heads of all ranks, which add up the squares of theirs: in one exchange for all that has been
     projected by then.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..protocol.errors import UnsupportedError
-from .plan import ModelPlan, RowPlan
+from .plan import ModelPlan, UNetPlan
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Family:
 
     title: what a person reads in tables. transformer: class name in diffusers. recognise(shapes): is a file with such
     tensors ours? refusals: functions of shapes, each says why a file of this family cannot be run, or None;
-    refused_beside: tensors in or beside the diffusion model -> why a file with them cannot be run. config(shapes):
+    refused_tensors: tensors in or beside the diffusion model -> why a file with them cannot be run. config(shapes):
     arguments of the diffusers class, from the header alone. convert(tensors, config): from the file's names to
     diffusers'; some tensors are on the meta device.
     latent: describe.Packed or describe.Whole, how latents become hidden states and back; sign: of the prediction.
@@ -85,12 +85,12 @@ class Family:
     amend(model, config): make the model compute as ComfyUI's does, where diffusers' does not; before it has weights.
     What it remembers of a forward until its blocks have run is in a ContextVar: another forward may take turns with it
     there.
-    by_tensors: arguments of the diffusers class that ComfyUI tells by the tensors alone; a folder's config.json is not
-    asked.
+    config_from_tensors: arguments of the diffusers class that ComfyUI tells by the tensors alone; a folder's
+    config.json is not asked.
     values: tensors whose values tell ComfyUI how a model is sampled; they may stand beside the diffusion model in a
     file.
-    unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in. too_small: types
-    that its numbers do not fit in, so that it is not computed in them.
+    unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in.
+    unsupported_dtypes: types that its numbers do not fit in, so that it is not computed in them.
     prepares: what names of tensors begin with that ComfyUI prepares the text with, once, before LoRA hooks are in
     effect.
     settings: what ComfyUI's model heeds of a file's metadata -> the values that are run, first what holds where it says
@@ -101,8 +101,8 @@ class Family:
     marks: of diffusers folders: what config.json says -> the tensor by which files say it. further: parts beside the
     transformer that belong to it -> a function of a tensor's name there: ComfyUI's name, which begins with one of
     `prepares`, or None.
-    in_folder(checkpoints.folder.Folder): what such a folder says of the settings, or None; heeded: arguments of the
-    diffusers class that it tells it by.
+    folder_metadata(checkpoints.folder.Folder): what such a folder says of the settings, or None; heeded: arguments of
+    the diffusers class that it tells it by.
     num_heads, num_key_heads, width, num_channels, in_channels: of the attention (None: a U-Net, whose tokens nothing
     shares out; as many:
     None), of a token, of a prediction, of what the class takes; functions of config. pixels: frames, rows and columns
@@ -114,7 +114,7 @@ class Family:
     name: str
     title: str
     transformer: str
-    plan: ModelPlan | RowPlan
+    plan: ModelPlan | UNetPlan
     recognise: Callable
     config: ConfigRules
     convert: Callable
@@ -126,7 +126,7 @@ class Family:
     choices: dict[str, dict[str, str]] = field(default_factory=dict)
     only_with: dict[str, str] = field(default_factory=dict)
     refusals: tuple[Callable, ...] = ()
-    refused_beside: dict[str, str] = field(default_factory=dict)
+    refused_tensors: dict[str, str] = field(default_factory=dict)
     lengths: dict[str, Callable] = field(default_factory=dict)
     stream_widths: dict[str, str] = field(default_factory=dict)
     multiple: int = 1
@@ -136,18 +136,18 @@ class Family:
     sampled: Sampled | None = None
     refused: dict[str, str] = field(default_factory=dict)
     amend: Callable = lambda model, config: None
-    by_tensors: tuple[str, ...] = ()
-    unrounded: tuple[str, ...] = ()
-    too_small: tuple[str, ...] = ()
+    config_from_tensors: tuple[str, ...] = ()
+    keep_in_compute_dtype: tuple[str, ...] = ()
+    unsupported_dtypes: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
-    prepares: tuple[str, ...] = ()
+    text_prefixes: tuple[str, ...] = ()
     settings: dict[str, tuple] = field(default_factory=dict)
-    beyond: Callable = lambda arguments: None
+    unsupported_arguments: Callable = lambda arguments: None
     rope_options: Callable = lambda arguments: None
     marks: dict[str, str] = field(default_factory=dict)
-    further: dict[str, Callable] = field(default_factory=dict)
-    in_folder: Callable = lambda folder: None
-    heeded: tuple[str, ...] = ()
+    extra_parts: dict[str, Callable] = field(default_factory=dict)
+    folder_metadata: Callable = lambda folder: None
+    folder_arguments: tuple[str, ...] = ()
     parts: dict[str, Callable] = field(default_factory=dict)
     parted: Callable | None = None
     num_heads: Callable = lambda config: config["num_attention_heads"]
@@ -164,7 +164,7 @@ class Family:
     def refuse(self, shapes, beside=()):
         """Why a file of this family cannot be run; None where it can. beside: names of what else is in it."""
         return next((reason for refusal in self.refusals if (reason := refusal(shapes))),
-                    next((reason for name, reason in self.refused_beside.items() if name in shapes or name in beside),
+                    next((reason for name, reason in self.refused_tensors.items() if name in shapes or name in beside),
                          None))
 
     def tensors(self, conditioning):
@@ -208,7 +208,7 @@ class Family:
     def token_counts(self, shape, conditioning, patch=None):
         """Tokens of every stream: {"image": ..., "text": ...}.
         shape: of the latent or the patch; conditioning: of a whole forward."""
-        if self.by_rows:
+        if self.is_unet:
             return {"image": self.latent.num_tokens(shape)}
         whole = [patch.whole if patch is not None and dim == patch.dim else length for dim, length in enumerate(shape)]
         streams, lengths = self.plan.stream_names, {
@@ -229,7 +229,7 @@ class Family:
         A place is a list of what ComfyUI's ControlNets give, and the number of the block there: "output.3". {} where
         ComfyUI's model takes none.
         """
-        if self.by_rows:
+        if self.is_unet:
             skips = [(channels, *(-(-length // 2 ** level) for length in shape[2:]))
                      for channels, level in self.plan.skips(config)]
             return {f"{name}.{number}": skip for name in ("input", "output")
@@ -244,9 +244,9 @@ class Family:
         return self.latent.patch
 
     @property
-    def by_rows(self):
+    def is_unet(self):
         """Is it a U-Net?"""
-        return isinstance(self.plan, RowPlan)
+        return isinstance(self.plan, UNetPlan)
 
     def num_blocks(self, config):
         return sum(config[list_.count] for list_ in self.plan.blocks)

@@ -23,9 +23,9 @@ class TokenArgument:
 class BlockList:
     """A ModuleList of transformer blocks, in execution order.
 
-    in_file: what its blocks' tensors are prefixed with in ComfyUI's and the publisher's files. count: the argument of
-    the diffusers class that says how many blocks there are. returns: what a block returns, in order; each a stream, or
-    a tuple of streams that are one tensor. image_share: the part of a block's parameters that an image token passes
+    file_prefix: what its blocks' tensors are prefixed with in ComfyUI's and the publisher's files. count: the argument
+    of the diffusers class that says how many blocks there are. returns: what a block returns, in order; each a stream,
+    or a tuple of streams that are one tensor. image_share: the part of a block's parameters that an image token passes
     through.
     control: which list of what a ControlNet gives ComfyUI's model adds to the image after each block, "input" or
     "output"; where there are skips, to those.
@@ -37,13 +37,13 @@ class BlockList:
     """
 
     name: str
-    in_file: str
+    file_prefix: str
     count: str = "num_layers"
     returns: tuple = ("image",)
     image_share: float = 1.0
     control: str | None = None
     patched: str | None = None
-    twins: str | None = None
+    paired: str | None = None
     streams: dict[str, str | tuple[str, ...]] | None = None
     attention: dict[str, tuple[str, ...]] | None = None
     tokens: dict[str, TokenArgument | tuple[TokenArgument, ...]] | None = None
@@ -52,7 +52,7 @@ class BlockList:
     @property
     def names(self):
         """Of the ModuleLists whose blocks make one block."""
-        return (self.name,) if self.twins is None else (self.name, self.twins)
+        return (self.name,) if self.paired is None else (self.name, self.paired)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ModelPlan:
     blocks: tuple[BlockList, ...]
     streams: dict[str, str | tuple[str, ...]]
     attention: dict[str, tuple[str, ...]]
-    across: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
+    cross_attention: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("image",)
     tokens: dict[str, TokenArgument | tuple[TokenArgument, ...]] = field(default_factory=dict)
     masks: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
-class RowPlan:
+class UNetPlan:
     """Where a U-Net, which has no blocks that tokens pass, mixes the rows of its images: its convolutions, norms and
     self-attention.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .describe import Whole, because, blocks, config_of, given, has, size, timestep
 from .family import Family, Tiny
 from .keys import table
-from .plan import RowPlan
+from .plan import UNetPlan
 
 LATENT = Whole((1, 1))
 
@@ -50,10 +50,10 @@ def unet(name, title, architecture, tiny, refusals=(), values=()):
     """A family of U-Nets in ComfyUI's and the publisher's format. values: see Family."""
     return Family(
         name=name, title=title, transformer="UNet2DConditionModel", tiny=tiny, values=values, latent=LATENT,
-        convert=convert, by_tensors=("sample_size",),
+        convert=convert, config_from_tensors=("sample_size",),
         recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
                                   and _context_width(shapes) in architecture.context_widths),
-        refused_beside={"cc_projection.weight": "it turns objects (Zero123)"},
+        refused_tensors={"cc_projection.weight": "it turns objects (Zero123)"},
         refusals=(because("it makes videos (Stable Video Diffusion)",
                           lambda shapes: any(".time_stack." in key for key in shapes)),
                   *refusals,
@@ -66,7 +66,7 @@ def unet(name, title, architecture, tiny, refusals=(), values=()):
         | ({"y": "projection_class_embeddings_input_dim"} if architecture.labelled else {}),
         arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                    "class_labels": given("y", where="class_embed_type")},
-        plan=RowPlan(first="conv_in", self_attention="attn1", of_text=("attn2.to_k", "attn2.to_v"),
+        plan=UNetPlan(first="conv_in", self_attention="attn1", of_text=("attn2.to_k", "attn2.to_v"),
                      num_levels=lambda config: len(config["block_out_channels"]), skips=_skips))
 
 

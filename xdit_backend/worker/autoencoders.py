@@ -22,10 +22,11 @@ CHECKED = 4
 class Autoencoders:
     """The VAEs that this rank holds, by the names of their specs. All ranks share each picture, by rows."""
 
-    def __init__(self, device, ferry, report_phase, timeline):
+    def __init__(self, device, staging, report_phase, timeline):
         self._device, self._report_phase = device, report_phase
         self._loaded, self._planners = {}, {}
-        self._ranks, self._ferry, self._timeline, self._clock = Ranks(dist.group.WORLD), ferry, timeline, Clock(device)
+        self._ranks, self._staging = Ranks(dist.group.WORLD), staging
+        self._timeline, self._clock = timeline, Clock(device)
 
     def load(self, spec):
         if spec.name not in self._loaded:
@@ -37,7 +38,7 @@ class Autoencoders:
         """The least bytes that a decode or encode needs on this rank, and more of it."""
         planner, count = self._planners[command.autoencoder], command.num_ranks or self._ranks.count
         return {"needed_bytes": planner.least_bytes(command.shape, command.scale, count),
-                "roomy_bytes": planner.roomy_bytes(command.shape, command.scale, count),
+                "unblocked_bytes": planner.unblocked_bytes(command.shape, command.scale, count),
                 **(planner.work(command.shape, command.scale) if command.with_work else {})}
 
     def drop(self, name):
@@ -67,7 +68,7 @@ class Autoencoders:
             if share is not None:
                 # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
                 pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
-                self._ferry.fetch(
+                self._staging.to_host(
                     pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
         self._tell("decode", start, traffic)
         return {"sent_bytes": traffic.sent_bytes, "num_exchanges": traffic.num_exchanges,

@@ -28,15 +28,15 @@ ROUND_S, SHARED_ROUNDS = 0.05, 12         # of rounds in which all wait for the 
 BLOCK_TOKENS, BLOCK_WIDTH = 16, 64
 
 
-def measure(rank, world_size, device, dtype, traffic, report, a_machine=0):
+def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
     """{what: seconds or bytes a second}; see forecast/probed.py for the names. A collective: every rank of the world
     calls it.
 
-    report(text, done, total) tells a person. a_machine: config.devices_a_machine.
+    report(text, done, total) tells a person. per_machine: config.devices_per_machine.
     """
     watch = Watch(rank, world_size, device, dtype)
     numbers = {}
-    sizes = sorted({size for size in (2, 4, 8, 16, a_machine, world_size) if size > 1 and world_size % size == 0})
+    sizes = sorted({size for size in (2, 4, 8, 16, per_machine, world_size) if size > 1 and world_size % size == 0})
     steps = 2 + len(sizes)
     report("measuring the devices", 0, steps)
     numbers |= of_device(watch)
@@ -46,7 +46,7 @@ def measure(rank, world_size, device, dtype, traffic, report, a_machine=0):
     numbers["block_launch_s"] = of_empty_block(watch)
     for index, size in enumerate(sizes):
         report("measuring the links", 2 + index, steps)
-        large_bytes = ACROSS_BYTES if a_machine and a_machine % size else LARGE_BYTES
+        large_bytes = ACROSS_BYTES if per_machine and per_machine % size else LARGE_BYTES
         numbers |= of_links(watch, size, traffic, large_bytes, is_first=index == 0)
     return numbers
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from ....xdit_backend.checkpoints.gguf import read_tensors
 from ....xdit_backend.checkpoints.reading import read_file, read_plain
 from ....xdit_backend.protocol.errors import CheckpointError, UnsupportedError
-from .folders import marks_of, under_comfyui_names
+from .folders import marker_tensors_of, under_comfyui_names
 
 
 def read_weights(checkpoint, base_model):
@@ -29,7 +29,7 @@ def read_weights(checkpoint, base_model):
                for name, tensor in load_file(file).items()
                if checkpoint.name_of(name, file)}
     if checkpoint.folder_config is not None:                              # a diffusers folder
-        tensors = under_comfyui_names(tensors, checkpoint) | marks_of(checkpoint)
+        tensors = under_comfyui_names(tensors, checkpoint) | marker_tensors_of(checkpoint)
     tensors = base_model.model_config.process_unet_state_dict(tensors)
     return {name: tensors[name] for name in base_model.diffusion_model.state_dict() if name in tensors}
 

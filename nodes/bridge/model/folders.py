@@ -37,7 +37,7 @@ def under_comfyui_names(tensors, checkpoint):
     if family.sampled:                                         # ComfyUI has no model of it; ours has diffusers' names
         return tensors
     # they have those names
-    found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.prepares)}
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.text_prefixes)}
     used = set(found)
     for name, num_dims in _names(family, config).items():
         parts = _converted(family, config, name, 0)
@@ -61,13 +61,13 @@ def under_comfyui_names(tensors, checkpoint):
     return found
 
 
-def marks_of(checkpoint):
+def marker_tensors_of(checkpoint):
     """{ComfyUI's name: tensor} of tensors without numbers by which ComfyUI tells what config.json says."""
     family = checkpoint.family
     return {name: torch.zeros(0) for key, name in family.marks.items() if checkpoint.folder_config.get(key)}
 
 
-def refuse_unlike(tensors, checkpoint):
+def refuse_undetectable(tensors, checkpoint):
     """Raise CheckpointError where ComfyUI could not tell from a folder's tensors, under its names,
     what the folder's config.json says."""
     family, config, name = checkpoint.family, checkpoint.config, checkpoint.name
@@ -77,12 +77,13 @@ def refuse_unlike(tensors, checkpoint):
     # files of Flux.1 say scale where ComfyUI's module says weight
     seen = family.config(shapes | scales)
     for key, value in seen.items():
-        if key not in family.by_tensors and config.get(key) is not None and _plain(value) != _plain(config[key]):
+        if (key not in family.config_from_tensors and config.get(key) is not None
+                and _plain(value) != _plain(config[key])):
             raise CheckpointError(f"{name} is a {family.name} model with {key} = {config[key]!r}, which ComfyUI could "
                                   f"not tell from its tensors: it would take it for {value!r}. {INSTEAD}")
 
 
-def sample_as_said(model_config, checkpoint):
+def apply_scheduler_config(model_config, checkpoint):
     """Have ComfyUI sample the U-Net of a folder as its scheduler's config says, which single files tell by their
     tensors. Returns the ModelType, or None where the folder says nothing. Raises CheckpointError for what ComfyUI
     cannot be told.
@@ -153,9 +154,9 @@ def _names(family, config):
     names = {name: tensor.ndim
              for name, tensor in (_template(family.tiny) | _template(family.tiny, family.tiny.more)).items()}
     for list_ in family.plan.blocks:
-        inside = {name.removeprefix(list_.in_file).partition(".")[2]: num_dims for name, num_dims in names.items()
-                  if name.startswith(list_.in_file)}
-        names |= {f"{list_.in_file}{number}.{name}": num_dims for number in range(config[list_.count])
+        inside = {name.removeprefix(list_.file_prefix).partition(".")[2]: num_dims for name, num_dims in names.items()
+                  if name.startswith(list_.file_prefix)}
+        names |= {f"{list_.file_prefix}{number}.{name}": num_dims for number in range(config[list_.count])
                   for name, num_dims in inside.items()}
     return names
 

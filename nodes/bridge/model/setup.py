@@ -6,7 +6,7 @@ from typing import Any
 
 from ....xdit_backend.checkpoints.checkpoint import Checkpoint
 from ....xdit_backend.checkpoints.net import job_of
-from ....xdit_backend.config import ParallelConfig, devices_a_machine
+from ....xdit_backend.config import ParallelConfig, devices_per_machine
 from ....xdit_backend.forecast.cost import Net
 from ....xdit_backend.forecast.planner import AttentionHeads, Spread, choose_layout
 from ....xdit_backend.protocol.specs import ModelSpec
@@ -56,7 +56,7 @@ class Setup:
                             for count in (self.family.num_heads, self.family.num_key_heads))
         return choose_layout(self.config, len(self.devices), num_branches,
                              AttentionHeads(self.family.name, heads, key_heads, self.shares_tokens),
-                             Spread(self.spec.stages, self.spec.tensor_degree), devices_a_machine(self.devices))
+                             Spread(self.spec.stages, self.spec.tensor_degree), devices_per_machine(self.devices))
 
     def job(self, latent_shape, conditioning, num_steps, num_branches):
         """The Job of a run on latents of this shape, one branch's; None of a U-Net.

@@ -19,7 +19,7 @@ from ....xdit_backend.checkpoints.net import exchanged_bytes, net_of
 from ....xdit_backend.checkpoints.quantise import TYPES, check_package, is_installed
 from ....xdit_backend.checkpoints.shares import is_splittable, tensor_splits
 from ....xdit_backend.checkpoints.transformer import held_bytes, metadata_of
-from ....xdit_backend.config import devices_a_machine, refuse_methods, validate_layout, validate_stages
+from ....xdit_backend.config import devices_per_machine, refuse_methods, validate_layout, validate_stages
 from ....xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, usual_branches
 from ....xdit_backend.protocol.errors import CheckpointError, ConfigError, UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
@@ -27,12 +27,12 @@ from ..run import wrappers
 from ..run.remote import RemoteModel
 from ..supported.by_patches import KEY
 from ..supported.inputs import check_text
-from ..supported.modules import hold_elsewhere, remember_modules
+from ..supported.modules import remember_modules, use_worker_parameters
 from ..workers.groups import GROUPS, check_packages, devices_of, memory_of
 from ..workers.memory_checks import MemoryCheck
 from ..workers.placement import load_device_of
 from .file_weights import places, prepare_text, read_values
-from .folders import marks_of, refuse_unlike, sample_as_said, under_comfyui_names
+from .folders import apply_scheduler_config, marker_tensors_of, refuse_undetectable, under_comfyui_names
 from .own_model import OwnConfig
 from .patcher import ShellPatcher
 from .setup import Setup
@@ -55,7 +55,7 @@ def load_shell(path, weight_dtype, config):
     checkpoint = open_checkpoint(path)
     family = checkpoint.family
     quantisation = _quantisation(weight_dtype, checkpoint)
-    model = checkpoint.outline(quantisation)
+    model = checkpoint.meta_model(quantisation)
     if config.mode == "manual":
         _refuse_degrees(config, checkpoint)
     load_device = load_device_of(devices)
@@ -66,9 +66,9 @@ def load_shell(path, weight_dtype, config):
     model_config.set_inference_dtype(storage_dtype, None if storage_dtype == compute_dtype else compute_dtype,
                                      device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
-    _refuse_unheeded(checkpoint, base_model, prediction)
+    _refuse_ignored(checkpoint, base_model, prediction)
     spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation)
-    net = None if family.by_rows else net_of(family, checkpoint.config, spec_of(dtype_name(compute_dtype)), model)
+    net = None if family.is_unet else net_of(family, checkpoint.config, spec_of(dtype_name(compute_dtype)), model)
     device_bytes = list(map(memory_of, devices))
     spread = _spread(config, devices, device_bytes, checkpoint, net, model, dtype_name(compute_dtype))
 
@@ -78,7 +78,7 @@ def load_shell(path, weight_dtype, config):
         spec = spec_of(dtype, *spread)
         own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
-        exchanged = functools.partial(exchanged_bytes, model) if family.by_rows else None
+        exchanged = functools.partial(exchanged_bytes, model) if family.is_unet else None
         lighter = functools.partial(_lighter_bytes, checkpoint, spec, dtypes_of)
         return setup, MemoryCheck(setup, _held_bytes(model, family, spec), exchanged, lighter)
 
@@ -95,7 +95,7 @@ def load_shell(path, weight_dtype, config):
 
 
 def _refuse_small_type(family, compute_dtype, load_device):
-    if compute_dtype in family.too_small:
+    if compute_dtype in family.unsupported_dtypes:
         raise UnsupportedError(f"{family.name} has numbers that {compute_dtype} cannot hold, and {load_device} would "
                                f"compute in it. Set weight_dtype to fp32, or to bf16 where the device has it.")
 
@@ -119,7 +119,7 @@ def _refuse_degrees(config, checkpoint):
     refuse_methods(config.layout, family.refused, family.name)
     validate_layout(config.layout, family.num_heads(transformer_config), family.name,
                     family.num_key_heads(transformer_config))
-    if not family.by_rows:
+    if not family.is_unet:
         validate_stages(config, family.num_blocks(transformer_config), family.name)
 
 
@@ -127,12 +127,12 @@ def _spread(config, devices, device_bytes, checkpoint, net, model, compute_dtype
     """The Spread of the ModelSpec. Before, the workers are to know how fast each of several devices is, if
     it was measured; where machines are to share the work in auto mode, it is measured now."""
     family = checkpoint.family
-    a_machine, is_auto = devices_a_machine(devices), config.mode == "auto" and not family.by_rows
-    machine = (GROUPS.machine(devices, compute_dtype, may_measure=a_machine > 0 and is_auto) if len(devices) > 1
+    per_machine, is_auto = devices_per_machine(devices), config.mode == "auto" and not family.is_unet
+    machine = (GROUPS.machine(devices, compute_dtype, may_measure=per_machine > 0 and is_auto) if len(devices) > 1
                else None)
-    if family.by_rows:
+    if family.is_unet:
         return EVERYWHERE
-    return choose_spread(config, net, Devices(device_bytes, a_machine, machine),
+    return choose_spread(config, net, Devices(device_bytes, per_machine, machine),
                          lambda degree: "tensor" not in family.refused and is_splittable(model, family.plan, degree),
                          "pipefusion" not in family.refused, usual_branches(checkpoint.config))
 
@@ -140,9 +140,9 @@ def _spread(config, devices, device_bytes, checkpoint, net, model, compute_dtype
 def _make_remote(base_model, remote):
     """Have ComfyUI's BaseModel ask the workers. No circle: it ends with its MODEL."""
     module, itself, family = base_model.diffusion_model, weakref.proxy(base_model), remote.family
-    hold_elsewhere(module, functools.partial(_weight_of, itself))
+    use_worker_parameters(module, functools.partial(_weight_of, itself))
     if hasattr(module, "preprocess_text_embeds"):
-        module.preprocess_text_embeds = functools.partial(prepare_text, itself, remote.checkpoint, family.prepares)
+        module.preprocess_text_embeds = functools.partial(prepare_text, itself, remote.checkpoint, family.text_prefixes)
     # nodes compile the model; there is nothing to trace in a call to workers
     module.forward = torch.compiler.disable(remote.forward)
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
@@ -169,22 +169,22 @@ def _detected(checkpoint):
         return OwnConfig(family, checkpoint.config), tensors, None
     # a diffusers folder: to the names that ComfyUI knows
     if checkpoint.folder_config is not None:
-        tensors = under_comfyui_names(tensors, checkpoint) | marks_of(checkpoint)
-        refuse_unlike(tensors, checkpoint)
+        tensors = under_comfyui_names(tensors, checkpoint) | marker_tensors_of(checkpoint)
+        refuse_undetectable(tensors, checkpoint)
     tensors = tensors | read_values(checkpoint, family.values)
     model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata_of(checkpoint))
     if model_config is None:
         raise CheckpointError(f"ComfyUI does not recognise {name} as a {family.name} model. Use another file of this "
                               f"model.")
-    heeds = (bool(family.settings)
+    uses_metadata = (bool(family.settings)
              or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config)
-    if checkpoint.metadata and not heeds:
+    if checkpoint.metadata and not uses_metadata:
         raise CheckpointError(f"{name} says in its metadata that it differs from other {family.name} models, which "
                               f"xDiT would not heed. Use Load Diffusion Model.")
-    return model_config, tensors, sample_as_said(model_config, checkpoint)
+    return model_config, tensors, apply_scheduler_config(model_config, checkpoint)
 
 
-def _refuse_unheeded(checkpoint, base_model, prediction):
+def _refuse_ignored(checkpoint, base_model, prediction):
     """Refuse what ComfyUI would leave out: the prediction that the scheduler says; and scales of weights that are no
     linear layer's and no embedding's, such as the gate of experts."""
     if prediction is not None and base_model.model_type != prediction:
@@ -213,7 +213,7 @@ def _lighter_bytes(checkpoint, spec, dtypes_of):
     with its package."""
     family, found = checkpoint.family, {}
     for name in ("fp8_e4m3fn", *(name for name in TYPES if not checkpoint.quantised and is_installed(TYPES[name]))):
-        model = checkpoint.outline(name if name in TYPES else "")
+        model = checkpoint.meta_model(name if name in TYPES else "")
         if spec.tensor_degree > 1 and not is_splittable(model, family.plan, spec.tensor_degree):
             continue
         storage, compute = map(dtype_name, dtypes_of(name, name in TYPES))

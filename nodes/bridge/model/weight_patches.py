@@ -97,7 +97,7 @@ def _as_held(weight_of, checkpoint, found, quantisation, device):
     Rows stand alone, so ComfyUI's layout does not matter."""
     @functools.cache
     def sources():
-        return {how.source for how in packed_weights(checkpoint, checkpoint.outline(), quantisation).values()}
+        return {how.source for how in packed_weights(checkpoint, checkpoint.meta_model(), quantisation).values()}
 
     def held(name):
         if not {source for source, _ in found[name]} <= sources():

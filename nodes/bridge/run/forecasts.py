@@ -4,11 +4,11 @@ import logging
 
 import torch
 
-from ....xdit_backend.forecast.learning import KNOWN, NEW, Learnt, as_learnt
+from ....xdit_backend.forecast.calibration import KNOWN, NEW, Calibration, calibrated
 from ....xdit_backend.forecast.planner import is_long, plan_run
 from ....xdit_backend.forecast.words import measured_words, plan_words, seconds_words
 from ..workers.groups import GROUPS
-from .step_times import Timed
+from .step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Forecasts:
         """The Plan of the run that a call belongs to, which is another run where the plan is."""
         plan = self.look(job, may_measure=True) if is_planned else None
         if self.timed is None or plan is not self.plan:
-            self.plan, self.timed = plan, Timed(job)
+            self.plan, self.timed = plan, StepTimes(job)
         return plan
 
     def end(self):
@@ -48,7 +48,7 @@ class Forecasts:
             may_measure = may_measure and is_long(setup.net, job, torch.device(setup.devices[0]).type)
             machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, may_measure)
             self._plans[job] = None if machine is None else plan_run(
-                setup.config, as_learnt(machine, GROUPS.learnt(), setup.family.name), setup.net, job, None,
+                setup.config, calibrated(machine, GROUPS.calibrations(), setup.family.name), setup.net, job, None,
                 setup.spec.tensor_degree)
             self._cards = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[job]
@@ -57,7 +57,7 @@ class Forecasts:
         """What this run is forecast to take and why it takes its layout, for a person; "" without a plan."""
         if self.plan is None:
             return ""
-        plan, known = self.plan, (self._setup.family.name, self._cards[0]) in GROUPS.learnt()
+        plan, known = self.plan, (self._setup.family.name, self._cards[0]) in GROUPS.calibrations()
         return ". " + plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered,
                                  self._measured.get((self.timed.job, plan.chosen.degrees)), KNOWN if known else NEW)
 
@@ -77,7 +77,7 @@ class Forecasts:
             log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s (%s)", how, forecast_s, ", ".join(
                 f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
         if timed.seconds and chosen.is_apart and len(set(self._cards)) == 1:
-            known = GROUPS.learnt().get((family, self._cards[0]), Learnt())
-            GROUPS.learn(family, self._cards[0], known.factor * measured_s / forecast_s)
+            known = GROUPS.calibrations().get((family, self._cards[0]), Calibration())
+            GROUPS.record_run(family, self._cards[0], known.factor * measured_s / forecast_s)
         measured = f"; {measured_words(one, measured_s)}" if timed.seconds and chosen.working > 1 else ""
         return f" (forecast: {seconds_words(forecast_s)}{measured})"

@@ -89,7 +89,7 @@ class PatchwiseSampler:
         self._shown = {}                       # step -> {patch: what its sampler told the callback}
         # of each patch what it told last; of all, the last step; when that was
         self._newest, self._done, self._told_s = {}, None, 0.0
-        self._waiting, self._flying, self._outputs = {}, {}, {}
+        self._waiting, self._in_flight, self._outputs = {}, {}, {}
         # of the calls that the first patch has sent and the last has not
         self._first_rows = collections.deque()
 
@@ -106,7 +106,7 @@ class PatchwiseSampler:
             with self._noise.drawn_whole():
                 for index in range(len(self._tasks)):
                     self._resume(index, index)
-                while self._waiting or self._flying:
+                while self._waiting or self._in_flight:
                     self._advance()
             return torch.cat([self._outputs[index] for index in range(len(self._tasks))], self._run.dim)
         finally:
@@ -124,10 +124,10 @@ class PatchwiseSampler:
                 if index == 0:
                     self._first_rows.append(run.first_rows(requests))
                 first_rows = self._first_rows.popleft() if index == len(self._tasks) - 1 else None
-                self._flying[run.submit_patch(requests, index, first_rows)] = index
-        if self._flying:
-            ticket, predictions = run.wait(list(self._flying))
-            self._resume(self._flying.pop(ticket), predictions)
+                self._in_flight[run.submit_patch(requests, index, first_rows)] = index
+        if self._in_flight:
+            ticket, predictions = run.wait(list(self._in_flight))
+            self._resume(self._in_flight.pop(ticket), predictions)
             return
         asked = [self._waiting.pop(index)[0] for index in range(len(self._tasks))]
         if len({tuple(request.name for request in requests) for requests in asked}) > 1:

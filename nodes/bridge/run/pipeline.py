@@ -26,7 +26,7 @@ class PipelineRun:
         self._client, self._spec, self._config, self._layout = client, setup.spec, config, layout
         self._num_channels, self._patch_size = setup.num_channels, setup.family.patch_size(setup.transformer_config)
         sequence_degree = layout.ring_degree * layout.ulysses_degree
-        num_patches = choose_num_patches(config.patches_asked, layout.pipefusion_degree, shape, self._patch_size,
+        num_patches = choose_num_patches(config.requested_patches, layout.pipefusion_degree, shape, self._patch_size,
                                          sequence_degree)
         self.shape = tuple(shape)
         self.patches = cut_patches(shape, self._patch_size, num_patches)
@@ -40,16 +40,16 @@ class PipelineRun:
         """Have the workers forget what they keep for this run."""
         self._client.end_run(self)
 
-    def describe(self, whole_because, drained_because):
+    def describe(self, whole_reason, drained_reason):
         """How the run is split, in a person's words. The arguments: as by_patches.py has them."""
         text, num_patches = describe_layout(self._layout), len(self.patches)
-        if whole_because is not None:
-            return f"{text}, every step whole, because this workflow uses {whole_because}"
+        if whole_reason is not None:
+            return f"{text}, every step whole, because this workflow uses {whole_reason}"
         text += f", {num_patches} patch{'es' if num_patches > 1 else ''}"
-        if num_patches < self._config.patches_asked:
-            text += f" (the latent has too few rows for {self._config.patches_asked})"
-        if drained_because is not None and num_patches > 1:
-            text += f", one step after the other, because this workflow uses {drained_because}"
+        if num_patches < self._config.requested_patches:
+            text += f" (the latent has too few rows for {self._config.requested_patches})"
+        if drained_reason is not None and num_patches > 1:
+            text += f", one step after the other, because this workflow uses {drained_reason}"
         return text
 
     def name(self, requests):
@@ -119,11 +119,11 @@ class PipelineRun:
             predictions = [part.narrow(self.dim, 0, part.shape[self.dim] - self._padding) for part in predictions]
         return ticket, predictions
 
-    def predict(self, requests, sigma, whole_because=None):
+    def predict(self, requests, sigma, whole_reason=None):
         """Evaluate requests for whole latents, whole or patch by patch; the stages run empty at the end."""
         requests = self.name(requests)
         # of others' keys and values
-        apart = whole_because is not None or any(request.is_changed for request in requests)
+        apart = whole_reason is not None or any(request.is_changed for request in requests)
         if apart or not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
             return self.predict_whole(requests, patches_follow=not apart)
         first_rows = self.first_rows(requests)

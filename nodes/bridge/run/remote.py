@@ -178,7 +178,7 @@ class RemoteModel:
                     parts=parts)
         check_conditioning(self.setup, call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
-        prediction = branches.ask(branches.Question(self, call, schedule, sigmas, num_branches,
+        prediction = branches.ask(branches.ModelCall(self, call, schedule, sigmas, num_branches,
                                                     transformer_options.get(WHOLE), transformer_options.get(DRAINED)))
         if begins:
             check_finite((prediction, *parts.values()), f"What {self.family.name} predicts at the first step",
@@ -198,38 +198,38 @@ class RemoteModel:
         """Do calls of a run use what earlier ones have left on the workers?"""
         return self.spec.stages is not None or (self.config.mode == "manual" and self.config.displaced_degree > 1)
 
-    def begin_run(self, schedule, shape, whole_because=None, drained_because=None):
+    def begin_run(self, schedule, shape, whole_reason=None, drained_reason=None):
         """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent.
         The others: see by_patches.py."""
         self._end_pipeline()
         self._schedule = schedule
         self._pipeline = PipelineRun(self._client(), self.setup, self.setup.layout(1), schedule, shape)
-        self._show(self._pipeline.describe(whole_because, drained_because))
+        self._show(self._pipeline.describe(whole_reason, drained_reason))
         return self._pipeline
 
-    def predict(self, question, calls):
-        """The predictions for one or two calls of this model, all of the step that the branches.Question is of."""
-        GROUPS.client(self.devices).step = _step_of(question)
+    def predict(self, model_call, calls):
+        """The predictions for one or two calls of this model, all of the step that the branches.ModelCall is of."""
+        GROUPS.client(self.devices).step = _step_of(model_call)
         try:
-            return self._predict(question, calls)
+            return self._predict(model_call, calls)
         finally:
-            if question.schedule is None:                      # called outside of a sampler: no run will end
+            if model_call.schedule is None:                      # called outside of a sampler: no run will end
                 self._forget_told()
 
-    def _predict(self, question, calls):
+    def _predict(self, model_call, calls):
         if self.spec.stages is not None:
-            return self._predict_in_stages(question, calls)
+            return self._predict_in_stages(model_call, calls)
         latent, conditioning = calls[0].latent, calls[0].conditioning
-        num_steps = 1 if question.schedule is None else len(question.schedule) - 1
+        num_steps = 1 if model_call.schedule is None else len(model_call.schedule) - 1
         together = any(call.guided for call in calls)
         plan = self.forecasts.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
                                     is_planned=not together)
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
         if together:
             layout = branches_together(layout)
-        self._check_memory(question, calls, layout)
+        self._check_memory(model_call, calls, layout)
         if layout.displaced_degree > 1:
-            return self._predict_displaced(question, calls, layout)
+            return self._predict_displaced(model_call, calls, layout)
         client = self._client()
         how = describe_layout(layout) if plan is None else layout_words(plan.chosen)
         if together:
@@ -239,39 +239,39 @@ class RemoteModel:
         return self.forecasts.timed.call(
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
-    def _check_memory(self, question, calls, layout):
+    def _check_memory(self, model_call, calls, layout):
         """Refuse a run that cannot fit before its first call. Calls for a patch are for the whole latent."""
         latent = calls[0].latent
         # branches that ComfyUI has put into one batch
-        together = max(1, question.num_branches // len(calls))
+        together = max(1, model_call.num_branches // len(calls))
         self.memory.check_run(latent.shape if self._pipeline is None else self._pipeline.shape, calls[0].conditioning,
                               max(1, latent.shape[0] // together), len(calls) * together, layout)
 
-    def _predict_in_stages(self, question, calls):
+    def _predict_in_stages(self, model_call, calls):
         from . import patches
-        self._check_memory(question, calls, self.setup.layout(1))
-        sigma = question.sigmas.max().item()
+        self._check_memory(model_call, calls, self.setup.layout(1))
+        sigma = model_call.sigmas.max().item()
         predictions = patches.ask(self, calls, sigma)
         if predictions is not None:
             return predictions
-        schedule = question.schedule
+        schedule = model_call.schedule
         if schedule is None:                                   # called outside of a sampler: no step can be stale
             schedule = torch.tensor([sigma])
         if self._pipeline is None or schedule is not self._schedule:
-            self.begin_run(schedule, calls[0].latent.shape, question.whole_because, question.drained_because)
+            self.begin_run(schedule, calls[0].latent.shape, model_call.whole_reason, model_call.drained_reason)
         self._client()
-        return self._pipeline.predict(calls, sigma, question.whole_because)
+        return self._pipeline.predict(calls, sigma, model_call.whole_reason)
 
-    def _predict_displaced(self, question, calls, layout):
-        sigma, client = question.sigmas.max().item(), self._client()
-        if self._pipeline is None or question.schedule is not self._schedule:
+    def _predict_displaced(self, model_call, calls, layout):
+        sigma, client = model_call.sigmas.max().item(), self._client()
+        if self._pipeline is None or model_call.schedule is not self._schedule:
             self._end_pipeline()
-            self._schedule = question.schedule
+            self._schedule = model_call.schedule
             # Called outside of a sampler, no step can be stale.
             schedule = torch.tensor([sigma]) if self._schedule is None else self._schedule
             self._pipeline = DisplacedRun(client, self.setup, layout, schedule, calls[0].latent.shape)
-            self._show(self._pipeline.describe(question.whole_because))
-        return self._pipeline.predict(calls, sigma, question.whole_because)
+            self._show(self._pipeline.describe(model_call.whole_reason))
+        return self._pipeline.predict(calls, sigma, model_call.whole_reason)
 
     def _refuse_changed_modules(self, schedule, sigma):
         """Nodes may change modules for the time of a call. Looked at once for each noise level of a run."""
@@ -300,11 +300,11 @@ class RemoteModel:
             self.how = how
 
 
-def _step_of(question):
-    """Which step of a run a branches.Question is of, for a person; of a call outside of a sampler, nothing."""
-    if question.schedule is None or len(question.schedule) < 2:
+def _step_of(model_call):
+    """Which step of a run a branches.ModelCall is of, for a person; of a call outside of a sampler, nothing."""
+    if model_call.schedule is None or len(model_call.schedule) < 2:
         return ""
-    steps = question.schedule[:-1]
+    steps = model_call.schedule[:-1]
     # samplers also call between two steps
-    nearest = (steps.to(question.sigmas) - question.sigmas.max()).abs().argmin()
+    nearest = (steps.to(model_call.sigmas) - model_call.sigmas.max()).abs().argmin()
     return f"step {int(nearest) + 1} of {len(steps)}"

@@ -4,7 +4,7 @@ import statistics
 import time
 
 
-class Timed:
+class StepTimes:
     """What the calls of a run's model took."""
 
     def __init__(self, job):

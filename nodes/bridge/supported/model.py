@@ -113,9 +113,9 @@ def refuse_call(family, transformer_options, extra):
                                f"gives {family.name}'s tokens (rope_options). Use a sampler node, or Load Diffusion "
                                f"Model.")
     _refuse(_transformer_options(dict(option for option in transformer_options.items() if option != own)))
-    beyond = family.beyond(extra)
-    if beyond is not None:
-        raise UnsupportedError(f"xDiT runs {family.name} without {beyond}, which this workflow has. Change the node "
+    reason = family.unsupported_arguments(extra)
+    if reason is not None:
+        raise UnsupportedError(f"xDiT runs {family.name} without {reason}, which this workflow has. Change the node "
                                f"that adds it, or use Load Diffusion Model.")
     known = {"context", CONTROLNETS_TEXT, *family.conditioning, *family.ignored}
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
@@ -208,7 +208,7 @@ def compute_dtype_of(patcher):
 def _compute_dtype(patcher, runs):
     """Types that workers do not compute in; of a run, one that another way than that node's has brought."""
     name, family, now = compute_dtype_of(patcher), patcher.remote.family, patcher.model.manual_cast_dtype
-    if name in family.too_small:
+    if name in family.unsupported_dtypes:
         return [f"the compute dtype {name}, which cannot hold {family.name}'s numbers,"]
     if name not in COMPUTED:
         return [f"the compute dtype {name}, which devices do not compute in ({', '.join(COMPUTED)} they do),"]

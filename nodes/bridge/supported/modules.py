@@ -11,7 +11,7 @@ from ....xdit_backend.protocol.errors import UnsupportedError
 COMPILED = {"_compiled_call_impl"}                             # of a module that was compiled in place
 
 
-def hold_elsewhere(net, read):
+def use_worker_parameters(net, read):
     """Make the parameters of a shell's diffusion model (on the meta device) say where the weights are.
 
     read(name): the weight as its file has it, with the patches of the MODEL that runs, on the CPU.

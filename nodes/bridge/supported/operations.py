@@ -48,7 +48,7 @@ def operations_of(family, config, transformer_options):
     for kind, replaced in transformer_options.get("patches_replace", {}).items():
         blocks = _blocks(family, config, kind)
         if replaced and not blocks:
-            raise _unheeded(family, kind)
+            raise _ignored_patches(family, kind)
         for place, function in replaced.items():
             name = ".".join(map(str, place))
             if name in blocks:
@@ -56,7 +56,7 @@ def operations_of(family, config, transformer_options):
                 # of the negative prompt's
                 if operation != "scores" or 1 in transformer_options.get("cond_or_uncond", ()):
                     found[name] = operation
-            elif family.by_rows:
+            elif family.is_unet:
                 raise UnsupportedError(f"xDiT replaces attention in the middle block of {family.name} only, and a "
                                        f"node does so in {name}. Remove it, or use Load Diffusion Model.")
     return found
@@ -69,8 +69,8 @@ def guided_of(family, transformer_options):
     """
     functions, parts = transformer_options.get("patches",
                                                {}).get(OUTPUT, ()), transformer_options.get("cond_or_uncond", ())
-    if functions and not (family.by_rows or family.plan.takes_output_patches):
-        raise _unheeded(family, OUTPUT)
+    if functions and not (family.is_unet or family.plan.takes_output_patches):
+        raise _ignored_patches(family, OUTPUT)
     if not (0 in parts and 1 in parts):
         return ()
     return tuple(_nag_of(function, parts) for function in functions)
@@ -148,14 +148,14 @@ def _cell(function, name):
     return function.__closure__[function.__code__.co_freevars.index(name)]
 
 
-def _unheeded(family, kind):
+def _ignored_patches(family, kind):
     return UnsupportedError(f"ComfyUI's {family.name} does not heed what a node replaces in this workflow ({kind}): "
                             f"it is for other models, and would be dropped without notice. Remove the node ({NODES}).")
 
 
 def _blocks(family, config, kind):
     """Names of the blocks in which patches of a kind replace something."""
-    if family.by_rows:
+    if family.is_unet:
         depths = config["transformer_layers_per_block"]
         return {"middle.0", *(f"middle.0.{number}" for number in range(depths[-1]))} if kind == "attn1" else set()
     return {f"{list_.patched}_block.{number}" for list_ in family.plan.blocks if list_.patched and kind == "dit"

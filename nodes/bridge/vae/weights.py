@@ -40,9 +40,9 @@ class VaeHalf:
         self.name = f"vae-{uuid.uuid4().hex[:8]}"
         self.dtype, self.settings, self.client = dtype_name(vae.vae_dtype), settings, None
         self._model, self._prefixes, self._devices = weakref.ref(vae.first_stage_model), prefixes, devices
-        outline = Outline(self, vae.vae_dtype)
-        self._num_bytes = sum(tensor.nbytes for tensor in outline.buffers())
-        self._patcher = RemotePatcher(outline, load_device_of(devices), comfy.model_management.unet_offload_device())
+        meta_vae = MetaTensors(self, vae.vae_dtype)
+        self._num_bytes = sum(tensor.nbytes for tensor in meta_vae.buffers())
+        self._patcher = RemotePatcher(meta_vae, load_device_of(devices), comfy.model_management.unet_offload_device())
 
     def weights(self):
         """The tensors, where the VAE object has them."""
@@ -70,8 +70,9 @@ class VaeHalf:
         machine = machine_for(dataclasses.replace(work, **{name: shape[0] * value
                                                            for name, value in vars(work).items()}))
         near = {} if machine is None else choose_ranks(work, machine, most)
-        is_roomy = self.client.autoencoders.is_roomy
-        return next((choice for choice in near if choice[0] == most or is_roomy(self.name, shape, scale, *choice)),
+        fits_unblocked = self.client.autoencoders.fits_unblocked
+        return next((choice for choice in near if choice[0] == most
+                     or fits_unblocked(self.name, shape, scale, *choice)),
                     (most, 0))
 
     def _num_workers(self, device):
@@ -79,7 +80,7 @@ class VaeHalf:
 
     # --- what placement.py asks ---
 
-    def load(self, outline):
+    def load(self, meta_vae):
         GROUPS.hold(self.client, self.name, self._model())
         self.client.autoencoders.load(self)
 
@@ -105,7 +106,7 @@ class VaeHalf:
         pass
 
 
-class Outline(torch.nn.Module):
+class MetaTensors(torch.nn.Module):
     """Tensors without bytes, by which the memory manager sees how large a half is."""
 
     def __init__(self, half, dtype):

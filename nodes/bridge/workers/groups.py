@@ -98,7 +98,7 @@ class Groups:
         self._held = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()                          # of _holders
         self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
-        self._learnt = None                                    # what earlier runs taught, once it is read
+        self._calibrations = None                                    # what earlier runs taught, once it is read
         self._speeds = {}                                      # devices -> how fast each is, where they are not alike
         self._listener = None                                  # where other machines join, once it is needed
         self._forkserver = Forkserver()
@@ -211,15 +211,15 @@ class Groups:
         if not any(other.running for other in self.clients):
             self._forkserver.close()
 
-    def learnt(self):
-        """{(family, card): Learnt} of earlier runs of one device."""
-        if self._learnt is None:
-            self._learnt = measurements.learnt(_measured_folder())
-        return self._learnt
+    def calibrations(self):
+        """{(family, card): Calibration} of earlier runs of one device."""
+        if self._calibrations is None:
+            self._calibrations = measurements.calibrations(_measured_folder())
+        return self._calibrations
 
-    def learn(self, family, card, ratio):
+    def record_run(self, family, card, ratio):
         """Keep that a run of this family on this card took `ratio` times what a probe's numbers alone say."""
-        self.learnt()[family, card] = measurements.learn(_measured_folder(), family, card, ratio)
+        self.calibrations()[family, card] = measurements.record_run(_measured_folder(), family, card, ratio)
 
     def _know(self, devices, dtype, machine):
         """From now on the workers share out tokens, heads, images and rows by how fast each device is.

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 TICK_S = 5.0
 
 
-def tend(groups, residency):
+def apply_idle_setting(groups, residency):
     """Park or end the workers that have had nothing to do for so long. Not while a prompt runs."""
     for client in groups.clients if residency.how != "keep" else ():
         if client.workers.idle_s < 60 * residency.minutes:
@@ -40,7 +40,7 @@ def _watch(reference):
             return
         try:
             if any(client.running for client in groups.clients) and not _is_prompt_running():
-                tend(groups, chosen_idle())
+                apply_idle_setting(groups, chosen_idle())
         except XDiTError as error:
             # of a setting: said once; of workers: who needs them next is told
             if str(error) != told:

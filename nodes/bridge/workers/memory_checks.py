@@ -33,14 +33,14 @@ class MemoryCheck:
     def __init__(self, setup, weight_bytes, exchanged_bytes, lighter_bytes):
         self._setup, self._exchanged_bytes, self._lighter_bytes = setup, exchanged_bytes, lighter_bytes
         self.weight_bytes = self._of_ranks(weight_bytes)       # of each rank, until the workers have told theirs
-        self._roomy = set()                                    # what of this run has been found to fit
+        self._unblocked = set()                                    # what of this run has been found to fit
 
     def weights_on(self, device):
         """Bytes of weights that ranks on this device hold."""
         return sum(size for size, name in zip(self.weight_bytes, self._setup.devices) if name == str(device))
 
     def end_run(self):
-        self._roomy.clear()
+        self._unblocked.clear()
 
     def of_run(self, job, layout, of_one_device):
         """Bytes that a rank takes beside weights. of_one_device: those of activations where nothing is shared."""
@@ -63,7 +63,7 @@ class MemoryCheck:
         their own or not.
         """
         key = tuple(shape), num_images, branches, layout
-        if key in self._roomy:
+        if key in self._unblocked:
             return
         setup = self._setup
         degrees = degrees_of(layout, setup.config, setup.spec.stages)
@@ -78,10 +78,10 @@ class MemoryCheck:
             told = (0 if degrees.displaced == 1
                     else self._exchanged_bytes(sizes, degrees.displaced, getattr(torch, setup.spec.compute_dtype),
                                                own))
-            return Memory(0.0, config.steps_kept * degrees.displaced * told, 0.0)
+            return Memory(0.0, config.cached_steps * degrees.displaced * told, 0.0)
 
         without = dataclasses.replace(setup.config, forecast_keys_values=0.0)
-        lean = ({"forecast_keys_values 0": functools.partial(needed, config=without)} if setup.config.steps_kept > 1
+        lean = ({"forecast_keys_values 0": functools.partial(needed, config=without)} if setup.config.cached_steps > 1
                 else {})
         num_here = sum(not machine_of(device) for device in setup.devices)
         sizes = tuple(shape[2:])
@@ -90,7 +90,7 @@ class MemoryCheck:
                                   available_memory()[0]),
                      Remedies(self._spread(job(num_images, sizes)), self._lighter, lean),
                      Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:]))
-        self._roomy.add(key)
+        self._unblocked.add(key)
 
     def _of_ranks(self, weight_bytes):
         return [rank_bytes(weight_bytes, self._setup.spec.stages)] * len(self._setup.devices)

@@ -45,7 +45,7 @@ class Run:
         return (self.ended_s or time.perf_counter()) - self.began_s
 
     @property
-    def a_step_s(self):
+    def seconds_per_step(self):
         """Seconds of a step: from first to last of the steps that were counted; 0 before there are two."""
         return (self.stepped_s[-1] - self.stepped_s[0]) / (len(self.stepped_s) - 1) if len(self.stepped_s) > 1 else 0.0
 
@@ -56,11 +56,11 @@ class Run:
             self.step = step
             self.stepped_s.append(now)
         self.take_from_remote()
-        if now - max(self.shown_s, self.began_s) < SHOWN_S or not self.a_step_s:
+        if now - max(self.shown_s, self.began_s) < SHOWN_S or not self.seconds_per_step:
             return ""
         self.shown_s = now
-        return (f"step {self.step} of {self.num_steps}, {self.a_step_s:.2f} s a step, "
-                f"{(self.num_steps - self.step) * self.a_step_s:.0f} s left, {self.how}")
+        return (f"step {self.step} of {self.num_steps}, {self.seconds_per_step:.2f} s a step, "
+                f"{(self.num_steps - self.step) * self.seconds_per_step:.0f} s left, {self.how}")
 
     @property
     def ended_words(self):

@@ -12,7 +12,7 @@ KNOWN = 0.07                   # and after
 
 
 @dataclass(frozen=True)
-class Learnt:
+class Calibration:
     """factor: times the forecast of what a probe measured that runs took, the mean of their logarithms.
     count: of runs."""
 
@@ -20,17 +20,17 @@ class Learnt:
     count: int = 0
 
 
-def after(learnt, ratio):
-    """The Learnt after a run that took `ratio` times the forecast."""
-    learnt = learnt or Learnt()
-    weight = max(LEAST_WEIGHT, 1 / (learnt.count + 1))
-    factor = math.exp((1 - weight) * math.log(learnt.factor) + weight * math.log(ratio))
-    return Learnt(min(max(factor, LEAST_FACTOR), 1 / LEAST_FACTOR), learnt.count + 1)
+def after(calibration, ratio):
+    """The Calibration after a run that took `ratio` times the forecast."""
+    calibration = calibration or Calibration()
+    weight = max(LEAST_WEIGHT, 1 / (calibration.count + 1))
+    factor = math.exp((1 - weight) * math.log(calibration.factor) + weight * math.log(ratio))
+    return Calibration(min(max(factor, LEAST_FACTOR), 1 / LEAST_FACTOR), calibration.count + 1)
 
 
-def as_learnt(machine, known, family):
-    """The machine as runs of this family have shown its cards. known: {(family, card): Learnt}."""
-    factors = [known.get((family, device.name), Learnt()).factor for device in machine.devices]
+def calibrated(machine, known, family):
+    """The machine as runs of this family have shown its cards. known: {(family, card): Calibration}."""
+    factors = [known.get((family, device.name), Calibration()).factor for device in machine.devices]
     if set(factors) == {1.0}:
         return machine
     return replace(machine, devices=tuple(device.slower(factor) for device, factor in zip(machine.devices, factors)))

@@ -18,7 +18,7 @@ NUM_NAMED = 3                              # how many tensors a message names
 FLOATS = "F", "BF16"                       # how the types begin that a file has fractions in
 
 
-def outline(checkpoint, quantisation=""):
+def meta_model(checkpoint, quantisation=""):
     """The diffusers model of a Checkpoint on the meta device, with weights as they are held.
 
     quantisation: as of packed_weights. Raises CheckpointError that names what is missing, unknown, of another shape, or
@@ -66,7 +66,7 @@ def _said(checkpoint):
 def _check_told(said, config, family, name):
     """Refuse a U-Net whose config.json says otherwise than its tensors do."""
     for key in family.config.rules:
-        if key in said and key not in family.by_tensors and _plain(said[key]) != _plain(config[key]):
+        if key in said and key not in family.config_from_tensors and _plain(said[key]) != _plain(config[key]):
             raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = {said[key]!r}, and "
                                   f"its tensors are of {config[key]!r}. Download the folder again, or choose another.")
 
@@ -79,7 +79,7 @@ def _check_folder_config(config, family, name):
     given = {key: value for key, value in config.items() if not key.startswith("_")}
     rules = family.config.rules
     for key, value in {**defaults, **given}.items():
-        if key in family.by_tensors or key in family.heeded or callable(rules.get(key)):
+        if key in family.config_from_tensors or key in family.folder_arguments or callable(rules.get(key)):
             continue
         if key not in defaults:
             expected, fits = None, not value                   # what older releases of diffusers wrote of what is off
