@@ -10,7 +10,7 @@ from xdit_backend.bench.scale import JOBS
 from xdit_backend.config import DEGREES, ParallelConfig, validate, validate_layout, validate_stages
 from xdit_backend.forecast.choice import Machine, candidates, extra_candidates, forecasts
 from xdit_backend.forecast.cost import Device, Job, Links, Net
-from xdit_backend.forecast.memory import rank_memory, working_share
+from xdit_backend.forecast.memory import MemorySettings, rank_memory, working_share
 from xdit_backend.forecast.planner import (
     AttentionHeads,
     Devices,
@@ -164,7 +164,7 @@ def test_bytes_of_stale_keys_and_values():
 
     def memory(offload=False, is_forecast=False, **degrees):
         return rank_memory(net, job, degrees_of(Layout(pipefusion_degree=2, **degrees), ParallelConfig()),
-                           cached_steps=1 + is_forecast, offload=offload)
+                           MemorySettings(1 + is_forecast, offload))
 
     def kept(**settings):
         return memory(**settings).keys_values
@@ -187,7 +187,7 @@ def test_bytes_that_displaced_patches_keep(settings, times):
     net, job = Net(5, 64, 4, 12.0, 1e6), Job(100, 0, 20, branches=2)
     config = ParallelConfig(mode="manual", displaced_degree=2, **settings)
 
-    memory = rank_memory(net, job, degrees_of(config.layout, config), **memory_settings(config))
+    memory = rank_memory(net, job, degrees_of(config.layout, config), memory_settings(config))
 
     assert memory.keys_values == times * 2 * 2 * 100 * 64 * 5 * 2
 

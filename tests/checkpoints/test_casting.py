@@ -149,7 +149,7 @@ def test_a_published_model_in_float8_takes_a_byte_a_parameter(name, config, tabl
     with torch.device("meta"):
         model = build(family, {**defaults(family), **config})
     spec = ModelSpec("model", name, "file", "float8_e4m3fn", "bfloat16")
-    blocks = [block for list_ in family.plan.blocks for block in model.get_submodule(list_.name)]
+    blocks = [block for list_ in family.blocks for block in model.get_submodule(list_.name)]
 
     assert held_bytes(model, family, spec) == sum(parameter.numel() for parameter in model.parameters()) + tables
     assert block_bytes(model, family, spec) == [sum(parameter.numel() for parameter in block.parameters())

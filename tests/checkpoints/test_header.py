@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from xdit_backend.checkpoints.checkpoint import PREFIXES, open_checkpoint
-from xdit_backend.checkpoints.nearest import _Asked
+from xdit_backend.checkpoints.nearest import _RecordedShapes
 from xdit_backend.checkpoints.recognise import NOT_IN_DIFFUSERS, NOT_RUN, recognise
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError
@@ -464,7 +464,7 @@ def test_published_models_are_recognised_with_any_prefix(tmp_path, name, prefix)
 
 def needed_of(family, shapes):
     """Names that the family's recognition asks a file for, and that are there."""
-    asked = _Asked(shapes)
+    asked = _RecordedShapes(shapes)
     assert FAMILIES[family].recognise(asked)
     return sorted({*asked.found})
 

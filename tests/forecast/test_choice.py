@@ -9,6 +9,7 @@ import pytest
 from tests.tolerances import within
 from xdit_backend.forecast.choice import Machine, are_alike, candidates, choose, forecast, forecasts, is_worth_it
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
+from xdit_backend.forecast.memory import MemorySettings
 from xdit_backend.forecast.seconds import run_seconds
 
 FLUX = Net(57, 3072, 24, 12.0, 11.9e9, text_once=True)
@@ -147,8 +148,8 @@ def test_memory_adds_up_over_ranks():
     within(abs(4 * four.keys_values / (2 * (4096 + 512) * 3072 * 56 * 2) - 1), 1e-12)      # 2 B (S + S_t) h
     within(abs(4 * shards.activations / (one.activations) - 1), 1e-12)
     assert forecast(FLUX, job, Degrees(pipefusion=4, warmup_by_sequence=True), EIGHT).memory.weights == one.weights
-    twice, away = (forecast(net, job, Degrees(pipefusion=4), EIGHT, **more).memory
-                   for more in ({"cached_steps": 2}, {"offload": True}))
+    twice, away = (forecast(net, job, Degrees(pipefusion=4), EIGHT, settings).memory
+                   for settings in (MemorySettings(cached_steps=2), MemorySettings(offload=True)))
     assert twice.keys_values == 2 * four.keys_values
     # two blocks' are on the device
     assert away.host == four.keys_values and away.keys_values == 2 / (56 / 4) * four.keys_values

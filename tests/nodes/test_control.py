@@ -131,7 +131,7 @@ def with_residuals(comfyui, kind, prompts, **options):
 
 
 KINDS = [kind for kind, family in families().items()
-         if kind not in VARIANTS and (family.is_unet or any(list_.control for list_ in family.plan.blocks))]
+         if kind not in VARIANTS and (family.is_unet or any(list_.control for list_ in family.blocks))]
 
 
 @pytest.mark.slow

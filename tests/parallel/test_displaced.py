@@ -249,7 +249,7 @@ def test_what_a_first_call_holds_is_what_a_run_is_refused_by(layers, forecast):
     net, degrees, config = Net(40, 64, 4, 12.0,
                                1e6), Degrees(displaced=2), ParallelConfig(forecast_keys_values=forecast)
     a_block = 2 * 100 * net.width * net.element_bytes
-    counted = rank_memory(net, Job(100, 0, 20), degrees, **memory_settings(config)).keys_values
+    counted = rank_memory(net, Job(100, 0, 20), degrees, memory_settings(config)).keys_values
 
     for peak_bytes, kept_bytes in run_ranks(peak_of_first_call, 2, net, 100, int(layers * a_block / 2), forecast):
         assert kept_bytes == counted == (1 + (forecast > 0)) * net.blocks * a_block

@@ -55,7 +55,7 @@ class Pipeline:
         if self.loaded.blocks.start > 0:
             size = self.loaded.received_size(self.mesh, latent.shape, self.one.conditioning, patch)
             handle = self.link.post_receive(size, latent.dtype)
-            context.arrive = lambda: self.link.receive(handle, self.traffic)
+            context.receive_message = lambda: self.link.receive(handle, self.traffic)
         output, message = self.loaded.hooks.run(context)
         if message is not None:
             self.link.send(message, self.traffic)

@@ -149,7 +149,7 @@ class FrameCache:
 HUNYUAN_VIDEO = VaeFamily(
     models=("HunyuanVideo",),
     autoencoder="AutoencoderKLHunyuanVideo",
-    marks=("coder.mid.block_1.conv1.conv.",),
+    markers=("coder.mid.block_1.conv1.conv.",),
     decoder=("decoder.", "post_quant_conv."),
     encoder=("encoder.", "quant_conv."),
     config=_config,

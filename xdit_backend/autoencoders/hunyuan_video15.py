@@ -118,7 +118,7 @@ def _downsampled(module, hidden):
 HUNYUAN_VIDEO15 = VaeFamily(
     models=("HunyuanVideo 1.5",),
     autoencoder="AutoencoderKLHunyuanVideo15",
-    marks=("coder.mid.block_1.norm1.gamma",),
+    markers=("coder.mid.block_1.norm1.gamma",),
     unused=(".temb_proj.",),
     config=_config,
     convert=_convert,

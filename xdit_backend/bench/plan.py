@@ -21,6 +21,7 @@ from ..checkpoints.shares import is_splittable
 from ..config import ParallelConfig, resolve_devices
 from ..forecast.choice import candidates, extra_candidates, forecasts
 from ..forecast.files import read_machine
+from ..forecast.memory import MemorySettings
 from ..forecast.planner import Devices, choose_spread, plan_run, usual_branches
 from ..forecast.words import plan_words, table, why
 from ..host import measurements
@@ -94,7 +95,7 @@ def print_plan(net, job, machine, what, config, can_split, branches):
     plan = plan_run(config, machine, net, job, *spread)
     elapsed_s = time.perf_counter() - started_s
     some = [*candidates(net, job, count, per_machine), *extra_candidates(net, job, machine)]
-    every = forecasts(net, job, machine, some, cached_steps=config.cached_steps)
+    every = forecasts(net, job, machine, some, MemorySettings(config.cached_steps))
     chosen = next((one for one in every if one.degrees == plan.chosen.degrees), plan.chosen)
     if chosen not in every:
         every.append(chosen)

@@ -50,7 +50,7 @@ class Checkpoint:
     folder_config: dict | None = None
     folder: Folder | None = None
     renamed: dict[tuple[str, str], str | None] = field(default_factory=dict)
-    beside: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    other_tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
     scales: dict[str, tuple[str, int]] = field(default_factory=dict)
     stored: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     recognised: Family | None = None       # where another process has told the family
@@ -130,7 +130,7 @@ def open_checkpoint(path):
                       {names[key]: shape for key, shape in shapes.items() if key not in marks},
                   {names[key]: dtype for key, dtype in dtypes.items() if key not in marks}, metadata,
                   renamed={(str(path), prefix + key): name for key, name in names.items() if name != key},
-                  beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
+                  other_tensors={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
                   scales={key: (scale, math.prod(shapes[scale])) for key, scale in scales.items()})
 
 
@@ -162,7 +162,7 @@ def _read_gguf(path):
     return Checkpoint(path, prefix, (path,), {key: shape for key, (_, shape) in ours.items()},
                       {key: dtype for key, (dtype, _) in ours.items()},
                       {key: metadata[key] for key in ("config",) if key in metadata},
-                  beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
+                  other_tensors={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
                   stored={key: stored[prefix + key] for key in ours})
 
 

@@ -71,7 +71,7 @@ class Transformer:
         first = 0
         if self.family.is_unet or name.startswith(self.family.plan.outside):
             return None
-        for list_ in self.family.plan.blocks:
+        for list_ in self.family.blocks:
             prefixes = ([f"{each}." for each in list_.names] if self.checkpoint.folder_config is not None
                         else [list_.file_prefix])
             for prefix in prefixes:

@@ -24,10 +24,10 @@ def meta_model(checkpoint, quantisation=""):
     quantisation: as of packed_weights. Raises CheckpointError that names what is missing, unknown, of another shape, or
     set as the family is not run.
     """
-    family, name, said = checkpoint.family, checkpoint.name, None
+    family, name, folder_config = checkpoint.family, checkpoint.name, None
     if checkpoint.folder is not None:
-        said = _said(checkpoint)
-        _check_folder_config(said, family, name)
+        folder_config = _folder_settings(checkpoint)
+        _check_folder_config(folder_config, family, name)
     whole = {key for key, dtype in checkpoint.dtypes.items() if key not in checkpoint.quantised
              and not dtype.startswith(FLOATS)}
     tensors = {key: torch.empty(shape, dtype=torch.int64 if key in whole else None, device="meta")
@@ -47,13 +47,13 @@ def meta_model(checkpoint, quantisation=""):
         raise CheckpointError(f"{name} looks like a {family.name} model, but its tensors have shapes that none has "
                               f"({error}). Download it again, or choose another file.") from error
     if checkpoint.folder is not None and checkpoint.folder_config is None:
-        _check_told(said, model.config, family, name)
+        _check_folder_agrees(folder_config, model.config, family, name)
     _compare(model.state_dict(), tensors, family, name)
     hold_packed(model, packed_weights(checkpoint, model, quantisation))
     return model
 
 
-def _said(checkpoint):
+def _folder_settings(checkpoint):
     if checkpoint.folder_config is not None:
         return checkpoint.folder_config
     try:
@@ -63,12 +63,14 @@ def _said(checkpoint):
                               f"writes ({error}). Download it again, or choose another folder.") from error
 
 
-def _check_told(said, config, family, name):
+def _check_folder_agrees(folder_config, config, family, name):
     """Refuse a U-Net whose config.json says otherwise than its tensors do."""
     for key in family.config.rules:
-        if key in said and key not in family.config_from_tensors and _plain(said[key]) != _plain(config[key]):
-            raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = {said[key]!r}, and "
-                                  f"its tensors are of {config[key]!r}. Download the folder again, or choose another.")
+        if key in folder_config and key not in family.config_from_tensors and (_plain(folder_config[key])
+                                                                               != _plain(config[key])):
+            raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = "
+                                  f"{folder_config[key]!r}, and its tensors are of {config[key]!r}. Download the folder "
+                                  f"again, or choose another.")
 
 
 def _check_folder_config(config, family, name):

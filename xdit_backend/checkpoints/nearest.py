@@ -20,7 +20,7 @@ class _Name(str):
         return super().startswith(prefix, *place)
 
 
-class _Asked(dict):
+class _RecordedShapes(dict):
     """Shapes that remember, in order, which tensors were asked for:
     those that were there, those that were not, and prefixes."""
 
@@ -62,27 +62,27 @@ def nearest(shapes):
 def _compared(family, shapes):
     """(how far, the family, what differs), or None: with the tensors added that its rules ask for,
     a near file is of the family."""
-    prefixes = {list_.file_prefix for list_ in family.plan.blocks}
+    prefixes = {list_.file_prefix for list_ in family.blocks}
     lacked = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in shapes)]
     while len(lacked) <= MOST_LACKED:
-        asked, known = _Asked(shapes | dict.fromkeys(lacked, A_SHAPE)), False
+        recorded, known = _RecordedShapes(shapes | dict.fromkeys(lacked, A_SHAPE)), False
         try:
-            known = family.recognise(asked)
+            known = family.recognise(recorded)
             if known:
-                family.config(asked)
+                family.config(recorded)
         except NOT_THERE as error:
             if isinstance(error, KeyError):
                 lacked.append(error.args[0])
                 continue
-        missed = next((name for name in asked.lacked if not any(other.startswith(name) for other in shapes)), None)
+        missed = next((name for name in recorded.lacked if not any(other.startswith(name) for other in shapes)), None)
         if known or missed is None:
             break
         lacked.append(missed)
-    difference = f"it lacks {' and '.join(lacked)}" if lacked else _shape_that_differs(family, shapes, asked.found)
-    found = {*asked.found, *prefixes} - {*lacked}
+    difference = f"it lacks {' and '.join(lacked)}" if lacked else _shape_that_differs(family, shapes, recorded.found)
+    found = {*recorded.found, *prefixes} - {*lacked}
     if len(lacked) > MOST_LACKED or len(found) < LEAST_FOUND or difference is None or lacked and not known:
         return None
-    parts = {name.split(".")[0] for name in (*found, *asked.prefixes)}
+    parts = {name.split(".")[0] for name in (*found, *recorded.prefixes)}
     strange = {name.split(".")[0] for name in shapes} - parts
     return (max(1, len(lacked)), not lacked, len(strange), -len(found)), family, difference
 

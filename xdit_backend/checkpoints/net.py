@@ -24,7 +24,7 @@ def net_of(family: Family, config, spec=None, model=None):
         from accelerate import init_empty_weights
         with init_empty_weights():
             model = build(family, config)
-    blocks = [(list_.image_share, block_copies) for list_ in family.plan.blocks
+    blocks = [(list_.image_share, block_copies) for list_ in family.blocks
               for block_copies in zip(*map(model.get_submodule, list_.names))]
     width, num_blocks = family.width(model.config), len(blocks)
     elements = sum(share * _matrix_elements(block, family.plan.once) for share, block_copies in blocks

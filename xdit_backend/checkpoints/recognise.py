@@ -55,9 +55,9 @@ def recognise(checkpoint) -> Family:
         return _family_of_folder(name, checkpoint.folder)
     _refuse_others(name, checkpoint.shapes, BESIDE_A_MODEL)
     for family in FAMILIES.values():
-        if _asked(family.recognise, checkpoint.shapes):
+        if _apply_rule(family.recognise, checkpoint.shapes):
             # Where what it would look at is not there, outline() names it.
-            reason = _asked(family.refuse, checkpoint.shapes, checkpoint.beside)
+            reason = _apply_rule(family.refuse, checkpoint.shapes, checkpoint.other_tensors)
             if reason:
                 raise CheckpointError(f"{name} is a {family.name} model, but {reason}.")
             return family
@@ -74,7 +74,7 @@ def recognise(checkpoint) -> Family:
                           f".safetensors and .gguf files in ComfyUI's or the publisher's format.")
 
 
-def _asked(rule, *arguments):
+def _apply_rule(rule, *arguments):
     """What a family's rule says of a file; None where the file lacks what the rule looks at."""
     try:
         return rule(*arguments)

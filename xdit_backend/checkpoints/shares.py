@@ -82,7 +82,7 @@ def tensor_splits(model, plan, degree=1):
     cut through blocks of a file.
     """
     splits = {}
-    for name in (*(name for list_ in plan.blocks for name in list_.names), *plan.beside):
+    for name in (*(name for list_ in plan.blocks for name in list_.names), *plan.unstaged_blocks):
         for index, block in enumerate(model.get_submodule(name)):
             splits |= {f"{name}.{index}.{path}": split for path, split in _block_splits(block, plan).items()}
     _check_stored(splits, degree)

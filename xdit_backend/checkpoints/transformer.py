@@ -27,12 +27,12 @@ def metadata_of(checkpoint):
     family = checkpoint.family
     if checkpoint.folder_config is None or not family.settings:
         return checkpoint.metadata
-    said = family.folder_metadata(checkpoint.folder)
-    if said is None:
+    settings = family.folder_metadata(checkpoint.folder)
+    if settings is None:
         raise CheckpointError(f"{checkpoint.name} is a {family.name} model, of which a folder with its "
                               f"vae/config.json alone says which of them it is. Download the whole folder, or use the "
                               f"file of this model in ComfyUI's format.")
-    return {"config": json.dumps({"transformer": said})}
+    return {"config": json.dumps({"transformer": settings})}
 
 
 def metadata_settings(checkpoint):
@@ -41,16 +41,16 @@ def metadata_settings(checkpoint):
     family = checkpoint.family
     metadata = metadata_of(checkpoint) if family.settings else {}
     try:
-        said = dict(json.loads(metadata.get("config", "{}")).get("transformer", {}))
+        settings = dict(json.loads(metadata.get("config", "{}")).get("transformer", {}))
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint.name} has metadata that cannot be read ({error}). Download it "
                               f"again.") from error
     for name, values in family.settings.items():
-        if said.get(name, values[0]) not in values:
+        if settings.get(name, values[0]) not in values:
             raise CheckpointError(f"{checkpoint.name} is a {family.name} model whose metadata says {name} = "
-                                  f"{said[name]!r}, and xDiT runs {' or '.join(map(repr, values))} only. Use Load "
+                                  f"{settings[name]!r}, and xDiT runs {' or '.join(map(repr, values))} only. Use Load "
                                   f"Diffusion Model.")
-    return {f"_{name}": said.get(name, values[0]) for name, values in family.settings.items()}
+    return {f"_{name}": settings.get(name, values[0]) for name, values in family.settings.items()}
 
 
 def build(family, config):
@@ -74,16 +74,16 @@ def block_bytes(model, family, spec):
     tensors = held(model, family, spec)
     return [sum(tensor.numel() * dtype.itemsize for name, tensor, dtype in tensors if name.startswith(
                 tuple(f"{each}.{index}." for each in list_.names)))
-            for list_ in family.plan.blocks for index in range(len(model.get_submodule(list_.name)))]
+            for list_ in family.blocks for index in range(len(model.get_submodule(list_.name)))]
 
 
-def block_sizes(model, plan):
+def block_sizes(model, family):
     """Parameters of each block, over all lists of the plan: [(number, share an image token meets)]."""
     def size(block):
         packed = sum(module.out_features * module.in_features - module.weight.numel() for module in block.modules()
                      if type(module) is torch.nn.Linear)
         return sum(parameter.numel() for parameter in block.parameters()) + packed
-    return [(sum(map(size, block_copies)), list_.image_share) for list_ in plan.blocks
+    return [(sum(map(size, block_copies)), list_.image_share) for list_ in family.blocks
             for block_copies in zip(*map(model.get_submodule, list_.names))]
 
 

@@ -59,12 +59,12 @@ def _refusal(reason):
 def _family_of(tensors):
     families = [family for family in FAMILIES.values() if family.models]
     for family in families:
-        if any(mark in name for mark in family.marks for name in tensors):
+        if any(mark in name for mark in family.markers for name in tensors):
             return family
     for part, owner in OTHER_VAES.items():
         if any(part in name for name in tensors):
             raise _refusal(f"It is {owner}.")
-    return next(family for family in families if not family.marks)
+    return next(family for family in families if not family.markers)
 
 
 def _check_fit(tensors, weights, vae):

@@ -68,7 +68,7 @@ class RowSplit:
 
     def shares(self, like):
         """Each rank's part of the rows, (ranks,), of the dtype and device of a tensor.
-        KeyValueEntry, since CUDA waits for such a copy."""
+        Kept, since CUDA waits for such a copy."""
         key = like.dtype, like.device
         if key not in self._shares:
             self._shares[key] = like.new_tensor([size / self.num_rows for size in self.sizes])

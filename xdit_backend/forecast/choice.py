@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..partition import shard_sizes
 from .cost import Degrees, Device, Links, Run, Tokens, block_parts
-from .memory import Memory, rank_memory
+from .memory import DEFAULT_SETTINGS, Memory, rank_memory
 from .seconds import run_seconds
 
 WORTH = 1.05                   # times as fast that a layout must be to be preferred to an exact one, or to one device
@@ -66,9 +66,8 @@ class Forecast:
         return worst if waits[worst] > LIMITS * self.seconds else "compute"
 
 
-def forecast(net, job, degrees, machine, **memory):
-    """The Forecast of one layout of the machine's first devices, as many as it needs. memory: rank_memory's further
-    arguments.
+def forecast(net, job, degrees, machine, settings=DEFAULT_SETTINGS):
+    """The Forecast of one layout of the machine's first devices, as many as it needs.
 
     Tokens, blocks and images are shared out by speed; else all wait for the slowest device that works. A rank that has
     no image of the batch rests.
@@ -77,7 +76,7 @@ def forecast(net, job, degrees, machine, **memory):
     device, equivalent_devices = group.device, group.equivalent_devices
     if group.working == 1:
         device, equivalent_devices = device.slower(1 / machine.alone), 0.0
-    needed = rank_memory(net, job, degrees, **memory)
+    needed = rank_memory(net, job, degrees, settings)
     seconds = run_seconds(net, replace(job, images=group.images * degrees.data), degrees, device, machine.links,
                           equivalent_devices)
     return Forecast(degrees, seconds, needed, fits_stages(net, degrees, needed, group.memory_bytes), group.working)
@@ -88,8 +87,8 @@ class Group:
     """Ranks that share images, as the forecast sees them: all wait for the busiest. device: as fast as each of its
     ranks is on average.
 
-    worth: of how many such devices its stages are; 0: of as many as there are. working: devices that have something to
-    do, in all groups.
+    equivalent_devices: how many such devices the stages are worth; 0: as many as there are. working: devices that have
+    something to do, in all groups.
     memory_bytes: of the smallest device of each stage.
     """
 
@@ -106,7 +105,7 @@ def busiest(net, job, degrees, machine):
     if machine.is_uniform:
         device, images = machine.devices[0], math.ceil(job.images / degrees.data)
         return Group(device, 0.0, images, of_replica * min(degrees.data, job.images), (device.memory_bytes,) * stages)
-    used, told = machine.devices[:degrees.devices], speeds_of(machine.devices[:degrees.devices]) or (
+    used, shared_speeds = machine.devices[:degrees.devices], speeds_of(machine.devices[:degrees.devices]) or (
         1,) * degrees.devices
     speeds = [1 / seconds_per_block(net, job, device) for device in used]
     sequence = of_replica // degrees.cfg // stages // tensor
@@ -119,15 +118,16 @@ def busiest(net, job, degrees, machine):
                 for stage in range(stages)]
 
     def branch(first):
-        """(speed of its slowest stage, of all stages, the told one) of one branch's ranks."""
-        shares = [min(each) for each in zip(*of_ranks(told, first))]
+        """(speed of its slowest stage, of all stages, the shared one) of one branch's ranks."""
+        shares = [min(each) for each in zip(*of_ranks(shared_speeds, first))]
         each = [min(speed * sum(shares) / sequence / share for speed, share in zip(stage, shares))
                 for stage in of_ranks(speeds, first)]
-        return min(each), sum(each), sum(map(sum, of_ranks(told, first)))
+        return min(each), sum(each), sum(map(sum, of_ranks(shared_speeds, first)))
 
     replicas = [min(branch(first) for first in range(start, start + of_replica, of_replica // degrees.cfg))
                 for start in range(0, degrees.devices, of_replica)]
-    images = shard_sizes(job.images, degrees.data, [told for _, _, told in replicas] if len(set(told)) > 1 else ())
+    images = shard_sizes(job.images, degrees.data,
+                         [shared_speeds for _, _, shared_speeds in replicas] if len(set(shared_speeds)) > 1 else ())
     last = max(range(degrees.data), key=lambda replica: images[replica] / replicas[replica][1])
     slowest, together, _ = replicas[last]
     ranks = range(last * of_replica, (last + 1) * of_replica)
@@ -169,10 +169,11 @@ def are_alike(net, job, devices):
     return max(speeds) <= ALIKE * min(speeds)
 
 
-def forecasts(net, job, machine, some=None, **memory):
-    """A Forecast of each layout of all devices (or of `some`): those that fit first, the fastest of them foremost."""
-    some = some or candidates(net, job, len(machine.devices), machine.links.per_machine)
-    every = [forecast(net, job, degrees, machine, **memory) for degrees in some]
+def forecasts(net, job, machine, layouts=None, settings=DEFAULT_SETTINGS):
+    """A Forecast of each of these layouts (None: all that the devices can have): those that fit first, the fastest of
+    them foremost."""
+    layouts = layouts or candidates(net, job, len(machine.devices), machine.links.per_machine)
+    every = [forecast(net, job, degrees, machine, settings) for degrees in layouts]
     return sorted(every, key=lambda one: (not one.fits, one.seconds))
 
 

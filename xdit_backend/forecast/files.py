@@ -27,32 +27,32 @@ def read_machine(path):
     """The Machine that a file describes. Raises ConfigError for what is not one, naming what is wrong."""
     try:
         with open(path, encoding="utf-8") as file:
-            said = json.load(file)
+            values = json.load(file)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
     except ValueError as error:
         raise ConfigError(f"{path}: is not JSON ({error}).") from error
-    return machine_of(said, path)
+    return machine_of(values, path)
 
 
-def machine_of(said, name):
+def machine_of(values, name):
     """The Machine that this says. name: of what said it, for a person."""
-    _check(isinstance(said, dict) and isinstance(said.get("devices"), list) and said["devices"], name,
+    _check(isinstance(values, dict) and isinstance(values.get("devices"), list) and values["devices"], name,
            '"devices" must be a list of at least one device')
-    unknown = sorted(set(said) - {"devices", "links", "alone", "hidden", "latency_s", "a_machine", "of"})
+    unknown = sorted(set(values) - {"devices", "links", "alone", "hidden", "latency_s", "a_machine", "of"})
     _check(not unknown, name, f'"{", ".join(unknown)}" is not known. Known are devices, links, alone, hidden, '
                               f'latency_s, a_machine '
            'and of')
-    devices = [device for entry in said["devices"] for device in _devices(entry, name)]
+    devices = [device for entry in values["devices"] for device in _devices(entry, name)]
     _check(len(devices) <= MOST_DEVICES, name, f"{len(devices)} devices are more than {MOST_DEVICES}")
-    rates, latencies = _rates(said.get("links", {}), len(devices), name)
-    shared = {key: _number(said.get(key, getattr(Links, key)), key, name) for key in ("hidden", "latency_s")}
-    per_machine = said.get("a_machine", 0)
+    rates, latencies = _rates(values.get("links", {}), len(devices), name)
+    shared = {key: _number(values.get(key, getattr(Links, key)), key, name) for key in ("hidden", "latency_s")}
+    per_machine = values.get("a_machine", 0)
     _check(type(per_machine) is int and per_machine >= 0 and (not per_machine or len(devices) % per_machine == 0), name,
            f"a_machine is {per_machine!r}, and must be a number that divides the {len(devices)} devices, or 0 where "
            f"all are in one")
     links = Links(rates, latencies=latencies, per_machine=per_machine, **shared)
-    return Machine(tuple(devices), links, _number(said.get("alone", 1.0), "alone", name))
+    return Machine(tuple(devices), links, _number(values.get("alone", 1.0), "alone", name))
 
 
 def to_json(machine, of):

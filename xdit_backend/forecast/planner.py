@@ -15,7 +15,7 @@ from ..protocol.specs import Layout, Stages
 from .choice import WORTH, Forecast, Machine, are_alike, candidates, choose, forecast, forecasts, speeds_of
 from .cost import Degrees, Device, Job, Links
 from .decoding import work_seconds
-from .memory import rank_memory, weight_bytes
+from .memory import MemorySettings, rank_memory, weight_bytes
 from .words import method_words
 
 USUAL = {"cuda": Device(1e14, 1e14, 1e12), "cpu": Device(5e10, 3e10, 1e10, block_launch_s=5e-4)}
@@ -243,37 +243,37 @@ def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
     within a machine; with stages, how their ranks share tokens.
     stages, tensor_degree: how the model is spread, of choose_spread.
     """
-    memory = memory_settings(config, stages)
     if config.mode == "manual":
-        some = [degrees_of(config.layout, config, stages)]
+        layouts = [degrees_of(config.layout, config, stages)]
     elif stages is None:
         of_rank = dataclasses.replace(net, heads=net.heads // tensor_degree)
-        some = [dataclasses.replace(degrees, tensor=tensor_degree)
-                for degrees in candidates(of_rank, job, len(machine.devices) // tensor_degree,
-                                          machine.links.per_machine // tensor_degree)
-                if degrees.pipefusion == 1 and not machine.links.crosses(degrees.sequence * tensor_degree)]
+        layouts = [dataclasses.replace(degrees, tensor=tensor_degree)
+                   for degrees in candidates(of_rank, job, len(machine.devices) // tensor_degree,
+                                             machine.links.per_machine // tensor_degree)
+                   if degrees.pipefusion == 1 and not machine.links.crosses(degrees.sequence * tensor_degree)]
     else:
-        some = [degrees_of(Layout(pipefusion_degree=stages.pipefusion_degree, ulysses_degree=ulysses,
-                                  ring_degree=stages.sequence_degree // ulysses), config, stages)
-                for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0
-                and net.heads % ulysses == 0]
-    ordered = forecasts(net, job, machine, some, **memory)
+        layouts = [degrees_of(Layout(pipefusion_degree=stages.pipefusion_degree, ulysses_degree=ulysses,
+                                     ring_degree=stages.sequence_degree // ulysses), config, stages)
+                   for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0
+                   and net.heads % ulysses == 0]
+    ordered = forecasts(net, job, machine, layouts, memory_settings(config, stages))
     fastest = dataclasses.replace(machine, devices=(max(machine.devices, key=lambda device: device.matrix_flops_s),))
     return Plan(choose(ordered, are_alike(net, job, machine.devices)), forecast(net, job, Degrees(), fastest), ordered)
 
 
 def memory_settings(config, stages=None):
-    """What rank_memory is told of a person's settings. stages: how the model is spread."""
-    return {"cached_steps": config.cached_steps, "offload": stages is not None and stages.offload,
-            "images_apart": stages is not None and config.warmup in ("auto", "micro_batches")}
+    """The MemorySettings of a ParallelConfig. stages: how the model is spread."""
+    return MemorySettings(config.cached_steps, stages is not None and stages.offload,
+                          stages is not None and config.warmup in ("auto", "micro_batches"))
 
 
 def stages_that_fit(config, net, job, device_bytes):
     """The least pipefusion_degree with which this would fit on devices of this memory, of as many as there are;
     None: none does."""
     stages = Stages(2, offload=config.offload_keys_values)
-    return next((degree for degree in range(2, net.blocks + 1) if rank_memory(
-        net, job, Degrees(pipefusion=degree, num_patches=2 * degree), **memory_settings(config, stages)).total
+    settings = memory_settings(config, stages)
+    return next((degree for degree in range(2, net.blocks + 1)
+                 if rank_memory(net, job, Degrees(pipefusion=degree, num_patches=2 * degree), settings).total
                  <= device_bytes), None)
 
 

@@ -8,8 +8,9 @@ from .cost import DEVICES_PER_NODE, Run, Tokens, block_parts
 
 def run_seconds(net, job, degrees, device, links, equivalent_devices=0.0):
     """{cause: seconds} of a run: "compute", "link", "launch" (what the device waits for its host) and "warm-up" (what
-    PipeFusion's and DistriFusion's whole steps and empty slots take longer than an even share). worth: of how many such
-    devices the stages are, where their devices differ and blocks are shared out by speed; 0: as many as stages."""
+    PipeFusion's and DistriFusion's whole steps and empty slots take longer than an even share). equivalent_devices: how
+    many such devices the stages are, where their devices differ and blocks are shared out by speed; 0: as many as
+    stages."""
     run = Run(net, job, degrees, device, links)
     if degrees.displaced > 1:
         return _displaced_seconds(run)
@@ -51,7 +52,7 @@ def _displaced_seconds(run):
 
 
 def _pipefusion_seconds(run, whole, equivalent_devices):
-    """whole: Parts of all blocks in a whole step. worth: of how many such devices the stages are."""
+    """whole: Parts of all blocks in a whole step. equivalent_devices: how many such devices the stages are."""
     net, job, degrees, slot_launch_s = run.net, run.job, run.degrees, run.device.slot_launch_s
     stages, num_patches = degrees.pipefusion, degrees.num_patches or degrees.pipefusion
     warmup_steps = min(job.steps, degrees.warmup_steps)

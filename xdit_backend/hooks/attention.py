@@ -15,19 +15,20 @@ class AttentionLayer:
 
     key: tuple                             # (block, name and number of the attention)
     streams: tuple[str, ...]               # of the queries
-    read: tuple[str, ...]                  # of keys and values; mostly the same
+    key_streams: tuple[str, ...]           # of keys and values; mostly the same
 
 
-def attend(query, key, value, now, layer, plain, scale):
-    """Attention by the method of this forward, where all methods meet. plain: torch's attention."""
-    streams, read = layer.streams, layer.read
-    sizes, key_sizes = now.tokens.sizes(streams), None if read == streams else now.tokens.sizes(read)
+def attend(query, key, value, context, layer, sdpa, scale):
+    """Attention by the method of this forward, where all methods meet. sdpa: torch's attention."""
+    streams, key_streams = layer.streams, layer.key_streams
+    sizes = context.tokens.sizes(streams)
+    key_sizes = None if key_streams == streams else context.tokens.sizes(key_streams)
     # what no later patch brings anew, the first attends to alone
-    if now.key_values is not None and "image" in (*streams, *read):
-        attention = Attention(sizes, key_sizes, None, scale, plain)
-        return patch_attention(query, key, value, attention, now, layer.key, read)
-    mask = gathered_mask(now.masks, now.tokens.pieces(read), query)
-    attention = Attention(sizes, key_sizes, mask, scale, plain)
-    if now.exchange is not None:
-        return displaced_attention(query, key, value, attention, now, layer.key)
-    return usp_attention(query, key, value, attention, now.mesh, now.traffic)
+    if context.key_values is not None and "image" in (*streams, *key_streams):
+        attention = Attention(sizes, key_sizes, None, scale, sdpa)
+        return patch_attention(query, key, value, attention, context, layer.key, key_streams)
+    mask = gathered_mask(context.masks, context.tokens.pieces(key_streams), query)
+    attention = Attention(sizes, key_sizes, mask, scale, sdpa)
+    if context.exchange is not None:
+        return displaced_attention(query, key, value, attention, context, layer.key)
+    return usp_attention(query, key, value, attention, context.mesh, context.traffic)

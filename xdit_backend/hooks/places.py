@@ -64,10 +64,11 @@ def summed(forward, running):
     running() -> the ForwardContext of now, if any."""
     @functools.wraps(forward)
     def with_total(hidden_states):
-        now = running()
-        if now is None or now.mesh.sequence_degree == 1:
+        context = running()
+        if context is None or context.mesh.sequence_degree == 1:
             return forward(hidden_states)
-        return forward(hidden_states, total=lambda part: all_reduce([part], now.mesh.sequence_group, now.traffic)[0])
+        return forward(hidden_states,
+                       total=lambda part: all_reduce([part], context.mesh.sequence_group, context.traffic)[0])
     return with_total
 
 
@@ -75,12 +76,12 @@ def with_halos(forward, running):
     """A module's forward that reads a row of the image beyond this rank's on either side. running: as `summed`'s."""
     @functools.wraps(forward)
     def haloed(image_BCHW):
-        now = running()
-        if now is None or now.mesh.sequence_degree == 1:
+        context = running()
+        if context is None or context.mesh.sequence_degree == 1:
             return forward(image_BCHW)
-        num_rows, rank, degree = image_BCHW.shape[2], now.mesh.sequence_rank, now.mesh.sequence_degree
+        num_rows, rank, degree = image_BCHW.shape[2], context.mesh.sequence_rank, context.mesh.sequence_degree
         edges = torch.cat([image_BCHW[:, :, :1], image_BCHW[:, :, -1:]], 2)
-        edges = all_gather(edges, [2] * degree, 2, now.mesh.sequence_group, now.traffic)
+        edges = all_gather(edges, [2] * degree, 2, context.mesh.sequence_group, context.traffic)
         # none at the picture's edges
         above, below = edges[:, :, :2 * rank][:, :, -1:], edges[:, :, 2 * rank + 2:][:, :, :1]
         return forward(torch.cat([above, image_BCHW, below], 2)).narrow(2, above.shape[2], num_rows)

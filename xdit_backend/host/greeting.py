@@ -49,7 +49,7 @@ class Greeting:
             group_start, channels, workers, on_phase, check)
         self._greeted = [*group_start.at_once]
         self._begun = {JOINING: {}, TRYING_LINKS: {}}          # what ranks do to reach each other -> rank -> since when
-        self._told, self._silent = [], []  # StartFailed of ranks; channels that nothing more comes from
+        self._failures, self._silent = [], []  # StartFailed of ranks; channels that nothing more comes from
         self._failed_s = math.inf                              # since when one cannot start
         self._signs = StartMonitor(group_start.torchrun.pid, len(group_start.own))
         self._deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -118,7 +118,7 @@ class Greeting:
         self._signs.record_sign(message.rank, getattr(message, "text", None))
         if isinstance(message, StartFailed):
             self._silent.append(channel)
-            self._told.append(message)
+            self._failures.append(message)
         if isinstance(message, Phase) and message.text in self._begun:
             self._begun[message.text][message.rank] = time.monotonic()
             self._on_phase(message)
@@ -135,17 +135,17 @@ class Greeting:
         ready = self._channels.values()
         others = [channel for channel in self._greeted if channel not in self._silent and channel not in ready]
         all_came = len(self._greeted) == len(self._group_start.devices)
-        all_told = len(self._silent) == len(self._told) or self._group_start.traces.first_ended()
-        is_known = has_ended or (all_came and all_told)
+        all_failed = len(self._silent) == len(self._failures) or self._group_start.traces.first_ended()
+        is_known = has_ended or (all_came and all_failed)
         is_over = time.monotonic() - self._failed_s > SETTLE_S
-        if (is_known and not others) or any(not message.by_links for message in self._told) or is_over:
+        if (is_known and not others) or any(not message.by_links for message in self._failures) or is_over:
             raise self._why()
 
     def _why(self):
         """What to raise where workers have said that they cannot start, or have ended without a word."""
         devices, traces = self._group_start.devices, self._group_start.traces
         rank, code = traces.first_ended() or (None, None)
-        cause = cause_of(self._told, code)
+        cause = cause_of(self._failures, code)
         if cause is not None:
             return (LinkError if cause.by_links else WorkerStartError)(f"{cause.message}.".replace("..", "."))
         lines = traces.last_lines()
@@ -156,7 +156,7 @@ class Greeting:
                                 f"lines:\n{lines}")
 
 
-def cause_of(told, exit_code):
+def cause_of(failures, exit_code):
     """The one of these StartFailed that says why workers could not start; None: that one ended with this exit code
     does.
 
@@ -164,6 +164,6 @@ def cause_of(told, exit_code):
     another rank that has ended; but gloo aborts a process whose exchange another has broken off. exit_code: of the
     first that ended; None: none has, or unknown.
     """
-    own = [message for message in told if not message.by_links]
-    by_links = told if exit_code in (None, -signal.SIGABRT) else []
+    own = [message for message in failures if not message.by_links]
+    by_links = failures if exit_code in (None, -signal.SIGABRT) else []
     return min(own or by_links, key=lambda message: message.rank, default=None)

@@ -113,12 +113,12 @@ class WorkerGroup:
         if not self._resources.sessions:
             return
 
-        def told(whose):
+        def report(whose):
             return lambda done, total: (check(), on_phase(Phase(0, f"comparing model files{whose}", done, total, True)))
-        content = self._machines.contents.of(path, told(""))
+        content = self._machines.contents.of(path, report(""))
         for name, session in self._resources.sessions.items():
             try:
-                session.find(path, content, check, told(f" on {name}"))
+                session.find(path, content, check, report(f" on {name}"))
             except ChannelClosedError:
                 self._lost(self._resources.traces.rank_of(name), f" while looking for {os.path.basename(path)}")
 

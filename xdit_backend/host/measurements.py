@@ -65,9 +65,9 @@ def calibrations(folder):
     """{(family, card): Calibration}: how much longer runs of one device took than was forecast.
     {} where there is none to read."""
     try:
-        said = json.loads((Path(folder) / RUNS).read_text(encoding="utf-8"))
+        stored = json.loads((Path(folder) / RUNS).read_text(encoding="utf-8"))
         made = {tuple(key.split(" | ")): Calibration(float(factor), int(count)) for key,
-                (factor, count) in said.items()}
+                (factor, count) in stored.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -95,11 +95,11 @@ def topology(devices, dtype, card):
             "threads": os.environ.get("OMP_NUM_THREADS", "")}
 
 
-def _write(path, said):
+def _write(path, stored):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(said, indent=1), encoding="utf-8")
+        unfinished.write_text(json.dumps(stored, indent=1), encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
         log.warning("what was measured cannot be kept in %s: %s", path.parent, error)

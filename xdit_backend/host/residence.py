@@ -28,7 +28,7 @@ class Residence:
     written_bytes: list[int] = field(default_factory=list)
 
     @classmethod
-    def told(cls, spec, done):
+    def from_answers(cls, spec, done):
         """What the ranks' answers to LoadModel say. done: {rank: Done}."""
         parts = holders(len(done), spec)
         numbers = {name: [int(done[rank].numbers[name]) for rank in sorted(done)]

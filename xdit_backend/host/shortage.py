@@ -22,11 +22,11 @@ def shortage_words(numbers, num_ranks):
     held = ", ".join(f"{name} {gigabytes(numbers[key])}" for key, name in HOLDERS.items()
                      if numbers.get(key, 0) >= LEAST_BYTES)
     of = f" of {gigabytes(numbers['total_bytes'])}" if "total_bytes" in numbers else ""
-    told = (f"{f'{gigabytes(asked)} more were asked for' if asked else 'it asked for more'}, and "
+    text = (f"{f'{gigabytes(asked)} more were asked for' if asked else 'it asked for more'}, and "
             f"{gigabytes(free)}{of} are free.")
     if held:
-        told += f" Held by: {held}."
-    return f"{told} {_remedies(numbers, num_ranks)}"
+        text += f" Held by: {held}."
+    return f"{text} {_remedies(numbers, num_ranks)}"
 
 
 def _remedies(numbers, num_ranks):

@@ -8,7 +8,7 @@ AWAY_S = 5.0                                       # for so long nobody listened
 
 
 class Watch:
-    """StartMonitor of life of the ranks of a running group. requests: its Requests, which say what each rank is at."""
+    """Signs of life of the ranks of a running group. requests: its Requests, which say what each rank is at."""
 
     def __init__(self, requests):
         self._requests = requests

@@ -53,7 +53,7 @@ def files_of(path):
     if not path.is_dir():
         return [path]
     folder = folder_of(path)
-    return [*folder.said, *folder.files]
+    return [*folder.config_files, *folder.files]
 
 
 def candidates(name, num_bytes, folders):

@@ -52,7 +52,7 @@ class Session:
         self._is_over = threading.Event()
         self._inner, self._open, self._lines = {}, {}, {}
         self._lock = threading.Lock()                          # of _open, and of the order of what is sent
-        self._told = queue.SimpleQueue()                       # of files
+        self._answers = queue.SimpleQueue()                       # of files
         self._stores = []                                      # Links over which its processes talk to torch's store
 
     @property
@@ -97,16 +97,16 @@ class Session:
         while True:
             check()
             try:
-                told = self._told.get(timeout=POLL_S)
+                answer = self._answers.get(timeout=POLL_S)
             except queue.Empty:
                 if not self.is_open:
                     raise ChannelClosedError(self.ended) from None
                 continue
-            if isinstance(told, Searching):
-                on_read(told.done, told.total)
-            elif told.path == path:
-                if isinstance(told, Missing):
-                    raise CheckpointError(f"{self.name}: {told.reason}")
+            if isinstance(answer, Searching):
+                on_read(answer.done, answer.total)
+            elif answer.path == path:
+                if isinstance(answer, Missing):
+                    raise CheckpointError(f"{self.name}: {answer.reason}")
                 return
 
     def last_lines(self, rank):
@@ -177,7 +177,7 @@ class Session:
                 raise XDiTError(f"a piece of {message.path} came, which is no result")
             tensors.receive(self._replies, message, segment)
         elif isinstance(message, (Searching, Found, Missing)):
-            self._told.put(message)
+            self._answers.put(message)
         elif isinstance(message, Ended):
             self._lines[message.rank] = message.lines
             self.ended = self.ended or message.reason

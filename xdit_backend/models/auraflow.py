@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.transfers import on_device
-from ..vocabulary.describe import Packed, Whole, blocks, config_of, given, has, size, timestep, type_of_arithmetic
+from ..vocabulary.describe import Packed, Unpacked, blocks, config_of, given, has, size, timestep, type_of_arithmetic
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import SWAPPED, table
 from ..vocabulary.plan import BlockList, ModelPlan
 
-LATENT, BOTH, NUM_HEADS = Whole((2, 2)), ("text", "image"), 12  # heads as in ComfyUI, which does not look
+LATENT, BOTH, NUM_HEADS = Unpacked((2, 2)), ("text", "image"), 12  # heads as in ComfyUI, which does not look
 
 KEYS = table(
     (r"^t_embedder\.mlp\.0\.", "time_step_proj.linear_1."), (r"^t_embedder\.mlp\.2\.", "time_step_proj.linear_2."),

@@ -4,12 +4,12 @@ rotary positions."""
 import torch
 
 from ..protocol.transfers import on_device
-from ..vocabulary.describe import Packed, Whole, because, blocks, config_of, given, has, if_there, size, timestep
+from ..vocabulary.describe import Packed, Unpacked, because, blocks, config_of, given, has, if_there, size, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, HEAD_SIZE, SPREAD, TABLE = Whole((1, 2, 2)), 64, 1.875, TokenArgument(0, ("image",))
+LATENT, HEAD_SIZE, SPREAD, TABLE = Unpacked((1, 2, 2)), 64, 1.875, TokenArgument(0, ("image",))
 
 KEYS = table(
     (r"^blocks\.", "transformer_blocks."), (r"\.([qkv])\.", r".attn1.to_\1."), (r"\.norm_([qk])\.", r".attn1.norm_\1."),
@@ -26,9 +26,9 @@ def is_cogvideox(shapes, num_dims):
 def rotary(patch, spread):
     """A rule: sines of tokens' frames, rows and columns, (tokens, head size) each.
     patch: of a token; spread: between rows, and columns."""
-    def tables(asked):
-        places = Packed(patch).positions(asked) * on_device(torch.tensor([1.0, spread, spread]), asked.latent.device)
-        head = asked.config["attention_head_dim"]
+    def tables(call):
+        places = Packed(patch).positions(call) * on_device(torch.tensor([1.0, spread, spread]), call.latent.device)
+        head = call.config["attention_head_dim"]
         sizes = head // 4, head // 8 * 3, head // 8 * 3
         angles = torch.cat([torch.outer(place, 1.0 / 10000.0 ** (torch.arange(0, each, 2, device=place.device) / each))
                             for place, each in zip(places.unbind(1), sizes)], 1).repeat_interleave(2, 1)

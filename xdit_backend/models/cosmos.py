@@ -4,13 +4,13 @@ rotary positions.
 A picture's frames come as they are, with a channel that says where, and have times of their own.
 """
 
-from ..vocabulary.describe import Whole, because, blocks, config_of, frame_times, given, has, size
+from ..vocabulary.describe import Unpacked, because, blocks, config_of, frame_times, given, has, size
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 
-LATENT, TABLE, TIMES = Whole((1, 2, 2)), TokenArgument(0, ("image",)), TokenArgument(1, ("image",), ndim=3)
+LATENT, TABLE, TIMES = Unpacked((1, 2, 2)), TokenArgument(0, ("image",)), TokenArgument(1, ("image",), ndim=3)
 SIDE, HEAD_SIZE = 8192, 128                                    # ComfyUI's model has positions without end
 
 SHARED = (                                                     # of Cosmos-Predict1's files too
@@ -38,9 +38,9 @@ def _scale(shapes):
     return (1.0, 3.0, 3.0) if width == 2048 else (5 / 6, 2.0, 2.0)
 
 
-def _times(asked):
+def _times(call):
     """(B,), or (B, 1, F, 1, 1) where frames differ."""
-    times = frame_times(asked)
+    times = frame_times(call)
     return times if times.ndim == 1 else times[:, None, :, None, None]
 
 
@@ -69,7 +69,7 @@ COSMOS = Family(
     unsupported_dtypes=("float16",),
     conditioning={"context": "text_embed_dim"}, ignored=("fps", "denoise_mask", "y"),
     arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": given("context"),
-               "padding_mask": lambda asked: LATENT(asked)[:1, :1, 0] * 0},
+               "padding_mask": lambda call: LATENT(call)[:1, :1, 0] * 0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},

@@ -3,11 +3,11 @@ blocks have experts, and each is given a text of its own beside the first."""
 
 import torch
 
-from ..vocabulary.describe import Packed, Whole, blocks, config_of, given, has, size, timestep
+from ..vocabulary.describe import Packed, Unpacked, blocks, config_of, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, BOTH, HEAD_SIZE, LAYERS = Whole((2, 2)), ("image", "text"), 128, "encoder_hidden_states_llama3"
+LATENT, BOTH, HEAD_SIZE, LAYERS = Unpacked((2, 2)), ("image", "text"), 128, "encoder_hidden_states_llama3"
 LAYER_WIDTH = size("caption_projection.0.linear.weight", 1)
 
 

@@ -4,7 +4,7 @@ text, and glyphs beside it."""
 import torch
 
 from ..vocabulary.describe import (
-    Whole,
+    Unpacked,
     all_text,
     because,
     blocks,
@@ -23,7 +23,7 @@ from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 from .hunyuan_video import KEYS as SHARED_KEYS
 
-LATENT, BOTH, TABLE = Whole((1, 1)), ("image", "text"), TokenArgument(0, ("image",))
+LATENT, BOTH, TABLE = Unpacked((1, 1)), ("image", "text"), TokenArgument(0, ("image",))
 
 KEYS = table(                                                  # of what HunyuanVideo's table leaves
     (r"^time_text_embed\.timestep_embedder\.", "time_guidance_embed.timestep_embedder."),
@@ -39,8 +39,8 @@ def _is_video(shapes):
     return len(shapes["img_in.proj.weight"]) != 4
 
 
-def _all_glyphs(asked):
-    glyphs = given("txt_byt5")(asked)
+def _all_glyphs(call):
+    glyphs = given("txt_byt5")(call)
     return None if glyphs is None else torch.ones(glyphs.shape[:2], dtype=torch.bool, device=glyphs.device)
 
 

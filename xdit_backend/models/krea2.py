@@ -63,21 +63,21 @@ def _text_width(shapes):
     return shapes[f"{fusion}.projector.weight"][1] * shapes[norm][0]
 
 
-def _picture(asked):
-    if asked.latent.shape[2] > 1:
-        raise ConfigError(f"Krea 2 draws pictures, and this latent is of {asked.latent.shape[2]} frames. Use an empty "
+def _picture(call):
+    if call.latent.shape[2] > 1:
+        raise ConfigError(f"Krea 2 draws pictures, and this latent is of {call.latent.shape[2]} frames. Use an empty "
                           f"latent of a picture, with batch_size for several.")
-    return LATENT(asked)
+    return LATENT(call)
 
 
-def _text(asked):
-    return given("context")(asked).unflatten(-1, (asked.config["num_text_layers"], -1))
+def _text(call):
+    return given("context")(call).unflatten(-1, (call.config["num_text_layers"], -1))
 
 
-def _positions(asked):
+def _positions(call):
     """(T, 3): text has no place in the picture."""
-    return torch.cat([torch.zeros(asked.conditioning["context"].shape[1], 3, device=asked.latent.device),
-                      LATENT.positions(asked)])
+    return torch.cat([torch.zeros(call.conditioning["context"].shape[1], 3, device=call.latent.device),
+                      LATENT.positions(call)])
 
 
 def _beyond(arguments):

@@ -57,15 +57,15 @@ def _text_width(shapes):
         1]
 
 
-def _text(asked):
+def _text(call):
     """[of the video, of the sound]"""
-    context, shares = given("context")(asked), (asked.config["cross_attention_dim"],
-                                                asked.config["audio_cross_attention_dim"])
-    return context.chunk(2, -1) if asked.config["use_prompt_embeddings"] else context.split(shares, -1)
+    context, shares = given("context")(call), (call.config["cross_attention_dim"],
+                                                call.config["audio_cross_attention_dim"])
+    return context.chunk(2, -1) if call.config["use_prompt_embeddings"] else context.split(shares, -1)
 
 
-def _coordinates(asked):
-    return bounds(asked).expand(len(asked.latent), -1, -1, -1)
+def _coordinates(call):
+    return bounds(call).expand(len(call.latent), -1, -1, -1)
 
 
 def _amend(model, config):
@@ -118,8 +118,8 @@ LTX2 = dataclasses.replace(
     conditioning=LTX.conditioning | {"context": "_text_width"}, ignored=(*LTX.ignored, "audio_denoise_mask"),
     parts={"audio": as_sound}, parted=parted, lengths={"audio": num_sounds},
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
-        "encoder_hidden_states": lambda asked: _text(asked)[0],
-        "audio_encoder_hidden_states": lambda asked: _text(asked)[1],
+        "encoder_hidden_states": lambda call: _text(call)[0],
+        "audio_encoder_hidden_states": lambda call: _text(call)[1],
         "video_coords": _coordinates},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("image", "audio"), image_share=0.78,

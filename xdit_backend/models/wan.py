@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ..vocabulary.describe import (
-    Whole,
+    Unpacked,
     blocks,
     config_of,
     diffusers_converter,
@@ -26,7 +26,7 @@ from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 
-LATENT, TABLE, TIMES = Whole((1, 2, 2)), TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)
+LATENT, TABLE, TIMES = Unpacked((1, 2, 2)), TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)
 CONVERT = diffusers_converter("convert_wan_transformer_to_diffusers")
 PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "img_emb"}
 

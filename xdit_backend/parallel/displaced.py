@@ -17,7 +17,7 @@ from .usp import all_keys, scatter_heads
 
 @dataclass(frozen=True)
 class StaleSplit(RowSplit):
-    """The rows of one layer's image on each rank, where the others' come from an exchange. KeyValueEntry for the
+    """The rows of one layer's image on each rank, where the others' come from an exchange. Kept for the
     run."""
 
     exchange: Exchange = field(kw_only=True)

@@ -21,7 +21,7 @@ from .usp import all_keys, scatter_heads
 MAX_SENT = 16                  # messages that are kept for the stage after
 
 
-def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key, read):
+def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key, key_streams):
     """Attention of a forward's queries over all tokens of the image, most of them stale. Every rank of the axes calls
     it.
 
@@ -35,10 +35,10 @@ def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key, read):
     sizes, key_sizes = attention.sizes, attention.key_sizes
     (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, key_sizes or sizes, mesh, traffic)
-    pieces = context.tokens.pieces(read)
+    pieces = context.tokens.pieces(key_streams)
     if context.keeps(key[0]):
-        k_BNTH, v_BNTH = context.key_values.update(key, k_BNTH, v_BNTH, context, read)
-        pieces = pieces if context.patch is None else _cached_pieces(context, read, k_BNTH.shape[2])
+        k_BNTH, v_BNTH = context.key_values.update(key, k_BNTH, v_BNTH, context, key_streams)
+        pieces = pieces if context.patch is None else _cached_pieces(context, key_streams, k_BNTH.shape[2])
     if not any(sizes):                                         # this patch only brings keys for the next step's first
         return given
     mask = gathered_mask(context.masks, pieces, q_BNTH)
@@ -88,7 +88,7 @@ class Link:
         Raises XDiTError naming the stage that is silent; NCCL's watchdog ends the process instead.
         """
         buffer, work, sizes = handle
-        with nullcontext() if traffic is None else traffic.waiting(buffer, told=False):
+        with nullcontext() if traffic is None else traffic.waiting(buffer, recorded=False):
             self._wait(work, f"Stage {self.stage - 1} (rank {self._before}) sent nothing to stage {self.stage}")
         self.num_received += 1
         buffer = buffer.to(self._device)
@@ -103,7 +103,7 @@ class Link:
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         while len(self._sent) >= MAX_SENT:
             work, _ = self._sent.pop(0)
-            with traffic.waiting(message, told=False):
+            with traffic.waiting(message, recorded=False):
                 self._wait(work, f"Stage {self.stage + 1} (rank {self._after}) took nothing from stage {self.stage}")
         self._sent.append((dist.isend(message, self._after, group=self._after_group), message))
         self.num_sent += 1

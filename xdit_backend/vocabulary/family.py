@@ -67,9 +67,9 @@ class Family:
     refused_tensors: tensors in or beside the diffusion model -> why a file with them cannot be run. config(shapes):
     arguments of the diffusers class, from the header alone. convert(tensors, config): from the file's names to
     diffusers'; some tensors are on the meta device.
-    latent: describe.Packed or describe.Whole, how latents become hidden states and back; sign: of the prediction.
-    arguments: of the diffusers forward -> a function of describe.Asked, or what it is. time_scale: ComfyUI's timestep
-    at sigma 1.
+    latent: describe.Packed or describe.Unpacked, how latents become hidden states and back; sign: of the prediction.
+    arguments: of the diffusers forward -> a function of describe.CallInputs, or what it is. time_scale: ComfyUI's
+    timestep at sigma 1.
     conditioning: what is understood of ComfyUI's arguments to a diffusion model -> the argument of the diffusers class
     that says how wide it is (None: it has a shape of its own); ignored: what ComfyUI's model itself ignores too.
     choices: conditioning that is a word -> the words that are understood, and the word each comes to.
@@ -144,7 +144,7 @@ class Family:
     settings: dict[str, tuple] = field(default_factory=dict)
     unsupported_arguments: Callable = lambda arguments: None
     rope_options: Callable = lambda arguments: None
-    marks: dict[str, str] = field(default_factory=dict)
+    marker_tensors: dict[str, str] = field(default_factory=dict)
     extra_parts: dict[str, Callable] = field(default_factory=dict)
     folder_metadata: Callable = lambda folder: None
     folder_arguments: tuple[str, ...] = ()
@@ -161,10 +161,11 @@ class Family:
         """Channels of what ComfyUI hands to its model: those of the latent, and of pictures that it adds to them."""
         return self.latent.channels(self.in_channels(config))
 
-    def refuse(self, shapes, beside=()):
+    def refuse(self, shapes, other_tensors=()):
         """Why a file of this family cannot be run; None where it can. beside: names of what else is in it."""
         return next((reason for refusal in self.refusals if (reason := refusal(shapes))),
-                    next((reason for name, reason in self.refused_tensors.items() if name in shapes or name in beside),
+                    next((reason for name,
+                          reason in self.refused_tensors.items() if name in shapes or name in other_tensors),
                          None))
 
     def tensors(self, conditioning):
@@ -192,8 +193,8 @@ class Family:
     def inputs(self, latent, timestep, conditioning, config, patch=None):
         """Arguments of the diffusers forward. timestep: as ComfyUI gives it, (B,), or one for each frame or token of
         the whole latent, (B, N). patch: a specs.Patch where the latent is one."""
-        asked = Asked(latent, timestep, conditioning, config, patch)
-        return {name: rule(asked) if callable(rule) else rule for name, rule in self.arguments.items()}
+        call = CallInputs(latent, timestep, conditioning, config, patch)
+        return {name: rule(call) if callable(rule) else rule for name, rule in self.arguments.items()}
 
     def prediction(self, output, latent):
         """The forward's output as the latent's rows and columns, in ComfyUI's sign."""
@@ -236,7 +237,7 @@ class Family:
                     for number, skip in enumerate(skips)} | {"middle.0": skips[-1]}
         tokens = self.latent.num_tokens(shape), self.width(config)
         skips = self.plan.skips(self.num_blocks(config))
-        return {f"{list_.control}.{number}": tokens for list_ in self.plan.blocks if list_.control
+        return {f"{list_.control}.{number}": tokens for list_ in self.blocks if list_.control
                 for number in (sorted(skips.values()) if skips else range(config[list_.count]))}
 
     def patch_size(self, config):
@@ -248,8 +249,13 @@ class Family:
         """Is it a U-Net?"""
         return isinstance(self.plan, UNetPlan)
 
+    @property
+    def blocks(self):
+        """The plan's lists of blocks; a U-Net has none."""
+        return () if self.is_unet else self.plan.blocks
+
     def num_blocks(self, config):
-        return sum(config[list_.count] for list_ in self.plan.blocks)
+        return sum(config[list_.count] for list_ in self.blocks)
 
 
 def _as_tensor(value):
@@ -257,7 +263,7 @@ def _as_tensor(value):
 
 
 @dataclass(frozen=True)
-class Asked:
+class CallInputs:
     """One call of a model, as ComfyUI makes it: what the rules of `Family.arguments` read."""
 
     latent: object

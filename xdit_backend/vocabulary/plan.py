@@ -108,7 +108,7 @@ class ModelPlan:
     positions: dict[str, Callable] = field(default_factory=dict)
     once: dict[str, str] = field(default_factory=dict)
     once_outside: dict[str, str] = field(default_factory=dict)
-    beside: tuple[str, ...] = ()
+    unstaged_blocks: tuple[str, ...] = ()
     unsplit: tuple[str, ...] = ()
     of_heads: tuple[str, ...] = ()
     needs_text: bool = False
@@ -159,4 +159,3 @@ class UNetPlan:
     of_text: tuple[str, ...]
     num_levels: Callable
     skips: Callable
-    blocks: tuple = ()                     # it has none

@@ -63,7 +63,7 @@ class Models:
 
         def held_blocks(model):
             nonlocal blocks
-            blocks = every_block = range(len(block_sizes(model, family.plan)))
+            blocks = every_block = range(len(block_sizes(model, family)))
             if spec.stages is not None:
                 counts = spec.stages.num_blocks or self._balanced(spec, model, family)
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
@@ -176,7 +176,7 @@ class Models:
         devices = all_gather(mine, [1] * self._world_size, 0, dist.group.WORLD, Traffic()).tolist()
         stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
                   for stage in range(spec.stages.pipefusion_degree)]
-        return split_stages([size * share for size, share in block_sizes(model, family.plan)], len(stages),
+        return split_stages([size * share for size, share in block_sizes(model, family)], len(stages),
                             speeds=[statistics.mean(speed for speed, _ in ranks) for ranks in stages],
                             sizes=[size // spec.tensor_degree for size in block_bytes(model, family, spec)],
                             limits=[min(free for _, free in ranks) for ranks in stages])

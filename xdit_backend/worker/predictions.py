@@ -116,7 +116,7 @@ class Predictions:
             contexts = [self._context(loaded, mesh, command, part, latent, traffic, exchange)
                         for part, latent in zip(parts, latents)]
             if handles:
-                contexts[0].arrive = partial(self._receive, link, handles.pop(0), traffic, waits)
+                contexts[0].receive_message = partial(self._receive, link, handles.pop(0), traffic, waits)
             with nullcontext() if exchange is None else _call(exchange, command, parts[0].branch, traffic):
                 results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
             for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
@@ -209,10 +209,10 @@ class Predictions:
         batch, rows = branch.latent.shape[0], slice(first, last)
         conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch else tensor, loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
-        beside = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
-                  for name, tensor in _beside(branch).items()}
+        call_conditioning = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
+                  for name, tensor in _call_conditioning(branch).items()}
         conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.parts else tensor
-                         for name, tensor in beside.items()}
+                         for name, tensor in call_conditioning.items()}
         keeping = {} if exchange is None else {"exchange": exchange, "first_image": first}
         if exchange is None and (command.keep or command.patch is not None):
             start, size = _own_images(batch, mesh)
@@ -244,7 +244,8 @@ class Predictions:
         link, handles = self._link(mesh, command.layout), self._posted.setdefault(command.request, [])
         for branch, first, last in self._parts(command, mesh)[len(handles):]:
             shape = (last - first, *branch.latent.shape[1:])
-            size = loaded.received_size(mesh, shape, self._conditioning[branch.conditioning] | _beside(branch),
+            size = loaded.received_size(mesh, shape,
+                                        self._conditioning[branch.conditioning] | _call_conditioning(branch),
                                         command.patch)
             handles.append(link.post_receive(size, loaded.dtype))
 
@@ -282,9 +283,9 @@ def _call(exchange, command, branch, traffic):
                          map_segment(branch.timestep).max().item())
 
 
-def _beside(branch):
+def _call_conditioning(branch):
     """Conditioning of one call alone, in host memory."""
-    return {name: map_segment(segment) for name, segment in branch.beside.items()}
+    return {name: map_segment(segment) for name, segment in branch.call_conditioning.items()}
 
 
 def _as_input(tensor, dtype):

@@ -86,7 +86,7 @@ class _Preparing(torch.nn.Module):
         return type(self.net).preprocess_text_embeds(self.net, context, **options)
 
 
-def places(checkpoint, base_model):
+def weight_sources(checkpoint, base_model):
     """{name in base_model.diffusion_model: [(name in the file, which rows of the tensor there the rows here are)]}.
 
     rows: None: all, in order; else for each row here the one there, or -1. ComfyUI's conversions move rows, so carrying

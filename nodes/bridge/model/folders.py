@@ -64,7 +64,7 @@ def under_comfyui_names(tensors, checkpoint):
 def marker_tensors_of(checkpoint):
     """{ComfyUI's name: tensor} of tensors without numbers by which ComfyUI tells what config.json says."""
     family = checkpoint.family
-    return {name: torch.zeros(0) for key, name in family.marks.items() if checkpoint.folder_config.get(key)}
+    return {name: torch.zeros(0) for key, name in family.marker_tensors.items() if checkpoint.folder_config.get(key)}
 
 
 def refuse_undetectable(tensors, checkpoint):
@@ -88,25 +88,25 @@ def apply_scheduler_config(model_config, checkpoint):
     tensors. Returns the ModelType, or None where the folder says nothing. Raises CheckpointError for what ComfyUI
     cannot be told.
     """
-    said = checkpoint.folder and checkpoint.folder_config is None and checkpoint.folder.beside.get("scheduler")
-    if not said:
+    config = checkpoint.folder and checkpoint.folder_config is None and checkpoint.folder.other_configs.get("scheduler")
+    if not config:
         return None
-    scheduler, settings = str(said.get("_class_name")), model_config.sampling_settings
+    scheduler, settings = str(config.get("_class_name")), model_config.sampling_settings
     is_edm = "EDM" in scheduler and isinstance(model_config, comfy.supported_models.SDXL)
     for key, values in (CONTINUOUS if is_edm else DISCRETE).items():
-        if said.get(key, values[0]) not in values or not is_edm and re.search("EDM|Flow", scheduler):
+        if config.get(key, values[0]) not in values or not is_edm and re.search("EDM|Flow", scheduler):
             raise CheckpointError(f"{checkpoint.name} is sampled as its scheduler_config.json says ({scheduler}, "
-                                  f"{key} = {said.get(key)!r}), and ComfyUI samples such models otherwise. Use "
+                                  f"{key} = {config.get(key)!r}), and ComfyUI samples such models otherwise. Use "
                                   f"another model.")
-    is_velocity = said.get("prediction_type") == "v_prediction"
+    is_velocity = config.get("prediction_type") == "v_prediction"
     if is_edm:
-        settings |= {"sigma_data": 1.0 if is_velocity else 0.5, "sigma_max": said.get("sigma_max", 80.0),
-                     "sigma_min": said.get("sigma_min", 0.002)}
+        settings |= {"sigma_data": 1.0 if is_velocity else 0.5, "sigma_max": config.get("sigma_max", 80.0),
+                     "sigma_min": config.get("sigma_min", 0.002)}
         type_ = ModelType.V_PREDICTION_EDM if is_velocity else ModelType.EDM
         if not is_velocity:                                    # Playground 2.5, whose latents ComfyUI knows
             model_config.latent_format = comfy.latent_formats.SDXL_Playground_2_5()
     else:
-        settings["zsnr"] = bool(said.get("rescale_betas_zero_snr"))
+        settings["zsnr"] = bool(config.get("rescale_betas_zero_snr"))
         type_ = ModelType.V_PREDICTION if is_velocity else ModelType.EPS
     model_config.model_type = lambda state_dict, prefix="": type_
     return type_
@@ -153,7 +153,7 @@ def _names(family, config):
     """{ComfyUI's name of each tensor of such a model, and of some that it may lack: how many dims it has}."""
     names = {name: tensor.ndim
              for name, tensor in (_template(family.tiny) | _template(family.tiny, family.tiny.more)).items()}
-    for list_ in family.plan.blocks:
+    for list_ in family.blocks:
         inside = {name.removeprefix(list_.file_prefix).partition(".")[2]: num_dims for name, num_dims in names.items()
                   if name.startswith(list_.file_prefix)}
         names |= {f"{list_.file_prefix}{number}.{name}": num_dims for number in range(config[list_.count])

@@ -31,7 +31,7 @@ from ..supported.modules import remember_modules, use_worker_parameters
 from ..workers.groups import GROUPS, check_packages, devices_of, memory_of
 from ..workers.memory_checks import MemoryCheck
 from ..workers.placement import load_device_of
-from .file_weights import places, prepare_text, read_values
+from .file_weights import prepare_text, read_values, weight_sources
 from .folders import apply_scheduler_config, marker_tensors_of, refuse_undetectable, under_comfyui_names
 from .own_model import OwnConfig
 from .patcher import ShellPatcher
@@ -147,7 +147,7 @@ def _make_remote(base_model, remote):
     module.forward = torch.compiler.disable(remote.forward)
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
     remote.modules = remember_modules(module)
-    remote.places = functools.cache(functools.partial(places, remote.checkpoint, itself))
+    remote.weight_sources = functools.cache(functools.partial(weight_sources, remote.checkpoint, itself))
     base_model.remote = remote
     of_one_device = functools.partial(type(base_model).memory_required, itself)
     base_model.memory_required = functools.partial(remote.memory_required, of_one_device)
@@ -191,7 +191,7 @@ def _refuse_ignored(checkpoint, base_model, prediction):
         raise CheckpointError(f"{checkpoint.name} is a {checkpoint.family.name} model whose scheduler says "
                               f"{prediction.name}, and ComfyUI samples such a model by {base_model.model_type.name} "
                               f"only. Use another model.")
-    for name, sources in places(checkpoint, base_model).items() if checkpoint.scales else ():
+    for name, sources in weight_sources(checkpoint, base_model).items() if checkpoint.scales else ():
         scaled = [source for source, _ in sources if source in checkpoint.scales]
         if not scaled:
             continue
@@ -225,7 +225,7 @@ def _lighter_bytes(checkpoint, spec, dtypes_of):
 def fingerprint(path):
     """What changes where other files take the place of a file's, or of a diffusers folder's."""
     checkpoint = open_checkpoint(path)
-    return state_of((*checkpoint.files, *map(str, checkpoint.folder.said if checkpoint.folder else ())))
+    return state_of((*checkpoint.files, *map(str, checkpoint.folder.config_files if checkpoint.folder else ())))
 
 
 def _weight_of(base_model, name):

@@ -83,7 +83,7 @@ def file_of(patcher):
     """
     checkpoint, base_model, spec = patcher.remote.checkpoint, weakref.proxy(patcher.model), patcher.remote.spec
     checkpoint.check_is(spec)
-    found = patcher.remote.places()
+    found = patcher.remote.weight_sources()
     every = functools.cache(lambda: read_weights(checkpoint, base_model))
     weight_of = (functools.partial(read_weight, checkpoint, found, base_model) if checkpoint.is_packed
                  else lambda name: every()[name])

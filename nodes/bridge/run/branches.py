@@ -40,11 +40,12 @@ class ModelCall:
 
         def half(part):
             cut = lambda tensor: tensor[part] if tensor.shape[0] == batch else tensor  # noqa: E731
-            conditioning, beside = ({name: cut(tensor) for name, tensor in given.items()}
-                                    for given in (call.conditioning, call.beside))
+            conditioning, call_conditioning = ({name: cut(tensor) for name, tensor in given.items()}
+                                    for given in (call.conditioning, call.call_conditioning))
             return Call(call.latent[part], call.timestep[part], conditioning, control=call.control_by(cut),
                         operations=call.operations,
-                        scores=None if call.scores is None else call.scores[:, part], beside=beside,
+                        scores=None if call.scores is None else call.scores[:, part],
+                        call_conditioning=call_conditioning,
                         parts={name: tensor[part] for name, tensor in call.parts.items()})
         return [half(part) for part in parts]
 

@@ -88,7 +88,7 @@ class PatchwiseSampler:
         self._noise = SharedNoise(x, run.dim, [(patch.start, rows) for patch, rows in run.patches])
         self._shown = {}                       # step -> {patch: what its sampler told the callback}
         # of each patch what it told last; of all, the last step; when that was
-        self._newest, self._done, self._told_s = {}, None, 0.0
+        self._newest, self._done, self._last_shown_s = {}, None, 0.0
         self._waiting, self._in_flight, self._outputs = {}, {}, {}
         # of the calls that the first patch has sent and the last has not
         self._first_rows = collections.deque()
@@ -175,14 +175,14 @@ class PatchwiseSampler:
         if len(shown) == len(self._tasks):
             self._done = self._shown.pop(state["i"])[index]
             self._tell(shown)
-        elif self._done is not None and time.monotonic() - self._told_s > SHOWN_S:
+        elif self._done is not None and time.monotonic() - self._last_shown_s > SHOWN_S:
             self._tell(self._newest)
 
     def _tell(self, shown):
         whole = {key: torch.cat([shown[patch][key] for patch in range(len(self._tasks))], self._run.dim)
                  for key in ("x", "denoised")}
         self._callback({**self._done, **whole})
-        self._told_s = time.monotonic()
+        self._last_shown_s = time.monotonic()
 
 
 class SharedNoise:

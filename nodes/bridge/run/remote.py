@@ -40,10 +40,10 @@ class RemoteModel:
         self.checkpoint, self.family = setup.checkpoint, setup.family
         self.config, self.devices = setup.config, setup.devices
         self.load_device, self.modules = load_device, {}       # the second: modules.remember_modules
-        self.places = None
+        self.weight_sources = None
         self._looked_at = set()                                # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
-        self._beside_bytes = 0                                 # that ComfyUI was told a rank needs for a run
+        self._run_bytes = 0                                 # that ComfyUI was told a rank needs for a run
         # how this run is split, in a person's words; None before it
         self.how = None
         self._pipeline = self._schedule = None
@@ -92,14 +92,14 @@ class RemoteModel:
         job = Job(tokens, 0, USUAL_JOB.steps, branches, images=max(1, input_shape[0] // branches))
         plan = self.forecasts.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
-        self._beside_bytes = self.memory.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))
-        return self._beside_bytes * self.devices.count(str(self.load_device))
+        self._run_bytes = self.memory.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))
+        return self._run_bytes * self.devices.count(str(self.load_device))
 
     def free_memory_elsewhere(self):
         """Have ComfyUI's own models leave other devices than load_device, where it asks itself,
         as far as the workers need room there."""
         for name in set(self.devices) - {str(self.load_device)}:
-            ask_for_memory(name, self.bytes_on(name) - self.loaded_on(name) + self._beside_bytes
+            ask_for_memory(name, self.bytes_on(name) - self.loaded_on(name) + self._run_bytes
                            * self.devices.count(name))
 
     def free(self, device, num_bytes):
@@ -156,10 +156,10 @@ class RemoteModel:
     def _answer(self, x, timestep, context, transformer_options, control=None, **extra):
         from . import branches
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas")
-        beside, parts = {}, {}
+        call_conditioning, parts = {}, {}
         if self.family.parts and isinstance(x, list):
             parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.parts, x[1:])}
-            x, timestep, beside = self.family.parted(x, timestep, self.setup.transformer_config)
+            x, timestep, call_conditioning = self.family.parted(x, timestep, self.setup.transformer_config)
         sigmas = timestep if sigmas is None else sigmas
         sigma = sigmas.max().item()
         self._refuse_changed_modules(schedule, sigma)
@@ -167,14 +167,15 @@ class RemoteModel:
         # whatever is not finite is so from a run's first noise level on
         begins = self._looked_at == {sigma}
         if begins:
-            check_finite((x, *beside.values()), "The latent",
+            check_finite((x, *call_conditioning.values()), "The latent",
                          "Look at what made it: another sampler, or an encode in half precision.")
         asked = self.family, self.setup.transformer_config, transformer_options
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
                     control=places_of(self.family, self.setup.transformer_config, control, x.shape),
                     operations=operations_of(*asked),
-                    scores=scores and scores.buffer, guided=guided_of(self.family, transformer_options), beside=beside,
+                    scores=scores and scores.buffer, guided=guided_of(self.family, transformer_options),
+                    call_conditioning=call_conditioning,
                     parts=parts)
         check_conditioning(self.setup, call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))

@@ -158,5 +158,5 @@ def _blocks(family, config, kind):
     if family.is_unet:
         depths = config["transformer_layers_per_block"]
         return {"middle.0", *(f"middle.0.{number}" for number in range(depths[-1]))} if kind == "attn1" else set()
-    return {f"{list_.patched}_block.{number}" for list_ in family.plan.blocks if list_.patched and kind == "dit"
+    return {f"{list_.patched}_block.{number}" for list_ in family.blocks if list_.patched and kind == "dit"
             for number in range(config[list_.count])}

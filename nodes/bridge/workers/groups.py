@@ -298,13 +298,13 @@ class Groups:
     def counting(self, run, callback):
         """A sampler's callback that also counts a Run's steps,
         and says on the node now and then how long the rest will take."""
-        def told(step, denoised, x, total):
+        def counted(step, denoised, x, total):
             words, self.runs.phase = run.count(step + 1), {}   # what came before the steps is over
             if words:
                 show_text(words)
             if callback is not None:
                 callback(step, denoised, x, total)
-        return told
+        return counted
 
     def _show_phase(self, phase):
         show_text(self.runs.phase_words(phase))

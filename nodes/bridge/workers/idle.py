@@ -32,7 +32,7 @@ def watch(groups):
 
 
 def _watch(reference):
-    told = ""
+    logged = ""
     while True:
         time.sleep(TICK_S)
         groups = reference()
@@ -43,9 +43,9 @@ def _watch(reference):
                 apply_idle_setting(groups, chosen_idle())
         except XDiTError as error:
             # of a setting: said once; of workers: who needs them next is told
-            if str(error) != told:
+            if str(error) != logged:
                 log.warning("%s", error)
-            told = str(error)
+            logged = str(error)
 
 
 def _is_prompt_running():

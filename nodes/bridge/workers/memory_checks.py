@@ -33,14 +33,14 @@ class MemoryCheck:
     def __init__(self, setup, weight_bytes, exchanged_bytes, lighter_bytes):
         self._setup, self._exchanged_bytes, self._lighter_bytes = setup, exchanged_bytes, lighter_bytes
         self.weight_bytes = self._of_ranks(weight_bytes)       # of each rank, until the workers have told theirs
-        self._unblocked = set()                                    # what of this run has been found to fit
+        self._checked = set()                                    # what of this run has been found to fit
 
     def weights_on(self, device):
         """Bytes of weights that ranks on this device hold."""
         return sum(size for size, name in zip(self.weight_bytes, self._setup.devices) if name == str(device))
 
     def end_run(self):
-        self._unblocked.clear()
+        self._checked.clear()
 
     def of_run(self, job, layout, of_one_device):
         """Bytes that a rank takes beside weights. of_one_device: those of activations where nothing is shared."""
@@ -63,7 +63,7 @@ class MemoryCheck:
         their own or not.
         """
         key = tuple(shape), num_images, branches, layout
-        if key in self._unblocked:
+        if key in self._checked:
             return
         setup = self._setup
         degrees = degrees_of(layout, setup.config, setup.spec.stages)
@@ -75,28 +75,27 @@ class MemoryCheck:
             if setup.net is not None:
                 return self._of_rank(job(images, sizes), degrees, config)
             own = -(-images // degrees.data) * -(-branches // degrees.cfg)
-            told = (0 if degrees.displaced == 1
-                    else self._exchanged_bytes(sizes, degrees.displaced, getattr(torch, setup.spec.compute_dtype),
-                                               own))
-            return Memory(0.0, config.cached_steps * degrees.displaced * told, 0.0)
+            dtype = getattr(torch, setup.spec.compute_dtype)
+            sent = 0 if degrees.displaced == 1 else self._exchanged_bytes(sizes, degrees.displaced, dtype, own)
+            return Memory(0.0, config.cached_steps * degrees.displaced * sent, 0.0)
 
         without = dataclasses.replace(setup.config, forecast_keys_values=0.0)
-        lean = ({"forecast_keys_values 0": functools.partial(needed, config=without)} if setup.config.cached_steps > 1
-                else {})
+        other_settings = ({"forecast_keys_values 0": functools.partial(needed, config=without)}
+                          if setup.config.cached_steps > 1 else {})
         num_here = sum(not machine_of(device) for device in setup.devices)
         sizes = tuple(shape[2:])
         check_memory(f"This run ({describe_layout(layout)})",
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here,
                                   available_memory()[0]),
-                     Remedies(self._spread(job(num_images, sizes)), self._lighter, lean),
+                     Remedies(self._spread(job(num_images, sizes)), self._lighter, other_settings),
                      Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:]))
-        self._unblocked.add(key)
+        self._checked.add(key)
 
     def _of_ranks(self, weight_bytes):
         return [rank_bytes(weight_bytes, self._setup.spec.stages)] * len(self._setup.devices)
 
     def _of_rank(self, job, degrees, config):
-        return rank_memory(self._setup.net, job, degrees, **memory_settings(config, self._setup.spec.stages))
+        return rank_memory(self._setup.net, job, degrees, memory_settings(config, self._setup.spec.stages))
 
     def _lighter(self):
         """{weight_dtype in which a rank holds less: what each rank then adds to the weights on its device}"""
