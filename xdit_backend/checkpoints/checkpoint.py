@@ -21,7 +21,7 @@ from .meta_model import meta_model
 from .recognise import class_name, recognise
 from .safetensors_header import read_safetensors
 from .scaled import scales_of
-from .transformer import model_config
+from .transformer import metadata_of, model_config
 
 # ComfyUI saves some under model.model.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")
@@ -75,9 +75,21 @@ class Checkpoint:
         """Arguments of the family's diffusers class. Its errors are told by `outline`."""
         return model_config(self)
 
+    @cached_property
+    def _meta_models(self):
+        return {}
+
     def meta_model(self, quantisation=""):
-        """The diffusers model on the meta device, with weights as they are held: see meta_model.py."""
-        return meta_model(self, quantisation)
+        """The diffusers model on the meta device, with weights as they are held: see meta_model.py. Made once for each
+        quantisation; who asks must not change it."""
+        if quantisation not in self._meta_models:
+            self._meta_models[quantisation] = meta_model(self, quantisation)
+        return self._meta_models[quantisation]
+
+    @cached_property
+    def model_metadata(self):
+        """What the file's metadata says of the model; of a folder, what its config.json says, in the same words."""
+        return metadata_of(self)
 
     def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation=""):
         """The ModelSpec of this model. The same files, dtypes and degrees have the same name, changed ones another."""
@@ -132,6 +144,15 @@ def open_checkpoint(path):
                   renamed={(str(path), prefix + key): name for key, name in names.items() if name != key},
                   other_tensors={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
                   scales={key: (scale, math.prod(shapes[scale])) for key, scale in scales.items()})
+
+
+def files_of(path):
+    """The files that are read of a model: itself, or those of a diffusers folder.
+    Raises CheckpointError where a folder is none."""
+    if not os.path.isdir(path):
+        return [str(path)]
+    folder = folder_of(path)
+    return [*map(str, folder.config_files), *map(str, folder.files)]
 
 
 def state_of(files):

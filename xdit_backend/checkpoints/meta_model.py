@@ -69,8 +69,8 @@ def _check_folder_agrees(folder_config, config, family, name):
         if key in folder_config and key not in family.config_from_tensors and (_plain(folder_config[key])
                                                                                != _plain(config[key])):
             raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = "
-                                  f"{folder_config[key]!r}, and its tensors are of {config[key]!r}. Download the folder "
-                                  f"again, or choose another.")
+                                  f"{folder_config[key]!r}, and its tensors are of {config[key]!r}. Download the "
+                                  f"folder again, or choose another.")
 
 
 def _check_folder_config(config, family, name):

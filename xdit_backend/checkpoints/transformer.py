@@ -39,7 +39,7 @@ def metadata_settings(checkpoint):
     """What a file's metadata says of the family's settings, under "_" and their names.
     Raises CheckpointError for what is not run."""
     family = checkpoint.family
-    metadata = metadata_of(checkpoint) if family.settings else {}
+    metadata = checkpoint.model_metadata if family.settings else {}
     try:
         settings = dict(json.loads(metadata.get("config", "{}")).get("transformer", {}))
     except (ValueError, TypeError, AttributeError) as error:

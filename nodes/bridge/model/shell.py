@@ -14,11 +14,10 @@ import comfy.model_management
 import comfy.utils
 from comfy.patcher_extension import WrappersMP
 
-from ....xdit_backend.checkpoints.checkpoint import open_checkpoint, state_of
 from ....xdit_backend.checkpoints.net import exchanged_bytes, net_of
 from ....xdit_backend.checkpoints.quantise import TYPES, check_package, is_installed
 from ....xdit_backend.checkpoints.shares import is_splittable, tensor_splits
-from ....xdit_backend.checkpoints.transformer import held_bytes, metadata_of
+from ....xdit_backend.checkpoints.transformer import held_bytes
 from ....xdit_backend.config import devices_per_machine, refuse_methods, validate_layout, validate_stages
 from ....xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, usual_branches
 from ....xdit_backend.protocol.errors import CheckpointError, ConfigError, UnsupportedError
@@ -31,6 +30,7 @@ from ..supported.modules import remember_modules, use_worker_parameters
 from ..workers.groups import GROUPS, check_packages, devices_of, memory_of
 from ..workers.memory_checks import MemoryCheck
 from ..workers.placement import load_device_of
+from .checkpoints import CHECKPOINTS
 from .file_weights import prepare_text, read_values, weight_sources
 from .folders import apply_scheduler_config, marker_tensors_of, refuse_undetectable, under_comfyui_names
 from .own_model import OwnConfig
@@ -52,7 +52,7 @@ def load_shell(path, weight_dtype, config):
     """
     check_packages()
     devices = devices_of(config)
-    checkpoint = open_checkpoint(path)
+    checkpoint = CHECKPOINTS.open(path)
     family = checkpoint.family
     quantisation = _quantisation(weight_dtype, checkpoint)
     model = checkpoint.meta_model(quantisation)
@@ -66,7 +66,8 @@ def load_shell(path, weight_dtype, config):
     model_config.set_inference_dtype(storage_dtype, None if storage_dtype == compute_dtype else compute_dtype,
                                      device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
-    _refuse_ignored(checkpoint, base_model, prediction)
+    sources = functools.cache(functools.partial(weight_sources, checkpoint, weakref.proxy(base_model)))
+    _refuse_ignored(checkpoint, base_model, prediction, sources)
     spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation)
     net = None if family.is_unet else net_of(family, checkpoint.config, spec_of(dtype_name(compute_dtype)), model)
     device_bytes = list(map(memory_of, devices))
@@ -85,9 +86,9 @@ def load_shell(path, weight_dtype, config):
     remote = RemoteModel(computing_in, dtype_name(compute_dtype), load_device)
     remote.memory.check_weights()
     GROUPS.prepare(devices)
-    _make_remote(base_model, remote)
+    _make_remote(base_model, remote, sources)
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
-    patcher.size = _held_bytes(model, family, remote.spec)     # what ComfyUI is to make room for
+    patcher.size = remote.memory.model_bytes                   # what ComfyUI is to make room for
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch),
                           (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
         patcher.add_wrapper_with_key(kind, KEY, wrapper)
@@ -137,8 +138,8 @@ def _spread(config, devices, device_bytes, checkpoint, net, model, compute_dtype
                          "pipefusion" not in family.refused, usual_branches(checkpoint.config))
 
 
-def _make_remote(base_model, remote):
-    """Have ComfyUI's BaseModel ask the workers. No circle: it ends with its MODEL."""
+def _make_remote(base_model, remote, sources):
+    """Have ComfyUI's BaseModel ask the workers. No circle: it ends with its MODEL. sources: see weight_sources."""
     module, itself, family = base_model.diffusion_model, weakref.proxy(base_model), remote.family
     use_worker_parameters(module, functools.partial(_weight_of, itself))
     if hasattr(module, "preprocess_text_embeds"):
@@ -146,8 +147,7 @@ def _make_remote(base_model, remote):
     # nodes compile the model; there is nothing to trace in a call to workers
     module.forward = torch.compiler.disable(remote.forward)
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
-    remote.modules = remember_modules(module)
-    remote.weight_sources = functools.cache(functools.partial(weight_sources, remote.checkpoint, itself))
+    remote.attach(remember_modules(module), sources)
     base_model.remote = remote
     of_one_device = functools.partial(type(base_model).memory_required, itself)
     base_model.memory_required = functools.partial(remote.memory_required, of_one_device)
@@ -172,7 +172,7 @@ def _detected(checkpoint):
         tensors = under_comfyui_names(tensors, checkpoint) | marker_tensors_of(checkpoint)
         refuse_undetectable(tensors, checkpoint)
     tensors = tensors | read_values(checkpoint, family.values)
-    model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata_of(checkpoint))
+    model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=checkpoint.model_metadata)
     if model_config is None:
         raise CheckpointError(f"ComfyUI does not recognise {name} as a {family.name} model. Use another file of this "
                               f"model.")
@@ -184,14 +184,14 @@ def _detected(checkpoint):
     return model_config, tensors, apply_scheduler_config(model_config, checkpoint)
 
 
-def _refuse_ignored(checkpoint, base_model, prediction):
+def _refuse_ignored(checkpoint, base_model, prediction, weight_sources):
     """Refuse what ComfyUI would leave out: the prediction that the scheduler says; and scales of weights that are no
     linear layer's and no embedding's, such as the gate of experts."""
     if prediction is not None and base_model.model_type != prediction:
         raise CheckpointError(f"{checkpoint.name} is a {checkpoint.family.name} model whose scheduler says "
                               f"{prediction.name}, and ComfyUI samples such a model by {base_model.model_type.name} "
                               f"only. Use another model.")
-    for name, sources in weight_sources(checkpoint, base_model).items() if checkpoint.scales else ():
+    for name, sources in weight_sources().items() if checkpoint.scales else ():
         scaled = [source for source, _ in sources if source in checkpoint.scales]
         if not scaled:
             continue
@@ -220,12 +220,6 @@ def _lighter_bytes(checkpoint, spec, dtypes_of):
         found[name] = _held_bytes(model, family,
                                   dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute))
     return found
-
-
-def fingerprint(path):
-    """What changes where other files take the place of a file's, or of a diffusers folder's."""
-    checkpoint = open_checkpoint(path)
-    return state_of((*checkpoint.files, *map(str, checkpoint.folder.config_files if checkpoint.folder else ())))
 
 
 def _weight_of(base_model, name):

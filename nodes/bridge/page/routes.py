@@ -16,9 +16,9 @@ import comfy.sd
 import folder_paths
 
 from ....xdit_backend.autoencoders import supported
-from ....xdit_backend.checkpoints.checkpoint import open_checkpoint
 from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.protocol.errors import CheckpointError, XDiTError
+from ..model.checkpoints import CHECKPOINTS
 from ..vae.kinds import kind_of
 from ..workers.groups import fitting_here
 from . import panel
@@ -150,7 +150,7 @@ def refusals(models, vaes):
 def refused_model(path):
     """Why Load xDiT Model would refuse this file, or None."""
     try:
-        _ = open_checkpoint(path).family
+        _ = CHECKPOINTS.open(path).family
     except CheckpointError as error:
         return str(error)
 
@@ -161,7 +161,7 @@ def refused_vae(path):
     if not path.endswith((".safetensors", ".sft")):
         return None
     try:
-        header = open_checkpoint(path)
+        header = CHECKPOINTS.open(path)
     except CheckpointError as error:
         return str(error)
     shapes = ({key.removeprefix(prefix): shape for prefix in VAE_PREFIXES

@@ -28,9 +28,8 @@ PATIENCE_S = 0.5                           # to wait for the workers' memory whe
 class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
-    computing_in(dtype) -> (setup.Setup, memory_checks.MemoryCheck) for another type to compute in. load_device,
-    modules: of the shell as it was made, to compare with; see modules.py. places(): where its weights are in the file,
-    see file_weights.py; found once, which takes half a second for Flux.
+    computing_in(dtype) -> (setup.Setup, memory_checks.MemoryCheck) for another type to compute in. load_device: of the
+    shell as it was made.
     """
 
     def __init__(self, computing_in, dtype, load_device):
@@ -39,16 +38,22 @@ class RemoteModel:
         setup = self.setup
         self.checkpoint, self.family = setup.checkpoint, setup.family
         self.config, self.devices = setup.config, setup.devices
-        self.load_device, self.modules = load_device, {}       # the second: modules.remember_modules
-        self.weight_sources = None
+        self.load_device = load_device
+        self.modules, self.weight_sources = {}, None           # see attach
         self._looked_at = set()                                # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
-        self._run_bytes = 0                                 # that ComfyUI was told a rank needs for a run
+        self._run_bytes = 0                                    # that ComfyUI was told a rank needs for a run
         # how this run is split, in a person's words; None before it
         self.how = None
         self._pipeline = self._schedule = None
         # of the file's weights, see Models.load; whose patches those are
         self.changes, self.changes_uuid = {}, None
+
+    def attach(self, modules, weight_sources):
+        """The shell's diffusion model is made. modules: as it was made, of modules.remember_modules, to compare with.
+        weight_sources(): where its weights are in the file, see file_weights.py; found once, which takes half a second
+        for Flux."""
+        self.modules, self.weight_sources = modules, weight_sources
 
     def _set_up(self, dtype):
         self.setup, self.memory = self._computing_in(dtype)

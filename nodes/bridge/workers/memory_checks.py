@@ -26,14 +26,15 @@ from ....xdit_backend.protocol.devices import machine_of
 class MemoryCheck:
     """What each rank of a MODEL takes of its device's memory.
 
-    weight_bytes: of all blocks, as a rank holds them. exchanged_bytes: of a U-Net, net.exchanged_bytes of its model.
-    lighter_bytes(): {another weight_dtype: weight_bytes with it}.
+    weight_bytes: of all blocks, as a rank holds them; kept as model_bytes. exchanged_bytes: of a U-Net,
+    net.exchanged_bytes of its model. lighter_bytes(): {another weight_dtype: weight_bytes with it}.
     """
 
     def __init__(self, setup, weight_bytes, exchanged_bytes, lighter_bytes):
         self._setup, self._exchanged_bytes, self._lighter_bytes = setup, exchanged_bytes, lighter_bytes
+        self.model_bytes = weight_bytes
         self.weight_bytes = self._of_ranks(weight_bytes)       # of each rank, until the workers have told theirs
-        self._checked = set()                                    # what of this run has been found to fit
+        self._checked = set()                                  # what of this run has been found to fit
 
     def weights_on(self, device):
         """Bytes of weights that ranks on this device hold."""
