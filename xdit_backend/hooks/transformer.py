@@ -319,8 +319,8 @@ class Hooks:
                 query, pad = self._without_placeholders(context, place, streams, query)
                 (key, _), (value,
                            _) = (self._without_placeholders(context, place, key_streams, each) for each in (key, value))
-                layer = AttentionLayer((place.index, name, num_calls), streams, key_streams)
-                out = attend(query, key, value, context, layer, sdpa, options.get("scale"))
+                layer = AttentionLayer((place.index, name, num_calls), streams, key_streams, sdpa)
+                out = attend(query, key, value, context, layer, options.get("scale"))
                 for nag in context.guided:
                     guide(out, nag, (1, 3), context.tokens.image_slice(streams), True, context.mesh, context.traffic)
                 return out if pad is None else F.pad(out, pad)

@@ -21,24 +21,23 @@ from .usp import all_keys, scatter_heads
 MAX_SENT = 16                  # messages that are kept for the stage after
 
 
-def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key, key_streams):
+def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     """Attention of a forward's queries over all tokens of the image, most of them stale. Every rank of the axes calls
     it.
 
     Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by
     an all-gather along the ring axis (docs/algorithms.md section 3). Grouped queries: k and v have fewer heads, and are
     kept so.
-    attention: a usp.Attention, whose mask is made here. key: (block, name and number of the attention). read: the
-    streams of keys and values. Returns like q.
+    attention: a usp.Attention, whose mask is made here. layer: a hooks.attention.AttentionLayer. Returns like q.
     """
     mesh, traffic, given = context.mesh, context.traffic, q_BNTH
     sizes, key_sizes = attention.sizes, attention.key_sizes
     (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, key_sizes or sizes, mesh, traffic)
-    pieces = context.tokens.pieces(key_streams)
-    if context.keeps(key[0]):
-        k_BNTH, v_BNTH = context.key_values.update(key, k_BNTH, v_BNTH, context, key_streams)
-        pieces = pieces if context.patch is None else _cached_pieces(context, key_streams, k_BNTH.shape[2])
+    pieces = context.tokens.pieces(layer.key_streams)
+    if context.keeps(layer.key[0]):
+        k_BNTH, v_BNTH = context.key_values.update(layer.key, k_BNTH, v_BNTH, context, layer.key_streams)
+        pieces = pieces if context.patch is None else _cached_pieces(context, layer.key_streams, k_BNTH.shape[2])
     if not any(sizes):                                         # this patch only brings keys for the next step's first
         return given
     mask = gathered_mask(context.masks, pieces, q_BNTH)
