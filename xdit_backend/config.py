@@ -21,7 +21,7 @@ APPROXIMATE = ("allowed", "not allowed")
 DISPLACED_MODES = (AUTO, *MODES)
 FORMER_DEFAULTS = {"displaced_mode": "corrected_async_gn"}     # which older workflows name where nobody chose
 KINDS = {int: "whole number", float: "number", str: "text", bool: "yes or no"}
-MOST_SHOWN = 60                            # characters of a value that is none of these
+MAX_SHOWN = 60                            # characters of a value that is none of these
 
 PIPEFUSION = ("num_patches", "stage_blocks", "warmup", "offload_keys_values")          # what only PipeFusion reads
 BOTH = ("warmup_steps", "forecast_keys_values")                # and what displaced patches read too
@@ -59,7 +59,7 @@ class ParallelConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, (int, float) if field.type is float else field.type):
-                raise ConfigError(f"{field.name}={str(value)[:MOST_SHOWN]} is no {KINDS[field.type]}.")
+                raise ConfigError(f"{field.name}={str(value)[:MAX_SHOWN]} is no {KINDS[field.type]}.")
 
     @property
     def num_stage_blocks(self):

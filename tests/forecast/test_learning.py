@@ -3,7 +3,7 @@
 import pytest
 
 from tests.tolerances import within
-from xdit_backend.forecast.calibration import LEAST_FACTOR, Calibration, after, calibrated
+from xdit_backend.forecast.calibration import MIN_FACTOR, Calibration, after, calibrated
 from xdit_backend.forecast.choice import Machine, forecast
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
 from xdit_backend.forecast.words import plan_words
@@ -21,7 +21,7 @@ def test_a_factor_becomes_what_runs_take():
         calibration = after(calibration, 0.8)
 
     within(abs(calibration.factor - 0.8), 0.01)
-    assert calibration.count == 21 and after(None, 1e9).factor == 1 / LEAST_FACTOR
+    assert calibration.count == 21 and after(None, 1e9).factor == 1 / MIN_FACTOR
 
 
 def test_one_device_takes_what_was_learnt_and_links_stay():

@@ -129,7 +129,7 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(
         want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
         victim = int(client.report_memory()[1]["pid"])
         (client.group._resources.traces.folder / logs.TORCHRUN).unlink()
-        monkeypatch.setattr(logs, "LEAST_BYTES", 2 ** 62)
+        monkeypatch.setattr(logs, "MIN_BYTES", 2 ** 62)
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match=r"Worker rank 1 \(cpu\) died \(exit code -9, killed\)") as died:
             client.predict(spec_of("SD3"), layout(ring=2), 4, [call])

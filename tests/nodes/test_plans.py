@@ -38,7 +38,7 @@ def user(comfyui, monkeypatch, tmp_path):
     ((SLOW, SLOW.slower(90)), FAST_LINKS, 4.0, "one device")],
                          ids=["cfg", "slow-links", "fast-links", "unlike", "far-slower"])
 def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, devices, links, cfg, expected):
-    measurements.keep(user, TWO, "float32", Machine(devices, links))
+    measurements.store_machine(user, TWO, "float32", Machine(devices, links))
 
     with caplog.at_level(logging.INFO):
         result = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", warmup="auto")), "sd3",
@@ -56,7 +56,7 @@ def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, 
 
 @pytest.mark.slow
 def test_what_was_measured_is_said_of_the_next_such_run(comfyui, said, user):
-    measurements.keep(user, TWO, "float32", Machine((SLOW, SLOW), FAST_LINKS))
+    measurements.store_machine(user, TWO, "float32", Machine((SLOW, SLOW), FAST_LINKS))
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", warmup="auto"))
 
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_a_long_run_measures_once(comfyui, said, user, monkeypatch):
 
     kept = list(user.glob("devices-*.json"))
     assert probed == ["float32"] and len(kept) == 1 and "Plan: " in said[0] and "Plan: " in said[2]
-    assert len(measurements.kept(user, TWO, "float32").devices) == 2
+    assert len(measurements.stored_machine(user, TWO, "float32").devices) == 2
     kept[0].write_text("{}")
     comfyui.sample(model, "sd3")
     assert len(probed) == 2

@@ -17,7 +17,7 @@ from xdit_backend.worker import probe
 
 
 def measured(rank, world_size, per_machine=0):
-    probe.ROUNDS, probe.LEAST_S, probe.LARGE_BYTES, probe.ROUND_S, probe.SHARED_ROUNDS = 1, 0.0, 2 ** 20, 0.0, 1
+    probe.ROUNDS, probe.MIN_S, probe.LARGE_BYTES, probe.ROUND_S, probe.SHARED_ROUNDS = 1, 0.0, 2 ** 20, 0.0, 1
     said, traffic = [], Traffic()
     numbers = probe.measure(rank, world_size, torch.device("cpu"), torch.float32, traffic,
                             lambda *progress: said.append(progress), per_machine)

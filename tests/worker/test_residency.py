@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.models.zoo import example
 from tests.ranks import run_ranks
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
-from xdit_backend.partition import holders
+from xdit_backend.partition import ranks_by_part
 from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.segments import SegmentStore, map_segment
 from xdit_backend.protocol.specs import Layout, Stages
@@ -169,7 +169,7 @@ def test_predictions_are_the_same_after_weights_were_parked(store, tmp_path, sta
     context = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
     predictions = [store.create(tuple(one.latent.shape), torch.float32)[0] for _ in range(3)]
     latent, timestep = store.share(one.latent), store.share(one.timestep)
-    parts = len(holders(2, spec))
+    parts = len(ranks_by_part(2, spec))
 
     def predict(prediction):
         branch = specs.Branch(latent, timestep, "branch", prediction)

@@ -31,7 +31,7 @@ from ..protocol.errors import ConfigError
 
 WEIGHT_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3fn": "float8_e4m3fn"}
 IN_FILES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
-MOST_PIXELS, MOST_STEPS = 2 ** 17, 10000
+MAX_PIXELS, MAX_STEPS = 2 ** 17, 10000
 
 
 def add_arguments(parser):
@@ -117,7 +117,7 @@ def measured(options, dtype):
     """The Machine of the devices here: kept, or measured now."""
     devices = resolve_devices(options.devices, num_cuda_devices())
     machine = (None if options.measure or options.measurements is None
-               else measurements.kept(options.measurements, devices, dtype))
+               else measurements.stored_machine(options.measurements, devices, dtype))
     if machine is not None:
         return machine
     client = Client(devices)
@@ -132,17 +132,17 @@ def measured(options, dtype):
         client.close()
         print(file=sys.stderr)
     if options.measurements is not None:
-        measurements.keep(options.measurements, devices, dtype, machine)
+        measurements.store_machine(options.measurements, devices, dtype, machine)
     return machine
 
 
 def _checked(options):
     """(columns, rows) of the picture. Raises ConfigError for what cannot be meant."""
     found = re.fullmatch(r"(\d+)x(\d+)", options.size.strip().lower())
-    if not found or not all(8 <= int(side) <= MOST_PIXELS for side in found.groups()):
+    if not found or not all(8 <= int(side) <= MAX_PIXELS for side in found.groups()):
         raise ConfigError(f"--size {options.size}: give width and height in pixels, such as 1024x1024, from 8 to "
-                          f"{MOST_PIXELS}.")
-    for name, most in (("frames", 10000), ("steps", MOST_STEPS), ("branches", 2), ("batch", 4096), ("text", 10 ** 6)):
+                          f"{MAX_PIXELS}.")
+    for name, most in (("frames", 10000), ("steps", MAX_STEPS), ("branches", 2), ("batch", 4096), ("text", 10 ** 6)):
         value = getattr(options, name)
         if not 1 <= value <= most:
             raise ConfigError(f"--{name} {value}: give a number from 1 to {most}.")

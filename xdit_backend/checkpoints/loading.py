@@ -13,7 +13,7 @@ from ..protocol.specs import ModelSpec
 from ..protocol.transfers import StagingBuffers
 from .casting import Casts, cast_at_use, unpack_at_use
 from .checkpoint import Checkpoint, open_spec
-from .packed import hold_packed, packed_weights
+from .packed import packed_weights, set_packed_parameters
 from .quantise import quantised
 from .reading import read_file, read_plain, read_scales
 from .shares import narrow, tensor_splits
@@ -99,7 +99,7 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
     with init_empty_weights():
         model = build(family, checkpoint.config)
     packed = packed_weights(checkpoint, model, spec.quantisation)
-    hold_packed(model, packed)
+    set_packed_parameters(model, packed)
     loaded = Transformer(model, checkpoint, spec, device, tensor_rank, choose_blocks(model) if choose_blocks else None,
                          tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {})
     tensors = read_file(checkpoint, lambda name: loaded.needs(name))

@@ -11,7 +11,7 @@ import torch
 
 from ..protocol.errors import CheckpointError
 from ..vocabulary.unet import settings_of
-from .packed import hold_packed, packed_weights
+from .packed import packed_weights, set_packed_parameters
 from .transformer import build
 
 NUM_NAMED = 3                              # how many tensors a message names
@@ -49,7 +49,7 @@ def meta_model(checkpoint, quantisation=""):
     if checkpoint.folder is not None and checkpoint.folder_config is None:
         _check_folder_agrees(folder_config, model.config, family, name)
     _compare(model.state_dict(), tensors, family, name)
-    hold_packed(model, packed_weights(checkpoint, model, quantisation))
+    set_packed_parameters(model, packed_weights(checkpoint, model, quantisation))
     return model
 
 

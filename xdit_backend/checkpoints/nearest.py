@@ -3,7 +3,7 @@ Used by recognise.py for what no family takes."""
 
 from ..models import FAMILIES
 
-MOST_LACKED, LEAST_FOUND = 2, 3            # of a family's tensors: what a near file may lack, and what it has to have
+MAX_LACKED, MIN_FOUND = 2, 3            # of a family's tensors: what a near file may lack, and what it has to have
 # of a tensor that is not there, so that what else a family asks for can be seen
 A_SHAPE = (64, 64)
 # of rules that are asked about a file of another kind
@@ -64,7 +64,7 @@ def _compared(family, shapes):
     a near file is of the family."""
     prefixes = {list_.file_prefix for list_ in family.blocks}
     lacked = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in shapes)]
-    while len(lacked) <= MOST_LACKED:
+    while len(lacked) <= MAX_LACKED:
         recorded, known = _RecordedShapes(shapes | dict.fromkeys(lacked, A_SHAPE)), False
         try:
             known = family.recognise(recorded)
@@ -80,7 +80,7 @@ def _compared(family, shapes):
         lacked.append(missed)
     difference = f"it lacks {' and '.join(lacked)}" if lacked else _shape_that_differs(family, shapes, recorded.found)
     found = {*recorded.found, *prefixes} - {*lacked}
-    if len(lacked) > MOST_LACKED or len(found) < LEAST_FOUND or difference is None or lacked and not known:
+    if len(lacked) > MAX_LACKED or len(found) < MIN_FOUND or difference is None or lacked and not known:
         return None
     parts = {name.split(".")[0] for name in (*found, *recorded.prefixes)}
     strange = {name.split(".")[0] for name in shapes} - parts

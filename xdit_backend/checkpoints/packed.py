@@ -91,7 +91,7 @@ def packed_weights(checkpoint, model, quantisation=""):
             for name, (source, runs) in found.items() if source not in elsewhere}
 
 
-def hold_packed(model, packed):
+def set_packed_parameters(model, packed):
     """Give a model on the meta device the parameters that it has with these weights; scales are buffers beside them.
 
     What stores columns in blocks says of how many numbers and bytes: `weight_block`.

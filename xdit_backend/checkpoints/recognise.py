@@ -96,7 +96,7 @@ def _family_of_folder(name, folder):
                                                    if not callable(rule[1])]
     of_class = [family for family in FAMILIES.values() if class_name(config) == family.transformer]
     if not of_class:
-        raise CheckpointError(f"{name} is {_what(class_name(config))}. xDiT runs {supported()}.")
+        raise CheckpointError(f"{name} is {_describe_class(class_name(config))}. xDiT runs {supported()}.")
     return max(of_class, key=lambda family: sum(config.get(key, value) == value for key, value in fixed(family))
                + len(folder.extra_parts.keys() & family.extra_parts.keys()))
 
@@ -110,7 +110,7 @@ def class_name(config):
             if isinstance(name, str) else "")
 
 
-def _what(class_name):
+def _describe_class(class_name):
     """What a model of a class is that no family has."""
     if not class_name:
         return "a folder whose config.json does not say which model it is (_class_name), as diffusers' do"

@@ -2,7 +2,7 @@
 them (LoRA hooks do so in every step). Used by worker/models.py.
 """
 
-MOST_KEPT = 4                              # versions; a strength that changes with every step is never gone back to
+MAX_KEPT = 4                              # versions; a strength that changes with every step is never gone back to
 
 
 class Versions:
@@ -66,7 +66,7 @@ class Versions:
         """The model as it is now, as a version."""
         known = next(iter(self._kept.values()), {})
         now = {key: (weight, weight.data, files.get(key)) for key, (weight, *_) in known.items()}
-        while len(self._kept) >= MOST_KEPT:
+        while len(self._kept) >= MAX_KEPT:
             del self._kept[next(iter(self._kept))]
         self._kept[version] = now
 

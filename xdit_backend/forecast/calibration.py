@@ -4,8 +4,8 @@ Pure arithmetic."""
 import math
 from dataclasses import dataclass, replace
 
-LEAST_FACTOR = 0.2             # and 1 / it: what is farther off was no such run
-LEAST_WEIGHT = 0.25            # of the newest run, so that what changes (a driver, a cooler) is followed
+MIN_FACTOR = 0.2             # and 1 / it: what is farther off was no such run
+MIN_WEIGHT = 0.25            # of the newest run, so that what changes (a driver, a cooler) is followed
 # by how much a forecast may be off before a run of its family has been measured on this card
 NEW = 0.15
 KNOWN = 0.07                   # and after
@@ -23,9 +23,9 @@ class Calibration:
 def after(calibration, ratio):
     """The Calibration after a run that took `ratio` times the forecast."""
     calibration = calibration or Calibration()
-    weight = max(LEAST_WEIGHT, 1 / (calibration.count + 1))
+    weight = max(MIN_WEIGHT, 1 / (calibration.count + 1))
     factor = math.exp((1 - weight) * math.log(calibration.factor) + weight * math.log(ratio))
-    return Calibration(min(max(factor, LEAST_FACTOR), 1 / LEAST_FACTOR), calibration.count + 1)
+    return Calibration(min(max(factor, MIN_FACTOR), 1 / MIN_FACTOR), calibration.count + 1)
 
 
 def calibrated(machine, known, family):

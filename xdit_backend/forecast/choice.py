@@ -14,7 +14,7 @@ WORTH = 1.05                   # times as fast that a layout must be to be prefe
 WORTH_S = 0.3                  # seconds that a layout must save to be called faster than one device
 LIMITS = 0.25                  # of the time, from which on something other than computing limits a run
 ALIKE = 1.15                   # times as fast as another that a device may be and count as its like
-ROOM = 0.95                    # of a device's memory that a run may take
+USABLE_MEMORY = 0.95                    # of a device's memory that a run may take
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Forecast:
         return (self.degrees.pipefusion == 1 or self.degrees.num_patches == 1) and self.degrees.displaced == 1
 
     @property
-    def is_apart(self):
+    def is_independent(self):
         """Does each device work as if it were alone, on branches and images of its own?"""
         return self.degrees.devices == self.degrees.cfg * self.degrees.data
 
@@ -145,8 +145,8 @@ def fits_stages(net, degrees, needed, memory_bytes):
     go where there is room for them."""
     beside = needed.activations + net.outside_bytes
     if degrees.pipefusion == 1 or degrees.warmup_by_sequence:
-        return needed.total <= ROOM * min(memory_bytes)
-    rooms = [ROOM * size - beside for size in memory_bytes]
+        return needed.total <= USABLE_MEMORY * min(memory_bytes)
+    rooms = [USABLE_MEMORY * size - beside for size in memory_bytes]
     return min(rooms) > 0 and (needed.total - beside) * degrees.pipefusion <= sum(rooms)
 
 

@@ -20,7 +20,7 @@ from .cost import COLLECTIVES, Device, Links
 
 NEEDED = ("memory_bytes", "matrix_flops_s", "attention_flops_s", "memory_bytes_s")
 MAY_BE_ZERO = ("half_rows", "half_keys", "busy_ring", "latency_s", "hidden", "convolution_flops_s", "launch_hidden")
-MOST_DEVICES = 4096
+MAX_DEVICES = 4096
 
 
 def read_machine(path):
@@ -44,7 +44,7 @@ def machine_of(values, name):
                               f'latency_s, a_machine '
            'and of')
     devices = [device for entry in values["devices"] for device in _devices(entry, name)]
-    _check(len(devices) <= MOST_DEVICES, name, f"{len(devices)} devices are more than {MOST_DEVICES}")
+    _check(len(devices) <= MAX_DEVICES, name, f"{len(devices)} devices are more than {MAX_DEVICES}")
     rates, latencies = _rates(values.get("links", {}), len(devices), name)
     shared = {key: _number(values.get(key, getattr(Links, key)), key, name) for key in ("hidden", "latency_s")}
     per_machine = values.get("a_machine", 0)
@@ -76,8 +76,8 @@ def _devices(entry, name):
     missing = [key for key in NEEDED if key not in entry and key != "memory_bytes"]
     _check(not missing, name, f"a device lacks {', '.join(missing)}")
     count = entry.get("count", 1)
-    _check(isinstance(count, int) and 1 <= count <= MOST_DEVICES, name,
-           f"count is {count!r}, and must be a number from 1 to {MOST_DEVICES}")
+    _check(isinstance(count, int) and 1 <= count <= MAX_DEVICES, name,
+           f"count is {count!r}, and must be a number from 1 to {MAX_DEVICES}")
     given = {key: str(value) if key == "name" else _number(value, key, name) for key, value in entry.items()
              if key != "count"}
     return [Device(**given)] * count

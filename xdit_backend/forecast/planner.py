@@ -124,7 +124,7 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
         return EVERYWHERE
     staged = _staged(config, net, devices) if has_stages else []
     split = [Spread(None, degree) for degree in _split_degrees(net, devices) if is_splittable(degree)]
-    fit_staged = [spread for spread in staged if _holds(spread.stages, net, devices.memory_bytes)]
+    fit_staged = [spread for spread in staged if _weights_fit(spread.stages, net, devices.memory_bytes)]
     fit_split = [spread for spread in split
                  if weight_bytes(net, Degrees(tensor=spread.tensor_degree)) <= FULL * devices.smallest]
     approximate = config.approximate == "allowed"
@@ -151,7 +151,8 @@ def _spread_over_machines(config, net, devices, branches):
     inside = [Stages(count // size, size, offload=config.offload_keys_values, speeds=devices.speeds)
               for size in range(per_machine, 0, -1)
               if per_machine % size == 0 and count // size <= net.blocks]
-    stages = next((each for each in inside if _holds(each, net, devices.memory_bytes)), inside[-1] if inside else None)
+    stages = next((each for each in inside if _weights_fit(each, net, devices.memory_bytes)),
+                  inside[-1] if inside else None)
     approximate = config.approximate == "allowed"
     if stages is None or net.held_bytes > FULL * devices.smallest or (approximate and machine is None):
         return Spread(stages)
@@ -198,7 +199,7 @@ def tensor_degrees(net):
             % degree == 0]
 
 
-def _holds(stages, net, device_bytes):
+def _weights_fit(stages, net, device_bytes):
     """Do the weights fit on these stages? Blocks go where there is room for them."""
     rooms = [FULL * min(size for rank, size in enumerate(device_bytes) if stage_of(rank, stages) == stage)
              - net.outside_bytes

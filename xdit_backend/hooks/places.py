@@ -34,7 +34,7 @@ class Place:
         return outputs if len(outputs) > 1 else outputs[0]
 
 
-def _turned(forward, place):
+def _transposed(forward, place):
     """A block's forward whose hidden states are (T, B, C), of one whose are (B, T, C), or the other way round."""
     names = list(inspect.signature(forward).parameters)
 

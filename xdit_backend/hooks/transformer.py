@@ -16,13 +16,13 @@ from greenlet import getcurrent, greenlet
 
 from ..autoencoders.family import replaced
 from ..distributed.masks import read_mask
-from ..parallel.nag import guide
+from ..parallel.nag import apply_nag
 from ..parallel.tensor import install_tensor_hooks
 from ..partition import check_shards
 from ..protocol.errors import UnsupportedError
 from . import regions
 from .attention import AttentionLayer, attend
-from .places import Place, StageEnd, _inside, _one_key_per_group, _turned, summed, with_halos
+from .places import Place, StageEnd, _inside, _one_key_per_group, _transposed, summed, with_halos
 
 
 class Hooks:
@@ -47,7 +47,7 @@ class Hooks:
         for place, (block, _) in zip(self._places, blocks):
             self._install_inside(block, place)
             if plan.tokens_first:
-                block.forward = _turned(self._hook_block(_turned(block.forward, place), place), place)
+                block.forward = _transposed(self._hook_block(_transposed(block.forward, place), place), place)
             else:
                 block.forward = self._hook_block(block.forward, place)
         self._install_outside()
@@ -164,16 +164,16 @@ class Hooks:
             if context.is_plain:                                   # with a mask that masks nothing, attention is slower
                 return forward(**arguments | unmasked)
             if place.index < context.blocks.start:
-                return place.returned(self._passed_by(context, place, arguments))
-            outputs = self._computed(forward, context, place, arguments)
+                return place.returned(self._pass_block(context, place, arguments))
+            outputs = self._run_block(forward, context, place, arguments)
             if place.index + 1 == context.blocks.stop < self.num_blocks:
                 shards = [*outputs.values(),
                           *(context.skips[source] for source in self._skips_over(context.blocks.stop))]
                 raise StageEnd(regions.pack(shards, self.message_units(context.blocks.stop), context.tokens))
-            return place.returned(self._joined(context, place, outputs) if place.ends else outputs)
+            return place.returned(self._join_streams(context, place, outputs) if place.ends else outputs)
         return block
 
-    def _passed_by(self, context, place, arguments):
+    def _pass_block(self, context, place, arguments):
         """What stands for the output of a block of an earlier stage:
         for the last of them what has arrived, else its input."""
         held = {streams: arguments[name] for name, streams in place.list_.streams.items()}
@@ -186,9 +186,9 @@ class Hooks:
                                 self.plan.needs_text)
         arrived = dict(zip(place.list_.returns, shards))
         context.skips.update(zip(self._skips_over(context.blocks.start), shards[len(arrived):]))
-        return self._joined(context, place, arrived) if place.ends else arrived
+        return self._join_streams(context, place, arrived) if place.ends else arrived
 
-    def _computed(self, forward, context, place, arguments):
+    def _run_block(self, forward, context, place, arguments):
         """{streams: shard} of a block of this stage."""
         list_ = place.list_
         if place.starts:
@@ -224,7 +224,7 @@ class Hooks:
             regions.add_to_image(image, streams, added, context.tokens)
         return outputs
 
-    def _joined(self, context, place, shards):
+    def _join_streams(self, context, place, shards):
         """Whole streams for the model's forward; after the last block it only needs those of its output."""
         wanted = context.tokens.counts if place.index + 1 < self.num_blocks else self.plan.outputs
         return {streams: shard if shard is None
@@ -322,7 +322,8 @@ class Hooks:
                 layer = AttentionLayer((place.index, name, num_calls), streams, key_streams, sdpa)
                 out = attend(query, key, value, context, layer, options.get("scale"))
                 for nag in context.guided:
-                    guide(out, nag, (1, 3), context.tokens.image_slice(streams), True, context.mesh, context.traffic)
+                    apply_nag(out, nag, (1, 3), context.tokens.image_slice(streams), True, context.mesh,
+                              context.traffic)
                 return out if pad is None else F.pad(out, pad)
 
             with replaced(F, scaled_dot_product_attention=attention):

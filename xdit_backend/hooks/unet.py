@@ -20,7 +20,7 @@ from ..autoencoders.family import replaced
 from ..distributed.norm_rows import group_norm_rows
 from ..distributed.rows import Convolution, input_rows
 from ..parallel.displaced import StaleSplit, keys_and_values
-from ..parallel.nag import guide
+from ..parallel.nag import apply_nag
 from ..partition import halved, level_of
 from ..protocol.errors import UnsupportedError
 from ..protocol.transfers import on_device
@@ -128,7 +128,7 @@ class UNetHooks:
         def hooked(*args, **kwargs):
             output = forward(*args, **kwargs)
             for nag in () if self._context is None else self._context.guided:
-                guide(output, nag, -1)
+                apply_nag(output, nag, -1)
             return output
         return hooked
 

@@ -22,7 +22,7 @@ from .starting import HELP, StartMonitor, exit_words
 
 POLL_S = 0.02
 PATIENCE_S = 10                            # for it to end what it has started, and itself
-MOST_BYTES = 2 ** 16                       # of an answer
+MAX_BYTES = 2 ** 16                       # of an answer
 NUM_LINES = 15                             # of its output, where it fails
 # What a group sets for itself; the rest of its environment is there before its libraries are imported, which may read
 # it then.
@@ -118,7 +118,7 @@ def _answer(server, check):
         if (found := signs.silent((), timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))) is not None:
             raise WorkerStartError(f"{who} {found[1]}. {what_next}\n{_last_lines(server)}")
     with suppress(ConnectionResetError):
-        if body := server.channel.recv(MOST_BYTES):
+        if body := server.channel.recv(MAX_BYTES):
             return json.loads(body)
     code = server.process.wait(PATIENCE_S)
     raise WorkerStartError(f"{who} ended while loading its libraries{exit_words(code)}. "
@@ -127,7 +127,7 @@ def _answer(server, check):
 
 def _last_lines(server):
     server.output.seek(0)
-    lines = server.output.read()[-MOST_BYTES:].decode(errors="replace").splitlines()[-NUM_LINES:]
+    lines = server.output.read()[-MAX_BYTES:].decode(errors="replace").splitlines()[-NUM_LINES:]
     return "\n".join(lines) or "(none)"
 
 

@@ -77,13 +77,13 @@ class Greeting:
         for name, session in self._group_start.sessions.items():
             if not session.is_open:
                 rank = traces.rank_of(name)
-                raise WorkerStartError(f"Worker {traces.called(rank)}: {name} was lost while the workers started: "
+                raise WorkerStartError(f"Worker {traces.name_of(rank)}: {name} was lost while the workers started: "
                                        f"{session.ended}\n{traces.last_lines(rank)}".rstrip())
 
     def _check_time(self):
         devices, traces = self._group_start.devices, self._group_start.traces
         late = [rank for rank in range(len(devices)) if rank not in self._channels]
-        late_words = ", ".join(map(traces.called, late))
+        late_words = ", ".join(map(traces.name_of, late))
         if time.monotonic() > self._deadline_s:
             raise WorkerStartError(f"{late_words}: not ready after {START_TIMEOUT_S} s. {HELP} {traces.where()}Their "
                                    f"last lines:\n{traces.last_lines()}")
@@ -96,7 +96,7 @@ class Greeting:
         # they wait to be ended who have said that they cannot start
         if found is not None and not self._silent:
             rank, what = found
-            who = "torchrun, which starts the workers," if rank == TORCHRUN else f"Worker {traces.called(rank)}"
+            who = "torchrun, which starts the workers," if rank == TORCHRUN else f"Worker {traces.name_of(rank)}"
             lines = traces.last_lines(None if rank == TORCHRUN else rank)
             raise WorkerStartError(f"{who} {what}. Queue the prompt again to start a new group. {HELP} {traces.where()}"
                                    f"Its last lines:\n{lines or '(none)'}")
@@ -151,7 +151,7 @@ class Greeting:
         lines = traces.last_lines()
         if len(self._begun[JOINING]) == len(devices) and self._group_start.has_fallbacks:
             return LinkError(f"a worker ended in a transfer between them, with these last lines of output:\n{lines}\n")
-        which = f"A worker for {', '.join(devices)}" if rank is None else f"Worker {traces.called(rank)}"
+        which = f"A worker for {', '.join(devices)}" if rank is None else f"Worker {traces.name_of(rank)}"
         return WorkerStartError(f"{which} ended while starting{exit_words(code)}. {HELP} {traces.where()}Its last "
                                 f"lines:\n{lines}")
 

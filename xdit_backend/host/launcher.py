@@ -330,7 +330,7 @@ class WorkerGroup:
     def _end_if_hung(self):
         """End the group where a rank is silent, or where all wait for each other."""
         limit_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
-        ranks, called = list(self._resources.channels), self._resources.traces.called
+        ranks, called = list(self._resources.channels), self._resources.traces.name_of
         found = self._watch.silent(ranks, limit_s) or self._watch.stuck(ranks, limit_s, called)
         if found is not None:
             self._give_up(*found)
@@ -344,7 +344,7 @@ class WorkerGroup:
         traces = self._resources.traces
         lines = traces.last_lines(rank)
         self.close(is_broken=True)
-        error = WorkerDiedError(f"Worker {traces.called(rank)} {what}. Queue the prompt again to start a new group. "
+        error = WorkerDiedError(f"Worker {traces.name_of(rank)} {what}. Queue the prompt again to start a new group. "
                                 f"{HELP} {traces.where()}Its last lines:\n{lines or '(none)'}")
         traces.note(error)
         raise error

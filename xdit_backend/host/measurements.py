@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ..config import devices_per_machine
-from ..forecast.calibration import LEAST_FACTOR, Calibration, after
+from ..forecast.calibration import MIN_FACTOR, Calibration, after
 from ..forecast.choice import Machine
 from ..forecast.files import read_machine, to_json
 from ..forecast.probed import machine_of_probe
@@ -44,7 +44,7 @@ def measure(client, dtype, card=card_of):
                             [size for _, size in cards], devices_per_machine(client.devices))
 
 
-def kept(folder, devices, dtype, card=card_of) -> Machine | None:
+def stored_machine(folder, devices, dtype, card=card_of) -> Machine | None:
     """The Machine that was measured of these devices; None where there is none, or it cannot be read."""
     path = _path(folder, devices, dtype, card)
     if not path.is_file():
@@ -56,7 +56,7 @@ def kept(folder, devices, dtype, card=card_of) -> Machine | None:
         return None
 
 
-def keep(folder, devices, dtype, machine, card=card_of):
+def store_machine(folder, devices, dtype, machine, card=card_of):
     """Write a Machine where `kept` finds it. A folder that cannot be written to costs a measurement, and no more."""
     _write(_path(folder, devices, dtype, card), to_json(machine, topology(devices, dtype, card)))
 
@@ -73,7 +73,7 @@ def calibrations(folder):
     except (OSError, ValueError, TypeError, AttributeError) as error:
         log.warning("what was learnt of runs is ignored: %s: %s", Path(folder) / RUNS, error)
         return {}
-    return {key: each for key, each in made.items() if len(key) == 2 and LEAST_FACTOR <= each.factor <= 1 / LEAST_FACTOR
+    return {key: each for key, each in made.items() if len(key) == 2 and MIN_FACTOR <= each.factor <= 1 / MIN_FACTOR
             and each.count > 0}
 
 

@@ -18,7 +18,7 @@ from ..protocol.devices import own_name
 from ..protocol.errors import WorkerStartError
 from .shortage import gigabytes
 
-LEAST_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
+MIN_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
 WORKER_BYTES = 2 ** 28                     # of host memory that a worker takes before it holds a model: its libraries
 LISTENER_BYTES = 2 ** 16                       # in shared memory, for what is there beside tensors
 # without room for so many bytes of tensors between host and workers, nothing can run
@@ -50,7 +50,7 @@ def check(devices, folders):
 
 
 def check_versions():
-    for package, least in LEAST_VERSIONS.items():
+    for package, least in MIN_VERSIONS.items():
         needed = ".".join(map(str, least))
         try:
             version = importlib.metadata.version(package)

@@ -7,7 +7,7 @@ The client keeps a Residence for each model that its workers hold.
 import math
 from dataclasses import dataclass, field
 
-from ..partition import holders
+from ..partition import ranks_by_part
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Residence:
     @classmethod
     def from_answers(cls, spec, done):
         """What the ranks' answers to LoadModel say. done: {rank: Done}."""
-        parts = holders(len(done), spec)
+        parts = ranks_by_part(len(done), spec)
         numbers = {name: [int(done[rank].numbers[name]) for rank in sorted(done)]
                    for name in ("weight_bytes", "unmapped_bytes", "largest_bytes", "parked_bytes")}
         return cls(parts, **numbers, written_bytes=[0] * len(parts))

@@ -66,7 +66,7 @@ class Watch:
                               f"is ended")
         return None
 
-    def stuck(self, ranks, limit_s, called):
+    def stuck(self, ranks, limit_s, name_of):
         """(rank, what became of it) where every rank at a command waits for others, and none has got on for long; else
         None.
 
@@ -79,5 +79,5 @@ class Watch:
         stuck_s = min((self._last_listened_s - since_s for _, since_s in heartbeats), default=0.0)
         if len(heartbeats) < len(busy) or stuck_s <= limit_s:
             return None
-        return busy[0], (f"hangs{self.doing(busy[0])}: {' and '.join(map(called, busy))} waited for other ranks, and "
+        return busy[0], (f"hangs{self.doing(busy[0])}: {' and '.join(map(name_of, busy))} waited for other ranks, and "
                          f"nothing has come for {stuck_s:.0f} s. An exchange was lost, and the group is ended")

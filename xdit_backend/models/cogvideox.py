@@ -4,7 +4,18 @@ rotary positions."""
 import torch
 
 from ..protocol.transfers import on_device
-from ..vocabulary.describe import Packed, Unpacked, because, blocks, config_of, given, has, if_there, size, timestep
+from ..vocabulary.describe import (
+    Packed,
+    Unpacked,
+    because,
+    blocks,
+    config_of,
+    given,
+    has,
+    optional_size,
+    size,
+    timestep,
+)
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
@@ -54,7 +65,7 @@ COGVIDEOX = Family(
         num_attention_heads=size("patch_embed.proj.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE,
         num_layers=blocks("blocks."), time_embed_dim=size("time_embedding_linear_1.weight", 0),
         text_embed_dim=size("patch_embed.text_proj.weight", 1),
-        ofs_embed_dim=if_there("ofs_embedding_linear_1.weight", 1), use_rotary_positional_embeddings=True,
+        ofs_embed_dim=optional_size("ofs_embedding_linear_1.weight", 1), use_rotary_positional_embeddings=True,
         sample_width=90, sample_height=60, sample_frames=49),
     convert=KEYS, latent=LATENT, amend=_amend, keep_in_compute_dtype=("patch_embed",),
     config_from_tensors=("sample_width", "sample_height", "sample_frames"),

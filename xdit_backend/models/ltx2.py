@@ -22,9 +22,9 @@ from ..vocabulary.sound import (
     SETTINGS,
     TOKENS,
     VIDEO,
-    as_sound,
     num_sounds,
     parted,
+    unpack_sound,
 )
 from .ltx import LTX
 
@@ -116,7 +116,7 @@ LTX2 = dataclasses.replace(
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
     settings=LTX.settings | SETTINGS, convert=KEYS, amend=_amend, config_from_tensors=("_text_width",), **CONNECTORS,
     conditioning=LTX.conditioning | {"context": "_text_width"}, ignored=(*LTX.ignored, "audio_denoise_mask"),
-    parts={"audio": as_sound}, parted=parted, lengths={"audio": num_sounds},
+    parts={"audio": unpack_sound}, parted=parted, lengths={"audio": num_sounds},
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
         "encoder_hidden_states": lambda call: _text(call)[0],
         "audio_encoder_hidden_states": lambda call: _text(call)[1],

@@ -53,7 +53,7 @@ class Ranks:
         return len(self._all)
 
     @property
-    def works(self):
+    def is_member(self):
         """Is this process one of them?"""
         return dist.get_rank() in self._all
 

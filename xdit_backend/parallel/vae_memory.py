@@ -21,7 +21,7 @@ from .vae import Pieces, decode_rows, encode_rows, num_parts, split_dim
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
 ROOMY = 1.5                    # so much, and what convolutions take beside their output need not be kept small
 MIN_BLOCK_BYTES = 2 ** 25      # of input and output of one block; an eighth of all that lives, where that is more
-LEAST_ROWS = 2                 # of the latent: an image of one row cannot be padded by reflection
+MIN_ROWS = 2                 # of the latent: an image of one row cannot be padded by reflection
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.conv2d, torch.ops.aten.conv3d)
 
 
@@ -133,7 +133,7 @@ def need_of(meta_vae, shape, scale, num_ranks, whole=False, speeds=()):
     shape = list(shape)
     dim = split_dim(meta_vae, shape, scale)
     own_parts = max(shard_sizes(num_parts(shape, scale, dim), num_ranks, speeds, least=1))
-    shape[dim] = 1 + own_parts if dim == -3 else max(LEAST_ROWS, own_parts) * scale
+    shape[dim] = 1 + own_parts if dim == -3 else max(MIN_ROWS, own_parts) * scale
     given = torch.empty(shape, dtype=meta_vae.dtype, device="meta")
     num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
     convolutions = []

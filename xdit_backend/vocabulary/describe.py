@@ -26,7 +26,7 @@ def size(name, dim, divided_by=1):
     return lambda shapes: shapes[name][dim] // divided_by
 
 
-def if_there(name, dim):
+def optional_size(name, dim):
     """One size of a tensor; None where the file lacks it."""
     return lambda shapes: shapes[name][dim] if name in shapes else None
 

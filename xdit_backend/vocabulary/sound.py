@@ -56,7 +56,7 @@ def num_sounds(conditioning):
     return conditioning["audio"].shape[2] if "audio" in conditioning else 1
 
 
-def as_sound(tokens):
+def unpack_sound(tokens):
     return tokens.unflatten(2, (-1, FREQUENCIES)).transpose(1, 2)
 
 

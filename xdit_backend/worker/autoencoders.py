@@ -54,7 +54,7 @@ class Autoencoders:
         vae = self._loaded[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
         ranks = self._working(command, latent.shape, 1)
-        if not ranks.works:
+        if not ranks.is_member:
             return dict.fromkeys(("sent_bytes", "num_exchanges", "busy_s", "cpu_s", "peak_bytes"), 0)
         block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1, ranks)
         live, started_s, started_cpu_s, start = (LiveBytes(), time.perf_counter(), time.process_time(),
@@ -80,7 +80,7 @@ class Autoencoders:
         picture, latent = map_segment(command.picture), map_segment(command.latent)
         scale, start = picture.shape[-1] // latent.shape[-1], self._clock.mark()
         ranks = self._working(command, picture.shape, scale)
-        if not ranks.works:
+        if not ranks.is_member:
             return
         block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale, ranks)
         for index in range(len(picture)):

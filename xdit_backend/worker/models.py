@@ -21,7 +21,7 @@ from ..hooks.regions import message_size
 from ..hooks.transformer import Hooks
 from ..hooks.unet import UNetHooks
 from ..models import FAMILIES
-from ..partition import FULL, cut_bands, holders, split_stages, stage_blocks, stage_of
+from ..partition import FULL, cut_bands, ranks_by_part, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
 from ..protocol.transfers import on_device
 from .residency import Residency
@@ -116,7 +116,7 @@ class Models:
         loaded = self[command.name]
         loaded.transformer.casts.drop()                        # memory is wanted
         loaded.versions.drop()
-        residency, parts = loaded.residency, holders(self._world_size, loaded.transformer.spec)
+        residency, parts = loaded.residency, ranks_by_part(self._world_size, loaded.transformer.spec)
         number = next(number for number, ranks in enumerate(parts) if self._rank in ranks)
         targets = [command.targets[rank] for rank in parts[number]]
         residency.park(targets, parts[number].index(self._rank), command.segments[number])

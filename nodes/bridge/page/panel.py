@@ -129,7 +129,7 @@ def _cuda_device(name):
 def _host():
     """This machine's memory: what CPU workers hold, and what others have parked in it.
     Pages of files that are mapped count once."""
-    (room, limit), ranks = available_memory(), _ranks("cpu")
+    (available, limit), ranks = available_memory(), _ranks("cpu")
     mapped = unmapped = parked = 0
     for client in GROUPS.clients:
         for residence in filter(None, map(client.models.residence, client.models.names)):
@@ -147,7 +147,7 @@ def _host():
                                                     for name in set(client.devices) if name.startswith("cuda"))
     own = psutil.Process().memory_info()
     comfyui = own.rss - getattr(own, "shared", 0)
-    other = limit - room - processes - comfyui
+    other = limit - available - processes - comfyui
     known = {"weights": mapped + unmapped, "keys_values": kept, "activations": activations, "vae": vae,
              "parked": parked,
              "workers": max(0, processes - unmapped - kept - activations - vae), "comfyui": comfyui, "other": other}
@@ -178,7 +178,7 @@ def _residency():
 def _run(run):
     if run is None:
         return None
-    run.take_from_remote()
+    run.update_from_remote()
     plan = run.plan and {"chosen": _forecast(run.plan.chosen), "one": _forecast(run.plan.one), "second": next(
         (_forecast(other) for other in run.plan.ordered if other.degrees != run.plan.chosen.degrees), None)}
     return {"number": run.number, "file": run.file, "devices": list(run.devices), "state": run.state,

@@ -70,7 +70,7 @@ def _add_questions(routes):
 
 def _add_panel(routes, server):
     """What the panel shows and does."""
-    watch = Watch(server)
+    watch = PanelUpdates(server)
 
     @routes.get("/xdit/state")
     async def answer_state(request):
@@ -110,7 +110,7 @@ def _add_panel(routes, server):
         return web.json_response({})
 
 
-class Watch:
+class PanelUpdates:
     """Sends the panel's state, when it changes, to the pages whose panel is open, and does nothing where none is."""
 
     def __init__(self, server):

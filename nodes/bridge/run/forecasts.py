@@ -76,7 +76,7 @@ class Forecasts:
         if abs(measured_s / forecast_s - 1) > MISSED:
             log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s (%s)", how, forecast_s, ", ".join(
                 f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
-        if timed.seconds and chosen.is_apart and len(set(self._cards)) == 1:
+        if timed.seconds and chosen.is_independent and len(set(self._cards)) == 1:
             known = GROUPS.calibrations().get((family, self._cards[0]), Calibration())
             GROUPS.record_run(family, self._cards[0], known.factor * measured_s / forecast_s)
         measured = f"; {measured_words(one, measured_s)}" if timed.seconds and chosen.working > 1 else ""

@@ -63,7 +63,7 @@ class RemoteModel:
         """From now on, compute in this type (its name). The workers hold the weights for one type alone,
         as ComfyUI does."""
         if dtype != self.spec.compute_dtype:
-            GROUPS.let_go(self.devices, self.spec.name, base_model)
+            GROUPS.release(self.devices, self.spec.name, base_model)
             self._set_up(dtype)
 
     # --- what placement.py asks ---
@@ -133,7 +133,7 @@ class RemoteModel:
         self.how = None
         self.forecasts.end()
         self.memory.end_run()
-        client = self._forget_told()
+        client = self._forget_conditioning()
         if client is not None:
             # ComfyUI is to see the memory that the workers give back now
             GROUPS.runs.collect(client, lambda since_s: client.catch_up(PATIENCE_S, since_s))
@@ -220,7 +220,7 @@ class RemoteModel:
             return self._predict(model_call, calls)
         finally:
             if model_call.schedule is None:                      # called outside of a sampler: no run will end
-                self._forget_told()
+                self._forget_conditioning()
 
     def _predict(self, model_call, calls):
         if self.spec.stages is not None:
@@ -285,7 +285,7 @@ class RemoteModel:
             refuse_changed_modules(self.modules[""][0], self.modules)
             self._looked_at.add(sigma)
 
-    def _forget_told(self):
+    def _forget_conditioning(self):
         """Have the workers forget the conditioning they were told, and what they keep with it.
         Returns the Client, if there is one."""
         self._end_pipeline()

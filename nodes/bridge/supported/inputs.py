@@ -14,7 +14,7 @@ NEEDED = {"model": "a MODEL", "vae": "a VAE", "samples": "a LATENT", "latent_ima
           **dict.fromkeys(TEXTS, "a text")}
 # what a prompt of ComfyUI's API can have where a link belongs
 PLAIN = type(None), bool, int, float, str, list, dict
-MOST_SHOWN = 60                            # characters of what was given
+MAX_SHOWN = 60                            # characters of what was given
 
 
 def check_links(**given):
@@ -34,7 +34,7 @@ def check_links(**given):
         else:
             fits = torch.is_tensor(value) if name == "pixels" else not isinstance(value, PLAIN)
         if not fits:
-            raise ConfigError(f"{name} is {str(value)[:MOST_SHOWN]}, and needs {NEEDED[name]}. Connect the output of "
+            raise ConfigError(f"{name} is {str(value)[:MAX_SHOWN]}, and needs {NEEDED[name]}. Connect the output of "
                               f"a node that makes it.")
 
 

@@ -70,7 +70,7 @@ CONTROLNETS_TEXT = "crossattn_controlnet"
 CALLBACKS = {value for names in (CallbacksMP, IndexListCallbacks) for value in vars(names).values()
              if isinstance(value, str)}                        # ComfyUI calls all of them itself
 COMPUTED = "float32", "bfloat16", "float16"                    # names of types that workers compute in
-MOST_NAMED = 5                                                 # changes that a message names
+MAX_NAMED = 5                                                 # changes that a message names
 
 
 def refuse_patcher(patcher, runs=False):
@@ -133,8 +133,8 @@ def refuse_changed_modules(net, modules):
 def _refuse(found):
     found = list(dict.fromkeys(found))
     if found:
-        more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-        raise UnsupportedError(f"xDiT does not support {'; '.join(found[:MOST_NAMED])}{more} on this MODEL. It would "
+        more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        raise UnsupportedError(f"xDiT does not support {'; '.join(found[:MAX_NAMED])}{more} on this MODEL. It would "
                                f"be dropped without notice. Remove the node that adds it, or use Load Diffusion Model.")
 
 

@@ -161,7 +161,7 @@ class Groups:
         dtype: models compute in."""
         key = tuple(devices), dtype
         if key not in self._machines:
-            machine = measurements.kept(_measured_folder(), devices, dtype, self.card_of)
+            machine = measurements.stored_machine(_measured_folder(), devices, dtype, self.card_of)
             if machine is None and not may_measure:
                 return None
             if machine is None:
@@ -185,7 +185,7 @@ class Groups:
 
     def _measure(self, devices, dtype):
         machine = measurements.measure(self.client(devices), dtype, self.card_of)
-        measurements.keep(_measured_folder(), devices, dtype, machine, self.card_of)
+        measurements.store_machine(_measured_folder(), devices, dtype, machine, self.card_of)
         return machine
 
     def give_back(self, clients=None):
@@ -256,7 +256,7 @@ class Groups:
                 held[key] = weakref.finalize(holder, self._forget_soon, key, token)
                 held[key].atexit = False
 
-    def let_go(self, devices, name, holder):
+    def release(self, devices, name, holder):
         """What holds a model needs it no more: the workers drop it, unless another holds it too."""
         with self._lock:
             need = self._held.get(holder, {}).pop((devices, name), None)

@@ -19,7 +19,7 @@ from ....xdit_backend.forecast.planner import (
     tensor_degree_that_fits,
 )
 from ....xdit_backend.host_memory import available_memory
-from ....xdit_backend.partition import holders
+from ....xdit_backend.partition import ranks_by_part
 from ....xdit_backend.protocol.devices import machine_of
 
 
@@ -106,7 +106,7 @@ class MemoryCheck:
     def _added(self, weight_bytes):
         """What each rank adds to the weights on its device: on CPUs, those that hold the same weights map one file."""
         devices = self._setup.devices
-        first = {ranks[0] for ranks in holders(len(devices), self._setup.spec)}
+        first = {ranks[0] for ranks in ranks_by_part(len(devices), self._setup.spec)}
         return [size if device != "cpu" or rank in first else 0
                 for rank, (device, size) in enumerate(zip(devices, weight_bytes))]
 

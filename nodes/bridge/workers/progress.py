@@ -55,7 +55,7 @@ class Run:
         if step > self.step:
             self.step = step
             self.stepped_s.append(now)
-        self.take_from_remote()
+        self.update_from_remote()
         if now - max(self.shown_s, self.began_s) < SHOWN_S or not self.seconds_per_step:
             return ""
         self.shown_s = now
@@ -67,7 +67,7 @@ class Run:
         """What the node says in place of the progress of a run that did not come to its end."""
         return f"{self.state} after {self.step} of {self.num_steps} steps"
 
-    def take_from_remote(self):
+    def update_from_remote(self):
         """How the run is split, and its Plan, as far as the RemoteModel has chosen by now."""
         if self.remote is not None and self.remote.how is not None:
             self.how, self.plan = self.remote.how, self.remote.forecasts.plan
@@ -101,7 +101,7 @@ class Runs:
             run.error = "" if run.state == "cancelled" else str(error)
             raise
         finally:
-            run.take_from_remote()
+            run.update_from_remote()
             run.remote, run.ended_s, self.phase = None, time.perf_counter(), {}
 
     def vae(self, devices):
