@@ -31,32 +31,30 @@ IN_UNET = "up_blocks.0.resnets.0.conv1.weight"                 # of one under di
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Names, dtypes and shapes of the diffusion model in a file or folder; names without the prefix they have there.
+    """The tensors of the diffusion model in a file or folder: names, dtypes and shapes.
 
-    files: with its tensors. folder_config: of a diffusers folder, what its config.json says; else None. folder: of a
-    diffusers folder, all that is read of it. A U-Net's tensors are under the publisher's names here, and folder_config
-    is None; those of a family's further parts are under ComfyUI's. renamed: {(file, name there): name here, or None of
-    what is left out}. beside: names of what else is in an all-in-one checkpoint. scales: {a scaled weight: (the tensor
-    that is its scale, how many numbers that has)}.
-    stored: of a GGUF file, {name: (first byte, shape as stored)}.
+    Names are without the file's prefix. The tensors of a U-Net's folder have the publisher's names here, and those of a
+    family's extra parts ComfyUI's.
     """
 
     path: str
-    prefix: str
-    files: tuple[str, ...]
+    prefix: str                            # of the diffusion model's tensors in the file
+    files: tuple[str, ...]                 # that hold its tensors
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]                 # safetensors' own names, e.g. "BF16"; or GGUF's
     metadata: dict[str, str]
-    folder_config: dict | None = None
-    folder: Folder | None = None
+    folder_config: dict | None = None      # config.json of a transformer's folder; None of files and U-Nets
+    folder: Folder | None = None           # all that is read of a diffusers folder
+    # (file, name there) -> name here; None for a tensor that is left out
     renamed: dict[tuple[str, str], str | None] = field(default_factory=dict)
-    other_tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    other_tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)            # of an all-in-one checkpoint
+    # scaled weight -> (the tensor that is its scale, how many numbers that has)
     scales: dict[str, tuple[str, int]] = field(default_factory=dict)
-    stored: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    recognised: Family | None = None       # where another process has told the family
+    stored: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # GGUF: (first byte, stored shape)
+    recognised: Family | None = None       # where another process has recognised it
 
     def name_of(self, key, file):
-        """The name here of a tensor that a file calls `key`; None where it is beside the diffusion model."""
+        """The name here of a tensor that a file calls `key`; None where it is not the diffusion model's."""
         name = self.renamed.get((file, key), key.removeprefix(self.prefix))
         return name if key.startswith(self.prefix) and name in self.shapes else None
 
@@ -67,12 +65,12 @@ class Checkpoint:
 
     @cached_property
     def family(self):
-        """The vocabulary.plan.Family. Raises CheckpointError when it is none that can be run, saying which can."""
+        """The Family of this model. Raises CheckpointError where it has none that can be run, saying which can."""
         return self.recognised or recognise(self)
 
     @cached_property
     def config(self):
-        """Arguments of the family's diffusers class. Its errors are told by `outline`."""
+        """Arguments of the family's diffusers class. What is wrong with it, `meta_model` says."""
         return model_config(self)
 
     @cached_property
@@ -92,13 +90,13 @@ class Checkpoint:
         return metadata_of(self)
 
     def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation=""):
-        """The ModelSpec of this model. The same files, dtypes and degrees have the same name, changed ones another."""
+        """The ModelSpec of this model. Its name changes with the files, dtypes and degrees."""
         digest = state_of(self.files) + _digest((storage_dtype, compute_dtype, stages, tensor_degree, quantisation))
         return ModelSpec(f"{self.name}-{digest}", self.family.name, self.path, storage_dtype, compute_dtype, stages,
                          tensor_degree, quantisation)
 
     def check_is(self, spec):
-        """Raise CheckpointError where the files are others by now than those that the ModelSpec was made for."""
+        """Raise CheckpointError where the files have changed since the ModelSpec was made."""
         if not (spec.state or spec.name.rpartition("-")[2]).startswith(state_of(self.files)):
             raise CheckpointError(f"{self.name} has changed on disk since Load xDiT Model read it, and its weights "
                                   f"are needed again. Queue the prompt again: it loads the file anew.")
@@ -113,12 +111,12 @@ class Checkpoint:
 
     @property
     def is_packed(self):
-        """Is it a file whose tensors are not all what they say, or a GGUF file?"""
+        """Are some tensors stored quantised?"""
         return bool(self.scales or self.stored)
 
     @property
     def quantised(self):
-        """Names of weights that are not as plain numbers in the file."""
+        """Names of the weights that are stored quantised."""
         return self.scales.keys() | {name for name in self.stored if self.dtypes[name] in gguf.QUANTISED}
 
 
@@ -156,13 +154,12 @@ def files_of(path):
 
 
 def state_of(files):
-    """What changes with these files on disk, as 8 digits."""
+    """8 digits that change when any of these files changes on disk."""
     return _digest([(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files])
 
 
 def open_spec(spec):
-    """The Checkpoint of a ModelSpec. Raises CheckpointError where the files are others than those that the spec was
-    made for."""
+    """The Checkpoint of a ModelSpec. Raises CheckpointError where its files have changed since."""
     checkpoint = replace(open_checkpoint(spec.path), recognised=FAMILIES[spec.family])
     checkpoint.check_is(spec)
     return checkpoint

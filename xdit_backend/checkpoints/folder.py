@@ -18,21 +18,21 @@ INSTEAD = "Download the folder again, or choose another."
 
 @dataclass(frozen=True)
 class Folder:
-    """What is read of a diffusers folder. config: of its diffusion model. files: with its weights. beside: {name in
-    OTHER_CONFIGS: what that says}, of those that are there. further: {name of another part whose weights are read: its
-    config}. said: the files that are no weights.
-    """
+    """What is read of a diffusers folder."""
 
-    config: dict
-    files: tuple[Path, ...]
-    other_configs: dict[str, dict]
-    extra_parts: dict[str, dict]
-    config_files: tuple[Path, ...]
+    config: dict                           # of the diffusion model
+    files: tuple[Path, ...]                # with weights
+    other_configs: dict[str, dict]         # those of OTHER_CONFIGS that are there
+    extra_parts: dict[str, dict]           # another part whose weights are read -> its config
+    config_files: tuple[Path, ...]         # all JSON files that were read
 
 
 def read_folder(folder, extra_parts=()):
-    """Read a folder, or a part of one with a diffusion model. further: names of parts that belong to it, where they are
-    there. Raises CheckpointError where it is none, or not whole."""
+    """Read a diffusers folder, or the part of one that holds a diffusion model.
+
+    extra_parts: names of other parts that belong to the model, where the folder has them. Raises CheckpointError where
+    it is no such folder, or incomplete.
+    """
     folder = Path(folder)
     own = next((folder / part for part in PARTS if (folder / part).is_dir()), folder)
     config = own / "config.json"

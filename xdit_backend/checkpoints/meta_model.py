@@ -1,7 +1,7 @@
-"""A model on disk without its weights: does it have all that diffusers' model needs, and nothing that would change it
-unnoticed?
+"""diffusers' model of a checkpoint on the meta device, after a check that the checkpoint has all tensors that it needs,
+and none that would be ignored.
 
-Used by the host before any worker is asked, and offline.
+Used by the host before any worker starts, and offline.
 """
 
 import importlib
@@ -21,8 +21,8 @@ FLOATS = "F", "BF16"                       # how the types begin that a file has
 def meta_model(checkpoint, quantisation=""):
     """The diffusers model of a Checkpoint on the meta device, with weights as they are held.
 
-    quantisation: as of packed_weights. Raises CheckpointError that names what is missing, unknown, of another shape, or
-    set as the family is not run.
+    quantisation: see packed_weights. Raises CheckpointError that names what is missing, unknown, of another shape, or a
+    setting that is not supported.
     """
     family, name, folder_config = checkpoint.family, checkpoint.name, None
     if checkpoint.folder is not None:

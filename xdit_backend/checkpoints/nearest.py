@@ -1,5 +1,4 @@
-"""For a file that is nearly a model of some family: which, and what differs.
-Used by recognise.py for what no family takes."""
+"""For a file that no family recognises: to which family it is closest, and what differs. Used by recognise.py."""
 
 from ..models import FAMILIES
 

@@ -1,9 +1,9 @@
-"""Weights that are held quantised, as in the file or as they were loaded: which they are in a model, and how numbers
-are had of them.
+"""Weights that stay quantised in memory, as the file has them or as they were quantised when loaded: which weights of a
+model these are, and how to dequantise them.
 
-A row of such a matrix stands alone: float8 or int8 numbers with a scale, or blocks of GGUF or NF4. So where a family's
-conversion puts the rows of a matrix, it puts its bytes and its scales; running it on row numbers tells where that is.
-Used by the loader, and by the host to count.
+Each row of such a matrix is independent: float8 or int8 numbers with a scale, or blocks of GGUF or NF4. A family's
+conversion moves whole rows, so running it on row numbers shows where the bytes and scales of each row go. Used by the
+loader, and by the host to count bytes.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,5 @@
-"""Of which family a checkpoint is, by its tensors or by a folder's config.json; and what it is instead, where it is of
-none.
-
-Called by checkpoint.py.
-"""
-
+"""Which family a checkpoint belongs to, by its tensors or by a folder's config.json; and where it belongs to none, what
+kind of file it is. Called by checkpoint.py."""
 
 from ..models import FAMILIES, supported
 from ..protocol.errors import CheckpointError

@@ -12,8 +12,8 @@ from ..protocol.errors import CheckpointError
 
 
 def model_config(checkpoint):
-    """Arguments of the diffusers class: from a file's shapes;
-    of a folder, from its config.json, but for what ComfyUI tells by tensors."""
+    """Arguments of the diffusers class: from the shapes of a file, or from the config.json of a folder, except for
+    those that ComfyUI reads from the tensors."""
     family = checkpoint.family
     if checkpoint.folder_config is None:
         return family.config(checkpoint.shapes) | metadata_settings(checkpoint)
@@ -23,7 +23,7 @@ def model_config(checkpoint):
 
 
 def metadata_of(checkpoint):
-    """What a file's metadata says; of a diffusers folder, what it says of the family's settings, in the same words."""
+    """The metadata of a file; of a diffusers folder, what its JSON files say, in the words of such metadata."""
     family = checkpoint.family
     if checkpoint.folder_config is None or not family.settings:
         return checkpoint.metadata
@@ -36,8 +36,8 @@ def metadata_of(checkpoint):
 
 
 def metadata_settings(checkpoint):
-    """What a file's metadata says of the family's settings, under "_" and their names.
-    Raises CheckpointError for what is not run."""
+    """The family's settings as the metadata has them, under "_" and their names. Raises CheckpointError for values that
+    are not supported."""
     family = checkpoint.family
     metadata = checkpoint.model_metadata if family.settings else {}
     try:

@@ -35,14 +35,14 @@ def read_weights(checkpoint, base_model):
 
 
 def read_weight(checkpoint, found, base_model, name):
-    """One of what read_weights reads, of a file that it refuses; what is quantised, as float32. found: of places."""
+    """One weight of a file that read_weights refuses; dequantised to float32. found: of weight_sources."""
     sources = {source for source, _ in found[name]}
     tensors = read_plain(checkpoint, read_file(checkpoint, sources.__contains__))
     return base_model.model_config.process_unet_state_dict(tensors)[name]
 
 
 def read_values(checkpoint, names):
-    """{name: tensor} of those of these that a file has, in the diffusion model or beside it."""
+    """{name: tensor} of those of these names that the file has, in the diffusion model or beside it."""
     found = read_tensors(checkpoint, names.__contains__) if checkpoint.stored else {}
     found = {name: tensor for name, tensor in found.items() if name in names}
     for path in checkpoint.files if names and not checkpoint.stored else ():
@@ -54,8 +54,7 @@ def read_values(checkpoint, names):
 
 
 def prepare_text(base_model, checkpoint, prefixes, context, **options):
-    """What ComfyUI's own preprocess_text_embeds makes of a text, with the weights that it needs, which are here for the
-    time of the call.
+    """Run ComfyUI's own preprocess_text_embeds on a text. The weights that it needs are read for this call alone.
 
     base_model: of a shell. prefixes: what the names of those weights begin with. context: (B, T, C). Raises
     CheckpointError where the file lacks them.
@@ -89,8 +88,8 @@ class _Preparing(torch.nn.Module):
 def weight_sources(checkpoint, base_model):
     """{name in base_model.diffusion_model: [(name in the file, which rows of the tensor there the rows here are)]}.
 
-    rows: None: all, in order; else for each row here the one there, or -1. ComfyUI's conversions move rows, so carrying
-    out these on numbers instead of weights tells where each went.
+    rows: None for all, in order; else, for each row here, its row there, or -1. ComfyUI's conversions move whole rows,
+    so running them on row numbers instead of weights shows where each row goes.
     """
     start, numbers, starts = 0, {}, {}
     for name, shape in checkpoint.shapes.items():

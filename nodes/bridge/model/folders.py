@@ -1,8 +1,7 @@
-"""Tensors of a diffusers folder under the names that ComfyUI's own model has for them. Used by shell.py and
-file_weights.py.
+"""Tensors of a diffusers folder under ComfyUI's names. Used by shell.py and file_weights.py.
 
-A family's conversion is carried out backwards: which names it is to be given, ComfyUI's class tells, and running it on
-row numbers tells where each row comes from.
+This inverts a family's conversion: ComfyUI's class says which names there are, and running the conversion on row
+numbers shows which tensor and row each comes from.
 """
 
 import importlib
@@ -62,7 +61,7 @@ def under_comfyui_names(tensors, checkpoint):
 
 
 def marker_tensors_of(checkpoint):
-    """{ComfyUI's name: tensor} of tensors without numbers by which ComfyUI tells what config.json says."""
+    """{ComfyUI's name: empty tensor} of the tensors whose presence tells ComfyUI what config.json says."""
     family = checkpoint.family
     return {name: torch.zeros(0) for key, name in family.marker_tensors.items() if checkpoint.folder_config.get(key)}
 
@@ -84,9 +83,10 @@ def refuse_undetectable(tensors, checkpoint):
 
 
 def apply_scheduler_config(model_config, checkpoint):
-    """Have ComfyUI sample the U-Net of a folder as its scheduler's config says, which single files tell by their
-    tensors. Returns the ModelType, or None where the folder says nothing. Raises CheckpointError for what ComfyUI
-    cannot be told.
+    """Have ComfyUI sample the U-Net of a folder as its scheduler's config says; single files say it by their tensors.
+
+    Returns the ModelType, or None where the folder has no scheduler. Raises CheckpointError for a scheduler that
+    ComfyUI does not have.
     """
     config = checkpoint.folder and checkpoint.folder_config is None and checkpoint.folder.other_configs.get("scheduler")
     if not config:

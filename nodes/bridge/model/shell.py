@@ -125,8 +125,11 @@ def _refuse_degrees(config, checkpoint):
 
 
 def _spread(config, devices, device_bytes, checkpoint, net, model, compute_dtype):
-    """The Spread of the ModelSpec. Before, the workers are to know how fast each of several devices is, if
-    it was measured; where machines are to share the work in auto mode, it is measured now."""
+    """How the weights are spread over the devices, a Spread.
+
+    GROUPS.machine also tells the workers how fast each device is, where that was measured. Where several machines share
+    the work in auto mode, it is measured now.
+    """
     family = checkpoint.family
     per_machine, is_auto = devices_per_machine(devices), config.mode == "auto" and not family.is_unet
     machine = (GROUPS.machine(devices, compute_dtype, may_measure=per_machine > 0 and is_auto) if len(devices) > 1
@@ -156,10 +159,11 @@ def _make_remote(base_model, remote, sources):
 
 
 def _detected(checkpoint):
-    """(What ComfyUI takes a model for, its tensors on the meta device under ComfyUI's names, the ModelType that a
-    folder's scheduler says).
+    """(ComfyUI's model config, the tensors on the meta device under ComfyUI's names, the ModelType of a folder's
+    scheduler).
 
-    The first is an OwnConfig of a family that ComfyUI has no model of. The last is None where nothing is said.
+    The first is an OwnConfig of a family that ComfyUI has no model of. The last is None of a file, and of a folder
+    without a scheduler.
     """
     tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES.get(checkpoint.dtypes[name], torch.bfloat16),
                                  device="meta")
@@ -185,8 +189,8 @@ def _detected(checkpoint):
 
 
 def _refuse_ignored(checkpoint, base_model, prediction, weight_sources):
-    """Refuse what ComfyUI would leave out: the prediction that the scheduler says; and scales of weights that are no
-    linear layer's and no embedding's, such as the gate of experts."""
+    """Refuse what ComfyUI would ignore: the scheduler's prediction type, and scales of weights that belong to no linear
+    layer and no embedding, such as the gate of experts."""
     if prediction is not None and base_model.model_type != prediction:
         raise CheckpointError(f"{checkpoint.name} is a {checkpoint.family.name} model whose scheduler says "
                               f"{prediction.name}, and ComfyUI samples such a model by {base_model.model_type.name} "
@@ -209,8 +213,8 @@ def _held_bytes(model, family, spec):
 
 
 def _lighter_bytes(checkpoint, spec, dtypes_of):
-    """{weight_dtype: bytes that a rank with all blocks would hold} of fp8, and of what quantises a file that is not,
-    with its package."""
+    """{weight_dtype: bytes that a rank with all blocks would hold}: of fp8, and of the types that the file can be
+    quantised to with the packages that are installed."""
     family, found = checkpoint.family, {}
     for name in ("fp8_e4m3fn", *(name for name in TYPES if not checkpoint.quantised and is_installed(TYPES[name]))):
         model = checkpoint.meta_model(name if name in TYPES else "")
@@ -231,8 +235,8 @@ def _weight_of(base_model, name):
 
 
 def _extra_conds(of_comfyui, family, **given):
-    """What a BaseModel makes of conditioning. In inference mode ComfyUI's Anima prepares the text with weights, which
-    the workers have; else it hands tokens on to its model."""
+    """A BaseModel's own extra_conds. ComfyUI's Anima prepares the text with weights when it is in inference mode, which
+    only the workers have; outside of that mode it hands the tokens on to its model."""
     check_text(family, given.get("cross_attn"))
     with torch.inference_mode(torch.is_inference_mode_enabled()
                               and "t5xxl_ids" not in family.conditioning), torch.no_grad():
@@ -240,10 +244,8 @@ def _extra_conds(of_comfyui, family, **given):
 
 
 def _dtypes(tensors, model_config, device, weight_dtype, is_quantised):
-    """(storage, compute) as ComfyUI's own loader chooses them.
-
-    Where weights are quantised, they are those of the rest, which the file's types do not tell.
-    """
+    """(storage, compute) dtypes as ComfyUI's own loader chooses them. In a quantised file, those of the weights that
+    are not quantised."""
     supported = model_config.supported_inference_dtypes
     storage = WEIGHT_DTYPES[weight_dtype]
     if storage is None and is_quantised:
