@@ -66,11 +66,11 @@ def end_tasks(tasks):
 
 
 class BranchTask(Task):
-    """A coroutine that evaluates one branch; its parent is told what it asks of the model."""
+    """A coroutine that evaluates one branch. It hands its parent the calls that it makes of the model."""
 
 
 def ask(model_call):
-    """The prediction for one question: at once, or together with the other branches'."""
+    """The prediction for one call: at once, or together with the other branches' calls."""
     current = getcurrent()
     if isinstance(current, BranchTask):
         return current.parent.switch(model_call)
@@ -78,7 +78,7 @@ def ask(model_call):
 
 
 def answer(model_calls):
-    """The predictions for questions to one model, at most MAX_BRANCHES of them."""
+    """The predictions for calls of one model, at most MAX_BRANCHES of them."""
     first = model_calls[0]
     together = first.num_branches != MAX_BRANCHES or first.call.guided
     if len(model_calls) == 1 and not together and first.remote.runs_branches_apart():
@@ -90,10 +90,10 @@ TEXT = "c_crossattn"
 
 
 def as_in_one_batch(conds, x, timestep):
-    """ComfyUI's conds with texts as long as it makes those that it puts into one batch.
+    """ComfyUI's conds with their texts as long as ComfyUI makes them in one batch.
 
-    There it repeats shorter texts of some families, which changes the prediction where text and image are one sequence
-    (CogVideoX).
+    In a batch it repeats the shorter texts of some families, which changes the prediction where text and image are one
+    sequence (CogVideoX).
     """
     texts = [entry["model_conds"].get(TEXT) for cond in conds if cond for entry in cond]
     if (not all(isinstance(text, comfy.conds.CONDCrossAttn) for text in texts)

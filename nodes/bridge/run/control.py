@@ -1,7 +1,7 @@
-"""What a ControlNet gives for a call of the model: ComfyUI's lists, as what workers add where. Called by remote.py and
-wrappers.py.
+"""The outputs of ControlNets for a call of the model, as tensors by the place where workers add them. Called by
+remote.py and wrappers.py.
 
-ComfyUI computes it, with its own ControlNet, on the device where it samples. A T2I-Adapter gives lists of the same
+ComfyUI computes them with its own ControlNet, on the device where it samples. A T2I-Adapter has outputs of the same
 kind.
 """
 
@@ -16,8 +16,8 @@ TAKE_WEIGHTS = {comfy.controlnet.ControlLora: "a Control-LoRA",
 
 
 def refuse_controls(conds):
-    """Raise UnsupportedError for ControlNets that compute with layers of the model itself.
-    conds: lists of ComfyUI's conds."""
+    """Raise UnsupportedError for ControlNets that compute with layers of the model itself. conds: lists of ComfyUI's
+    conds."""
     for control in (entry.get("control") for cond in conds for entry in cond or ()):
         while control is not None:
             if type(control) in TAKE_WEIGHTS:

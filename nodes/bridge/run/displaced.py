@@ -1,8 +1,8 @@
 """Displaced patches (DistriFusion) of one run: which calls of the model are synchronous, and how they reach the
 workers.
 
-A RemoteModel makes one for each run with displaced_degree above 1. Every call is for the whole latent: any sampler node
-will do.
+A RemoteModel makes one for each run with displaced_degree above 1. Every call is for the whole latent, so any sampler
+node works.
 """
 
 import dataclasses
@@ -37,14 +37,14 @@ class DisplacedRun:
         self._client.end_run(self)
 
     def describe(self, whole_reason):
-        """How the run is split, in a person's words. whole_reason: as reasons.why_whole says."""
+        """How the run is split, for a person. whole_reason: of by_patches.why_whole."""
         text = describe_layout(self._layout) + self._config.idle
         if whole_reason is not None:
             return f"{text}, every step synchronous, because this workflow uses {whole_reason}"
         return f"{text}, {self._mode} ({self._because})" if self._because else text
 
     def predict(self, calls, sigma, whole_reason=None):
-        """Predictions for one or two calls, which make up all that the step asks for now."""
+        """Predictions for one or two calls, which are all calls of this step at this time."""
         requests = [dataclasses.replace(call, name=self._client.name_conditioning(call.conditioning, run=self))
                     for call in calls]
         # Ranks of each CFG branch keep their own.
@@ -63,7 +63,7 @@ class DisplacedRun:
 
 
 def _rows_at_last_level(family, config, degree, shape):
-    """Of a U-Net's smallest images, the fewest that a rank of even speed has; None of a transformer."""
+    """Of a U-Net's smallest images, the fewest rows that a rank has if all are equally fast; None of a transformer."""
     if not family.is_unet:
         return None
     halvings = family.plan.num_levels(config) - 1

@@ -16,7 +16,7 @@ MISSED = 0.25                              # by how much a run's time may differ
 
 
 class Forecasts:
-    """Of the runs of one MODEL, one run at a time."""
+    """The forecasts of one MODEL's runs, one run at a time."""
 
     def __init__(self, setup):
         self._setup = setup
@@ -26,7 +26,7 @@ class Forecasts:
         self._measured = {}                                    # {(Job, Degrees): seconds of the last such run}
 
     def begin(self, job, is_planned):
-        """The Plan of the run that a call belongs to, which is another run where the plan is."""
+        """The Plan of the run that this call belongs to. A call with another plan belongs to another run."""
         plan = self.look(job, may_measure=True) if is_planned else None
         if self.timed is None or plan is not self.plan:
             self.plan, self.timed = plan, StepTimes(job)
@@ -37,9 +37,11 @@ class Forecasts:
         self._plans.clear()
 
     def look(self, job, may_measure):
-        """The Plan of a run; None where nothing is forecast: one device, degrees by hand, stages, U-Nets, or devices
-        that are not measured yet. They are, once, before the first run that is long enough to be worth it. None, too,
-        where ranks share no tokens."""
+        """The Plan of a run. None where nothing can be forecast: one device, manual degrees, stages, U-Nets, families
+        whose ranks share no tokens, or devices that are not measured.
+
+        Devices are measured once, before the first run that is long enough to be worth it.
+        """
         setup = self._setup
         is_planned = setup.net is not None and setup.shares_tokens and setup.config.mode == "auto"
         if not is_planned or len(setup.devices) < 2 or setup.spec.stages is not None:
@@ -54,7 +56,7 @@ class Forecasts:
         return self._plans[job]
 
     def words(self):
-        """What this run is forecast to take and why it takes its layout, for a person; "" without a plan."""
+        """What this run is forecast to take, and why it has its layout, for a person; "" without a plan."""
         if self.plan is None:
             return ""
         plan, known = self.plan, (self._setup.family.name, self._cards[0]) in GROUPS.calibrations()
@@ -62,10 +64,10 @@ class Forecasts:
                                  self._measured.get((self.timed.job, plan.chosen.degrees)), KNOWN if known else NEW)
 
     def compare(self, how, elapsed_s):
-        """What a run took beside its forecast, in a person's words; "" where there was none. One that missed by far is
+        """What a run took beside its forecast, for a person; "" without a forecast. A forecast that missed by far is
         logged.
 
-        how: it was split. Runs in which no device waited for another teach the forecast.
+        how: it was split. Runs in which no device waited for another calibrate the forecast.
         """
         if self.plan is None:
             return ""

@@ -88,8 +88,10 @@ class RemoteModel:
             parked for parked, name in zip(residence.parked_bytes, self.devices) if name == str(device))
 
     def memory_required(self, of_one_device, input_shape, cond_shapes={}):
-        """ComfyUI's question to a BaseModel: bytes that a run takes beside weights; here on load_device.
-        of_one_device: its own answer."""
+        """The answer to ComfyUI's BaseModel.memory_required: bytes that a run takes beside weights, on load_device.
+
+        of_one_device: ComfyUI's own answer, for the whole model on one device.
+        """
         branches, whole = 2 - input_shape[0] % 2, input_shape
         if len(whole) == 3:                                    # of several parts, packed into one row of numbers
             whole = (whole[0], self._taken_channels, 1, 1, -(-whole[2] // self._taken_channels))
@@ -101,8 +103,8 @@ class RemoteModel:
         return self._run_bytes * self.devices.count(str(self.load_device))
 
     def free_memory_elsewhere(self):
-        """Have ComfyUI's own models leave other devices than load_device, where it asks itself,
-        as far as the workers need room there."""
+        """Have ComfyUI's own models free the memory that the workers need on devices other than load_device, for which
+        ComfyUI asks itself."""
         for name in set(self.devices) - {str(self.load_device)}:
             ask_for_memory(name, self.bytes_on(name) - self.loaded_on(name) + self._run_bytes
                            * self.devices.count(name))
@@ -121,7 +123,7 @@ class RemoteModel:
         return None if client is None else client.models.residence(self.spec.name)
 
     def _client(self):
-        """The workers, which hold this MODEL: another of the same file may have had its weights changed."""
+        """The Client whose workers hold this MODEL. Another MODEL of the same file may have changed its weights."""
         client = GROUPS.client(self.devices)
         client.models.load(self.spec, self.changes)
         return client
@@ -201,12 +203,12 @@ class RemoteModel:
 
     @property
     def keeps_calls(self):
-        """Do calls of a run use what earlier ones have left on the workers?"""
+        """Do calls of a run use what earlier ones have cached on the workers?"""
         return self.spec.stages is not None or (self.config.mode == "manual" and self.config.displaced_degree > 1)
 
     def begin_run(self, schedule, shape, whole_reason=None, drained_reason=None):
-        """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent.
-        The others: see by_patches.py."""
+        """A run with PipeFusion or displaced patches begins. schedule: its sigmas. shape: of its whole latent. The
+        reasons: see by_patches.py."""
         self._end_pipeline()
         self._schedule = schedule
         self._pipeline = PipelineRun(self._client(), self.setup, self.setup.layout(1), schedule, shape)
@@ -214,7 +216,7 @@ class RemoteModel:
         return self._pipeline
 
     def predict(self, model_call, calls):
-        """The predictions for one or two calls of this model, all of the step that the branches.ModelCall is of."""
+        """The predictions for one or two calls of this model, which are all calls of this step at this time."""
         GROUPS.client(self.devices).step = _step_of(model_call)
         try:
             return self._predict(model_call, calls)
@@ -246,7 +248,8 @@ class RemoteModel:
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
     def _check_memory(self, model_call, calls, layout):
-        """Refuse a run that cannot fit before its first call. Calls for a patch are for the whole latent."""
+        """Refuse a run that cannot fit, before its first call. A call for a patch is checked as one for the whole
+        latent."""
         latent = calls[0].latent
         # branches that ComfyUI has put into one batch
         together = max(1, model_call.num_branches // len(calls))
@@ -280,14 +283,14 @@ class RemoteModel:
         return self._pipeline.predict(calls, sigma, model_call.whole_reason)
 
     def _refuse_changed_modules(self, schedule, sigma):
-        """Nodes may change modules for the time of a call. Looked at once for each noise level of a run."""
+        """Refuse modules that nodes have changed for the time of a call. Checked once for each noise level of a run."""
         if schedule is None or sigma not in self._looked_at:
             refuse_changed_modules(self.modules[""][0], self.modules)
             self._looked_at.add(sigma)
 
     def _forget_conditioning(self):
-        """Have the workers forget the conditioning they were told, and what they keep with it.
-        Returns the Client, if there is one."""
+        """Have the workers drop the conditioning of the run, and what they cache with it. Returns the Client, if there
+        is one."""
         self._end_pipeline()
         client = GROUPS.client_if(self.devices)
         if client is not None:
@@ -300,14 +303,14 @@ class RemoteModel:
         self._pipeline = self._schedule = None
 
     def _show(self, how, forecast=str):
-        """forecast: () -> what is said behind it."""
+        """Say on the node how the run is split. forecast: () -> what follows."""
         if how != self.how:
             show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}")
             self.how = how
 
 
 def _step_of(model_call):
-    """Which step of a run a branches.ModelCall is of, for a person; of a call outside of a sampler, nothing."""
+    """Which step of a run a ModelCall belongs to, for a person; "" outside of a sampler."""
     if model_call.schedule is None or len(model_call.schedule) < 2:
         return ""
     steps = model_call.schedule[:-1]

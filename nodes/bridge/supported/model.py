@@ -1,10 +1,9 @@
-"""What a MODEL may carry: what ComfyUI itself carries out around the model is honoured, all else is refused by its
-name.
+"""What a MODEL may carry: what ComfyUI carries out around the model is honoured, all else is refused by its name.
 
-ComfyUI's nodes and those of custom packs change a MODEL by what they write to its ModelPatcher, to the options that
-travel with each call, and to the modules themselves. Of the model's inside the workers know the file alone, so whatever
-is found here that is not listed with its reason would be dropped silently; it is refused, the unknown too. Called by
-patcher.py when a MODEL is loaded and when a run begins, and by remote.py for each call.
+Nodes change a MODEL by what they write to its ModelPatcher, to the options of each call, and to the modules themselves.
+The workers know nothing of these changes, only the file. So whatever is found here and is not listed with a reason
+would be dropped silently; it is refused, also where nobody knows it. Called by patcher.py when a MODEL is loaded and
+when a run begins, and by remote.py for each call.
 """
 
 import comfy.model_patcher
@@ -126,7 +125,7 @@ def refuse_call(family, transformer_options, extra):
 
 
 def refuse_changed_modules(net, modules):
-    """Raise UnsupportedError where modules of a shell are no more as they were made."""
+    """Raise UnsupportedError where modules of a shell have been changed since it was made."""
     _refuse(changed_modules(net, modules))
 
 
@@ -187,8 +186,8 @@ def _callbacks(callbacks):
 
 
 def _object_patches(patcher):
-    """Objects of ComfyUI's BaseModel (its sampling, its latent format) are ComfyUI's to use;
-    those of the diffusion model are not."""
+    """Patches of ComfyUI's BaseModel (its sampling, its latent format) are honoured by ComfyUI itself; those of the
+    diffusion model are not."""
     found = []
     for name, value in patcher.object_patches.items():
         top, _, rest = name.partition(".")
@@ -199,14 +198,15 @@ def _object_patches(patcher):
 
 
 def compute_dtype_of(patcher):
-    """The name of the type that a ShellPatcher is to compute in:
-    the loader's, or ModelComputeDtype's, whose default is that of weights."""
+    """The name of the dtype that a ShellPatcher is to compute in: the loader's, or ModelComputeDtype's, whose default
+    is that of the weights."""
     wanted = patcher.object_patches.get("manual_cast_dtype", patcher.model.model_config.manual_cast_dtype)
     return patcher.remote.spec.storage_dtype if wanted is None else dtype_name(wanted)
 
 
 def _compute_dtype(patcher, runs):
-    """Types that workers do not compute in; of a run, one that another way than that node's has brought."""
+    """Dtypes that the workers do not compute in; and in a run, a dtype that was set in another way than by that
+    node."""
     name, family, now = compute_dtype_of(patcher), patcher.remote.family, patcher.model.manual_cast_dtype
     if name in family.unsupported_dtypes:
         return [f"the compute dtype {name}, which cannot hold {family.name}'s numbers,"]

@@ -1,5 +1,4 @@
-"""The half of a VAE that is on the workers, as ComfyUI's memory manager knows it: its size, how it comes and how it
-goes.
+"""The encoder or decoder of a VAE on the workers, as ComfyUI's memory manager sees it: its size, loading and unloading.
 
 Used by autoencoder.py. The weights themselves stay in the VAE object, and are sent when the workers lack them.
 """
@@ -21,10 +20,8 @@ HALVES = weakref.WeakKeyDictionary()       # first-stage model -> {(prefixes of 
 
 
 def half_of(vae, prefixes, settings, client):
-    """The VaeHalf with the tensors whose names have these prefixes on a group's workers, made when it is first needed.
-
-    settings: what the tensors do not tell of the VAE, see AutoencoderSpec.
-    """
+    """The VaeHalf with the tensors whose names have these prefixes, on a group's workers; made when it is first needed.
+    settings: see AutoencoderSpec."""
     halves = HALVES.setdefault(vae.first_stage_model, {})
     half = halves.get((prefixes, client.devices))
     if half is None:
@@ -49,11 +46,12 @@ class VaeHalf:
         return {key: tensor for key, tensor in self._model().state_dict().items() if key.startswith(self._prefixes)}
 
     def make_ready(self, shape, scale, machine_for=lambda work: None):
-        """Have the workers hold this half, and ComfyUI make room for it and for what its work needs at the least.
+        """Have the workers hold this half, and ComfyUI free memory for it and for the least that its work needs.
+        Returns how many workers are to share the work, and the first of them.
 
-        shape: of the tensor to decode (scale 1) or encode. The workers count what they need on a model without weights,
-        for which they must hold it first. machine_for(Work of all items): the Machine by whose forecast fewer workers
-        than all may share it, where they have room; None: all do. Returns how many, and the first of them.
+        shape: of the tensor to decode (scale 1) or encode. The workers count the memory on a model without weights, so
+        they must hold the half first. machine_for(Work of all items): the Machine by whose forecast fewer workers than
+        all may share the work, where they have room; None: all do.
         """
         comfy.model_management.load_models_gpu([self._patcher])
         count, first = self._choose_ranks(shape, scale, machine_for)
@@ -107,7 +105,7 @@ class VaeHalf:
 
 
 class MetaTensors(torch.nn.Module):
-    """Tensors without bytes, by which the memory manager sees how large a half is."""
+    """Tensors without bytes, from which the memory manager sees how large a half is."""
 
     def __init__(self, half, dtype):
         super().__init__()

@@ -1,5 +1,4 @@
-"""What becomes of the memory of workers that have nothing to do for a while, as ComfyUI's settings say.
-Started by groups.py."""
+"""Frees the memory of workers that have been idle for a while, as ComfyUI's settings say. Started by groups.py."""
 
 import logging
 import threading
@@ -15,7 +14,7 @@ TICK_S = 5.0
 
 
 def apply_idle_setting(groups, residency):
-    """Park or end the workers that have had nothing to do for so long. Not while a prompt runs."""
+    """Park or end the workers that have been idle for long enough. Not while a prompt runs."""
     for client in groups.clients if residency.how != "keep" else ():
         if client.workers.idle_s < 60 * residency.minutes:
             continue
@@ -27,7 +26,7 @@ def apply_idle_setting(groups, residency):
 
 
 def watch(groups):
-    """Tend the groups now and then, as long as they exist."""
+    """Apply the setting now and then, as long as the groups exist."""
     threading.Thread(target=_watch, args=(weakref.ref(groups),), daemon=True).start()
 
 

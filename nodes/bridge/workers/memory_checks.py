@@ -1,5 +1,5 @@
-"""Has a MODEL room on its devices? Its weights before they are read, a run before its first call.
-Made by shell.py, asked by remote.py."""
+"""Does a MODEL fit on its devices? Its weights are checked before they are read, a run before its first call. Made by
+shell.py, asked by remote.py."""
 
 import dataclasses
 import functools
@@ -44,14 +44,14 @@ class MemoryCheck:
         self._checked.clear()
 
     def of_run(self, job, layout, of_one_device):
-        """Bytes that a rank takes beside weights. of_one_device: those of activations where nothing is shared."""
+        """Bytes that a rank takes beside weights. of_one_device: of activations where nothing is divided."""
         setup = self._setup
         degrees = degrees_of(layout, setup.config, setup.spec.stages)
         activations = of_one_device * working_share(job, degrees, branches_apart=True)
         return activations + (0.0 if setup.net is None else self._of_rank(job, degrees, setup.config).keys_values)
 
     def check_weights(self):
-        """Refuse weights that a device has no room for, before they are read."""
+        """Refuse weights that do not fit on a device, before they are read."""
         setup = self._setup
         check_memory(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes)),
@@ -104,14 +104,15 @@ class MemoryCheck:
         return {name: self._added(sizes) for name, sizes in ranks.items() if sizes[0] < max(self.weight_bytes)}
 
     def _added(self, weight_bytes):
-        """What each rank adds to the weights on its device: on CPUs, those that hold the same weights map one file."""
+        """What each rank adds to the weights on its device. CPU ranks that hold the same weights map one file."""
         devices = self._setup.devices
         first = {ranks[0] for ranks in ranks_by_part(len(devices), self._setup.spec)}
         return [size if device != "cpu" or rank in first else 0
                 for rank, (device, size) in enumerate(zip(devices, weight_bytes))]
 
     def _spread(self, job):
-        """Over how many devices the model would fit, for a person: [text]. Exactly, where nothing else is allowed."""
+        """On how many devices the model would fit, for a person: [text]; exactly, where only exact methods are
+        allowed."""
         setup = self._setup
         config, net, refused, device_bytes = setup.config, setup.net, setup.family.refused, min(setup.device_bytes)
         if net is None:
