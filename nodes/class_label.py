@@ -11,8 +11,8 @@ from comfy_api.latest import io
 from ..xdit_backend.protocol.errors import CheckpointError, ConfigError
 from .bridge.supported.inputs import check_links
 
-NUM_NAMED, MOST_SHOWN = 5, 60              # names that a message gives, and of a label, characters
-MOST_DIGITS = 18                           # of a number; more are no class
+NUM_NAMED, MAX_SHOWN = 5, 60              # names that a message gives, and of a label, characters
+MAX_DIGITS = 18                           # of a number; more are no class
 
 
 class XDiTClassLabel(io.ComfyNode):
@@ -55,14 +55,14 @@ def class_of(label, num_classes, names):
     label = label.strip()
     if not label:
         return None
-    is_number = label.removeprefix("-").isdecimal() and len(label) <= MOST_DIGITS
+    is_number = label.removeprefix("-").isdecimal() and len(label) <= MAX_DIGITS
     numbers = {int(label)} if is_number else names.get(label.lower(), set())
     if len(numbers) == 1 and numbers <= set(range(num_classes)):
         return numbers.pop()
     if len(numbers) > 1:
         same = " and ".join(map(str, sorted(numbers)))
         raise ConfigError(f"label: {label} is the name of the classes {same}. Give one of these numbers.")
-    label = label[:MOST_SHOWN]
+    label = label[:MAX_SHOWN]
     near = difflib.get_close_matches(label.lower(), names, NUM_NAMED)
     words = (f", or a name such as {', '.join(near or sorted(names)[:NUM_NAMED])}"
              if names else "; the model's folder has no names of them")

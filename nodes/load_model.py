@@ -7,7 +7,8 @@ from comfy_api.latest import io
 
 from ..xdit_backend.config import ParallelConfig
 from ..xdit_backend.models import supported
-from .bridge.model.shell import WEIGHT_DTYPES, fingerprint, load_shell
+from .bridge.model.checkpoints import fingerprint
+from .bridge.model.shell import WEIGHT_DTYPES, load_shell
 from .bridge.supported.inputs import check_links
 from .parallel_config import Parallel
 

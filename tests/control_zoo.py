@@ -91,8 +91,8 @@ def residuals(family, config, seed=3, strength=0.3):
                 name, _, number = place.partition(".")
                 added = torch.randn(1, *shape, generator=generator) * scale.view(-1, *[1] * len(shape))
                 lists[name].append(None if number == "2" else lists[name][0] if number == "3"
-                                   and family.by_rows is False else added)
-            if family.by_rows:                                 # which takes them from the end
+                                   and family.is_unet is False else added)
+            if family.is_unet:                                 # which takes them from the end
                 lists["input"].reverse()
             previous = self.previous_controlnet
             return self.control_merge(lists, previous

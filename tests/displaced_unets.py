@@ -24,7 +24,7 @@ from xdit_backend.demo_model.text import WIDTH, arrange, load_text_encoder, word
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.exchange import Exchange
 from xdit_backend.hooks.context import ForwardContext
-from xdit_backend.hooks.unet import RowHooks
+from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.models.sdxl import SDXL
 from xdit_backend.partition import cut_bands
 from xdit_backend.protocol.displaced_modes import MODES
@@ -132,7 +132,7 @@ class Ranks:
     FUNCTIONS = ("conv2d", "group_norm", "scaled_dot_product_attention")       # that the hooks replace
 
     def __init__(self, model, num_ranks):
-        self.hooks = [RowHooks(copy.deepcopy(model), SDXL.plan) for _ in range(num_ranks)]
+        self.hooks = [UNetHooks(copy.deepcopy(model), SDXL.plan) for _ in range(num_ranks)]
 
     def begin(self, forecast):
         """A run: nothing is known yet."""

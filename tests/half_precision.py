@@ -39,7 +39,7 @@ def computing_in(model, dtype):
 def arguments(comfyui, kind, seed):
     """Of a few steps on two noises, small: CPUs are slow in half precision."""
     family = families()[kind]
-    size = (34, 36) if family.name.startswith("PixArt") else (16, 8) if family.by_rows else (8, 6)
+    size = (34, 36) if family.name.startswith("PixArt") else (16, 8) if family.is_unet else (8, 6)
     prompts = [comfyui.conditioning(kind, number, tokens=8) for number in (2 * seed - 1, 2 * seed)]
     for ((_, options),) in prompts:
         # a thousand of it is the same in every type: else the rounding of that is most of what is seen
@@ -77,7 +77,7 @@ def errors(comfyui, kind, dtype, seeds=(1,)):
 
 def holds(kind, dtype):
     """Can the type hold the numbers of the family? Else the nodes refuse it."""
-    return str(DTYPES[dtype]).removeprefix("torch.") not in families()[kind].too_small
+    return str(DTYPES[dtype]).removeprefix("torch.") not in families()[kind].unsupported_dtypes
 
 
 def main():

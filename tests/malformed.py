@@ -25,7 +25,7 @@ from pathlib import Path
 from tests.conftest import left_behind, still_there
 from xdit_backend.host.launcher import WorkerGroup
 from xdit_backend.protocol import messages, specs
-from xdit_backend.protocol.channel import ADDRESS_FILE, MAX_BYTES, Door, connect
+from xdit_backend.protocol.channel import ADDRESS_FILE, MAX_BYTES, ChannelListener, connect
 from xdit_backend.protocol.errors import ChannelClosedError, XDiTError
 from xdit_backend.protocol.messages import decode, encode
 from xdit_backend.protocol.segments import Segment
@@ -58,9 +58,9 @@ EXAMPLES = [
     messages.Abandon(6),
     messages.Stop(),
     messages.Ready(0, 4711, "cuda:0"),
-    messages.Unready(1, "no room", by_links=True),
+    messages.StartFailed(1, "no room", by_links=True),
     messages.Phase(1, "loading weights", 3, 40, True),
-    messages.Beat(3, 9, 41, True, {"reserved_bytes": 1024.0}),
+    messages.Heartbeat(3, 9, 41, True, {"reserved_bytes": 1024.0}),
     messages.Done(9, 0, {"sent_bytes": 1024.0}, [messages.Span("patch", 1.5, 2.5, 900.0, 8)]),
     messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback"),
     messages.Failed(10, 1, "cuda:1", "OutOfMemoryError", "no", "Traceback", False, {"asked_bytes": 2e9}),
@@ -117,10 +117,10 @@ def receive_frames(seed, count):
     """{outcome: how often} of frames, each on an authenticated connection of its own, at the host's end of it."""
     chance, outcomes = random.Random(seed), collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
-        door = Door(folder, PATIENCE_S)
+        channel_listener = ChannelListener(folder, PATIENCE_S)
         try:
             for _ in range(count):
-                host, other = _pair(door, folder)
+                host, other = _pair(channel_listener, folder)
                 sent = frame(chance)
                 # the host waits for the rest, as of a worker that was stopped
                 stays_open = chance.random() < 0.01
@@ -132,16 +132,16 @@ def receive_frames(seed, count):
                 other.close()
                 host.close()
         finally:
-            door.close()
+            channel_listener.close()
     return outcomes
 
 
-def _pair(door, folder):
+def _pair(channel_listener, folder):
     """(host's end, worker's end) of a connection."""
     made = []
     worker = threading.Thread(target=lambda: made.append(connect(folder)))
     worker.start()
-    host = door.accept(5)
+    host = channel_listener.accept(5)
     worker.join()
     assert host is not None, "a worker with the key was not let in"
     return host, made[0]
@@ -189,13 +189,13 @@ def knock(seed, count):
                 outcomes["not heard"] += 1
 
     class Watched(WorkerGroup):
-        def _greet(self, party, on_phase, check):
+        def _greet(self, group_start, on_phase, check):
             address = (Path(self.segments.folder) / ADDRESS_FILE).read_text()
             strangers.extend(threading.Thread(target=stranger, args=(address, chance.random()), daemon=True)
                              for _ in range(4))
             for one in strangers:
                 one.start()
-            super()._greet(party, on_phase, check)
+            super()._greet(group_start, on_phase, check)
     group = Watched(("cpu", "cpu"))
     try:
         while sum(outcomes.values()) < count:

@@ -120,7 +120,7 @@ def draw(comfyui, number, layouts=None, kinds=None):
     group = pick((LAYOUTS, LAYOUTS, LAYOUTS, STALE)) if layouts is None else None
     names = layouts or [name for name in group for _ in range(1 if group[name][0] == FOUR else 2)]
     kind = pick(kinds or list(families()))
-    layout = pick([name for name in names if name in UNET_LAYOUTS] or UNET_LAYOUTS if families()[kind].by_rows
+    layout = pick([name for name in names if name in UNET_LAYOUTS] or UNET_LAYOUTS if families()[kind].is_unet
                   else names)
     drawn = {
         "number": number, "layout": layout, "kind": kind,
@@ -141,7 +141,7 @@ def draw(comfyui, number, layouts=None, kinds=None):
         "loras": tuple((pick(ADAPTERS), pick((1.0, 0.6, -0.4, 1.7))) for _ in range(pick((0, 0, 0, 1, 1, 2)))),
         "references": tuple(pick(REFERENCES) for _ in range(pick((0, 0, 1, 2)) if kind in EDIT else 0)),
     }
-    if families()[kind].by_rows and min(drawn["size"]) < 8:
+    if families()[kind].is_unet and min(drawn["size"]) < 8:
         drawn["size"] = (16, 18)                               # norms over a pixel or two enlarge rounding
     if layout in STALE:
         drawn |= {name: pick(values) for name, values in SIMPLE.items()}

@@ -60,8 +60,8 @@ def words(layout):
 
 def save(one, folder):
     """As published folders are."""
-    own = folder / ("unet" if one.family.by_rows else "transformer")
-    for part in one.family.further:
+    own = folder / ("unet" if one.family.is_unet else "transformer")
+    for part in one.family.extra_parts:
         if hasattr(one.model, part):
             getattr(one.model, part).save_pretrained(folder / part)
             delattr(one.model, part)
@@ -71,7 +71,7 @@ def save(one, folder):
     (folder / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(one.family.name, "Pipeline")}))
 
 
-def unrounded(layout):
+def keep_in_compute_dtype(layout):
     return InDouble() if layout.tensor_degree > 1 else nullcontext()
 
 
@@ -97,7 +97,7 @@ class Saved:
         """[the parts of a branch's prediction]"""
         key = layout.tensor_degree > 1
         if key not in self._wanted:
-            with unrounded(layout), torch.no_grad():           # tables of positions are made with the model
+            with keep_in_compute_dtype(layout), torch.no_grad():           # tables of positions are made with the model
                 alone = load_transformer(self.spec(), torch.device("cpu"))
                 for one in self.branches:
                     one.model, one.config = alone.model, alone.config
@@ -134,7 +134,7 @@ def carry_out(rank, world_size, runs):
     """Each run's commands, on one engine. runs: [(layout, commands)]. Returns [None, or what was raised]."""
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     for layout, commands in runs:
-        with unrounded(layout):
+        with keep_in_compute_dtype(layout):
             for command in commands:
                 engine.carry_out(command)
 

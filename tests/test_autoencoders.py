@@ -39,12 +39,13 @@ def test_a_family_is_told_from_the_others(key):
 
     assert hasattr(diffusers, family.autoencoder)
     assert [other.autoencoder for other in FAMILIES.values()].count(family.autoencoder) == 1
-    assert not [mark for mark in family.marks for other in LOADED.values() if other is not family for its in other.marks
+    assert not [mark for mark in family.markers for other in LOADED.values() if other is not family
+                for its in other.markers
                 if its in mark]
 
 
 def test_one_family_takes_what_has_no_mark():
-    assert [key for key, family in LOADED.items() if not family.marks] == ["kl"]
+    assert [key for key, family in LOADED.items() if not family.markers] == ["kl"]
 
 
 def test_a_refusal_names_the_models():

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import ROOT
 from xdit_backend.config import (
     ParallelConfig,
-    devices_a_machine,
+    devices_per_machine,
     fitting,
     resolve_devices,
     validate,
@@ -202,7 +202,7 @@ def test_what_fits_is_near_and_can_work(given, num_cuda, expected):
     ("cpu,cpu", 0), ("cpu,a/cpu", 1), ("cpu,cpu,a/cpu,a/cpu", 2), ("cpu,cpu,a/cpu", 1),
     ("cpu,cpu,cpu,cpu,a/cpu,a/cpu,b/cpu,b/cpu", 2)])
 def test_devices_a_machine(devices, size):
-    assert devices_a_machine(resolve_devices(devices, 0)) == size
+    assert devices_per_machine(resolve_devices(devices, 0)) == size
 
 
 @pytest.mark.parametrize("num_rows, mode, words", [

@@ -8,8 +8,8 @@ from xdit_backend.forecast.planner import choose_num_patches
 from xdit_backend.partition import (
     check_shards,
     cut_patches,
-    holders,
     last_stage_ranks,
+    ranks_by_part,
     shard_sizes,
     shard_start,
     split_stages,
@@ -115,6 +115,6 @@ def test_ranks_that_hold_the_same_weights():
     """PipeFusion 2 x Ulysses 2 x tensor 2: of a stage, the tensor ranks have parts of their own."""
     spec = ModelSpec("model", "SD3", "file", "float32", "float32", Stages(2, 4), tensor_degree=2)
 
-    assert holders(8, spec) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert holders(8, replace(spec, stages=Stages(2, 4, every_block=True))) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert holders(4, replace(spec, stages=None, tensor_degree=1)) == [[0, 1, 2, 3]]
+    assert ranks_by_part(8, spec) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert ranks_by_part(8, replace(spec, stages=Stages(2, 4, every_block=True))) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert ranks_by_part(4, replace(spec, stages=None, tensor_degree=1)) == [[0, 1, 2, 3]]

@@ -8,9 +8,9 @@ import pytest
 
 from xdit_backend.bench.scale import JOBS
 from xdit_backend.config import DEGREES, ParallelConfig, validate, validate_layout, validate_stages
-from xdit_backend.forecast.choice import Machine, candidates, forecasts, further_candidates
+from xdit_backend.forecast.choice import Machine, candidates, extra_candidates, forecasts
 from xdit_backend.forecast.cost import Device, Job, Links, Net
-from xdit_backend.forecast.memory import rank_memory, working_share
+from xdit_backend.forecast.memory import MemorySettings, rank_memory, working_share
 from xdit_backend.forecast.planner import (
     AttentionHeads,
     Devices,
@@ -59,7 +59,7 @@ def test_every_candidate_passes_validation(devices):
     rates = {(name, 2): 1e10 for name in ("all_to_all", "hop", "all_reduce", "gather")}
     machine = Machine((Device(1e14, 1e14, 1e12),) * devices, Links(rates))
     job = Job(4096, 128, 20, branches=2, images=2)
-    for degrees in (*candidates(net, job, devices), *further_candidates(net, job, machine)):
+    for degrees in (*candidates(net, job, devices), *extra_candidates(net, job, machine)):
         chosen = {name: getattr(degrees, name.removesuffix("_degree")) for name in DEGREES}
         config = ParallelConfig(mode="manual", num_patches=degrees.num_patches, **chosen)
 
@@ -131,7 +131,7 @@ def test_where_the_weights_fit_sharding_tensors_pays_nothing(rate):
                        for size in (2, 4, 8)}, 2e-5)
         machine = Machine((Device(2e14, 2e14, 2e12, memory_bytes=80e9),) * count, links)
         exact = [one.seconds for one in forecasts(net, job, machine) if one.is_exact]
-        split = [one.seconds for one in forecasts(net, job, machine, list(further_candidates(net, job, machine)))
+        split = [one.seconds for one in forecasts(net, job, machine, list(extra_candidates(net, job, machine)))
                  if one.degrees.tensor > 1]
 
         assert min(exact) < min(split)
@@ -164,7 +164,7 @@ def test_bytes_of_stale_keys_and_values():
 
     def memory(offload=False, is_forecast=False, **degrees):
         return rank_memory(net, job, degrees_of(Layout(pipefusion_degree=2, **degrees), ParallelConfig()),
-                           steps_kept=1 + is_forecast, offload=offload)
+                           MemorySettings(1 + is_forecast, offload))
 
     def kept(**settings):
         return memory(**settings).keys_values
@@ -187,7 +187,7 @@ def test_bytes_that_displaced_patches_keep(settings, times):
     net, job = Net(5, 64, 4, 12.0, 1e6), Job(100, 0, 20, branches=2)
     config = ParallelConfig(mode="manual", displaced_degree=2, **settings)
 
-    memory = rank_memory(net, job, degrees_of(config.layout, config), **memory_settings(config))
+    memory = rank_memory(net, job, degrees_of(config.layout, config), memory_settings(config))
 
     assert memory.keys_values == times * 2 * 2 * 100 * 64 * 5 * 2
 
@@ -213,28 +213,28 @@ def test_auto_spreads_weights_only_where_one_device_cannot_hold_them():
     assert layout == Layout(pipefusion_degree=2, ulysses_degree=2)
 
 
-@pytest.mark.parametrize("weights, count, a_machine, expected", [
+@pytest.mark.parametrize("weights, count, per_machine, expected", [
     (10e9, 2, 1, (Stages(2, 1), 1)), (10e9, 4, 2, (Stages(2, 2), 1)), (10e9, 3, 1, (Stages(3, 1), 1)),
     (60e9, 4, 2, (Stages(4, 1), 1)),
     (10e9, 4, 0, (None, 1)), (900e9, 4, 2, (Stages(4, 1), 1))])
-def test_machines_are_stages(weights, count, a_machine, expected):
+def test_machines_are_stages(weights, count, per_machine, expected):
     """Also where a model fits on one device: tokens are shared within a machine.
     Parts of a machine where it does not fit otherwise."""
-    spread = choose_spread(ParallelConfig(), model_of(weights), Devices([24e9] * count, a_machine))
+    spread = choose_spread(ParallelConfig(), model_of(weights), Devices([24e9] * count, per_machine))
 
     assert spread == expected
-    if a_machine:
-        assert a_machine % choose_layout(ParallelConfig(), count, 2, OF_24_HEADS, spread).ulysses_degree == 0
+    if per_machine:
+        assert per_machine % choose_layout(ParallelConfig(), count, 2, OF_24_HEADS, spread).ulysses_degree == 0
 
 
-def machines(network, count=4, a_machine=2):
+def machines(network, count=4, per_machine=2):
     """Of like devices, whose links within are as fast as PCIe and between as this many bytes a second."""
-    rates = {(name, size): 1e10 if size <= a_machine else network
+    rates = {(name, size): 1e10 if size <= per_machine else network
              for name in ("all_to_all", "hop", "all_reduce", "gather")
-             for size in {a_machine, count} - {1}}
-    latencies = {(name, size): 3e-5 if size <= a_machine else 3e-4 for name, size in rates}
+             for size in {per_machine, count} - {1}}
+    latencies = {(name, size): 3e-5 if size <= per_machine else 3e-4 for name, size in rates}
     return Machine((Device(1e14, 1e14, 1e12, memory_bytes=24e9),) * count,
-                   Links(rates, latencies=latencies, a_machine=a_machine))
+                   Links(rates, latencies=latencies, per_machine=per_machine))
 
 
 @pytest.mark.parametrize("network, branches, weights, expected", [
@@ -249,19 +249,19 @@ def test_what_machines_share_is_chosen_by_their_links(network, branches, weights
 
 
 @pytest.mark.parametrize("network", [1e10, 1e9, 1e6])
-@pytest.mark.parametrize("count, a_machine", [(4, 2), (2, 1), (6, 3)])
+@pytest.mark.parametrize("count, per_machine", [(4, 2), (2, 1), (6, 3)])
 @pytest.mark.parametrize("job", [Job(4096, 512, 20), Job(4096, 512, 20, branches=2), Job(4096, 512, 20, images=4)],
                          ids=str)
-def test_ranks_that_share_tokens_are_in_one_machine(network, count, a_machine, job):
+def test_ranks_that_share_tokens_are_in_one_machine(network, count, per_machine, job):
     """However fast the network is said to be; and with one image and one branch a machine works alone,
     instead of one device."""
-    chosen = plan_run(ParallelConfig(), machines(network, count, a_machine), model_of(5e9), job).chosen
-    unmeasured = choose_layout(EXACTLY, count, job.branches, OF_24_HEADS, a_machine=a_machine)
+    chosen = plan_run(ParallelConfig(), machines(network, count, per_machine), model_of(5e9), job).chosen
+    unmeasured = choose_layout(EXACTLY, count, job.branches, OF_24_HEADS, per_machine=per_machine)
 
-    assert a_machine % chosen.degrees.sequence == 0 and chosen.degrees.cfg == job.branches
-    assert chosen.degrees.sequence == a_machine or job.images > 1
-    assert chosen.working == (a_machine if job.branches == job.images == 1 else count) or job.images > 1
-    assert unmeasured.ulysses_degree * unmeasured.ring_degree == a_machine and unmeasured.cfg_degree == job.branches
+    assert per_machine % chosen.degrees.sequence == 0 and chosen.degrees.cfg == job.branches
+    assert chosen.degrees.sequence == per_machine or job.images > 1
+    assert chosen.working == (per_machine if job.branches == job.images == 1 else count) or job.images > 1
+    assert unmeasured.ulysses_degree * unmeasured.ring_degree == per_machine and unmeasured.cfg_degree == job.branches
 
 
 def test_where_nothing_approximate_is_allowed_machines_share_branches_and_images():
@@ -284,7 +284,7 @@ def test_where_nothing_approximate_is_allowed_auto_spreads_layers(devices, gigab
     splittable: degrees by which the file can be."""
     net = replace(model_of(30e9), **changes)
     assert choose_spread(EXACTLY, net, Devices([gigabytes * 1e9] * devices), splittable.__contains__) == expected
-    assert EXACTLY.patches_asked == 1 and degrees_of(Layout(pipefusion_degree=2), EXACTLY).num_patches == 1
+    assert EXACTLY.requested_patches == 1 and degrees_of(Layout(pipefusion_degree=2), EXACTLY).num_patches == 1
 
 
 @pytest.mark.parametrize("all_reduce, expected",
@@ -316,10 +316,10 @@ def test_branches_and_tokens_share_what_spread_layers_leave(branches, expected):
 def test_manual_stages_and_their_warm_up():
     config = ParallelConfig(mode="manual", pipefusion_degree=2, ring_degree=2, stage_blocks="1,3")
 
-    (roomy, _), (tight, _) = (choose_spread(config, model_of(weights), Devices([100] * 4)) for weights in (30, 60))
+    (unblocked, _), (tight, _) = (choose_spread(config, model_of(weights), Devices([100] * 4)) for weights in (30, 60))
 
-    assert roomy == Stages(2, 2, (1, 3), every_block=True) and tight == Stages(2, 2, (1, 3))
-    assert warmup_layout(config.layout, roomy) == Layout(ring_degree=4)
+    assert unblocked == Stages(2, 2, (1, 3), every_block=True) and tight == Stages(2, 2, (1, 3))
+    assert warmup_layout(config.layout, unblocked) == Layout(ring_degree=4)
     assert warmup_layout(config.layout, tight) == config.layout
 
 

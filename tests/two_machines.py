@@ -104,12 +104,12 @@ def tun(name):
 def carry(ends, options, is_cut):
     """Pass packets between two ends, for ever. None overtakes another, as on a cable."""
     # by where they go: (when, packet)
-    rng, under_way = random.Random(options.seed), {end: collections.deque() for end in ends}
+    rng, in_flight = random.Random(options.seed), {end: collections.deque() for end in ends}
     while True:
-        soonest_s = min((packets[0][0] for packets in under_way.values() if packets), default=None)
+        soonest_s = min((packets[0][0] for packets in in_flight.values() if packets), default=None)
         ready, _, _ = select.select(ends, [], [], None if soonest_s is None else max(0.0, soonest_s - time.monotonic()))
         for end, other in (ends, ends[::-1]):
-            packets, now_s = under_way[other], time.monotonic()
+            packets, now_s = in_flight[other], time.monotonic()
             if end in ready:
                 packet = os.read(end, 2 ** 16)
                 if 100 * rng.random() >= options.loss and not is_cut.is_set():

@@ -21,7 +21,7 @@ APPROXIMATE = ("allowed", "not allowed")
 DISPLACED_MODES = (AUTO, *MODES)
 FORMER_DEFAULTS = {"displaced_mode": "corrected_async_gn"}     # which older workflows name where nobody chose
 KINDS = {int: "whole number", float: "number", str: "text", bool: "yes or no"}
-MOST_SHOWN = 60                            # characters of a value that is none of these
+MAX_SHOWN = 60                            # characters of a value that is none of these
 
 PIPEFUSION = ("num_patches", "stage_blocks", "warmup", "offload_keys_values")          # what only PipeFusion reads
 BOTH = ("warmup_steps", "forecast_keys_values")                # and what displaced patches read too
@@ -59,7 +59,7 @@ class ParallelConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, (int, float) if field.type is float else field.type):
-                raise ConfigError(f"{field.name}={str(value)[:MOST_SHOWN]} is no {KINDS[field.type]}.")
+                raise ConfigError(f"{field.name}={str(value)[:MAX_SHOWN]} is no {KINDS[field.type]}.")
 
     @property
     def num_stage_blocks(self):
@@ -88,12 +88,12 @@ class ParallelConfig:
         return text
 
     @property
-    def patches_asked(self):
+    def requested_patches(self):
         """num_patches; one patch, with which nothing is stale, in auto mode where nothing approximate is allowed."""
         return 1 if self.mode == "auto" and self.approximate == "not allowed" else self.num_patches
 
     @property
-    def steps_kept(self):
+    def cached_steps(self):
         """Of how many steps stale keys and values are kept: of two, where they are forecast."""
         displaced = MODES.get(self.displaced_mode) if self.mode == "manual" and self.displaced_degree > 1 else None
         # auto chooses none of those
@@ -143,7 +143,7 @@ def resolve_devices(devices, num_cuda_devices, mode="manual"):
     return (own or tuple(cuda) or ("cpu",)) + tuple(others)
 
 
-def devices_a_machine(devices):
+def devices_per_machine(devices):
     """The largest size of groups of neighbours, of what resolve_devices gives, that lie within one machine;
     0: there is one machine."""
     counts = collections.Counter(map(machine_of, devices))

@@ -21,9 +21,9 @@ def available_memory(cgroups=CGROUPS):
         try:
             own_limit = int((cgroups / most).read_text())      # "max": ValueError
             fields = dict(line.split() for line in (cgroups / statistics).read_text().splitlines())
-            own_room = own_limit - int((cgroups / used).read_text()) + int(fields.get(field, 0))
+            own_available = own_limit - int((cgroups / used).read_text()) + int(fields.get(field, 0))
         except (OSError, ValueError):
             continue
         if own_limit < limit:
-            room, limit = min(room, max(0, own_room)), own_limit
+            room, limit = min(room, max(0, own_available)), own_limit
     return room, limit

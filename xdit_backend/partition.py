@@ -191,7 +191,7 @@ def stage_of(rank, stages):
     return rank // stages.sequence_degree % stages.pipefusion_degree
 
 
-def holders(num_ranks, spec):
+def ranks_by_part(num_ranks, spec):
     """The ranks that hold the same weights of a ModelSpec: a list of ranks for each part of the model."""
     parts = {}
     for rank in range(num_ranks):

@@ -58,16 +58,16 @@ def test_a_plan_says_what_is_chosen_what_it_takes_and_what_limits_it(flux, tmp_p
             and "Why: devices are busy" in text)
 
 
-@pytest.mark.parametrize("a_machine, exactly, expected", [
+@pytest.mark.parametrize("per_machine, exactly, expected", [
     (2, [], "PipeFusion 2 x (Ulysses|Ring) 2, [48] patches"), (2, ["--exact"], "data 2 x (Ulysses|Ring) 2"),
     (0, [], "Ring 2 x Ulysses 2|Ulysses 4|Ring 4")])
-def test_a_plan_of_two_machines_keeps_tokens_within_one(flux, tmp_path, capsys, a_machine, exactly, expected):
+def test_a_plan_of_two_machines_keeps_tokens_within_one(flux, tmp_path, capsys, per_machine, exactly, expected):
     """Of the same measurements, which show a fast network."""
     links = {name: sizes | {"4": {"bytes_s": 5e9}} for name, sizes in LINKS.items()}
     text = planned(flux, tmp_path, capsys, "--branches", "1", *exactly, card=CARD | {"memory_bytes": 48e9}, count=4,
-                   links=links, a_machine=a_machine)
+                   links=links, per_machine=per_machine)
 
-    assert ("on 4 x a card, 2 a machine\n" in text) == (a_machine == 2)
+    assert ("on 4 x a card, 2 a machine\n" in text) == (per_machine == 2)
     assert re.search(rf"Plan: ({expected}), about ", text), text
     assert ("Machines are stages" in text) == expected.startswith("PipeFusion")
 

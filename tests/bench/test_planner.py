@@ -14,7 +14,7 @@ from xdit_backend.bench import planner, published
 from xdit_backend.bench.planner import fit, memory_errors, predict, probe_rows, read_memory_rows, score
 from xdit_backend.bench.published import NETS, read_rows
 from xdit_backend.forecast.cost import Degrees, Job
-from xdit_backend.forecast.memory import rank_memory
+from xdit_backend.forecast.memory import MemorySettings, rank_memory
 from xdit_backend.protocol.errors import ConfigError
 
 COLUMNS = ("id,source,model,resolution,frames,tokens,text_tokens,steps,cfg_branches,gpu,number,link,machine,layout,"
@@ -98,7 +98,8 @@ def test_the_command_prints_all_models_and_links(table, tmp_path, capsys):
     lines = []
     for layout in ({}, {"pipefusion": 4}, {"ulysses": 4}):
         degrees = Degrees(**layout)
-        formula = 7 + rank_memory(NETS["flux.1-dev"], Job(4096, 512, 1), degrees, told_copies=2).total / 1e9
+        formula = 7 + rank_memory(NETS["flux.1-dev"], Job(4096, 512, 1), degrees,
+                                  MemorySettings(exchanged_copies=2)).total / 1e9
         lines.append({"model": "flux.1-dev", "number": degrees.devices, "tokens": 4096, "text_tokens": 512,
                       "cfg_branches": 1, "gb": formula, **{name: layout.get(name, 1) for name in published.DEGREES}})
     memory = write(tmp_path / "memory.csv", names, lines)

@@ -18,7 +18,7 @@ from xdit_backend.checkpoints.transformer import block_bytes, build, held_bytes
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import SINGLE
 from xdit_backend.hooks.transformer import Hooks
-from xdit_backend.hooks.unet import RowHooks
+from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.specs import ModelSpec
 from xdit_backend.worker.models import Loaded
@@ -48,7 +48,7 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     model, config = transformer.model, transformer.config
     assert sum(t.numel() * t.element_size()
                for t in (*model.parameters(), *model.buffers())) == held_bytes(model, family, spec)
-    loaded = Loaded(transformer, (RowHooks if family.by_rows else Hooks)(model, family.plan), dtype, range(0))
+    loaded = Loaded(transformer, (UNetHooks if family.is_unet else Hooks)(model, family.plan), dtype, range(0))
     latent, timestep, conditioning = asked(family, config)
     conditioning = rounded(conditioning, dtype)
     if family.parts:
@@ -149,7 +149,7 @@ def test_a_published_model_in_float8_takes_a_byte_a_parameter(name, config, tabl
     with torch.device("meta"):
         model = build(family, {**defaults(family), **config})
     spec = ModelSpec("model", name, "file", "float8_e4m3fn", "bfloat16")
-    blocks = [block for list_ in family.plan.blocks for block in model.get_submodule(list_.name)]
+    blocks = [block for list_ in family.blocks for block in model.get_submodule(list_.name)]
 
     assert held_bytes(model, family, spec) == sum(parameter.numel() for parameter in model.parameters()) + tables
     assert block_bytes(model, family, spec) == [sum(parameter.numel() for parameter in block.parameters())

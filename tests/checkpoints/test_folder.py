@@ -75,8 +75,8 @@ def test_a_part_alone_is_read_with_what_is_beside_it(tmp_path):
     found = read_folder(folder / "transformer_2")
 
     assert {file.parent.name for file in found.files} == {"transformer_2"}
-    assert (found.beside == {"model_index": read_json(folder / "model_index.json")}
-            and folder / "model_index.json" in found.said)
+    assert (found.other_configs == {"model_index": read_json(folder / "model_index.json")}
+            and folder / "model_index.json" in found.config_files)
 
 
 def test_a_folder_is_found_elsewhere_by_its_content(tmp_path):

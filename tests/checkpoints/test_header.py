@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from xdit_backend.checkpoints.checkpoint import PREFIXES, open_checkpoint
-from xdit_backend.checkpoints.nearest import _Asked
+from xdit_backend.checkpoints.nearest import _RecordedShapes
 from xdit_backend.checkpoints.recognise import NOT_IN_DIFFUSERS, NOT_RUN, recognise
 from xdit_backend.models import FAMILIES
 from xdit_backend.protocol.errors import CheckpointError
@@ -464,7 +464,7 @@ def test_published_models_are_recognised_with_any_prefix(tmp_path, name, prefix)
 
 def needed_of(family, shapes):
     """Names that the family's recognition asks a file for, and that are there."""
-    asked = _Asked(shapes)
+    asked = _RecordedShapes(shapes)
     assert FAMILIES[family].recognise(asked)
     return sorted({*asked.found})
 
@@ -474,7 +474,7 @@ TELLING = {"LongCat-Image": "txt_in.weight", "CogVideoX": "patch_embed.proj.weig
            "Kandinsky 5": "visual_embeddings.in_layer.weight"}
 
 
-@pytest.mark.parametrize("name", [name for name, (family, _, _) in PUBLISHED.items() if not FAMILIES[family].by_rows])
+@pytest.mark.parametrize("name", [name for name, (family, _, _) in PUBLISHED.items() if not FAMILIES[family].is_unet])
 def test_a_file_that_lacks_one_tensor_is_said_to_be_nearly_of_its_family(tmp_path, name):
     family, shapes, _ = PUBLISHED[name]
     for needed in needed_of(family, shapes):

@@ -33,7 +33,7 @@ def test_published_sizes(name, published, sums):
     within(abs(net.parameters / known.parameters - 1), 0.01)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.by_rows])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.is_unet])
 def test_every_family_has_a_net(name):
     family = FAMILIES[name]
     net = net_of(family, family.tiny.config)

@@ -39,7 +39,7 @@ def shapes_of():
 
 def look_at(path):
     header = open_checkpoint(path)
-    model = header.outline()                                   # which tells in words what config cannot be made of
+    model = header.meta_model()                                   # which tells in words what config cannot be made of
     return header.config, model
 
 
@@ -50,7 +50,7 @@ def test_a_whole_file_has_all_that_is_needed(tmp_path, shapes_of, kind):
     config, model = look_at(tmp_path / "model.safetensors")
 
     assert families()[kind].num_blocks(config) == sum(len(model.get_submodule(list_.name))
-                                                      for list_ in families()[kind].plan.blocks)
+                                                      for list_ in families()[kind].blocks)
 
 
 @pytest.mark.parametrize("kind", by_default(FEW_FAMILIES, [kind for kind in families() if kind not in VARIANTS]))

@@ -35,7 +35,7 @@ def test_quantised_weights_equal_the_dequantised_ones(file_of, tmp_path, kind, q
     # a number is rounded to bfloat16 once, where it is unpacked
     close(half, half_want, 1e-5)
     header = open_checkpoint(path)
-    model, spec = header.outline(quantisation), header.spec("float32", "float32", quantisation=quantisation)
+    model, spec = header.meta_model(quantisation), header.spec("float32", "float32", quantisation=quantisation)
     held = held_bytes(model, family, spec)
     loaded = load_transformer(spec, CPU).model
     assert held == sum(tensor.nbytes for tensor in (*loaded.parameters(), *loaded.buffers()))
@@ -44,7 +44,7 @@ def test_quantised_weights_equal_the_dequantised_ones(file_of, tmp_path, kind, q
     rows_columns = [shape for shape in shapes if quantisation == "int8" or shape[1] % 64 == 0]
     saved = sum(3 * rows * columns - 4 * rows if quantisation == "int8" else rows * columns // 64 * (256 - 36)
                 for rows, columns in rows_columns)
-    assert len(rows_columns) > 10 and held == held_bytes(header.outline(), family, spec) - saved
+    assert len(rows_columns) > 10 and held == held_bytes(header.meta_model(), family, spec) - saved
 
 
 @pytest.mark.parametrize("type_", ["INT8", "F8_E4M3"])

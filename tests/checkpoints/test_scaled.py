@@ -31,8 +31,8 @@ def test_a_scaled_file_equals_comfyuis_and_the_dequantised_one(file_of, tmp_path
     close(result, want, 1e-5)
     assert relative_error(result, exact) > 1e-3
     header = open_checkpoint(path)
-    held = held_bytes(header.outline(), family, header.spec("float32", "float32"))
-    plain = held_bytes(open_checkpoint(file_of(kind)).outline(), family, header.spec("float32", "float32"))
+    held = held_bytes(header.meta_model(), family, header.spec("float32", "float32"))
+    plain = held_bytes(open_checkpoint(file_of(kind)).meta_model(), family, header.spec("float32", "float32"))
     numbers = sum(header.shapes[name][0] * header.shapes[name][1] for name in matrices(path))
     scales = 4 * sum(count for _, count in header.scales.values())
     # one for each part

@@ -54,11 +54,11 @@ def check(path, names_read, own):
     all_names = list(names_read)
     names_read.clear()
     _, part = load(path, own)
-    lists = [name for list_ in family.plan.blocks for name in [list_.name] for _ in whole.get_submodule(name)]
+    lists = [name for list_ in family.blocks for name in [list_.name] for _ in whole.get_submodule(name)]
     starts = {name: lists.index(name) for name in lists}
-    twins = {list_.twins: list_.name for list_ in family.plan.blocks}
+    paired = {list_.paired: list_.name for list_ in family.blocks}
     for (name, tensor), other in zip(whole.named_parameters(), part.parameters()):
-        name = twins.get(name.partition(".")[0], name.partition(".")[0]) + name[len(name.partition(".")[0]):]
+        name = paired.get(name.partition(".")[0], name.partition(".")[0]) + name[len(name.partition(".")[0]):]
         list_ = next((prefix for prefix in starts if name.startswith(f"{prefix}.")), None)
         block = None if list_ is None else starts[list_] + int(name[len(list_) + 1:].partition(".")[0])
         here = block is None or block in own or name.startswith(family.plan.outside)
@@ -66,7 +66,7 @@ def check(path, names_read, own):
         assert not here or torch.equal(tensor, other), name
     assert len(set(names_read)) == len(names_read) < len(all_names)
     read = sum(tensor.numel() for tensor in part.parameters() if not tensor.is_meta)
-    sizes = [size for size, _ in block_sizes(whole, family.plan)]
+    sizes = [size for size, _ in block_sizes(whole, family)]
     beside = sum(tensor.numel() for name, tensor in whole.named_parameters() if name.startswith(family.plan.outside)
                  and 0 not in own)
     assert read == sum(tensor.numel()

@@ -41,8 +41,8 @@ def check(path, dtypes, degree=2, quantisation=""):
         for name, buffer in model.named_buffers():
             assert torch.equal(buffer, splits[name].own(buffers[name], degree, rank) if name in splits
                                else buffers[name]), name
-        blocks = tuple(f"{name}." for name in (*(name for list_ in family.plan.blocks for name in list_.names),
-                                               *family.plan.beside))
+        blocks = tuple(f"{name}." for name in (*(name for list_ in family.blocks for name in list_.names),
+                                               *family.plan.unstaged_blocks))
         linears = [name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear)
                    and name.startswith(blocks)
                    and not name.endswith(tuple(f".{path}" for path in family.plan.unsplit))]

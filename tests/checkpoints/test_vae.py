@@ -14,7 +14,7 @@ from tests.tiers import by_default
 from tests.tolerances import close
 from xdit_backend.autoencoders import FAMILIES
 from xdit_backend.autoencoders.family import replaced
-from xdit_backend.autoencoders.hunyuan_video import CarriedFrames
+from xdit_backend.autoencoders.hunyuan_video import FrameCache
 from xdit_backend.autoencoders.kl import kl_config
 from xdit_backend.checkpoints.vae import load_autoencoder
 from xdit_backend.parallel.vae import decode_rows, encode_rows
@@ -218,11 +218,11 @@ def everything_kept(module, args, kwargs, output):
 
 @pytest.mark.parametrize("kind, way, name, mutant", [
     ("hunyuan", "decode", "hunyuan_video.LATENT_FRAMES", 4),
-    ("hunyuan", "decode", "hunyuan_video.CarriedFrames.next_piece", CarriedFrames.forget),
+    ("hunyuan", "decode", "hunyuan_video.FrameCache.next_piece", FrameCache.forget),
     ("hunyuan", "decode", "hunyuan_video.replaced", masked),
     ("hunyuan", "encode", "hunyuan_video.FRAMES", 4),
     ("hunyuan", "encode", "hunyuan_video.replaced", masked),
-    ("hunyuan 1.5", "decode", "hunyuan_video.CarriedFrames.next_piece", CarriedFrames.forget),
+    ("hunyuan 1.5", "decode", "hunyuan_video.FrameCache.next_piece", FrameCache.forget),
     ("hunyuan 1.5", "decode", "hunyuan_video15.replaced", masked),
     ("cogvideox", "decode", "cogvideox.LATE_FRAMES", 8),
     ("cogvideox, one frame more", "encode", "cogvideox.FRAMES", 16),

@@ -9,6 +9,7 @@ import pytest
 from tests.tolerances import within
 from xdit_backend.forecast.choice import Machine, are_alike, candidates, choose, forecast, forecasts, is_worth_it
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
+from xdit_backend.forecast.memory import MemorySettings
 from xdit_backend.forecast.seconds import run_seconds
 
 FLUX = Net(57, 3072, 24, 12.0, 11.9e9, text_once=True)
@@ -36,12 +37,12 @@ EIGHT = machine(8, A100, NVLINK)
 def test_links_of_a_machine_say_nothing_of_the_network():
     """Three of two machines' four devices leave the first; so do two of six where a machine has three."""
     rates = {("hop", 2): 1e10, ("hop", 4): 1e8}
-    apart, together = Links(rates, latencies=rates, a_machine=2), Links(rates, latencies=rates)
+    apart, together = Links(rates, latencies=rates, per_machine=2), Links(rates, latencies=rates)
 
     assert [apart.rate("hop", size)
             for size in (2, 3, 4)] == [apart.latency("hop", size) for size in (2, 3, 4)] == [1e10, 1e8, 1e8]
     assert 1e8 < together.rate("hop", 3) < 1e10
-    odd = Links({("hop", 2): 1e8, ("hop", 3): 1e10, ("hop", 6): 1e8}, a_machine=3)
+    odd = Links({("hop", 2): 1e8, ("hop", 3): 1e10, ("hop", 6): 1e8}, per_machine=3)
     assert [odd.rate("hop", size) for size in (2, 3, 4)] == [1e8, 1e10, 1e8]
 
 
@@ -52,7 +53,7 @@ def test_stages_on_two_machines_wait_for_the_network_that_their_ranks_share():
     degrees = Degrees(pipefusion=2, ulysses=2, num_patches=2)
     # of the two ranks' halves of one of two patches, in bfloat16
     hop_s = 4096 * FLUX.width * 2 / 2 / 1e6
-    slow, fast = (sum(run_seconds(FLUX, job, degrees, device, Links(rates, a_machine=size)).values())
+    slow, fast = (sum(run_seconds(FLUX, job, degrees, device, Links(rates, per_machine=size)).values())
                   for size in (2, 0))
 
     assert 2 * 19 * hop_s < slow < 2.3 * 20 * hop_s
@@ -147,8 +148,8 @@ def test_memory_adds_up_over_ranks():
     within(abs(4 * four.keys_values / (2 * (4096 + 512) * 3072 * 56 * 2) - 1), 1e-12)      # 2 B (S + S_t) h
     within(abs(4 * shards.activations / (one.activations) - 1), 1e-12)
     assert forecast(FLUX, job, Degrees(pipefusion=4, warmup_by_sequence=True), EIGHT).memory.weights == one.weights
-    twice, away = (forecast(net, job, Degrees(pipefusion=4), EIGHT, **more).memory
-                   for more in ({"steps_kept": 2}, {"offload": True}))
+    twice, away = (forecast(net, job, Degrees(pipefusion=4), EIGHT, settings).memory
+                   for settings in (MemorySettings(cached_steps=2), MemorySettings(offload=True)))
     assert twice.keys_values == 2 * four.keys_values
     # two blocks' are on the device
     assert away.host == four.keys_values and away.keys_values == 2 / (56 / 4) * four.keys_values

@@ -7,7 +7,7 @@ import pytest
 
 from xdit_backend.forecast.choice import Machine
 from xdit_backend.forecast.cost import Device, Links
-from xdit_backend.forecast.files import as_said, machine_of, read_machine
+from xdit_backend.forecast.files import machine_of, read_machine, to_json
 from xdit_backend.protocol.errors import ConfigError
 
 DEVICE = {"matrix_flops_s": 1e14, "attention_flops_s": 1e14, "memory_bytes_s": 1e12}
@@ -18,9 +18,9 @@ def test_a_machine_is_read_as_it_was_written(tmp_path):
     fast = Device(1e14, 2e14, 1e12, half_rows=0.0, name="fast", memory_bytes=24e9, narrow_share=0.7)
     rates = {("all_to_all", 2): 1e10, ("hop", 2): 2e10, ("gather", 2): 3e9}
     machine = Machine((fast, replace(fast, name="slow", matrix_flops_s=5e13)),
-                      Links(rates, 1e-5, 0.6, dict.fromkeys(rates, 0.0001), a_machine=1), alone=1.2)
+                      Links(rates, 1e-5, 0.6, dict.fromkeys(rates, 0.0001), per_machine=1), alone=1.2)
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps(as_said(machine, {"cards": "fast, slow"})))
+    path.write_text(json.dumps(to_json(machine, {"cards": "fast, slow"})))
 
     assert read_machine(path) == machine
 

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.tolerances import within
+from xdit_backend.forecast.calibration import MIN_FACTOR, Calibration, after, calibrated
 from xdit_backend.forecast.choice import Machine, forecast
 from xdit_backend.forecast.cost import Degrees, Device, Job, Links, Net
-from xdit_backend.forecast.learning import LEAST_FACTOR, Learnt, after, as_learnt
 from xdit_backend.forecast.words import plan_words
 from xdit_backend.host import measurements
 
@@ -15,31 +15,31 @@ PAIR = Machine((CARD, CARD), Links({("all_to_all", 2): 1e10, ("hop", 2): 1e10}))
 
 
 def test_a_factor_becomes_what_runs_take():
-    learnt = after(None, 1.3)
-    within(abs(learnt.factor - 1.3), 1e-12)
+    calibration = after(None, 1.3)
+    within(abs(calibration.factor - 1.3), 1e-12)
     for _ in range(20):
-        learnt = after(learnt, 0.8)
+        calibration = after(calibration, 0.8)
 
-    within(abs(learnt.factor - 0.8), 0.01)
-    assert learnt.count == 21 and after(None, 1e9).factor == 1 / LEAST_FACTOR
+    within(abs(calibration.factor - 0.8), 0.01)
+    assert calibration.count == 21 and after(None, 1e9).factor == 1 / MIN_FACTOR
 
 
 def test_one_device_takes_what_was_learnt_and_links_stay():
-    known = {("Flux.1", "a card"): Learnt(1.5, 3), ("Wan", "a card"): Learnt(2.0, 1),
-             ("Flux.1", "another"): Learnt(3.0, 1)}
-    machine = as_learnt(PAIR, known, "Flux.1")
+    known = {("Flux.1", "a card"): Calibration(1.5, 3), ("Wan", "a card"): Calibration(2.0, 1),
+             ("Flux.1", "another"): Calibration(3.0, 1)}
+    machine = calibrated(PAIR, known, "Flux.1")
 
     one, before = (forecast(FLUX, JOB, Degrees(data=2), each).seconds for each in (machine, PAIR))
     within(abs(one / before - 1.5), 1e-9)
-    assert machine.links is PAIR.links and as_learnt(PAIR, known, "SD3") is PAIR
+    assert machine.links is PAIR.links and calibrated(PAIR, known, "SD3") is PAIR
 
 
 def test_what_was_learnt_is_kept_beside_the_probe(tmp_path):
     for ratio in (1.2, 1.2):
-        measurements.learn(tmp_path / "xdit", "Flux.1", "a card", ratio)
-    known = measurements.learnt(tmp_path / "xdit")
+        measurements.record_run(tmp_path / "xdit", "Flux.1", "a card", ratio)
+    known = measurements.calibrations(tmp_path / "xdit")
 
-    assert known["Flux.1", "a card"].count == 2 and measurements.learnt(tmp_path) == {}
+    assert known["Flux.1", "a card"].count == 2 and measurements.calibrations(tmp_path) == {}
     within(abs(known["Flux.1", "a card"].factor - 1.2), 1e-12)
 
 
@@ -48,7 +48,7 @@ def test_what_was_learnt_is_kept_beside_the_probe(tmp_path):
 def test_what_cannot_be_read_teaches_nothing(tmp_path, said):
     (tmp_path / measurements.RUNS).write_text(said)
 
-    assert measurements.learnt(tmp_path) == {}
+    assert measurements.calibrations(tmp_path) == {}
 
 
 def test_words_say_a_range_until_it_was_measured():

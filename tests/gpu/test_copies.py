@@ -4,9 +4,9 @@ they are right, and the process does not wait for them."""
 import pytest
 import torch
 
-from xdit_backend.parallel.key_values import Kept, Offload
+from xdit_backend.parallel.key_values import KeyValueEntry, Offload
 from xdit_backend.protocol.segments import SegmentStore
-from xdit_backend.protocol.transfers import Ferry, on_device
+from xdit_backend.protocol.transfers import StagingBuffers, on_device
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,8 @@ def kept_by(device, shape, steps=4, num_entries=3):
     """What attentions see and what host memory holds after steps over patches,
     on a device that is late with everything."""
     offload, seen = Offload(device), []
-    entries = [Kept(offload.home(shape, torch.zeros(0, dtype=torch.float16)), 0) for _ in range(num_entries)]
+    entries = [KeyValueEntry(offload.host_buffer(shape, torch.zeros(0, dtype=torch.float16)), 0)
+               for _ in range(num_entries)]
     quarter = shape[3] // 4
 
     def late():
@@ -54,7 +55,7 @@ def test_offloaded_keys_and_values_are_right_on_a_late_device(batch):
 
 def test_the_process_does_not_wait_for_what_it_offloads():
     offload = Offload(CUDA)
-    entry = Kept(offload.home(SHAPE, torch.zeros(0, dtype=torch.float16)), 0)
+    entry = KeyValueEntry(offload.host_buffer(SHAPE, torch.zeros(0, dtype=torch.float16)), 0)
     here, done = offload.buffer(entry), torch.cuda.Event()
     torch.cuda.synchronize()
 
@@ -83,7 +84,7 @@ def test_the_process_does_not_wait_for_a_small_tensor():
 def test_shared_memory_travels_in_pieces(on_disk, monkeypatch):
     """Also where it overflowed to disk, as in a container with 64 MB of /dev/shm: nothing is page-locked in place."""
     monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("page-locks memory that is not its own"))
-    store, ferry = SegmentStore(), Ferry(CUDA, 2 ** 22)
+    store, staging = SegmentStore(), StagingBuffers(CUDA, 2 ** 22)
     try:
         if on_disk:
             store.folder, store.overflow_folder = store.overflow_folder, store.folder
@@ -91,10 +92,10 @@ def test_shared_memory_travels_in_pieces(on_disk, monkeypatch):
         _, back = store.create((3, 5, 2 ** 20), torch.float32)
         given.copy_(torch.randn(given.shape))
 
-        there = ferry.bring(given)
+        there = staging.to_device(given)
         torch.cuda._sleep(A_WHILE)
         there += 1
-        ferry.fetch(there, back)
+        staging.to_host(there, back)
 
         assert torch.equal(back, given + 1)
     finally:
@@ -102,12 +103,12 @@ def test_shared_memory_travels_in_pieces(on_disk, monkeypatch):
 
 
 def test_pieces_are_right_under_a_late_device():
-    ferry, source = Ferry(CUDA, 2 ** 20), torch.randn(2 ** 22)
+    staging, source = StagingBuffers(CUDA, 2 ** 20), torch.randn(2 ** 22)
     target = torch.zeros(2 ** 22)
 
     torch.cuda._sleep(A_WHILE)
-    there = ferry.bring(source)
+    there = staging.to_device(source)
     torch.cuda._sleep(A_WHILE)
-    ferry.fetch(there * 2, target)
+    staging.to_host(there * 2, target)
 
     assert torch.equal(target, source * 2)

@@ -7,12 +7,22 @@ from unittest import mock
 
 import pytest
 
-from xdit_backend.host import launcher, opened, requests, watch
+from xdit_backend.host import launcher, requests, resources, watch
 from xdit_backend.host.launcher import WorkerGroup
-from xdit_backend.host.requests import outlives
+from xdit_backend.host.requests import can_continue
 from xdit_backend.protocol.channel import Channel
 from xdit_backend.protocol.errors import WorkerDiedError, WorkerFailedError
-from xdit_backend.protocol.messages import Abandon, Beat, Decode, Done, Failed, LoadModel, Phase, Probe, ReportMemory
+from xdit_backend.protocol.messages import (
+    Abandon,
+    Decode,
+    Done,
+    Failed,
+    Heartbeat,
+    LoadModel,
+    Phase,
+    Probe,
+    ReportMemory,
+)
 from xdit_backend.protocol.segments import Segment
 from xdit_backend.protocol.specs import ModelSpec
 
@@ -25,10 +35,10 @@ class PretendedGroup(WorkerGroup):
     def _launch(self, variables, check):
         self.workers = {}
 
-    def _greet(self, party, on_phase, check):
+    def _greet(self, group_start, on_phase, check):
         for rank in range(len(self.devices)):
             ours, theirs = multiprocessing.Pipe()
-            self._opened.channels[rank], self.workers[rank] = Channel(ours), Channel(theirs)
+            self._resources.channels[rank], self.workers[rank] = Channel(ours), Channel(theirs)
 
     def answer(self, request, failed=(), done=(), exchanged=True):
         for rank in failed:
@@ -38,7 +48,7 @@ class PretendedGroup(WorkerGroup):
 
     @property
     def goes_on(self):
-        return len(self._opened.channels) == len(self.devices)
+        return len(self._resources.channels) == len(self.devices)
 
 
 def all_that_came(worker):
@@ -66,7 +76,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (launcher, opened, requests, watch):
+    for module in (launcher, resources, requests, watch):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -94,7 +104,7 @@ def with_devices(*devices):
     (("cuda:0",), [failure(0, False, kind="AcceleratorError")], False),
     (("cuda:0",), [failure(0, False, kind="RuntimeError", message="CUDA error: an illegal memory access")], False)])
 def test_a_group_outlives_a_failure_only_where_no_exchange_can_be_left(devices, failures, goes_on):
-    assert outlives(devices, failures) is goes_on
+    assert can_continue(devices, failures) is goes_on
 
 
 @with_devices(TWO_GPUS, ("cpu", "cpu"))
@@ -183,16 +193,16 @@ def test_a_worker_that_beats_may_take_as_long_as_it_needs(group, clock, monkeypa
     request = group.post(lambda request: Decode(request, "vae", Segment("/a", "float32", (1,)),
                                                 Segment("/b", "float32", (1,))))
     group.answer(request, done=[0])
-    beats = iter(range(8))
+    heartbeats = iter(range(8))
 
-    def beat():
+    def heartbeat():
         clock.sleep(0.1)
-        if next(beats, None) is not None:
-            group.workers[1].send(Beat(1, request, 0, False))
+        if next(heartbeats, None) is not None:
+            group.workers[1].send(Heartbeat(1, request, 0, False))
     with pytest.raises(WorkerDiedError, match=r"rank 1 \(cpu\) has given no sign of life for \d s while decoding"):
-        group.wait([request], check=beat)
+        group.wait([request], check=heartbeat)
 
-    assert next(beats, None) is None and not group.goes_on
+    assert next(heartbeats, None) is None and not group.goes_on
 
 
 @with_devices(("cpu", "cpu"))
@@ -202,14 +212,14 @@ def test_ranks_that_all_wait_for_each_other_and_get_nothing_hang(group, clock, m
     request = group.post(lambda request: Probe(request, "float32"), doing="step 2 of 9")
     group.workers[0].send(Phase(0, "measuring", 3, 4))
 
-    def beat():
+    def heartbeat():
         clock.sleep(0.1)
-        group.workers[0].send(Beat(0, request, 7, True))
-        group.workers[1].send(Beat(1, request, 8, True))
+        group.workers[0].send(Heartbeat(0, request, 7, True))
+        group.workers[1].send(Heartbeat(1, request, 8, True))
     with pytest.raises(WorkerDiedError, match=r"rank 0 \(cpu\) hangs while measuring \(step 2 of 9\), measuring 3 of "
                                               r"4: rank 0 \(cpu\) and rank 1 \(cpu\) waited for other ranks, and "
                                               r"nothing has come for \d s"):
-        group.wait([request], check=beat)
+        group.wait([request], check=heartbeat)
 
     assert not group.goes_on
 
@@ -219,24 +229,24 @@ def test_ranks_that_all_wait_for_each_other_and_get_nothing_hang(group, clock, m
 def test_who_waits_for_a_rank_that_gets_on_does_not_hang(group, clock, monkeypatch, gets_on):
     monkeypatch.setenv("XDIT_SILENCE_TIMEOUT_S", "0.5")
     request = group.post(ReportMemory)
-    beats = iter(range(12))
+    heartbeats = iter(range(12))
 
-    def beat():
+    def heartbeat():
         clock.sleep(0.1)
-        if (index := next(beats, None)) is None:
+        if (index := next(heartbeats, None)) is None:
             group.answer(request, done=[0, 1])
         elif gets_on == "answers" and index == 8:
             # the other one got what it waited for then, and beats later
             group.answer(request, done=[1])
         elif gets_on == "answers" and index > 3:
-            group.workers[0].send(Beat(0, request, 7, True))
-            group.workers[1].send(Beat(1, request, 0, False))
+            group.workers[0].send(Heartbeat(0, request, 7, True))
+            group.workers[1].send(Heartbeat(1, request, 0, False))
         else:
-            group.workers[0].send(Beat(0, request, 7, True))
-            group.workers[1].send(Beat(1, request + index * (gets_on == "began anew"),
+            group.workers[0].send(Heartbeat(0, request, 7, True))
+            group.workers[1].send(Heartbeat(1, request + index * (gets_on == "began anew"),
                                        8 + index * (gets_on == "gets what it waits for"), gets_on != "computes"))
 
-    assert group.wait([request], check=beat)[0] == request and group.goes_on
+    assert group.wait([request], check=heartbeat)[0] == request and group.goes_on
 
 
 @with_devices(("cpu", "cpu"))

@@ -17,7 +17,7 @@ from tests.host.conftest import call_of, layout
 from tests.models.zoo import example
 from tests.tolerances import within
 from tests.worker_processes import below
-from xdit_backend.host import logs, opened, preflight, torchrun
+from xdit_backend.host import logs, preflight, resources, torchrun
 from xdit_backend.host.client import Client
 from xdit_backend.host.launcher import WorkerGroup
 from xdit_backend.host.torchrun import environment_of
@@ -128,8 +128,8 @@ def test_a_killed_worker_fails_the_request_by_name_and_the_client_starts_anew(
     try:
         want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
         victim = int(client.report_memory()[1]["pid"])
-        (client.group._opened.traces.folder / logs.TORCHRUN).unlink()
-        monkeypatch.setattr(logs, "LEAST_BYTES", 2 ** 62)
+        (client.group._resources.traces.folder / logs.TORCHRUN).unlink()
+        monkeypatch.setattr(logs, "MIN_BYTES", 2 ** 62)
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match=r"Worker rank 1 \(cpu\) died \(exit code -9, killed\)") as died:
             client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
@@ -218,7 +218,7 @@ def test_a_killed_torchrun_is_replaced_by_a_new_group(client, spec_of):
     want, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
     old, folder = [psutil.Process(int(numbers["pid"]))
                    for numbers in client.report_memory().values()], client.group.segments.folder
-    torchrun = client.group._opened.process
+    torchrun = client.group._resources.process
     torchrun.kill()
     assert torchrun.wait_ended(30)
     result, = client.predict(spec_of("SD3"), layout(ring=2), 4, [call])
@@ -332,7 +332,7 @@ def test_a_process_that_a_host_forked_neither_removes_its_files_nor_keeps_them_w
 def test_what_the_system_refuses_at_the_start_is_told_with_what_to_do(tmp_path, monkeypatch):
     place = tmp_path / ("long" * 30)
     place.mkdir()
-    for module in (opened, segments):
+    for module in (resources, segments):
         monkeypatch.setattr(module, "folders_of", lambda name: (place / name, place / name))
 
     with pytest.raises(WorkerStartError, match=f"cannot be started: AF_UNIX path too long. They need a little room in "

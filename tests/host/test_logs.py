@@ -18,7 +18,7 @@ PRINTS = """
 import os, sys
 from xdit_backend.worker import output
 output.take_over(sys.argv[1])
-output.MOST_BYTES = 100
+output.MAX_BYTES = 100
 for number in range(50):
     print("line", number, flush=True)
     os.write(2, b"x" * 10)
@@ -106,7 +106,7 @@ def test_a_file_of_output_begins_anew_when_it_is_large(tmp_path):
     assert path.stat().st_size <= 100 and before.stat().st_size <= 100 + 20
     assert (before.read_text() + path.read_text()).endswith(
         "".join(f"xxxxxxxxxxline {number}\n" for number in range(45, 50)) + "x" * 10)
-    assert sorted(tmp_path.iterdir()) == [path, before] and output.MOST_BYTES > 2 ** 20
+    assert sorted(tmp_path.iterdir()) == [path, before] and output.MAX_BYTES > 2 ** 20
 
 
 @pytest.mark.parametrize("left", ["folder", "nothing"])
@@ -142,7 +142,7 @@ def test_the_last_errors_are_told_without_what_is_private(place, monkeypatch):
 
 
 def test_errors_do_not_grow_without_bound(place, monkeypatch):
-    monkeypatch.setattr(logs, "MOST_BYTES", 1000)
+    monkeypatch.setattr(logs, "MAX_BYTES", 1000)
     folder = logs.make("xdit-1-00aa", None)
     for number in range(100):
         logs.note(folder, ValueError(f"{number} " + "x" * 50))

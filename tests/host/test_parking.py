@@ -115,15 +115,15 @@ def test_parked_weights_are_in_memory_once_and_come_back(large_spec, two_workers
     measured("parked again", lambda: client.models.park(spec.name, 2 ** 40))
     client.drop(spec.name)
     measured("read again", lambda: client.models.load(spec))
-    homeless_bytes = client.models.residence(spec.name).homeless_bytes[0]
+    unmapped_bytes = client.models.residence(spec.name).unmapped_bytes[0]
     client.drop(spec.name)
 
-    print(f"\n{dtype}: {rank_bytes / 2**20:.0f} MB of weights on each of two ranks, {homeless_bytes / 2**20:.0f} MB "
+    print(f"\n{dtype}: {rank_bytes / 2**20:.0f} MB of weights on each of two ranks, {unmapped_bytes / 2**20:.0f} MB "
           f"not in the file so")
     for what, took_s, held in figures:
         print(f"{what:20} {took_s:7.2f} s   {held / 2**20:6.0f} MB held by both ranks")
     (_, _, read), (_, _, parked), _, (_, _, parked_again), _ = figures
     if dtype == "float32":                                     # in the file already
-        assert homeless_bytes < 0.05 * rank_bytes and max(parked, parked_again) < read + 0.05 * rank_bytes
+        assert unmapped_bytes < 0.05 * rank_bytes and max(parked, parked_again) < read + 0.05 * rank_bytes
     else:
-        assert homeless_bytes > 0.95 * rank_bytes and max(parked, parked_again) < read - 0.9 * rank_bytes
+        assert unmapped_bytes > 0.95 * rank_bytes and max(parked, parked_again) < read - 0.9 * rank_bytes

@@ -20,7 +20,7 @@ from xdit_backend.host.launcher import WorkerGroup
 from xdit_backend.host.traces import Traces
 from xdit_backend.protocol.channel import Channel
 from xdit_backend.protocol.errors import LinkError, WorkerStartError
-from xdit_backend.protocol.messages import JOINING, TRYING_LINKS, Phase, Unready
+from xdit_backend.protocol.messages import JOINING, TRYING_LINKS, Phase, StartFailed
 
 GB = 2 ** 30
 
@@ -94,7 +94,7 @@ def test_little_shared_memory_is_told_and_too_little_refused(monkeypatch, free, 
 
 def test_only_what_is_not_off_already_is_another_way(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    offs = lambda devices, **environment: [off for off, _ in preflight.detours(devices, environment)]  # noqa: E731
+    offs = lambda devices, **environment: [off for off, _ in preflight.fallbacks(devices, environment)]  # noqa: E731
 
     assert offs(("cuda:0", "cuda:1")) == ["", "peer-to-peer copies",
                                           "peer-to-peer copies and shared memory between the devices"]
@@ -127,7 +127,7 @@ def faulty(tmp_path, monkeypatch):
         (tmp_path / "xdit_backend").symlink_to(torchrun.ROOT / "xdit_backend")
         monkeypatch.setattr(torchrun, "ROOT", tmp_path)
         monkeypatch.setattr(greeting, "LINK_TIMEOUT_S", 5)
-        monkeypatch.setattr(preflight, "detours", lambda devices: list(preflight.DETOURS[:ways]))
+        monkeypatch.setattr(preflight, "fallbacks", lambda devices: list(preflight.FALLBACKS[:ways]))
     return make
 
 
@@ -139,7 +139,7 @@ def test_workers_whose_peer_to_peer_copies_fail_start_without_and_say_so(faulty)
     group = WorkerGroup(("cpu", "cpu"), phases.append)
     group.close()
 
-    assert group.num_detours == 1
+    assert group.num_fallbacks == 1
     remark, = (remark for remark in group.remarks if not remark.startswith("/dev/shm"))
     assert remark.startswith("Peer-to-peer copies are off between cpu, cpu") and "NCCL_P2P_DISABLE=1" in remark
     assert re.search(r"a transfer between them was not over after 5 s on rank 0 \(cpu\), rank 1 \(cpu\)", remark)
@@ -191,8 +191,8 @@ class Torchrun:
 def greet(torchrun, folder, check, ways=2):
     """Wait for the workers of two CUDA devices of this machine."""
     traces = Traces(("cuda:0", "cuda:1"), {}, folder, types.SimpleNamespace(folder=folder))
-    party = greeting.Party(("cuda:0", "cuda:1"), [0, 1], torchrun, torchrun, [], {}, traces, ways > 1)
-    greeting.Greeting(party, {}, {}, lambda phase: None, check).run()
+    group_start = greeting.GroupStart(("cuda:0", "cuda:1"), [0, 1], torchrun, torchrun, [], {}, traces, ways > 1)
+    greeting.Greeting(group_start, {}, {}, lambda phase: None, check).run()
 
 
 @pytest.mark.parametrize("said, words", [
@@ -216,7 +216,7 @@ def test_links_are_blamed_for_what_takes_long_after_all_have_joined(tmp_path, mo
         greet(torchrun, tmp_path, look)
 
 
-NO_DEVICE, NO_LINK = Unready(0, "cuda:0 cannot be used"), Unready(
+NO_DEVICE, NO_LINK = StartFailed(0, "cuda:0 cannot be used"), StartFailed(
     0, "cuda:1 sent cuda:0 (rank 0) other numbers", by_links=True)
 
 

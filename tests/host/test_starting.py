@@ -7,7 +7,7 @@ import sys
 import time
 
 from xdit_backend.host import starting
-from xdit_backend.host.starting import Signs
+from xdit_backend.host.starting import StartMonitor
 from xdit_backend.protocol.messages import TRYING_LINKS
 
 
@@ -21,7 +21,7 @@ def test_who_gets_a_piece_now_and_then_lives_and_who_is_stopped_does_not(monkeyp
         for process in ranks:
             process.stdout.readline()
         ranks[1].send_signal(signal.SIGSTOP)
-        signs, found = Signs(os.getpid(), 2), None
+        signs, found = StartMonitor(os.getpid(), 2), None
         while found is None:
             time.sleep(0.1)
             ranks[0].stdin.write(b"x")
@@ -39,11 +39,11 @@ def test_who_gets_a_piece_now_and_then_lives_and_who_is_stopped_does_not(monkeyp
 def test_silence_is_what_nobody_has_said_while_somebody_listened(monkeypatch):
     now_s = 1000.0
     monkeypatch.setattr(starting.time, "monotonic", lambda: now_s)
-    signs = Signs(os.getpid(), 0)                              # no worker is this process's: they are on other machines
-    signs.hear(0, TRYING_LINKS)
+    signs = StartMonitor(os.getpid(), 0)  # no worker is this process's: they are on other machines
+    signs.record_sign(0, TRYING_LINKS)
     for _ in range(30):
         now_s += 2
-        signs.hear(0)
+        signs.record_sign(0)
         assert signs.silent([0, 1], 10) is None
     now_s += 1000                                              # this process was stopped
     assert signs.silent([0, 1], 10) is None

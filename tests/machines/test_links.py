@@ -30,7 +30,7 @@ from xdit_backend.machines.links import (
     Welcome,
     connect,
 )
-from xdit_backend.machines.listener import Listener, interface_of, read_address, unlike, versions
+from xdit_backend.machines.listener import Listener, interface_of, read_address, version_differences, versions
 from xdit_backend.machines.session import wait_for
 from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.errors import ChannelClosedError, ConfigError, WorkerStartError, XDiTError
@@ -175,7 +175,7 @@ def test_too_large_a_piece_is_no_message():
 
 def test_a_host_that_says_nothing_counts_as_gone(pair):
     host, other = pair
-    host.expect_signs(0.2)
+    host.set_silence_limit(0.2)
 
     with pytest.raises(ChannelClosedError, match="nothing came over the connection any more"):
         host.receive()
@@ -198,7 +198,7 @@ def test_what_a_machine_lacks_is_refused_by_name(listener):
                            ({"the xDiT nodes": "0"}, "the xDiT nodes is 0 there")):
         _, answer = join(listener, versions=versions() | changed)
         assert isinstance(answer, Refused) and words in answer.reason
-    assert unlike({}, {"torch": "2"}).startswith("torch is not there there and 2 here")
+    assert version_differences({}, {"torch": "2"}).startswith("torch is not there there and 2 here")
 
 
 def test_the_doctor_knows_of_machines_that_joined_were_refused_and_left(listener):
@@ -357,8 +357,8 @@ def test_commands_name_all_their_segments():
     assert all(segment.path.startswith("here") for segment, _ in tensors.segments_of(moved))
     assert moved.branches[0].conditioning == "c" and tensors.replaced(command, lambda segment: segment) is command
     for asked in (messages.Decode(1, "v", one, two), messages.Encode(1, "v", one, two)):
-        opened = tensors.opened(asked, (2, 3))
-        assert opened == tensors.Open({2, 3}, {one.path: one, two.path: two}, [two.path])
+        pending_command = tensors.pending_command(asked, (2, 3))
+        assert pending_command == tensors.PendingCommand({2, 3}, {one.path: one, two.path: two}, [two.path])
 
 
 # --- files ---

@@ -27,7 +27,7 @@ def test_the_readme_lists_the_families():
 
     assert cells[0] == ["model", *METHODS]
     for family, row in zip(FAMILIES.values(), cells[1:], strict=True):
-        refused = {*family.refused, *(("ulysses", "ring", "pipefusion", "tensor") if family.by_rows else ())}
+        refused = {*family.refused, *(("ulysses", "ring", "pipefusion", "tensor") if family.is_unet else ())}
         methods = [["ulysses"], ["ring"], ["ulysses", "ring"], ["pipefusion"], ["displaced"], ["tensor"]]
         assert row == [family.title, family.cfg, "yes", *("no" if refused & {*needed} else "yes" for needed in methods)]
 
@@ -39,8 +39,8 @@ def test_the_help_page_names_every_family():
 
 
 def test_it_is_said_which_families_take_controlnets():
-    taking = {family.name for family in FAMILIES.values() if family.by_rows
-              or any(list_.control for list_ in family.plan.blocks)}
+    taking = {family.name for family in FAMILIES.values() if family.is_unet
+              or any(list_.control for list_ in family.blocks)}
 
     for path, begin, end in (("README.md", "itself takes them for (", "), under"),
                              ("web/docs/XDiTLoadModel.md", "takes them for: ", ". One")):

@@ -47,7 +47,7 @@ class Example:
 
 # All, but for those that need a newer diffusers than is installed.
 CONFIGS = {name: family.tiny.config for name, family in FAMILIES.items()
-           if not family.by_rows and not any(refusal.__name__ == "older_diffusers" and refusal({})
+           if not family.is_unet and not any(refusal.__name__ == "older_diffusers" and refusal({})
                                              for refusal in family.refusals)}
 # Of these, those that have a method, as degrees call it.
 having = lambda method, names=CONFIGS: [name for name in names if method not in FAMILIES[name].refused]  # noqa: E731
@@ -62,7 +62,7 @@ BARE = [name for name, config in CONFIGS.items() if name in FOLDERS and not FAMI
 # Families whose plans are those of others again, or nearly; and one that tests of its own run under other layouts.
 ALIKE = ("PixArt-Alpha", "HunyuanImage", "AuraFlow", "Cosmos-Predict1", "Cosmos-Predict2", "Anima", "CogVideoX 1.5",
          "Mochi", "HunyuanDiT", "LTX-2")
-UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.by_rows}
+UNETS = {name: family.tiny.config for name, family in FAMILIES.items() if family.is_unet}
 VISION_TOKENS = 5
 # families of which parts of a latent may be at times of their own -> how many parts a latent has; of HunyuanVideo, a
 # given frame

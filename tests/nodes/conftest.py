@@ -106,7 +106,7 @@ class ComfyUI:
         generator = torch.Generator().manual_seed(seed)
         made = conditioning_of(families()[kind], self.transformer_config(kind), generator, {"context": tokens})
         pooled = made.get("y")
-        if pooled is not None and families()[kind].by_rows:    # the rest of it ComfyUI makes of the picture's size
+        if pooled is not None and families()[kind].is_unet:    # the rest of it ComfyUI makes of the picture's size
             pooled = pooled[:, :1280]
         options = {} if pooled is None else {"pooled_output": pooled}
         if "encoder_hidden_states_llama3" in made:

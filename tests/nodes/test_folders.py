@@ -22,7 +22,7 @@ REFUSED = {"sd35-text": "has tensors of shapes|has tensors that a SD3 model does
 DROPPED, OF_DROPPED = ("y_embedder.y_embedding",), "model_max_length"
 MARK = "__index_timestep_zero__"
 # U-Nets: test_unet_folders.py. What ltx-2-plain's file says has no words in diffusers' config.
-KINDS = [kind for kind, family in families().items() if not family.by_rows and kind != "ltx-2-plain"]
+KINDS = [kind for kind, family in families().items() if not family.is_unet and kind != "ltx-2-plain"]
 # what a folder tells by more than its tensors
 SAMPLED = ("anima", "ltx-video", "ltx-video-causal", "ltx-2", "ltx-2.3", "qwen-image-2511")
 
@@ -100,7 +100,7 @@ def test_a_folder_is_what_the_single_file_is(comfyui, kind):
     config, expected = ({key: value for key, value in one.model.model_config.unet_config.items() if key != OF_DROPPED}
                         for one in (shell, single))
     # else a folder says in full what a file leaves to ComfyUI
-    if family.in_folder(open_checkpoint(folder).folder) is None:
+    if family.folder_metadata(open_checkpoint(folder).folder) is None:
         assert config == expected
 
 

@@ -107,7 +107,7 @@ def test_a_model_on_two_machines(comfyui, monkeypatch, is_measured):
     monkeypatch.setattr(module, "chosen_address", lambda: "127.0.0.1:0")
     monkeypatch.setattr(module.Groups, "listener", lambda self: None)
     monkeypatch.setattr(module.Groups, "card_of", lambda self, device: ("a processor", 1e10))
-    links = Links({("hop", 2): 1.0, ("all_to_all", 2): 1.0}, a_machine=1)
+    links = Links({("hop", 2): 1.0, ("all_to_all", 2): 1.0}, per_machine=1)
 
     def measure(groups, devices, dtype):
         if not is_measured:

@@ -85,10 +85,10 @@ def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, i
     for residency, since_s in ((kept.Idle("keep", 1), -math.inf), (kept.Idle("park", 60), time.monotonic()),
                                (kept.Idle("release", 60), time.monotonic())):
         client.group._used_s = since_s
-        idle.tend(groups, residency)
+        idle.apply_idle_setting(groups, residency)
         assert client.running and parked() == 0, residency
     client.group._used_s = -math.inf
-    idle.tend(groups, kept.Idle("park", 1))
+    idle.apply_idle_setting(groups, kept.Idle("park", 1))
     assert client.running and parked() > 0 and client.workers.idle_s < math.inf
     client.peek()                                              # a panel that looks gives no work
     client.group._used_s = -math.inf
@@ -97,7 +97,7 @@ def test_workers_with_nothing_to_do_are_parked_or_ended_and_come_back(comfyui, i
     assert (torch.equal(comfyui.sample(model, "sd3", steps=2), want) and parked() == 0
             and client.workers.idle_s < math.inf)
     client.group._used_s = -math.inf
-    idle.tend(groups, kept.Idle("release", 1))
+    idle.apply_idle_setting(groups, kept.Idle("release", 1))
     assert client.workers.state == "stopped"
     assert torch.equal(comfyui.sample(model, "sd3", steps=2), want)
 

@@ -403,8 +403,8 @@ def test_lora_hooks_equal_native_and_leave_nothing(comfyui, loras, degrees):
 def test_a_hook_changes_weights_once_in_a_run_and_not_in_every_step(comfyui, loras, monkeypatch, adapter):
     """Workers keep both versions: the changes that are sent are as many for more steps, and results are as native.
     Where the file's tensors went is found once: for a model of Flux.1's size that takes half a second."""
-    client, sent, looked, places = comfyui.groups.client(("cpu",)), [], [], comfyui.shell.places
-    monkeypatch.setattr(comfyui.shell, "places", lambda *of: looked.append(of) or places(*of))
+    client, sent, looked, places = comfyui.groups.client(("cpu",)), [], [], comfyui.shell.weight_sources
+    monkeypatch.setattr(comfyui.shell, "weight_sources", lambda *of: looked.append(of) or places(*of))
     send = client.models._send_changes
     monkeypatch.setattr(client.models, "_send_changes",
                         lambda spec, batch, *rest: (sent.append(len(batch)), send(spec, batch, *rest)))

@@ -237,7 +237,7 @@ def test_published_folders_are_recognised_and_load(comfyui, tmp_path, name):
 
     header = open_checkpoint(tmp_path / name)
     family = header.family
-    header.outline()
+    header.meta_model()
     model = comfyui.shell.load_shell(str(tmp_path / name), "default", comfyui.config())
 
     assert family.name == family_name and sum(parameter.numel() for parameter in module.parameters()) == num_parameters

@@ -38,7 +38,7 @@ def user(comfyui, monkeypatch, tmp_path):
     ((SLOW, SLOW.slower(90)), FAST_LINKS, 4.0, "one device")],
                          ids=["cfg", "slow-links", "fast-links", "unlike", "far-slower"])
 def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, devices, links, cfg, expected):
-    measurements.keep(user, TWO, "float32", Machine(devices, links))
+    measurements.store_machine(user, TWO, "float32", Machine(devices, links))
 
     with caplog.at_level(logging.INFO):
         result = comfyui.sample(comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", warmup="auto")), "sd3",
@@ -50,20 +50,20 @@ def test_the_forecast_chooses_and_the_node_says_it(comfyui, said, user, caplog, 
     assert ("one device is as fast" in said[0]) == (expected == "one device") and " GB a card" in said[0]
     assert "(forecast: " in said[-1] and "and the run took" in caplog.text and "the workers were busy" in caplog.text
     assert ("; measured " in said[-1]) == (expected != "one device")
-    taught = measurements.learnt(user)
+    taught = measurements.calibrations(user)
     assert set(taught) == ({("SD3", "a slow card")} if expected in ("CFG 2", "one device") else set())
 
 
 @pytest.mark.slow
 def test_what_was_measured_is_said_of_the_next_such_run(comfyui, said, user):
-    measurements.keep(user, TWO, "float32", Machine((SLOW, SLOW), FAST_LINKS))
+    measurements.store_machine(user, TWO, "float32", Machine((SLOW, SLOW), FAST_LINKS))
     model = comfyui.ours("sd3", comfyui.config("cpu,cpu", mode="auto", warmup="auto"))
 
     for _ in range(2):
         comfyui.sample(model, "sd3")
 
     assert "Plan: CFG 2, about " in said[0] and "Plan: CFG 2, measured " in said[2]
-    assert measurements.learnt(user)["SD3", "a slow card"].count == 2
+    assert measurements.calibrations(user)["SD3", "a slow card"].count == 2
 
 
 def test_a_short_run_on_unmeasured_devices_is_not_held_up(comfyui, said, user):
@@ -87,7 +87,7 @@ def test_a_long_run_measures_once(comfyui, said, user, monkeypatch):
 
     kept = list(user.glob("devices-*.json"))
     assert probed == ["float32"] and len(kept) == 1 and "Plan: " in said[0] and "Plan: " in said[2]
-    assert len(measurements.kept(user, TWO, "float32").devices) == 2
+    assert len(measurements.stored_machine(user, TWO, "float32").devices) == 2
     kept[0].write_text("{}")
     comfyui.sample(model, "sd3")
     assert len(probed) == 2

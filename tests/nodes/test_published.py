@@ -33,12 +33,12 @@ def test_every_tensor_of_a_published_file_has_its_place(comfyui, monkeypatch, na
     monkeypatch.setattr(anima, "LLMAdapter", getattr(anima.LLMAdapter, "func", anima.LLMAdapter))
     family_name, some_shapes, expected = PUBLISHED[name]
     family = FAMILIES[family_name]
-    if family.tiny.detected and not family.by_rows:
+    if family.tiny.detected and not family.is_unet:
         monkeypatch.setattr(getattr(comfy.supported_models, family.tiny.detected), "unet_extra_config", {})
     given = {key: torch.empty(shape, device="meta") for key, shape in some_shapes.items()}
     said = SAID.get(name, {})
     unet = comfy.model_detection.detect_unet_config(given, "", {"config": json.dumps({"transformer": said})})
-    if family.by_rows:
+    if family.is_unet:
         unet |= ({"num_heads": 8, "num_head_channels": -1} if family_name == "SD 1.5"
                  else {"num_heads": -1, "num_head_channels": 64})
     module, _, class_name = family.tiny.native.partition(":")

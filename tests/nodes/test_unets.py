@@ -9,7 +9,7 @@ from tests.tiny_checkpoints import families, state_dict
 from tests.tolerances import close
 
 TOLERANCE = 2e-5                           # relative, float32 on both sides
-KINDS = [kind for kind, family in families().items() if family.by_rows and kind != "sd15-ip2p"]
+KINDS = [kind for kind, family in families().items() if family.is_unet and kind != "sd15-ip2p"]
 LAYOUTS = {"one": ("cpu", {}), "cfg2": ("cpu,cpu", {"cfg": 2}), "data2": ("cpu,cpu", {"data": 2})}
 MATRIX = [*((kind, "one") for kind in KINDS), ("sdxl", "cfg2"), ("sdxl-inpaint", "data2")]
 # sampler, scheduler, size, images

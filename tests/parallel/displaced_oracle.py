@@ -166,7 +166,7 @@ class StaleTransformer:
         each}, where they are not as even as they can be. forecast: as StaleUNet's."""
         self.example, self.num_parts, self.num_shards, self.shards = example, num_parts, num_shards, shards or {}
         within = {(streams, streams) for list_ in example.family.plan.lists for streams in list_.attention.values()}
-        self.mixed = within | set(example.family.plan.across.values())         # (streams of queries, streams of keys)
+        self.mixed = within | set(example.family.plan.cross_attention.values())  # (streams of queries, streams of keys)
         self.calls = Calls(forecast)
 
     def predict(self, x, timestep, is_stale):

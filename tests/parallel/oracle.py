@@ -28,7 +28,8 @@ class StaleModel:
         self.others = []
         self.streams = None                                    # of the keys of the attention that runs
         for list_ in example.family.plan.lists:
-            read = list_.attention | {name: streams for name, (_, streams) in example.family.plan.across.items()}
+            read = list_.attention | {name: streams for name,
+                                      (_, streams) in example.family.plan.cross_attention.items()}
             for block in example.model.get_submodule(list_.name):
                 for name, streams in read.items():
                     module = functools.reduce(lambda parent, part: getattr(parent, part, None), name.split("."), block)

@@ -23,12 +23,12 @@ from xdit_backend.checkpoints.net import exchanged_bytes
 from xdit_backend.config import ParallelConfig
 from xdit_backend.distributed.collectives import Traffic, all_gather
 from xdit_backend.distributed.exchange import Exchange, fill_buckets
-from xdit_backend.distributed.mesh import build_mesh, paced
+from xdit_backend.distributed.mesh import build_mesh, with_speeds
 from xdit_backend.forecast.cost import Degrees, Job, Net
 from xdit_backend.forecast.memory import rank_memory
 from xdit_backend.forecast.planner import memory_settings
 from xdit_backend.hooks.transformer import Hooks
-from xdit_backend.hooks.unet import RowHooks
+from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.parallel.displaced import StaleSplit, corrected_moments, correction_of, image_moments
 from xdit_backend.parallel.vae_memory import LiveBytes
 from xdit_backend.partition import cut_bands, halved
@@ -88,10 +88,10 @@ def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), forecast=0.0
     torch.set_grad_enabled(False)
     if mutant is not None:
         MUTANTS[mutant]()
-    mesh = paced(build_mesh(Layout(displaced_degree=world_size), world_size), speeds)
+    mesh = with_speeds(build_mesh(Layout(displaced_degree=world_size), world_size), speeds)
     one = example(name, **cases[0][0])
     projected = count_projections(one)
-    hooks = RowHooks(one.model, one.family.plan)
+    hooks = UNetHooks(one.model, one.family.plan)
     loaded = one.loaded(hooks, range(0))
     results, seen, projections = [], [], []
     for shape, warmup_steps, heun, mode_name, bucket_bytes in cases:
@@ -101,10 +101,10 @@ def on_ranks(rank, world_size, name, cases, mutant=None, speeds=(), forecast=0.0
 
         predict = functools.partial(predicted, loaded, mesh, exchange, given.conditioning, mode, addresses)
         results.append(sample(predict, given.latent, warmup_steps, heun))
-        seen.append((exchange.num_under_way, len(addresses), len(exchange.addresses), len(exchange.once),
+        seen.append((exchange.num_in_flight, len(addresses), len(exchange.addresses), len(exchange.once),
                      exchange.num_bytes, len(exchange.layers)))
         exchange.drain()
-        assert exchange.num_under_way == 0
+        assert exchange.num_in_flight == 0
         projections.append(len(projected))
     return results, seen, hooks.counts, projections
 
@@ -188,7 +188,7 @@ def test_runs_of_other_sizes_do_not_meet():
 
     assert torch.equal(results[0], results[2])
     assert [addresses for _, addresses, *_ in seen] == [1, 1, 1]
-    assert [under_way == buckets > 0 for under_way, _, buckets, *_ in seen] == [True] * 3
+    assert [in_flight == buckets > 0 for in_flight, _, buckets, *_ in seen] == [True] * 3
     # One layer a level on the way down and two on the way up, of no, one and two blocks; two blocks in the middle.
     assert (counts["self-attention"] == 3 * 1 + 3 * 2 + 2
             and counts["of text"] == seen[0][3] == 2 * counts["self-attention"])
@@ -206,7 +206,7 @@ def test_every_convolution_and_norm_has_a_hook(name, attending):
     # each with two convolutions and norms; each with a norm
     residual, attention = layers * levels + 2, layers * attending + 1
 
-    counts = RowHooks(one.model, one.family.plan).counts
+    counts = UNetHooks(one.model, one.family.plan).counts
 
     # to the next level and back; the first and the last
     assert counts["convolution"] == 2 * residual + 2 * (levels - 1) + 2
@@ -249,7 +249,7 @@ def test_what_a_first_call_holds_is_what_a_run_is_refused_by(layers, forecast):
     net, degrees, config = Net(40, 64, 4, 12.0,
                                1e6), Degrees(displaced=2), ParallelConfig(forecast_keys_values=forecast)
     a_block = 2 * 100 * net.width * net.element_bytes
-    counted = rank_memory(net, Job(100, 0, 20), degrees, **memory_settings(config)).keys_values
+    counted = rank_memory(net, Job(100, 0, 20), degrees, memory_settings(config)).keys_values
 
     for peak_bytes, kept_bytes in run_ranks(peak_of_first_call, 2, net, 100, int(layers * a_block / 2), forecast):
         assert kept_bytes == counted == (1 + (forecast > 0)) * net.blocks * a_block
@@ -262,21 +262,21 @@ def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds):
     torch.set_grad_enabled(False)
     if mutant is not None:
         MUTANTS[mutant]()
-    mesh, one, results = paced(build_mesh(layout, world_size), speeds), example(name, **shape), []
+    mesh, one, results = with_speeds(build_mesh(layout, world_size), speeds), example(name, **shape), []
     hooks = Hooks(one.model, one.family.plan,
                   hold_share(one.model, one.family.plan, layout.tensor_degree, mesh.ranks["tensor"]))
     loaded = one.loaded(hooks)
     for warmup_steps in (1, ALL):
         exchange = Exchange(mesh.displaced_group, layout.displaced_degree, mesh.ranks["displaced"], 4096)
         predict = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning)
-        with unrounded(layout):
+        with keep_in_compute_dtype(layout):
             results.append(sample(predict, one.latent, warmup_steps, heun=warmup_steps == 1,
                                   scale=one.family.time_scale))
         exchange.drain()
     return results
 
 
-def unrounded(layout):
+def keep_in_compute_dtype(layout):
     return InDouble() if layout.tensor_degree > 1 else nullcontext()
 
 
@@ -298,7 +298,7 @@ def check_transformer(name, layout, shape, mutant=None, speeds=(), shards=None):
     def model(x, timestep, is_stale):
         one.latent, one.timestep = x, timestep
         return one.run()[:, :x.shape[1]]
-    with unrounded(layout):
+    with keep_in_compute_dtype(layout):
         oracle = sample(lambda x, timestep, is_stale: stale.predict(x, timestep, is_stale)[:, :x.shape[1]],
                         stale.example.latent, 1, True, one.family.time_scale)
         single = [sample(model, example(name, **shape).latent, ALL, heun, one.family.time_scale)
@@ -520,12 +520,12 @@ def even_shares():
 
 
 def text_of_the_first_run():
-    RowHooks._once = lambda self, name, forward, *args, **kwargs: self.__dict__.setdefault("known", {}).setdefault(
+    UNetHooks._once = lambda self, name, forward, *args, **kwargs: self.__dict__.setdefault("known", {}).setdefault(
         name, forward(*args))
 
 
 def text_of_every_call():
-    RowHooks._once = lambda self, name, forward, *args, **kwargs: forward(*args, **kwargs)
+    UNetHooks._once = lambda self, name, forward, *args, **kwargs: forward(*args, **kwargs)
 
 
 def bands_of_like_ranks():

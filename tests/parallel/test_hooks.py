@@ -11,10 +11,10 @@ from tests.models.zoo import ALIKE, APART, CONFIGS, example, having, matrix
 from tests.ranks import run_ranks
 from tests.tolerances import within
 from xdit_backend.distributed.collectives import Traffic
-from xdit_backend.distributed.mesh import SINGLE, build_mesh, paced
+from xdit_backend.distributed.mesh import SINGLE, build_mesh, with_speeds
 from xdit_backend.distributed.tokens import Tokens
 from xdit_backend.hooks.transformer import Hooks
-from xdit_backend.hooks.unet import RowHooks
+from xdit_backend.hooks.unet import UNetHooks
 from xdit_backend.models import FAMILIES
 from xdit_backend.partition import shard_start
 from xdit_backend.protocol.errors import ConfigError, UnsupportedError
@@ -43,7 +43,7 @@ def difference(rank, world_size, name, layout, shapes, mutant=None, speeds=()):
     torch.set_grad_enabled(False)
     if mutant is not None:
         MUTANTS[mutant]()
-    mesh = paced(build_mesh(layout, world_size), speeds)
+    mesh = with_speeds(build_mesh(layout, world_size), speeds)
     model, results = None, []
     for shape in shapes:
         one = example(name, **shape)
@@ -185,7 +185,7 @@ def references_of_the_first_shard():
 
 def keys_of_another_group():
     import xdit_backend.hooks.transformer as module
-    module._one_for_a_group = lambda module, query, key: key[
+    module._one_key_per_group = lambda module, query, key: key[
         :, :module.to_k.out_features * key.shape[1] // module.to_q.out_features]
 
 
@@ -204,8 +204,8 @@ def learned_positions_of_the_first_shard():
 
 
 def heads_back_in_reverse():
-    together = usp.heads_together
-    usp.heads_together = lambda *arguments: together(*arguments).flip(1)
+    together = usp.gather_heads
+    usp.gather_heads = lambda *arguments: together(*arguments).flip(1)
 
 
 def starts_of_like_ranks():
@@ -277,7 +277,7 @@ def test_blocks_on_one_rank_get_no_mask_that_masks_nothing():
     assert seen[0] is not None and seen[1] is None
 
 
-@pytest.mark.parametrize("name, hooks", [("SD3", Hooks), ("SD 1.5", RowHooks)], ids=["tokens", "rows"])
+@pytest.mark.parametrize("name, hooks", [("SD3", Hooks), ("SD 1.5", UNetHooks)], ids=["tokens", "rows"])
 def test_hooks_are_placed_once(name, hooks):
     """Twice, a rank would cut its shard of its shard."""
     one = example(name)
@@ -288,7 +288,7 @@ def test_hooks_are_placed_once(name, hooks):
 
 
 @pytest.mark.parametrize("name, hooks",
-                         [("SD3", Hooks), ("Flux.1", Hooks), ("PixArt-Sigma", Hooks), ("SD 1.5", RowHooks)],
+                         [("SD3", Hooks), ("Flux.1", Hooks), ("PixArt-Sigma", Hooks), ("SD 1.5", UNetHooks)],
                          ids=["SD3", "Flux", "PixArt", "rows"])
 def test_before_a_run_and_after_it_a_model_with_hooks_is_the_model(name, hooks):
     """No context says what a rank is to do then: nothing is cut, and nothing is asked of ranks that there are not."""

@@ -13,7 +13,7 @@ import torch
 from tests.models.zoo import example
 from tests.parallel.test_pipefusion import Pipeline, cuts
 from tests.ranks import run_ranks
-from xdit_backend.parallel.key_values import FROM_TOKEN_MAJOR, PAGE_BYTES, Kept, KeyValues, Offload
+from xdit_backend.parallel.key_values import FROM_TOKEN_MAJOR, PAGE_BYTES, KeyValueEntry, KeyValues, Offload
 from xdit_backend.protocol import messages
 from xdit_backend.protocol.specs import Layout
 from xdit_backend.worker.engine import Engine
@@ -35,7 +35,7 @@ class LateDevice:
         patch(torch.cuda, "cudart", lambda: cudart)
 
     @property
-    def num_under_way(self):
+    def num_in_flight(self):
         return len(self.asked) - self.num_made
 
     def offload(self):
@@ -77,7 +77,7 @@ class LateDevice:
         return 0
 
     def unregister(self, address):
-        assert not self.num_under_way, "unpinned while copies are under way"
+        assert not self.num_in_flight, "unpinned while copies are under way"
         del self.pinned[address]
         return 0
 
@@ -94,30 +94,30 @@ def kept_late(rank, world_size, name, forecast):
             device = LateDevice()
             pipeline.key_values.offload = device.offload()
         results.append(pipeline.sample(cuts(one, 3), 1, 2))
-    under_way, entries = device.num_under_way, list(pipeline.key_values.kept.values())
+    in_flight, entries = device.num_in_flight, list(pipeline.key_values.kept.values())
     pipeline.key_values.close()
     sizes = [-(-both.numel() * both.element_size() // PAGE_BYTES) * PAGE_BYTES
              for entry in entries for both in (entry.both_KBNTH, entry.before_KBNTH) if both is not None]
-    return torch.equal(*results), under_way, device.num_under_way, device.most_pinned, sum(sizes), len(device.pinned)
+    return torch.equal(*results), in_flight, device.num_in_flight, device.most_pinned, sum(sizes), len(device.pinned)
 
 
 @pytest.mark.parametrize("name, forecast", [("SD3", 0.0), ("Flux.1", 0.5)])
 def test_copies_that_are_late_change_nothing_and_are_over_when_memory_goes(name, forecast):
     """What nobody will use is under way at the end of every step. Of what is pinned, entries are all."""
-    (same, under_way, after, most_pinned, entries, left), = run_ranks(kept_late, 1, name, forecast)
+    (same, in_flight, after, most_pinned, entries, left), = run_ranks(kept_late, 1, name, forecast)
 
-    assert same and under_way > 0 == after
+    assert same and in_flight > 0 == after
     assert most_pinned == entries > 0 == left
 
 
 def entry(num_tokens):
-    return Kept(torch.ones(1, num_tokens, 2, 1, 4).permute(FROM_TOKEN_MAJOR), 0)
+    return KeyValueEntry(torch.ones(1, num_tokens, 2, 1, 4).permute(FROM_TOKEN_MAJOR), 0)
 
 
 def test_a_buffer_that_is_too_small_goes_when_its_copies_are_over(monkeypatch):
     """As of attentions of video and of sound in turn, of an odd number of them."""
     device = LateDevice(monkeypatch.setattr)
-    offload, under_way = device.offload(), []
+    offload, in_flight = device.offload(), []
     sizes = [3, 4, 3, 50, 3]
     entries = [entry(size) for size in sizes]
     for one, following in zip(entries, entries[1:] + entries[:1]):
@@ -127,10 +127,10 @@ def test_a_buffer_that_is_too_small_goes_when_its_copies_are_over(monkeypatch):
         offload.keep(one, here, slice(0, 1), [slice(None)])
         for buffer in old:
             if buffer is not None and not any(buffer is now for now in offload._buffers):
-                under_way.append(device.touches(buffer))
+                in_flight.append(device.touches(buffer))
     device.synchronize()
 
-    assert under_way and not any(under_way)
+    assert in_flight and not any(in_flight)
     assert [one.both_KBNTH.mean().item() for one in entries] == [2.0] * len(entries)
 
 
@@ -140,13 +140,13 @@ def dropped(rank, world_size):
     engine, device, kept = Engine(rank, CPU, lambda *phase: None), LateDevice(), {}
     for name in ("cond", "uncond"):
         offload = device.offload()
-        offload.take(Kept(offload.home((2, 1, 1, 3, 4), torch.ones(1)), 0), entry(3))
+        offload.take(KeyValueEntry(offload.host_buffer((2, 1, 1, 3, 4), torch.ones(1)), 0), entry(3))
         kept[name] = KeyValues(offload)
     engine._predictions._key_values.update(kept)
     buffers = [weakref.ref(buffer) for key_values in kept.values() for buffer in key_values.offload._buffers[:2]]
-    before = device.num_under_way, len(device.pinned)
+    before = device.num_in_flight, len(device.pinned)
     engine.carry_out(messages.DropConditioning(1, list(kept)))
-    after = device.num_under_way, len(device.pinned)
+    after = device.num_in_flight, len(device.pinned)
     device.asked, device.num_made = [], 0
     return before, after, sum(buffer() is not None for buffer in buffers)
 
@@ -158,9 +158,9 @@ def test_dropped_conditioning_leaves_no_copies():
 
 def test_host_memory_that_cannot_be_pinned_is_told(monkeypatch):
     offload = LateDevice(monkeypatch.setattr, refused_after=1).offload()
-    offload.home((2, 1, 1, 1000, 500), torch.ones(1))
+    offload.host_buffer((2, 1, 1, 1000, 500), torch.ones(1))
 
     with pytest.raises(RuntimeError, match=r"^CUDA error: offload_keys_values has 0.00413 GB of host memory pinned, "
                                            r"and the "
                        r"system gives no 0.008 GB more \(cudaHostRegister: 2\)\. Free host memory"):
-        offload.home((2, 1, 1, 2000, 500), torch.ones(1))
+        offload.host_buffer((2, 1, 1, 2000, 500), torch.ones(1))

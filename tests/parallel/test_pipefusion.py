@@ -19,7 +19,7 @@ from xdit_backend.forecast.planner import choose_num_patches
 from xdit_backend.hooks import regions
 from xdit_backend.hooks.transformer import Hooks
 from xdit_backend.models import FAMILIES
-from xdit_backend.parallel.key_values import Kept, KeyValues, Offload
+from xdit_backend.parallel.key_values import KeyValueEntry, KeyValues, Offload
 from xdit_backend.parallel.pipefusion import Link
 from xdit_backend.partition import cut_patches, split_stages, stage_blocks
 from xdit_backend.protocol.specs import Layout
@@ -55,7 +55,7 @@ class Pipeline:
         if self.loaded.blocks.start > 0:
             size = self.loaded.received_size(self.mesh, latent.shape, self.one.conditioning, patch)
             handle = self.link.post_receive(size, latent.dtype)
-            context.arrive = lambda: self.link.receive(handle, self.traffic)
+            context.receive_message = lambda: self.link.receive(handle, self.traffic)
         output, message = self.loaded.hooks.run(context)
         if message is not None:
             self.link.send(message, self.traffic)
@@ -411,34 +411,34 @@ def skips_are_lost():
 
 def a_stand_in_is_attended_to():
     """In the place of the token at the other end."""
-    without = Hooks._without_stand_ins
+    without = Hooks._without_placeholders
 
     def without_another(self, now, place, streams, tensor_BNTH):
         left, pad = without(self, now, place, streams, tensor_BNTH)
         return (left, None) if pad is None else (tensor_BNTH.narrow(2, 1 - pad[2], left.shape[2]), pad)
-    Hooks._without_stand_ins = without_another
+    Hooks._without_placeholders = without_another
 
 
 def forecast_in_steps_not_in_time():
     """Every step counts as long as the one before."""
-    turn = Kept.turn
+    turn = KeyValueEntry.turn
 
-    def by_steps(self, time, strength, room_for):
-        weight = turn(self, time, strength, room_for)
+    def by_steps(self, time, strength, allocate):
+        weight = turn(self, time, strength, allocate)
         return weight and (1.0 if weight == 1.0 else 1.0 + strength)
-    Kept.turn = by_steps
+    KeyValueEntry.turn = by_steps
 
 
 def forecast_of_a_forecast():
     """The buffers do not change places: the slope is of what was forecast, not of what was seen."""
-    turn = Kept.turn
+    turn = KeyValueEntry.turn
 
-    def still(self, time, strength, room_for):
-        weight = turn(self, time, strength, room_for)
+    def still(self, time, strength, allocate):
+        weight = turn(self, time, strength, allocate)
         if weight is not None:
             self.before_KBNTH.copy_(self.both_KBNTH if weight != 1.0 else self.before_KBNTH)
         return weight
-    Kept.turn = still
+    KeyValueEntry.turn = still
 
 
 MUTANTS = {function.__name__: function for function in (

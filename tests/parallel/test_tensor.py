@@ -156,9 +156,9 @@ def test_a_norm_over_all_heads_moves_ten_bytes_a_number(monkeypatch):
     """In bfloat16: it is read for its squares, read and written by their root, and read and written by the weights."""
     monkeypatch.setattr(tensor, "_sums", lambda tensors, now: tensors)
     with pretended_cuda(monkeypatch) as work_of, torch.device(CUDA):
-        attention, now = torch.nn.Module(), SimpleNamespace(ahead={})
+        attention, now = torch.nn.Module(), SimpleNamespace(precomputed={})
         attention.to_q, attention.norm_q = torch.nn.Identity(), torch.nn.RMSNorm(2560, eps=1e-6, dtype=torch.bfloat16)
-        tensor._place_norms(attention, "attn", {"norm_q": 5120}, lambda: now)
+        tensor._install_norms(attention, "attn", {"norm_q": 5120}, lambda: now)
         query = torch.empty(1, 4096, 2560, dtype=torch.bfloat16)
         work = work_of(attention.norm_q, query)
 
@@ -330,14 +330,14 @@ def one_fails(rank, world_size, name, layout):
         attend, norm = attention.forward, attention.norm_k.forward
 
         def noted(*args, **kwargs):
-            which = int(hooks._now is contexts[1])
+            which = int(hooks._context is contexts[1])
             try:
                 return attend(*args, **kwargs)
             finally:
                 ended.append(which)
 
         def failing(tensor):
-            if hooks._now is contexts[1]:
+            if hooks._context is contexts[1]:
                 raise ValueError("the second")
             return norm(tensor)
         attention.forward, attention.norm_k.forward = noted, failing
@@ -373,7 +373,7 @@ def norm_of_own_heads():
     def place(attention, path, sizes, current):
         for norm in map(attention.get_submodule, sizes):
             norm.forward = lambda x, norm=norm: torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
-    tensor._place_norms = place
+    tensor._install_norms = place
 
 
 def bias_of_every_rank():

@@ -9,7 +9,7 @@ from tests.ranks import run_ranks
 from tests.tolerances import within
 from xdit_backend.distributed.attention import attention_with_lse, merge_attention
 from xdit_backend.distributed.collectives import RingExchange, Traffic, all_gather, all_to_all
-from xdit_backend.distributed.mesh import build_mesh, paced
+from xdit_backend.distributed.mesh import build_mesh, with_speeds
 from xdit_backend.parallel.usp import Attention, usp_attention
 from xdit_backend.partition import shard_sizes, shard_start
 from xdit_backend.protocol.specs import Layout
@@ -29,7 +29,7 @@ def tensors(num_tokens, scale=1.0, key_heads=HEADS):
 def difference(rank, world_size, layout, num_tokens, scale, key_heads, speeds=()):
     q, k, v = tensors(num_tokens, scale, key_heads)
     want = F.scaled_dot_product_attention(q, k, v, enable_gqa=key_heads != HEADS)
-    mesh = paced(build_mesh(layout, world_size), speeds)
+    mesh = with_speeds(build_mesh(layout, world_size), speeds)
     sizes = shard_sizes(num_tokens, world_size, mesh.sequence_speeds, least=1)
     mine = slice(shard_start(num_tokens, world_size, mesh.sequence_rank, mesh.sequence_speeds, least=1), None)
     mine = slice(mine.start, mine.start + sizes[mesh.sequence_rank])

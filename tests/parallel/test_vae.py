@@ -121,7 +121,7 @@ def decode_by_some(rank, world_size):
     """By one after the other of SOME."""
     ranks, vae, given = Ranks(dist.group.WORLD), tiny_vae("sd"), latent("sd", 1, 5, 4)
     some = [ranks.only(*each) for each in SOME]
-    return [decode_rows(vae, given, each) if each.works else None for each in some]
+    return [decode_rows(vae, given, each) if each.is_member else None for each in some]
 
 
 SOME = [(2, 0), (3, 0), (1, 0), (1, 2), (2, 1)]                # how many of three ranks, and the first of them

@@ -13,7 +13,7 @@ from tests.tolerances import within
 from tests.vae_zoo import KINDS, latent, picture, tiny_vae
 from xdit_backend.parallel import vae_memory
 from xdit_backend.parallel.vae import Pieces, Ranks, decode_rows, encode_rows
-from xdit_backend.parallel.vae_memory import LiveBytes, RowPlanner, free_bytes, need_of, outline_of
+from xdit_backend.parallel.vae_memory import LiveBytes, RowPlanner, free_bytes, meta_copy, need_of
 from xdit_backend.protocol.errors import ConfigError
 
 SIZE = (1, 48, 8)
@@ -38,8 +38,8 @@ def test_measured_memory_is_what_was_estimated(kind, way, world_size):
     """But for the halos: at this size a rank borrows two rows for each 64 to 384 of its own."""
     shape, scale = ((latent(kind, *SIZE).shape, 1) if way == "decode"
                     else (picture(kind, *SIZE).shape, KINDS[kind].scale))
-    outline = outline_of(tiny_vae(kind, torch.float32))
-    need = need_of(outline, shape, scale, world_size, whole=world_size == 1)
+    meta_model = meta_copy(tiny_vae(kind, torch.float32))
+    need = need_of(meta_model, shape, scale, world_size, whole=world_size == 1)
 
     measured = max(run_ranks(peak_bytes, world_size, kind, way, None if world_size == 1 else 8))
 
@@ -56,8 +56,8 @@ def peak_bytes_by_frames(rank, world_size, shape):
 def test_memory_by_frames_is_what_was_estimated_too():
     """But for a frame before a rank's own, and the halos."""
     shape = (1, 8, 49, 4, 4)
-    outline = outline_of(tiny_vae("ltx", torch.float32))
-    one, two = (need_of(outline, shape, 1, count).peak_bytes for count in (1, 2))
+    meta_model = meta_copy(tiny_vae("ltx", torch.float32))
+    one, two = (need_of(meta_model, shape, 1, count).peak_bytes for count in (1, 2))
 
     measured, dims = zip(*run_ranks(peak_bytes_by_frames, 2, shape))
 
@@ -69,8 +69,8 @@ def test_memory_by_frames_is_what_was_estimated_too():
 @pytest.mark.parametrize("kind", ["hunyuan", "cogvideox"])
 def test_memory_does_not_grow_with_the_frames_of_what_is_decoded_in_pieces(kind):
     """Only that at the latent's scale does, and the video itself."""
-    outline = outline_of(tiny_vae(kind, torch.float32))
-    short, long = (need_of(outline, (1, 4, num_frames, 16, 16), 1, 1).peak_bytes for num_frames in (5, 17))
+    meta_model = meta_copy(tiny_vae(kind, torch.float32))
+    short, long = (need_of(meta_model, (1, 4, num_frames, 16, 16), 1, 1).peak_bytes for num_frames in (5, 17))
 
     video_bytes = 48 * 3 * 128 * 128 * 4
     assert long - video_bytes < 1.5 * short
@@ -92,8 +92,8 @@ def plan(rank, world_size, kind, shape, scale, free):
 
 def test_convolutions_are_computed_all_at_once_where_there_is_room_and_else_in_blocks():
     shape = latent("sd", *SIZE).shape
-    outline = outline_of(tiny_vae("sd", torch.float32))
-    need = need_of(outline, shape, 1, 1)
+    meta_model = meta_copy(tiny_vae("sd", torch.float32))
+    need = need_of(meta_model, shape, 1, 1)
     enough, tight = 2 ** 25 // need.row_bytes, int(1.2 * need.peak_bytes)
 
     assert run_ranks(plan, 1, "sd", shape, 1, [2 ** 62]) == [(None, need.num_convolutions)]
@@ -101,14 +101,14 @@ def test_convolutions_are_computed_all_at_once_where_there_is_room_and_else_in_b
     assert 0 < block_size * need.row_bytes <= 0.25 * need.peak_bytes < enough * need.row_bytes
     assert num_convolutions == need.num_convolutions
     assert run_ranks(plan, 2, "sd", shape, 1, [2 ** 62] * 2) == [(None, need.num_convolutions)] * 2
-    tight = 2 * int(1.2 * need_of(outline, shape, 1, 2).peak_bytes)        # the two share a machine
+    tight = 2 * int(1.2 * need_of(meta_model, shape, 1, 2).peak_bytes)        # the two share a machine
     (block_size, num_convolutions), other = run_ranks(plan, 2, "sd", shape, 1, [2 ** 62, tight])
     assert (block_size, num_convolutions) == other and block_size > 0 and num_convolutions == need.num_convolutions
 
 
 def test_every_rank_refuses_what_does_not_fit_on_one_and_says_what_would_do():
     shape = latent("sd", 1, 64, 12).shape
-    free = 2 * int(1.1 * need_of(outline_of(tiny_vae("sd", torch.float32)), shape, 1, 8).peak_bytes * 1.1)
+    free = 2 * int(1.1 * need_of(meta_copy(tiny_vae("sd", torch.float32)), shape, 1, 8).peak_bytes * 1.1)
 
     first, second = run_ranks(plan, 2, "sd", shape, 1, [2 ** 62, free])
 
@@ -180,7 +180,7 @@ def test_a_thin_decoder_on_8_ranks_holds_an_eighth_of_the_rows():
 
     with torch.inference_mode():
         whole = thin_vae().decode(torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))).sample
-    need = need_of(outline_of(thin_vae()), (1, 4, 64, 64), 1, 8)
+    need = need_of(meta_copy(thin_vae()), (1, 4, 64, 64), 1, 8)
     for start, rows, share, peak_bytes in by_rank:
         within((rows - whole[:, :, start:start + 2]).abs().max(), 1e-5)
         assert share == 1 / 8 and peak_bytes < 1.3 * need.peak_bytes
@@ -237,7 +237,7 @@ def test_of_10240_pixels_each_of_8_ranks_has_an_eighth_of_the_rows_and_of_the_me
 def test_decodes_10240_pixels_on_8_ranks_with_an_eighth_of_the_rows_on_each():
     """Without attention, whose time grows with the square of the pixels: hours here.
     One rank would need eight times as much memory."""
-    need = need_of(outline_of(thin_vae(attention=False)), LARGE, 1, 8)
+    need = need_of(meta_copy(thin_vae(attention=False)), LARGE, 1, 8)
     by_rank = run_ranks(decode_thin, 8, LARGE[-1], False, timeout_s=3600)
 
     assert [start for start, *_ in by_rank] == [rank * 1280 for rank in range(8)]

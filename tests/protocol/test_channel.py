@@ -10,19 +10,19 @@ import pytest
 
 from tests.malformed import receive_frames
 from xdit_backend.protocol import channel
-from xdit_backend.protocol.channel import ADDRESS_FILE, KEY_FILE, Door, connect
+from xdit_backend.protocol.channel import ADDRESS_FILE, KEY_FILE, ChannelListener, connect
 from xdit_backend.protocol.errors import ChannelClosedError, XDiTError
 from xdit_backend.protocol.messages import DropConditioning, Phase, Stop
 
 
 @pytest.fixture
-def door(tmp_path):
-    door = Door(tmp_path)
-    yield door
-    door.close()
+def channel_listener(tmp_path):
+    channel_listener = ChannelListener(tmp_path)
+    yield channel_listener
+    channel_listener.close()
 
 
-def accept_while(door, act):
+def accept_while(channel_listener, act):
     """(what door.accept returned, what act returned or raised)"""
     result = {}
 
@@ -33,13 +33,13 @@ def accept_while(door, act):
             result["act"] = error
     thread = threading.Thread(target=run)
     thread.start()
-    channel = door.accept(5)
+    channel = channel_listener.accept(5)
     thread.join()
     return channel, result["act"]
 
 
-def test_messages_go_both_ways(door, tmp_path):
-    host, worker = accept_while(door, lambda: connect(tmp_path))
+def test_messages_go_both_ways(channel_listener, tmp_path):
+    host, worker = accept_while(channel_listener, lambda: connect(tmp_path))
 
     host.send(Stop())
     worker.send(Phase(1, "loading weights", 1, 2))
@@ -47,33 +47,33 @@ def test_messages_go_both_ways(door, tmp_path):
     assert worker.receive() == Stop() and host.receive() == Phase(1, "loading weights", 1, 2)
 
 
-def test_who_lacks_the_key_is_not_let_in(door, tmp_path):
+def test_who_lacks_the_key_is_not_let_in(channel_listener, tmp_path):
     address = (tmp_path / ADDRESS_FILE).read_text()
 
-    channel, outcome = accept_while(door, lambda: connection.Client(address, authkey=b"guessed"))
+    channel, outcome = accept_while(channel_listener, lambda: connection.Client(address, authkey=b"guessed"))
 
     assert channel is None and isinstance(outcome, connection.AuthenticationError)
 
 
-def test_the_door_stays_open_after_a_stranger(door, tmp_path):
+def test_the_door_stays_open_after_a_stranger(channel_listener, tmp_path):
     address = (tmp_path / ADDRESS_FILE).read_text()
-    accept_while(door, lambda: connection.Client(address, authkey=b"guessed"))
+    accept_while(channel_listener, lambda: connection.Client(address, authkey=b"guessed"))
 
-    channel, _ = accept_while(door, lambda: connect(tmp_path))
+    channel, _ = accept_while(channel_listener, lambda: connect(tmp_path))
 
     assert channel is not None
 
 
-def test_the_key_is_for_this_user_only(door, tmp_path):
+def test_the_key_is_for_this_user_only(channel_listener, tmp_path):
     assert os.stat(tmp_path / KEY_FILE).st_mode & 0o077 == 0
 
 
-def test_nobody_comes(door):
-    assert door.accept(0.01) is None
+def test_nobody_comes(channel_listener):
+    assert channel_listener.accept(0.01) is None
 
 
-def test_a_closed_end_is_named(door, tmp_path):
-    host, worker = accept_while(door, lambda: connect(tmp_path))
+def test_a_closed_end_is_named(channel_listener, tmp_path):
+    host, worker = accept_while(channel_listener, lambda: connect(tmp_path))
 
     worker.close()
 
@@ -90,8 +90,8 @@ def test_a_closed_end_is_named(door, tmp_path):
     struct.pack("!iQ", -1, 2 ** 62) + b"Stop {}",
     struct.pack("!i", 9) + b"Stop {}  " + struct.pack("!i", 7) + b"Exec {}",
     struct.pack("!i", 0)], ids=repr)
-def test_what_is_no_message_ends_the_connection_and_nothing_else(door, tmp_path, raw):
-    host, stranger = accept_while(door, lambda: connect(tmp_path))
+def test_what_is_no_message_ends_the_connection_and_nothing_else(channel_listener, tmp_path, raw):
+    host, stranger = accept_while(channel_listener, lambda: connect(tmp_path))
     os.write(stranger.raw.fileno(), raw)
     stranger.raw.close()
 
@@ -100,13 +100,13 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(door, tmp_path,
         host.receive()
     with pytest.raises(ChannelClosedError):
         host.send(Stop())
-    following, worker = accept_while(door, lambda: connect(tmp_path))
+    following, worker = accept_while(channel_listener, lambda: connect(tmp_path))
     worker.send(Stop())
     assert following.receive() == Stop()
 
 
-def test_no_message_is_too_long_to_be_received(door, tmp_path):
-    host, worker = accept_while(door, lambda: connect(tmp_path))
+def test_no_message_is_too_long_to_be_received(channel_listener, tmp_path):
+    host, worker = accept_while(channel_listener, lambda: connect(tmp_path))
 
     with pytest.raises(XDiTError, match="is more than a connection takes"):
         host.send(DropConditioning(1, ["conditioning"] * 2 ** 21))
@@ -122,25 +122,25 @@ def test_frames_of_any_bytes_are_refused_or_are_messages_within_ten_times_the_ho
     assert outcomes["refused"] > 100 and outcomes["messages, then refused"] > 10
 
 
-def test_a_stranger_who_says_nothing_does_not_keep_others_out(door, tmp_path, monkeypatch):
+def test_a_stranger_who_says_nothing_does_not_keep_others_out(channel_listener, tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect((tmp_path / ADDRESS_FILE).read_text())
         with monkeypatch.context() as patched:                 # who is let in may take its time
             patched.setattr(channel, "HANDSHAKE_S", 0.2)
-            assert door.accept(5) is None
+            assert channel_listener.accept(5) is None
 
-        let_in, _ = accept_while(door, lambda: connect(tmp_path))
+        let_in, _ = accept_while(channel_listener, lambda: connect(tmp_path))
 
     assert let_in is not None
 
 
 def test_who_takes_no_messages_counts_as_gone(tmp_path):
     """A worker that was stopped: what it does not read fills the connection."""
-    door = Door(tmp_path, patience_s=0.3)
-    host, _worker = accept_while(door, lambda: connect(tmp_path))
+    channel_listener = ChannelListener(tmp_path, patience_s=0.3)
+    host, _worker = accept_while(channel_listener, lambda: connect(tmp_path))
 
     with pytest.raises(ChannelClosedError, match="takes nothing"):
         for _ in range(100):
             host.send(DropConditioning(1, ["conditioning"] * 1000))
     host.close()
-    door.close()
+    channel_listener.close()

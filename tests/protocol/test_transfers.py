@@ -5,7 +5,7 @@ import torch
 
 from tests.pretended import CUDA, pretended_cuda
 from xdit_backend.protocol import transfers
-from xdit_backend.protocol.transfers import Ferry, on_device
+from xdit_backend.protocol.transfers import StagingBuffers, on_device
 
 CPU = torch.device("cpu")
 SHAPES = [(), (0, 3), (1,), (1000,), (7, 5, 3), (2, 300), (300, 2), (3, 4, 50, 2)]
@@ -52,48 +52,48 @@ class LateCopies:
 @pytest.mark.parametrize("piece_bytes", [None, 8, 64, 1000, 10 ** 6])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_element_arrives(shape, piece_bytes):
-    ferry, source = Ferry(CPU, piece_bytes), torch.randn(shape)
+    staging, source = StagingBuffers(CPU, piece_bytes), torch.randn(shape)
 
     target = torch.full(shape, torch.nan, dtype=torch.float64)
-    ferry.fetch(source, target)
+    staging.to_host(source, target)
 
-    assert torch.equal(ferry.bring(source), source) and torch.equal(target, source.double())
+    assert torch.equal(staging.to_device(source), source) and torch.equal(target, source.double())
 
 
 def test_strided_tensors_arrive():
     """A decoded picture's channels come last in shared memory, and its columns are a part of it."""
-    ferry, source = Ferry(CPU, 256), torch.randn(3, 20, 30)
+    staging, source = StagingBuffers(CPU, 256), torch.randn(3, 20, 30)
     picture = torch.zeros(20, 50, 3)
 
-    ferry.fetch(source.movedim(0, -1), picture[:, 10:40])
+    staging.to_host(source.movedim(0, -1), picture[:, 10:40])
 
     assert (torch.equal(picture[:, 10:40].movedim(-1, 0), source)
             and picture[:, :10].abs().sum() == picture[:, 40:].abs().sum() == 0)
-    for each in (ferry, Ferry(CPU)):
-        brought = each.bring(source.movedim(0, -1))
+    for each in (staging, StagingBuffers(CPU)):
+        brought = each.to_device(source.movedim(0, -1))
         assert torch.equal(brought, source.movedim(0, -1)) and brought.is_contiguous()
 
 
 @pytest.mark.parametrize("never_waits", [False, True])
 def test_a_piece_is_filled_again_only_when_it_has_travelled(monkeypatch, never_waits):
     """On a device that copies as late as it may. Where a piece is not waited for, something is lost."""
-    ferry, source, target = Ferry(CPU, 64), torch.arange(100.0), torch.zeros(100)
+    staging, source, target = StagingBuffers(CPU, 64), torch.arange(100.0), torch.zeros(100)
     device = LateCopies(monkeypatch)
     if never_waits:
         monkeypatch.setattr(transfers, "Arrived", _NeverWaits)
 
-    brought = ferry.bring(source)
+    brought = staging.to_device(source)
     device.run(len(device.asked))
-    ferry.fetch(source, target)
+    staging.to_host(source, target)
 
     assert (torch.equal(brought, source) and torch.equal(target, source)) is not never_waits
 
 
 def test_what_is_fetched_into_another_type_is_converted_on_the_device(monkeypatch):
-    ferry, source, target = Ferry(CPU, 64), torch.randn(100).bfloat16(), torch.zeros(100)
+    staging, source, target = StagingBuffers(CPU, 64), torch.randn(100).bfloat16(), torch.zeros(100)
     LateCopies(monkeypatch)
 
-    ferry.fetch(source, target)
+    staging.to_host(source, target)
 
     assert torch.equal(target, source.float())
 
@@ -105,7 +105,7 @@ def test_waiting_for_a_piece_leaves_the_core_to_others(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **options: empty(*shape, **options))
 
     with pretended_cuda(monkeypatch):
-        Ferry(CUDA)._next(torch.Size((8,)), torch.float32)
+        StagingBuffers(CUDA)._next(torch.Size((8,)), torch.float32)
 
     assert made == [{"blocking": True}] * 2
 
@@ -121,10 +121,10 @@ class _NeverWaits:
 def test_at_most_two_pieces_are_held(monkeypatch):
     made, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: made.append(shape) or empty(*shape, **options))
-    ferry = Ferry(CPU, 64)
+    staging = StagingBuffers(CPU, 64)
 
     for _ in range(3):
-        ferry.fetch(torch.randn(500), torch.zeros(500))
+        staging.to_host(torch.randn(500), torch.zeros(500))
 
     assert made == [(64,), (64,)]
 
@@ -135,7 +135,7 @@ def test_a_cpu_worker_copies_directly_and_touches_no_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("asked for CUDA"))
     source = torch.randn(5)
 
-    brought = Ferry(CPU).bring(source)
+    brought = StagingBuffers(CPU).to_device(source)
     source_there = on_device(source, CPU)
 
     assert source_there is source and torch.equal(brought, source) and brought.data_ptr() != source.data_ptr()

@@ -39,7 +39,7 @@ def carry_out(rank, world_size, commands):
     """Carry out commands on this rank as the worker's loop does; returns its measurements."""
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     torch.set_grad_enabled(False)
-    with unrounded(commands[0].spec.tensor_degree):
+    with keep_in_compute_dtype(commands[0].spec.tensor_degree):
         for index, command in enumerate(commands):
             for upcoming in commands[index:index + 3]:
                 if not engine.prefetch(upcoming):
@@ -52,7 +52,7 @@ def carry_out(rank, world_size, commands):
                       "received": sum(link.num_received for link in engine.links)}
 
 
-def unrounded(tensor_degree):
+def keep_in_compute_dtype(tensor_degree):
     return InDouble() if tensor_degree > 1 else nullcontext()
 
 
@@ -105,7 +105,7 @@ def with_no_room_for_one(rank, world_size, commands):
 def oracle(num_patches, tensor_degree):
     """What each prediction of each branch is to be, whatever the layout."""
     branches = branches_of_three_images()
-    with torch.no_grad(), unrounded(tensor_degree):
+    with torch.no_grad(), keep_in_compute_dtype(tensor_degree):
         start, models, wanted = [one.latent.clone() for one in branches], [StaleModel(one) for one in branches], []
         for step, patch, rows in pieces(start[0].shape, num_patches):
             for latent, model in zip(start, models):
@@ -327,7 +327,7 @@ def test_a_rank_holds_its_share_of_weights_and_keys(store, folder):
     """Within 5 % of: its blocks and what is outside the blocks; 2 B (S + S_t) h for each of its blocks and branch."""
     from xdit_backend.checkpoints.transformer import block_sizes
     model = example("SD3").model
-    sizes = [size for size, _ in block_sizes(model, open_checkpoint(folder).family.plan)]
+    sizes = [size for size, _ in block_sizes(model, open_checkpoint(folder).family)]
     outside = sum(t.numel() for t in (*model.parameters(), *model.buffers())) - sum(sizes)
 
     _, numbers = play(store, folder, Layout(pipefusion_degree=2), Stages(2, num_blocks=(1, 3)))

@@ -16,18 +16,18 @@ from xdit_backend.forecast.probed import ACROSS_BYTES, LARGE_BYTES, SENT, SMALL_
 from xdit_backend.worker import probe
 
 
-def measured(rank, world_size, a_machine=0):
-    probe.ROUNDS, probe.LEAST_S, probe.LARGE_BYTES, probe.ROUND_S, probe.SHARED_ROUNDS = 1, 0.0, 2 ** 20, 0.0, 1
+def measured(rank, world_size, per_machine=0):
+    probe.ROUNDS, probe.MIN_S, probe.LARGE_BYTES, probe.ROUND_S, probe.SHARED_ROUNDS = 1, 0.0, 2 ** 20, 0.0, 1
     said, traffic = [], Traffic()
     numbers = probe.measure(rank, world_size, torch.device("cpu"), torch.float32, traffic,
-                            lambda *progress: said.append(progress), a_machine)
+                            lambda *progress: said.append(progress), per_machine)
     return numbers, said, traffic.num_exchanges
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size, a_machine, sizes", [(3, 0, {"3"}), (4, 2, {"2", "4"})])
-def test_workers_measure_what_a_forecast_needs(world_size, a_machine, sizes):
-    results = run_ranks(measured, world_size, a_machine)
+@pytest.mark.parametrize("world_size, per_machine, sizes", [(3, 0, {"3"}), (4, 2, {"2", "4"})])
+def test_workers_measure_what_a_forecast_needs(world_size, per_machine, sizes):
+    results = run_ranks(measured, world_size, per_machine)
     numbers = [result[0] for result in results]
 
     assert all(set(one) == set(numbers[0]) and all(math.isfinite(value) and value > 0 for name, value in one.items()
@@ -39,7 +39,7 @@ def test_workers_measure_what_a_forecast_needs(world_size, a_machine, sizes):
             and all(exchanges > 0 for _, _, exchanges in results))
     assert (results[0][1][0] == ("measuring the devices", 0, len(results[0][1]))
             and results[0][1][-1][0] == "measuring the links")
-    machine = machine_of_probe(numbers, ["CPU"] * world_size, [1e12] * world_size, a_machine)
+    machine = machine_of_probe(numbers, ["CPU"] * world_size, [1e12] * world_size, per_machine)
     made = forecasts(Net(8, 256, 4, 12.0, 1e7), Job(1024, 32, 10, branches=2), machine)
     assert all(math.isfinite(one.seconds) and one.seconds > 0 for one in made) and choose(made).fits
 
@@ -89,4 +89,4 @@ def test_between_machines_smaller_messages_are_enough():
     for size, rate in ((2, 1e10), (3, 1e8), (4, 1e8)):
         within(abs(links.rate("hop", size) / rate - 1), 1e-6)
         within(abs(links.latency("all_reduce", size) / 5e-4 - 1), 1e-6)
-    assert links.a_machine == 2
+    assert links.per_machine == 2

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.models.zoo import example
 from tests.ranks import run_ranks
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
-from xdit_backend.partition import holders
+from xdit_backend.partition import ranks_by_part
 from xdit_backend.protocol import messages, specs
 from xdit_backend.protocol.segments import SegmentStore, map_segment
 from xdit_backend.protocol.specs import Layout, Stages
@@ -40,13 +40,13 @@ class Device:
         self.fetched = self.brought = 0
 
     def residency(self, net, files=None):
-        return Residency(net, files or {}, self.bring, self.fetch)
+        return Residency(net, files or {}, self.to_device, self.to_host)
 
-    def bring(self, weight):
+    def to_device(self, weight):
         self.brought += weight.nbytes
         return weight.clone()
 
-    def fetch(self, weight, home):
+    def to_host(self, weight, home):
         self.fetched += weight.nbytes
         home.copy_(weight)
 
@@ -109,9 +109,9 @@ def test_weights_that_are_in_the_file_need_no_memory(store):
              if weight.dtype != torch.bfloat16}
     residency, before = device.residency(net, files), values(net)
     cast_bytes = net[1].weight.nbytes
-    assert cast_bytes <= residency.numbers["homeless_bytes"] < cast_bytes + 64
+    assert cast_bytes <= residency.numbers["unmapped_bytes"] < cast_bytes + 64
 
-    residency.park([int(residency.numbers["weight_bytes"])], 0, segment(store, residency.numbers["homeless_bytes"]))
+    residency.park([int(residency.numbers["weight_bytes"])], 0, segment(store, residency.numbers["unmapped_bytes"]))
 
     assert device.fetched == cast_bytes
     assert net[0].weight.data_ptr() == files[id(net[0].weight)].data_ptr()
@@ -124,15 +124,15 @@ def test_a_failure_while_they_come_back_leaves_the_rest_parked(store):
     residency, before = device.residency(net), values(net)
     total = int(residency.numbers["weight_bytes"])
     residency.park([total], 0, segment(store, total))
-    bring, calls = residency._bring, []
+    to_device, calls = residency._to_device, []
 
     def out_of_memory(weight):
         calls.append(weight)
         if len(calls) == 3:
             raise torch.OutOfMemoryError("no")
-        return bring(weight)
+        return to_device(weight)
 
-    residency._bring = out_of_memory
+    residency._to_device = out_of_memory
     with pytest.raises(torch.OutOfMemoryError):
         residency.restore()
     assert 0 < residency.parked_bytes < total
@@ -169,7 +169,7 @@ def test_predictions_are_the_same_after_weights_were_parked(store, tmp_path, sta
     context = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
     predictions = [store.create(tuple(one.latent.shape), torch.float32)[0] for _ in range(3)]
     latent, timestep = store.share(one.latent), store.share(one.timestep)
-    parts = len(holders(2, spec))
+    parts = len(ranks_by_part(2, spec))
 
     def predict(prediction):
         branch = specs.Branch(latent, timestep, "branch", prediction)

@@ -85,7 +85,7 @@ def _nothing_kept_of_one_frame(module, args, kwargs, output):
 COGVIDEOX = VaeFamily(
     models=("CogVideoX",),
     autoencoder="AutoencoderKLCogVideoX",
-    marks=("coder.mid_block.resnets.0.conv1.conv.",),
+    markers=("coder.mid_block.resnets.0.conv1.conv.",),
     config=_config,
     decode=_decode,
     encode=_encode,

@@ -79,7 +79,7 @@ def _encode(vae, picture):
 COSMOS = VaeFamily(
     models=("Cosmos-Predict1",),
     autoencoder="AutoencoderKLCosmos",
-    marks=("coder.mid.block_1.conv1.0.conv3d.",),
+    markers=("coder.mid.block_1.conv1.0.conv3d.",),
     decoder=("decoder.", "post_quant_conv."),
     encoder=("encoder.", "quant_conv."),
     config=_config,

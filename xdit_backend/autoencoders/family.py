@@ -51,7 +51,7 @@ class VaeFamily:
 
     models: tuple[str, ...]
     autoencoder: str
-    marks: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
     decoder: tuple[str, ...] = ("decoder.",)
     encoder: tuple[str, ...] = ("encoder.",)
     unused: tuple[str, ...] = ()

@@ -52,7 +52,7 @@ def _convert(tensors, config):
 HUNYUAN_IMAGE = VaeFamily(
     models=("HunyuanImage 2.1",),
     autoencoder="AutoencoderKLHunyuanImage",
-    marks=("decoder.up.0.upsample.conv.weight", "encoder.down.4.downsample.conv.weight"),
+    markers=("decoder.up.0.upsample.conv.weight", "encoder.down.4.downsample.conv.weight"),
     config=_config,
     convert=_convert,
 )

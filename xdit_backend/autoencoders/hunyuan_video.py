@@ -49,21 +49,21 @@ def _without_conv(name):
 
 
 def _decode(vae, latent):
-    decoder, carried = vae.decoder, CarriedFrames()
-    with carried.used_by(decoder):
+    decoder, frame_cache = vae.decoder, FrameCache()
+    with frame_cache.used_by(decoder):
         hidden = decoder.mid_block(decoder.conv_in(vae.post_quant_conv(latent)))
-        carried.forget()
-        return carried.through([*decoder.up_blocks, decoder.conv_norm_out, decoder.conv_act, decoder.conv_out],
+        frame_cache.forget()
+        return frame_cache.through([*decoder.up_blocks, decoder.conv_norm_out, decoder.conv_act, decoder.conv_out],
                                hidden.split(LATENT_FRAMES, 2))
 
 
 def _encode(vae, picture):
     """Frames beyond 1 + a multiple of the compression are left out."""
-    encoder, carried = vae.encoder, CarriedFrames()
-    with carried.used_by(encoder):
-        hidden = carried.through([encoder.conv_in, *encoder.down_blocks],
+    encoder, frame_cache = vae.encoder, FrameCache()
+    with frame_cache.used_by(encoder):
+        hidden = frame_cache.through([encoder.conv_in, *encoder.down_blocks],
                                  pieces_of(picture, vae.temporal_compression_ratio))
-        carried.forget()
+        frame_cache.forget()
         hidden = encoder.conv_act(encoder.conv_norm_out(encoder.mid_block(hidden)))
         return vae.quant_conv(encoder.conv_out(hidden)).chunk(2, 1)[0]
 
@@ -74,7 +74,7 @@ def pieces_of(picture, compression):
     return [picture[:, :, :1], *(picture[:, :, 1:1 + num_further].split(FRAMES, 2) if num_further else ())]
 
 
-class CarriedFrames:
+class FrameCache:
     """The last frames that each convolution over time has read, in the order of the convolutions, for the next piece.
 
     In the first piece torch's pad repeats the first frame, as diffusers asks for; in the others the kept ones come
@@ -149,7 +149,7 @@ class CarriedFrames:
 HUNYUAN_VIDEO = VaeFamily(
     models=("HunyuanVideo",),
     autoencoder="AutoencoderKLHunyuanVideo",
-    marks=("coder.mid.block_1.conv1.conv.",),
+    markers=("coder.mid.block_1.conv1.conv.",),
     decoder=("decoder.", "post_quant_conv."),
     encoder=("encoder.", "quant_conv."),
     config=_config,

@@ -13,7 +13,7 @@ from functools import partial
 
 from ..protocol.errors import CheckpointError
 from .family import VaeFamily, count_layers, need_diffusers, replaced, size_of
-from .hunyuan_video import LATENT_FRAMES, CarriedFrames, pieces_of
+from .hunyuan_video import LATENT_FRAMES, FrameCache, pieces_of
 
 NAMES = (
     (".mid.block_1.", ".mid_block.resnets.0."), (".mid.block_2.", ".mid_block.resnets.1."),
@@ -60,39 +60,39 @@ def _convert(tensors, config):
 
 
 def _decode(vae, latent):
-    decoder, carried = vae.decoder, CarriedFrames()
-    with _in_pieces(carried, decoder):
+    decoder, frame_cache = vae.decoder, FrameCache()
+    with _in_pieces(frame_cache, decoder):
         hidden = decoder.conv_in(latent) + latent.repeat_interleave(decoder.repeat, 1)
         hidden = decoder.mid_block(hidden)
-        carried.forget()
-        return carried.through([*decoder.up_blocks, decoder.norm_out, decoder.conv_act, decoder.conv_out],
+        frame_cache.forget()
+        return frame_cache.through([*decoder.up_blocks, decoder.norm_out, decoder.conv_act, decoder.conv_out],
                                hidden.split(LATENT_FRAMES, 2))
 
 
 def _encode(vae, picture):
     """Frames beyond 1 + a multiple of the compression are left out."""
-    encoder, carried = vae.encoder, CarriedFrames()
-    with _in_pieces(carried, encoder):
-        hidden = carried.through([encoder.conv_in, *encoder.down_blocks],
+    encoder, frame_cache = vae.encoder, FrameCache()
+    with _in_pieces(frame_cache, encoder):
+        hidden = frame_cache.through([encoder.conv_in, *encoder.down_blocks],
                                  pieces_of(picture, vae.temporal_compression_ratio))
-        carried.forget()
+        frame_cache.forget()
         hidden = encoder.mid_block(hidden)
         out = encoder.conv_out(encoder.conv_act(encoder.norm_out(hidden)))
     return (out + hidden.unflatten(1, (out.shape[1], -1)).mean(2)).chunk(2, 1)[0]
 
 
 @contextmanager
-def _in_pieces(carried, half):
+def _in_pieces(frame_cache, half):
     """While active, a half works on pieces of frames, and its attention has no mask:
     in ComfyUI all frames see each other."""
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as hunyuan
 
     def resized(first, later):
         """Diffusers' forward treats the first frame unlike the others, which only the first piece has."""
-        return lambda hidden: first(hidden) if carried.is_first else later(hidden)
+        return lambda hidden: first(hidden) if frame_cache.is_first else later(hidden)
 
     with ExitStack() as stack:
-        stack.enter_context(carried.padded())
+        stack.enter_context(frame_cache.padded())
         stack.enter_context(replaced(hunyuan.HunyuanVideo15AttnBlock,
                                      prepare_causal_attention_mask=staticmethod(lambda *_, **__: None)))
         for module in half.modules():
@@ -118,7 +118,7 @@ def _downsampled(module, hidden):
 HUNYUAN_VIDEO15 = VaeFamily(
     models=("HunyuanVideo 1.5",),
     autoencoder="AutoencoderKLHunyuanVideo15",
-    marks=("coder.mid.block_1.norm1.gamma",),
+    markers=("coder.mid.block_1.norm1.gamma",),
     unused=(".temb_proj.",),
     config=_config,
     convert=_convert,

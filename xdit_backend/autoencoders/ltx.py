@@ -148,7 +148,7 @@ def _decode(vae, latent):
 LTX = VaeFamily(
     models=("LTX-Video", "LTX-2"),
     autoencoder="AutoencoderKLLTXVideo",
-    marks=("coder.up_blocks.0.res_blocks.", "coder.down_blocks.0.res_blocks."),
+    markers=("coder.up_blocks.0.res_blocks.", "coder.down_blocks.0.res_blocks."),
     config=_config,
     convert=_convert,
     finish=_finish,

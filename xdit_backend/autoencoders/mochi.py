@@ -131,7 +131,7 @@ def _encode(vae, picture):
 MOCHI = VaeFamily(
     models=("Mochi",),
     autoencoder="AutoencoderKLMochi",
-    marks=("decoder.blocks.0.1.stack.", "encoder.layers.1.stack."),
+    markers=("decoder.blocks.0.1.stack.", "encoder.layers.1.stack."),
     config=_config,
     convert=_convert,
     finish=_finish,

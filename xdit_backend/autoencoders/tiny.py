@@ -24,7 +24,7 @@ def _convert(tensors, config):
 TINY = VaeFamily(
     models=("TAESD",),
     autoencoder="AutoencoderTiny",
-    marks=("taesd_decoder.", "taesd_encoder."),
+    markers=("taesd_decoder.", "taesd_encoder."),
     decoder=("taesd_decoder.",),
     encoder=("taesd_encoder.",),
     config=_config,

@@ -51,7 +51,7 @@ def _convert(tensors, config):
 WAN = VaeFamily(
     models=("Wan 2.1", "Wan 2.2", "Qwen-Image"),
     autoencoder="AutoencoderKLWan",
-    marks=("coder.middle.0.residual.", *WAN22_MARKS),
+    markers=("coder.middle.0.residual.", *WAN22_MARKS),
     decoder=("decoder.", "conv2."),
     encoder=("encoder.", "conv1."),
     config=_config,

@@ -188,7 +188,7 @@ def memory_formulas(header, spec, num_ranks, setting, degrees):
     from accelerate import init_empty_weights
     with init_empty_weights():
         model = getattr(diffusers, header.family.transformer).from_config(header.config)
-    sizes = block_sizes(model, header.family.plan)
+    sizes = block_sizes(model, header.family)
     counts = split_stages([size * share for size, share in sizes], spec.stages.pipefusion_degree)
     own = [stage_blocks(counts, stage_of(rank, spec.stages)) for rank in range(num_ranks)]
     outside = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) - sum(size for size, _ in sizes)

@@ -19,8 +19,9 @@ from ..checkpoints.net import job_of, net_of
 from ..checkpoints.quantise import TYPES
 from ..checkpoints.shares import is_splittable
 from ..config import ParallelConfig, resolve_devices
-from ..forecast.choice import candidates, forecasts, further_candidates
+from ..forecast.choice import candidates, extra_candidates, forecasts
 from ..forecast.files import read_machine
+from ..forecast.memory import MemorySettings
 from ..forecast.planner import Devices, choose_spread, plan_run, usual_branches
 from ..forecast.words import plan_words, table, why
 from ..host import measurements
@@ -30,7 +31,7 @@ from ..protocol.errors import ConfigError
 
 WEIGHT_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3fn": "float8_e4m3fn"}
 IN_FILES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
-MOST_PIXELS, MOST_STEPS = 2 ** 17, 10000
+MAX_PIXELS, MAX_STEPS = 2 ** 17, 10000
 
 
 def add_arguments(parser):
@@ -59,11 +60,11 @@ def main(options):
     job_shape = _checked(options)
     header = open_checkpoint(options.model)
     family = header.family
-    if family.by_rows:
+    if family.is_unet:
         raise ConfigError(f"{family.title} are U-Nets: auto shares out the branches of guidance and the images of a "
                           f"batch alone, and nothing is forecast for them.")
     quantisation = options.weight_dtype if options.weight_dtype in TYPES else ""
-    model = header.outline(quantisation)
+    model = header.meta_model(quantisation)
     config = header.config
     storage = "bfloat16" if quantisation else WEIGHT_TYPES.get(options.weight_dtype) or _most_common(header)
     compute = "bfloat16" if storage.startswith("float8") else storage
@@ -85,16 +86,16 @@ def print_plan(net, job, machine, what, config, can_split, branches):
     print(f"{what}: {job.tokens} tokens, {job.text} of text, {job.steps} steps, {job.branches} "
           f"branch{'es' if job.branches > 1 else ''}, {job.images} image{'s' if job.images > 1 else ''}; {net.blocks} "
           f"blocks of width {net.width}, {net.held_bytes / 1e9:.2f} GB of weights")
-    a_machine = machine.links.a_machine
+    per_machine = machine.links.per_machine
     print("on " + ", ".join(f"{number} x {name}" for name, number in names.items())
-          + (f", {a_machine} a machine" if a_machine else ""))
-    devices = Devices([device.memory_bytes for device in machine.devices], a_machine, machine)
+          + (f", {per_machine} a machine" if per_machine else ""))
+    devices = Devices([device.memory_bytes for device in machine.devices], per_machine, machine)
     spread = choose_spread(config, net, devices, can_split, branches=branches)
     started_s = time.perf_counter()
     plan = plan_run(config, machine, net, job, *spread)
     elapsed_s = time.perf_counter() - started_s
-    some = [*candidates(net, job, count, a_machine), *further_candidates(net, job, machine)]
-    every = forecasts(net, job, machine, some, steps_kept=config.steps_kept)
+    some = [*candidates(net, job, count, per_machine), *extra_candidates(net, job, machine)]
+    every = forecasts(net, job, machine, some, MemorySettings(config.cached_steps))
     chosen = next((one for one in every if one.degrees == plan.chosen.degrees), plan.chosen)
     if chosen not in every:
         every.append(chosen)
@@ -102,7 +103,7 @@ def print_plan(net, job, machine, what, config, can_split, branches):
     print(plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered)
           + f". Chosen in {1000 * elapsed_s:.0f} ms.")
     print(f"Why: {why(plan.chosen)}. " + (
-        "Machines are stages, whose devices share tokens." if a_machine and spread[0] is not None else
+        "Machines are stages, whose devices share tokens." if per_machine and spread[0] is not None else
         "The weights do not fit on one device, so that its blocks are spread over stages." if spread[0] is not None else
         "The weights do not fit on one device, so that its layers are spread, and the picture is one device's."
         if spread[1] > 1 else
@@ -116,7 +117,7 @@ def measured(options, dtype):
     """The Machine of the devices here: kept, or measured now."""
     devices = resolve_devices(options.devices, num_cuda_devices())
     machine = (None if options.measure or options.measurements is None
-               else measurements.kept(options.measurements, devices, dtype))
+               else measurements.stored_machine(options.measurements, devices, dtype))
     if machine is not None:
         return machine
     client = Client(devices)
@@ -131,17 +132,17 @@ def measured(options, dtype):
         client.close()
         print(file=sys.stderr)
     if options.measurements is not None:
-        measurements.keep(options.measurements, devices, dtype, machine)
+        measurements.store_machine(options.measurements, devices, dtype, machine)
     return machine
 
 
 def _checked(options):
     """(columns, rows) of the picture. Raises ConfigError for what cannot be meant."""
     found = re.fullmatch(r"(\d+)x(\d+)", options.size.strip().lower())
-    if not found or not all(8 <= int(side) <= MOST_PIXELS for side in found.groups()):
+    if not found or not all(8 <= int(side) <= MAX_PIXELS for side in found.groups()):
         raise ConfigError(f"--size {options.size}: give width and height in pixels, such as 1024x1024, from 8 to "
-                          f"{MOST_PIXELS}.")
-    for name, most in (("frames", 10000), ("steps", MOST_STEPS), ("branches", 2), ("batch", 4096), ("text", 10 ** 6)):
+                          f"{MAX_PIXELS}.")
+    for name, most in (("frames", 10000), ("steps", MAX_STEPS), ("branches", 2), ("batch", 4096), ("text", 10 ** 6)):
         value = getattr(options, name)
         if not 1 <= value <= most:
             raise ConfigError(f"--{name} {value}: give a number from 1 to {most}.")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..forecast.choice import candidates
 from ..forecast.cost import Degrees, Device, Job, Links
-from ..forecast.memory import rank_memory
+from ..forecast.memory import MemorySettings, rank_memory
 from ..forecast.seconds import run_seconds
 from ..protocol.errors import ConfigError
 from .published import (
@@ -189,7 +189,7 @@ def read_memory_rows(path, left_out=None):
 def memory_row_of(line):
     job = Job(int(line["tokens"]), int(line["text_tokens"]), 1, int(line["cfg_branches"]))
     return (line["model"], line["number"] == "1" and line["held_out"] != "1", positive(line["gb"]),
-            rank_memory(NETS[line["model"]], job, degrees_of(line), told_copies=2).total / 1e9)
+            rank_memory(NETS[line["model"]], job, degrees_of(line), MemorySettings(exchanged_copies=2)).total / 1e9)
 
 
 def memory_errors(rows):

@@ -101,7 +101,7 @@ def settings(options):
     family = header.family
     dtypes = ("float32", "float32")
     one_spec = header.spec(*dtypes)
-    staged = None if family.by_rows else header.spec(*dtypes, Stages(2, 1))
+    staged = None if family.is_unet else header.spec(*dtypes, Stages(2, 1))
     shape = (1, CHANNELS, SIDE, SIDE)
 
     def run(spec, method):
@@ -122,7 +122,7 @@ def settings(options):
     for degree, warmup_steps, mode, forecast in itertools.product(
         options.displaced, options.warmup_steps, options.displaced_modes,
                                                                   options.forecast):
-        if (family.by_rows and cut_bands(SIDE, degree,
+        if (family.is_unet and cut_bands(SIDE, degree,
                                          2 ** (family.plan.num_levels(family.config(header.shapes)) - 1)) is None):
             raise ConfigError(f"--displaced {degree} is too much for the {SIDE} rows of a latent of "
                               f"{options.model.name}.")
@@ -174,7 +174,7 @@ def noise_of(numbers):
 def conditioning_of(family, prompts):
     """What a model of the family is told of the prompts, and then as often of none, for classifier-free guidance."""
     context, pooled = load_text_encoder().encode([*prompts, *[""] * len(prompts)])
-    return {"context": as_unets_context(context)} if family.by_rows else {"context": context, "y": pooled}
+    return {"context": as_unets_context(context)} if family.is_unet else {"context": context, "y": pooled}
 
 
 @torch.no_grad()

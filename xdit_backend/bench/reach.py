@@ -33,7 +33,7 @@ from .pipefusion import run
 from .planner import percentile
 from .published import NEAR
 from .sampler import Method
-from .vae import outline, random_decoder
+from .vae import meta_vae, random_decoder
 
 LAYOUTS = [Degrees(data=2), Degrees(cfg=2), Degrees(ulysses=2), Degrees(ring=2),
            *(Degrees(pipefusion=2, num_patches=patches) for patches in (2, 4, 8))]
@@ -151,7 +151,7 @@ def print_branches(branches, measured, made):
 
 def print_decodes(clients, options):
     tensors, errors = random_decoder(64), []
-    decoder, vae = outline(tensors, "float32"), Autoencoder("bench", "float32", lambda: tensors)
+    decoder, vae = meta_vae(tensors, "float32"), Autoencoder("bench", "float32", lambda: tensors)
     print(f"\n{'decode':<30} {'measured':>9} {'forecast':>9} {'error':>7}")
     for size in options.pixels:
         latent = torch.randn(1, 4, size // 8, size // 8, generator=torch.Generator().manual_seed(0))

@@ -143,19 +143,19 @@ def _patched_steps(client, model, call, sampling, method, before):
     dim = patches[0][0].dim
     pieces = [x.narrow(dim, patch.start, rows) for patch, rows in patches]
     befores = [before and (before[0].narrow(dim, patch.start, rows), *before[1:]) for patch, rows in patches]
-    steps, flying = [method.num_whole(num_steps)] * len(patches), {}
+    steps, in_flight = [method.num_whole(num_steps)] * len(patches), {}
 
     def submit(index):
         if steps[index] < num_steps:
             asked = sampling.call(call, pieces[index], steps[index], model.time_scale)
             forward = ForwardPass(patches[index][0], forecast=method.forecast)
-            flying[client.submit(model.spec, method.layout, model.num_channels, [asked], forward)] = index
+            in_flight[client.submit(model.spec, method.layout, model.num_channels, [asked], forward)] = index
 
     for index in range(len(patches)):
         submit(index)
-    while flying:
-        ticket, predictions = client.wait(list(flying))
-        index = flying.pop(ticket)
+    while in_flight:
+        ticket, predictions = client.wait(list(in_flight))
+        index = in_flight.pop(ticket)
         patch, rows = patches[index]
         noise = sampling.noise(x, steps[index])
         pieces[index], befores[index] = sampling.stepped(

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 from ..forecast.choice import Machine, forecasts
-from ..forecast.cost import DEVICES_A_NODE, Device, Job, Links, Net
+from ..forecast.cost import DEVICES_PER_NODE, Device, Job, Links, Net
 from ..forecast.words import layout_words, seconds_words
 from ..protocol.errors import ConfigError
 
@@ -42,7 +42,7 @@ def add_arguments(parser):
 
 def main(options):
     machine = machine_of(options)
-    print(f"nodes of {DEVICES_A_NODE} devices: {options.tflops:g} and {options.attention_tflops:g} TFLOP/s of "
+    print(f"nodes of {DEVICES_PER_NODE} devices: {options.tflops:g} and {options.attention_tflops:g} TFLOP/s of "
           f"matrices and attention, {options.memory:g} GB at {options.memory_rate:g} GB/s; {options.inside:g} GB/s of "
           f"each in its node, {options.between:g} GB/s to others; {options.latency:g} us a message")
     lines = {name: simulated(net, job, machine) for name, (net, job) in JOBS.items()}
@@ -64,9 +64,9 @@ def machine_of(options):
     device = Device(options.tflops * 1e12, options.attention_tflops * 1e12, options.memory_rate * 1e9,
                     memory_bytes=options.memory * 1e9)
     sizes = [2 ** power for power in range(1, 11)]
-    latencies = {size: options.latency * 1e-6 * math.log2(size) * (1 if size <= DEVICES_A_NODE else 2)
+    latencies = {size: options.latency * 1e-6 * math.log2(size) * (1 if size <= DEVICES_PER_NODE else 2)
                  for size in sizes}
-    inside = [size for size in sizes if size <= DEVICES_A_NODE]
+    inside = [size for size in sizes if size <= DEVICES_PER_NODE]
     rates = {(collective, size): options.inside * 1e9 for collective in ("all_to_all", "hop", "all_reduce", "gather")
              for size in inside}
     links = Links(rates | {("network", 0): options.between * 1e9},
@@ -140,7 +140,7 @@ def plot(lines):
         parts.append(f'<line x1="{WIDTH - LEGEND + 14}" y1="{y}" x2="{WIDTH - LEGEND + 40}" y2="{y}" stroke="{colour}" '
                      f'stroke-width="2"/><text x="{WIDTH - LEGEND + 48}" y="{y + 4}">{html.escape(name)}</text>')
     parts.append(f'<text x="{WIDTH - LEGEND + 14}" y="{MARGIN + 22 * len(lines) + 8}">dashed: exactly one device\'s '
-                 f'picture</text><text x="{MARGIN}" y="{HEIGHT - 12}">devices, in nodes of {DEVICES_A_NODE}</text>'
+                 f'picture</text><text x="{MARGIN}" y="{HEIGHT - 12}">devices, in nodes of {DEVICES_PER_NODE}</text>'
                  f'<text x="{MARGIN}" y="{MARGIN - 24}">times as fast as the fewest that hold the model, by '
                  f'forecast</text></svg>\n')
     return "\n".join(parts)

@@ -75,7 +75,7 @@ def main(options):
                 peer = Peer("comfyui_peer", job, options.threads)
             for size in options.sizes:
                 print_size(size, *measure(tensors, size, clients, peer, folder, options),
-                           outline(tensors, options.dtype))
+                           meta_vae(tensors, options.dtype))
         finally:
             for other in (*clients.values(), *([peer] if peer else [])):
                 other.close()
@@ -117,7 +117,7 @@ def measure(tensors, size, clients, peer, folder, options):
     return results, {way: (median[way], load_file(f"{folder}/{way}.safetensors")["picture"]) for way in ways}
 
 
-def print_size(size, results, theirs, outline):
+def print_size(size, results, theirs, meta_vae):
     first_s, _, first_bytes, _, first_picture = next(iter(results.values()))
     exact = theirs["VAE Decode"][1] if theirs else first_picture
 
@@ -125,7 +125,7 @@ def print_size(size, results, theirs, outline):
         return f"{255 * (picture - exact).abs().max().item():>8.4f}"
 
     for count, (seconds, cpu_s, peak_bytes, sent_bytes, picture) in results.items():
-        formula = need_of(outline, (1, 4, size // 8, size // 8), 1, count, whole=count == 1).peak_bytes
+        formula = need_of(meta_vae, (1, 4, size // 8, size // 8), 1, count, whole=count == 1).peak_bytes
         print(f"{f'{size} x {size}':>12} {count:>11} {seconds:>8.3f} {first_s / seconds:>6.2f}x {cpu_s:>11.3f} "
               f"{peak_bytes / MB:>13.1f} {formula / MB:>11.1f} {peak_bytes / first_bytes:>7.2f} "
               f"{sent_bytes / MB:>13.2f} {off(picture)}", flush=True)
@@ -135,7 +135,7 @@ def print_size(size, results, theirs, outline):
               flush=True)
 
 
-def outline(tensors, dtype):
+def meta_vae(tensors, dtype):
     """The autoencoder without bytes, in the dtype of the decode."""
     from diffusers import AutoencoderKL
     with torch.device("meta"):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.segments import DTYPES, map_segment
-from ..protocol.transfers import Ferry
+from ..protocol.transfers import StagingBuffers
 from .casting import add_at_use
 from .loading import addresses_of, moved
 from .packed import packed_weights
@@ -25,7 +25,7 @@ def change_weights(loaded, changes, leave=lambda weights: None):
     """
     model, checkpoint, spec, splits = loaded.model, loaded.checkpoint, loaded.spec, loaded.splits
     checkpoint.check_is(spec)
-    ferry = Ferry(loaded.device)
+    staging = StagingBuffers(loaded.device)
     here = {name: change for name, change in changes.items() if loaded.needs(name)}
     packed = {name: how for name, how in packed_weights(checkpoint, model, spec.quantisation).items()
               if how.source in here}
@@ -35,7 +35,7 @@ def change_weights(loaded, changes, leave=lambda weights: None):
     plain = read_plain(checkpoint, tensors, {how.source for how in packed.values()})
     for name, change in here.items():
         if change.whole is not None or not plain[name].is_meta:
-            plain[name] = changed(plain[name], change, ferry)
+            plain[name] = changed(plain[name], change, staging)
     converted = checkpoint.under_diffusers_names(plain)
     weights = {name: (weight, dtype) for name, weight, dtype in held(model, loaded.family, spec)}
     for name, how in packed.items():
@@ -45,12 +45,12 @@ def change_weights(loaded, changes, leave=lambda weights: None):
         elif here[how.source].whole is None:
             rows = how.take(tensors[how.source])
             converted[name] = (rows if how.is_in_file
-                               else quantised(moved(rows, loaded.device, torch.float32, ferry), how.type)[0])
+                               else quantised(moved(rows, loaded.device, torch.float32, staging), how.type)[0])
         if name in converted:
             plain_dtype = getattr(torch, spec.compute_dtype)
             weights[name] = weights[name][0], plain_dtype if converted[name].dtype.itemsize > 1 else converted[
                 name].dtype
-        product = factors(terms, how, checkpoint.shapes[how.source], ferry) if terms else (None, None)
+        product = factors(terms, how, checkpoint.shapes[how.source], staging) if terms else (None, None)
         if terms and name in splits:                           # of the matrix a rank has some rows, or some columns
             own = splits[name].own(product[splits[name].dim], spec.tensor_degree, loaded.tensor_rank)
             product = (own, product[1]) if splits[name].dim == 0 else (product[0], own)
@@ -60,12 +60,12 @@ def change_weights(loaded, changes, leave=lambda weights: None):
     leave(None if packed else [weights[name][0] for name in shares])
     for name, tensor in shares.items():
         weight, dtype = weights[name]
-        loaded.hold(weight, tensor, dtype, ferry, addresses)
+        loaded.hold(weight, tensor, dtype, staging, addresses)
     # kept until now, so that no other tensor got their addresses
     del maps
 
 
-def changed(tensor, change, ferry):
+def changed(tensor, change, staging):
     """The tensor as a specs.Change says; a tensor that nothing is added to stays where it is, sums are made on the
     ferry's device.
 
@@ -77,22 +77,24 @@ def changed(tensor, change, ferry):
         return whole.view(tensor.shape) if whole.numel() == tensor.numel() else whole
     if not change.terms and not change.hooked:
         return tensor
-    weight = ferry.bring(tensor).to(DTYPES[change.dtype])
+    weight = staging.to_device(tensor).to(DTYPES[change.dtype])
     if change.terms:
-        weight = _added(weight.to(DTYPES[change.sum_dtype]), change.terms, ferry).to(DTYPES[change.dtype])
-    return _added(weight.to(torch.float32), change.hooked, ferry).to(DTYPES[change.dtype]) if change.hooked else weight
+        weight = _added(weight.to(DTYPES[change.sum_dtype]), change.terms, staging).to(DTYPES[change.dtype])
+    return _added(weight.to(torch.float32), change.hooked,
+                  staging).to(DTYPES[change.dtype]) if change.hooked else weight
 
 
-def _added(weight, terms, ferry):
+def _added(weight, terms, staging):
     """The weight, which is written to."""
     for term in terms:
         part = weight if term.offset is None else weight.narrow(*term.offset)
-        up, down = (ferry.bring(map_segment(factor)).flatten(1).to(torch.float32) for factor in (term.up, term.down))
+        up, down = (staging.to_device(map_segment(factor)).flatten(1).to(torch.float32)
+                    for factor in (term.up, term.down))
         part += (term.scale * (up @ down).reshape(part.shape)).to(part.dtype)
     return weight
 
 
-def factors(terms, packed, shape, ferry):
+def factors(terms, packed, shape, staging):
     """(up, down): the sum of a Change's terms, for the rows of a matrix that are `packed`, as one product. shape: of
     the whole matrix.
 
@@ -107,4 +109,4 @@ def factors(terms, packed, shape, ferry):
         up, down = (F.pad(up, (0, 0, *before_after)), down) if dim == 0 else (up, F.pad(down, before_after))
         ups.append(term.scale * up)
         downs.append(down)
-    return ferry.bring(packed.take(torch.cat(ups, 1)).contiguous()), ferry.bring(torch.cat(downs))
+    return staging.to_device(packed.take(torch.cat(ups, 1)).contiguous()), staging.to_device(torch.cat(downs))

@@ -17,11 +17,11 @@ from ..vocabulary.family import Family
 from ..vocabulary.unet import publishers_names
 from . import gguf
 from .folder import Folder, read_folder
-from .outline import outline
+from .meta_model import meta_model
 from .recognise import class_name, recognise
 from .safetensors_header import read_safetensors
 from .scaled import scales_of
-from .transformer import model_config
+from .transformer import metadata_of, model_config
 
 # ComfyUI saves some under model.model.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")
@@ -31,32 +31,30 @@ IN_UNET = "up_blocks.0.resnets.0.conv1.weight"                 # of one under di
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Names, dtypes and shapes of the diffusion model in a file or folder; names without the prefix they have there.
+    """The tensors of the diffusion model in a file or folder: names, dtypes and shapes.
 
-    files: with its tensors. folder_config: of a diffusers folder, what its config.json says; else None. folder: of a
-    diffusers folder, all that is read of it. A U-Net's tensors are under the publisher's names here, and folder_config
-    is None; those of a family's further parts are under ComfyUI's. renamed: {(file, name there): name here, or None of
-    what is left out}. beside: names of what else is in an all-in-one checkpoint. scales: {a scaled weight: (the tensor
-    that is its scale, how many numbers that has)}.
-    stored: of a GGUF file, {name: (first byte, shape as stored)}.
+    Names are without the file's prefix. The tensors of a U-Net's folder have the publisher's names here, and those of a
+    family's extra parts ComfyUI's.
     """
 
     path: str
-    prefix: str
-    files: tuple[str, ...]
+    prefix: str                            # of the diffusion model's tensors in the file
+    files: tuple[str, ...]                 # that hold its tensors
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]                 # safetensors' own names, e.g. "BF16"; or GGUF's
     metadata: dict[str, str]
-    folder_config: dict | None = None
-    folder: Folder | None = None
+    folder_config: dict | None = None      # config.json of a transformer's folder; None of files and U-Nets
+    folder: Folder | None = None           # all that is read of a diffusers folder
+    # (file, name there) -> name here; None for a tensor that is left out
     renamed: dict[tuple[str, str], str | None] = field(default_factory=dict)
-    beside: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    other_tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)            # of an all-in-one checkpoint
+    # scaled weight -> (the tensor that is its scale, how many numbers that has)
     scales: dict[str, tuple[str, int]] = field(default_factory=dict)
-    stored: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    recognised: Family | None = None       # where another process has told the family
+    stored: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # GGUF: (first byte, stored shape)
+    recognised: Family | None = None       # where another process has recognised it
 
     def name_of(self, key, file):
-        """The name here of a tensor that a file calls `key`; None where it is beside the diffusion model."""
+        """The name here of a tensor that a file calls `key`; None where it is not the diffusion model's."""
         name = self.renamed.get((file, key), key.removeprefix(self.prefix))
         return name if key.startswith(self.prefix) and name in self.shapes else None
 
@@ -67,26 +65,38 @@ class Checkpoint:
 
     @cached_property
     def family(self):
-        """The vocabulary.plan.Family. Raises CheckpointError when it is none that can be run, saying which can."""
+        """The Family of this model. Raises CheckpointError where it has none that can be run, saying which can."""
         return self.recognised or recognise(self)
 
     @cached_property
     def config(self):
-        """Arguments of the family's diffusers class. Its errors are told by `outline`."""
+        """Arguments of the family's diffusers class. What is wrong with it, `meta_model` says."""
         return model_config(self)
 
-    def outline(self, quantisation=""):
-        """The diffusers model on the meta device, with weights as they are held: see outline.py."""
-        return outline(self, quantisation)
+    @cached_property
+    def _meta_models(self):
+        return {}
+
+    def meta_model(self, quantisation=""):
+        """The diffusers model on the meta device, with weights as they are held: see meta_model.py. Made once for each
+        quantisation; who asks must not change it."""
+        if quantisation not in self._meta_models:
+            self._meta_models[quantisation] = meta_model(self, quantisation)
+        return self._meta_models[quantisation]
+
+    @cached_property
+    def model_metadata(self):
+        """What the file's metadata says of the model; of a folder, what its config.json says, in the same words."""
+        return metadata_of(self)
 
     def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation=""):
-        """The ModelSpec of this model. The same files, dtypes and degrees have the same name, changed ones another."""
+        """The ModelSpec of this model. Its name changes with the files, dtypes and degrees."""
         digest = state_of(self.files) + _digest((storage_dtype, compute_dtype, stages, tensor_degree, quantisation))
         return ModelSpec(f"{self.name}-{digest}", self.family.name, self.path, storage_dtype, compute_dtype, stages,
                          tensor_degree, quantisation)
 
     def check_is(self, spec):
-        """Raise CheckpointError where the files are others by now than those that the ModelSpec was made for."""
+        """Raise CheckpointError where the files have changed since the ModelSpec was made."""
         if not (spec.state or spec.name.rpartition("-")[2]).startswith(state_of(self.files)):
             raise CheckpointError(f"{self.name} has changed on disk since Load xDiT Model read it, and its weights "
                                   f"are needed again. Queue the prompt again: it loads the file anew.")
@@ -95,18 +105,18 @@ class Checkpoint:
         """{name in diffusers' model: tensor} of {name here: tensor}. Some may be on the meta device."""
         if self.folder_config is None:
             return self.family.convert(tensors, self.config)
-        further = {name: tensor for name, tensor in tensors.items() if name.startswith(self.family.prepares)}
+        further = {name: tensor for name, tensor in tensors.items() if name.startswith(self.family.text_prefixes)}
         rest = {name: tensor for name, tensor in tensors.items() if name not in further}
         return rest | self.family.convert(further, self.config) if further else rest
 
     @property
     def is_packed(self):
-        """Is it a file whose tensors are not all what they say, or a GGUF file?"""
+        """Are some tensors stored quantised?"""
         return bool(self.scales or self.stored)
 
     @property
     def quantised(self):
-        """Names of weights that are not as plain numbers in the file."""
+        """Names of the weights that are stored quantised."""
         return self.scales.keys() | {name for name in self.stored if self.dtypes[name] in gguf.QUANTISED}
 
 
@@ -130,18 +140,26 @@ def open_checkpoint(path):
                       {names[key]: shape for key, shape in shapes.items() if key not in marks},
                   {names[key]: dtype for key, dtype in dtypes.items() if key not in marks}, metadata,
                   renamed={(str(path), prefix + key): name for key, name in names.items() if name != key},
-                  beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
+                  other_tensors={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
                   scales={key: (scale, math.prod(shapes[scale])) for key, scale in scales.items()})
 
 
+def files_of(path):
+    """The files that are read of a model: itself, or those of a diffusers folder.
+    Raises CheckpointError where a folder is none."""
+    if not os.path.isdir(path):
+        return [str(path)]
+    folder = folder_of(path)
+    return [*map(str, folder.config_files), *map(str, folder.files)]
+
+
 def state_of(files):
-    """What changes with these files on disk, as 8 digits."""
+    """8 digits that change when any of these files changes on disk."""
     return _digest([(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files])
 
 
 def open_spec(spec):
-    """The Checkpoint of a ModelSpec. Raises CheckpointError where the files are others than those that the spec was
-    made for."""
+    """The Checkpoint of a ModelSpec. Raises CheckpointError where its files have changed since."""
     checkpoint = replace(open_checkpoint(spec.path), recognised=FAMILIES[spec.family])
     checkpoint.check_is(spec)
     return checkpoint
@@ -162,24 +180,24 @@ def _read_gguf(path):
     return Checkpoint(path, prefix, (path,), {key: shape for key, (_, shape) in ours.items()},
                       {key: dtype for key, (dtype, _) in ours.items()},
                       {key: metadata[key] for key in ("config",) if key in metadata},
-                  beside={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
+                  other_tensors={key: shape for key, (_, shape) in tensors.items() if not key.startswith(prefix)},
                   stored={key: stored[prefix + key] for key in ours})
 
 
 def folder_of(path):
     """The Folder at a path, with the parts that a family reads beside its model.
     Raises CheckpointError where it is none."""
-    return read_folder(path, tuple(_further()))
+    return read_folder(path, tuple(_extra_parts()))
 
 
-def _further():
+def _extra_parts():
     """{a part of a folder that belongs to a family's model:
     a function of a tensor's name there -> its name here, or None}"""
-    return {part: name_of for family in FAMILIES.values() for part, name_of in family.further.items()}
+    return {part: name_of for family in FAMILIES.values() for part, name_of in family.extra_parts.items()}
 
 
 def _read_folder(path):
-    names, folder = _further(), folder_of(path)
+    names, folder = _extra_parts(), folder_of(path)
     is_unet, renamed, tensors = class_name(folder.config) == UNET, {}, {}
     for file in map(str, folder.files):
         read = read_safetensors(file)[0]

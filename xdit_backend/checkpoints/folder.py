@@ -10,28 +10,29 @@ from ..protocol.errors import CheckpointError
 
 PARTS = ("transformer", "unet")
 # what the other parts of a folder say of the diffusion model
-BESIDE = {"model_index": "model_index.json", "scheduler": "scheduler/scheduler_config.json", "vae": "vae/config.json"}
+OTHER_CONFIGS = {"model_index": "model_index.json", "scheduler": "scheduler/scheduler_config.json",
+                 "vae": "vae/config.json"}
 SHARD = re.compile(r"-(\d+)-of-(\d+)")
 INSTEAD = "Download the folder again, or choose another."
 
 
 @dataclass(frozen=True)
 class Folder:
-    """What is read of a diffusers folder. config: of its diffusion model. files: with its weights. beside: {name in
-    BESIDE: what that says}, of those that are there. further: {name of another part whose weights are read: its
-    config}. said: the files that are no weights.
+    """What is read of a diffusers folder."""
+
+    config: dict                           # of the diffusion model
+    files: tuple[Path, ...]                # with weights
+    other_configs: dict[str, dict]         # those of OTHER_CONFIGS that are there
+    extra_parts: dict[str, dict]           # another part whose weights are read -> its config
+    config_files: tuple[Path, ...]         # all JSON files that were read
+
+
+def read_folder(folder, extra_parts=()):
+    """Read a diffusers folder, or the part of one that holds a diffusion model.
+
+    extra_parts: names of other parts that belong to the model, where the folder has them. Raises CheckpointError where
+    it is no such folder, or incomplete.
     """
-
-    config: dict
-    files: tuple[Path, ...]
-    beside: dict[str, dict]
-    further: dict[str, dict]
-    said: tuple[Path, ...]
-
-
-def read_folder(folder, further=()):
-    """Read a folder, or a part of one with a diffusion model. further: names of parts that belong to it, where they are
-    there. Raises CheckpointError where it is none, or not whole."""
     folder = Path(folder)
     own = next((folder / part for part in PARTS if (folder / part).is_dir()), folder)
     config = own / "config.json"
@@ -39,13 +40,14 @@ def read_folder(folder, further=()):
         raise CheckpointError(f"{folder.name} is not a diffusers folder with a transformer or a U-Net: {own} lacks "
                               f"config.json.{_parts(folder)}")
     files = _weights(own, folder.name)
-    root = folder.parent if own == folder and (folder.parent / BESIDE["model_index"]).is_file() else folder
-    beside = {name: root / path for name, path in BESIDE.items() if (root / path).is_file()}
-    parts = {part: root / part / "config.json" for part in further if (root / part / "config.json").is_file()}
+    root = folder.parent if own == folder and (folder.parent / OTHER_CONFIGS["model_index"]).is_file() else folder
+    other_configs = {name: root / path for name, path in OTHER_CONFIGS.items() if (root / path).is_file()}
+    parts = {part: root / part / "config.json" for part in extra_parts if (root / part / "config.json").is_file()}
     for part in parts:
         files += _weights(root / part, folder.name)
-    return Folder(read_json(config), files, {name: read_json(path) for name, path in beside.items()},
-                  {part: read_json(path) for part, path in parts.items()}, (config, *beside.values(), *parts.values()))
+    return Folder(read_json(config), files, {name: read_json(path) for name, path in other_configs.items()},
+                  {part: read_json(path) for part, path in parts.items()},
+                  (config, *other_configs.values(), *parts.values()))
 
 
 def read_json(path):
@@ -53,13 +55,13 @@ def read_json(path):
     else."""
     path = Path(path)
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:     # what is no text is a ValueError too
         raise CheckpointError(f"{path} is not a JSON file that can be read ({error}). {INSTEAD}") from error
-    if not isinstance(said, dict):
-        raise CheckpointError(f"{path} holds a {type(said).__name__}, and diffusers writes settings by name there. "
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path} holds a {type(settings).__name__}, and diffusers writes settings by name there. "
                               f"{INSTEAD}")
-    return said
+    return settings
 
 
 def _weights(own, name):

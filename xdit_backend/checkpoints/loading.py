@@ -10,10 +10,10 @@ import torch
 
 from ..protocol.errors import CheckpointError
 from ..protocol.specs import ModelSpec
-from ..protocol.transfers import Ferry
+from ..protocol.transfers import StagingBuffers
 from .casting import Casts, cast_at_use, unpack_at_use
 from .checkpoint import Checkpoint, open_spec
-from .packed import hold_packed, packed_weights
+from .packed import packed_weights, set_packed_parameters
 from .quantise import quantised
 from .reading import read_file, read_plain, read_scales
 from .shares import narrow, tensor_splits
@@ -58,9 +58,9 @@ class Transformer:
         is_part = own is not None and own is not tensor and own.untyped_storage().nbytes() > own.nbytes
         return own.clone() if is_part and own.untyped_storage().data_ptr() not in addresses else own
 
-    def hold(self, weight, tensor, dtype, ferry, addresses):
+    def hold(self, weight, tensor, dtype, staging, addresses):
         """Give a weight these values, moved, and cast on the device; and know whether they are a map of the file."""
-        weight.data = moved(tensor, self.device, dtype, ferry)
+        weight.data = moved(tensor, self.device, dtype, staging)
         self.files.pop(id(weight), None)
         if tensor.dtype == dtype and tensor.untyped_storage().data_ptr() in addresses:
             self.files[id(weight)] = tensor
@@ -69,11 +69,11 @@ class Transformer:
         """Index of the block that a tensor of the file belongs to, over all lists;
         None for what is outside the blocks."""
         first = 0
-        if self.family.by_rows or name.startswith(self.family.plan.outside):
+        if self.family.is_unet or name.startswith(self.family.plan.outside):
             return None
-        for list_ in self.family.plan.blocks:
+        for list_ in self.family.blocks:
             prefixes = ([f"{each}." for each in list_.names] if self.checkpoint.folder_config is not None
-                        else [list_.in_file])
+                        else [list_.file_prefix])
             for prefix in prefixes:
                 if name.startswith(prefix):
                     return first + int(name[len(prefix):].partition(".")[0])
@@ -99,7 +99,7 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
     with init_empty_weights():
         model = build(family, checkpoint.config)
     packed = packed_weights(checkpoint, model, spec.quantisation)
-    hold_packed(model, packed)
+    set_packed_parameters(model, packed)
     loaded = Transformer(model, checkpoint, spec, device, tensor_rank, choose_blocks(model) if choose_blocks else None,
                          tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {})
     tensors = read_file(checkpoint, lambda name: loaded.needs(name))
@@ -153,7 +153,7 @@ def _move(loaded, addresses, to_quantise, on_progress):
     tensors = [(name, weight, to_quantise[name][0] if name in to_quantise else weight, dtype) for name, weight, dtype in
                held(model, loaded.family, spec)]
     tensors = [each for each in tensors if not each[2].is_meta]                               # not of another stage
-    ferry = Ferry(loaded.device)
+    staging = StagingBuffers(loaded.device)
     read_bytes = [source.nbytes * (splits[name].share(spec.tensor_degree, loaded.tensor_rank) if name in splits
                                    and not (
                                        name in to_quantise and splits[name].dim) else 1)
@@ -165,14 +165,14 @@ def _move(loaded, addresses, to_quantise, on_progress):
             linear, by_rows = model.get_submodule(name.removesuffix(".weight")), name in splits and splits[
                 name].dim == 0
             own = loaded.share(name, source, addresses) if by_rows else source
-            numbers, linear.weight_scale = quantised(moved(own, loaded.device, torch.float32, ferry),
+            numbers, linear.weight_scale = quantised(moved(own, loaded.device, torch.float32, staging),
                                                      to_quantise.pop(name)[1])
             linear.weight = torch.nn.Parameter(numbers if by_rows else loaded.share(name, numbers, addresses),
                                                requires_grad=False)
         elif (own := loaded.share(name, weight.data, addresses)) is None:
             weight.data = weight.data[:0]
         else:
-            loaded.hold(weight, own, dtype, ferry, addresses)
+            loaded.hold(weight, own, dtype, staging, addresses)
         on_progress(round(done_bytes), total_bytes)
     on_progress(total_bytes, total_bytes)
 
@@ -182,6 +182,7 @@ def addresses_of(maps):
     return {tensor.untyped_storage().data_ptr() for tensor in maps if not tensor.is_meta}
 
 
-def moved(tensor, device, dtype, ferry):
+def moved(tensor, device, dtype, staging):
     """A tensor on the device, where it is cast."""
-    return (ferry.bring(tensor) if device.type == "cuda" and tensor.device.type == "cpu" else tensor).to(device, dtype)
+    return (staging.to_device(tensor) if device.type == "cuda" and tensor.device.type == "cpu" else tensor).to(device,
+                                                                                                               dtype)

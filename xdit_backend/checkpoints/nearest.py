@@ -1,9 +1,8 @@
-"""For a file that is nearly a model of some family: which, and what differs.
-Used by recognise.py for what no family takes."""
+"""For a file that no family recognises: to which family it is closest, and what differs. Used by recognise.py."""
 
 from ..models import FAMILIES
 
-MOST_LACKED, LEAST_FOUND = 2, 3            # of a family's tensors: what a near file may lack, and what it has to have
+MAX_LACKED, MIN_FOUND = 2, 3            # of a family's tensors: what a near file may lack, and what it has to have
 # of a tensor that is not there, so that what else a family asks for can be seen
 A_SHAPE = (64, 64)
 # of rules that are asked about a file of another kind
@@ -20,7 +19,7 @@ class _Name(str):
         return super().startswith(prefix, *place)
 
 
-class _Asked(dict):
+class _RecordedShapes(dict):
     """Shapes that remember, in order, which tensors were asked for:
     those that were there, those that were not, and prefixes."""
 
@@ -54,7 +53,7 @@ class _Asked(dict):
 def nearest(shapes):
     """(the Family that a file with such tensors is nearest to, what differs, in words),
     or None where it is near to none."""
-    near = [found for family in FAMILIES.values() if not family.by_rows for found in [_compared(family, shapes)]
+    near = [found for family in FAMILIES.values() if not family.is_unet for found in [_compared(family, shapes)]
             if found]
     return min(near, key=lambda each: each[0])[1:] if near else None
 
@@ -62,27 +61,27 @@ def nearest(shapes):
 def _compared(family, shapes):
     """(how far, the family, what differs), or None: with the tensors added that its rules ask for,
     a near file is of the family."""
-    prefixes = {list_.in_file for list_ in family.plan.blocks}
+    prefixes = {list_.file_prefix for list_ in family.blocks}
     lacked = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in shapes)]
-    while len(lacked) <= MOST_LACKED:
-        asked, known = _Asked(shapes | dict.fromkeys(lacked, A_SHAPE)), False
+    while len(lacked) <= MAX_LACKED:
+        recorded, known = _RecordedShapes(shapes | dict.fromkeys(lacked, A_SHAPE)), False
         try:
-            known = family.recognise(asked)
+            known = family.recognise(recorded)
             if known:
-                family.config(asked)
+                family.config(recorded)
         except NOT_THERE as error:
             if isinstance(error, KeyError):
                 lacked.append(error.args[0])
                 continue
-        missed = next((name for name in asked.lacked if not any(other.startswith(name) for other in shapes)), None)
+        missed = next((name for name in recorded.lacked if not any(other.startswith(name) for other in shapes)), None)
         if known or missed is None:
             break
         lacked.append(missed)
-    difference = f"it lacks {' and '.join(lacked)}" if lacked else _shape_that_differs(family, shapes, asked.found)
-    found = {*asked.found, *prefixes} - {*lacked}
-    if len(lacked) > MOST_LACKED or len(found) < LEAST_FOUND or difference is None or lacked and not known:
+    difference = f"it lacks {' and '.join(lacked)}" if lacked else _shape_that_differs(family, shapes, recorded.found)
+    found = {*recorded.found, *prefixes} - {*lacked}
+    if len(lacked) > MAX_LACKED or len(found) < MIN_FOUND or difference is None or lacked and not known:
         return None
-    parts = {name.split(".")[0] for name in (*found, *asked.prefixes)}
+    parts = {name.split(".")[0] for name in (*found, *recorded.prefixes)}
     strange = {name.split(".")[0] for name in shapes} - parts
     return (max(1, len(lacked)), not lacked, len(strange), -len(found)), family, difference
 

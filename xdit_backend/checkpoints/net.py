@@ -24,11 +24,11 @@ def net_of(family: Family, config, spec=None, model=None):
         from accelerate import init_empty_weights
         with init_empty_weights():
             model = build(family, config)
-    blocks = [(list_.image_share, twins) for list_ in family.plan.blocks
-              for twins in zip(*map(model.get_submodule, list_.names))]
+    blocks = [(list_.image_share, block_copies) for list_ in family.blocks
+              for block_copies in zip(*map(model.get_submodule, list_.names))]
     width, num_blocks = family.width(model.config), len(blocks)
-    elements = sum(share * _matrix_elements(block, family.plan.once) for share, twins in blocks
-                   for block in twins) / num_blocks
+    elements = sum(share * _matrix_elements(block, family.plan.once) for share, block_copies in blocks
+                   for block in block_copies) / num_blocks
     heads = family.num_heads(model.config)
     joint = any("text" in streams for streams in family.plan.attention.values())
     net = Net(blocks=num_blocks, width=width, heads=heads, elements=elements / width ** 2,

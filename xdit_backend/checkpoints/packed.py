@@ -1,9 +1,9 @@
-"""Weights that are held quantised, as in the file or as they were loaded: which they are in a model, and how numbers
-are had of them.
+"""Weights that stay quantised in memory, as the file has them or as they were quantised when loaded: which weights of a
+model these are, and how to dequantise them.
 
-A row of such a matrix stands alone: float8 or int8 numbers with a scale, or blocks of GGUF or NF4. So where a family's
-conversion puts the rows of a matrix, it puts its bytes and its scales; running it on row numbers tells where that is.
-Used by the loader, and by the host to count.
+Each row of such a matrix is independent: float8 or int8 numbers with a scale, or blocks of GGUF or NF4. A family's
+conversion moves whole rows, so running it on row numbers shows where the bytes and scales of each row go. Used by the
+loader, and by the host to count bytes.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def packed_weights(checkpoint, model, quantisation=""):
     diffusers keep in more bits is not quantised, nor is a row that is no whole number of blocks.
     """
     if quantisation:
-        type_, exact = quantise.TYPES[quantisation], {*checkpoint.family.unrounded,
+        type_, exact = quantise.TYPES[quantisation], {*checkpoint.family.keep_in_compute_dtype,
                                                       *(getattr(model, "_keep_in_fp32_modules", None) or ())}
         quantised = {name for name, shape in checkpoint.shapes.items() if len(shape) == 2
                      and checkpoint.dtypes[name] in NUMBERS
@@ -91,7 +91,7 @@ def packed_weights(checkpoint, model, quantisation=""):
             for name, (source, runs) in found.items() if source not in elsewhere}
 
 
-def hold_packed(model, packed):
+def set_packed_parameters(model, packed):
     """Give a model on the meta device the parameters that it has with these weights; scales are buffers beside them.
 
     What stores columns in blocks says of how many numbers and bytes: `weight_block`.

@@ -1,9 +1,5 @@
-"""Of which family a checkpoint is, by its tensors or by a folder's config.json; and what it is instead, where it is of
-none.
-
-Called by checkpoint.py.
-"""
-
+"""Which family a checkpoint belongs to, by its tensors or by a folder's config.json; and where it belongs to none, what
+kind of file it is. Called by checkpoint.py."""
 
 from ..models import FAMILIES, supported
 from ..protocol.errors import CheckpointError
@@ -55,9 +51,9 @@ def recognise(checkpoint) -> Family:
         return _family_of_folder(name, checkpoint.folder)
     _refuse_others(name, checkpoint.shapes, BESIDE_A_MODEL)
     for family in FAMILIES.values():
-        if _asked(family.recognise, checkpoint.shapes):
+        if _apply_rule(family.recognise, checkpoint.shapes):
             # Where what it would look at is not there, outline() names it.
-            reason = _asked(family.refuse, checkpoint.shapes, checkpoint.beside)
+            reason = _apply_rule(family.refuse, checkpoint.shapes, checkpoint.other_tensors)
             if reason:
                 raise CheckpointError(f"{name} is a {family.name} model, but {reason}.")
             return family
@@ -74,7 +70,7 @@ def recognise(checkpoint) -> Family:
                           f".safetensors and .gguf files in ComfyUI's or the publisher's format.")
 
 
-def _asked(rule, *arguments):
+def _apply_rule(rule, *arguments):
     """What a family's rule says of a file; None where the file lacks what the rule looks at."""
     try:
         return rule(*arguments)
@@ -96,9 +92,9 @@ def _family_of_folder(name, folder):
                                                    if not callable(rule[1])]
     of_class = [family for family in FAMILIES.values() if class_name(config) == family.transformer]
     if not of_class:
-        raise CheckpointError(f"{name} is {_what(class_name(config))}. xDiT runs {supported()}.")
+        raise CheckpointError(f"{name} is {_describe_class(class_name(config))}. xDiT runs {supported()}.")
     return max(of_class, key=lambda family: sum(config.get(key, value) == value for key, value in fixed(family))
-               + len(folder.further.keys() & family.further.keys()))
+               + len(folder.extra_parts.keys() & family.extra_parts.keys()))
 
 
 def class_name(config):
@@ -110,7 +106,7 @@ def class_name(config):
             if isinstance(name, str) else "")
 
 
-def _what(class_name):
+def _describe_class(class_name):
     """What a model of a class is that no family has."""
     if not class_name:
         return "a folder whose config.json does not say which model it is (_class_name), as diffusers' do"

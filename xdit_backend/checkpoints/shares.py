@@ -33,7 +33,7 @@ LAYERS = (
 AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t",
               "k_rms_norm_t")
-MOST_TRIED = 16                            # degrees that are looked at, for a message that says which would do
+MAX_TRIED = 16                            # degrees that are looked at, for a message that says which would do
 SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
 # of attentions and blocks
 PER_RANK = ("heads", "num_heads", "num_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")
@@ -82,7 +82,7 @@ def tensor_splits(model, plan, degree=1):
     cut through blocks of a file.
     """
     splits = {}
-    for name in (*(name for list_ in plan.blocks for name in list_.names), *plan.beside):
+    for name in (*(name for list_ in plan.blocks for name in list_.names), *plan.unstaged_blocks):
         for index, block in enumerate(model.get_submodule(name)):
             splits |= {f"{name}.{index}.{path}": split for path, split in _block_splits(block, plan).items()}
     _check_stored(splits, degree)
@@ -100,7 +100,7 @@ def _check_stored(splits, degree):
         return
     name, split = next((name, split) for name, split in cut.items()
                        if any(part % (degree * split.block[0]) for part in split.parts))
-    usable = [other for other in range(2, MOST_TRIED + 1) if fits(other)]
+    usable = [other for other in range(2, MAX_TRIED + 1) if fits(other)]
     words = f"{' or '.join(map(str, usable))}, " if usable else ""
     raise UnsupportedError(f"tensor_degree={degree} cannot share out these quantised weights: {name} has "
                            f"{' and '.join(map(str, split.parts))} inputs, in blocks of {split.block[0]}, and each "

@@ -12,45 +12,45 @@ from ..protocol.errors import CheckpointError
 
 
 def model_config(checkpoint):
-    """Arguments of the diffusers class: from a file's shapes;
-    of a folder, from its config.json, but for what ComfyUI tells by tensors."""
+    """Arguments of the diffusers class: from the shapes of a file, or from the config.json of a folder, except for
+    those that ComfyUI reads from the tensors."""
     family = checkpoint.family
     if checkpoint.folder_config is None:
-        return family.config(checkpoint.shapes) | said_settings(checkpoint)
-    rules = {name: family.config.rules[name] for name in family.by_tensors}
+        return family.config(checkpoint.shapes) | metadata_settings(checkpoint)
+    rules = {name: family.config.rules[name] for name in family.config_from_tensors}
     rules = {name: rule(checkpoint.shapes) if callable(rule) else rule for name, rule in rules.items()}
-    return checkpoint.folder_config | rules | said_settings(checkpoint)
+    return checkpoint.folder_config | rules | metadata_settings(checkpoint)
 
 
 def metadata_of(checkpoint):
-    """What a file's metadata says; of a diffusers folder, what it says of the family's settings, in the same words."""
+    """The metadata of a file; of a diffusers folder, what its JSON files say, in the words of such metadata."""
     family = checkpoint.family
     if checkpoint.folder_config is None or not family.settings:
         return checkpoint.metadata
-    said = family.in_folder(checkpoint.folder)
-    if said is None:
+    settings = family.folder_metadata(checkpoint.folder)
+    if settings is None:
         raise CheckpointError(f"{checkpoint.name} is a {family.name} model, of which a folder with its "
                               f"vae/config.json alone says which of them it is. Download the whole folder, or use the "
                               f"file of this model in ComfyUI's format.")
-    return {"config": json.dumps({"transformer": said})}
+    return {"config": json.dumps({"transformer": settings})}
 
 
-def said_settings(checkpoint):
-    """What a file's metadata says of the family's settings, under "_" and their names.
-    Raises CheckpointError for what is not run."""
+def metadata_settings(checkpoint):
+    """The family's settings as the metadata has them, under "_" and their names. Raises CheckpointError for values that
+    are not supported."""
     family = checkpoint.family
-    metadata = metadata_of(checkpoint) if family.settings else {}
+    metadata = checkpoint.model_metadata if family.settings else {}
     try:
-        said = dict(json.loads(metadata.get("config", "{}")).get("transformer", {}))
+        settings = dict(json.loads(metadata.get("config", "{}")).get("transformer", {}))
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint.name} has metadata that cannot be read ({error}). Download it "
                               f"again.") from error
     for name, values in family.settings.items():
-        if said.get(name, values[0]) not in values:
+        if settings.get(name, values[0]) not in values:
             raise CheckpointError(f"{checkpoint.name} is a {family.name} model whose metadata says {name} = "
-                                  f"{said[name]!r}, and xDiT runs {' or '.join(map(repr, values))} only. Use Load "
+                                  f"{settings[name]!r}, and xDiT runs {' or '.join(map(repr, values))} only. Use Load "
                                   f"Diffusion Model.")
-    return {f"_{name}": said.get(name, values[0]) for name, values in family.settings.items()}
+    return {f"_{name}": settings.get(name, values[0]) for name, values in family.settings.items()}
 
 
 def build(family, config):
@@ -74,17 +74,17 @@ def block_bytes(model, family, spec):
     tensors = held(model, family, spec)
     return [sum(tensor.numel() * dtype.itemsize for name, tensor, dtype in tensors if name.startswith(
                 tuple(f"{each}.{index}." for each in list_.names)))
-            for list_ in family.plan.blocks for index in range(len(model.get_submodule(list_.name)))]
+            for list_ in family.blocks for index in range(len(model.get_submodule(list_.name)))]
 
 
-def block_sizes(model, plan):
+def block_sizes(model, family):
     """Parameters of each block, over all lists of the plan: [(number, share an image token meets)]."""
     def size(block):
         packed = sum(module.out_features * module.in_features - module.weight.numel() for module in block.modules()
                      if type(module) is torch.nn.Linear)
         return sum(parameter.numel() for parameter in block.parameters()) + packed
-    return [(sum(map(size, twins)), list_.image_share) for list_ in plan.blocks
-            for twins in zip(*map(model.get_submodule, list_.names))]
+    return [(sum(map(size, block_copies)), list_.image_share) for list_ in family.blocks
+            for block_copies in zip(*map(model.get_submodule, list_.names))]
 
 
 def held(model, family, spec):
@@ -103,7 +103,7 @@ def held(model, family, spec):
         if name in scales or f"{name}_scale" in scales:        # as the file has it
             return tensor.dtype
         if storage != compute:                                 # cast where they are used
-            return compute if name in tables or parts & set(family.unrounded) else storage
+            return compute if name in tables or parts & set(family.keep_in_compute_dtype) else storage
         return torch.float32 if parts & exact else compute
     return [(name, tensor, dtype_of(name, tensor))
             for name, tensor in (*model.named_parameters(), *model.named_buffers())]

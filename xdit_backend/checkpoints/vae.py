@@ -8,7 +8,7 @@ import torch
 
 from ..autoencoders import FAMILIES, supported
 from ..protocol.errors import CheckpointError
-from ..protocol.transfers import Ferry
+from ..protocol.transfers import StagingBuffers
 
 # Part of a tensor's name -> whose VAE it is. Looked for before the family without marks, whose names these have too.
 OTHER_VAES = {
@@ -45,8 +45,8 @@ def load_autoencoder(tensors: Mapping[str, torch.Tensor], dtype, device,
             if getattr(vae, quant, None) is not None:
                 setattr(vae, quant, None)
     _check_fit(tensors, weights, vae)
-    ferry = Ferry(torch.device(device))
-    copies = {name: ferry.bring(weight).to(dtype) for name, weight in weights.items()}
+    staging = StagingBuffers(torch.device(device))
+    copies = {name: staging.to_device(weight).to(dtype) for name, weight in weights.items()}
     vae.load_state_dict(copies, assign=True)
     return vae.eval().requires_grad_(False)
 
@@ -59,12 +59,12 @@ def _refusal(reason):
 def _family_of(tensors):
     families = [family for family in FAMILIES.values() if family.models]
     for family in families:
-        if any(mark in name for mark in family.marks for name in tensors):
+        if any(mark in name for mark in family.markers for name in tensors):
             return family
     for part, owner in OTHER_VAES.items():
         if any(part in name for name in tensors):
             raise _refusal(f"It is {owner}.")
-    return next(family for family in families if not family.marks)
+    return next(family for family in families if not family.markers)
 
 
 def _check_fit(tensors, weights, vae):

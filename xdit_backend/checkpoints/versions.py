@@ -2,7 +2,7 @@
 them (LoRA hooks do so in every step). Used by worker/models.py.
 """
 
-MOST_KEPT = 4                              # versions; a strength that changes with every step is never gone back to
+MAX_KEPT = 4                              # versions; a strength that changes with every step is never gone back to
 
 
 class Versions:
@@ -19,8 +19,9 @@ class Versions:
     @property
     def num_bytes(self):
         """Bytes of values that are neither the model's now nor a map of the file."""
-        values = {values.data_ptr(): values for kept in self._kept.values() for weight, values, home in kept.values()
-                  if values.data_ptr() != weight.data_ptr() and not _is(values, home)}
+        values = {values.data_ptr(): values for kept in self._kept.values() for weight, values,
+                  host_copy in kept.values()
+                  if values.data_ptr() != weight.data_ptr() and not _is(values, host_copy)}
         return sum(each.nbytes for each in values.values())
 
     def leave(self, version, begins, weights, files, spare_bytes):
@@ -50,11 +51,11 @@ class Versions:
         self._kept[version] = kept = self._kept.pop(version)   # the last one is the last one used
         if left not in self._kept:
             self._add(left, files)
-        for weight, values, home in kept.values():
+        for weight, values, host_copy in kept.values():
             weight.data = values
             files.pop(id(weight), None)
-            if home is not None:
-                files[id(weight)] = home
+            if host_copy is not None:
+                files[id(weight)] = host_copy
         return True
 
     def drop(self):
@@ -65,10 +66,10 @@ class Versions:
         """The model as it is now, as a version."""
         known = next(iter(self._kept.values()), {})
         now = {key: (weight, weight.data, files.get(key)) for key, (weight, *_) in known.items()}
-        while len(self._kept) >= MOST_KEPT:
+        while len(self._kept) >= MAX_KEPT:
             del self._kept[next(iter(self._kept))]
         self._kept[version] = now
 
 
-def _is(values, home):
-    return home is not None and values.data_ptr() == home.data_ptr()
+def _is(values, host_copy):
+    return host_copy is not None and values.data_ptr() == host_copy.data_ptr()

@@ -34,9 +34,9 @@ class Traffic:
         self.sent_bytes += num_elements * tensor.element_size()
 
     @contextmanager
-    def waiting(self, tensor, told=True):
+    def waiting(self, tensor, recorded=True):
         """This process, or its device, waits for other ranks under this. tensor: of the exchange, where it is.
-        told: in `waits`."""
+        recorded: in `waits`."""
         start, on_device = time.perf_counter(), tensor.is_cuda
         if on_device:
             before, after = torch.cuda.Event(), torch.cuda.Event()
@@ -52,7 +52,7 @@ class Traffic:
             else:
                 self._num_passed += 1
         end = time.perf_counter()
-        if told and end - start >= SHORT_S:
+        if recorded and end - start >= SHORT_S:
             self.waits.append((start, end))
 
     def progress(self):

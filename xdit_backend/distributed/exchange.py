@@ -57,7 +57,7 @@ class Exchange:
         self._last, self._next = 0, 0          # which side is of the last call, and which is for the call at hand
         # of the last two calls that were kept; of the forecast of the call at hand
         self._times, self._weight = (), 1.0
-        self._told = None                      # layer -> what a first call has told, until there are buckets
+        self._first_call = None                      # layer -> what a first call has told, until there are buckets
         self._leaving = []                     # [(Slot, tensor)] of the bucket at hand
         self._publishes, self._traffic = True, Traffic()
 
@@ -71,7 +71,7 @@ class Exchange:
         return sum(side.numel() for sides in self._buckets for side in sides)
 
     @property
-    def num_under_way(self):
+    def num_in_flight(self):
         return len(self._works)
 
     @property
@@ -88,18 +88,18 @@ class Exchange:
         """
         assert self.is_filled or not is_stale, "nothing was told yet"
         self.is_stale, self.norms, self._publishes, self._traffic, self.derived = is_stale, norms, keeps, traffic, {}
-        self._told = {} if keeps and not self.is_filled else None
+        self._first_call = {} if keeps and not self.is_filled else None
         turns = keeps and self._forecast > 0 and time not in self._times[:1]
         self._next = 1 - self._last if turns and self.is_filled else self._last
         self._weight = forecast_weight(self._forecast, time, *self._times) if turns and len(self._times) == 2 else 1.0
         try:
             yield self
             self._leave()
-            if self._told:
-                self._lay_out(self._told)
+            if self._first_call:
+                self._lay_out(self._first_call)
             self._last, self._times = self._next, (time, *self._times[:1]) if turns else self._times
         finally:                                               # also of a call that failed, which leaves nothing
-            self._told, self._leaving = None, []
+            self._first_call, self._leaving = None, []
 
     def share(self, key, fresh, shapes, drifts=False):
         """Every rank's tensor of a layer, by rank: of this call if it is synchronous, else of the last one, this rank's
@@ -146,8 +146,8 @@ class Exchange:
     def _share_now(self, key, fresh, shapes):
         size = slot_bytes(shapes, fresh.dtype)
         everyone = all_gather(_as_bytes(fresh, size)[None], [1] * self.num_ranks, 0, self.group, self._traffic)
-        if self._told is not None:
-            self._told[key] = everyone, tuple(map(tuple, shapes)), fresh.dtype
+        if self._first_call is not None:
+            self._first_call[key] = everyone, tuple(map(tuple, shapes)), fresh.dtype
         elif self._publishes:
             slot = self._slots[key]
             self._wait(slot.bucket)
@@ -182,16 +182,17 @@ class Exchange:
             if arriving is not bucket:
                 bucket.copy_(arriving)
 
-    def _lay_out(self, told):
+    def _lay_out(self, first_call):
         """Make buckets of what a first call has told, and let go of that as they are made:
         of all of it, there is room for one."""
         slots, buckets = {}, []
-        for index, keys in enumerate(fill_buckets({key: rows.shape[1] for key, (rows, _, _) in told.items()},
+        for index, keys in enumerate(fill_buckets({key: rows.shape[1] for key, (rows, _, _) in first_call.items()},
                                                   self._bucket_bytes)):
-            bucket, start = told[keys[0]][0] if len(keys) == 1 else torch.cat([told[key][0] for key in keys], 1), 0
+            bucket, start = first_call[keys[0]][0] if len(keys) == 1 else torch.cat([first_call[key][0]
+                                                                                     for key in keys], 1), 0
             sides = (bucket, torch.empty_like(bucket)) if self._forecast else (bucket,)
             for key in keys:
-                rows, shapes, dtype = told.pop(key)
+                rows, shapes, dtype = first_call.pop(key)
                 slots[key] = Slot(index, tuple(tuple(_as_tensor(row[start:], shape, dtype)
                                                      for row, shape in zip(side, shapes))
                                                for side in sides))

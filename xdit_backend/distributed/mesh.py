@@ -18,7 +18,7 @@ from ..protocol.devices import own_name
 from ..protocol.errors import ConfigError
 
 AXES = ("data", "cfg", "pipefusion", "displaced", "ring", "ulysses", "tensor")
-LEAST_GROUP_TIMEOUT_S = 60     # making a group takes seconds, and is under its time-out too
+MIN_GROUP_TIMEOUT_S = 60     # making a group takes seconds, and is under its time-out too
 PAIR_MAX_CTAS = 2              # a receive that is posted ahead is a kernel that waits: so many thread blocks at most
 
 
@@ -52,7 +52,7 @@ class Mesh:
         return ring * self.degrees["ulysses"] + self.ranks["ulysses"]
 
 
-def paced(mesh, speeds):
+def with_speeds(mesh, speeds):
     """The mesh of ranks that differ in speed. speeds: of each rank of the world, relative whole numbers; (): alike.
 
     Images are dealt out by the speed of the ranks that share one, tokens by that of each sequence rank, heads by that
@@ -94,7 +94,7 @@ def wait_timeout_s():
 def group_timeout():
     """The time-out that every group is made with, since torch's own for NCCL is ten minutes,
     for each group that is not told."""
-    return datetime.timedelta(seconds=max(LEAST_GROUP_TIMEOUT_S, wait_timeout_s()))
+    return datetime.timedelta(seconds=max(MIN_GROUP_TIMEOUT_S, wait_timeout_s()))
 
 
 def group_options(backend, max_ctas=None):

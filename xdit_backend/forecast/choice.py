@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from ..partition import shard_sizes
 from .cost import Degrees, Device, Links, Run, Tokens, block_parts
-from .memory import Memory, rank_memory
+from .memory import DEFAULT_SETTINGS, Memory, rank_memory
 from .seconds import run_seconds
 
 WORTH = 1.05                   # times as fast that a layout must be to be preferred to an exact one, or to one device
 WORTH_S = 0.3                  # seconds that a layout must save to be called faster than one device
 LIMITS = 0.25                  # of the time, from which on something other than computing limits a run
 ALIKE = 1.15                   # times as fast as another that a device may be and count as its like
-ROOM = 0.95                    # of a device's memory that a run may take
+USABLE_MEMORY = 0.95                    # of a device's memory that a run may take
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Forecast:
         return (self.degrees.pipefusion == 1 or self.degrees.num_patches == 1) and self.degrees.displaced == 1
 
     @property
-    def is_apart(self):
+    def is_independent(self):
         """Does each device work as if it were alone, on branches and images of its own?"""
         return self.degrees.devices == self.degrees.cfg * self.degrees.data
 
@@ -66,20 +66,20 @@ class Forecast:
         return worst if waits[worst] > LIMITS * self.seconds else "compute"
 
 
-def forecast(net, job, degrees, machine, **memory):
-    """The Forecast of one layout of the machine's first devices, as many as it needs. memory: rank_memory's further
-    arguments.
+def forecast(net, job, degrees, machine, settings=DEFAULT_SETTINGS):
+    """The Forecast of one layout of the machine's first devices, as many as it needs.
 
     Tokens, blocks and images are shared out by speed; else all wait for the slowest device that works. A rank that has
     no image of the batch rests.
     """
     group = busiest(net, job, degrees, machine)
-    device, worth = group.device, group.worth
+    device, equivalent_devices = group.device, group.equivalent_devices
     if group.working == 1:
-        device, worth = device.slower(1 / machine.alone), 0.0
-    needed = rank_memory(net, job, degrees, **memory)
-    seconds = run_seconds(net, replace(job, images=group.images * degrees.data), degrees, device, machine.links, worth)
-    return Forecast(degrees, seconds, needed, has_room(net, degrees, needed, group.memory_bytes), group.working)
+        device, equivalent_devices = device.slower(1 / machine.alone), 0.0
+    needed = rank_memory(net, job, degrees, settings)
+    seconds = run_seconds(net, replace(job, images=group.images * degrees.data), degrees, device, machine.links,
+                          equivalent_devices)
+    return Forecast(degrees, seconds, needed, fits_stages(net, degrees, needed, group.memory_bytes), group.working)
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ class Group:
     """Ranks that share images, as the forecast sees them: all wait for the busiest. device: as fast as each of its
     ranks is on average.
 
-    worth: of how many such devices its stages are; 0: of as many as there are. working: devices that have something to
-    do, in all groups.
+    equivalent_devices: how many such devices the stages are worth; 0: as many as there are. working: devices that have
+    something to do, in all groups.
     memory_bytes: of the smallest device of each stage.
     """
 
     device: Device
-    worth: float
+    equivalent_devices: float
     images: int
     working: int
     memory_bytes: tuple[float, ...]
@@ -105,9 +105,9 @@ def busiest(net, job, degrees, machine):
     if machine.is_uniform:
         device, images = machine.devices[0], math.ceil(job.images / degrees.data)
         return Group(device, 0.0, images, of_replica * min(degrees.data, job.images), (device.memory_bytes,) * stages)
-    used, told = machine.devices[:degrees.devices], speeds_of(machine.devices[:degrees.devices]) or (
+    used, shared_speeds = machine.devices[:degrees.devices], speeds_of(machine.devices[:degrees.devices]) or (
         1,) * degrees.devices
-    speeds = [1 / a_block_s(net, job, device) for device in used]
+    speeds = [1 / seconds_per_block(net, job, device) for device in used]
     sequence = of_replica // degrees.cfg // stages // tensor
 
     def of_ranks(values, first):
@@ -118,15 +118,16 @@ def busiest(net, job, degrees, machine):
                 for stage in range(stages)]
 
     def branch(first):
-        """(speed of its slowest stage, of all stages, the told one) of one branch's ranks."""
-        shares = [min(each) for each in zip(*of_ranks(told, first))]
+        """(speed of its slowest stage, of all stages, the shared one) of one branch's ranks."""
+        shares = [min(each) for each in zip(*of_ranks(shared_speeds, first))]
         each = [min(speed * sum(shares) / sequence / share for speed, share in zip(stage, shares))
                 for stage in of_ranks(speeds, first)]
-        return min(each), sum(each), sum(map(sum, of_ranks(told, first)))
+        return min(each), sum(each), sum(map(sum, of_ranks(shared_speeds, first)))
 
     replicas = [min(branch(first) for first in range(start, start + of_replica, of_replica // degrees.cfg))
                 for start in range(0, degrees.devices, of_replica)]
-    images = shard_sizes(job.images, degrees.data, [told for _, _, told in replicas] if len(set(told)) > 1 else ())
+    images = shard_sizes(job.images, degrees.data,
+                         [shared_speeds for _, _, shared_speeds in replicas] if len(set(shared_speeds)) > 1 else ())
     last = max(range(degrees.data), key=lambda replica: images[replica] / replicas[replica][1])
     slowest, together, _ = replicas[last]
     ranks = range(last * of_replica, (last + 1) * of_replica)
@@ -139,13 +140,13 @@ def busiest(net, job, degrees, machine):
     return Group(device, together / slowest if stages > 1 else 0.0, images[last], len(working), smallest)
 
 
-def has_room(net, degrees, needed, memory_bytes):
+def fits_stages(net, degrees, needed, memory_bytes):
     """Does a run fit on stages with so much memory? Blocks, and their keys and values,
     go where there is room for them."""
     beside = needed.activations + net.outside_bytes
     if degrees.pipefusion == 1 or degrees.warmup_by_sequence:
-        return needed.total <= ROOM * min(memory_bytes)
-    rooms = [ROOM * size - beside for size in memory_bytes]
+        return needed.total <= USABLE_MEMORY * min(memory_bytes)
+    rooms = [USABLE_MEMORY * size - beside for size in memory_bytes]
     return min(rooms) > 0 and (needed.total - beside) * degrees.pipefusion <= sum(rooms)
 
 
@@ -156,7 +157,7 @@ def speeds_of(devices):
     return () if max(rates) <= ALIKE * min(rates) else tuple(max(1, round(100 * rate / max(rates))) for rate in rates)
 
 
-def a_block_s(net, job, device):
+def seconds_per_block(net, job, device):
     """Seconds that a device takes for a block of one image, alone."""
     run = Run(net, job, Degrees(), device, Links())
     return block_parts(run, Tokens(1, job.tokens, run.text)).seconds
@@ -164,14 +165,15 @@ def a_block_s(net, job, device):
 
 def are_alike(net, job, devices):
     """Are these devices about as fast as each other?"""
-    speeds = [1 / a_block_s(net, job, device) for device in set(devices)]
+    speeds = [1 / seconds_per_block(net, job, device) for device in set(devices)]
     return max(speeds) <= ALIKE * min(speeds)
 
 
-def forecasts(net, job, machine, some=None, **memory):
-    """A Forecast of each layout of all devices (or of `some`): those that fit first, the fastest of them foremost."""
-    some = some or candidates(net, job, len(machine.devices), machine.links.a_machine)
-    every = [forecast(net, job, degrees, machine, **memory) for degrees in some]
+def forecasts(net, job, machine, layouts=None, settings=DEFAULT_SETTINGS):
+    """A Forecast of each of these layouts (None: all that the devices can have): those that fit first, the fastest of
+    them foremost."""
+    layouts = layouts or candidates(net, job, len(machine.devices), machine.links.per_machine)
+    every = [forecast(net, job, degrees, machine, settings) for degrees in layouts]
     return sorted(every, key=lambda one: (not one.fits, one.seconds))
 
 
@@ -194,7 +196,7 @@ def is_worth_it(chosen, one):
     return one.seconds >= WORTH * chosen.seconds and one.seconds - chosen.seconds >= WORTH_S
 
 
-def further_candidates(net, job, machine):
+def extra_candidates(net, job, machine):
     """Layouts by tensor parallelism and by DistriFusion, which auto takes none of,
     where their collectives were measured."""
     devices = len(machine.devices)
@@ -209,13 +211,13 @@ def further_candidates(net, job, machine):
             yield Degrees(cfg=cfg, displaced=each)
 
 
-def candidates(net, job, devices, a_machine=0):
+def candidates(net, job, devices, per_machine=0):
     """The layouts of so many devices by CFG, data, Ulysses, Ring and PipeFusion; with one image, data parallelism is
     one device alone.
 
-    a_machine: Links'; with one image, also one machine alone.
+    per_machine: Links'; with one image, also one machine alone.
     """
-    alone = (devices, devices // a_machine) if a_machine else (devices,)
+    alone = (devices, devices // per_machine) if per_machine else (devices,)
     divisors = [count for count in range(1, devices + 1) if devices % count == 0]
     for cfg, data, ulysses, ring in itertools.product(divisors, repeat=4):
         stages, rest = divmod(devices, cfg * data * ulysses * ring)

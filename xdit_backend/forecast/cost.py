@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multiple of this
-DEVICES_A_NODE = 8             # a group that leaves its node goes by the network
+DEVICES_PER_NODE = 8             # a group that leaves its node goes by the network
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ class Links:
     message takes.
 
     Collectives are COLLECTIVES; sizes in between are interpolated. latencies: {(collective,
-    size): seconds} where they were measured. hidden: the share of a hop that can pass beside computing. a_machine:
-    config.devices_a_machine; what was measured inside of a machine says nothing of groups that leave it, nor they of
+    size): seconds} where they were measured. hidden: the share of a hop that can pass beside computing. per_machine:
+    config.devices_per_machine; what was measured inside of a machine says nothing of groups that leave it, nor they of
     it.
     """
 
@@ -145,17 +145,17 @@ class Links:
     latency_s: float = 3e-5
     hidden: float = 1.0
     latencies: dict = field(default_factory=dict)
-    a_machine: int = 0
+    per_machine: int = 0
 
     def crosses(self, size):
         """Do some groups of so many neighbours leave their machine?"""
-        return self.a_machine > 0 and self.a_machine % size > 0
+        return self.per_machine > 0 and self.per_machine % size > 0
 
     def rate(self, collective, size):
         known = sorted(of for name, of in self.rates if name == collective)
         if not known:
             raise KeyError(f"no rate of {collective} was measured")
-        if size > DEVICES_A_NODE >= known[-1] and ("network", 0) in self.rates:
+        if size > DEVICES_PER_NODE >= known[-1] and ("network", 0) in self.rates:
             return self.rates["network", 0]
         return self._between(self.rates, collective, size)
 
@@ -314,4 +314,4 @@ def _sum_parts(run, tokens):
 
 def wide(size, degrees):
     """The devices that a group spans: one that does not tile a node crosses it."""
-    return 2 * DEVICES_A_NODE if degrees.devices > DEVICES_A_NODE and degrees.devices // 2 % size else size
+    return 2 * DEVICES_PER_NODE if degrees.devices > DEVICES_PER_NODE and degrees.devices // 2 % size else size

@@ -20,42 +20,42 @@ from .cost import COLLECTIVES, Device, Links
 
 NEEDED = ("memory_bytes", "matrix_flops_s", "attention_flops_s", "memory_bytes_s")
 MAY_BE_ZERO = ("half_rows", "half_keys", "busy_ring", "latency_s", "hidden", "convolution_flops_s", "launch_hidden")
-MOST_DEVICES = 4096
+MAX_DEVICES = 4096
 
 
 def read_machine(path):
     """The Machine that a file describes. Raises ConfigError for what is not one, naming what is wrong."""
     try:
         with open(path, encoding="utf-8") as file:
-            said = json.load(file)
+            values = json.load(file)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
     except ValueError as error:
         raise ConfigError(f"{path}: is not JSON ({error}).") from error
-    return machine_of(said, path)
+    return machine_of(values, path)
 
 
-def machine_of(said, name):
+def machine_of(values, name):
     """The Machine that this says. name: of what said it, for a person."""
-    _check(isinstance(said, dict) and isinstance(said.get("devices"), list) and said["devices"], name,
+    _check(isinstance(values, dict) and isinstance(values.get("devices"), list) and values["devices"], name,
            '"devices" must be a list of at least one device')
-    unknown = sorted(set(said) - {"devices", "links", "alone", "hidden", "latency_s", "a_machine", "of"})
+    unknown = sorted(set(values) - {"devices", "links", "alone", "hidden", "latency_s", "a_machine", "of"})
     _check(not unknown, name, f'"{", ".join(unknown)}" is not known. Known are devices, links, alone, hidden, '
                               f'latency_s, a_machine '
            'and of')
-    devices = [device for entry in said["devices"] for device in _devices(entry, name)]
-    _check(len(devices) <= MOST_DEVICES, name, f"{len(devices)} devices are more than {MOST_DEVICES}")
-    rates, latencies = _rates(said.get("links", {}), len(devices), name)
-    shared = {key: _number(said.get(key, getattr(Links, key)), key, name) for key in ("hidden", "latency_s")}
-    a_machine = said.get("a_machine", 0)
-    _check(type(a_machine) is int and a_machine >= 0 and (not a_machine or len(devices) % a_machine == 0), name,
-           f"a_machine is {a_machine!r}, and must be a number that divides the {len(devices)} devices, or 0 where all "
-           f"are in one")
-    links = Links(rates, latencies=latencies, a_machine=a_machine, **shared)
-    return Machine(tuple(devices), links, _number(said.get("alone", 1.0), "alone", name))
+    devices = [device for entry in values["devices"] for device in _devices(entry, name)]
+    _check(len(devices) <= MAX_DEVICES, name, f"{len(devices)} devices are more than {MAX_DEVICES}")
+    rates, latencies = _rates(values.get("links", {}), len(devices), name)
+    shared = {key: _number(values.get(key, getattr(Links, key)), key, name) for key in ("hidden", "latency_s")}
+    per_machine = values.get("a_machine", 0)
+    _check(type(per_machine) is int and per_machine >= 0 and (not per_machine or len(devices) % per_machine == 0), name,
+           f"a_machine is {per_machine!r}, and must be a number that divides the {len(devices)} devices, or 0 where "
+           f"all are in one")
+    links = Links(rates, latencies=latencies, per_machine=per_machine, **shared)
+    return Machine(tuple(devices), links, _number(values.get("alone", 1.0), "alone", name))
 
 
-def as_said(machine, of):
+def to_json(machine, of):
     """What machine_of reads as this Machine. of: {what: which}, by which a person knows it."""
     devices = [{key: value for key, value in dataclasses.asdict(device).items() if value != math.inf}
                for device in machine.devices]
@@ -65,7 +65,7 @@ def as_said(machine, of):
         links.setdefault(collective, {})[str(size)] = {
             "bytes_s": rate, "latency_s": latencies.get((collective, size), machine.links.latency_s)}
     return {"of": of, "devices": devices, "links": links, "hidden": machine.links.hidden,
-            "latency_s": machine.links.latency_s, "alone": machine.alone, "a_machine": machine.links.a_machine}
+            "latency_s": machine.links.latency_s, "alone": machine.alone, "a_machine": machine.links.per_machine}
 
 
 def _devices(entry, name):
@@ -76,8 +76,8 @@ def _devices(entry, name):
     missing = [key for key in NEEDED if key not in entry and key != "memory_bytes"]
     _check(not missing, name, f"a device lacks {', '.join(missing)}")
     count = entry.get("count", 1)
-    _check(isinstance(count, int) and 1 <= count <= MOST_DEVICES, name,
-           f"count is {count!r}, and must be a number from 1 to {MOST_DEVICES}")
+    _check(isinstance(count, int) and 1 <= count <= MAX_DEVICES, name,
+           f"count is {count!r}, and must be a number from 1 to {MAX_DEVICES}")
     given = {key: str(value) if key == "name" else _number(value, key, name) for key, value in entry.items()
              if key != "count"}
     return [Device(**given)] * count

@@ -22,25 +22,36 @@ class Memory:
         return self.weights + self.keys_values + self.activations
 
 
-def rank_memory(net, job, degrees, steps_kept=1, offload=False, images_apart=False, told_copies=1):
+@dataclass(frozen=True)
+class MemorySettings:
+    """What a rank's memory depends on beside the layout. See planner.memory_settings for those of a ParallelConfig."""
+
+    cached_steps: int = 1                  # of how many steps stale keys and values are kept; config.cached_steps
+    offload: bool = False                  # they are in host memory, those of two blocks at a time on the device
+    images_apart: bool = False             # see working_share
+    exchanged_copies: int = 1              # of keys and values of other ranks, with displaced patches
+
+
+DEFAULT_SETTINGS = MemorySettings()
+
+
+def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     """Memory of the fullest rank.
 
-    Stale keys and values are 2 B (S + S_t) h elements a block, of a stage's blocks and a rank's heads under PipeFusion;
-    under DistriFusion of all blocks, and told_copies times. steps_kept: of how many steps; config.steps_kept. offload:
-    they are in host memory, those of two blocks at a time on the device (pipefusion.Offload).
-    images_apart: see working_share.
+    Stale keys and values are 2 B (S + S_t) h elements a block: of a stage's blocks and a rank's heads under PipeFusion,
+    of all blocks under DistriFusion.
     """
     tokens = job.tokens + (job.text if net.joint else 0)
     a_block = 2 * net.key_share * degrees.batch(job) * tokens * net.width * net.element_bytes
     a_block /= degrees.ulysses * degrees.tensor
     keys_values = host = 0.0
     if degrees.pipefusion > 1:
-        keys_values = steps_kept * a_block * math.ceil(net.blocks / degrees.pipefusion)
-    if degrees.pipefusion > 1 and offload:
-        keys_values, host = (steps_kept + 1) * a_block, keys_values
+        keys_values = settings.cached_steps * a_block * math.ceil(net.blocks / degrees.pipefusion)
+    if degrees.pipefusion > 1 and settings.offload:
+        keys_values, host = (settings.cached_steps + 1) * a_block, keys_values
     if degrees.displaced > 1:
-        keys_values = told_copies * steps_kept * a_block * net.blocks
-    rows = job.branches * job.images * tokens * working_share(job, degrees, net.branches_apart, images_apart)
+        keys_values = settings.exchanged_copies * settings.cached_steps * a_block * net.blocks
+    rows = job.branches * job.images * tokens * working_share(job, degrees, net.branches_apart, settings.images_apart)
     live = ACTIVATIONS + net.elements / 4
     return Memory(weights=weight_bytes(net, degrees), keys_values=keys_values,
                   activations=rows * net.width * net.element_bytes * live * (WHOLE + (1 - WHOLE) / degrees.tensor),

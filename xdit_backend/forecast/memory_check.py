@@ -45,7 +45,7 @@ class Remedies:
 
     spread: Sequence[str] = ()
     lighter: Callable[[], dict] = dict
-    lean: dict[str, Callable] = field(default_factory=dict)
+    other_settings: dict[str, Callable] = field(default_factory=dict)
 
 
 def check_memory(what, ranks, remedies, latents=None):
@@ -59,8 +59,8 @@ def check_memory(what, ranks, remedies, latents=None):
     held = fullest.held
     parts = {"weights": held.weights, "keys and values": held.keys_values, "activations": held.activations}
     text = ", ".join(f"{part / 1e9:.3g} GB of {name}" for name, part in parts.items() if part)
-    would = [*(_less(ranks, latents) if latents is not None else ()),
-             *_otherwise(ranks, remedies, latents, fullest.device)]
+    would = [*(_latents_that_fit(ranks, latents) if latents is not None else ()),
+             *_settings_that_fit(ranks, remedies, latents, fullest.device)]
     raise ConfigError(f"{what} needs about {held.total / 1e9:.3g} GB on {fullest.device} ({text}), and that has "
                       f"{fullest.has / 1e9:.3g} GB. "
                       + (f"It would fit with {'; or '.join(would)}." if would else "Use more devices, or larger ones."))
@@ -95,7 +95,7 @@ def _fits(ranks, latents):
     return _fullest(ranks, latents).lacks <= 0
 
 
-def _less(ranks, latents):
+def _latents_that_fit(ranks, latents):
     """How many images at once, and how large ones, would fit, for a person."""
     images, sizes, pixels = latents.images, latents.sizes, latents.pixels
     rows, columns = sizes[-2:]
@@ -108,9 +108,9 @@ def _less(ranks, latents):
         yield f"at most {width} x {height} pixels instead of {columns * pixels[1]} x {rows * pixels[0]}"
 
 
-def _otherwise(ranks, remedies, latents, device):
+def _settings_that_fit(ranks, remedies, latents, device):
     """With which settings it would fit, for a person. device: the fullest."""
-    for text, needed in remedies.lean.items():
+    for text, needed in remedies.other_settings.items():
         if _fits(ranks, replace(latents, needed=needed)):
             yield text
     if device != HOST:

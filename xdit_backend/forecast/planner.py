@@ -15,7 +15,7 @@ from ..protocol.specs import Layout, Stages
 from .choice import WORTH, Forecast, Machine, are_alike, candidates, choose, forecast, forecasts, speeds_of
 from .cost import Degrees, Device, Job, Links
 from .decoding import work_seconds
-from .memory import rank_memory, weight_bytes
+from .memory import MemorySettings, rank_memory, weight_bytes
 from .words import method_words
 
 USUAL = {"cuda": Device(1e14, 1e14, 1e12), "cpu": Device(5e10, 3e10, 1e10, block_launch_s=5e-4)}
@@ -49,11 +49,11 @@ EVERYWHERE = Spread()                      # every rank has all weights
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """What weights are spread over. memory_bytes: of each device. a_machine: config.devices_a_machine. machine: of a
-    probe, or None."""
+    """What weights are spread over. memory_bytes: of each device. per_machine: config.devices_per_machine. machine: of
+    a probe, or None."""
 
     memory_bytes: Sequence[float]
-    a_machine: int = 0
+    per_machine: int = 0
     machine: Machine | None = None
 
     @property
@@ -70,14 +70,14 @@ class Devices:
         return [degree for degree in range(2, count + 1) if count % degree == 0]
 
 
-def choose_layout(config, num_devices, num_branches, attention, spread=EVERYWHERE, a_machine=0):
+def choose_layout(config, num_devices, num_branches, attention, spread=EVERYWHERE, per_machine=0):
     """Return the Layout for one prediction where no probe has measured the devices; plan_run knows better where one
     has.
 
     Manual mode: the person's degrees. Auto mode: CFG parallel when there are two branches and an even number of
     devices, then Ulysses as far as the heads allow, then Ring. CFG parallel comes first because it sends only the
     prediction; Ulysses sends less than Ring (xDiT, arXiv 2411.01738, table 1).
-    attention: the model's AttentionHeads. spread: of choose_spread. a_machine: config.devices_a_machine; tokens are
+    attention: the model's AttentionHeads. spread: of choose_spread. per_machine: config.devices_per_machine; tokens are
     shared within one. Raises ConfigError when the layout cannot work for this model.
     """
     if config.mode == "manual":
@@ -90,8 +90,8 @@ def choose_layout(config, num_devices, num_branches, attention, spread=EVERYWHER
     if attention.num_heads is None or not attention.shares_tokens:
         return Layout(cfg_degree=cfg_degree, data_degree=num_devices // cfg_degree, tensor_degree=tensor_degree)
     rest, data_degree = num_devices // cfg_degree if stages is None else stages.sequence_degree, 1
-    if a_machine and stages is None:
-        inside = math.gcd(rest, max(1, a_machine // tensor_degree))
+    if per_machine and stages is None:
+        inside = math.gcd(rest, max(1, per_machine // tensor_degree))
         rest, data_degree = inside, rest // inside
     heads = attention.num_heads // tensor_degree
     ulysses_degree = max(d for d in range(1, rest + 1) if rest % d == 0 and heads % d == 0)
@@ -118,13 +118,13 @@ def choose_spread(config, net, devices, is_splittable=lambda degree: True, has_s
     """
     if config.mode == "manual":
         return _manual_spread(config, net, devices)
-    if devices.a_machine and has_stages:
+    if devices.per_machine and has_stages:
         return _spread_over_machines(config, net, devices, branches)
     if len(devices.memory_bytes) == 1 or net.held_bytes <= FULL * devices.smallest:
         return EVERYWHERE
     staged = _staged(config, net, devices) if has_stages else []
     split = [Spread(None, degree) for degree in _split_degrees(net, devices) if is_splittable(degree)]
-    fit_staged = [spread for spread in staged if _holds(spread.stages, net, devices.memory_bytes)]
+    fit_staged = [spread for spread in staged if _weights_fit(spread.stages, net, devices.memory_bytes)]
     fit_split = [spread for spread in split
                  if weight_bytes(net, Degrees(tensor=spread.tensor_degree)) <= FULL * devices.smallest]
     approximate = config.approximate == "allowed"
@@ -147,11 +147,12 @@ def _manual_spread(config, net, devices):
 
 
 def _spread_over_machines(config, net, devices, branches):
-    count, a_machine, machine = len(devices.memory_bytes), devices.a_machine, devices.machine
+    count, per_machine, machine = len(devices.memory_bytes), devices.per_machine, devices.machine
     inside = [Stages(count // size, size, offload=config.offload_keys_values, speeds=devices.speeds)
-              for size in range(a_machine, 0, -1)
-              if a_machine % size == 0 and count // size <= net.blocks]
-    stages = next((each for each in inside if _holds(each, net, devices.memory_bytes)), inside[-1] if inside else None)
+              for size in range(per_machine, 0, -1)
+              if per_machine % size == 0 and count // size <= net.blocks]
+    stages = next((each for each in inside if _weights_fit(each, net, devices.memory_bytes)),
+                  inside[-1] if inside else None)
     approximate = config.approximate == "allowed"
     if stages is None or net.held_bytes > FULL * devices.smallest or (approximate and machine is None):
         return Spread(stages)
@@ -172,12 +173,12 @@ def _staged(config, net, devices):
 
 def _split_degrees(net, devices):
     """The tensor degrees of these devices, within a machine; none where a probe has not measured what they need."""
-    machine, a_machine = devices.machine, devices.a_machine
+    machine, per_machine = devices.machine, devices.per_machine
     if machine is not None and not any(name == "all_reduce" for name, _ in machine.links.rates):
         return []
     allowed = tensor_degrees(net)
     return [degree for degree in devices.divisors()
-            if degree in allowed and (not a_machine or a_machine % degree == 0)]
+            if degree in allowed and (not per_machine or per_machine % degree == 0)]
 
 
 def _fastest(config, net, devices, spreads):
@@ -198,7 +199,7 @@ def tensor_degrees(net):
             % degree == 0]
 
 
-def _holds(stages, net, device_bytes):
+def _weights_fit(stages, net, device_bytes):
     """Do the weights fit on these stages? Blocks go where there is room for them."""
     rooms = [FULL * min(size for rank, size in enumerate(device_bytes) if stage_of(rank, stages) == stage)
              - net.outside_bytes
@@ -243,37 +244,37 @@ def plan_run(config, machine, net, job, stages=None, tensor_degree=1):
     within a machine; with stages, how their ranks share tokens.
     stages, tensor_degree: how the model is spread, of choose_spread.
     """
-    memory = memory_settings(config, stages)
     if config.mode == "manual":
-        some = [degrees_of(config.layout, config, stages)]
+        layouts = [degrees_of(config.layout, config, stages)]
     elif stages is None:
         of_rank = dataclasses.replace(net, heads=net.heads // tensor_degree)
-        some = [dataclasses.replace(degrees, tensor=tensor_degree)
-                for degrees in candidates(of_rank, job, len(machine.devices) // tensor_degree,
-                                          machine.links.a_machine // tensor_degree)
-                if degrees.pipefusion == 1 and not machine.links.crosses(degrees.sequence * tensor_degree)]
+        layouts = [dataclasses.replace(degrees, tensor=tensor_degree)
+                   for degrees in candidates(of_rank, job, len(machine.devices) // tensor_degree,
+                                             machine.links.per_machine // tensor_degree)
+                   if degrees.pipefusion == 1 and not machine.links.crosses(degrees.sequence * tensor_degree)]
     else:
-        some = [degrees_of(Layout(pipefusion_degree=stages.pipefusion_degree, ulysses_degree=ulysses,
-                                  ring_degree=stages.sequence_degree // ulysses), config, stages)
-                for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0
-                and net.heads % ulysses == 0]
-    ordered = forecasts(net, job, machine, some, **memory)
+        layouts = [degrees_of(Layout(pipefusion_degree=stages.pipefusion_degree, ulysses_degree=ulysses,
+                                     ring_degree=stages.sequence_degree // ulysses), config, stages)
+                   for ulysses in range(1, stages.sequence_degree + 1) if stages.sequence_degree % ulysses == 0
+                   and net.heads % ulysses == 0]
+    ordered = forecasts(net, job, machine, layouts, memory_settings(config, stages))
     fastest = dataclasses.replace(machine, devices=(max(machine.devices, key=lambda device: device.matrix_flops_s),))
     return Plan(choose(ordered, are_alike(net, job, machine.devices)), forecast(net, job, Degrees(), fastest), ordered)
 
 
 def memory_settings(config, stages=None):
-    """What rank_memory is told of a person's settings. stages: how the model is spread."""
-    return {"steps_kept": config.steps_kept, "offload": stages is not None and stages.offload,
-            "images_apart": stages is not None and config.warmup in ("auto", "micro_batches")}
+    """The MemorySettings of a ParallelConfig. stages: how the model is spread."""
+    return MemorySettings(config.cached_steps, stages is not None and stages.offload,
+                          stages is not None and config.warmup in ("auto", "micro_batches"))
 
 
 def stages_that_fit(config, net, job, device_bytes):
     """The least pipefusion_degree with which this would fit on devices of this memory, of as many as there are;
     None: none does."""
     stages = Stages(2, offload=config.offload_keys_values)
-    return next((degree for degree in range(2, net.blocks + 1) if rank_memory(
-        net, job, Degrees(pipefusion=degree, num_patches=2 * degree), **memory_settings(config, stages)).total
+    settings = memory_settings(config, stages)
+    return next((degree for degree in range(2, net.blocks + 1)
+                 if rank_memory(net, job, Degrees(pipefusion=degree, num_patches=2 * degree), settings).total
                  <= device_bytes), None)
 
 
@@ -286,7 +287,7 @@ def tensor_degree_that_fits(net, job, device_bytes):
 def degrees_of(layout, config, stages=None):
     """A Layout as the forecast takes it."""
     given = {field.name.removesuffix("_degree"): getattr(layout, field.name) for field in dataclasses.fields(layout)}
-    num_patches = (config.patches_asked or 2 * layout.pipefusion_degree) if layout.pipefusion_degree > 1 else 0
+    num_patches = (config.requested_patches or 2 * layout.pipefusion_degree) if layout.pipefusion_degree > 1 else 0
     is_synchronous = layout.displaced_degree > 1 and config.displaced_mode == "full_sync"
     return Degrees(**given, num_patches=num_patches, warmup_steps=sys.maxsize if is_synchronous
                    else config.warmup_steps, warmup_by_sequence=stages is not None and stages.every_block)

@@ -11,8 +11,8 @@ SENT = {"all_to_all": lambda size: (size - 1) / size, "hop": lambda size: 1.0,
         "all_reduce": lambda size: 2 * (size - 1) / size, "gather": lambda size: (size - 1) / size}
 
 
-def machine_of_probe(ranks, names, memory_bytes, a_machine=0):
-    """The Machine. ranks: the numbers of each rank; names, memory_bytes: of its card; a_machine: Links'.
+def machine_of_probe(ranks, names, memory_bytes, per_machine=0):
+    """The Machine. ranks: the numbers of each rank; names, memory_bytes: of its card; per_machine: Links'.
 
     A link is as slow as its slowest rank.
     """
@@ -30,7 +30,7 @@ def machine_of_probe(ranks, names, memory_bytes, a_machine=0):
             small_s, large_s = (max(numbers[f"{collective} {size} {which}_s"] for numbers in ranks)
                                 for which in ("small", "large"))
             sent = SENT[collective](size)
-            large_bytes = ACROSS_BYTES if Links(a_machine=a_machine).crosses(size) else LARGE_BYTES
+            large_bytes = ACROSS_BYTES if Links(per_machine=per_machine).crosses(size) else LARGE_BYTES
             a_byte_s = max(1e-15, (large_s - small_s) / (sent * (large_bytes - SMALL_BYTES)))
             rates[collective, size] = 1 / a_byte_s
             latencies[collective, size] = max(1e-6, small_s - sent * SMALL_BYTES * a_byte_s)
@@ -39,7 +39,7 @@ def machine_of_probe(ranks, names, memory_bytes, a_machine=0):
         attention_s, hop_s, both_s = (statistics.mean(numbers[f"beside_{what}_s"] for numbers in ranks)
                                       for what in ("attention", "hop", "both"))
         hidden = min(1.0, max(0.0, (attention_s + hop_s - both_s) / min(attention_s, hop_s)))
-    return Machine(devices, Links(rates, hidden=hidden, latencies=latencies, a_machine=a_machine), alone)
+    return Machine(devices, Links(rates, hidden=hidden, latencies=latencies, per_machine=per_machine), alone)
 
 
 def _device(numbers, name, memory_bytes):

@@ -3,20 +3,21 @@ Asked by choice.py and the benches."""
 
 from dataclasses import replace
 
-from .cost import DEVICES_A_NODE, Run, Tokens, block_parts
+from .cost import DEVICES_PER_NODE, Run, Tokens, block_parts
 
 
-def run_seconds(net, job, degrees, device, links, worth=0.0):
+def run_seconds(net, job, degrees, device, links, equivalent_devices=0.0):
     """{cause: seconds} of a run: "compute", "link", "launch" (what the device waits for its host) and "warm-up" (what
-    PipeFusion's and DistriFusion's whole steps and empty slots take longer than an even share). worth: of how many such
-    devices the stages are, where their devices differ and blocks are shared out by speed; 0: as many as stages."""
+    PipeFusion's and DistriFusion's whole steps and empty slots take longer than an even share). equivalent_devices: how
+    many such devices the stages are, where their devices differ and blocks are shared out by speed; 0: as many as
+    stages."""
     run = Run(net, job, degrees, device, links)
     if degrees.displaced > 1:
         return _displaced_seconds(run)
     whole = block_parts(run, _tokens(run)).times(net.blocks)
     if degrees.pipefusion == 1:
         return causes(job, whole.times(job.steps))
-    return _pipefusion_seconds(run, whole, worth or degrees.pipefusion)
+    return _pipefusion_seconds(run, whole, equivalent_devices or degrees.pipefusion)
 
 
 def synchronous_steps(num_steps, warmup_steps):
@@ -50,21 +51,21 @@ def _displaced_seconds(run):
                   net.blocks * synchronous * gather)
 
 
-def _pipefusion_seconds(run, whole, worth):
-    """whole: Parts of all blocks in a whole step. worth: of how many such devices the stages are."""
+def _pipefusion_seconds(run, whole, equivalent_devices):
+    """whole: Parts of all blocks in a whole step. equivalent_devices: how many such devices the stages are."""
     net, job, degrees, slot_launch_s = run.net, run.job, run.degrees, run.device.slot_launch_s
     stages, num_patches = degrees.pipefusion, degrees.num_patches or degrees.pipefusion
     warmup_steps = min(job.steps, degrees.warmup_steps)
     patched = job.steps - warmup_steps
     # stages are split by cost, so that none takes much longer
-    blocks = net.blocks / worth
+    blocks = net.blocks / equivalent_devices
     part = block_parts(run, _patch_tokens(run, num_patches)).times(blocks)
     patch_hop = _hop_s(run, num_patches)
     skips = blocks * patch_hop if net.skips else 0.0           # of the earlier blocks' outputs, which a stage waits for
     slot = max(part.seconds + skips, patch_hop) + slot_launch_s
     slots = (patched - 1) * max(num_patches, stages) + num_patches + stages - 1 if patched else 0
     busy = patched * num_patches                               # slots in which a stage computes
-    even = warmup_steps * whole.seconds / worth
+    even = warmup_steps * whole.seconds / equivalent_devices
     if degrees.warmup_by_sequence:
         spread = replace(run, degrees=replace(degrees, ring=degrees.ring * stages, pipefusion=1))
         warm = warmup_steps * net.blocks * block_parts(spread, _tokens(spread)).seconds
@@ -86,9 +87,9 @@ def _hop_s(run, num_patches):
     """Seconds in which the hidden states of a patch go from one stage to the next."""
     net, degrees, links, stages = run.net, run.degrees, run.links, run.degrees.pipefusion
     hidden_bytes = degrees.batch(run.job) * run.job.tokens / degrees.sequence * net.width * net.element_bytes
-    a_stage, alone = degrees.sequence * degrees.tensor, degrees.devices <= DEVICES_A_NODE
+    a_stage, alone = degrees.sequence * degrees.tensor, degrees.devices <= DEVICES_PER_NODE
     by_network = links.crosses(stages * a_stage)               # between some stages, whose ranks share it
     span = stages * a_stage if by_network else 2 * a_stage
-    sharing = a_stage if by_network else degrees.sequence if degrees.sequence * stages > DEVICES_A_NODE else 1
-    rate = links.rate("hop", span if alone else 2 * DEVICES_A_NODE) / sharing
+    sharing = a_stage if by_network else degrees.sequence if degrees.sequence * stages > DEVICES_PER_NODE else 1
+    rate = links.rate("hop", span if alone else 2 * DEVICES_PER_NODE) / sharing
     return hidden_bytes / num_patches / rate + links.latency("hop", span)

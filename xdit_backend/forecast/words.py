@@ -1,7 +1,7 @@
 """A plan in a person's words: what is chosen, how fast, why, and what came second. Pure text."""
 
+from .calibration import NEW
 from .choice import is_worth_it
-from .learning import NEW
 
 METHODS = {"cfg": "CFG", "data": "data", "pipefusion": "PipeFusion", "displaced": "DistriFusion", "ring": "Ring",
            "ulysses": "Ulysses", "tensor": "tensor"}

@@ -39,7 +39,7 @@ class ForwardContext:
     patch: Patch | None = None             # None: the latent is whole
     rows: ImageRows | None = None          # of the patch
     key_values: KeyValues | None = None    # None: nothing is kept, attention is over this forward's tokens
-    kept_blocks: range = range(0)
+    cached_blocks: range = range(0)
     step: tuple = ()                       # what tells this step of the run from others: its timesteps
     forecast: float = 0.0                  # how far stale keys and values go on as they went before; 0: not at all
     first_image: int = 0                   # of the batch that key_values holds
@@ -47,9 +47,9 @@ class ForwardContext:
     exchange: Exchange | None = None       # with displaced_degree: what other ranks have told
     # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
     bands: tuple[int, ...] | None = None
-    meanwhile: Callable = lambda: None     # called while this forward's sums travel: another's turn
-    ahead: dict = field(default_factory=dict)          # tensor.py's: what was made for layers that have not asked yet
-    arrive: Callable | None = None         # () -> the message of the stage before, for stages after the first
+    yield_turn: Callable = lambda: None     # called while this forward's sums travel: another's turn
+    precomputed: dict = field(default_factory=dict)  # tensor.py's: what was made for layers that have not asked yet
+    receive_message: Callable | None = None         # () -> the message of the stage before, for stages after the first
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
     # stream -> (B, T), which tokens may be attended to; hooks fill it
     masks: dict = field(default_factory=dict)
@@ -73,7 +73,7 @@ class ForwardContext:
         return opens_step(self.patch)
 
     def keeps(self, block):
-        return self.key_values is not None and block in self.kept_blocks
+        return self.key_values is not None and block in self.cached_blocks
 
     @property
     def num_image_tokens(self):
@@ -93,7 +93,7 @@ def tokens_of(family, mesh, shape, conditioning, patch=None):
     if not opens_step(patch):
         left_out = {stream: count for stream, count in counts.items() if stream != "image"}
         counts |= dict.fromkeys(left_out, 0)
-    row = family.latent.counts(shape)[-1] if not family.by_rows and family.plan.rows else 1
+    row = family.latent.counts(shape)[-1] if not family.is_unet and family.plan.rows else 1
     return Tokens(counts, mesh.sequence_degree, mesh.sequence_rank, left_out, row, mesh.sequence_speeds)
 
 

@@ -34,7 +34,7 @@ class Place:
         return outputs if len(outputs) > 1 else outputs[0]
 
 
-def _turned(forward, place):
+def _transposed(forward, place):
     """A block's forward whose hidden states are (T, B, C), of one whose are (B, T, C), or the other way round."""
     names = list(inspect.signature(forward).parameters)
 
@@ -51,7 +51,7 @@ def _inside(block, path):
     return functools.reduce(lambda parent, name: getattr(parent, name, None), path.split("."), block)
 
 
-def _one_for_a_group(module, query_BNTH, key_BNTH):
+def _one_key_per_group(module, query_BNTH, key_BNTH):
     """Grouped queries: keys (or values) that the module has repeated for the queries of each group, once."""
     to_q, to_k = getattr(module, "to_q", None), getattr(module, "to_k", None)
     if to_q is None or to_k is None or key_BNTH.shape[1] != query_BNTH.shape[1]:
@@ -64,10 +64,11 @@ def summed(forward, running):
     running() -> the ForwardContext of now, if any."""
     @functools.wraps(forward)
     def with_total(hidden_states):
-        now = running()
-        if now is None or now.mesh.sequence_degree == 1:
+        context = running()
+        if context is None or context.mesh.sequence_degree == 1:
             return forward(hidden_states)
-        return forward(hidden_states, total=lambda part: all_reduce([part], now.mesh.sequence_group, now.traffic)[0])
+        return forward(hidden_states,
+                       total=lambda part: all_reduce([part], context.mesh.sequence_group, context.traffic)[0])
     return with_total
 
 
@@ -75,12 +76,12 @@ def with_halos(forward, running):
     """A module's forward that reads a row of the image beyond this rank's on either side. running: as `summed`'s."""
     @functools.wraps(forward)
     def haloed(image_BCHW):
-        now = running()
-        if now is None or now.mesh.sequence_degree == 1:
+        context = running()
+        if context is None or context.mesh.sequence_degree == 1:
             return forward(image_BCHW)
-        num_rows, rank, degree = image_BCHW.shape[2], now.mesh.sequence_rank, now.mesh.sequence_degree
+        num_rows, rank, degree = image_BCHW.shape[2], context.mesh.sequence_rank, context.mesh.sequence_degree
         edges = torch.cat([image_BCHW[:, :, :1], image_BCHW[:, :, -1:]], 2)
-        edges = all_gather(edges, [2] * degree, 2, now.mesh.sequence_group, now.traffic)
+        edges = all_gather(edges, [2] * degree, 2, context.mesh.sequence_group, context.traffic)
         # none at the picture's edges
         above, below = edges[:, :, :2 * rank][:, :, -1:], edges[:, :, 2 * rank + 2:][:, :, :1]
         return forward(torch.cat([above, image_BCHW, below], 2)).narrow(2, above.shape[2], num_rows)

@@ -16,7 +16,7 @@ from ..protocol.transfers import on_device
 def cut(tensor, streams, tokens, needs_text):
     """This rank's shard of whole streams. (B, T of all, C) -> (B, T here, C)."""
     shard = tokens.take(tensor, 1, streams)
-    return _stand_in(shard.contiguous() if tokens.num_shards > 1 else shard, streams, tokens, needs_text)
+    return _placeholder(shard.contiguous() if tokens.num_shards > 1 else shard, streams, tokens, needs_text)
 
 
 def join(shard, streams, tokens, mesh, traffic, wanted):
@@ -57,7 +57,7 @@ def unpack(message, units, batch, widths, tokens, needs_text):
     """The shards of a message from the stage before. widths: C of each unit."""
     sizes = [tokens.own(streams) for streams in units]
     pieces = message.split([batch * size * width for size, width in zip(sizes, widths)])
-    return [_stand_in(piece.view(batch, size, width), streams, tokens, needs_text)
+    return [_placeholder(piece.view(batch, size, width), streams, tokens, needs_text)
             for piece, size, width, streams in zip(pieces, sizes, widths, units)]
 
 
@@ -66,11 +66,11 @@ def message_size(units, batch, widths, tokens):
     return batch * sum(width * tokens.own(streams) for streams, width in zip(units, widths))
 
 
-def stands_in(streams, tokens, needs_text):
+def has_placeholder(streams, tokens, needs_text):
     """Has this rank no token of these streams, and holds one in their place since blocks need it? No attention sees
     it."""
     return needs_text and tokens.own(streams) == 0
 
 
-def _stand_in(shard, streams, tokens, needs_text):
-    return shard.new_zeros(shard.shape[0], 1, shard.shape[2]) if stands_in(streams, tokens, needs_text) else shard
+def _placeholder(shard, streams, tokens, needs_text):
+    return shard.new_zeros(shard.shape[0], 1, shard.shape[2]) if has_placeholder(streams, tokens, needs_text) else shard

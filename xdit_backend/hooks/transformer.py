@@ -16,13 +16,13 @@ from greenlet import getcurrent, greenlet
 
 from ..autoencoders.family import replaced
 from ..distributed.masks import read_mask
-from ..parallel.nag import guide
-from ..parallel.tensor import place_tensor_hooks
+from ..parallel.nag import apply_nag
+from ..parallel.tensor import install_tensor_hooks
 from ..partition import check_shards
 from ..protocol.errors import UnsupportedError
 from . import regions
 from .attention import AttentionLayer, attend
-from .places import Place, StageEnd, _inside, _one_for_a_group, _turned, summed, with_halos
+from .places import Place, StageEnd, _inside, _one_key_per_group, _transposed, summed, with_halos
 
 
 class Hooks:
@@ -31,12 +31,12 @@ class Hooks:
     def __init__(self, model, plan, splits=()):
         """splits: of the weights, where the model holds a rank's share of them (checkpoints/shares.py)."""
         self.plan = plan
-        self._model, self._now, self._cuts = model, None, {}
+        self._model, self._context, self._cuts = model, None, {}
         blocks = [(block, list_) for list_ in plan.lists for block in model.get_submodule(list_.name)]
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they cut twice"
         model._has_hooks = True
         if splits:
-            place_tensor_hooks(model, plan, splits, self._running)
+            install_tensor_hooks(model, plan, splits, self._running)
         self.num_blocks = len(blocks)
         self._skips = plan.skips(self.num_blocks)
         starts = [index == 0 or list_.streams != blocks[index - 1][1].streams
@@ -45,20 +45,20 @@ class Hooks:
         self._places = [Place(index, list_, numbers[index], starts[index], starts[index + 1])
                         for index, (_, list_) in enumerate(blocks)]
         for place, (block, _) in zip(self._places, blocks):
-            self._place_inside(block, place)
+            self._install_inside(block, place)
             if plan.tokens_first:
-                block.forward = _turned(self._hook_block(_turned(block.forward, place), place), place)
+                block.forward = _transposed(self._hook_block(_transposed(block.forward, place), place), place)
             else:
                 block.forward = self._hook_block(block.forward, place)
-        self._place_outside()
+        self._install_outside()
 
-    def _place_inside(self, block, place):
+    def _install_inside(self, block, place):
         plan = self.plan
         within = {name: (streams, streams) for name, streams in place.list_.attention.items()}
-        for name, (streams, read) in (within | plan.across).items():
+        for name, (streams, key_streams) in (within | plan.cross_attention).items():
             module = _inside(block, name)
             if module is not None:
-                module.forward = self._hook_attention(module, module.forward, place, name, streams, read)
+                module.forward = self._hook_attention(module, module.forward, place, name, streams, key_streams)
         for path, span in plan.once.items():
             module = _inside(block, path)
             if module is not None:
@@ -66,9 +66,9 @@ class Hooks:
         for paths, hooked in ((plan.sums, summed), (plan.halos, with_halos)):
             for path in paths:
                 module = block.get_submodule(path)
-                module.forward = hooked(module.forward, lambda: self._now)
+                module.forward = hooked(module.forward, lambda: self._context)
 
-    def _place_outside(self):
+    def _install_outside(self):
         plan, model = self.plan, self._model
         for path, span in plan.once_outside.items():
             module = _inside(model, path)
@@ -84,9 +84,9 @@ class Hooks:
     def _running(self):
         """The forward that runs, for layers of which this rank holds a share and which are nothing without the
         others'."""
-        assert self._now is not None, ("this model holds a share of its weights: its forward is run by Hooks.run, "
+        assert self._context is not None, ("this model holds a share of its weights: its forward is run by Hooks.run, "
                                        "which says by whom else")
-        return self._now
+        return self._context
 
     def run(self, context):
         """Run the model's forward as the context says. Every rank of the sequence axes does.
@@ -110,7 +110,7 @@ class Hooks:
         tasks = [greenlet(functools.partial(self._model, **context.inputs, return_dict=False)) for context in contexts]
         attentions, cuts = [F.scaled_dot_product_attention for _ in tasks], [{} for _ in tasks]
         for context in contexts:
-            context.meanwhile = host.switch
+            context.yield_turn = host.switch
         waiting = collections.deque(range(len(tasks)))
         try:
             while waiting:
@@ -139,11 +139,11 @@ class Hooks:
         tokens = context.tokens
         check_shards(tokens.counts["image"] // tokens.row, context.mesh.sequence_degree,
                      "rows of tokens" if self.plan.rows else "tokens")
-        self._now = context
+        self._context = context
         try:
             yield
         finally:
-            self._now, self._cuts = None, {}
+            self._context, self._cuts = None, {}
 
     def _skips_over(self, block):
         """Earlier blocks whose outputs are skips for this block or later ones."""
@@ -157,90 +157,93 @@ class Hooks:
 
         @functools.wraps(forward)
         def block(*args, **kwargs):
-            now = self._now
-            if now is None:
+            context = self._context
+            if context is None:
                 return forward(*args, **kwargs)
             arguments = {**dict(zip(names, args)), **kwargs}
-            if now.is_plain:                                   # with a mask that masks nothing, attention is slower
+            if context.is_plain:                                   # with a mask that masks nothing, attention is slower
                 return forward(**arguments | unmasked)
-            if place.index < now.blocks.start:
-                return place.returned(self._passed_by(now, place, arguments))
-            outputs = self._computed(forward, now, place, arguments)
-            if place.index + 1 == now.blocks.stop < self.num_blocks:
-                shards = [*outputs.values(), *(now.skips[source] for source in self._skips_over(now.blocks.stop))]
-                raise StageEnd(regions.pack(shards, self.message_units(now.blocks.stop), now.tokens))
-            return place.returned(self._joined(now, place, outputs) if place.ends else outputs)
+            if place.index < context.blocks.start:
+                return place.returned(self._pass_block(context, place, arguments))
+            outputs = self._run_block(forward, context, place, arguments)
+            if place.index + 1 == context.blocks.stop < self.num_blocks:
+                shards = [*outputs.values(),
+                          *(context.skips[source] for source in self._skips_over(context.blocks.stop))]
+                raise StageEnd(regions.pack(shards, self.message_units(context.blocks.stop), context.tokens))
+            return place.returned(self._join_streams(context, place, outputs) if place.ends else outputs)
         return block
 
-    def _passed_by(self, now, place, arguments):
+    def _pass_block(self, context, place, arguments):
         """What stands for the output of a block of an earlier stage:
         for the last of them what has arrived, else its input."""
         held = {streams: arguments[name] for name, streams in place.list_.streams.items()}
-        if place.index + 1 < now.blocks.start:
+        if place.index + 1 < context.blocks.start:
             return held
         image = next(tensor for streams, tensor in held.items() if "image" in streams)
-        units = self.message_units(now.blocks.start)
+        units = self.message_units(context.blocks.start)
         widths = [held.get(streams, image).shape[2] for streams in units]
-        shards = regions.unpack(now.arrive(), units, image.shape[0], widths, now.tokens, self.plan.needs_text)
+        shards = regions.unpack(context.receive_message(), units, image.shape[0], widths, context.tokens,
+                                self.plan.needs_text)
         arrived = dict(zip(place.list_.returns, shards))
-        now.skips.update(zip(self._skips_over(now.blocks.start), shards[len(arrived):]))
-        return self._joined(now, place, arrived) if place.ends else arrived
+        context.skips.update(zip(self._skips_over(context.blocks.start), shards[len(arrived):]))
+        return self._join_streams(context, place, arrived) if place.ends else arrived
 
-    def _computed(self, forward, now, place, arguments):
+    def _run_block(self, forward, context, place, arguments):
         """{streams: shard} of a block of this stage."""
         list_ = place.list_
         if place.starts:
-            arguments |= {name: regions.cut(arguments[name], streams, now.tokens, self.plan.needs_text)
+            arguments |= {name: regions.cut(arguments[name], streams, context.tokens, self.plan.needs_text)
                           for name, streams in list_.streams.items()}
         for name, argument in list_.tokens.items():
             if arguments.get(name) is not None:
-                arguments[name] = self._cut_once(now, place, arguments[name], argument)
+                arguments[name] = self._cut_once(context, place, arguments[name], argument)
         for name, streams in list_.masks.items():
             if arguments.get(name) is not None:
                 if streams:
-                    self._read_once(now, arguments[name], streams)
+                    self._read_once(context, arguments[name], streams)
                 arguments[name] = None
         if self.plan.rows:
-            arguments[self.plan.rows] = now.tokens.own(("image",)) // now.tokens.row
+            arguments[self.plan.rows] = context.tokens.own(("image",)) // context.tokens.row
         if place.index in self._skips:
-            arguments["skip"] = now.skips[self._skips[place.index]]
-        if now.operations.get(f"{list_.patched}_block.{place.number}") == "skip":
+            arguments["skip"] = context.skips[self._skips[place.index]]
+        if context.operations.get(f"{list_.patched}_block.{place.number}") == "skip":
             outputs = {streams: arguments[name] for name, streams in list_.streams.items()}
             output = tuple(outputs[streams] for streams in list_.returns)
         else:
             output = forward(**arguments)
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
         if place.index in self._skips.values():
-            now.skips[place.index] = outputs[("image",)]
-        added = now.control.get(f"{list_.control}.{place.number}")
+            context.skips[place.index] = outputs[("image",)]
+        added = context.control.get(f"{list_.control}.{place.number}")
         if added is not None:
             streams = next(streams for streams in outputs if "image" in streams)
             image = outputs[streams]
             # to what a later block takes, not to what the next one does
             if self._skips:
-                image = now.skips[place.index] = image.clone()
-            regions.add_to_image(image, streams, added, now.tokens)
+                image = context.skips[place.index] = image.clone()
+            regions.add_to_image(image, streams, added, context.tokens)
         return outputs
 
-    def _joined(self, now, place, shards):
+    def _join_streams(self, context, place, shards):
         """Whole streams for the model's forward; after the last block it only needs those of its output."""
-        wanted = now.tokens.counts if place.index + 1 < self.num_blocks else self.plan.outputs
+        wanted = context.tokens.counts if place.index + 1 < self.num_blocks else self.plan.outputs
         return {streams: shard if shard is None
-                else regions.join(shard, streams, now.tokens, now.mesh, now.traffic, wanted)
+                else regions.join(shard, streams, context.tokens, context.mesh, context.traffic, wanted)
                 for streams, shard in shards.items()}
 
-    def _stands_in(self, streams, now, place):
-        return streams in place.list_.streams.values() and regions.stands_in(streams, now.tokens, self.plan.needs_text)
+    def _has_placeholder(self, streams, context, place):
+        return streams in place.list_.streams.values() and regions.has_placeholder(streams, context.tokens,
+                                                                                   self.plan.needs_text)
 
-    def _cut_once(self, now, place, value, argument):
+    def _cut_once(self, context, place, value, argument):
         """Cut an argument that every block gets anew, such as rotary tables, the first time it is seen."""
         def cut(tensor, each):
             if (each.ndim not in (None, tensor.ndim)
-                    or tensor.shape[each.dim] == 1 != sum(map(now.tokens.held, each.streams))):
+                    or tensor.shape[each.dim] == 1 != sum(map(context.tokens.held, each.streams))):
                 return tensor
-            if self._stands_in(each.streams, now, place):
+            if self._has_placeholder(each.streams, context, place):
                 return tensor.narrow(each.dim, 0, 1)
-            return now.tokens.take(tensor, each.dim, each.streams)
+            return context.tokens.take(tensor, each.dim, each.streams)
 
         key = id(value), id(argument)
         if key not in self._cuts:
@@ -252,31 +255,32 @@ class Hooks:
             self._cuts[key] = (value, result)                  # `value` is kept, so that its id stays its own
         return self._cuts[key][1]
 
-    def _read_once(self, now, mask, streams):
+    def _read_once(self, context, mask, streams):
         if id(mask) not in self._cuts:
             self._cuts[id(mask)] = mask
-            now.masks.update(read_mask(mask, streams, now.tokens))
+            context.masks.update(read_mask(mask, streams, context.tokens))
 
     # --- modules whose output is known, or to be had otherwise ---
 
     def _hook_once(self, forward, key, span):
         @functools.wraps(forward)
         def once(*args, **kwargs):
-            now = self._now
-            if now is None or now.key_values is None:
+            context = self._context
+            if context is None or context.key_values is None:
                 return forward(*args, **kwargs)
             batch = next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)).shape[0]
-            moment = (now.first_image, batch, *(now.step if span == "step" else ()))
-            known = now.key_values.once.get(key)
+            moment = (context.first_image, batch, *(context.step if span == "step" else ()))
+            known = context.key_values.once.get(key)
             if known is None or known[0] != moment:
-                known = now.key_values.once[key] = (moment, forward(*args, **kwargs))
+                known = context.key_values.once[key] = (moment, forward(*args, **kwargs))
             return known[1]
         return once
 
     def _unround(self, arguments, factor, module, args):
-        if self._now is None:
+        if self._context is None:
             return args
-        exact = [self._now.inputs[name] * factor for name in arguments if self._now.inputs.get(name) is not None]
+        exact = [self._context.inputs[name] * factor for name in arguments
+                 if self._context.inputs.get(name) is not None]
         # of more times than there are images, the first are theirs
         exact = [torch.cat([each, given[len(each):]]) if len(given) > len(each) else each
                  for each, given in zip(exact, args)]
@@ -285,23 +289,24 @@ class Hooks:
     def _hook_positions(self, module, forward, of_patch):
         @functools.wraps(forward)
         def positions(*args, **kwargs):
-            now = self._now
-            if now is None or now.patch is None:
+            context = self._context
+            if context is None or context.patch is None:
                 return forward(*args, **kwargs)
-            return of_patch(module, forward, now.rows, now.tokens, args, kwargs)
+            return of_patch(module, forward, context.rows, context.tokens, args, kwargs)
         return positions
 
     # --- attention ---
 
-    def _hook_attention(self, module, forward, place, name, streams, read):
-        """streams: of the queries. read: of keys and values; mostly the same."""
-        plain = F.scaled_dot_product_attention
+    def _hook_attention(self, module, forward, place, name, streams, key_streams):
+        """streams: of the queries. key_streams: of keys and values; mostly the same."""
+        sdpa = F.scaled_dot_product_attention
 
         @functools.wraps(forward)
         def scoped(*args, **kwargs):
-            now, num_calls = self._now, 0
-            if (now is None or (now.mesh.sequence_degree == 1 and now.key_values is None and not now.masks
-                                and not now.guided)):
+            context, num_calls = self._context, 0
+            if (context is None
+                or (context.mesh.sequence_degree == 1 and context.key_values is None and not context.masks
+                                and not context.guided)):
                 return forward(*args, **kwargs)
 
             def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
@@ -310,13 +315,15 @@ class Hooks:
                     raise UnsupportedError("This model masks its self-attention in a way that sequence parallelism "
                                            "and PipeFusion do not support yet. Use cfg_degree instead.")
                 num_calls += 1
-                key, value = _one_for_a_group(module, query, key), _one_for_a_group(module, query, value)
-                query, pad = self._without_stand_ins(now, place, streams, query)
-                (key, _), (value, _) = (self._without_stand_ins(now, place, read, each) for each in (key, value))
-                layer = AttentionLayer((place.index, name, num_calls), streams, read)
-                out = attend(query, key, value, now, layer, plain, options.get("scale"))
-                for nag in now.guided:
-                    guide(out, nag, (1, 3), now.tokens.image_slice(streams), True, now.mesh, now.traffic)
+                key, value = _one_key_per_group(module, query, key), _one_key_per_group(module, query, value)
+                query, pad = self._without_placeholders(context, place, streams, query)
+                (key, _), (value,
+                           _) = (self._without_placeholders(context, place, key_streams, each) for each in (key, value))
+                layer = AttentionLayer((place.index, name, num_calls), streams, key_streams, sdpa)
+                out = attend(query, key, value, context, layer, options.get("scale"))
+                for nag in context.guided:
+                    apply_nag(out, nag, (1, 3), context.tokens.image_slice(streams), True, context.mesh,
+                              context.traffic)
                 return out if pad is None else F.pad(out, pad)
 
             with replaced(F, scaled_dot_product_attention=attention):
@@ -329,9 +336,9 @@ class Hooks:
             return output
         return scoped
 
-    def _without_stand_ins(self, now, place, streams, tensor_BNTH):
+    def _without_placeholders(self, context, place, streams, tensor_BNTH):
         """The tensor without tokens that stand in for streams, and how to pad the output to have them again."""
-        where = [index for index, stream in enumerate(streams) if self._stands_in((stream,), now, place)]
+        where = [index for index, stream in enumerate(streams) if self._has_placeholder((stream,), context, place)]
         if not where:
             return tensor_BNTH, None
         assert where in ([0], [len(streams) - 1]), "a stand-in is the first or the last token"

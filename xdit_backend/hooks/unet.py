@@ -1,7 +1,7 @@
 """Hooks on a diffusers U-Net: each rank computes its rows of every image inside, and has the others' by way of an
 exchange.
 
-As transformer.py for transformers. Placed once on a loaded model, as its RowPlan says; its own, unmodified forward
+As transformer.py for transformers. Placed once on a loaded model, as its UNetPlan says; its own, unmodified forward
 runs, and while a convolution, a norm or an attention does, torch's function for it works on rows (rows.py).
 docs/algorithms.md section 9.
 """
@@ -20,19 +20,19 @@ from ..autoencoders.family import replaced
 from ..distributed.norm_rows import group_norm_rows
 from ..distributed.rows import Convolution, input_rows
 from ..parallel.displaced import StaleSplit, keys_and_values
-from ..parallel.nag import guide
+from ..parallel.nag import apply_nag
 from ..partition import halved, level_of
 from ..protocol.errors import UnsupportedError
 from ..protocol.transfers import on_device
 
 
-class RowHooks:
+class UNetHooks:
     """The hooks of one U-Net on this rank, and the forward they serve now."""
 
     num_blocks = 0
 
     def __init__(self, model, plan):
-        self.plan, self._model, self._now, self._attend = plan, model, None, scaled_dot_product_attention
+        self.plan, self._model, self._context, self._attend = plan, model, None, scaled_dot_product_attention
         assert not hasattr(model, "_has_hooks"), "this model has its hooks; placed twice, they would ask each other"
         model._has_hooks = True
         self.num_levels = plan.num_levels(model.config)
@@ -58,18 +58,18 @@ class RowHooks:
                 module.forward = self._hook_guided(module.forward)
             elif name.endswith(tuple(f".{path}" for path in plan.of_text)):
                 self._place(module, "of text", functools.partial(self._once, name))
-        self._place_control(model, plan.skips(model.config))
+        self._install_control(model, plan.skips(model.config))
 
     def run(self, context):
         """Run the model's forward as the context says. Every rank of the displaced axis does.
 
         Returns (output of the forward, None), as Hooks does: where the context has bands, this rank's rows of it.
         """
-        self._now = context
+        self._context = context
         try:
             return self._model(**context.inputs, return_dict=False)[0], None
         finally:
-            self._now = None
+            self._context = None
 
     def _place(self, module, kind, hook):
         self.counts[kind] += 1
@@ -77,13 +77,13 @@ class RowHooks:
 
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
-            alone = self._now is None or self._now.bands is None
+            alone = self._context is None or self._context.bands is None
             return forward(*args, **kwargs) if alone else hook(forward, *args, **kwargs)
         module.forward = hooked
 
-    def _place_control(self, model, skips):
+    def _install_control(self, model, skips):
         """Where ComfyUI's model adds what a ControlNet gives: to the output of each block on the way down and of the
-        middle one, and to each skip where it is taken up. skips: of RowPlan.
+        middle one, and to each skip where it is taken up. skips: of UNetPlan.
         """
         makers = [model.conv_in]
         for block in model.down_blocks:
@@ -104,9 +104,9 @@ class RowHooks:
         plain: its forward without hooks."""
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
-            now, operation = self._now, None
-            if now is not None:                                # that of one block counts before that of all
-                operation = now.operations.get(name) or now.operations.get("middle.0")
+            context, operation = self._context, None
+            if context is not None:                                # that of one block counts before that of all
+                operation = context.operations.get(name) or context.operations.get("middle.0")
             if operation == "values":
                 with replaced(F, scaled_dot_product_attention=lambda query, key, value, **options: value):
                     return plain(*args, **kwargs)
@@ -119,16 +119,16 @@ class RowHooks:
     def _scored(self, query, key, value, **options):
         """torch's attention, which also tells what share of it each key gets from this rank's queries."""
         shares = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
-        rank = 0 if self._now.bands is None else self._now.exchange.rank
-        self._now.scores[rank].copy_(shares.mean(1).sum(1))
+        rank = 0 if self._context.bands is None else self._context.exchange.rank
+        self._context.scores[rank].copy_(shares.mean(1).sum(1))
         return scaled_dot_product_attention(query, key, value, **options)
 
     def _hook_guided(self, forward):
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             output = forward(*args, **kwargs)
-            for nag in () if self._now is None else self._now.guided:
-                guide(output, nag, -1)
+            for nag in () if self._context is None else self._context.guided:
+                apply_nag(output, nag, -1)
             return output
         return hooked
 
@@ -150,7 +150,7 @@ class RowHooks:
 
     def _with_control(self, tensor_BCHW, place, level):
         """The tensor with what is to be added at this place, of this rank's rows."""
-        context = self._now
+        context = self._context
         if context is None or place not in context.control:
             return tensor_BCHW
         added = context.control[place]
@@ -161,7 +161,7 @@ class RowHooks:
 
     def _hooked(self, torch_name, function, name, level, forward, *args, **kwargs):
         """Run a module while torch's function works on this rank's rows."""
-        context, layers = self._now, self._now.exchange.layers
+        context, layers = self._context, self._context.exchange.layers
         if name not in layers:
             layers[name] = StaleSplit(halved(context.bands, level), context.exchange.group, context.traffic,
                                       exchange=context.exchange, key=name)
@@ -192,7 +192,7 @@ class RowHooks:
 
     def _once(self, name, forward, *args, **kwargs):
         """What reads the text alone is the same in all calls with one conditioning, for the same images."""
-        context = self._now
+        context = self._context
         images = context.first_image, args[0].shape[0]
         known = context.exchange.once.get(name)
         if known is None or known[0] != images:

@@ -90,11 +90,11 @@ class Autoencoders:
         numbers = self._estimate(name, shape, scale, with_work=True)
         return Work(**{each.name: numbers[each.name] for each in fields(Work)})
 
-    def is_roomy(self, name, shape, scale, num_ranks, first_rank=0):
+    def fits_unblocked(self, name, shape, scale, num_ranks, first_rank=0):
         """Have these workers so much memory free that they would compute convolutions all at once?"""
         memory = self._workers.request(messages.ReportMemory)
         free = [memory[rank].numbers["free_bytes"] for rank in range(first_rank, first_rank + num_ranks)]
-        return self._estimate(name, shape, scale, num_ranks)["roomy_bytes"] <= min(free)
+        return self._estimate(name, shape, scale, num_ranks)["unblocked_bytes"] <= min(free)
 
     def _estimate(self, name, shape, scale, num_ranks=0, with_work=False):
         done = self._workers.request(

@@ -23,7 +23,7 @@ class Call:
     operations: dict[str, str] = field(default_factory=dict)               # what blocks do instead: specs.Branch
     scores: torch.Tensor | None = None     # to be filled, as Branch.scores
     guided: tuple[specs.Nag, ...] = ()  # what is done to attentions: specs.Branch
-    beside: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
+    call_conditioning: dict[str, torch.Tensor] = field(default_factory=dict)          # conditioning of this call alone
     # predictions for the latent's other parts, to be filled
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -64,13 +64,13 @@ class Ticket:
     predictions: tuple
     in_stages: bool
     # [(what workers have written beside predictions, what of a Call is to be filled with it)]
-    told: tuple
+    extra_outputs: tuple
 
 
 def share_call(call, name, num_channels, store, segments):
     """Put a call into shared memory; what is made there is added to `segments`. name: of its conditioning.
 
-    Returns (the specs.Branch, its prediction, which the workers write, as Ticket.told has it what they write beside).
+    Returns (the specs.Branch, its prediction, which the workers write, and what else they write: Ticket.extra_outputs).
     """
     def create(shape):
         segment, view = store.create(shape, torch.float32)
@@ -83,12 +83,14 @@ def share_call(call, name, num_channels, store, segments):
 
     prediction, view = create((call.latent.shape[0], num_channels, *call.latent.shape[2:]))
     latent, timestep, control = share(call.latent), share(call.timestep), call.control_by(share)
-    filled, told = {}, []
+    filled, extra_outputs = {}, []
     for key, tensor in (*call.parts.items(), ("scores", call.scores)):
         if tensor is not None:
             filled[key], written = create(tensor.shape)
-            told.append((written, tensor))
-    scores, beside = filled.pop("scores", None), {key: share(tensor) for key, tensor in call.beside.items()}
-    branch = specs.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided, beside,
+            extra_outputs.append((written, tensor))
+    scores, call_conditioning = filled.pop("scores", None), {key: share(tensor) for key,
+                                                             tensor in call.call_conditioning.items()}
+    branch = specs.Branch(latent, timestep, name, prediction, control, call.operations, scores, call.guided,
+                          call_conditioning,
                           filled)
-    return branch, view, told
+    return branch, view, extra_outputs

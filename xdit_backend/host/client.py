@@ -7,7 +7,7 @@ themselves.
 
 import time
 
-from ..config import devices_a_machine
+from ..config import devices_per_machine
 from ..partition import last_stage_ranks
 from ..protocol import messages
 from ..protocol.errors import WorkerDiedError, XDiTError
@@ -82,18 +82,18 @@ class Client:
         self.models.load(spec)
         group = self.workers.holding
         names = [call.name or self._name(call.conditioning, run, group) for call in calls]
-        branches, predictions, told = [], [], []
+        branches, predictions, extra_outputs = [], [], []
         with group.segments.removed_on_failure() as segments:
             for call, name in zip(calls, names):
                 branch, prediction, filled = share_call(call, name, num_channels, group.segments, segments)
                 branches.append(branch)
                 predictions.append(prediction)
-                told += filled
+                extra_outputs += filled
         request = group.post(
             lambda request: messages.Predict(request, spec.name, layout, branches, **vars(forward),
                                              speeds=self.workers.speeds),
             segments, last_stage_ranks(layout, len(self.devices)), self.step)
-        return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(told))
+        return Ticket(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(extra_outputs))
 
     def wait(self, tickets):
         """Wait for the first of these tickets, all of one run; returns (the ticket, its predictions).
@@ -106,7 +106,7 @@ class Client:
                 self.close()
             raise
         ticket = next(ticket for ticket in tickets if ticket.request == request)
-        for written, wanted in ticket.told:
+        for written, wanted in ticket.extra_outputs:
             wanted.copy_(written)
         return ticket, list(ticket.predictions)
 
@@ -214,6 +214,6 @@ class Client:
     def probe(self, dtype):
         """{rank: what it measured of its device and links, by name}; a few seconds.
         dtype: that models compute in, "bfloat16"."""
-        a_machine = devices_a_machine(self.devices)
-        answers = self.workers.request(lambda request: messages.Probe(request, dtype, a_machine))
+        per_machine = devices_per_machine(self.devices)
+        answers = self.workers.request(lambda request: messages.Probe(request, dtype, per_machine))
         return {rank: done.numbers for rank, done in answers.items()}

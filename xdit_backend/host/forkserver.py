@@ -18,11 +18,11 @@ import psutil
 
 from ..protocol import timeouts
 from ..protocol.errors import WorkerStartError
-from .starting import HELP, Signs, exit_words
+from .starting import HELP, StartMonitor, exit_words
 
 POLL_S = 0.02
 PATIENCE_S = 10                            # for it to end what it has started, and itself
-MOST_BYTES = 2 ** 16                       # of an answer
+MAX_BYTES = 2 ** 16                       # of an answer
 NUM_LINES = 15                             # of its output, where it fails
 # What a group sets for itself; the rest of its environment is there before its libraries are imported, which may read
 # it then.
@@ -111,14 +111,14 @@ def _start_server(environment, package_folder):
 
 def _answer(server, check):
     """What the forkserver says next. Raises WorkerStartError where it ends, or gives no sign of life."""
-    signs, who = Signs(server.process.pid, 1), "The process that workers are forked from"
+    signs, who = StartMonitor(server.process.pid, 1), "The process that workers are forked from"
     what_next = f"Queue the prompt again to start another. {HELP} Its last lines:"
     while not select.select([server.channel], [], [], POLL_S)[0]:
         check()
         if (found := signs.silent((), timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))) is not None:
             raise WorkerStartError(f"{who} {found[1]}. {what_next}\n{_last_lines(server)}")
     with suppress(ConnectionResetError):
-        if body := server.channel.recv(MOST_BYTES):
+        if body := server.channel.recv(MAX_BYTES):
             return json.loads(body)
     code = server.process.wait(PATIENCE_S)
     raise WorkerStartError(f"{who} ended while loading its libraries{exit_words(code)}. "
@@ -127,7 +127,7 @@ def _answer(server, check):
 
 def _last_lines(server):
     server.output.seek(0)
-    lines = server.output.read()[-MOST_BYTES:].decode(errors="replace").splitlines()[-NUM_LINES:]
+    lines = server.output.read()[-MAX_BYTES:].decode(errors="replace").splitlines()[-NUM_LINES:]
     return "\n".join(lines) or "(none)"
 
 

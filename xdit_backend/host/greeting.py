@@ -11,8 +11,8 @@ import psutil
 
 from ..protocol import timeouts
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
-from ..protocol.messages import JOINING, TRYING_LINKS, Phase, Ready, Unready
-from .starting import HELP, TORCHRUN, Signs, exit_words
+from ..protocol.messages import JOINING, TRYING_LINKS, Phase, Ready, StartFailed
+from .starting import HELP, TORCHRUN, StartMonitor, exit_words
 from .traces import Traces
 
 # of workers that get on, however slowly; who does not is noticed sooner
@@ -27,45 +27,45 @@ POLL_S = 0.05
 
 
 @dataclass
-class Party:
+class GroupStart:
     """The processes of a group that starts. own: ranks of this machine."""
 
     devices: tuple
     own: list
     torchrun: object
-    door: object                                   # where workers of this machine come in
+    channel_listener: object                                   # where workers of this machine come in
     at_once: list                                  # Channels to ranks of other machines, which come to no door here
     sessions: dict                                 # name of another machine -> its Session
     traces: Traces
-    has_detours: bool                              # is there another way to join them?
+    has_fallbacks: bool                              # is there another way to join them?
 
 
 class Greeting:
-    """Waits for the workers of a Party, and has the Channel of each that is ready in `channels`,
+    """Waits for the workers of a GroupStart, and has the Channel of each that is ready in `channels`,
     its process in `workers`."""
 
-    def __init__(self, party, channels, workers, on_phase, check):
-        self._party, self._channels, self._workers, self._on_phase, self._check = (
-            party, channels, workers, on_phase, check)
-        self._greeted = [*party.at_once]
+    def __init__(self, group_start, channels, workers, on_phase, check):
+        self._group_start, self._channels, self._workers, self._on_phase, self._check = (
+            group_start, channels, workers, on_phase, check)
+        self._greeted = [*group_start.at_once]
         self._begun = {JOINING: {}, TRYING_LINKS: {}}          # what ranks do to reach each other -> rank -> since when
-        self._told, self._silent = [], []                      # Unready of ranks; channels that nothing more comes from
+        self._failures, self._silent = [], []  # StartFailed of ranks; channels that nothing more comes from
         self._failed_s = math.inf                              # since when one cannot start
-        self._signs = Signs(party.torchrun.pid, len(party.own))
+        self._signs = StartMonitor(group_start.torchrun.pid, len(group_start.own))
         self._deadline_s = time.monotonic() + START_TIMEOUT_S
 
     def run(self):
         """Returns when every worker is ready. Raises WorkerStartError,
         or LinkError where another way to join them may help."""
-        devices = self._party.devices
+        devices = self._group_start.devices
         self._on_phase(Phase(0, "starting workers", 0, len(devices)))
         while len(self._channels) < len(devices):
             self._check()
             self._check_machines()
             self._check_time()
-            has_ended = self._party.torchrun.has_ended         # asked before what workers have said until then is read
+            has_ended = self._group_start.torchrun.has_ended  # asked before what workers have said until then is read
             if len(self._greeted) < len(devices):
-                channel = self._party.door.accept(POLL_S)
+                channel = self._group_start.channel_listener.accept(POLL_S)
                 if channel is not None:
                     self._greeted.append(channel)
             self._listen()
@@ -73,17 +73,17 @@ class Greeting:
                 self._check_failed(has_ended)
 
     def _check_machines(self):
-        traces = self._party.traces
-        for name, session in self._party.sessions.items():
+        traces = self._group_start.traces
+        for name, session in self._group_start.sessions.items():
             if not session.is_open:
                 rank = traces.rank_of(name)
-                raise WorkerStartError(f"Worker {traces.called(rank)}: {name} was lost while the workers started: "
+                raise WorkerStartError(f"Worker {traces.name_of(rank)}: {name} was lost while the workers started: "
                                        f"{session.ended}\n{traces.last_lines(rank)}".rstrip())
 
     def _check_time(self):
-        devices, traces = self._party.devices, self._party.traces
+        devices, traces = self._group_start.devices, self._group_start.traces
         late = [rank for rank in range(len(devices)) if rank not in self._channels]
-        late_words = ", ".join(map(traces.called, late))
+        late_words = ", ".join(map(traces.name_of, late))
         if time.monotonic() > self._deadline_s:
             raise WorkerStartError(f"{late_words}: not ready after {START_TIMEOUT_S} s. {HELP} {traces.where()}Their "
                                    f"last lines:\n{traces.last_lines()}")
@@ -96,7 +96,7 @@ class Greeting:
         # they wait to be ended who have said that they cannot start
         if found is not None and not self._silent:
             rank, what = found
-            who = "torchrun, which starts the workers," if rank == TORCHRUN else f"Worker {traces.called(rank)}"
+            who = "torchrun, which starts the workers," if rank == TORCHRUN else f"Worker {traces.name_of(rank)}"
             lines = traces.last_lines(None if rank == TORCHRUN else rank)
             raise WorkerStartError(f"{who} {what}. Queue the prompt again to start a new group. {HELP} {traces.where()}"
                                    f"Its last lines:\n{lines or '(none)'}")
@@ -115,54 +115,55 @@ class Greeting:
                 self._silent.append(channel)
 
     def _take(self, channel, message):
-        self._signs.hear(message.rank, getattr(message, "text", None))
-        if isinstance(message, Unready):
+        self._signs.record_sign(message.rank, getattr(message, "text", None))
+        if isinstance(message, StartFailed):
             self._silent.append(channel)
-            self._told.append(message)
+            self._failures.append(message)
         if isinstance(message, Phase) and message.text in self._begun:
             self._begun[message.text][message.rank] = time.monotonic()
             self._on_phase(message)
         if isinstance(message, Ready):
             self._channels[message.rank] = channel
-            if message.rank in self._party.own:                # another machine's number would be another process here
+            if message.rank in self._group_start.own:  # another machine's number would be another process here
                 with suppress(psutil.NoSuchProcess):
                     self._workers[message.rank] = psutil.Process(message.pid)
-            self._on_phase(Phase(message.rank, "starting workers", len(self._channels), len(self._party.devices)))
+            self._on_phase(Phase(message.rank, "starting workers", len(self._channels), len(self._group_start.devices)))
 
     def _check_failed(self, has_ended):
         """Raise why the workers cannot start, as soon as it is known. has_ended: torchrun has."""
         self._failed_s = min(self._failed_s, time.monotonic())
         ready = self._channels.values()
         others = [channel for channel in self._greeted if channel not in self._silent and channel not in ready]
-        all_came = len(self._greeted) == len(self._party.devices)
-        all_told = len(self._silent) == len(self._told) or self._party.traces.first_ended()
-        is_known = has_ended or (all_came and all_told)
+        all_came = len(self._greeted) == len(self._group_start.devices)
+        all_failed = len(self._silent) == len(self._failures) or self._group_start.traces.first_ended()
+        is_known = has_ended or (all_came and all_failed)
         is_over = time.monotonic() - self._failed_s > SETTLE_S
-        if (is_known and not others) or any(not message.by_links for message in self._told) or is_over:
+        if (is_known and not others) or any(not message.by_links for message in self._failures) or is_over:
             raise self._why()
 
     def _why(self):
         """What to raise where workers have said that they cannot start, or have ended without a word."""
-        devices, traces = self._party.devices, self._party.traces
+        devices, traces = self._group_start.devices, self._group_start.traces
         rank, code = traces.first_ended() or (None, None)
-        cause = cause_of(self._told, code)
+        cause = cause_of(self._failures, code)
         if cause is not None:
             return (LinkError if cause.by_links else WorkerStartError)(f"{cause.message}.".replace("..", "."))
         lines = traces.last_lines()
-        if len(self._begun[JOINING]) == len(devices) and self._party.has_detours:
+        if len(self._begun[JOINING]) == len(devices) and self._group_start.has_fallbacks:
             return LinkError(f"a worker ended in a transfer between them, with these last lines of output:\n{lines}\n")
-        which = f"A worker for {', '.join(devices)}" if rank is None else f"Worker {traces.called(rank)}"
+        which = f"A worker for {', '.join(devices)}" if rank is None else f"Worker {traces.name_of(rank)}"
         return WorkerStartError(f"{which} ended while starting{exit_words(code)}. {HELP} {traces.where()}Its last "
                                 f"lines:\n{lines}")
 
 
-def cause_of(told, exit_code):
-    """The one of these Unready that says why workers could not start; None: that one ended with this exit code does.
+def cause_of(failures, exit_code):
+    """The one of these StartFailed that says why workers could not start; None: that one ended with this exit code
+    does.
 
     A rank that says so stays until it is ended, so nobody ends for its words. What it says of its links may come of
     another rank that has ended; but gloo aborts a process whose exchange another has broken off. exit_code: of the
     first that ended; None: none has, or unknown.
     """
-    own = [message for message in told if not message.by_links]
-    by_links = told if exit_code in (None, -signal.SIGABRT) else []
+    own = [message for message in failures if not message.by_links]
+    by_links = failures if exit_code in (None, -signal.SIGABRT) else []
     return min(own or by_links, key=lambda message: message.rank, default=None)

@@ -1,7 +1,7 @@
 """Start, use and end a worker group: one torchrun, one worker a device. Used by the client.
 
-opened.py starts the processes and ends them, greeting.py waits until they are ready; requests.py knows what they were
-asked, watch.py judges whether they live, traces.py finds the words for what became of them.
+resources.py starts the processes and ends them, greeting.py waits until they are ready; requests.py knows what they
+were asked, watch.py judges whether they live, traces.py finds the words for what became of them.
 """
 
 import atexit
@@ -16,12 +16,12 @@ from contextlib import suppress
 
 from ..protocol import timeouts
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerDiedError, WorkerStartError, XDiTError
-from ..protocol.messages import Abandon, Beat, Done, Phase
+from ..protocol.messages import Abandon, Done, Heartbeat, Phase
 from . import preflight
 from .forkserver import Forkserver
 from .greeting import Greeting
-from .opened import Opened, closing, refused_by_the_system
-from .requests import Requests, outlives
+from .requests import Requests, can_continue
+from .resources import GroupResources, closing, refused_by_the_system
 from .starting import HELP
 from .watch import Watch
 
@@ -45,14 +45,14 @@ class WorkerGroup:
     """A running worker group. Its methods may be called by several threads; one that waits keeps the others waiting.
 
     Construction blocks until every worker is ready. on_phase(Phase) tells what workers do meanwhile; check() is called
-    often while waiting and may raise to give up, as ComfyUI's cancel does. num_detours: how many ways to join the
+    often while waiting and may raise to give up, as ComfyUI's cancel does. num_fallbacks: how many ways to join the
     workers are known not to work (preflight.detours); what the group came to is in the field of that name.
     machines: the machines.listener.Listener where other machines join; None: nothing listens, and all devices are here.
     forkserver: the host's Forkserver; None: one of its own, which ends with the group.
     Raises WorkerStartError when a worker cannot come up, with what is missing, or the workers' last lines of output.
     """
 
-    def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_detours=0, machines=None,
+    def __init__(self, devices, on_phase=lambda phase: None, check=lambda: None, num_fallbacks=0, machines=None,
                  forkserver=None):
         if sys.platform == "win32":
             raise WorkerStartError("xDiT's workers run on Linux, and this is Windows: start ComfyUI inside WSL2 to "
@@ -66,13 +66,13 @@ class WorkerGroup:
         # rank -> sums of the measurements in its answers, by name
         self.totals = {}
         self.memory = {}                                       # rank -> what it last said of its memory, by name
-        self._opened = None
+        self._resources = None
         # when it was last given or did work, other than telling of itself
         self._used_s = time.monotonic()
         self._ended_by = ""                                    # what ended the group, where it was not the host
         self._close_at_exit = closing(self)
         self.remarks = []                                      # what a person should know of how it runs
-        self.num_detours = num_detours                         # ways around links that failed
+        self.num_fallbacks = num_fallbacks                         # ways around links that failed
         started_s = time.monotonic()
         self._start(on_phase, check)
         for remark in self.remarks:
@@ -93,34 +93,34 @@ class WorkerGroup:
 
     @property
     def alive(self):
-        return self._opened is not None and self._opened.is_whole
+        return self._resources is not None and self._resources.is_whole
 
     @property
     def segments(self):
         """The SegmentStore of its shared memory."""
-        return self._opened.segments
+        return self._resources.segments
 
     @property
     def why_not_forked(self):
         """Why its processes are programs of their own, where they are; ""."""
-        return self._opened.why_not_forked
+        return self._resources.why_not_forked
 
     def find_file(self, path, on_phase, check):
         """See that every other machine has the model file of this path, by its content.
 
         Raises CheckpointError where one has not, WorkerDiedError where one is lost.
         """
-        if not self._opened.sessions:
+        if not self._resources.sessions:
             return
 
-        def told(whose):
+        def report(whose):
             return lambda done, total: (check(), on_phase(Phase(0, f"comparing model files{whose}", done, total, True)))
-        content = self._machines.contents.of(path, told(""))
-        for name, session in self._opened.sessions.items():
+        content = self._machines.contents.of(path, report(""))
+        for name, session in self._resources.sessions.items():
             try:
-                session.find(path, content, check, told(f" on {name}"))
+                session.find(path, content, check, report(f" on {name}"))
             except ChannelClosedError:
-                self._lost(self._opened.traces.rank_of(name), f" while looking for {os.path.basename(path)}")
+                self._lost(self._resources.traces.rank_of(name), f" while looking for {os.path.basename(path)}")
 
     # --- ask, and wait ---
 
@@ -135,7 +135,7 @@ class WorkerGroup:
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            self.hear()
+            self.receive_pending()
             return None if self.is_working or not self.alive else self.request(make_command)
         finally:
             self._lock.release()
@@ -151,11 +151,11 @@ class WorkerGroup:
         with self.segments.removed_on_failure() as unsent:
             unsent += segments
             command = make_command(number)
-        self._watch.begins(self._opened.channels)
-        answering = self._opened.channels if answering is None else answering
-        request = self._requests.add(number, command, self._opened.channels, answering, segments, doing)
+        self._watch.command_sent(self._resources.channels)
+        answering = self._resources.channels if answering is None else answering
+        request = self._requests.add(number, command, self._resources.channels, answering, segments, doing)
         self._used_s = time.monotonic() if request.doing else self._used_s
-        for rank, channel in list(self._opened.channels.items()):
+        for rank, channel in list(self._resources.channels.items()):
             try:
                 channel.send(command)
             except ChannelClosedError:
@@ -191,13 +191,13 @@ class WorkerGroup:
                 self._requests[number].claimed = True
             self._requests.settle(self.segments)
 
-    def hear(self):
+    def receive_pending(self):
         """Take in what the ranks have said where nobody will wait for it, as of a model that was dropped.
         Keeps nobody waiting."""
         if not self._requests.are_claimed or not self._lock.acquire(blocking=False):
             return
         try:
-            for rank, channel in self._opened.channels.items():
+            for rank, channel in self._resources.channels.items():
                 with suppress(ChannelClosedError):             # it is noticed by who needs the workers next
                     while channel.raw.poll():
                         self._take(rank, channel.receive(), lambda phase: None)
@@ -208,12 +208,12 @@ class WorkerGroup:
     def _raise_failure(self, numbers):
         for number in numbers:
             request = self._requests[number]
-            if request.failed and (not request.unanswered or not self._opened.channels):
-                error = request.raised(len(self.devices), self._opened.traces.where())
-                self._opened.traces.note(error)
+            if request.failed and (not request.unanswered or not self._resources.channels):
+                error = request.raised(len(self.devices), self._resources.traces.where())
+                self._resources.traces.note(error)
                 raise error
         # also where answers are there: they may come of a broken exchange
-        if not self._opened.channels:
+        if not self._resources.channels:
             raise WorkerDiedError(f"The workers have ended{self._ended_by}. Queue the prompt again to start a new "
                                   f"group.")
 
@@ -222,30 +222,30 @@ class WorkerGroup:
             request = self._requests[number]
             for rank in request.unanswered if request.can_stop else ():
                 with suppress(ChannelClosedError):             # it is noticed by who needs the workers next
-                    self._opened.channels[rank].send(Abandon(number))
+                    self._resources.channels[rank].send(Abandon(number))
 
     def _receive(self, on_phase):
         """Take in what workers have said, waiting a moment for it."""
-        self._watch.listens(self._opened.channels)
-        ranks = {channel.raw: rank for rank, channel in self._opened.channels.items()}
+        self._watch.listening_begins(self._resources.channels)
+        ranks = {channel.raw: rank for rank, channel in self._resources.channels.items()}
         for raw in connection.wait(list(ranks), timeout=POLL_S):
             rank = ranks[raw]
-            self._watch.hears(rank)
+            self._watch.record_sign(rank)
             try:
-                self._take(rank, self._opened.channels[rank].receive(), on_phase)
+                self._take(rank, self._resources.channels[rank].receive(), on_phase)
                 # all that is there: a failure may stand behind other answers
                 while raw.poll():
-                    self._take(rank, self._opened.channels[rank].receive(), on_phase)
+                    self._take(rank, self._resources.channels[rank].receive(), on_phase)
             except ChannelClosedError:
                 self._lost(rank)
-        self._watch.listened()
+        self._watch.listening_ended()
 
     def _take(self, rank, message, on_phase):
-        if isinstance(message, Beat):
+        if isinstance(message, Heartbeat):
             self.memory[rank] = self.memory.get(rank, {}) | message.numbers
-            self._watch.beat(rank, message)
+            self._watch.heartbeat(rank, message)
             return
-        self._watch.moved(rank, message)
+        self._watch.record_progress(rank, message)
         if isinstance(message, Phase):
             on_phase(message)
             return
@@ -261,22 +261,22 @@ class WorkerGroup:
 
     def _start(self, on_phase, check):
         """Start the workers, by the first way to join them that works."""
-        ways, failed = preflight.detours(self.devices), []
-        self._has_detours = len(ways) > 1
-        for number in range(min(self.num_detours, len(ways) - 1), len(ways)):
-            self.num_detours = number
+        ways, failed = preflight.fallbacks(self.devices), []
+        self._has_fallbacks = len(ways) > 1
+        for number in range(min(self.num_fallbacks, len(ways) - 1), len(ways)):
+            self.num_fallbacks = number
             try:
                 self._try_to_start(*ways[number], failed, on_phase, check)
                 return
             except LinkError as error:
-                self._opened.traces.note(error)
+                self._resources.traces.note(error)
                 self.close()
                 failed.append(str(error))
             except BaseException as error:
-                if isinstance(error, XDiTError) and self._opened is not None:
-                    self._opened.traces.note(error)
+                if isinstance(error, XDiTError) and self._resources is not None:
+                    self._resources.traces.note(error)
                 # those here wait for it
-                self.close(is_broken=self._opened is not None and not self._opened.has_all_machines)
+                self.close(is_broken=self._resources is not None and not self._resources.has_all_machines)
                 if isinstance(error, OSError) and not isinstance(error, XDiTError):
                     raise refused_by_the_system(error) from error
                 raise
@@ -285,20 +285,20 @@ class WorkerGroup:
 
     def _try_to_start(self, off, variables, failed, on_phase, check):
         """Start, with something switched off by environment variables. failed: how the ways before went."""
-        self._opened = opened = Opened(self.devices)
+        self._resources = resources = GroupResources(self.devices)
         atexit.register(self._close_at_exit)
-        opened.take_machines(self._machines, on_phase, check)
+        resources.take_machines(self._machines, on_phase, check)
         self.remarks = [preflight.remark(self.devices, off, variables, failed)] if off else []
         self._greet(self._launch(variables, check), on_phase, check)
 
     def _launch(self, variables, check):
-        """Start torchrun here and on other machines; returns the Party whose workers come up."""
-        self.remarks += self._opened.remarks()
-        interface = self._machines.interface if self._opened.sessions else ""
-        return self._opened.launch(self._forkserver, interface, variables, self._has_detours, check)
+        """Start torchrun here and on other machines; returns the GroupStart whose workers come up."""
+        self.remarks += self._resources.remarks()
+        interface = self._machines.interface if self._resources.sessions else ""
+        return self._resources.launch(self._forkserver, interface, variables, self._has_fallbacks, check)
 
-    def _greet(self, party, on_phase, check):
-        Greeting(party, self._opened.channels, self._opened.workers, on_phase, check).run()
+    def _greet(self, group_start, on_phase, check):
+        Greeting(group_start, self._resources.channels, self._resources.workers, on_phase, check).run()
 
     # --- end ---
 
@@ -309,8 +309,8 @@ class WorkerGroup:
         is_broken: some wait for what will never come, so that they are ended at once.
         """
         atexit.unregister(self._close_at_exit)
-        if self._opened is not None:
-            self._opened.close(is_broken)
+        if self._resources is not None:
+            self._resources.close(is_broken)
         if self._owns_forkserver:
             self._forkserver.close()
 
@@ -318,33 +318,33 @@ class WorkerGroup:
         """End the group where a failed command, whoever waits for it,
         has left ranks in an exchange that will not end."""
         for request in self._requests:
-            if not request.failed or not self._opened.channels:
+            if not request.failed or not self._resources.channels:
                 continue
             # Over gloo the others wait inside a collective, or for a stage's hidden states, for the one that failed,
             # and do not answer.
             is_stuck = request.unanswered and time.monotonic() - request.failed_s > STRAGGLER_S
-            if is_stuck or (not request.unanswered and not outlives(self.devices, request.failed.values())):
+            if is_stuck or (not request.unanswered and not can_continue(self.devices, request.failed.values())):
                 self._ended_by = request.why_it_ended
                 self.close()
 
     def _end_if_hung(self):
         """End the group where a rank is silent, or where all wait for each other."""
         limit_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
-        ranks, called = list(self._opened.channels), self._opened.traces.called
+        ranks, called = list(self._resources.channels), self._resources.traces.name_of
         found = self._watch.silent(ranks, limit_s) or self._watch.stuck(ranks, limit_s, called)
         if found is not None:
             self._give_up(*found)
 
     def _lost(self, rank, doing=""):
-        """A worker's connection is gone: end the group and say what is known.
-        doing: beside what it owes an answer to."""
-        self._give_up(*self._opened.lost(rank, lambda of: doing or self._watch.doing(of) or ""))
+        """A worker's connection is gone: end the group. doing: what the worker did, beside unanswered requests."""
+        self._give_up(*self._resources.lost(rank, lambda of: doing or self._watch.doing(of) or ""))
 
     def _give_up(self, rank, what):
         """End the group for what became of a rank."""
-        lines = self._opened.traces.last_lines(rank)
+        traces = self._resources.traces
+        lines = traces.last_lines(rank)
         self.close(is_broken=True)
-        error = WorkerDiedError(f"Worker {self._opened.traces.called(rank)} {what}. Queue the prompt again to start a "
-                                f"new group. {HELP} {self._opened.traces.where()}Its last lines:\n{lines or '(none)'}")
-        self._opened.traces.note(error)
+        error = WorkerDiedError(f"Worker {traces.name_of(rank)} {what}. Queue the prompt again to start a new group. "
+                                f"{HELP} {traces.where()}Its last lines:\n{lines or '(none)'}")
+        traces.note(error)
         raise error

@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = 8                                   # folders of groups, those that run included
-MOST_BYTES = 2 ** 20                       # of errors.log
-LEAST_BYTES = 2 ** 12                      # below this a disk takes no line more
+MAX_BYTES = 2 ** 20                       # of errors.log
+MIN_BYTES = 2 ** 12                      # below this a disk takes no line more
 TORCHRUN, ERRORS = "torchrun.log", "errors.log"
 NAME = re.compile(r"\d{8}-\d{6}-xdit-\d+-[0-9a-f]+")
-NUM_TOLD, MOST_LINES = 5, 20               # errors that the doctor tells, and lines of each
+NUM_TOLD, MAX_LINES = 5, 20               # errors that the doctor tells, and lines of each
 MACHINES = "machines-{}.txt"               # of a process, by its number
 QUOTED = re.compile(r"""(["'])~?/(?:[^"'\n]*/)?([^"'/\n]*)\1""")
 PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@=-]+)+/([\w.+@=-]*)")
@@ -98,7 +98,7 @@ def start(folder):
 def is_full(folder):
     """Has its disk no room for a line?"""
     with suppress(OSError):
-        return shutil.disk_usage(folder).free < LEAST_BYTES
+        return shutil.disk_usage(folder).free < MIN_BYTES
     return False
 
 
@@ -106,7 +106,7 @@ def note(folder, error):
     """Write down how a group failed."""
     with suppress(OSError), open(folder / ERRORS, "a", encoding="utf-8",
                                  opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-        if file.tell() > MOST_BYTES:
+        if file.tell() > MAX_BYTES:
             file.truncate(0)
         text = re.sub(r"\n\n+", "\n", str(error))
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {type(error).__name__}: {text}\n\n")
@@ -122,7 +122,7 @@ def last_errors():
     lines = []
     for error in told[:NUM_TOLD]:
         first, *others = without_private(error).splitlines() or [""]
-        lines += [first, *(f"  {line}" for line in others[-MOST_LINES:])]
+        lines += [first, *(f"  {line}" for line in others[-MAX_LINES:])]
     return lines
 
 

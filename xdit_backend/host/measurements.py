@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from ..config import devices_a_machine
+from ..config import devices_per_machine
+from ..forecast.calibration import MIN_FACTOR, Calibration, after
 from ..forecast.choice import Machine
-from ..forecast.files import as_said, read_machine
-from ..forecast.learning import LEAST_FACTOR, Learnt, after
+from ..forecast.files import read_machine, to_json
 from ..forecast.probed import machine_of_probe
 from ..host_memory import available_memory
 from ..protocol.errors import ConfigError
@@ -41,10 +41,10 @@ def measure(client, dtype, card=card_of):
     card(device): as card_of."""
     numbers, cards = client.probe(dtype), list(map(card, client.devices))
     return machine_of_probe([numbers[rank] for rank in sorted(numbers)], [name for name, _ in cards],
-                            [size for _, size in cards], devices_a_machine(client.devices))
+                            [size for _, size in cards], devices_per_machine(client.devices))
 
 
-def kept(folder, devices, dtype, card=card_of) -> Machine | None:
+def stored_machine(folder, devices, dtype, card=card_of) -> Machine | None:
     """The Machine that was measured of these devices; None where there is none, or it cannot be read."""
     path = _path(folder, devices, dtype, card)
     if not path.is_file():
@@ -56,30 +56,31 @@ def kept(folder, devices, dtype, card=card_of) -> Machine | None:
         return None
 
 
-def keep(folder, devices, dtype, machine, card=card_of):
+def store_machine(folder, devices, dtype, machine, card=card_of):
     """Write a Machine where `kept` finds it. A folder that cannot be written to costs a measurement, and no more."""
-    _write(_path(folder, devices, dtype, card), as_said(machine, topology(devices, dtype, card)))
+    _write(_path(folder, devices, dtype, card), to_json(machine, topology(devices, dtype, card)))
 
 
-def learnt(folder):
-    """{(family, card): Learnt}: how much longer runs of one device took than was forecast.
+def calibrations(folder):
+    """{(family, card): Calibration}: how much longer runs of one device took than was forecast.
     {} where there is none to read."""
     try:
-        said = json.loads((Path(folder) / RUNS).read_text(encoding="utf-8"))
-        made = {tuple(key.split(" | ")): Learnt(float(factor), int(count)) for key, (factor, count) in said.items()}
+        stored = json.loads((Path(folder) / RUNS).read_text(encoding="utf-8"))
+        made = {tuple(key.split(" | ")): Calibration(float(factor), int(count)) for key,
+                (factor, count) in stored.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         log.warning("what was learnt of runs is ignored: %s: %s", Path(folder) / RUNS, error)
         return {}
-    return {key: each for key, each in made.items() if len(key) == 2 and LEAST_FACTOR <= each.factor <= 1 / LEAST_FACTOR
+    return {key: each for key, each in made.items() if len(key) == 2 and MIN_FACTOR <= each.factor <= 1 / MIN_FACTOR
             and each.count > 0}
 
 
-def learn(folder, family, card, ratio):
+def record_run(folder, family, card, ratio):
     """Keep what a run of one device says: it took `ratio` times the forecast that knew nothing of runs.
-    Returns the Learnt."""
-    known = learnt(folder)
+    Returns the Calibration."""
+    known = calibrations(folder)
     known[family, card] = after(known.get((family, card)), ratio)
     _write(Path(folder) / RUNS, {" | ".join(key): [each.factor, each.count] for key, each in known.items()})
     return known[family, card]
@@ -94,11 +95,11 @@ def topology(devices, dtype, card):
             "threads": os.environ.get("OMP_NUM_THREADS", "")}
 
 
-def _write(path, said):
+def _write(path, stored):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(said, indent=1), encoding="utf-8")
+        unfinished.write_text(json.dumps(stored, indent=1), encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
         log.warning("what was measured cannot be kept in %s: %s", path.parent, error)

@@ -46,7 +46,7 @@ class Models:
             except BaseException:                              # some ranks may hold it, and others not
                 self._workers.post_drop(spec.name)
                 raise
-            self.held.now[spec.name] = Residence.told(spec, done)
+            self.held.now[spec.name] = Residence.from_answers(spec, done)
         elif any(residence.parked_bytes):
             residence.parked(self._workers.request(lambda request: messages.RestoreModel(request, spec.name),
                                                    group=self._workers.holding))
@@ -85,7 +85,7 @@ class Models:
             return False
         done = self._workers.request(lambda request: messages.ReturnWeights(request, spec.name, version, left),
                                      group=self._workers.holding)
-        self.held.now[spec.name] = Residence.told(spec, done)
+        self.held.now[spec.name] = Residence.from_answers(spec, done)
         return all(each.numbers["kept"] for each in done.values())
 
     def _send_changes(self, spec, batch, version, begins):
@@ -98,7 +98,7 @@ class Models:
             changes = {name: change.make(share) for name, change in batch.items()}
         done = self._workers.request(lambda request: messages.ChangeWeights(
             request, spec.name, changes, version, begins), segments, group)
-        self.held.now[spec.name] = Residence.told(spec, done)
+        self.held.now[spec.name] = Residence.from_answers(spec, done)
 
     def residence(self, name):
         """Where the running group holds a model; None where it does not."""

@@ -18,9 +18,9 @@ from ..protocol.devices import own_name
 from ..protocol.errors import WorkerStartError
 from .shortage import gigabytes
 
-LEAST_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
+MIN_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
 WORKER_BYTES = 2 ** 28                     # of host memory that a worker takes before it holds a model: its libraries
-DOOR_BYTES = 2 ** 16                       # in shared memory, for what is there beside tensors
+LISTENER_BYTES = 2 ** 16                       # in shared memory, for what is there beside tensors
 # without room for so many bytes of tensors between host and workers, nothing can run
 SEGMENT_BYTES = 2 ** 26
 ROOMY_BYTES = 2 ** 28                      # below this in shared memory, tensors will go through files on disk
@@ -28,7 +28,7 @@ ROOMY_BYTES = 2 ** 28                      # below this in shared memory, tensor
 # What is switched off for the next attempt where a transfer between ranks fails, and the variables by which.
 # NCCL's documentation, "Troubleshooting": PCI access control services and IOMMUs redirect peer-to-peer traffic, which
 # may then hang or arrive wrong; and containers have too little shared memory.
-DETOURS = (("", {}),
+FALLBACKS = (("", {}),
            ("peer-to-peer copies", {"NCCL_P2P_DISABLE": "1"}),
            ("peer-to-peer copies and shared memory between the devices",
             {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}))
@@ -50,7 +50,7 @@ def check(devices, folders):
 
 
 def check_versions():
-    for package, least in LEAST_VERSIONS.items():
+    for package, least in MIN_VERSIONS.items():
         needed = ".".join(map(str, least))
         try:
             version = importlib.metadata.version(package)
@@ -98,7 +98,7 @@ def check_memory(num_workers):
 
 def check_shared_memory(memory_folder, disk_folder):
     free, disk_free = (shutil.disk_usage(folder).free for folder in (memory_folder, disk_folder))
-    if free < DOOR_BYTES:
+    if free < LISTENER_BYTES:
         raise WorkerStartError(f"{Path(memory_folder).parent} is full, and the workers find ComfyUI by files there. "
                                f"Remove what is not needed. In Docker, --shm-size=2g gives /dev/shm more.")
     if max(free, disk_free) < SEGMENT_BYTES:
@@ -112,7 +112,7 @@ def check_shared_memory(memory_folder, disk_folder):
     return []
 
 
-def detours(devices, environment=os.environ):
+def fallbacks(devices, environment=os.environ):
     """The ways to start workers on these devices, the first one first: [(what is off, the variables by which)].
 
     Where NCCL joins the workers, what a person has switched off already is no other way.
@@ -120,7 +120,7 @@ def detours(devices, environment=os.environ):
     apart = len(set(devices)) == len(devices) > 1 and all(own_name(device).startswith("cuda") for device in devices)
     if not apart or not dist.is_nccl_available():
         return [("", {})]
-    return [(off, variables) for off, variables in DETOURS
+    return [(off, variables) for off, variables in FALLBACKS
             if not variables or any(environment.get(name) != value for name, value in variables.items())]
 
 

@@ -95,7 +95,7 @@ class Requests:
             request.failed_s = request.failed_s or time.monotonic()
         return request
 
-    def owed_by(self, rank):
+    def first_unanswered(self, rank):
         """The first request that this rank owes an answer to; None."""
         return next((request for request in self if rank in request.unanswered), None)
 
@@ -119,7 +119,7 @@ class Requests:
                     del self._open[number]
 
 
-def outlives(devices, failures):
+def can_continue(devices, failures):
     """May a group go on after a command that these failures (messages.Failed), of some or all of its ranks, are the
     answers to?
 

@@ -7,32 +7,32 @@ The client keeps a Residence for each model that its workers hold.
 import math
 from dataclasses import dataclass, field
 
-from ..partition import holders
+from ..partition import ranks_by_part
 
 
 @dataclass
 class Residence:
     """Bytes of a model's weights on each rank of a group.
 
-    weight_bytes: all that a rank holds. homeless_bytes: those of them that are not in the file as the rank has them,
+    weight_bytes: all that a rank holds. unmapped_bytes: those of them that are not in the file as the rank has them,
     and need memory to be parked; ranks that hold the same weights share it. largest_bytes: the largest weight.
     parked_bytes: what is in host memory alone.
     """
 
     parts: list[list[int]]                 # ranks that hold the same weights
     weight_bytes: list[int]
-    homeless_bytes: list[int]
+    unmapped_bytes: list[int]
     largest_bytes: list[int]
     parked_bytes: list[int]
     # of each part: weights from the first on that have been parked before
     written_bytes: list[int] = field(default_factory=list)
 
     @classmethod
-    def told(cls, spec, done):
+    def from_answers(cls, spec, done):
         """What the ranks' answers to LoadModel say. done: {rank: Done}."""
-        parts = holders(len(done), spec)
+        parts = ranks_by_part(len(done), spec)
         numbers = {name: [int(done[rank].numbers[name]) for rank in sorted(done)]
-                   for name in ("weight_bytes", "homeless_bytes", "largest_bytes", "parked_bytes")}
+                   for name in ("weight_bytes", "unmapped_bytes", "largest_bytes", "parked_bytes")}
         return cls(parts, **numbers, written_bytes=[0] * len(parts))
 
     def targets(self, ranks, num_bytes):
@@ -48,7 +48,7 @@ class Residence:
             target = max(targets[rank] for rank in part)
             first = part[0]
             beyond = target - written + self.largest_bytes[first] if target > written else 0
-            needed.append(min(beyond, self.homeless_bytes[first], self.weight_bytes[first] - written))
+            needed.append(min(beyond, self.unmapped_bytes[first], self.weight_bytes[first] - written))
         return needed
 
     def parked(self, done):

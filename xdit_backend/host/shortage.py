@@ -9,7 +9,7 @@ HOLDERS = {"weight_bytes": "weights", "cast_bytes": "weights held a second time 
            "activation_bytes": "activations", "other_bytes": "other programs and libraries"}
 # What weights in 16 bits come to in other values of weight_dtype, as a share: a byte a number; 36 bytes for 64 numbers.
 OF_16_BITS = {"fp8_e4m3fn": 0.5, "int8, with the package torchao": 0.5, "nf4, with the package bitsandbytes": 36 / 128}
-LEAST_BYTES = 2 ** 20                      # less than that is not worth a word
+MIN_BYTES = 2 ** 20                      # less than that is not worth a word
 
 
 def shortage_words(numbers, num_ranks):
@@ -20,13 +20,13 @@ def shortage_words(numbers, num_ranks):
     """
     asked, free = numbers.get("asked_bytes", 0), numbers.get("free_bytes", 0)
     held = ", ".join(f"{name} {gigabytes(numbers[key])}" for key, name in HOLDERS.items()
-                     if numbers.get(key, 0) >= LEAST_BYTES)
+                     if numbers.get(key, 0) >= MIN_BYTES)
     of = f" of {gigabytes(numbers['total_bytes'])}" if "total_bytes" in numbers else ""
-    told = (f"{f'{gigabytes(asked)} more were asked for' if asked else 'it asked for more'}, and "
+    text = (f"{f'{gigabytes(asked)} more were asked for' if asked else 'it asked for more'}, and "
             f"{gigabytes(free)}{of} are free.")
     if held:
-        told += f" Held by: {held}."
-    return f"{told} {_remedies(numbers, num_ranks)}"
+        text += f" Held by: {held}."
+    return f"{text} {_remedies(numbers, num_ranks)}"
 
 
 def _remedies(numbers, num_ranks):
@@ -34,7 +34,7 @@ def _remedies(numbers, num_ranks):
                 for key in ("key_value_bytes", "exchange_bytes", "conditioning_bytes", "activation_bytes"))
     room, needed = taken + numbers.get("free_bytes", 0), taken + numbers.get("asked_bytes", 0)
     remedies = []
-    if taken >= LEAST_BYTES and room < needed:
+    if taken >= MIN_BYTES and room < needed:
         share = room / needed
         devices = max(num_ranks + 1, math.ceil(num_ranks * needed / room))
         remedies.append(f"Use a smaller latent or batch: at most {share:.0%} of these pixels (each side times "
@@ -42,7 +42,7 @@ def _remedies(numbers, num_ranks):
         remedies.append(f"or at least {devices} devices with ulysses_degree or ring_degree")
     else:
         remedies.append("Use a smaller latent, or more devices")
-    if (weights := numbers.get("weight_bytes", 0)) >= LEAST_BYTES:
+    if (weights := numbers.get("weight_bytes", 0)) >= MIN_BYTES:
         lacking = numbers.get("asked_bytes", 0) - numbers.get("free_bytes", 0)
         types = [f"{name} ({gigabytes(weights * share)})" for name, share in OF_16_BITS.items()
                  if weights * (1 - share) >= lacking]

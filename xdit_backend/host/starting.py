@@ -24,7 +24,7 @@ TORCHRUN = -1                              # stands for it beside the ranks
 DOING = {None: "loading its libraries", JOINING: JOINING, TRYING_LINKS: TRYING_LINKS}
 
 
-class Signs:
+class StartMonitor:
     """When torchrun and its workers have last given a sign of life.
     torchrun: its process number; it starts num_own workers here."""
 
@@ -33,13 +33,13 @@ class Signs:
         # rank, or TORCHRUN -> what the system counted at the last look
         self._counts = {}
         self._since_s = {TORCHRUN: self._looked_s}             # rank, or TORCHRUN -> when it last gave a sign
-        self._said = {}                                        # rank -> the text of its last Phase
+        self._phases = {}                                        # rank -> the text of its last Phase
 
-    def hear(self, rank, text=None):
+    def record_sign(self, rank, text=None):
         """A rank has said something: what it does now, or only that it lives."""
         self._since_s[rank] = time.monotonic()
         if text is not None:
-            self._said[rank] = text
+            self._phases[rank] = text
 
     def silent(self, ranks, limit_s):
         """Which of these ranks has given no sign for so long, or is torchrun it, and what it did:
@@ -54,7 +54,8 @@ class Signs:
         if not late:
             return None
         rank = min(late, key=self._since_s.get)
-        doing = "starting the workers" if rank == TORCHRUN else DOING.get(self._said.get(rank), "preparing its device")
+        doing = "starting the workers" if rank == TORCHRUN else DOING.get(self._phases.get(rank),
+                                                                          "preparing its device")
         return rank, (f"has given no sign of life for {now_s - self._since_s[rank]:.0f} s while {doing}: it was "
                       f"stopped, or hung, and is ended")
 

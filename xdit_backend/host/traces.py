@@ -17,7 +17,7 @@ class Traces:
         """Write down how the group failed."""
         logs.note(self.folder, error)
 
-    def called(self, rank):
+    def name_of(self, rank):
         return f"rank {rank} ({self._devices[rank]})"
 
     def session_of(self, rank):

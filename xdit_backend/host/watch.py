@@ -12,34 +12,34 @@ class Watch:
 
     def __init__(self, requests):
         self._requests = requests
-        self._heard_s, self._listened_s = {}, 0.0              # when each rank last gave a sign; when anyone listened
+        self._last_sign_s, self._last_listened_s = {}, 0.0  # when each rank last gave a sign; when anyone listened
         # of each rank: its last Phase; (how far it is, since when)
-        self._phases, self._beats = {}, {}
+        self._phases, self._heartbeats = {}, {}
 
-    def begins(self, ranks):
+    def command_sent(self, ranks):
         """A command goes to these ranks; those that owe nothing until now were silent with a reason."""
-        self._heard_s |= {rank: time.monotonic() for rank in ranks if self.doing(rank) is None}
+        self._last_sign_s |= {rank: time.monotonic() for rank in ranks if self.doing(rank) is None}
 
-    def listens(self, ranks):
+    def listening_begins(self, ranks):
         """Somebody is about to listen to these ranks: time in which nobody did counts for nothing."""
-        if time.monotonic() - self._listened_s > AWAY_S:
-            self._heard_s, self._beats = dict.fromkeys(ranks, time.monotonic()), {}
+        if time.monotonic() - self._last_listened_s > AWAY_S:
+            self._last_sign_s, self._heartbeats = dict.fromkeys(ranks, time.monotonic()), {}
 
-    def hears(self, rank):
-        self._heard_s[rank] = time.monotonic()
+    def record_sign(self, rank):
+        self._last_sign_s[rank] = time.monotonic()
 
-    def listened(self):
-        self._listened_s = time.monotonic()
+    def listening_ended(self):
+        self._last_listened_s = time.monotonic()
 
-    def beat(self, rank, message):
-        """A rank at a command says how far it is, and whether it waits (messages.Beat)."""
+    def heartbeat(self, rank, message):
+        """A rank at a command says how far it is, and whether it waits (messages.Heartbeat)."""
         where = message.request, message.num_passed, message.waits
-        before, since_s = self._beats.get(rank, (None, 0.0))
-        self._beats[rank] = where, since_s if where == before else time.monotonic()
+        before, since_s = self._heartbeats.get(rank, (None, 0.0))
+        self._heartbeats[rank] = where, since_s if where == before else time.monotonic()
 
-    def moved(self, rank, message):
+    def record_progress(self, rank, message):
         """A rank has answered or said what it does: the others may have got on since they last told."""
-        self._beats.clear()
+        self._heartbeats.clear()
         if isinstance(message, Phase):
             self._phases[rank] = message
         else:
@@ -48,7 +48,7 @@ class Watch:
     def doing(self, rank):
         """What a rank does for the first request it owes an answer to, "" where that has no name;
         None where it owes none."""
-        request = self._requests.owed_by(rank)
+        request = self._requests.first_unanswered(rank)
         if request is None:
             return None
         phase = self._phases.get(rank) if request.doing else None
@@ -60,13 +60,13 @@ class Watch:
         """(rank, what became of it) of one that is at a command and has given no sign for long:
         it is stopped, or hangs; else None."""
         for rank in ranks:
-            silent_s = self._listened_s - self._heard_s.get(rank, self._listened_s)
+            silent_s = self._last_listened_s - self._last_sign_s.get(rank, self._last_listened_s)
             if silent_s > limit_s and (doing := self.doing(rank)) is not None:
                 return (rank, f"has given no sign of life for {silent_s:.0f} s{doing}: it was stopped, or hung, and "
                               f"is ended")
         return None
 
-    def stuck(self, ranks, limit_s, called):
+    def stuck(self, ranks, limit_s, name_of):
         """(rank, what became of it) where every rank at a command waits for others, and none has got on for long; else
         None.
 
@@ -74,9 +74,10 @@ class Watch:
         (rank) -> words.
         """
         busy = [rank for rank in ranks if self.doing(rank) is not None]
-        beats = [self._beats[rank] for rank in busy if rank in self._beats and self._beats[rank][0][-1]]
-        stuck_s = min((self._listened_s - since_s for _, since_s in beats), default=0.0)
-        if len(beats) < len(busy) or stuck_s <= limit_s:
+        heartbeats = [self._heartbeats[rank] for rank in busy if rank in self._heartbeats
+                      and self._heartbeats[rank][0][-1]]
+        stuck_s = min((self._last_listened_s - since_s for _, since_s in heartbeats), default=0.0)
+        if len(heartbeats) < len(busy) or stuck_s <= limit_s:
             return None
-        return busy[0], (f"hangs{self.doing(busy[0])}: {' and '.join(map(called, busy))} waited for other ranks, and "
+        return busy[0], (f"hangs{self.doing(busy[0])}: {' and '.join(map(name_of, busy))} waited for other ranks, and "
                          f"nothing has come for {stuck_s:.0f} s. An exchange was lost, and the group is ended")

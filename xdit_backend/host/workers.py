@@ -23,7 +23,7 @@ class Workers:
         self.speeds = ()
         self.current = None                                    # the last group that was started, and not closed since
         self._is_starting, self._starting = False, threading.RLock()           # by one thread at a time
-        self._num_detours = 0                                  # ways to join these workers that did not work before
+        self._num_fallbacks = 0                                  # ways to join these workers that did not work before
 
     @property
     def group(self):
@@ -33,9 +33,9 @@ class Workers:
                 self.close()
                 self._is_starting = True
                 try:
-                    self.current = WorkerGroup(self.devices, self.on_phase, self.check, self._num_detours,
+                    self.current = WorkerGroup(self.devices, self.on_phase, self.check, self._num_fallbacks,
                                                self._machines, self._forkserver)
-                    self._num_detours = self.current.num_detours
+                    self._num_fallbacks = self.current.num_fallbacks
                 finally:
                     self._is_starting = False
             return self.current
@@ -60,7 +60,7 @@ class Workers:
             return "starting" if self._is_starting else "stopped"
         if not group.alive:
             return "ended"
-        group.hear()
+        group.receive_pending()
         return "working" if group.is_working else "idle"
 
     @property
@@ -69,7 +69,7 @@ class Workers:
         group = self.current
         if not self.running or group is None:
             return 0.0
-        group.hear()
+        group.receive_pending()
         return group.idle_s
 
     def request(self, make_command, segments=(), group=None):

@@ -5,7 +5,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from ..checkpoints.checkpoint import folder_of
+from ..checkpoints.checkpoint import files_of
 from ..protocol.errors import CheckpointError
 
 READ_BYTES = 2 ** 24
@@ -27,7 +27,7 @@ class Contents:
         total, done, digests = sum(map(os.path.getsize, files)), 0, []
         for file in files:
             about = os.stat(file)
-            key = str(file), about.st_size, about.st_mtime_ns
+            key = file, about.st_size, about.st_mtime_ns
             if key not in self._known:
                 digest = hashlib.sha256()
                 with open(file, "rb", buffering=0) as opened:
@@ -36,7 +36,7 @@ class Contents:
                         done += len(part)
                         on_read(min(done, total), total)
                 self._known[key] = digest.hexdigest()
-            digests.append((file.name, self._known[key]))
+            digests.append((os.path.basename(file), self._known[key]))
         digest = digests[0][1] if not os.path.isdir(path) else hashlib.sha256(repr(digests).encode()).hexdigest()
         return f"{total}-{digest}"
 
@@ -44,16 +44,6 @@ class Contents:
         """The path of what has this content, whose name may be another; None: there is none."""
         every = candidates(name, int(content.partition("-")[0]), folders)
         return next((path for path in every if self.of(path, on_read) == content), None)
-
-
-def files_of(path):
-    """The files of a model: itself, or of a diffusers folder what is read of it.
-    Raises CheckpointError for another folder."""
-    path = Path(path)
-    if not path.is_dir():
-        return [path]
-    folder = folder_of(path)
-    return [*folder.said, *folder.files]
 
 
 def candidates(name, num_bytes, folders):
@@ -64,7 +54,7 @@ def candidates(name, num_bytes, folders):
             models = [one for one in inner if _is_folder(Path(place, one))]
             for one in models + [file for file in files if file == name or file.lower().endswith(SUFFIXES)]:
                 parts = files_of(Path(place, one))
-                if all(part.is_file() for part in parts) and sum(map(os.path.getsize, parts)) == num_bytes:
+                if all(map(os.path.isfile, parts)) and sum(map(os.path.getsize, parts)) == num_bytes:
                     found.append(os.path.join(place, one))
     return sorted(found, key=lambda path: os.path.basename(path) != name)
 

@@ -130,7 +130,7 @@ class Joined:
         self.replies, _ = self._connect(Hello("replies", welcome.session))
         self._session = welcome.session
         for link in (self._commands, self.replies):
-            link.expect_signs(silence_s())
+            link.set_silence_limit(silence_s())
         threading.Thread(target=ping, args=(self.replies, self._over), daemon=True).start()
         threading.Thread(target=self._serve, daemon=True).start()
 

@@ -7,10 +7,10 @@ import threading
 import time
 
 from ..host import logs, preflight
-from ..host.starting import TORCHRUN, Signs, exit_words
+from ..host.starting import TORCHRUN, StartMonitor, exit_words
 from ..host.torchrun import Node, children, end_torchrun, first_ended, read_text, start_torchrun
 from ..protocol import messages, timeouts
-from ..protocol.channel import Door
+from ..protocol.channel import ChannelListener
 from ..protocol.devices import own_name
 from ..protocol.errors import ChannelClosedError, WorkerStartError, XDiTError
 from ..protocol.segments import DTYPES, SegmentStore
@@ -30,11 +30,11 @@ class Workers:
     def __init__(self, start, ranks, session):
         self._ranks, self._session, self._is_over = ranks, session, threading.Event()
         self._is_stopping = False                              # has the host told a worker here to stop?
-        # _local_segments: path on the host -> the Segment here; _open: request -> Open
+        # _local_segments: path on the host -> the Segment here; _open: request -> PendingCommand
         self._channels, self._local_segments, self._open = {}, {}, {}
         self._lock = threading.Lock()
         self.segments = SegmentStore()
-        self._process = self._door = self._store = None
+        self._process = self._channel_listener = self._store = None
         try:
             self._log_folder = logs.make(self.segments.folder.name, self.segments.overflow_folder / "logs")
             devices = [own_name(start.devices[rank]) for rank in ranks]
@@ -42,7 +42,7 @@ class Workers:
                 raise WorkerStartError("none of the devices is of this machine")
             for remark in preflight.check(devices, (self.segments.folder, self.segments.overflow_folder)):
                 say(remark)
-            self._door = Door(self.segments.folder)
+            self._channel_listener = ChannelListener(self.segments.folder)
             self._store = socket.create_server(("127.0.0.1", 0))
             threading.Thread(target=self._carry_stores, daemon=True).start()
             self._process, _ = start_torchrun(
@@ -65,8 +65,8 @@ class Workers:
             end_torchrun(self._process, workers, patience_s=3)
         for channel in list(self._channels.values()):
             channel.end()
-        if self._door is not None:
-            self._door.close()
+        if self._channel_listener is not None:
+            self._channel_listener.close()
         self.segments.close()
 
     # --- from the host ---
@@ -79,8 +79,8 @@ class Workers:
             return
         with self._lock:
             if command.request not in self._open:
-                self._open[command.request] = tensors.opened(command, self._ranks, self._twin)
-            here = tensors.replaced(command, self._twin)
+                self._open[command.request] = tensors.pending_command(command, self._ranks, self._local_segment)
+            here = tensors.replaced(command, self._local_segment)
         self._channels[rank].send(here)
 
     def fill(self, link, piece):
@@ -92,9 +92,9 @@ class Workers:
     def make(self, segment):
         """Make room for a tensor of a command to come."""
         with self._lock:
-            self._twin(segment)
+            self._local_segment(segment)
 
-    def _twin(self, segment):
+    def _local_segment(self, segment):
         if segment.path not in self._local_segments:
             self._local_segments[segment.path], _ = self.segments.create(segment.shape, DTYPES[segment.dtype])
         return self._local_segments[segment.path]
@@ -103,11 +103,11 @@ class Workers:
 
     def _watch(self):
         """Let the workers in, and see that torchrun runs."""
-        num_greeted, signs = 0, Signs(self._process.pid, len(self._ranks))
+        num_greeted, signs = 0, StartMonitor(self._process.pid, len(self._ranks))
         while not self._is_over.is_set():
             if num_greeted == len(self._ranks):
                 self._is_over.wait(POLL_S)
-            elif (channel := self._door.accept(POLL_S)) is not None:
+            elif (channel := self._channel_listener.accept(POLL_S)) is not None:
                 num_greeted += 1
                 threading.Thread(target=self._listen, args=(channel,), daemon=True).start()
             if self._process.has_ended and not self._is_over.is_set():

@@ -182,7 +182,7 @@ class Link:
         self.raw = secure
         self._sending, self._receiving = threading.RLock(), threading.RLock()
 
-    def expect_signs(self, silence_s):
+    def set_silence_limit(self, silence_s):
         """From now on the other end counts as gone when nothing has come, or could be sent, for so long."""
         self.raw.settimeout(silence_s)
 

@@ -99,16 +99,16 @@ class Listener:
         """Have the doctor know which machines there are."""
         with self._lock:
             self._absent |= {session.name: f"not there: {session.ended}" for session in self._sessions if session.ended}
-            told = dict(self._absent)
+            lines_of = dict(self._absent)
             for session in self._sessions:
                 if session.is_open:                            # a machine in use waits beside it for another group
                     cards = "; ".join(f"{device} {card}, {gigabytes(num_bytes)}"
                                       for device, (card, num_bytes) in session.cards.items())
-                    is_used = session.store_port is not None or told.get(session.name, "").startswith("in use")
-                    told[session.name] = f"{'in use' if is_used else 'joined'}: {cards}"
+                    is_used = session.store_port is not None or lines_of.get(session.name, "").startswith("in use")
+                    lines_of[session.name] = f"{'in use' if is_used else 'joined'}: {cards}"
                     self._absent.pop(session.name, None)
             logs.tell_machines([] if self._is_over.is_set()
-                               else [f"{name} {words}" for name, words in sorted(told.items())])
+                               else [f"{name} {words}" for name, words in sorted(lines_of.items())])
 
     def _wait(self, name, on_phase, check, takes):
         def found():
@@ -184,7 +184,7 @@ class Listener:
             link.close()
             return
         if hello.purpose == "machine":
-            reason = unlike(hello.versions, versions())
+            reason = version_differences(hello.versions, versions())
             if reason:
                 self._absent[hello.name] = f"refused: {reason}"
                 self._tell()
@@ -251,7 +251,7 @@ def versions():
     return package_versions(COMPARED) | {"the xDiT nodes": source.hexdigest()[:12]}
 
 
-def unlike(theirs, ours):
+def version_differences(theirs, ours):
     """In what versions two machines differ, for a person; "" where they do not."""
     different = [f"{name} is {theirs.get(name, 'not there')} there and {version} here" for name, version in ours.items()
                  if theirs.get(name) != version]

@@ -52,7 +52,7 @@ class Session:
         self._is_over = threading.Event()
         self._inner, self._open, self._lines = {}, {}, {}
         self._lock = threading.Lock()                          # of _open, and of the order of what is sent
-        self._told = queue.SimpleQueue()                       # of files
+        self._answers = queue.SimpleQueue()                       # of files
         self._stores = []                                      # Links over which its processes talk to torch's store
 
     @property
@@ -62,7 +62,7 @@ class Session:
     def answer_over(self, replies):
         """It answers over this link: now it is complete."""
         for link in (self._commands, replies):
-            link.expect_signs(silence_s())
+            link.set_silence_limit(silence_s())
         self._replies = replies
         threading.Thread(target=ping, args=(self._commands, self._is_over), daemon=True).start()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -97,16 +97,16 @@ class Session:
         while True:
             check()
             try:
-                told = self._told.get(timeout=POLL_S)
+                answer = self._answers.get(timeout=POLL_S)
             except queue.Empty:
                 if not self.is_open:
                     raise ChannelClosedError(self.ended) from None
                 continue
-            if isinstance(told, Searching):
-                on_read(told.done, told.total)
-            elif told.path == path:
-                if isinstance(told, Missing):
-                    raise CheckpointError(f"{self.name}: {told.reason}")
+            if isinstance(answer, Searching):
+                on_read(answer.done, answer.total)
+            elif answer.path == path:
+                if isinstance(answer, Missing):
+                    raise CheckpointError(f"{self.name}: {answer.reason}")
                 return
 
     def last_lines(self, rank):
@@ -143,9 +143,9 @@ class Session:
 
     def _fill(self, command):
         """Send the tensors that a command reads, before it."""
-        opened = self._open[command.request] = tensors.opened(command, self._inner)
-        for path, segment in opened.segments.items():
-            if path not in opened.results:
+        pending_command = self._open[command.request] = tensors.pending_command(command, self._inner)
+        for path, segment in pending_command.segments.items():
+            if path not in pending_command.results:
                 self._commands.send(Tensor(segment))
                 tensors.send(self._commands, path, segment)
 
@@ -156,7 +156,7 @@ class Session:
             while True:
                 rank, message = self._replies.receive()
                 if rank == MACHINE:
-                    self._heed(message)
+                    self._handle(message)
                 elif rank not in self._inner or getattr(message, "rank", None) != rank:
                     raise XDiTError(f"{type(message).__name__} came of rank {rank}, which is not there")
                 else:
@@ -168,7 +168,7 @@ class Session:
                 log.warning("%s is lost: %s", self.name, error)
             self.close(str(error))
 
-    def _heed(self, message):
+    def _handle(self, message):
         if isinstance(message, Piece):
             with self._lock:
                 segment = next((each.segments[message.path] for each in self._open.values()
@@ -177,7 +177,7 @@ class Session:
                 raise XDiTError(f"a piece of {message.path} came, which is no result")
             tensors.receive(self._replies, message, segment)
         elif isinstance(message, (Searching, Found, Missing)):
-            self._told.put(message)
+            self._answers.put(message)
         elif isinstance(message, Ended):
             self._lines[message.rank] = message.lines
             self.ended = self.ended or message.reason

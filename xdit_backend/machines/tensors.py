@@ -16,7 +16,7 @@ from .links import PIECE_BYTES, Piece
 
 
 @dataclasses.dataclass
-class Open:
+class PendingCommand:
     """A command that some ranks of a machine have not answered."""
 
     unanswered: set
@@ -24,10 +24,11 @@ class Open:
     results: list                  # paths of those that the workers write
 
 
-def opened(command, ranks, here=lambda segment: segment):
-    """The Open of a command for these ranks. here(segment): the one that stands for the host's on this machine."""
+def pending_command(command, ranks, here=lambda segment: segment):
+    """The PendingCommand of a command for these ranks. here(segment): the one that stands for the host's on this
+    machine."""
     every = list(segments_of(command))
-    return Open(set(ranks), {segment.path: here(segment) for segment, _ in every},
+    return PendingCommand(set(ranks), {segment.path: here(segment) for segment, _ in every},
                 sorted({segment.path for segment, is_result in every if is_result}))
 
 

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.transfers import on_device
-from ..vocabulary.describe import Packed, Whole, blocks, config_of, given, has, size, timestep, type_of_arithmetic
+from ..vocabulary.describe import Packed, Unpacked, blocks, config_of, given, has, size, timestep, type_of_arithmetic
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import SWAPPED, table
 from ..vocabulary.plan import BlockList, ModelPlan
 
-LATENT, BOTH, NUM_HEADS = Whole((2, 2)), ("text", "image"), 12  # heads as in ComfyUI, which does not look
+LATENT, BOTH, NUM_HEADS = Unpacked((2, 2)), ("text", "image"), 12  # heads as in ComfyUI, which does not look
 
 KEYS = table(
     (r"^t_embedder\.mlp\.0\.", "time_step_proj.linear_1."), (r"^t_embedder\.mlp\.2\.", "time_step_proj.linear_2."),
@@ -67,7 +67,7 @@ AURAFLOW = Family(
         attention_head_dim=size("init_x_linear.weight", 0, NUM_HEADS), num_attention_heads=NUM_HEADS,
         joint_attention_dim=size("cond_seq_linear.weight", 1), caption_projection_dim=size("cond_seq_linear.weight", 0),
         pos_embed_max_size=size("positional_encoding", 1)),
-    convert=KEYS, latent=LATENT, time_scale=1.0, amend=_amend, by_tensors=("sample_size",),
+    convert=KEYS, latent=LATENT, time_scale=1.0, amend=_amend, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim"}, ignored=("y",),
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + 8},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep()},

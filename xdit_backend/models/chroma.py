@@ -38,9 +38,9 @@ def _amend(model, config):
     embed.forward, model.forward = embedded, guided
 
 
-def _guidance(asked):
-    guidance = given("guidance")(asked)
-    return asked.timestep.new_zeros(len(asked.latent)) if guidance is None else guidance
+def _guidance(call):
+    guidance = given("guidance")(call)
+    return call.timestep.new_zeros(len(call.latent)) if guidance is None else guidance
 
 
 CHROMA = Family(

@@ -4,12 +4,23 @@ rotary positions."""
 import torch
 
 from ..protocol.transfers import on_device
-from ..vocabulary.describe import Packed, Whole, because, blocks, config_of, given, has, if_there, size, timestep
+from ..vocabulary.describe import (
+    Packed,
+    Unpacked,
+    because,
+    blocks,
+    config_of,
+    given,
+    has,
+    optional_size,
+    size,
+    timestep,
+)
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, HEAD_SIZE, SPREAD, TABLE = Whole((1, 2, 2)), 64, 1.875, TokenArgument(0, ("image",))
+LATENT, HEAD_SIZE, SPREAD, TABLE = Unpacked((1, 2, 2)), 64, 1.875, TokenArgument(0, ("image",))
 
 KEYS = table(
     (r"^blocks\.", "transformer_blocks."), (r"\.([qkv])\.", r".attn1.to_\1."), (r"\.norm_([qk])\.", r".attn1.norm_\1."),
@@ -26,9 +37,9 @@ def is_cogvideox(shapes, num_dims):
 def rotary(patch, spread):
     """A rule: sines of tokens' frames, rows and columns, (tokens, head size) each.
     patch: of a token; spread: between rows, and columns."""
-    def tables(asked):
-        places = Packed(patch).positions(asked) * on_device(torch.tensor([1.0, spread, spread]), asked.latent.device)
-        head = asked.config["attention_head_dim"]
+    def tables(call):
+        places = Packed(patch).positions(call) * on_device(torch.tensor([1.0, spread, spread]), call.latent.device)
+        head = call.config["attention_head_dim"]
         sizes = head // 4, head // 8 * 3, head // 8 * 3
         angles = torch.cat([torch.outer(place, 1.0 / 10000.0 ** (torch.arange(0, each, 2, device=place.device) / each))
                             for place, each in zip(places.unbind(1), sizes)], 1).repeat_interleave(2, 1)
@@ -54,10 +65,10 @@ COGVIDEOX = Family(
         num_attention_heads=size("patch_embed.proj.weight", 0, HEAD_SIZE), attention_head_dim=HEAD_SIZE,
         num_layers=blocks("blocks."), time_embed_dim=size("time_embedding_linear_1.weight", 0),
         text_embed_dim=size("patch_embed.text_proj.weight", 1),
-        ofs_embed_dim=if_there("ofs_embedding_linear_1.weight", 1), use_rotary_positional_embeddings=True,
+        ofs_embed_dim=optional_size("ofs_embedding_linear_1.weight", 1), use_rotary_positional_embeddings=True,
         sample_width=90, sample_height=60, sample_frames=49),
-    convert=KEYS, latent=LATENT, amend=_amend, unrounded=("patch_embed",),
-    by_tensors=("sample_width", "sample_height", "sample_frames"),
+    convert=KEYS, latent=LATENT, amend=_amend, keep_in_compute_dtype=("patch_embed",),
+    config_from_tensors=("sample_width", "sample_height", "sample_frames"),
     conditioning={"context": "text_embed_dim", "ofs": None}, ignored=("y",), pixels=lambda config: (4, 8, 8),
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": timestep(),
                "ofs": given("ofs", where="ofs_embed_dim"), "image_rotary_emb": rotary(LATENT.patch, SPREAD)},

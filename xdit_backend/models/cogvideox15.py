@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from ..vocabulary.describe import Whole, config_of, size
+from ..vocabulary.describe import Unpacked, config_of, size
 from ..vocabulary.family import Tiny
 from .cogvideox import COGVIDEOX, is_cogvideox, rotary
 
-LATENT, PAIRS = Whole((2, 2, 2)), {"patch_size_t": 2}
+LATENT, PAIRS = Unpacked((2, 2, 2)), {"patch_size_t": 2}
 
 COGVIDEOX15 = dataclasses.replace(
     COGVIDEOX, name="CogVideoX 1.5", title="CogVideoX 1.5", recognise=lambda shapes: is_cogvideox(shapes, 2),

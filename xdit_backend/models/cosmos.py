@@ -4,13 +4,13 @@ rotary positions.
 A picture's frames come as they are, with a channel that says where, and have times of their own.
 """
 
-from ..vocabulary.describe import Whole, because, blocks, config_of, frame_times, given, has, size
+from ..vocabulary.describe import Unpacked, because, blocks, config_of, frame_times, given, has, size
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 
-LATENT, TABLE, TIMES = Whole((1, 2, 2)), TokenArgument(0, ("image",)), TokenArgument(1, ("image",), ndim=3)
+LATENT, TABLE, TIMES = Unpacked((1, 2, 2)), TokenArgument(0, ("image",)), TokenArgument(1, ("image",), ndim=3)
 SIDE, HEAD_SIZE = 8192, 128                                    # ComfyUI's model has positions without end
 
 SHARED = (                                                     # of Cosmos-Predict1's files too
@@ -38,9 +38,9 @@ def _scale(shapes):
     return (1.0, 3.0, 3.0) if width == 2048 else (5 / 6, 2.0, 2.0)
 
 
-def _times(asked):
+def _times(call):
     """(B,), or (B, 1, F, 1, 1) where frames differ."""
-    times = frame_times(asked)
+    times = frame_times(call)
     return times if times.ndim == 1 else times[:, None, :, None, None]
 
 
@@ -63,13 +63,13 @@ COSMOS = Family(
         num_layers=blocks("blocks."), text_embed_dim=size("blocks.0.cross_attn.k_proj.weight", 1),
         adaln_lora_dim=size("blocks.0.adaln_modulation_mlp.1.weight", 0),
         max_size=(SIDE, SIDE, SIDE), rope_scale=_scale, concat_padding_mask=True, extra_pos_embed_type=None),
-    convert=KEYS, latent=LATENT, time_scale=1.0, amend=_amend, by_tensors=("max_size",),
+    convert=KEYS, latent=LATENT, time_scale=1.0, amend=_amend, config_from_tensors=("max_size",),
     pixels=lambda config: (4, 8, 8),
     # ComfyUI then keeps hidden states in float32, diffusers' forward does not
-    too_small=("float16",),
+    unsupported_dtypes=("float16",),
     conditioning={"context": "text_embed_dim"}, ignored=("fps", "denoise_mask", "y"),
     arguments={"hidden_states": LATENT, "timestep": _times, "encoder_hidden_states": given("context"),
-               "padding_mask": lambda asked: LATENT(asked)[:1, :1, 0] * 0},
+               "padding_mask": lambda call: LATENT(call)[:1, :1, 0] * 0},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks."),), streams={"hidden_states": "image"},
         attention={"attn1": ("image",)},

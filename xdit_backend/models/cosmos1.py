@@ -10,14 +10,14 @@ from types import MethodType
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Whole, blocks, config_of, even_sides, given, has, size, timestep
+from ..vocabulary.describe import Unpacked, blocks, config_of, even_sides, given, has, size, timestep
 from ..vocabulary.family import Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, TokenArgument
 from ..vocabulary.positions import Cut
 from .cosmos import COSMOS, SHARED
 
-LATENT, NAME, FIRST = Whole((1, 2, 2)), "Cosmos-Predict1", "blocks.block0.blocks."
+LATENT, NAME, FIRST = Unpacked((1, 2, 2)), "Cosmos-Predict1", "blocks.block0.blocks."
 TABLE, PLACES = TokenArgument(0, ("image",)), TokenArgument(1, ("image",))
 
 KEYS = table(
@@ -34,20 +34,20 @@ def _max_size(shapes):
     return tuple(shapes[f"extra_pos_embedder.pos_emb_{dim}"][0] * patch for dim, patch in zip("thw", LATENT.patch))
 
 
-def _latent(asked):
-    whole = [asked.patch.whole if asked.patch is not None and asked.patch.dim == dim else length
-             for dim, length in enumerate(asked.latent.shape)][2:]
-    if any(length > most for length, most in zip(whole, asked.config["max_size"])):
+def _latent(call):
+    whole = [call.patch.whole if call.patch is not None and call.patch.dim == dim else length
+             for dim, length in enumerate(call.latent.shape)][2:]
+    if any(length > most for length, most in zip(whole, call.config["max_size"])):
         taken, most = (f"{8 * frames - 7} frames of {8 * columns} x {8 * rows} pixels"
-                       for frames, rows, columns in (whole, asked.config["max_size"]))
+                       for frames, rows, columns in (whole, call.config["max_size"]))
         raise ConfigError(f"This {NAME} model has positions for {most}, and the latent is of {taken}. Use fewer "
                           f"frames, or a smaller width and height.")
-    return even_sides(NAME, LATENT)(asked)
+    return even_sides(NAME, LATENT)(call)
 
 
-def _frame_rate(asked):
+def _frame_rate(call):
     """Pictures a second, float32, or None: frames are then as far apart as at 24."""
-    rate = asked.conditioning.get("fps")
+    rate = call.conditioning.get("fps")
     return None if rate is None else rate.flatten()[0].float()
 
 
@@ -88,7 +88,7 @@ COSMOS1 = dataclasses.replace(
         "mlp_ratio": 4.0, "max_size": _max_size, "extra_pos_embed_type": "learnable",
         "rope_scale": lambda shapes: (2.0, 1.0, 1.0) if shapes["x_embedder.proj.1.weight"][0] == 4096
         else (2.0, 2.0, 2.0)}),
-    convert=KEYS, amend=_amend, by_tensors=(), too_small=(), pixels=lambda config: (8, 8, 8),
+    convert=KEYS, amend=_amend, config_from_tensors=(), unsupported_dtypes=(), pixels=lambda config: (8, 8, 8),
     conditioning={"context": "text_embed_dim", "fps": None}, ignored=("attention_mask",),
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "fps": _frame_rate, "padding_mask": COSMOS.arguments["padding_mask"]},

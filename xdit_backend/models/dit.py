@@ -4,24 +4,24 @@ ComfyUI has no model of it."""
 import torch
 import torch.nn.functional as F
 
-from ..vocabulary.describe import Whole, config_of, folder_alone, given, has, said, timestep
+from ..vocabulary.describe import Unpacked, config_of, folder_alone, given, has, in_config_json, timestep
 from ..vocabulary.family import Family, Sampled, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan
 from ..vocabulary.positions import embedded
 
-LATENT, EMBEDDER = Whole((2, 2)), "norm1.emb"                  # of time and class, of which each block has its own
+LATENT, EMBEDDER = Unpacked((2, 2)), "norm1.emb"                  # of time and class, of which each block has its own
 
 
-def _classes(asked):
+def _classes(call):
     """(B,): the class that is marked by a one; where none is, the one for no class, which is the last."""
-    marked = given("context")(asked)[:, 0]
+    marked = given("context")(call)[:, 0]
     return torch.where(marked.any(1), marked.argmax(1), marked.shape[1])
 
 
 def _mixed(arguments):
     """A prompt that is no row of the model's table."""
-    marks = arguments["context"]
-    is_class = marks.shape[1] == 1 and ((marks == 0) | (marks == 1)).all() and (marks.sum(2) <= 1).all()
+    classes = arguments["context"]
+    is_class = classes.shape[1] == 1 and ((classes == 0) | (classes == 1)).all() and (classes.sum(2) <= 1).all()
     return None if is_class else "a text or a mix of classes (a prompt is one class here, from xDiT Class Label)"
 
 
@@ -45,11 +45,13 @@ DIT = Family(
     recognise=has(f"transformer_blocks.0.{EMBEDDER}.class_embedder.embedding_table.weight", "proj_out_2.weight"),
     refusals=(folder_alone,),
     config=config_of(
-        patch_size=2, norm_type="ada_norm_zero", sample_size=said, num_layers=said, num_attention_heads=said,
-        attention_head_dim=said,
-        in_channels=said, out_channels=said, num_embeds_ada_norm=said, norm_num_groups=said, attention_bias=said,
-        norm_eps=said),
-    convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend, beyond=_mixed,
+        patch_size=2, norm_type="ada_norm_zero", sample_size=in_config_json, num_layers=in_config_json,
+        num_attention_heads=in_config_json,
+        attention_head_dim=in_config_json,
+        in_channels=in_config_json, out_channels=in_config_json, num_embeds_ada_norm=in_config_json,
+        norm_num_groups=in_config_json, attention_bias=in_config_json,
+        norm_eps=in_config_json),
+    convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend, unsupported_arguments=_mixed,
     sampled=Sampled(
         "EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", memory=0.5,
         labels="num_embeds_ada_norm"),

@@ -5,12 +5,12 @@ import functools
 
 import torch
 
-from ..vocabulary.describe import Whole, blocks, config_of, given, has, needs_diffusers, size, timestep
+from ..vocabulary.describe import Unpacked, blocks, config_of, given, has, needs_diffusers, size, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, BOTH = Whole((1, 1)), ("image", "text")
+LATENT, BOTH = Unpacked((1, 1)), ("image", "text")
 
 
 def _amend(model, config):
@@ -29,9 +29,9 @@ def _of_patch(module, forward, rows, tokens, args, kwargs):
     return forward(positions)
 
 
-def _text_lengths(asked):
+def _text_lengths(call):
     """(B,): every text token is real; the picture stands after as many."""
-    return torch.full((len(asked.latent),), asked.conditioning["context"].shape[1], device=asked.latent.device)
+    return torch.full((len(call.latent),), call.conditioning["context"].shape[1], device=call.latent.device)
 
 
 ERNIE = Family(

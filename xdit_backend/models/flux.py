@@ -48,9 +48,9 @@ def _amend(model, config):
     embed.forward = embedded
 
 
-def _pooled(asked):
+def _pooled(call):
     """As wide as the model takes it; ComfyUI's leaves the rest out."""
-    return given("y", else_zeros="pooled_projection_dim")(asked)[:, :asked.config["pooled_projection_dim"]]
+    return given("y", else_zeros="pooled_projection_dim")(call)[:, :call.config["pooled_projection_dim"]]
 
 
 FLUX = Family(

@@ -45,10 +45,10 @@ def _amend(model, config):
     embed.forward, model.forward = embedded, timed
 
 
-def _text_positions(asked):
+def _text_positions(call):
     """(T, 4): text is counted along the axis that pictures do not use."""
-    count = asked.conditioning["context"].shape[1]
-    return F.pad(torch.arange(float(count), device=asked.latent.device)[:, None], (3, 0))
+    count = call.conditioning["context"].shape[1]
+    return F.pad(torch.arange(float(count), device=call.latent.device)[:, None], (3, 0))
 
 
 FLUX2 = Family(
@@ -66,7 +66,7 @@ FLUX2 = Family(
     lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "guidance": given("guidance", where="guidance_embeds"),
-               "img_ids": lambda asked: F.pad(LATENT.positions(asked), (0, 1)),
+               "img_ids": lambda call: F.pad(LATENT.positions(call), (0, 1)),
                "txt_ids": _text_positions},
     plan=ModelPlan(
         takes_output_patches=True,

@@ -3,11 +3,11 @@ blocks have experts, and each is given a text of its own beside the first."""
 
 import torch
 
-from ..vocabulary.describe import Packed, Whole, blocks, config_of, given, has, size, timestep
+from ..vocabulary.describe import Packed, Unpacked, blocks, config_of, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, BOTH, HEAD_SIZE, LAYERS = Whole((2, 2)), ("image", "text"), 128, "encoder_hidden_states_llama3"
+LATENT, BOTH, HEAD_SIZE, LAYERS = Unpacked((2, 2)), ("image", "text"), 128, "encoder_hidden_states_llama3"
 LAYER_WIDTH = size("caption_projection.0.linear.weight", 1)
 
 
@@ -81,7 +81,7 @@ HIDREAM = Family(
         num_routed_experts=blocks("double_stream_blocks.0.block.ff_i.experts."), _text_width=_text_width,
         _layer_width=LAYER_WIDTH),
     convert=lambda tensors, config: tensors, latent=LATENT, sign=-1.0, amend=_amend,
-    by_tensors=("_text_width", "_layer_width", "llama_layers", "max_resolution"),
+    config_from_tensors=("_text_width", "_layer_width", "llama_layers", "max_resolution"),
     conditioning={"context": "_text_width", "y": "text_emb_dim", LAYERS: "_layer_width"},
     lengths={"text": lambda conditioning: conditioning["context"].shape[1] + conditioning[LAYERS].shape[2],
              "more": lambda conditioning: conditioning[LAYERS].shape[2]},

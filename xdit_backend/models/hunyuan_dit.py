@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Whole, blocks, config_of, given, has, size, timestep, token_rows
+from ..vocabulary.describe import Unpacked, blocks, config_of, given, has, size, timestep, token_rows
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import SWAPPED, table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, BASE = Whole((2, 2)), 32                               # tokens along the longer side, as positions count them
+LATENT, BASE = Unpacked((2, 2)), 32  # tokens along the longer side, as positions count them
 WIDTH, HEAD_SIZE, NUM_BLOCKS = size("x_embedder.proj.weight",
                                     0), size("blocks.0.attn1.q_norm.weight", 0), blocks("blocks.")
 TEXTS = ("context", "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5")
@@ -34,10 +34,10 @@ KEYS = table(
     (r"\.mlp\.fc2\.", ".ff.net.2."))
 
 
-def _texts(asked):
+def _texts(call):
     """The first text, which of its tokens are real, the second, and which of its.
     Raises ConfigError for texts of another model."""
-    texts, needed = [given(name)(asked) for name in TEXTS], (asked.config["text_len"], asked.config["text_len_t5"])
+    texts, needed = [given(name)(call) for name in TEXTS], (call.config["text_len"], call.config["text_len_t5"])
     if any(text is None for text in texts) or any(text.shape[1] < least for text, least in zip(texts[::2], needed)):
         lengths = " and ".join("none" if text is None else str(text.shape[1]) for text in texts[::2])
         raise ConfigError(f"HunyuanDiT takes two texts, of {needed[0]} and {needed[1]} tokens or more, and which of "
@@ -46,20 +46,20 @@ def _texts(asked):
     return texts
 
 
-def _sizes(asked):
+def _sizes(call):
     """(B, 6): height and width of the picture, of what is to be drawn, and where it begins.
     Versions before 1.2 are told."""
-    sizes = given("image_meta_size")(asked)
-    return asked.latent.new_zeros(len(asked.latent), 6) if sizes is None else sizes.contiguous()
+    sizes = given("image_meta_size")(call)
+    return call.latent.new_zeros(len(call.latent), 6) if sizes is None else sizes.contiguous()
 
 
-def _rotary(asked):
+def _rotary(call):
     """Cosines and sines of the columns' places and the rows', each (tokens, head size).
 
     They are those of a picture of BASE tokens a side, into which this one is fitted, its middle in the middle.
     """
-    first, count, whole = token_rows(asked, LATENT)
-    columns, device, width = LATENT.counts(asked.latent.shape)[1], asked.latent.device, asked.config[
+    first, count, whole = token_rows(call, LATENT)
+    columns, device, width = LATENT.counts(call.latent.shape)[1], call.latent.device, call.config[
         "attention_head_dim"] // 2
     rows = whole // columns
     frequencies = 1.0 / 10000 ** (torch.arange(0, width, 2, device=device).float() / width)
@@ -72,7 +72,7 @@ def _rotary(asked):
     shape = (rows, columns, -1)
     both = torch.cat([angles(columns).expand(shape), angles(rows)[:, None].expand(shape)], 2).flatten(0, 1)
     own = both[first:first + count].repeat_interleave(2, 1)
-    return own.cos().to(asked.latent), own.sin().to(asked.latent)
+    return own.cos().to(call.latent), own.sin().to(call.latent)
 
 
 def _amend(model, config):
@@ -151,7 +151,7 @@ HUNYUAN_DIT = Family(
         use_style_cond_and_image_meta_size=has("style_embedder.weight"),
         text_len=lambda shapes: shapes["text_embedding_padding"][0] - shapes["pooler.positional_embedding"][0] + 1,
         text_len_t5=lambda shapes: shapes["pooler.positional_embedding"][0] - 1),
-    convert=KEYS, latent=LATENT, amend=_amend, by_tensors=("sample_size",),
+    convert=KEYS, latent=LATENT, amend=_amend, config_from_tensors=("sample_size",),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "cross_attention_dim", "text_embedding_mask": None,
                   "encoder_hidden_states_t5": "cross_attention_dim_t5",

@@ -4,15 +4,15 @@ text, and glyphs beside it."""
 import torch
 
 from ..vocabulary.describe import (
-    Whole,
+    Unpacked,
     all_text,
     because,
     blocks,
     config_of,
     given,
     has,
-    if_there,
     needs_diffusers,
+    optional_size,
     size,
     timestep,
     type_of_arithmetic,
@@ -23,7 +23,7 @@ from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 from .hunyuan_video import KEYS as SHARED_KEYS
 
-LATENT, BOTH, TABLE = Whole((1, 1)), ("image", "text"), TokenArgument(0, ("image",))
+LATENT, BOTH, TABLE = Unpacked((1, 1)), ("image", "text"), TokenArgument(0, ("image",))
 
 KEYS = table(                                                  # of what HunyuanVideo's table leaves
     (r"^time_text_embed\.timestep_embedder\.", "time_guidance_embed.timestep_embedder."),
@@ -39,8 +39,8 @@ def _is_video(shapes):
     return len(shapes["img_in.proj.weight"]) != 4
 
 
-def _all_glyphs(asked):
-    glyphs = given("txt_byt5")(asked)
+def _all_glyphs(call):
+    glyphs = given("txt_byt5")(call)
     return None if glyphs is None else torch.ones(glyphs.shape[:2], dtype=torch.bool, device=glyphs.device)
 
 
@@ -68,7 +68,7 @@ HUNYUAN_IMAGE = Family(
         attention_head_dim=128, num_layers=blocks("double_blocks."), num_single_layers=blocks("single_blocks."),
         num_refiner_layers=blocks("txt_in.individual_token_refiner.blocks."),
         text_embed_dim=size("txt_in.input_embedder.weight", 1),
-        text_embed_2_dim=if_there("byt5_in.fc1.weight", 1), rope_axes_dim=(64, 64)),
+        text_embed_2_dim=optional_size("byt5_in.fc1.weight", 1), rope_axes_dim=(64, 64)),
     convert=lambda tensors, config: KEYS(SHARED_KEYS(tensors, config), config), latent=LATENT, amend=_amend,
     conditioning={"context": "text_embed_dim", "txt_byt5": "text_embed_2_dim"}, ignored=("y", "guidance"),
     lengths={"text": _num_text_tokens}, pixels=lambda config: (1, 32, 32),

@@ -1,14 +1,14 @@
 """HunyuanVideo from text, and from a picture as more channels: two streams, then one; joint attention, image first;
 guidance."""
 
-from ..vocabulary.describe import Whole, all_text, blocks, config_of, even_sides, given, has, size, timestep
+from ..vocabulary.describe import Unpacked, all_text, blocks, config_of, even_sides, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
-from ..vocabulary.given_frame import place_given_frame
+from ..vocabulary.given_frame import install_given_frame
 from ..vocabulary.keys import SWAPPED, table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 
-LATENT, BOTH, TABLE = Whole((1, 2, 2)), ("image", "text"), TokenArgument(0, ("image",))
+LATENT, BOTH, TABLE = Unpacked((1, 2, 2)), ("image", "text"), TokenArgument(0, ("image",))
 TABLES = (TABLE,) * 4 + (TokenArgument(0, ("text",)),)         # sines, and which tokens are a given frame's
 
 KEYS = table(                                                  # the publisher's names and ComfyUI's
@@ -38,10 +38,10 @@ KEYS = table(                                                  # the publisher's
     (r"^final_layer\.linear\.", "proj_out."), (r"^final_layer\.adaLN_modulation\.1\.", "norm_out.linear.", SWAPPED))
 
 
-def _given_tokens(asked):
+def _given_tokens(call):
     """Tokens of the first frame in this latent or patch."""
-    after_it = asked.patch is not None and asked.patch.dim == 2 and asked.patch.start > 0
-    return 0 if after_it else LATENT.num_tokens((1, 1, 1, *asked.latent.shape[3:]))
+    after_it = call.patch is not None and call.patch.dim == 2 and call.patch.start > 0
+    return 0 if after_it else LATENT.num_tokens((1, 1, 1, *call.latent.shape[3:]))
 
 
 def _amend(model, config):
@@ -55,7 +55,7 @@ def _amend(model, config):
             return forward(timestep, text, guidance)
         return embed.timestep_embedder(embed.time_proj(timestep).to(text.dtype)) + embed.text_embedder(text), None
     embed.forward = embedded
-    place_given_frame(model)
+    install_given_frame(model)
 
 
 HUNYUAN_VIDEO = Family(

@@ -4,7 +4,7 @@ A picture is more channels."""
 import torch
 
 from ..vocabulary.describe import (
-    Whole,
+    Unpacked,
     all_text,
     because,
     blocks,
@@ -22,7 +22,7 @@ from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 from .hunyuan_video import KEYS as SHARED_KEYS
 
-LATENT, BOTH, TABLE = Whole((1, 1, 1)), ("image", "text"), TokenArgument(0, ("image",))
+LATENT, BOTH, TABLE = Unpacked((1, 1, 1)), ("image", "text"), TokenArgument(0, ("image",))
 
 KEYS = table(                                                  # of what HunyuanVideo's table leaves
     (r"^time_text_embed\.timestep_embedder\.", "time_embed.timestep_embedder."),
@@ -35,16 +35,16 @@ def _given_or_none(name, width):
     """(B, T, C); no tokens where a workflow has none."""
     rule = given(name)
 
-    def tokens(asked):
-        found = rule(asked)
-        return asked.latent.new_zeros(len(asked.latent), 0, asked.config[width]) if found is None else found
+    def tokens(call):
+        found = rule(call)
+        return call.latent.new_zeros(len(call.latent), 0, call.config[width]) if found is None else found
     return tokens
 
 
-def _all_glyphs(asked):
-    glyphs = asked.conditioning.get("txt_byt5")
-    return torch.ones(len(asked.latent), 0 if glyphs is None else glyphs.shape[1], dtype=torch.bool,
-                      device=asked.latent.device)
+def _all_glyphs(call):
+    glyphs = call.conditioning.get("txt_byt5")
+    return torch.ones(len(call.latent), 0 if glyphs is None else glyphs.shape[1], dtype=torch.bool,
+                      device=call.latent.device)
 
 
 def _num_text_tokens(conditioning):

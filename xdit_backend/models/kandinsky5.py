@@ -8,7 +8,7 @@ import torch
 
 from ..protocol.errors import ConfigError
 from ..vocabulary.describe import (
-    Whole,
+    Unpacked,
     blocks,
     config_of,
     even_sides,
@@ -22,7 +22,7 @@ from ..vocabulary.describe import (
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, TABLE = Whole((1, 2, 2)), TokenArgument(1, ("image",))
+LATENT, TABLE = Unpacked((1, 2, 2)), TokenArgument(1, ("image",))
 AXES = {64: (16, 24, 24), 128: (32, 48, 48)}                   # of a head: frames, rows and columns
 PRO_WIDTH, PICTURE_WIDTH, MANY_PIXELS = 4096, 2560, 14080      # ComfyUI tells models by their widths
 KEY, PIXELS = "visual_transformer_blocks.0.cross_attention.key_norm.weight", "visual_embeddings.in_layer.weight"
@@ -32,13 +32,13 @@ def _head_axes(shapes):
     return AXES[shapes[KEY][0]]
 
 
-def _latent(asked):
-    first, latent = asked.conditioning.get("time_dim_replace"), even_sides("Kandinsky 5", LATENT)(asked)
+def _latent(call):
+    first, latent = call.conditioning.get("time_dim_replace"), even_sides("Kandinsky 5", LATENT)(call)
     if first is None:
         return latent
     latent = latent.clone()
-    if asked.patch is not None:
-        dim, start = asked.patch.dim, min(asked.patch.start, first.shape[asked.patch.dim])
+    if call.patch is not None:
+        dim, start = call.patch.dim, min(call.patch.start, first.shape[call.patch.dim])
         first = first.narrow(dim, start, min(latent.shape[dim], first.shape[dim] - start))
     if first.shape[3:] != latent.shape[3:]:
         raise ConfigError(f"The given frames are a latent of {tuple(first.shape[3:])} rows and columns, and the "
@@ -47,23 +47,23 @@ def _latent(asked):
     return latent
 
 
-def _places(asked):
+def _places(call):
     """Frames, rows and columns of the tokens, drawn together as the size of the latent asks for."""
-    counts, starts, apart = LATENT.counts(asked.latent.shape), [0, 0, 0], [1.0, 2.0, 2.0]
-    rows, columns = asked.latent.shape[3:]
-    if asked.patch is not None:
-        starts[asked.patch.dim - 2] = asked.patch.start // LATENT.patch[asked.patch.dim - 2]
-        rows = asked.patch.whole if asked.patch.dim == 3 else rows
-    if asked.config["model_dim"] == PRO_WIDTH and rows * columns >= MANY_PIXELS:
+    counts, starts, apart = LATENT.counts(call.latent.shape), [0, 0, 0], [1.0, 2.0, 2.0]
+    rows, columns = call.latent.shape[3:]
+    if call.patch is not None:
+        starts[call.patch.dim - 2] = call.patch.start // LATENT.patch[call.patch.dim - 2]
+        rows = call.patch.whole if call.patch.dim == 3 else rows
+    if call.config["model_dim"] == PRO_WIDTH and rows * columns >= MANY_PIXELS:
         apart = [1.0, 3.16, 3.16]
-    if asked.config["model_dim"] == PICTURE_WIDTH:
+    if call.config["model_dim"] == PICTURE_WIDTH:
         apart = [1.0, 1.0, 1.0]
-    return [(start + torch.arange(count, device=asked.latent.device)) / scale
+    return [(start + torch.arange(count, device=call.latent.device)) / scale
             for start, count, scale in zip(starts, counts, apart)]
 
 
-def _text_places(asked):
-    return torch.arange(asked.conditioning["context"].shape[1], device=asked.latent.device)
+def _text_places(call):
+    return torch.arange(call.conditioning["context"].shape[1], device=call.latent.device)
 
 
 def _sines(places, size):

@@ -4,18 +4,18 @@ import dataclasses
 
 import torch
 
-from ..vocabulary.describe import Whole, config_of, even_sides, has, size
+from ..vocabulary.describe import Unpacked, config_of, even_sides, has, size
 from ..vocabulary.family import Tiny
 from .kandinsky5 import KANDINSKY5, KEY, PIXELS
 
-LATENT = Whole((2, 2))
+LATENT = Unpacked((2, 2))
 
 
-def _places(asked):
+def _places(call):
     """Of one frame; rows and columns of the tokens."""
-    rows, columns = (torch.arange(float(count), device=asked.latent.device)
-                     for count in LATENT.counts(asked.latent.shape))
-    return [rows.new_zeros(1), rows + (asked.patch.start // 2 if asked.patch is not None else 0), columns]
+    rows, columns = (torch.arange(float(count), device=call.latent.device)
+                     for count in LATENT.counts(call.latent.shape))
+    return [rows.new_zeros(1), rows + (call.patch.start // 2 if call.patch is not None else 0), columns]
 
 
 def _amend(model, config):

@@ -63,21 +63,21 @@ def _text_width(shapes):
     return shapes[f"{fusion}.projector.weight"][1] * shapes[norm][0]
 
 
-def _picture(asked):
-    if asked.latent.shape[2] > 1:
-        raise ConfigError(f"Krea 2 draws pictures, and this latent is of {asked.latent.shape[2]} frames. Use an empty "
+def _picture(call):
+    if call.latent.shape[2] > 1:
+        raise ConfigError(f"Krea 2 draws pictures, and this latent is of {call.latent.shape[2]} frames. Use an empty "
                           f"latent of a picture, with batch_size for several.")
-    return LATENT(asked)
+    return LATENT(call)
 
 
-def _text(asked):
-    return given("context")(asked).unflatten(-1, (asked.config["num_text_layers"], -1))
+def _text(call):
+    return given("context")(call).unflatten(-1, (call.config["num_text_layers"], -1))
 
 
-def _positions(asked):
+def _positions(call):
     """(T, 3): text has no place in the picture."""
-    return torch.cat([torch.zeros(asked.conditioning["context"].shape[1], 3, device=asked.latent.device),
-                      LATENT.positions(asked)])
+    return torch.cat([torch.zeros(call.conditioning["context"].shape[1], 3, device=call.latent.device),
+                      LATENT.positions(call)])
 
 
 def _beyond(arguments):
@@ -98,9 +98,11 @@ KREA2 = Family(
         num_layerwise_text_blocks=blocks("txtfusion.layerwise_blocks."),
         num_refiner_text_blocks=blocks("txtfusion.refiner_blocks."),
         axes_dims_rope=_axes, rope_theta=1000.0, norm_eps=1e-5, _text_width=_text_width),
-    convert=_convert, amend=_amend, by_tensors=("_text_width",), num_channels=lambda config: config["in_channels"] // 4,
+    convert=_convert, amend=_amend, config_from_tensors=("_text_width",),
+    num_channels=lambda config: config["in_channels"] // 4,
     num_key_heads=lambda config: config["num_key_value_heads"],
-    conditioning={"context": "_text_width", "ref_latents": None, "ref_latents_method": None}, beyond=_beyond,
+    conditioning={"context": "_text_width", "ref_latents": None, "ref_latents_method": None},
+    unsupported_arguments=_beyond,
     only_with={"ref_latents": "ref_latents_method"}, lengths={"reference": LATENT.num_reference_tokens},
     choices={"ref_latents_method": dict.fromkeys(("index", "offset", "uxo"), "index")},
     arguments={"hidden_states": _picture, "timestep": timestep(), "encoder_hidden_states": _text,

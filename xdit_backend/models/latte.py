@@ -2,21 +2,21 @@
 ComfyUI has no model of it."""
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import ALL_FRAMES, Places, config_of, folder_alone, given, has, said, timestep
+from ..vocabulary.describe import ALL_FRAMES, PerFrame, config_of, folder_alone, given, has, in_config_json, timestep
 from ..vocabulary.family import Family, Sampled, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan
 from ..vocabulary.positions import embedded
 
-LATENT = Places((ALL_FRAMES, 2, 2))
+LATENT = PerFrame((ALL_FRAMES, 2, 2))
 
 
-def _latent(asked):
-    num_frames, length = asked.latent.shape[2], asked.config["video_length"]
+def _latent(call):
+    num_frames, length = call.latent.shape[2], call.config["video_length"]
     if num_frames not in (1, length):
         raise ConfigError(f"Latte draws videos of {length} frames, or a picture of one, and the latent has "
                           f"{num_frames}. Its positions are for so many. Use a latent of {length} frames: a length of "
                           f"{4 * length - 3} in EmptyHunyuanLatentVideo.")
-    return LATENT(asked)
+    return LATENT(call)
 
 
 def _amend(model, config):
@@ -57,11 +57,13 @@ LATTE = Family(
     refusals=(folder_alone,),
     config=config_of(
         patch_size=2, norm_type="ada_norm_single", activation_fn="gelu-approximate", norm_elementwise_affine=False,
-        sample_size=said,
-        in_channels=said, out_channels=said, num_layers=said, num_attention_heads=said, attention_head_dim=said,
-        attention_bias=said,
-        attention_type=said, caption_channels=said, cross_attention_dim=said, norm_eps=said, norm_num_groups=said,
-        num_embeds_ada_norm=said, video_length=said, dropout=said),
+        sample_size=in_config_json,
+        in_channels=in_config_json, out_channels=in_config_json, num_layers=in_config_json,
+        num_attention_heads=in_config_json, attention_head_dim=in_config_json,
+        attention_bias=in_config_json,
+        attention_type=in_config_json, caption_channels=in_config_json, cross_attention_dim=in_config_json,
+        norm_eps=in_config_json, norm_num_groups=in_config_json,
+        num_embeds_ada_norm=in_config_json, video_length=in_config_json, dropout=in_config_json),
     convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend,
     sampled=Sampled("EPS", {"beta_schedule": "sqrt_linear", "linear_start": 0.0001, "linear_end": 0.02}, "SD15", {
         "latent_dimensions": 3}, memory=0.5),
@@ -70,7 +72,7 @@ LATTE = Family(
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "enable_temporal_attentions": False},
     plan=ModelPlan(
-        blocks=(BlockList("transformer_blocks", "transformer_blocks.", twins="temporal_transformer_blocks"),),
+        blocks=(BlockList("transformer_blocks", "transformer_blocks.", paired="temporal_transformer_blocks"),),
         streams={"hidden_states": "image"}, attention={"attn1": ("image",)}, positions={"pos_embed": embedded},
         once={"attn2.to_k": "run", "attn2.to_v": "run"}, once_outside={"caption_projection": "run"}),
     tiny=Tiny({"in_channels": 4, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 4,

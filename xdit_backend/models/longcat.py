@@ -23,9 +23,9 @@ def _of_longcat(settings):
             if name not in ("out_channels", "pooled_projection_dim", "guidance_embeds")}
 
 
-def _text_places(asked):
+def _text_places(call):
     """(T, 3): the text's tokens along the diagonal of rows and columns."""
-    places = torch.arange(float(asked.conditioning["context"].shape[1]), device=asked.latent.device)
+    places = torch.arange(float(call.conditioning["context"].shape[1]), device=call.latent.device)
     return torch.stack([torch.zeros_like(places), places, places], 1)
 
 
@@ -35,9 +35,9 @@ def _shifts(arguments):
     return {"shift_t": 1.0, "shift_y": length, "shift_x": length}
 
 
-def _places(asked):
-    return LATENT.positions(asked) + on_device(torch.tensor([*_shifts(asked.conditioning).values()]),
-                                               asked.latent.device)
+def _places(call):
+    return LATENT.positions(call) + on_device(torch.tensor([*_shifts(call.conditioning).values()]),
+                                               call.latent.device)
 
 
 LONGCAT = dataclasses.replace(

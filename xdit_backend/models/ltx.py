@@ -14,7 +14,7 @@ TABLE = TokenArgument(1, ("image",))
 
 def _in_folder(folder):
     """Since 0.9.5 a first frame is one pixel frame long; of that release on, the VAE has blocks of its own."""
-    vae, pipeline = folder.beside.get("vae"), folder.beside.get("model_index", {}).get("_class_name")
+    vae, pipeline = folder.other_configs.get("vae"), folder.other_configs.get("model_index", {}).get("_class_name")
     if vae is None and pipeline != "LTXConditionPipeline":
         return None
     return {"causal_temporal_positioning": vae is None or "LTXVideo095" in str(vae.get("down_block_types"))}
@@ -34,13 +34,13 @@ LTX = Family(
               "positional_embedding_max_pos": ([20, 2048, 2048],), "timestep_scale_multiplier": (1000,),
               "vae_scale_factors": ([8, 32, 32],), "use_middle_indices_grid": (False,),
               "rope_type": ("interleaved",), "frequencies_precision": ("float32",),
-              "caption_proj_before_connector": (False,), "cross_attention_adaln": (False,)}, in_folder=_in_folder,
+              "caption_proj_before_connector": (False,), "cross_attention_adaln": (False,)}, folder_metadata=_in_folder,
     convert=diffusers_converter("convert_ltx_transformer_checkpoint_to_diffusers"), latent=LATENT, time_scale=1.0,
     pixels=lambda config: PIXELS,
     conditioning={"context": "caption_channels", "attention_mask": None, "frame_rate": None, "keyframe_idxs": None},
-    ignored=("denoise_mask", "guide_attention_entries"), beyond=more_than_guides,
+    ignored=("denoise_mask", "guide_attention_entries"), unsupported_arguments=more_than_guides,
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "timestep": token_times,
-               "encoder_attention_mask": text_mask, "video_coords": lambda asked: bounds(asked)[..., 0]},
+               "encoder_attention_mask": text_mask, "video_coords": lambda call: bounds(call)[..., 0]},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", patched="double"),),
         streams={"hidden_states": "image"},

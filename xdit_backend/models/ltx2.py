@@ -22,9 +22,9 @@ from ..vocabulary.sound import (
     SETTINGS,
     TOKENS,
     VIDEO,
-    as_sound,
     num_sounds,
     parted,
+    unpack_sound,
 )
 from .ltx import LTX
 
@@ -57,15 +57,15 @@ def _text_width(shapes):
         1]
 
 
-def _text(asked):
+def _text(call):
     """[of the video, of the sound]"""
-    context, shares = given("context")(asked), (asked.config["cross_attention_dim"],
-                                                asked.config["audio_cross_attention_dim"])
-    return context.chunk(2, -1) if asked.config["use_prompt_embeddings"] else context.split(shares, -1)
+    context, shares = given("context")(call), (call.config["cross_attention_dim"],
+                                                call.config["audio_cross_attention_dim"])
+    return context.chunk(2, -1) if call.config["use_prompt_embeddings"] else context.split(shares, -1)
 
 
-def _coordinates(asked):
-    return bounds(asked).expand(len(asked.latent), -1, -1, -1)
+def _coordinates(call):
+    return bounds(call).expand(len(call.latent), -1, -1, -1)
 
 
 def _amend(model, config):
@@ -114,19 +114,19 @@ LTX2 = dataclasses.replace(
         **{name: rule for name, rule in LTX.config.rules.items()
            if name != "caption_channels"},
         **RULES, caption_channels=lambda shapes: _text_width(shapes) // 2, _text_width=_text_width),
-    settings=LTX.settings | SETTINGS, convert=KEYS, amend=_amend, by_tensors=("_text_width",), **CONNECTORS,
+    settings=LTX.settings | SETTINGS, convert=KEYS, amend=_amend, config_from_tensors=("_text_width",), **CONNECTORS,
     conditioning=LTX.conditioning | {"context": "_text_width"}, ignored=(*LTX.ignored, "audio_denoise_mask"),
-    parts={"audio": as_sound}, parted=parted, lengths={"audio": num_sounds},
+    parts={"audio": unpack_sound}, parted=parted, lengths={"audio": num_sounds},
     stream_widths={"audio": "audio_cross_attention_dim"}, arguments=LTX.arguments | ARGUMENTS | {
-        "encoder_hidden_states": lambda asked: _text(asked)[0],
-        "audio_encoder_hidden_states": lambda asked: _text(asked)[1],
+        "encoder_hidden_states": lambda call: _text(call)[0],
+        "audio_encoder_hidden_states": lambda call: _text(call)[1],
         "video_coords": _coordinates},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("image", "audio"), image_share=0.78,
                           patched="double"),),
         streams={"hidden_states": "image", "audio_hidden_states": "audio"}, outputs=("image", "audio"), needs_text=True,
         attention={"attn1": VIDEO, "audio_attn1": AUDIO},
-        across={"audio_to_video_attn": (VIDEO, AUDIO), "video_to_audio_attn": (AUDIO, VIDEO)}, tokens=TOKENS,
+        cross_attention={"audio_to_video_attn": (VIDEO, AUDIO), "video_to_audio_attn": (AUDIO, VIDEO)}, tokens=TOKENS,
         of_heads=("query_rotary_emb", "key_rotary_emb"),
         once={f"{name}.to_{kind}": "step" for name in ("attn2", "audio_attn2") for kind in "kv"},
         once_outside={"caption_projection": "run", "audio_caption_projection": "run"}),

@@ -1,13 +1,13 @@
 """Lumina-Image 2.0: picture refined alone, text alone, then one sequence of both, text first;
 grouped-query attention."""
 
-from ..vocabulary.describe import Whole, all_text, because, blocks, config_of, given, has, size, timestep
+from ..vocabulary.describe import Unpacked, all_text, because, blocks, config_of, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 
-LATENT, BOTH, PICTURE, SEQUENCE = Whole((2, 2)), ("text", "image"), TokenArgument(1, ("image",)), TokenArgument(
+LATENT, BOTH, PICTURE, SEQUENCE = Unpacked((2, 2)), ("text", "image"), TokenArgument(1, ("image",)), TokenArgument(
     1, ("text", "image"))
 HEAD_SIZE = size("layers.0.attention.q_norm.weight", 0)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ..protocol.errors import UnsupportedError
 from ..vocabulary.describe import (
-    Whole,
+    Unpacked,
     all_text,
     blocks,
     config_of,
@@ -24,7 +24,7 @@ from ..vocabulary.keys import SWAPPED, table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 
-LATENT, BOTH, TABLE = Whole((1, 2, 2)), ("image", "text"), TokenArgument(0, ("image",))
+LATENT, BOTH, TABLE = Unpacked((1, 2, 2)), ("image", "text"), TokenArgument(0, ("image",))
 
 KEYS = table(
     (r"^x_embedder\.", "patch_embed."), (r"^t_embedder\.mlp\.0\.", "time_embed.timestep_embedder.linear_1."),
@@ -52,18 +52,18 @@ def _num_text_tokens(conditioning):
     return length if number is None else min(length, int(number))
 
 
-def _text(asked):
-    return given("context")(asked)[:, :_num_text_tokens(asked.conditioning)]
+def _text(call):
+    return given("context")(call)[:, :_num_text_tokens(call.conditioning)]
 
 
-def _pooled_text(asked):
+def _pooled_text(call):
     """(B, T) bool: of these tokens, those that are pooled."""
-    mask, count = text_mask(asked), _num_text_tokens(asked.conditioning)
+    mask, count = text_mask(call), _num_text_tokens(call.conditioning)
     if mask is not None and mask[:, count:].any():
         raise UnsupportedError("The conditioning's attention mask leaves out text tokens before the last real one, "
                                "which xDiT does not run with Mochi. Use a text encoder that pads at the end, or Load "
                                "Diffusion Model.")
-    return (all_text(asked) if mask is None else mask)[:, :count]
+    return (all_text(call) if mask is None else mask)[:, :count]
 
 
 def _whole_counts(rows, args, kwargs):
@@ -136,7 +136,7 @@ MOCHI = Family(
     conditioning={"context": "text_embed_dim", "attention_mask": None, "num_tokens": None},
     lengths={"text": _num_text_tokens}, stream_widths={"text": "pooled_projection_dim"},
     arguments={"hidden_states": even_sides("Mochi", LATENT), "encoder_hidden_states": _text,
-               "timestep": lambda asked: 1000 * (1 - asked.timestep), "encoder_attention_mask": _pooled_text},
+               "timestep": lambda call: 1000 * (1 - call.timestep), "encoder_attention_mask": _pooled_text},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "blocks.", returns=BOTH, image_share=0.7, patched="double"),),
         streams={"hidden_states": "image", "encoder_hidden_states": "text"}, attention={"attn1": BOTH},

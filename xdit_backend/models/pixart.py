@@ -5,12 +5,12 @@ import math
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Whole, because, blocks, config_of, given, has, size, timestep
+from ..vocabulary.describe import Unpacked, because, blocks, config_of, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan
 
-LATENT = Whole((2, 2))
+LATENT = Unpacked((2, 2))
 
 KEYS = table(
     (r"^pos_embed$|^y_embedder\.y_embedding$", None),          # computed by the model; for training
@@ -33,12 +33,12 @@ def _scale(shapes):
     return math.isqrt(shapes["pos_embed"][1]) * 2 // 64 if "pos_embed" in shapes else None
 
 
-def _latent(asked):
-    height, width = asked.patch.whole if asked.patch else asked.latent.shape[2], asked.latent.shape[3]
+def _latent(call):
+    height, width = call.patch.whole if call.patch else call.latent.shape[2], call.latent.shape[3]
     if height % 2 or width % 2 or height + width < 66:
         raise ConfigError(f"PixArt cannot draw {width * 8} x {height * 8} pixels. Its model takes sides that are "
                           f"multiples of 16, and together at least 528.")
-    return asked.latent
+    return call.latent
 
 
 def _amend(model, config):
@@ -89,8 +89,8 @@ PIXART = Family(
         cross_attention_dim=size("x_embedder.proj.weight", 0), caption_channels=size("y_embedder.y_proj.fc1.weight", 1),
         attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000, norm_type="ada_norm_single",
         norm_elementwise_affine=False, norm_eps=1e-6, use_additional_conditions=False),
-    convert=KEYS, latent=LATENT, amend=_amend, by_tensors=("interpolation_scale", "sample_size"),
-    unrounded=("scale_shift_table",),
+    convert=KEYS, latent=LATENT, amend=_amend, config_from_tensors=("interpolation_scale", "sample_size"),
+    keep_in_compute_dtype=("scale_shift_table",),
     num_channels=lambda config: config["in_channels"],         # the other half is the variance
     conditioning={"context": "caption_channels"}, ignored=("c_size", "c_ar"),
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),

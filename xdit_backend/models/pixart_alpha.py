@@ -16,17 +16,17 @@ KEYS = table(*((rf"^{ours}_embedder\.mlp\.{place}\.", f"adaln_single.emb.{theirs
                for place, number in ((0, 1), (2, 2))))
 
 
-def _sizes(asked):
+def _sizes(call):
     """Height and width in pixels, and their ratio: what a node says, else those of the whole latent."""
-    height, width = asked.patch.whole if asked.patch else asked.latent.shape[2], asked.latent.shape[3]
-    size, shape = (given(name)(asked) for name in ("c_size", "c_ar"))
+    height, width = call.patch.whole if call.patch else call.latent.shape[2], call.latent.shape[3]
+    size, shape = (given(name)(call) for name in ("c_size", "c_ar"))
 
     def rows(*numbers):
-        row = on_device(torch.tensor(numbers, dtype=asked.latent.dtype), asked.latent.device)
-        return row.expand(len(asked.latent), -1)
+        row = on_device(torch.tensor(numbers, dtype=call.latent.dtype), call.latent.device)
+        return row.expand(len(call.latent), -1)
 
-    return {"resolution": rows(8 * height, 8 * width) if size is None else size.to(asked.latent),
-            "aspect_ratio": rows(height / width) if shape is None else shape.to(asked.latent)}
+    return {"resolution": rows(8 * height, 8 * width) if size is None else size.to(call.latent),
+            "aspect_ratio": rows(height / width) if shape is None else shape.to(call.latent)}
 
 
 PIXART_ALPHA = dataclasses.replace(

@@ -55,10 +55,10 @@ def _amend(model, config):
     rope.forward, model.forward = tables, placed
 
 
-def _at_zero(asked):
+def _at_zero(call):
     # files of Qwen-Image-Edit 2511 may say it
-    default = AT_ZERO if asked.config["zero_cond_t"] else LATENT.method
-    return bool(references(asked.conditioning)) and method_of(asked.conditioning, default) == AT_ZERO
+    default = AT_ZERO if call.config["zero_cond_t"] else LATENT.method
+    return bool(references(call.conditioning)) and method_of(call.conditioning, default) == AT_ZERO
 
 
 QWEN_IMAGE = Family(
@@ -75,12 +75,14 @@ QWEN_IMAGE = Family(
         axes_dims_rope=lambda shapes: (HEAD_SIZE(shapes) // 8, HEAD_SIZE(shapes) * 7 // 16,
                                        HEAD_SIZE(shapes) * 7 // 16),
         zero_cond_t=has("__index_timestep_zero__")),
-    convert=table((r"^__index_timestep_zero__$", None)), amend=_amend, marks={"zero_cond_t": "__index_timestep_zero__"},
+    convert=table((r"^__index_timestep_zero__$", None)), amend=_amend,
+    marker_tensors={"zero_cond_t": "__index_timestep_zero__"},
     conditioning={"context": "joint_attention_dim", "attention_mask": None, "ref_latents": None,
                   "ref_latents_method": None},
     choices={"ref_latents_method": METHODS}, lengths={"reference": LATENT.num_reference_tokens},
     arguments={"hidden_states": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
-               "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes, "places": LATENT.places,
+               "encoder_hidden_states_mask": text_mask, "img_shapes": LATENT.shapes,
+               "places": LATENT.reference_positions,
                "at_zero": _at_zero},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks.", returns=("text", IMAGE), image_share=0.5,

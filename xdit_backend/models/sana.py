@@ -6,11 +6,11 @@ from types import MethodType
 import torch
 import torch.nn.functional as F
 
-from ..vocabulary.describe import Whole, config_of, folder_alone, given, has, said, text_mask
+from ..vocabulary.describe import Unpacked, config_of, folder_alone, given, has, in_config_json, text_mask
 from ..vocabulary.family import Family, Sampled, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan
 
-LATENT = Whole((1, 1))
+LATENT = Unpacked((1, 1))
 SUMS = ("its attention keeps sums over all tokens, of which no part is a patch's or a rank's own to be left from the "
         "step before")
 
@@ -45,12 +45,15 @@ SANA = Family(
     recognise=has("caption_norm.weight", "time_embed.linear.weight", "transformer_blocks.0.ff.conv_depth.weight"),
     refusals=(folder_alone,),
     config=config_of(
-        patch_size=1, guidance_embeds=False, in_channels=said, out_channels=said, num_attention_heads=said,
-        attention_head_dim=said,
-        num_layers=said, num_cross_attention_heads=said, cross_attention_head_dim=said, cross_attention_dim=said,
-        caption_channels=said,
-        mlp_ratio=said, attention_bias=said, sample_size=said, norm_eps=said, interpolation_scale=said, qk_norm=said,
-        timestep_scale=said, guidance_embeds_scale=said, dropout=said),
+        patch_size=1, guidance_embeds=False, in_channels=in_config_json, out_channels=in_config_json,
+        num_attention_heads=in_config_json,
+        attention_head_dim=in_config_json,
+        num_layers=in_config_json, num_cross_attention_heads=in_config_json, cross_attention_head_dim=in_config_json,
+        cross_attention_dim=in_config_json,
+        caption_channels=in_config_json,
+        mlp_ratio=in_config_json, attention_bias=in_config_json, sample_size=in_config_json, norm_eps=in_config_json,
+        interpolation_scale=in_config_json, qk_norm=in_config_json,
+        timestep_scale=in_config_json, guidance_embeds_scale=in_config_json, dropout=in_config_json),
     convert=lambda tensors, config: tensors, latent=LATENT, amend=_amend, pixels=lambda config: (1, 32, 32),
     sampled=Sampled("FLOW", {"shift": 3.0, "multiplier": 1000.0}, "LatentFormat", {
         "latent_channels": 32, "scale_factor": 0.41407, "spacial_downscale_ratio": 32}, memory=8.0),
@@ -59,7 +62,7 @@ SANA = Family(
     num_channels=lambda config: config["in_channels"],
     conditioning={"context": "caption_channels", "attention_mask": None},
     arguments={"hidden_states": LATENT, "encoder_hidden_states": given("context"), "encoder_attention_mask": text_mask,
-               "timestep": lambda asked: asked.timestep * asked.config.get("timestep_scale", 1.0)},
+               "timestep": lambda call: call.timestep * call.config.get("timestep_scale", 1.0)},
     plan=ModelPlan(
         blocks=(BlockList("transformer_blocks", "transformer_blocks."),), streams={"hidden_states": "image"},
         attention={}, sums=("attn1",), halos=("ff",), rows="height"),

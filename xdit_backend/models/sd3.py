@@ -6,13 +6,13 @@ import math
 import torch
 
 from ..protocol.errors import ConfigError
-from ..vocabulary.describe import Whole, because, blocks, config_of, diffusers_converter, given, has, size, timestep
+from ..vocabulary.describe import Unpacked, because, blocks, config_of, diffusers_converter, given, has, size, timestep
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan
 from ..vocabulary.positions import embedded
 
-LATENT, OF_TEXT, NUM_TEXT_HEADS = Whole((2, 2)), "context_processor.", 8   # heads are ComfyUI's, whatever the width
+LATENT, OF_TEXT, NUM_TEXT_HEADS = Unpacked((2, 2)), "context_processor.", 8   # heads are ComfyUI's, whatever the width
 
 KEYS = table(                                                  # of the layers that see the text alone
     (r"^context_processor\.layers\.", OF_TEXT), (r"\.attn\.proj\.", ".attn1.to_out.0."),
@@ -27,13 +27,13 @@ def _convert(tensors, config):
                    config) | KEYS(of_text, config)
 
 
-def _latent(asked):
-    height, width = asked.patch.whole if asked.patch else asked.latent.shape[2], asked.latent.shape[3]
-    most = asked.config["pos_embed_max_size"] * 2
+def _latent(call):
+    height, width = call.patch.whole if call.patch else call.latent.shape[2], call.latent.shape[3]
+    most = call.config["pos_embed_max_size"] * 2
     if max(height, width) > most:
         raise ConfigError(f"This SD3 model has positions for {most * 8} x {most * 8} pixels, and the latent is of "
                           f"{width * 8} x {height * 8}. Use a smaller one.")
-    return LATENT(asked)
+    return LATENT(call)
 
 
 def _amend(model, config):
@@ -74,7 +74,7 @@ SD3 = Family(
         dual_attention_layers=lambda shapes: tuple(sorted(
             int(name.split(".")[1]) for name in shapes if name.endswith("x_block.attn2.qkv.weight"))),
         _context_layers=blocks("context_processor.layers.")),
-    convert=_convert, latent=LATENT, amend=_amend, by_tensors=("sample_size",),
+    convert=_convert, latent=LATENT, amend=_amend, config_from_tensors=("sample_size",),
     conditioning={"context": "joint_attention_dim", "y": "pooled_projection_dim"},
     arguments={"hidden_states": _latent, "timestep": timestep(), "encoder_hidden_states": given("context"),
                "pooled_projections": given("y")},

@@ -11,22 +11,22 @@ import torch
 import torch.nn.functional as F
 
 from ..vocabulary.describe import (
-    Whole,
+    Unpacked,
     blocks,
     config_of,
     diffusers_converter,
     frame_times,
     given,
     has,
-    if_there,
     only_parts,
+    optional_size,
     size,
 )
 from ..vocabulary.family import Family, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 from ..vocabulary.positions import Cut
 
-LATENT, TABLE, TIMES = Whole((1, 2, 2)), TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)
+LATENT, TABLE, TIMES = Unpacked((1, 2, 2)), TokenArgument(1, ("image",)), TokenArgument(1, ("image",), ndim=4)
 CONVERT = diffusers_converter("convert_wan_transformer_to_diffusers")
 PARTS = {"patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "img_emb"}
 
@@ -122,12 +122,12 @@ WAN = Family(
         num_attention_heads=size("patch_embedding.weight", 0, 128), attention_head_dim=128,
         text_dim=size("text_embedding.0.weight", 1), freq_dim=size("time_embedding.0.weight", 1),
         ffn_dim=size("blocks.0.ffn.0.weight", 0), num_layers=blocks("blocks."),
-        cross_attn_norm=has("blocks.0.norm3.weight"), image_dim=if_there("img_emb.proj.1.weight", 1),
-        added_kv_proj_dim=if_there("blocks.0.cross_attn.k_img.weight", 1),
-        pos_embed_seq_len=if_there("img_emb.emb_pos", 1)),
+        cross_attn_norm=has("blocks.0.norm3.weight"), image_dim=optional_size("img_emb.proj.1.weight", 1),
+        added_kv_proj_dim=optional_size("blocks.0.cross_attn.k_img.weight", 1),
+        pos_embed_seq_len=optional_size("img_emb.emb_pos", 1)),
     convert=_convert, latent=LATENT,
     pixels=lambda config: (4, 16, 16) if config["out_channels"] == 48 else (4, 8, 8),
-    amend=_amend, unrounded=("patch_embedding",),
+    amend=_amend, keep_in_compute_dtype=("patch_embedding",),
     conditioning={"context": "text_dim", "clip_fea": "image_dim"}, ignored=("reference_latent", "denoise_mask"),
     arguments={"hidden_states": LATENT, "timestep": frame_times, "encoder_hidden_states": given("context"),
                "encoder_hidden_states_image": given("clip_fea", where="image_dim")},

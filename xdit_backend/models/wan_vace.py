@@ -24,23 +24,23 @@ def _layers(shapes):
     return list(range(0, num_blocks, num_blocks // NUM_VACE(shapes)))
 
 
-def _latent(asked):
+def _latent(call):
     """The latent, and its part of the control video as more channels."""
-    latent, control = asked.latent, asked.conditioning["vace_context"][:, 0]
+    latent, control = call.latent, call.conditioning["vace_context"][:, 0]
     if any(side % 2 for side in latent.shape[3:]):
         raise ConfigError(f"Wan VACE takes latents of even sides, and this one is of {latent.shape[3]} x "
                           f"{latent.shape[4]}. Use a width and a height that are multiples of 16 pixels.")
-    if asked.patch is not None:
-        control = control.narrow(asked.patch.dim, asked.patch.start, latent.shape[asked.patch.dim])
+    if call.patch is not None:
+        control = control.narrow(call.patch.dim, call.patch.start, latent.shape[call.patch.dim])
     if control.shape[2:] != latent.shape[2:]:
         raise ConfigError(f"The control video is a latent of {tuple(control.shape[2:])} frames, rows and columns, and "
                           f"the latent has {tuple(latent.shape[2:])}. Use the latent that WanVaceToVideo gives.")
     return torch.cat([latent, control.expand(len(latent), *control.shape[1:])], 1)
 
 
-def _strength(asked):
-    strength = asked.conditioning.get("vace_strength.0")
-    return asked.latent.new_ones(1) if strength is None else strength
+def _strength(call):
+    strength = call.conditioning.get("vace_strength.0")
+    return call.latent.new_ones(1) if strength is None else strength
 
 
 def _several(arguments):
@@ -92,13 +92,13 @@ WAN_VACE = dataclasses.replace(
     refusals=(only_parts(PARTS | {"vace_patch_embedding", "vace_blocks"}),),
     config=config_of(**WAN.config.rules, vace_layers=_layers,
                      vace_in_channels=size("vace_patch_embedding.weight", 1)),
-    amend=_amend, unrounded=("patch_embedding", "vace_patch_embedding"), beyond=_several,
+    amend=_amend, keep_in_compute_dtype=("patch_embedding", "vace_patch_embedding"), unsupported_arguments=_several,
     conditioning={"context": "text_dim", "vace_context": None, "vace_strength": None},
     ignored=("clip_fea", "reference_latent"),
     arguments={**{name: rule for name, rule in WAN.arguments.items() if name != "encoder_hidden_states_image"},
                "hidden_states": _latent, "vace_strength": _strength},
     plan=dataclasses.replace(WAN.plan, attention={"attn1": ("image",), "vace_attn1": ("image",)},
-                             beside=("vace_blocks",), unsplit=("proj_in", "proj_out"),
+                             unstaged_blocks=("vace_blocks",), unsplit=("proj_in", "proj_out"),
                              # a block here is two of ComfyUI's
                              blocks=(dataclasses.replace(WAN.plan.blocks[0], patched=None),)),
     width=lambda config: 2 * config["num_attention_heads"] * config["attention_head_dim"],

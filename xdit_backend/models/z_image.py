@@ -4,7 +4,7 @@ each is padded to whole groups of tokens."""
 import torch
 
 from ..vocabulary.describe import (
-    Whole,
+    Unpacked,
     because,
     blocks,
     config_of,
@@ -19,7 +19,7 @@ from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, GROUP, PICTURE, ALL = Whole((2, 2)), 32, ("image", "pad"), ("image", "pad", "text")
+LATENT, GROUP, PICTURE, ALL = Unpacked((2, 2)), 32, ("image", "pad"), ("image", "pad", "text")
 HEAD_SIZE = size("layers.0.attention.q_norm.weight", 0)
 
 KEYS = table(
@@ -57,13 +57,13 @@ def _amend(model, config):
         embedder.timestep_embedding(time, embedder.frequency_embedding_size).to(dtype()))
 
 
-def _first_row(asked):
-    return 0 if asked.patch is None else asked.patch.start // 2
+def _first_row(call):
+    return 0 if call.patch is None else call.patch.start // 2
 
 
-def _num_pads(asked):
-    rows = asked.latent.shape[2] if asked.patch is None else asked.patch.whole
-    return -LATENT.num_tokens((1, 1, rows, asked.latent.shape[3])) % GROUP
+def _num_pads(call):
+    rows = call.latent.shape[2] if call.patch is None else call.patch.whole
+    return -LATENT.num_tokens((1, 1, rows, call.latent.shape[3])) % GROUP
 
 
 Z_IMAGE = Family(
@@ -79,12 +79,13 @@ Z_IMAGE = Family(
         cap_feat_dim=size("cap_embedder.1.weight", 1),
         axes_dims=lambda shapes: [HEAD_SIZE(shapes) // 4, HEAD_SIZE(shapes) * 3 // 8, HEAD_SIZE(shapes) * 3 // 8],
         axes_lens=[8192, 4096, 4096], _time_width=size("t_embedder.mlp.0.weight", 0)),
-    convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, amend=_amend, by_tensors=("axes_lens",), multiple=GROUP,
+    convert=KEYS, latent=LATENT, time_scale=1.0, sign=-1.0, amend=_amend, config_from_tensors=("axes_lens",),
+    multiple=GROUP,
     num_heads=lambda config: config["n_heads"], width=lambda config: config["dim"],
     conditioning={"context": "cap_feat_dim"}, ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
     lengths={"text": lambda conditioning: -(-conditioning["context"].shape[1] // GROUP) * GROUP},
-    arguments={"x": lambda asked: list(LATENT(asked).unsqueeze(2)), "t": timestep(-1, 1),
-               "cap_feats": lambda asked: list(given("context")(asked)), "first_row": _first_row,
+    arguments={"x": lambda call: list(LATENT(call).unsqueeze(2)), "t": timestep(-1, 1),
+               "cap_feats": lambda call: list(given("context")(call)), "first_row": _first_row,
                "num_pads": _num_pads},
     plan=ModelPlan(
         blocks=(BlockList("noise_refiner", "noise_refiner.", "n_refiner_layers", returns=(PICTURE,),

@@ -12,12 +12,13 @@ import torch
 
 from ..distributed.exchange import Exchange
 from ..distributed.rows import RowSplit, input_rows, output_starts, overlap
-from .usp import all_keys, heads_apart
+from .usp import all_keys, scatter_heads
 
 
 @dataclass(frozen=True)
 class StaleSplit(RowSplit):
-    """The rows of one layer's image on each rank, where the others' come from an exchange. Kept for the run."""
+    """The rows of one layer's image on each rank, where the others' come from an exchange. Kept for the
+    run."""
 
     exchange: Exchange = field(kw_only=True)
     key: str = field(kw_only=True)         # the layer's
@@ -151,7 +152,8 @@ def displaced_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key):
     each = len(sizes) // exchange.num_ranks
     parts = [(key_sizes or sizes)[rank * each:][:each] for rank in range(exchange.num_ranks)]
     own, own_keys = sizes[exchange.rank * each:][:each], parts[exchange.rank]
-    (q_BNTH, k_BNTH, v_BNTH), together = heads_apart(q_BNTH, k_BNTH, v_BNTH, own, mesh, traffic, key_sizes and own_keys)
+    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, own, mesh, traffic,
+                                                       key_sizes and own_keys)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, own_keys, mesh, traffic)
     every = keys_and_values(k_BNTH, v_BNTH, [sum(part) for part in parts], exchange, key)
     return together(attention.whole(q_BNTH, *every, attention.mask))

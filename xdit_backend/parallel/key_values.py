@@ -19,7 +19,7 @@ PAGE_BYTES = 2 ** 16           # what the system may pin is whole pages; of no s
 
 
 @dataclass
-class Kept:
+class KeyValueEntry:
     """Keys and values of all tokens of one attention: text and the like first, then the image.
     The first `num_filled` are valid."""
 
@@ -36,19 +36,19 @@ class Kept:
         return sum(both.numel() * both.element_size() for both in (self.both_KBNTH, self.before_KBNTH)
                    if both is not None)
 
-    def turn(self, time, strength, room_for):
+    def turn(self, time, strength, allocate):
         """Let `both` and `before` change places as another call begins, so that `both` is for the new call's.
 
         Returns the weight w with which `both` + w (`before` - `both`), of what they hold now, is the new call's
         forecast; 1.0 where there is no slope yet; None where nothing has turned: a call at the same time overwrites.
-        room_for(shape, like): memory.
+        allocate(shape, like): memory.
         """
         if time == self.time or self.num_filled < self.both_KBNTH.shape[3]:
             self.time = time
             return None
         weight = 1.0
         if self.before_KBNTH is None:
-            self.before_KBNTH = room_for(self.both_KBNTH.shape, self.both_KBNTH)
+            self.before_KBNTH = allocate(self.both_KBNTH.shape, self.both_KBNTH)
         else:
             weight = forecast_weight(strength, time, self.time, self.time_before)
         self.both_KBNTH, self.before_KBNTH = self.before_KBNTH, self.both_KBNTH
@@ -77,7 +77,7 @@ class Offload:
         """Bytes on the device."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers if buffer is not None)
 
-    def home(self, shape, like):
+    def host_buffer(self, shape, like):
         """Host memory for an entry of shape (K, B, N, T, H)."""
         kinds, batch, heads, tokens, size = shape
         num_bytes = math.prod(shape) * like.element_size()
@@ -136,7 +136,8 @@ class Offload:
         return self._next_buffer(entry)
 
     def forecast(self, entry, here, weight):
-        """`here`, what the attention last saw, becomes what it is to see now. entry: as Kept.turn leaves it."""
+        """`here`, what the attention last saw, becomes what it is to see now. entry: as KeyValueEntry.turn leaves
+        it."""
         if weight != 1.0:
             older, arrived = self._fetch(entry, self._buffer(2, entry))
             if arrived is not None:
@@ -192,7 +193,7 @@ class KeyValues:
     """What the attentions of one conditioning last saw, on this rank. Belongs to a run and is dropped with it."""
 
     offload: Offload | None = None
-    kept: dict = field(default_factory=dict)           # (block, attention, number of the call) -> Kept
+    kept: dict = field(default_factory=dict)           # (block, attention, number of the call) -> KeyValueEntry
     # outputs that are the same for all patches of a step, or of the run
     once: dict = field(default_factory=dict)
 
@@ -258,7 +259,7 @@ class KeyValues:
         num_text = sum(context.tokens.counts[stream] for stream in streams if stream != "image")
         num_image = context.num_image_tokens if "image" in streams else 0
         shape = (2, context.num_images, keys_BNTH.shape[1], num_text + num_image, keys_BNTH.shape[3])
-        self.kept[key] = Kept(self._buffer_for(shape, keys_BNTH), num_text)
+        self.kept[key] = KeyValueEntry(self._buffer_for(shape, keys_BNTH), num_text)
         return self.kept[key]
 
     def close(self):
@@ -267,7 +268,7 @@ class KeyValues:
             self.offload.close()
 
     def _buffer_for(self, shape, like):
-        return like.new_empty(shape) if self.offload is None else self.offload.home(shape, like)
+        return like.new_empty(shape) if self.offload is None else self.offload.host_buffer(shape, like)
 
     def _following(self, key):
         """The entry that the next attention of this or the next forward will ask for."""

@@ -9,10 +9,10 @@ import torch
 
 from ..distributed.collectives import all_reduce
 
-LEAST_NORM = 1e-6                          # as ComfyUI's node has it
+MIN_NORM = 1e-6                          # as ComfyUI's node has it
 
 
-def guide(out, nag, dims, tokens=slice(None), also_negative=False, mesh=None, traffic=None):
+def apply_nag(out, nag, dims, tokens=slice(None), also_negative=False, mesh=None, traffic=None):
     """Attention's output with the positive part guided, in `out` itself. Every rank of the tensor axis calls it.
 
     out: (B, T, C), or (B, N, T, H). nag: a specs.Nag. dims: of out, those that hold a token's numbers. tokens: which
@@ -26,7 +26,7 @@ def guide(out, nag, dims, tokens=slice(None), also_negative=False, mesh=None, tr
              for part in (positive, guided)]
     if mesh is not None and mesh.degrees["tensor"] > 1:
         norms = all_reduce(norms, mesh.tensor_group, traffic)
-    of_positive, of_guided = (norm.to(out.dtype).clamp_min(LEAST_NORM) for norm in norms)
+    of_positive, of_guided = (norm.to(out.dtype).clamp_min(MIN_NORM) for norm in norms)
     ratio = of_guided / of_positive
     final = guided * (ratio.clamp_max(nag.tau) / ratio) * nag.alpha + positive * (1 - nag.alpha)
     if also_negative:

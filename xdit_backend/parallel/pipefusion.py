@@ -16,36 +16,35 @@ from ..distributed.masks import gathered_mask
 from ..distributed.mesh import wait_timeout_s
 from ..partition import shard_sizes
 from ..protocol.errors import UnsupportedError, XDiTError
-from .usp import all_keys, heads_apart
+from .usp import all_keys, scatter_heads
 
 MAX_SENT = 16                  # messages that are kept for the stage after
 
 
-def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, key, read):
+def patch_attention(q_BNTH, k_BNTH, v_BNTH, attention, context, layer):
     """Attention of a forward's queries over all tokens of the image, most of them stale. Every rank of the axes calls
     it.
 
     Fresh keys and values are replicated in the sequence group before they are kept: by Ulysses for the rank's heads, by
     an all-gather along the ring axis (docs/algorithms.md section 3). Grouped queries: k and v have fewer heads, and are
     kept so.
-    attention: a usp.Attention, whose mask is made here. key: (block, name and number of the attention). read: the
-    streams of keys and values. Returns like q.
+    attention: a usp.Attention, whose mask is made here. layer: a hooks.attention.AttentionLayer. Returns like q.
     """
     mesh, traffic, given = context.mesh, context.traffic, q_BNTH
     sizes, key_sizes = attention.sizes, attention.key_sizes
-    (q_BNTH, k_BNTH, v_BNTH), together = heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
+    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
     k_BNTH, v_BNTH = all_keys(k_BNTH, v_BNTH, key_sizes or sizes, mesh, traffic)
-    pieces = context.tokens.pieces(read)
-    if context.keeps(key[0]):
-        k_BNTH, v_BNTH = context.key_values.update(key, k_BNTH, v_BNTH, context, read)
-        pieces = pieces if context.patch is None else _kept_pieces(context, read, k_BNTH.shape[2])
+    pieces = context.tokens.pieces(layer.key_streams)
+    if context.keeps(layer.key[0]):
+        k_BNTH, v_BNTH = context.key_values.update(layer.key, k_BNTH, v_BNTH, context, layer.key_streams)
+        pieces = pieces if context.patch is None else _cached_pieces(context, layer.key_streams, k_BNTH.shape[2])
     if not any(sizes):                                         # this patch only brings keys for the next step's first
         return given
     mask = gathered_mask(context.masks, pieces, q_BNTH)
     return together(attention.whole(q_BNTH, k_BNTH, v_BNTH, mask))
 
 
-def _kept_pieces(context, streams, num_keys):
+def _cached_pieces(context, streams, num_keys):
     """Where kept keys come from, as Tokens.pieces says it: other streams first, then the image."""
     if "image" in context.masks:
         raise UnsupportedError("This model masks tokens of its image, which PipeFusion does not support yet. Use "
@@ -88,7 +87,7 @@ class Link:
         Raises XDiTError naming the stage that is silent; NCCL's watchdog ends the process instead.
         """
         buffer, work, sizes = handle
-        with nullcontext() if traffic is None else traffic.waiting(buffer, told=False):
+        with nullcontext() if traffic is None else traffic.waiting(buffer, recorded=False):
             self._wait(work, f"Stage {self.stage - 1} (rank {self._before}) sent nothing to stage {self.stage}")
         self.num_received += 1
         buffer = buffer.to(self._device)
@@ -103,7 +102,7 @@ class Link:
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         while len(self._sent) >= MAX_SENT:
             work, _ = self._sent.pop(0)
-            with traffic.waiting(message, told=False):
+            with traffic.waiting(message, recorded=False):
                 self._wait(work, f"Stage {self.stage + 1} (rank {self._after}) took nothing from stage {self.stage}")
         self._sent.append((dist.isend(message, self._after, group=self._after_group), message))
         self.num_sent += 1

@@ -18,7 +18,7 @@ PROJECTED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_q": "add_q_proj", "
              "k_rms_norm": "to_k", "q_rms_norm_t": "to_q_t", "k_rms_norm_t": "to_k_t"}
 
 
-def place_tensor_hooks(model, plan, splits, current):
+def install_tensor_hooks(model, plan, splits, current):
     """Have attentions and feed-forwards add up the ranks' results, norms over all heads see all, modulations be put
     together.
 
@@ -26,14 +26,14 @@ def place_tensor_hooks(model, plan, splits, current):
     the group.
     """
     weights = {name.removesuffix(".weight"): split for name, split in splits.items() if name.endswith(".weight")}
-    _place_gathered(model, plan, {path: split for path, split in weights.items() if split.how == "gathered"}, current)
+    _install_gathered(model, plan, {path: split for path, split in weights.items() if split.how == "gathered"}, current)
     norms = collections.defaultdict(dict)
     for path, split in weights.items():
         if split.how == "norm":
             attention, _, name = path.rpartition(".")
             norms[attention][name] = split.parts[0]
     for path, sizes in norms.items():
-        _place_norms(model.get_submodule(path), path, sizes, current)
+        _install_norms(model.get_submodule(path), path, sizes, current)
     for path in summed_modules(splits):
         module = model.get_submodule(path)
         only_first = getattr(module, "add_q_proj", None) is not None and getattr(module, "to_add_out", None) is None
@@ -46,19 +46,19 @@ def _summed(forward, only_first, current):
     only_first: the last block's text is not projected, nor used."""
     @functools.wraps(forward)
     def summed(*args, **kwargs):
-        outputs, now = forward(*args, **kwargs), current()
+        outputs, context = forward(*args, **kwargs), current()
         if torch.is_tensor(outputs):
-            return _sums([outputs], now)[0]
+            return _sums([outputs], context)[0]
         parts = outputs[:1] if only_first else outputs
-        return (*_sums(list(parts), now), *outputs[len(parts):])
+        return (*_sums(list(parts), context), *outputs[len(parts):])
     return summed
 
 
-def _sums(tensors, now):
+def _sums(tensors, context):
     """Of the ranks' tensors. While they travel, another forward computes,
     where there is one that takes turns with this one."""
-    wait = start_all_reduce(tensors, now.mesh.tensor_group, now.traffic)
-    now.meanwhile()
+    wait = start_all_reduce(tensors, context.mesh.tensor_group, context.traffic)
+    context.yield_turn()
     return wait()
 
 
@@ -77,7 +77,7 @@ def _of_own_heads(forward, names, current):
     return own
 
 
-def _place_gathered(model, plan, splits, current):
+def _install_gathered(model, plan, splits, current):
     """Modulations, which see a time or a pooled text, mostly the same ones: the first asks for all that this rank's
     blocks need, at once.
 
@@ -90,35 +90,36 @@ def _place_gathered(model, plan, splits, current):
     for list_ in plan.blocks:
         first = len(indices)
         indices |= {f"{list_.name}.{number}": first + number for number in range(len(model.get_submodule(list_.name)))}
-    indices |= {f"{list_.twins}.{number}": indices[f"{list_.name}.{number}"] for list_ in plan.blocks if list_.twins
-                for number in range(len(model.get_submodule(list_.twins)))}
+    indices |= {f"{list_.paired}.{number}": indices[f"{list_.name}.{number}"] for list_ in plan.blocks if list_.paired
+                for number in range(len(model.get_submodule(list_.paired)))}
 
-    def is_here(path, now):
-        return indices.get(".".join(path.split(".")[:2]), now.blocks.start) in now.blocks
+    def is_here(path, context):
+        return indices.get(".".join(path.split(".")[:2]), context.blocks.start) in context.blocks
 
-    def outputs(paths, tensor, now):
-        degree = now.mesh.degrees["tensor"]
+    def outputs(paths, tensor, context):
+        degree = context.mesh.degrees["tensor"]
         sizes = [splits[path].sizes(degree) for path in paths]
         own = torch.cat([forwards[path](tensor) for path in paths], -1)
-        joined = all_gather(own, [sum(of_rank) for of_rank in zip(*sizes)], own.ndim - 1, now.mesh.tensor_group,
-                            now.traffic)
+        joined = all_gather(own, [sum(of_rank) for of_rank in zip(*sizes)], own.ndim - 1, context.mesh.tensor_group,
+                            context.traffic)
         pieces = joined.split([size for of_rank in zip(*sizes) for size in of_rank], -1)
         return [torch.cat(pieces[index::len(paths)], -1) for index in range(len(paths))]
 
     def asked(path, tensor):
-        now = current()
-        given, output = now.ahead.get(path, (None, None))
+        context = current()
+        given, output = context.precomputed.get(path, (None, None))
         if given is tensor and output is not None:
-            now.ahead[path] = (tensor, None)
+            context.precomputed[path] = (tensor, None)
             return output
         if output is not None:
             apart.add(path)
-        paths = [path, *(other for other, linear in linears.items() if other not in now.ahead and other not in apart
+        paths = [path,
+                 *(other for other, linear in linears.items() if other not in context.precomputed and other not in apart
                          and other != path
-                         and linear.in_features == linears[path].in_features and is_here(other, now))]
-        own, *others = outputs(paths, tensor, now)
-        now.ahead.update({other: (tensor, known) for other, known in zip(paths[1:], others)})
-        now.ahead[path] = (tensor, None)
+                         and linear.in_features == linears[path].in_features and is_here(other, context))]
+        own, *others = outputs(paths, tensor, context)
+        context.precomputed.update({other: (tensor, known) for other, known in zip(paths[1:], others)})
+        context.precomputed[path] = (tensor, None)
         return own
 
     for path, linear in linears.items():
@@ -132,14 +133,14 @@ def _activated(forward, current):
     """What a block makes of the time before a modulation: for all blocks once, as one tensor."""
     @functools.wraps(forward)
     def activated(tensor):
-        ahead = current().ahead
-        if id(tensor) not in ahead:
-            ahead[id(tensor)] = (tensor, forward(tensor))      # the tensor is kept, so that its id stays its own
-        return ahead[id(tensor)][1]
+        precomputed = current().precomputed
+        if id(tensor) not in precomputed:
+            precomputed[id(tensor)] = (tensor, forward(tensor))      # the tensor is kept, so that its id stays its own
+        return precomputed[id(tensor)][1]
     return activated
 
 
-def _place_norms(attention, path, sizes, current):
+def _install_norms(attention, path, sizes, current):
     """RMS norms over the heads of all ranks, which add up the squares of theirs: in one exchange for all that has been
     projected by then.
 
@@ -149,17 +150,17 @@ def _place_norms(attention, path, sizes, current):
         @functools.wraps(forward)
         def linear(tensor):
             output = forward(tensor)
-            current().ahead.setdefault(path, {})[name] = (output, None)
+            current().precomputed.setdefault(path, {})[name] = (output, None)
             return output
         return linear
 
     def normed(name, norm, tensor):
-        now = current()
-        known = now.ahead.get(path, {})
+        context = current()
+        known = context.precomputed.get(path, {})
         given, squares = known.pop(name, (None, None))
         if given is not tensor or squares is None:
             waiting = {other: of_other for other, (of_other, squares) in known.items() if squares is None}
-            squares, *others = _sums([_squares(each) for each in (tensor, *waiting.values())], now)
+            squares, *others = _sums([_squares(each) for each in (tensor, *waiting.values())], context)
             known.update({other: (of_other, sums) for (other, of_other), sums in zip(waiting.items(), others)})
         result = torch.mul(tensor, torch.rsqrt(squares / sizes[name] + norm.eps), out=torch.empty_like(tensor))
         return result.mul_(norm.weight.to(squares.dtype))

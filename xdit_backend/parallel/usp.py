@@ -1,6 +1,6 @@
 """Unified sequence parallelism: Ulysses inside, Ring outside (USP, arXiv 2405.07719). Called by the attention hook.
 
-PipeFusion and displaced patches take the same Attention, and begin and end as it does: heads_apart and all_keys.
+PipeFusion and displaced patches take the same Attention, and begin and end as it does: scatter_heads and all_keys.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -26,11 +26,11 @@ class Attention:
     # (B, 1, 1, T of all ranks), which keys may be attended to, rank after rank; None: all
     mask: torch.Tensor | None = None
     scale: float | None = None             # of queries times keys; None: torch's
-    plain: Callable = F.scaled_dot_product_attention           # as torch's; used where no merge is needed
+    sdpa: Callable = F.scaled_dot_product_attention           # as torch's; used where no merge is needed
 
     def whole(self, q_BNTH, k_BNTH, v_BNTH, mask):
         """Plain attention to keys that are all here."""
-        return self.plain(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask, scale=self.scale)
+        return self.sdpa(q_BNTH, *repeat_heads(q_BNTH, k_BNTH, v_BNTH), attn_mask=mask, scale=self.scale)
 
 
 def usp_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
@@ -42,7 +42,7 @@ def usp_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     sizes, key_sizes = attention.sizes, attention.key_sizes
     if not any(sizes):
         return q_BNTH
-    (q_BNTH, k_BNTH, v_BNTH), together = heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
+    (q_BNTH, k_BNTH, v_BNTH), together = scatter_heads(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes)
     if mesh.degrees["ring"] > 1:
         out = ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic)
     else:
@@ -51,7 +51,7 @@ def usp_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
 
 
 def all_keys(k_BNTH, v_BNTH, sizes, mesh, traffic):
-    """Keys and values of all ring ranks, from what heads_apart gives.
+    """Keys and values of all ring ranks, from what scatter_heads gives.
     sizes: T of every ring x Ulysses rank, of keys."""
     if mesh.degrees["ring"] == 1 or not any(sizes):
         return k_BNTH, v_BNTH
@@ -73,8 +73,8 @@ def repeat_heads(q_BNTH, k_BNTH, v_BNTH):
 def ring_attention(q_BNTH, k_BNTH, v_BNTH, attention, mesh, traffic):
     """Attention over keys and values that go round the ring; each transfer runs while the block at hand is computed.
 
-    q, k, v: of heads_apart. Some ranks may start with no keys. The mask is over those of all ranks, and known to every
-    rank. Ring Attention, arXiv 2310.01889. Returns like q.
+    q, k, v: of scatter_heads. Some ranks may start with no keys. The mask is over those of all ranks, and known to
+    every rank. Ring Attention, arXiv 2310.01889. Returns like q.
     """
     degree, rank = mesh.degrees["ring"], mesh.ranks["ring"]
     sizes = _ring_sizes(attention.key_sizes or attention.sizes, mesh)
@@ -115,7 +115,7 @@ def head_shares(num_heads, num_key_heads, mesh):
     return [(count * num_heads // num_key_heads // repeats, count) for count in groups], repeats
 
 
-def heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes=None):
+def scatter_heads(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes=None):
     """Ulysses all-to-all (arXiv 2309.14509): from all heads of this rank's tokens to its heads of the group's tokens.
 
     sizes: T of every ring x Ulysses rank; key_sizes: of keys and values, where they are others, which then travel in an
@@ -135,7 +135,7 @@ def heads_apart(q_BNTH, k_BNTH, v_BNTH, sizes, mesh, traffic, key_sizes=None):
         tensors = _apart(queries + others, sizes, mesh, traffic)
     else:
         tensors = _apart(queries, sizes, mesh, traffic) + _apart(others, key_sizes, mesh, traffic)
-    return tensors, lambda out_BNTH: heads_together(out_BNTH, of_queries, sizes, mesh, traffic)
+    return tensors, lambda out_BNTH: gather_heads(out_BNTH, of_queries, sizes, mesh, traffic)
 
 
 def _apart(tensors, sizes, mesh, traffic):
@@ -159,7 +159,7 @@ def _apart(tensors, sizes, mesh, traffic):
     return [part.transpose(0, 1) for part in torch.cat(received, 2).split([heads[own] for _, heads in tensors])]
 
 
-def heads_together(out_BNTH, heads, sizes, mesh, traffic):
+def gather_heads(out_BNTH, heads, sizes, mesh, traffic):
     """From this rank's heads of the group's tokens to all heads of its own tokens.
     heads, sizes: of each rank of the group."""
     batch, _, _, head_size = out_BNTH.shape

@@ -53,7 +53,7 @@ class Ranks:
         return len(self._all)
 
     @property
-    def works(self):
+    def is_member(self):
         """Is this process one of them?"""
         return dist.get_rank() in self._all
 
@@ -137,7 +137,8 @@ def _in_parts(vae, run, whole, scale, ranks, traffic, pieces):
     dim = pieces.dim or split_dim(vae, whole.shape, scale)
     count = num_parts(whole.shape, scale, dim)
     if num_ranks == 1 and pieces.block_size is None:
-        with replaced(F, **_told(pieces.on_convolution, RowSplit.of_sizes([count], None, traffic or Traffic(), dim))):
+        with replaced(F, **_with_callback(pieces.on_convolution,
+                                          RowSplit.of_sizes([count], None, traffic or Traffic(), dim))):
             return Share(run(whole))
     _check(vae)
     num_ranks = min(num_ranks, count)
@@ -161,13 +162,13 @@ def _run(vae, run, part):
         raise
 
 
-def _told(on_convolution, split):
+def _with_callback(on_convolution, split):
     """torch's convolutions, before which on_convolution is called."""
     def after(convolution):
-        def told(*args, **kwargs):
+        def with_callback(*args, **kwargs):
             on_convolution(split)
             return convolution(*args, **kwargs)
-        return told
+        return with_callback
     return {} if on_convolution is None else {"conv2d": after(conv2d), "conv3d": after(conv3d)}
 
 

@@ -21,7 +21,7 @@ from .vae import Pieces, decode_rows, encode_rows, num_parts, split_dim
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
 ROOMY = 1.5                    # so much, and what convolutions take beside their output need not be kept small
 MIN_BLOCK_BYTES = 2 ** 25      # of input and output of one block; an eighth of all that lives, where that is more
-LEAST_ROWS = 2                 # of the latent: an image of one row cannot be padded by reflection
+MIN_ROWS = 2                 # of the latent: an image of one row cannot be padded by reflection
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.conv2d, torch.ops.aten.conv3d)
 
 
@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
         self.largest_row_bytes = max(self.largest_row_bytes, (given_bytes + output_bytes) // output.shape[self.row_dim])
 
 
-class Moved(TorchDispatchMode):
+class MemoryTraffic(TorchDispatchMode):
     """While active, counts what torch's operators read and write, and what convolutions of 3 x 3 would borrow."""
 
     def __init__(self):
@@ -93,15 +93,15 @@ class Moved(TorchDispatchMode):
         return output
 
 
-def work_of(outline, shape, scale=1):
+def work_of(meta_vae, shape, scale=1):
     """What there is to do to decode (scale 1) or encode a tensor of this shape: {field of forecast.decoding.Work:
     number}."""
-    given = torch.empty(shape, dtype=outline.dtype, device="meta")
-    with FlopCounterMode(display=False) as flops, Moved() as moved:
+    given = torch.empty(shape, dtype=meta_vae.dtype, device="meta")
+    with FlopCounterMode(display=False) as flops, MemoryTraffic() as moved:
         if scale == 1:
-            decode_rows(outline, given)
+            decode_rows(meta_vae, given)
         else:
-            encode_rows(outline, given, scale)
+            encode_rows(meta_vae, given, scale)
     return {"flops": float(flops.get_total_flops()), "moved_bytes": float(moved.moved_bytes),
             "exchanges": float(moved.exchanges), "halo_bytes": float(moved.halo_bytes)}
 
@@ -115,7 +115,7 @@ class Need:
     num_convolutions: int          # that on_convolution will be called for
 
 
-def outline_of(vae):
+def meta_copy(vae):
     """The same autoencoder without bytes."""
     without_bytes = {id(tensor): type(tensor)(tensor.detach().to("meta"), False)
                      if isinstance(tensor, torch.nn.Parameter)
@@ -123,26 +123,26 @@ def outline_of(vae):
     return copy.deepcopy(vae, without_bytes)
 
 
-def need_of(outline, shape, scale, num_ranks, whole=False, speeds=()):
+def need_of(meta_vae, shape, scale, num_ranks, whole=False, speeds=()):
     """The Need for decoding (scale 1) or encoding a tensor of this shape by this many ranks; runs it on the meta
     device.
 
-    outline: see outline_of. scale: see encode_rows. whole: with convolutions all at once; else in about eight blocks,
+    outline: see meta_copy. scale: see encode_rows. whole: with convolutions all at once; else in about eight blocks,
     of which peak_bytes has one. speeds: as Pieces has them.
     """
     shape = list(shape)
-    dim = split_dim(outline, shape, scale)
+    dim = split_dim(meta_vae, shape, scale)
     own_parts = max(shard_sizes(num_parts(shape, scale, dim), num_ranks, speeds, least=1))
-    shape[dim] = 1 + own_parts if dim == -3 else max(LEAST_ROWS, own_parts) * scale
-    given = torch.empty(shape, dtype=outline.dtype, device="meta")
+    shape[dim] = 1 + own_parts if dim == -3 else max(MIN_ROWS, own_parts) * scale
+    given = torch.empty(shape, dtype=meta_vae.dtype, device="meta")
     num_rows = shape[dim] if scale == 1 else -(-shape[dim] // 8)
     convolutions = []
     pieces = Pieces() if whole else Pieces(dim, block_size=num_rows, on_convolution=convolutions.append)
     with LiveBytes(dim) as live:
         if scale == 1:
-            decode_rows(outline, given, pieces=pieces)
+            decode_rows(meta_vae, given, pieces=pieces)
         else:
-            encode_rows(outline, given, scale, pieces=pieces)
+            encode_rows(meta_vae, given, scale, pieces=pieces)
     return Need(live.peak_bytes, live.largest_row_bytes, live.num_convolutions if whole else len(convolutions))
 
 
@@ -151,7 +151,7 @@ class RowPlanner:
     Keeps what it has found for a size."""
 
     def __init__(self, vae):
-        self._outline, self._device, self._needs, self._work = outline_of(vae), vae.device, {}, {}
+        self._meta_vae, self._device, self._needs, self._work = meta_copy(vae), vae.device, {}, {}
 
     def plan(self, shape, scale, ranks, free_bytes, speeds=()):
         """Choose the block_size to decode (scale 1) or encode by; returns it, the number of convolutions to
@@ -171,7 +171,7 @@ class RowPlanner:
         if need.peak_bytes * MARGIN > free_bytes and speeds:
             need, speeds = self._need(shape, scale, num_ranks), ()
         if need.peak_bytes * MARGIN > free_bytes:
-            raise ConfigError(_does_not_fit(self._outline, shape, scale, ranks.count, need, free_bytes))
+            raise ConfigError(_does_not_fit(self._meta_vae, shape, scale, ranks.count, need, free_bytes))
         counted_bytes = need.peak_bytes // 8                   # of a block, in the peak
         spare_bytes = int(free_bytes / MARGIN) - need.peak_bytes
         block_bytes = min(max(MIN_BLOCK_BYTES, counted_bytes), counted_bytes + spare_bytes)
@@ -182,7 +182,7 @@ class RowPlanner:
         below, `plan` refuses."""
         return int(self._need([1, *shape[1:]], scale, self.num_working(shape, scale, num_ranks)).peak_bytes * MARGIN)
 
-    def roomy_bytes(self, shape, scale, num_ranks):
+    def unblocked_bytes(self, shape, scale, num_ranks):
         """Bytes with which these ranks need not compute convolutions in blocks."""
         return int(self._need([1, *shape[1:]], scale, self.num_working(shape, scale, num_ranks), True).peak_bytes
                    * ROOMY)
@@ -191,29 +191,29 @@ class RowPlanner:
         """See work_of; of one item of a batch."""
         shape = (1, *shape[1:])
         if (shape, scale) not in self._work:
-            self._work[shape, scale] = work_of(self._outline, shape, scale)
+            self._work[shape, scale] = work_of(self._meta_vae, shape, scale)
         return self._work[shape, scale]
 
     def num_working(self, shape, scale, num_ranks):
         """How many of these ranks have something to do."""
-        return min(num_ranks, num_parts(shape, scale, split_dim(self._outline, shape, scale)))
+        return min(num_ranks, num_parts(shape, scale, split_dim(self._meta_vae, shape, scale)))
 
     def _need(self, shape, scale, num_ranks, whole=False, speeds=()):
         key = (tuple(shape), scale, num_ranks, whole, speeds)
         if key not in self._needs:
-            self._needs[key] = need_of(self._outline, shape, scale, num_ranks, whole, speeds)
+            self._needs[key] = need_of(self._meta_vae, shape, scale, num_ranks, whole, speeds)
         return self._needs[key]
 
 
-def _does_not_fit(outline, shape, scale, num_ranks, need, free_bytes):
+def _does_not_fit(meta_vae, shape, scale, num_ranks, need, free_bytes):
     what = (f"Decoding a latent of {shape[-1]} x {shape[-2]}" if scale == 1
             else f"Encoding {shape[-1]} x {shape[-2]} pixels")
     frames = f" and {shape[-3]} frames" if len(shape) == 5 else ""
     needed_bytes = need.peak_bytes * MARGIN
     # Memory is a constant and a share of the rows.
-    rows = num_parts(shape, scale, split_dim(outline, shape, scale))
+    rows = num_parts(shape, scale, split_dim(meta_vae, shape, scale))
     own_rows = -(-rows // num_ranks)
-    half = need_of(outline, shape, scale, 2 * num_ranks)
+    half = need_of(meta_vae, shape, scale, 2 * num_ranks)
     half_rows = -(-rows // (2 * num_ranks))
     row_bytes = (needed_bytes - half.peak_bytes * MARGIN) / max(1, own_rows - half_rows)
     rows_that_fit = own_rows - (needed_bytes - free_bytes) / row_bytes if row_bytes > 0 else 0

@@ -70,7 +70,7 @@ class Channel:
         self.raw.close()
 
 
-class Door:
+class ChannelListener:
     """The host's end: listens in the group's private folder and lets in who holds the group's key.
 
     patience_s: how long a Channel of it waits for the rest of a message, or for room to send one; then its other end

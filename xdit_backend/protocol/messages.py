@@ -120,8 +120,8 @@ class LoadAutoencoder:
 @dataclass(frozen=True, config=STRICT)
 class Estimate:
     """Tell how much memory a rank needs to decode (scale 1) or encode a tensor of this shape: "needed_bytes" of the
-    answer, and "roomy_bytes" to compute convolutions all at once. Where asked for, what there is to do, by the names of
-    forecast.decoding.Work."""
+    answer, and "unblocked_bytes" to compute convolutions all at once. Where asked for, what there is to do, by the
+    names of forecast.decoding.Work."""
 
     request: Natural
     autoencoder: str
@@ -166,7 +166,7 @@ class Probe:
 
     request: Natural
     dtype: str                     # that models compute in
-    a_machine: Natural = 0         # config.devices_a_machine
+    per_machine: Natural = 0         # config.devices_per_machine
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -209,7 +209,7 @@ class Ready:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Unready:
+class StartFailed:
     """The worker cannot take commands, and waits to be ended."""
 
     rank: Rank
@@ -229,7 +229,7 @@ class Phase:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Beat:
+class Heartbeat:
     """A worker is still at a command. One that says nothing for long is stopped;
     where all wait for others and none gets on, they hang."""
 
@@ -277,7 +277,8 @@ class Failed:
 MESSAGES = {cls.__name__: cls for cls in (
     LoadModel, DropModel, ChangeWeights, ReturnWeights, ParkModel, RestoreModel, Conditioning, DropConditioning,
     Predict, LoadAutoencoder,
-    Estimate, Decode, Encode, Probe, ReportMemory, GiveBack, Abandon, Stop, Ready, Unready, Phase, Beat, Done, Failed)}
+    Estimate, Decode, Encode, Probe, ReportMemory, GiveBack, Abandon, Stop, Ready, StartFailed, Phase, Heartbeat, Done,
+                                          Failed)}
 
 
 ADAPTERS = {name: TypeAdapter(cls) for name, cls in MESSAGES.items()}

@@ -129,6 +129,6 @@ class Branch:
     scores: Segment | None = dataclasses.field(default=None, metadata=RESULT)
     guided: tuple[Nag, ...] = ()   # done to what every self-attention gives, one after the other
     # conditioning of this call alone, such as parts of the latent
-    beside: dict[str, Segment] = dataclasses.field(default_factory=dict)
+    call_conditioning: dict[str, Segment] = dataclasses.field(default_factory=dict)
     # where the predictions for those go, in float32
     parts: dict[str, Segment] = dataclasses.field(default_factory=dict, metadata=RESULT)

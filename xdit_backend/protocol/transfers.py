@@ -16,7 +16,7 @@ def on_device(tensor, device):
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-class Ferry:
+class StagingBuffers:
     """Carries large tensors between host memory and one device, in two pieces: one is filled while the other travels.
 
     Waiting for a piece takes no core, as CUDA's plain events do, which ask on and on.
@@ -29,7 +29,7 @@ class Ferry:
         self._piece_bytes = piece_bytes or (PIECE_BYTES if device.type == "cuda" else None)
         self._pieces = []
 
-    def bring(self, source):
+    def to_device(self, source):
         """A contiguous copy of `source`, from host memory, on the device, in the order of its current stream.
 
         `source` has been read when this returns.
@@ -44,7 +44,7 @@ class Ferry:
             travelled.record()
         return target
 
-    def fetch(self, source, target):
+    def to_host(self, source, target):
         """Copy a tensor of the device into `target`, host memory of the same shape and any dtype.
         It is there on return."""
         assert source.shape == target.shape, f"{tuple(source.shape)} into {tuple(target.shape)}"

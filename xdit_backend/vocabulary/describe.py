@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..protocol.errors import ConfigError, UnsupportedError
 from .family import ConfigRules
-from .references import method_of, places, references
+from .references import method_of, reference_positions, references
 
 # --- rules over the shapes of a file: {name: shape} ---
 
@@ -26,7 +26,7 @@ def size(name, dim, divided_by=1):
     return lambda shapes: shapes[name][dim] // divided_by
 
 
-def if_there(name, dim):
+def optional_size(name, dim):
     """One size of a tensor; None where the file lacks it."""
     return lambda shapes: shapes[name][dim] if name in shapes else None
 
@@ -60,7 +60,7 @@ def only_parts(known):
     return more_parts
 
 
-def said(shapes):
+def in_config_json(shapes):
     """The rule for what config.json of a diffusers folder alone says."""
 
 
@@ -109,7 +109,7 @@ ALL_FRAMES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Whole:
+class Unpacked:
     """Latents that the model itself cuts into tokens. patch: latent pixels of a token along each dim after C.
 
     Padded at their end to whole patches, wrapping around, as ComfyUI's models do. A prediction may have more channels
@@ -138,15 +138,15 @@ class Whole:
                for length in (0, -size % patch)]
         return F.pad(latent, pad, mode="circular") if any(pad) else latent
 
-    def __call__(self, asked):
-        return self.padded(asked.latent)
+    def __call__(self, call):
+        return self.padded(call.latent)
 
     def unpack(self, output, latent):
         return output[tuple(slice(length) for length in (None, *latent.shape[1:]))]
 
 
 @dataclass(frozen=True)
-class Places(Whole):
+class PerFrame(Unpacked):
     """Latents (B, C, F, H, W) of whose frames each is a sequence of its own; where these are cut, all are cut at the
     same places.
 
@@ -157,11 +157,11 @@ class Places(Whole):
         return shape[2]
 
     def padded(self, latent):
-        return Whole((1, *self.patch[1:])).padded(latent)
+        return Unpacked((1, *self.patch[1:])).padded(latent)
 
 
 @dataclass(frozen=True)
-class Packed(Whole):
+class Packed(Unpacked):
     """Latents that travel as tokens (B, T, C * pixels of a token), those of reference latents after the image's.
 
     method, step: how references are placed where a workflow does not say; see references.places.
@@ -173,8 +173,8 @@ class Packed(Whole):
     def channels(self, in_channels):
         return in_channels // math.prod(self.patch)
 
-    def __call__(self, asked):
-        pieces = [self.tokens(latent) for latent in (asked.latent, *references(asked.conditioning))]
+    def __call__(self, call):
+        pieces = [self.tokens(latent) for latent in (call.latent, *references(call.conditioning))]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
     def tokens(self, latent):
@@ -193,50 +193,52 @@ class Packed(Whole):
                                            *(count * patch for count, patch in zip(counts, self.patch)))
         return super().unpack(whole, latent)
 
-    def positions(self, asked):
+    def positions(self, call):
         """(T, 3): frame, row and column of each token in the whole latent;
         of a reference, its index, row and column."""
         starts = [0, 0, 0]
-        if asked.patch is not None:
-            dim = asked.patch.dim - 2
-            starts[dim - len(self.patch)] = asked.patch.start // self.patch[dim]
-        pieces = zip(self.shapes(asked)[0], (starts, *self.places(asked)))
-        return torch.cat([torch.cartesian_prod(*(start + torch.arange(float(count), device=asked.latent.device)
+        if call.patch is not None:
+            dim = call.patch.dim - 2
+            starts[dim - len(self.patch)] = call.patch.start // self.patch[dim]
+        pieces = zip(self.shapes(call)[0], (starts, *self.reference_positions(call)))
+        return torch.cat([torch.cartesian_prod(*(start + torch.arange(float(count), device=call.latent.device)
                                                  for start, count in zip(first, counts))) for counts, first in pieces])
 
-    def shapes(self, asked):
+    def shapes(self, call):
         """[[(frames, token rows, token columns), those of each reference ...]] for each image."""
-        latents = asked.latent, *references(asked.conditioning)
+        latents = call.latent, *references(call.conditioning)
         return [[tuple([1] * (3 - len(self.patch)) + self.counts(latent.shape))
-                 for latent in latents]] * len(asked.latent)
+                 for latent in latents]] * len(call.latent)
 
-    def places(self, asked):
+    def reference_positions(self, call):
         """[(index, token row, token column)] at which references begin."""
-        return places(asked, self.patch[-1], method_of(asked.conditioning, self.method), self.step)
+        return reference_positions(call, self.patch[-1], method_of(call.conditioning, self.method), self.step)
 
     def num_reference_tokens(self, conditioning):
         return sum(self.num_tokens(latent.shape) for latent in references(conditioning))
 
 
-def token_rows(asked, latent):
-    """(first token, tokens, tokens of the whole) of what is asked about. latent: the Whole or Packed of its family."""
-    counts = latent.counts(asked.latent.shape)
+def token_rows(call, latent):
+    """(first token, tokens, tokens of the whole) of what is asked about. latent: the Unpacked or Packed of its
+    family."""
+    counts = latent.counts(call.latent.shape)
     count = whole = math.prod(counts)
-    if asked.patch is None:
+    if call.patch is None:
         return 0, count, whole
-    dim = asked.patch.dim - 2
+    dim = call.patch.dim - 2
     a_row = count // counts[dim]
-    return asked.patch.start // latent.patch[dim] * a_row, count, -(-asked.patch.whole // latent.patch[dim]) * a_row
+    return call.patch.start // latent.patch[dim] * a_row, count, -(-call.patch.whole // latent.patch[dim]) * a_row
 
 
 def even_sides(name, latent):
-    """The rule of a Whole for a model of ComfyUI's that fails at odd sides: they are refused. name: of the family."""
-    def rule(asked):
-        rows, columns = asked.latent.shape[-2:]
+    """The rule of an Unpacked for a model of ComfyUI's that fails at odd sides: they are refused. name: of the
+    family."""
+    def rule(call):
+        rows, columns = call.latent.shape[-2:]
         if rows % 2 or columns % 2:
             raise ConfigError(f"{name} takes latents of even sides, and this one is of {rows} x {columns}. "
                               f"Use a width and a height that are multiples of 16 pixels.")
-        return latent(asked)
+        return latent(call)
     return rule
 
 
@@ -244,7 +246,7 @@ def even_sides(name, latent):
 
 def timestep(times=1, plus=0):
     """plus + times * the timestep that ComfyUI gives."""
-    return lambda asked: asked.timestep if (times, plus) == (1, 0) else plus + times * asked.timestep
+    return lambda call: call.timestep if (times, plus) == (1, 0) else plus + times * call.timestep
 
 
 def type_of_arithmetic(model):
@@ -260,38 +262,38 @@ def type_of_arithmetic(model):
     return lambda: now[0]
 
 
-def frame_times(asked):
+def frame_times(call):
     """The timestep as ComfyUI gives it, (B,), or (B, frames) where they differ; a patch has its own frames."""
-    times = asked.timestep
+    times = call.timestep
     if times.ndim == 1:
         return times
-    start = asked.patch.start if asked.patch is not None and asked.patch.dim == 2 else 0
-    return times[:, start:start + asked.latent.shape[2]]
+    start = call.patch.start if call.patch is not None and call.patch.dim == 2 else 0
+    return times[:, start:start + call.latent.shape[2]]
 
 
 def given(name, times=1, where=None, else_zeros=None):
     """A conditioning, one for each image. where: only if this of the config is set, else None. else_zeros: where a
     workflow has none, zeros as wide as this of the config says."""
-    def rule(asked):
-        if where is not None and not asked.config[where]:
+    def rule(call):
+        if where is not None and not call.config[where]:
             return None
-        tensor = asked.conditioning.get(name)
+        tensor = call.conditioning.get(name)
         if tensor is None:
-            return None if else_zeros is None else asked.latent.new_zeros(len(asked.latent), asked.config[else_zeros])
-        tensor = tensor if len(tensor) == len(asked.latent) else tensor.expand(len(asked.latent), *tensor.shape[1:])
+            return None if else_zeros is None else call.latent.new_zeros(len(call.latent), call.config[else_zeros])
+        tensor = tensor if len(tensor) == len(call.latent) else tensor.expand(len(call.latent), *tensor.shape[1:])
         return tensor if times == 1 else tensor * times
     return rule
 
 
-def text_positions(asked):
+def text_positions(call):
     """(T, 3): text has no place in the picture."""
-    return torch.zeros(asked.conditioning["context"].shape[1], 3, device=asked.latent.device)
+    return torch.zeros(call.conditioning["context"].shape[1], 3, device=call.latent.device)
 
 
-def text_mask(asked):
+def text_mask(call):
     """(B, T) bool, which text tokens are real, as ComfyUI's `attention_mask` says; None where it says nothing."""
-    mask = given("attention_mask")(asked)
-    num_tokens = asked.conditioning["context"].shape[1]
+    mask = given("attention_mask")(call)
+    num_tokens = call.conditioning["context"].shape[1]
     if mask is not None and mask.shape[1] != num_tokens:
         raise UnsupportedError(f"The conditioning has {num_tokens} text tokens and an attention mask of "
                                f"{mask.shape[1]}, as Conditioning (Concat) makes of prompts with masks. Join the "
@@ -303,6 +305,6 @@ def text_mask(asked):
     return None if mask is None else mask.bool()
 
 
-def all_text(asked):
+def all_text(call):
     """(B, T): a mask that says that every text token is real, for forwards that cannot do without one."""
-    return torch.ones(asked.conditioning["context"].shape[:2], dtype=torch.bool, device=asked.latent.device)
+    return torch.ones(call.conditioning["context"].shape[:2], dtype=torch.bool, device=call.latent.device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..protocol.errors import UnsupportedError
-from .plan import ModelPlan, RowPlan
+from .plan import ModelPlan, UNetPlan
 
 
 @dataclass(frozen=True)
@@ -23,148 +23,118 @@ class ConfigRules:
 
 @dataclass(frozen=True)
 class Tiny:
-    """The family at a size for tests: arguments of the diffusers class; ComfyUI's class ("module:Class") and its
-    arguments.
+    """The family at a size for tests. ComfyUI's class also says what it calls the tensors of a diffusers folder
+    (nodes/bridge/model/folders.py)."""
 
-    What the tensors of a diffusers folder are called in ComfyUI, that class tells (nodes/bridge/model/folders.py);
-    `more` are arguments with which it has tensors that it lacks without. frames: of a latent that has a dim for them.
-    detected: name in comfy.supported_models whose detection from a file would take published widths for granted.
-    """
-
-    config: dict
-    native: str = ""
-    arguments: dict = field(default_factory=dict)
-    frames: int = 3
-    detected: str | None = None
-    more: dict = field(default_factory=dict)
+    config: dict                           # arguments of the diffusers class
+    native: str = ""                       # ComfyUI's class, "module:Class"
+    arguments: dict = field(default_factory=dict)              # of ComfyUI's class
+    frames: int = 3                        # of a latent that has a dim for them
+    detected: str | None = None            # name in comfy.supported_models that takes published widths for granted
+    more: dict = field(default_factory=dict)                   # arguments with which ComfyUI's class has more tensors
 
 
 @dataclass(frozen=True)
 class Sampled:
     """How ComfyUI is to sample a family that it has no model of (nodes/bridge/model/own_model.py). Such models are
-    diffusers folders.
+    diffusers folders."""
 
-    prediction: name in comfy.model_base.ModelType. settings: of ComfyUI's sampling; those of the model's own scheduler.
-    latent_format: name in comfy.latent_formats; latent: what is otherwise than in that. memory: ComfyUI's
-    memory_usage_factor. labels: argument of the diffusers class that says how many classes there are, of a model that
-    is given a class and no text.
-    """
-
-    prediction: str
-    settings: dict
-    latent_format: str
-    latent: dict = field(default_factory=dict)
-    memory: float = 1.0
-    labels: str | None = None
+    prediction: str                        # name in comfy.model_base.ModelType
+    settings: dict                         # of ComfyUI's sampling: those of the model's own scheduler
+    latent_format: str                     # name in comfy.latent_formats
+    latent: dict = field(default_factory=dict)                 # what differs from that format
+    memory: float = 1.0                    # ComfyUI's memory_usage_factor
+    labels: str | None = None              # config argument with the number of classes, of models that take no text
 
 
 @dataclass(frozen=True)
 class Family:
-    """Everything this project knows of one model family. shapes: {name of a tensor in a file: its shape}.
+    """Everything this project knows of one model family.
 
-    title: what a person reads in tables. transformer: class name in diffusers. recognise(shapes): is a file with such
-    tensors ours? refusals: functions of shapes, each says why a file of this family cannot be run, or None;
-    refused_beside: tensors in or beside the diffusion model -> why a file with them cannot be run. config(shapes):
-    arguments of the diffusers class, from the header alone. convert(tensors, config): from the file's names to
-    diffusers'; some tensors are on the meta device.
-    latent: describe.Packed or describe.Whole, how latents become hidden states and back; sign: of the prediction.
-    arguments: of the diffusers forward -> a function of describe.Asked, or what it is. time_scale: ComfyUI's timestep
-    at sigma 1.
-    conditioning: what is understood of ComfyUI's arguments to a diffusion model -> the argument of the diffusers class
-    that says how wide it is (None: it has a shape of its own); ignored: what ComfyUI's model itself ignores too.
-    choices: conditioning that is a word -> the words that are understood, and the word each comes to.
-    only_with: conditioning -> the conditioning without which ComfyUI's model ignores it.
-    parts: of a model whose latents have several: what those after the first are called, as conditioning -> a function
-    that takes the forward's output of it back to the part. The forward's output is a tuple then. parted(latents, times,
-    config): of ComfyUI's call of such a model: (the first part, its timestep, {name: tensor of this call alone}).
-    lengths: streams beside the image -> a function of the conditioning that says how many tokens. "text": those of its
-    context.
-    stream_widths: streams whose tokens are not as wide as the image's -> the argument of the diffusers class that says
-    how wide.
-    multiple: image tokens are padded to a multiple of this, by a stream "pad" after them.
-    amend(model, config): make the model compute as ComfyUI's does, where diffusers' does not; before it has weights.
-    What it remembers of a forward until its blocks have run is in a ContextVar: another forward may take turns with it
-    there.
-    by_tensors: arguments of the diffusers class that ComfyUI tells by the tensors alone; a folder's config.json is not
-    asked.
-    values: tensors whose values tell ComfyUI how a model is sampled; they may stand beside the diffusion model in a
-    file.
-    unrounded: modules and parameters that ComfyUI does not hold in a smaller type than it computes in. too_small: types
-    that its numbers do not fit in, so that it is not computed in them.
-    prepares: what names of tensors begin with that ComfyUI prepares the text with, once, before LoRA hooks are in
-    effect.
-    settings: what ComfyUI's model heeds of a file's metadata -> the values that are run, first what holds where it says
-    none; the config has them under "_" and the name. beyond(arguments): what ComfyUI's arguments ask of its model that
-    ours does not do; or None.
-    rope_options(arguments): what ComfyUI's BaseModel of the family itself puts there, of ComfyUI's arguments to its
-    model; or None.
-    marks: of diffusers folders: what config.json says -> the tensor by which files say it. further: parts beside the
-    transformer that belong to it -> a function of a tensor's name there: ComfyUI's name, which begins with one of
-    `prepares`, or None.
-    in_folder(checkpoints.folder.Folder): what such a folder says of the settings, or None; heeded: arguments of the
-    diffusers class that it tells it by.
-    num_heads, num_key_heads, width, num_channels, in_channels: of the attention (None: a U-Net, whose tokens nothing
-    shares out; as many:
-    None), of a token, of a prediction, of what the class takes; functions of config. pixels: frames, rows and columns
-    of the picture that a latent's pixel stands for, likewise. cfg: what the table says of it. sampled: of a family that
-    ComfyUI has no model of.
-    refused: methods that it cannot have, as degrees call them ("ring") -> why, after "because".
+    `shapes` is {name of a tensor in a file: its shape}, `config` the arguments of the diffusers class.
     """
 
     name: str
-    title: str
-    transformer: str
-    plan: ModelPlan | RowPlan
-    recognise: Callable
-    config: ConfigRules
-    convert: Callable
-    latent: Any
+    title: str                             # what a person reads in tables
+    transformer: str                       # name of the class in diffusers
+    plan: ModelPlan | UNetPlan
+    recognise: Callable                    # (shapes) -> does a file with these tensors belong to this family?
+    config: ConfigRules                    # (shapes) -> arguments of the diffusers class
+    convert: Callable                      # (tensors, config) -> tensors under diffusers' names; some are on meta
+    latent: Any                            # describe.Packed or describe.Unpacked: latents to hidden states and back
+    # argument of diffusers' forward -> its value, or a function of CallInputs
     arguments: dict
+    # argument of ComfyUI's model that is supported -> the config's argument that says how wide it is, or None
     conditioning: dict[str, str | None]
     tiny: Tiny
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()          # arguments that ComfyUI's model ignores too
+    # conditioning that is a word -> {a word that is supported: the word that it means}
     choices: dict[str, dict[str, str]] = field(default_factory=dict)
+    # conditioning -> the conditioning without which ComfyUI's model ignores it
     only_with: dict[str, str] = field(default_factory=dict)
+    # each (shapes) -> why a file of this family cannot be run, or None
     refusals: tuple[Callable, ...] = ()
-    refused_beside: dict[str, str] = field(default_factory=dict)
+    # tensor in or beside the diffusion model -> why a file with it cannot be run
+    refused_tensors: dict[str, str] = field(default_factory=dict)
+    # stream beside the image -> (conditioning) -> number of its tokens. "text": the tokens of the context
     lengths: dict[str, Callable] = field(default_factory=dict)
+    # stream whose tokens have another width than the image's -> the config's argument that says which
     stream_widths: dict[str, str] = field(default_factory=dict)
-    multiple: int = 1
-    sign: float = 1.0
-    time_scale: float = 1000.0
-    cfg: str = "yes"
-    sampled: Sampled | None = None
+    multiple: int = 1                      # image tokens are padded to a multiple of this, by a stream "pad" after them
+    sign: float = 1.0                      # of the prediction
+    time_scale: float = 1000.0             # ComfyUI's timestep at sigma 1
+    cfg: str = "yes"                       # what the table of models says of guidance
+    sampled: Sampled | None = None         # of a family that ComfyUI has no model of
+    # method that it cannot run under, such as "ring" -> why, as it follows "because"
     refused: dict[str, str] = field(default_factory=dict)
+    # Changes diffusers' model, before it has weights, where it computes otherwise than ComfyUI's. What it remembers
+    # while blocks run must be in a ContextVar, since another forward may take turns with this one.
     amend: Callable = lambda model, config: None
-    by_tensors: tuple[str, ...] = ()
-    unrounded: tuple[str, ...] = ()
-    too_small: tuple[str, ...] = ()
+    # config arguments that ComfyUI reads from the tensors; config.json of a folder is not asked for them
+    config_from_tensors: tuple[str, ...] = ()
+    keep_in_compute_dtype: tuple[str, ...] = ()                # modules, parameters that ComfyUI does not store smaller
+    unsupported_dtypes: tuple[str, ...] = ()                   # in which its numbers overflow
+    # tensors whose values tell ComfyUI how to sample; they may stand beside the diffusion model in a file
     values: tuple[str, ...] = ()
-    prepares: tuple[str, ...] = ()
+    # of names of tensors with which ComfyUI prepares the text once, before LoRA hooks take effect
+    text_prefixes: tuple[str, ...] = ()
+    # setting in a file's metadata that ComfyUI's model reads -> the values that are run; the first is the default.
+    # The config has it under "_" and its name.
     settings: dict[str, tuple] = field(default_factory=dict)
-    beyond: Callable = lambda arguments: None
+    # (ComfyUI's arguments) -> what they ask for that diffusers' model does not do, or None
+    unsupported_arguments: Callable = lambda arguments: None
+    # (ComfyUI's arguments) -> the rope options that ComfyUI's BaseModel of this family sets itself, or None
     rope_options: Callable = lambda arguments: None
-    marks: dict[str, str] = field(default_factory=dict)
-    further: dict[str, Callable] = field(default_factory=dict)
-    in_folder: Callable = lambda folder: None
-    heeded: tuple[str, ...] = ()
+    # setting in a folder's config.json -> the tensor by which single files say the same
+    marker_tensors: dict[str, str] = field(default_factory=dict)
+    # part of a folder that belongs to the model -> (name of a tensor there) -> ComfyUI's name, which begins with one of
+    # text_prefixes; or None
+    extra_parts: dict[str, Callable] = field(default_factory=dict)
+    # (checkpoints.folder.Folder) -> its settings in the words of a file's metadata, or None
+    folder_metadata: Callable = lambda folder: None
+    folder_arguments: tuple[str, ...] = ()                     # config arguments that folder_metadata has read
+    # Of latents with several parts: conditioning that holds a part after the first -> (the forward's output of it) ->
+    # the part. The forward then returns a tuple.
     parts: dict[str, Callable] = field(default_factory=dict)
+    # (latents, times, config) -> (the first part, its timestep, {conditioning: tensor of this call alone})
     parted: Callable | None = None
-    num_heads: Callable = lambda config: config["num_attention_heads"]
-    num_key_heads: Callable = lambda config: None
-    width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
-    num_channels: Callable = lambda config: config.get("out_channels") or config["in_channels"]
-    in_channels: Callable = lambda config: config["in_channels"]
-    pixels: Callable = lambda config: (1, 8, 8)
+    # --- sizes: functions of the config ---
+    num_heads: Callable = lambda config: config["num_attention_heads"]     # None: a U-Net, which shares out no tokens
+    num_key_heads: Callable = lambda config: None                          # None: as many as num_heads
+    width: Callable = lambda config: config["num_attention_heads"] * config["attention_head_dim"]      # of a token
+    num_channels: Callable = lambda config: config.get("out_channels") or config["in_channels"]        # of a prediction
+    in_channels: Callable = lambda config: config["in_channels"]           # of what the class takes
+    pixels: Callable = lambda config: (1, 8, 8)                # frames, rows, columns of the picture per latent pixel
 
     def taken_channels(self, config):
         """Channels of what ComfyUI hands to its model: those of the latent, and of pictures that it adds to them."""
         return self.latent.channels(self.in_channels(config))
 
-    def refuse(self, shapes, beside=()):
-        """Why a file of this family cannot be run; None where it can. beside: names of what else is in it."""
+    def refuse(self, shapes, other_tensors=()):
+        """Why a file of this family cannot be run; None where it can. other_tensors: names of what else is in it."""
         return next((reason for refusal in self.refusals if (reason := refusal(shapes))),
-                    next((reason for name, reason in self.refused_beside.items() if name in shapes or name in beside),
+                    next((reason for name,
+                          reason in self.refused_tensors.items() if name in shapes or name in other_tensors),
                          None))
 
     def tensors(self, conditioning):
@@ -192,8 +162,8 @@ class Family:
     def inputs(self, latent, timestep, conditioning, config, patch=None):
         """Arguments of the diffusers forward. timestep: as ComfyUI gives it, (B,), or one for each frame or token of
         the whole latent, (B, N). patch: a specs.Patch where the latent is one."""
-        asked = Asked(latent, timestep, conditioning, config, patch)
-        return {name: rule(asked) if callable(rule) else rule for name, rule in self.arguments.items()}
+        call = CallInputs(latent, timestep, conditioning, config, patch)
+        return {name: rule(call) if callable(rule) else rule for name, rule in self.arguments.items()}
 
     def prediction(self, output, latent):
         """The forward's output as the latent's rows and columns, in ComfyUI's sign."""
@@ -208,7 +178,7 @@ class Family:
     def token_counts(self, shape, conditioning, patch=None):
         """Tokens of every stream: {"image": ..., "text": ...}.
         shape: of the latent or the patch; conditioning: of a whole forward."""
-        if self.by_rows:
+        if self.is_unet:
             return {"image": self.latent.num_tokens(shape)}
         whole = [patch.whole if patch is not None and dim == patch.dim else length for dim, length in enumerate(shape)]
         streams, lengths = self.plan.stream_names, {
@@ -229,14 +199,14 @@ class Family:
         A place is a list of what ComfyUI's ControlNets give, and the number of the block there: "output.3". {} where
         ComfyUI's model takes none.
         """
-        if self.by_rows:
+        if self.is_unet:
             skips = [(channels, *(-(-length // 2 ** level) for length in shape[2:]))
                      for channels, level in self.plan.skips(config)]
             return {f"{name}.{number}": skip for name in ("input", "output")
                     for number, skip in enumerate(skips)} | {"middle.0": skips[-1]}
         tokens = self.latent.num_tokens(shape), self.width(config)
         skips = self.plan.skips(self.num_blocks(config))
-        return {f"{list_.control}.{number}": tokens for list_ in self.plan.blocks if list_.control
+        return {f"{list_.control}.{number}": tokens for list_ in self.blocks if list_.control
                 for number in (sorted(skips.values()) if skips else range(config[list_.count]))}
 
     def patch_size(self, config):
@@ -244,12 +214,17 @@ class Family:
         return self.latent.patch
 
     @property
-    def by_rows(self):
+    def is_unet(self):
         """Is it a U-Net?"""
-        return isinstance(self.plan, RowPlan)
+        return isinstance(self.plan, UNetPlan)
+
+    @property
+    def blocks(self):
+        """The plan's lists of blocks; a U-Net has none."""
+        return () if self.is_unet else self.plan.blocks
 
     def num_blocks(self, config):
-        return sum(config[list_.count] for list_ in self.plan.blocks)
+        return sum(config[list_.count] for list_ in self.blocks)
 
 
 def _as_tensor(value):
@@ -257,7 +232,7 @@ def _as_tensor(value):
 
 
 @dataclass(frozen=True)
-class Asked:
+class CallInputs:
     """One call of a model, as ComfyUI makes it: what the rules of `Family.arguments` read."""
 
     latent: object

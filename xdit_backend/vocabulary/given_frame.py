@@ -26,7 +26,7 @@ class PerToken:
         return self._tokens_BTC
 
 
-def place_given_frame(model):
+def install_given_frame(model):
     """Have the model take `given_time`, (B,), the time of the given frame, or None, and `given_tokens`, how many tokens
     that frame has in this latent or patch. What its rotary tables then hold beside sines: (T,) bool, which tokens are
     modulated as given."""

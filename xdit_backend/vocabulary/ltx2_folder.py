@@ -19,10 +19,10 @@ def connectors_name(name):
     return re.sub(r"\.norm_([qk])\.", r".\1_norm.", name)
 
 
-def in_folder(folder):
+def folder_metadata(folder):
     """The words of the metadata for what config.json says;
     positions are of the middle of a frame in diffusers' model."""
-    config, connectors, early = folder.config, folder.further.get("connectors", {}), not folder.config.get(
+    config, connectors, early = folder.config, folder.extra_parts.get("connectors", {}), not folder.config.get(
         "use_prompt_embeddings", True)
     sizes = {f"{ours}_{size}": connectors[f"{theirs}_{size}"] for ours, theirs in CONNECTORS_SAY.items()
              for size in ("attention_head_dim", "num_attention_heads", "num_layers")
@@ -38,6 +38,6 @@ def in_folder(folder):
         "caption_proj_before_connector": early, "caption_projection_first_linear": not early}
 
 
-CONNECTORS = {"prepares": ("video_embeddings_connector.", "audio_embeddings_connector."),
-              "further": {"connectors": connectors_name}, "in_folder": in_folder,
-              "heeded": ("rope_type", "rope_double_precision", "cross_attn_timestep_scale_multiplier")}
+CONNECTORS = {"text_prefixes": ("video_embeddings_connector.", "audio_embeddings_connector."),
+              "extra_parts": {"connectors": connectors_name}, "folder_metadata": folder_metadata,
+              "folder_arguments": ("rope_type", "rope_double_precision", "cross_attn_timestep_scale_multiplier")}

@@ -13,31 +13,31 @@ IS_LTX = has("patchify_proj.weight", "adaln_single.emb.timestep_embedder.linear_
              "transformer_blocks.0.attn2.to_k.weight")
 
 
-def bounds(asked):
+def bounds(call):
     """(1 or B, 3, T, 2): second, row and column at which each token begins and ends, in pixels of the video. A causal
     first frame is one pixel frame long.
     """
-    starts = LATENT.positions(asked).T[None]
-    places = torch.stack([starts, starts + 1], -1) * on_device(torch.tensor(PIXELS), asked.latent.device)[:, None, None]
-    if asked.config["_causal_temporal_positioning"]:
+    starts = LATENT.positions(call).T[None]
+    places = torch.stack([starts, starts + 1], -1) * on_device(torch.tensor(PIXELS), call.latent.device)[:, None, None]
+    if call.config["_causal_temporal_positioning"]:
         places[:, 0] = (places[:, 0] + 1 - PIXELS[0]).clamp(min=0)
-    guides = asked.conditioning.get("keyframe_idxs")
+    guides = call.conditioning.get("keyframe_idxs")
     if guides is not None:                                     # (B, 3, tokens of guides, 2), which are the last ones
-        first, count, whole = token_rows(asked, LATENT)
+        first, count, whole = token_rows(call, LATENT)
         guides = guides.to(places.dtype)
         places = torch.cat([places.expand(len(guides), -1, -1, -1)[:, :, :max(0, whole - guides.shape[2] - first)],
                             guides[:, :, max(0, first - (whole - guides.shape[2])):]], 2)[:, :, :count]
-    rate = asked.conditioning.get("frame_rate")
+    rate = call.conditioning.get("frame_rate")
     rate = FRAME_RATE if rate is None else rate.flatten()[0].to(places)
     return torch.cat([places[:, :1] * (1.0 / rate), places[:, 1:]], 1)
 
 
-def token_times(asked):
+def token_times(call):
     """(B,), or (B, T) where tokens differ; a patch has its own tokens."""
-    if asked.timestep.ndim == 1:
-        return asked.timestep * 1000
-    first, count, _ = token_rows(asked, LATENT)
-    return asked.timestep[:, first:first + count] * 1000
+    if call.timestep.ndim == 1:
+        return call.timestep * 1000
+    first, count, _ = token_rows(call, LATENT)
+    return call.timestep[:, first:first + count] * 1000
 
 
 def more_than_guides(arguments):

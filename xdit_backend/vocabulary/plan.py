@@ -21,29 +21,19 @@ class TokenArgument:
 
 @dataclass(frozen=True)
 class BlockList:
-    """A ModuleList of transformer blocks, in execution order.
-
-    in_file: what its blocks' tensors are prefixed with in ComfyUI's and the publisher's files. count: the argument of
-    the diffusers class that says how many blocks there are. returns: what a block returns, in order; each a stream, or
-    a tuple of streams that are one tensor. image_share: the part of a block's parameters that an image token passes
-    through.
-    control: which list of what a ControlNet gives ComfyUI's model adds to the image after each block, "input" or
-    "output"; where there are skips, to those.
-    patched: what ComfyUI's block patches call its blocks, where ComfyUI's model heeds them, "double" or "single".
-    twins: a ModuleList of as many blocks, each of which the block of its number calls (Family.amend); it is where that
-    one is.
-    streams, attention, tokens, masks: as in ModelPlan, where this list's differ from the plan's. Where `streams`
-    differ, the model's forward has merged or parted tensors in between.
-    """
+    """A ModuleList of transformer blocks, in execution order. None in the last four: as the ModelPlan says."""
 
     name: str
-    in_file: str
-    count: str = "num_layers"
-    returns: tuple = ("image",)
-    image_share: float = 1.0
+    file_prefix: str                       # of its blocks' tensors in ComfyUI's and the publisher's files
+    count: str = "num_layers"              # argument of the diffusers class that says how many blocks there are
+    returns: tuple = ("image",)            # what a block returns, in order: streams, or tuples of joined streams
+    image_share: float = 1.0               # part of a block's parameters that an image token passes through
+    # which of a ControlNet's lists ComfyUI's model adds to the image after each block: "input" or "output". Where there
+    # are skips, it is added to those.
     control: str | None = None
-    patched: str | None = None
-    twins: str | None = None
+    patched: str | None = None             # what ComfyUI's block patches call these blocks, "double" or "single"
+    paired: str | None = None              # a ModuleList of as many blocks, each called by the block of its number
+    # where these streams differ from those of the list before, the model's forward joins or separates tensors between
     streams: dict[str, str | tuple[str, ...]] | None = None
     attention: dict[str, tuple[str, ...]] | None = None
     tokens: dict[str, TokenArgument | tuple[TokenArgument, ...]] | None = None
@@ -52,73 +42,54 @@ class BlockList:
     @property
     def names(self):
         """Of the ModuleLists whose blocks make one block."""
-        return (self.name,) if self.twins is None else (self.name, self.twins)
+        return (self.name,) if self.paired is None else (self.name, self.paired)
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Where the tokens of a diffusers transformer are. All lists of blocks share what is said here, unless they say
-    otherwise.
+    """Where the tokens of a diffusers transformer are. A BlockList may say otherwise of its own blocks.
 
-    streams: block arguments that carry hidden states (B, T, C) from block to block -> the stream, or the tuple of
-    streams that follow one another in it. "image" is the latent's; others ("text") take part in self-attention beside
-    it. A text that is only read by cross-attention is not a stream.
-    attention: modules inside a block that mix tokens -> the streams they mix, in the order of their sequence. Those
-    that are no block's hidden states, blocks get as one of their `tokens`.
-    across: modules inside a block in which tokens of some streams read those of others -> (the streams of its queries,
-    those of its keys).
-    outputs: the streams that the forward makes its output of, after the last block.
-    tokens: other block arguments with a token dim, such as rotary tables; a tuple where the argument is one.
-    masks: block arguments that say which tokens may be attended to, (B, T) or (B, 1, 1, T) -> the streams of T, or ()
-    where they never mask any. A block gets None in their place. What a mask says is not looked at, so one that masks
-    nothing is heeded too.
-    exact: modules whose leading arguments the forward rounds to half precision on the way -> the arguments of the
-    forward they come from, and the factor it multiplies them by. They get them unrounded, as ComfyUI's models do.
-    positions: modules outside the blocks that derive positions from the latent's shape -> how a patch's are had
-    (positions.py).
-    once: modules inside a block whose input is the same for all patches -> "step" (of time and pooled conditioning) or
-    "run" (of text only). PipeFusion evaluates them once a step or run, not for each patch; its weights are read as
-    often.
-    once_outside: such modules outside the blocks, e.g. what refines the text; for a ModuleList, its modules.
-    beside: lists of blocks that no stream passes by itself, which tensor parallelism spreads like the others; unsplit:
-    linears of blocks, by their paths, that it leaves whole; of_heads: arguments of attentions that hold something for
-    each head: in their last dim, or along dim 1 of four.
-    needs_text: blocks cannot do without tokens of streams beside the image's: where there are none, they get one that
-    nothing attends to.
-    takes_output_patches: ComfyUI's model lets nodes change what its self-attention gives (attn1_output_patch), of the
-    tokens that are no text.
-    skips(num_blocks): in U-shaped models, blocks that take a `skip` -> the earlier block whose output it is.
-    sums: modules inside a block that mix tokens by sums over them alone (linear attention). They call `total`, an
-    argument of their forward that amend has given them, with the sums over this rank's tokens, for those over all.
-    tokens_first: blocks take and return hidden states as (T, B, C).
-    rows: the block argument that says how many rows of tokens there are; each rank then has whole rows. halos: modules
-    inside a block that take (B, C, rows, columns) and read one row beyond each.
-    outside: what names of tensors of blocks begin with that the forward uses outside of these too, so that every stage
-    has them.
+    A stream is a kind of token that passes the blocks: "image" is the latent's; others, such as "text", take part in
+    self-attention beside it. A text that only cross-attention reads is no stream.
     """
 
     blocks: tuple[BlockList, ...]
+    # block argument that carries hidden states (B, T, C) -> the stream, or the streams that follow one another in it
     streams: dict[str, str | tuple[str, ...]]
+    # self-attention inside a block -> its streams, in the order of the sequence. Those that are no hidden states of the
+    # block come as one of `tokens`.
     attention: dict[str, tuple[str, ...]]
-    across: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
-    outputs: tuple[str, ...] = ("image",)
+    # module inside a block where streams attend to others -> (streams of the queries, streams of the keys)
+    cross_attention: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ("image",)  # streams that the forward needs after the last block
+    # other block arguments with a token dim, such as rotary tables; a tuple where the argument is one
     tokens: dict[str, TokenArgument | tuple[TokenArgument, ...]] = field(default_factory=dict)
+    # block argument that says which tokens may be attended to, (B, T) or (B, 1, 1, T) -> the streams of T; () where it
+    # never masks any. A block gets None in its place.
     masks: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # module whose first arguments diffusers' forward rounds to half precision -> (the forward's arguments that they
+    # come from, the factor). It gets them unrounded, as in ComfyUI's models.
     exact: dict[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
+    # module outside the blocks that derives positions from the latent's shape -> how a patch gets its (positions.py)
     positions: dict[str, Callable] = field(default_factory=dict)
+    # module inside a block whose input is the same for all patches -> "step" (time, pooled text) or "run" (text only).
+    # PipeFusion evaluates it once in that span.
     once: dict[str, str] = field(default_factory=dict)
-    once_outside: dict[str, str] = field(default_factory=dict)
-    beside: tuple[str, ...] = ()
-    unsplit: tuple[str, ...] = ()
-    of_heads: tuple[str, ...] = ()
-    needs_text: bool = False
-    takes_output_patches: bool = False
+    once_outside: dict[str, str] = field(default_factory=dict)             # such modules outside the blocks
+    unstaged_blocks: tuple[str, ...] = ()  # lists of blocks that no stage passes; tensor parallelism splits them too
+    unsplit: tuple[str, ...] = ()          # linears of blocks, by path, that tensor parallelism leaves whole
+    of_heads: tuple[str, ...] = ()         # arguments of attentions with heads in their last dim, or dim 1 of four
+    needs_text: bool = False               # blocks fail without text tokens, and get a placeholder instead
+    takes_output_patches: bool = False     # ComfyUI's model runs attn1_output_patch on its image tokens
+    # (number of blocks) -> {block that takes a `skip`: the block whose output it is}, of U-shaped models
     skips: Callable = lambda num_blocks: {}
+    # Modules inside a block that mix tokens by sums alone (linear attention). They call `total`, an argument that amend
+    # has added to their forward, with the sums over this rank's tokens, to get those over all.
     sums: tuple[str, ...] = ()
-    tokens_first: bool = False
-    rows: str | None = None
-    halos: tuple[str, ...] = ()
-    outside: tuple[str, ...] = ()
+    tokens_first: bool = False             # blocks take and return hidden states as (T, B, C)
+    rows: str | None = None                # block argument with the number of token rows; ranks have whole rows then
+    halos: tuple[str, ...] = ()            # modules that take (B, C, rows, columns) and read one row beyond their own
+    outside: tuple[str, ...] = ()          # prefixes of tensors of blocks that the forward also uses outside of blocks
 
     @property
     def lists(self):
@@ -143,20 +114,12 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
-class RowPlan:
-    """Where a U-Net, which has no blocks that tokens pass, mixes the rows of its images: its convolutions, norms and
-    self-attention.
+class UNetPlan:
+    """Where a U-Net mixes the rows of its images: its convolutions, norms and self-attention. It has no lists of blocks
+    that tokens pass."""
 
-    first: the convolution that reads the latent itself. self_attention: what modules that mix the pixels of an image
-    are called.
-    of_text: modules of the cross-attention whose input is the text alone. num_levels(config): sizes of the image, each
-    half the last.
-    skips(config): what goes from the way down to the way up, in the order in which it is made: [(channels, level)].
-    """
-
-    first: str
-    self_attention: str
-    of_text: tuple[str, ...]
-    num_levels: Callable
-    skips: Callable
-    blocks: tuple = ()                     # it has none
+    first: str                             # the convolution that reads the latent itself
+    self_attention: str                    # what modules that mix the pixels of an image are called
+    of_text: tuple[str, ...]               # modules of cross-attention whose input is the text alone
+    num_levels: Callable                   # (config) -> number of image sizes, each half the one before
+    skips: Callable                        # (config) -> [(channels, level)] from the way down to the way up, in order

@@ -34,7 +34,7 @@ def method_of(conditioning, default):
     return next((name.partition(".")[2] for name in conditioning if name.startswith("ref_latents_method.")), default)
 
 
-def places(asked, side, method, step=1):
+def reference_positions(call, side, method, step=1):
     """Where the references' tokens begin: [(index, token row, token column)], as ComfyUI's models count them.
 
     index is the position along the axis that a picture has no other use for. side: latent pixels of a token along rows
@@ -43,10 +43,10 @@ def places(asked, side, method, step=1):
     the image, anything else ("offset") beside each other, where they make the least square.
     """
     tokens = lambda length: (length + side // 2) // side  # noqa: E731
-    by_rows = asked.patch is not None and asked.patch.dim == asked.latent.ndim - 2
-    rows, columns = asked.patch.whole if by_rows else asked.latent.shape[-2], asked.latent.shape[-1]
+    by_rows = call.patch is not None and call.patch.dim == call.latent.ndim - 2
+    rows, columns = call.patch.whole if by_rows else call.latent.shape[-2], call.latent.shape[-1]
     found, height, width = [], 0, 0
-    for number, reference in enumerate(references(asked.conditioning), 1):
+    for number, reference in enumerate(references(call.conditioning), 1):
         index, row, column = 1, 0, 0
         if method in ("index", "negative_index", AT_ZERO):
             index = number * step * (-1 if method == "negative_index" else 1)

@@ -56,14 +56,14 @@ def num_sounds(conditioning):
     return conditioning["audio"].shape[2] if "audio" in conditioning else 1
 
 
-def as_sound(tokens):
+def unpack_sound(tokens):
     return tokens.unflatten(2, (-1, FREQUENCIES)).transpose(1, 2)
 
 
-def _tokens(asked):
-    if "audio" not in asked.conditioning:
-        return asked.latent.new_zeros(len(asked.latent), 1, asked.config["audio_in_channels"])
-    return asked.conditioning["audio"].transpose(1, 2).flatten(2)              # (B, C, T, F) -> (B, T, C * F)
+def _tokens(call):
+    if "audio" not in call.conditioning:
+        return call.latent.new_zeros(len(call.latent), 1, call.config["audio_in_channels"])
+    return call.conditioning["audio"].transpose(1, 2).flatten(2)              # (B, C, T, F) -> (B, T, C * F)
 
 
 def _latest(times):
@@ -72,9 +72,9 @@ def _latest(times):
 
 
 ARGUMENTS = {
-    "audio_hidden_states": _tokens, "audio_timestep": lambda asked: 1000 * asked.conditioning["audio_times"],
-    "audio_num_frames": lambda asked: num_sounds(asked.conditioning),
-    "isolate_modalities": lambda asked: "audio" not in asked.conditioning,
+    "audio_hidden_states": _tokens, "audio_timestep": lambda call: 1000 * call.conditioning["audio_times"],
+    "audio_num_frames": lambda call: num_sounds(call.conditioning),
+    "isolate_modalities": lambda call: "audio" not in call.conditioning,
     "audio_encoder_attention_mask": text_mask, "most_times": given("most_times"),
-    "sigma": lambda asked: _latest(asked.timestep),
-    "audio_sigma": lambda asked: _latest(asked.conditioning["audio_times"])}
+    "sigma": lambda call: _latest(call.timestep),
+    "audio_sigma": lambda call: _latest(call.conditioning["audio_times"])}

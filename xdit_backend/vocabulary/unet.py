@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .describe import Whole, because, blocks, config_of, given, has, size, timestep
+from .describe import Unpacked, because, blocks, config_of, given, has, size, timestep
 from .family import Family, Tiny
 from .keys import table
-from .plan import RowPlan
+from .plan import UNetPlan
 
-LATENT = Whole((1, 1))
+LATENT = Unpacked((1, 1))
 
 # what the publisher's names begin with -> diffusers'
 OUTSIDE = {"input_blocks.0.0.": "conv_in.", "out.0.": "conv_norm_out.", "out.2.": "conv_out.",
@@ -50,10 +50,10 @@ def unet(name, title, architecture, tiny, refusals=(), values=()):
     """A family of U-Nets in ComfyUI's and the publisher's format. values: see Family."""
     return Family(
         name=name, title=title, transformer="UNet2DConditionModel", tiny=tiny, values=values, latent=LATENT,
-        convert=convert, by_tensors=("sample_size",),
+        convert=convert, config_from_tensors=("sample_size",),
         recognise=lambda shapes: (has("input_blocks.0.0.weight")(shapes)
                                   and _context_width(shapes) in architecture.context_widths),
-        refused_beside={"cc_projection.weight": "it turns objects (Zero123)"},
+        refused_tensors={"cc_projection.weight": "it turns objects (Zero123)"},
         refusals=(because("it makes videos (Stable Video Diffusion)",
                           lambda shapes: any(".time_stack." in key for key in shapes)),
                   *refusals,
@@ -66,7 +66,7 @@ def unet(name, title, architecture, tiny, refusals=(), values=()):
         | ({"y": "projection_class_embeddings_input_dim"} if architecture.labelled else {}),
         arguments={"sample": LATENT, "timestep": timestep(), "encoder_hidden_states": given("context"),
                    "class_labels": given("y", where="class_embed_type")},
-        plan=RowPlan(first="conv_in", self_attention="attn1", of_text=("attn2.to_k", "attn2.to_v"),
+        plan=UNetPlan(first="conv_in", self_attention="attn1", of_text=("attn2.to_k", "attn2.to_v"),
                      num_levels=lambda config: len(config["block_out_channels"]), skips=_skips))
 
 
@@ -110,19 +110,19 @@ def settings_of(folder_config):
     """What a folder's config.json says, in the words of the config that is made from a file's shapes; without what its
     tensors tell, or ComfyUI does: types of arithmetic, how SDXL's vector is made.
     """
-    said = {key: value for key, value in folder_config.items() if not key.startswith("_")
+    config = {key: value for key, value in folder_config.items() if not key.startswith("_")
             and key not in ("upcast_attention", "addition_time_embed_dim", "projection_class_embeddings_input_dim")}
-    kinds = said.get("down_block_types") or ()
+    kinds = config.get("down_block_types") or ()
     each = lambda value: (value,) * len(kinds) if isinstance(value, int) else tuple(value or ())  # noqa: E731
-    if said.get("addition_embed_type") == "text_time" and not said.get("class_embed_type"):
-        said |= {"addition_embed_type": None, "class_embed_type": "projection"}
-    said["attention_head_dim"] = each(said.pop("num_attention_heads", None) or said.get("attention_head_dim", 8))
-    depths = each(said.get("transformer_layers_per_block", 1))
+    if config.get("addition_embed_type") == "text_time" and not config.get("class_embed_type"):
+        config |= {"addition_embed_type": None, "class_embed_type": "projection"}
+    config["attention_head_dim"] = each(config.pop("num_attention_heads", None) or config.get("attention_head_dim", 8))
+    depths = each(config.get("transformer_layers_per_block", 1))
     # Where a level has no attention its depth means nothing; the last is the middle's too.
-    said["transformer_layers_per_block"] = tuple(depth if kind.startswith("Cross") else 1
+    config["transformer_layers_per_block"] = tuple(depth if kind.startswith("Cross") else 1
                                                  for kind, depth in zip(kinds, depths[:-1])
                                                  ) + depths[-1:]
-    return said
+    return config
 
 
 def publishers_names(names):

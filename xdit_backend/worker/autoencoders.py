@@ -22,10 +22,11 @@ CHECKED = 4
 class Autoencoders:
     """The VAEs that this rank holds, by the names of their specs. All ranks share each picture, by rows."""
 
-    def __init__(self, device, ferry, report_phase, timeline):
+    def __init__(self, device, staging, report_phase, timeline):
         self._device, self._report_phase = device, report_phase
         self._loaded, self._planners = {}, {}
-        self._ranks, self._ferry, self._timeline, self._clock = Ranks(dist.group.WORLD), ferry, timeline, Clock(device)
+        self._ranks, self._staging = Ranks(dist.group.WORLD), staging
+        self._timeline, self._clock = timeline, Clock(device)
 
     def load(self, spec):
         if spec.name not in self._loaded:
@@ -37,7 +38,7 @@ class Autoencoders:
         """The least bytes that a decode or encode needs on this rank, and more of it."""
         planner, count = self._planners[command.autoencoder], command.num_ranks or self._ranks.count
         return {"needed_bytes": planner.least_bytes(command.shape, command.scale, count),
-                "roomy_bytes": planner.roomy_bytes(command.shape, command.scale, count),
+                "unblocked_bytes": planner.unblocked_bytes(command.shape, command.scale, count),
                 **(planner.work(command.shape, command.scale) if command.with_work else {})}
 
     def drop(self, name):
@@ -53,7 +54,7 @@ class Autoencoders:
         vae = self._loaded[command.autoencoder]
         latent, picture = map_segment(command.latent), map_segment(command.picture)
         ranks = self._working(command, latent.shape, 1)
-        if not ranks.works:
+        if not ranks.is_member:
             return dict.fromkeys(("sent_bytes", "num_exchanges", "busy_s", "cpu_s", "peak_bytes"), 0)
         block_size, num_steps, speeds = self._plan_rows(command, latent[:1].shape, 1, ranks)
         live, started_s, started_cpu_s, start = (LiveBytes(), time.perf_counter(), time.process_time(),
@@ -67,7 +68,7 @@ class Autoencoders:
             if share is not None:
                 # BCHW in [-1, 1] -> BHWC in [0, 1], as ComfyUI's VAE gives it
                 pixels = share.tensor[0].float().add_(1).div_(2).clamp_(0, 1).movedim(0, -1)
-                self._ferry.fetch(
+                self._staging.to_host(
                     pixels, picture[index].narrow(share.dim - 1, share.start, pixels.shape[share.dim - 1]))
         self._tell("decode", start, traffic)
         return {"sent_bytes": traffic.sent_bytes, "num_exchanges": traffic.num_exchanges,
@@ -79,7 +80,7 @@ class Autoencoders:
         picture, latent = map_segment(command.picture), map_segment(command.latent)
         scale, start = picture.shape[-1] // latent.shape[-1], self._clock.mark()
         ranks = self._working(command, picture.shape, scale)
-        if not ranks.works:
+        if not ranks.is_member:
             return
         block_size, num_steps, speeds = self._plan_rows(command, picture[:1].shape, scale, ranks)
         for index in range(len(picture)):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..distributed.collectives import Traffic
 from ..parallel.vae_memory import free_bytes
 from ..protocol import messages
-from ..protocol.transfers import Ferry
+from ..protocol.transfers import StagingBuffers
 from . import probe
 from .autoencoders import Autoencoders
 from .memory import Memory
@@ -40,11 +40,11 @@ class Engine:
         # requests that nobody waits for, which another thread may add to
         self._abandoned = abandoned
         world_size = dist.get_world_size()
-        ferry = Ferry(device)
-        self._models = Models(rank, world_size, device, ferry, report_phase)
+        staging = StagingBuffers(device)
+        self._models = Models(rank, world_size, device, staging, report_phase)
         self.memory, self._timeline = Memory(device), Timeline(device)
-        self._predictions = Predictions(self._models, world_size, device, ferry, self._timeline)
-        self._autoencoders = Autoencoders(device, ferry, report_phase, self._timeline)
+        self._predictions = Predictions(self._models, world_size, device, staging, self._timeline)
+        self._autoencoders = Autoencoders(device, staging, report_phase, self._timeline)
         self.request, self.traffic = 0, Traffic()              # of the command at hand, or of the last one
         self._handlers = {
             messages.LoadModel: self._load,
@@ -140,7 +140,7 @@ class Engine:
     def _probe(self, command, traffic, report_phase):
         try:
             return probe.measure(self.rank, dist.get_world_size(), self.device, getattr(torch, command.dtype), traffic,
-                                 report_phase, command.a_machine)
+                                 report_phase, command.per_machine)
         finally:
             self.memory.give_back()
 

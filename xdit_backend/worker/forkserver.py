@@ -26,7 +26,7 @@ from ..models import FAMILIES
 from . import rank, torchrun
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15      # linux/prctl.h
-MOST_BYTES = 2 ** 20                       # of one request
+MAX_BYTES = 2 ** 20                       # of one request
 
 
 def main():
@@ -39,7 +39,7 @@ def main():
         if not select.select([channel], [], [], torchrun.LOOK_S)[0]:
             _forget_ended(started)
             continue
-        body, files, _, _ = socket.recv_fds(channel, MOST_BYTES, 1)
+        body, files, _, _ = socket.recv_fds(channel, MAX_BYTES, 1)
         if not body:                                           # the host has closed its end
             break
         request, [output] = json.loads(body), files

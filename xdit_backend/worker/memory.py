@@ -80,13 +80,13 @@ class Memory:
             return {"total_bytes": total, "unused_bytes": unused,
                     "reserved_bytes": torch.cuda.memory_reserved(self._device),
                     "host_bytes": _status()["RssAnon"], "activation_bytes": max(0, peak)}
-        now, (room, limit) = _status(), available_memory()
+        now, (available, limit) = _status(), available_memory()
         peak = 0
         # but for pages of files and of shared memory that came meanwhile
         if self._start and "VmHWM" in now:
             mapped = sum(max(0, now[name] - self._start[name]) for name in ("RssFile", "RssShmem"))
             peak = now["VmHWM"] - self._start["VmRSS"] - mapped
-        return {"total_bytes": limit, "unused_bytes": room, "reserved_bytes": now["RssAnon"], "host_bytes": 0,
+        return {"total_bytes": limit, "unused_bytes": available, "reserved_bytes": now["RssAnon"], "host_bytes": 0,
                 "activation_bytes": max(0, peak)}
 
 

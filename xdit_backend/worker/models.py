@@ -19,9 +19,9 @@ from ..distributed.collectives import Traffic, all_gather
 from ..hooks.context import ForwardContext, rows_of, tokens_of
 from ..hooks.regions import message_size
 from ..hooks.transformer import Hooks
-from ..hooks.unet import RowHooks
+from ..hooks.unet import UNetHooks
 from ..models import FAMILIES
-from ..partition import FULL, cut_bands, holders, split_stages, stage_blocks, stage_of
+from ..partition import FULL, cut_bands, ranks_by_part, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
 from ..protocol.transfers import on_device
 from .residency import Residency
@@ -32,9 +32,9 @@ REPORTED = 32                              # tensors that are loaded from one re
 class Models:
     """The models that this rank holds, by the names of their specs."""
 
-    def __init__(self, rank, world_size, device, ferry, report_phase):
+    def __init__(self, rank, world_size, device, staging, report_phase):
         self._rank, self._world_size, self._device, self._report_phase = rank, world_size, device, report_phase
-        self._ferry = ferry
+        self._staging = staging
         self._loaded = {}
 
     def __contains__(self, name):
@@ -63,7 +63,7 @@ class Models:
 
         def held_blocks(model):
             nonlocal blocks
-            blocks = every_block = range(len(block_sizes(model, family.plan)))
+            blocks = every_block = range(len(block_sizes(model, family)))
             if spec.stages is not None:
                 counts = spec.stages.num_blocks or self._balanced(spec, model, family)
                 blocks = stage_blocks(counts, stage_of(self._rank, spec.stages))
@@ -71,7 +71,7 @@ class Models:
 
         transformer = load_transformer(spec, self._device, report, held_blocks, self._rank % spec.tensor_degree)
         model = transformer.model
-        hooks = RowHooks(model, family.plan) if family.by_rows else Hooks(model, family.plan, transformer.splits)
+        hooks = UNetHooks(model, family.plan) if family.is_unet else Hooks(model, family.plan, transformer.splits)
         self._loaded[spec.name] = Loaded(transformer, hooks, getattr(torch, spec.compute_dtype), blocks,
                                          self._residency(transformer))
         return self._loaded[spec.name].residency.numbers
@@ -106,7 +106,7 @@ class Models:
         return loaded.residency.numbers
 
     def _residency(self, transformer):
-        return Residency(transformer.model, transformer.files, self._bring, self._ferry.fetch)
+        return Residency(transformer.model, transformer.files, self._to_device, self._staging.to_host)
 
     def drop(self, name):
         self._loaded.pop(name, None)
@@ -116,7 +116,7 @@ class Models:
         loaded = self[command.name]
         loaded.transformer.casts.drop()                        # memory is wanted
         loaded.versions.drop()
-        residency, parts = loaded.residency, holders(self._world_size, loaded.transformer.spec)
+        residency, parts = loaded.residency, ranks_by_part(self._world_size, loaded.transformer.spec)
         number = next(number for number, ranks in enumerate(parts) if self._rank in ranks)
         targets = [command.targets[rank] for rank in parts[number]]
         residency.park(targets, parts[number].index(self._rank), command.segments[number])
@@ -154,11 +154,11 @@ class Models:
         """Bytes of weights in host memory alone."""
         return sum(loaded.residency.parked_bytes for loaded in self._loaded.values())
 
-    def _bring(self, weight):
+    def _to_device(self, weight):
         """A weight in host memory on the device, with the same order of dims."""
         if self._device.type == "cpu":
             return weight
-        return self._ferry.bring(weight) if weight.is_contiguous() else weight.to(self._device)
+        return self._staging.to_device(weight) if weight.is_contiguous() else weight.to(self._device)
 
     def _balanced(self, spec, model, family):
         """Blocks of each stage, balanced by cost, by the speed of the stages' devices (measured, or as they say) and by
@@ -176,7 +176,7 @@ class Models:
         devices = all_gather(mine, [1] * self._world_size, 0, dist.group.WORLD, Traffic()).tolist()
         stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
                   for stage in range(spec.stages.pipefusion_degree)]
-        return split_stages([size * share for size, share in block_sizes(model, family.plan)], len(stages),
+        return split_stages([size * share for size, share in block_sizes(model, family)], len(stages),
                             speeds=[statistics.mean(speed for speed, _ in ranks) for ranks in stages],
                             sizes=[size // spec.tensor_degree for size in block_bytes(model, family, spec)],
                             limits=[min(free for _, free in ranks) for ranks in stages])
@@ -187,7 +187,7 @@ class Loaded:
     """A model on this rank."""
 
     transformer: Transformer
-    hooks: Hooks | RowHooks
+    hooks: Hooks | UNetHooks
     dtype: torch.dtype             # of its arithmetic
     blocks: range                  # the blocks of this rank's stage; all, where there are no stages
     residency: Residency | None = None
@@ -203,8 +203,8 @@ class Loaded:
         for name in fields.keys() & {"first_image", "num_images"}:             # of what the blocks see
             fields[name] *= family.latent.sequences(latent.shape)
         if "key_values" in fields:
-            fields |= {"kept_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
-        if exchange is not None and family.by_rows:
+            fields |= {"cached_blocks": self.blocks, "step": tuple(timestep.flatten().tolist())}
+        if exchange is not None and family.is_unet:
             fields["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1),
                                         mesh.sequence_speeds)
         return ForwardContext(

@@ -4,7 +4,7 @@ Used by __main__ and serve."""
 import os
 from contextlib import suppress
 
-MOST_BYTES = 2 ** 22                       # of a file; as many are kept of what came before
+MAX_BYTES = 2 ** 22                       # of a file; as many are kept of what came before
 
 
 def take_over(path):
@@ -22,6 +22,6 @@ def keep_small(path):
     with suppress(OSError):
         if not os.path.exists(path):
             take_over(path)
-        elif os.path.getsize(path) > MOST_BYTES:
+        elif os.path.getsize(path) > MAX_BYTES:
             os.replace(path, f"{path}.before")
             take_over(path)

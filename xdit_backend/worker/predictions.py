@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..distributed.exchange import Exchange
-from ..distributed.mesh import build_mesh, paced
+from ..distributed.mesh import build_mesh, with_speeds
 from ..parallel.key_values import KeyValues, Offload
 from ..parallel.pipefusion import Link
 from ..parallel.vae_memory import free_bytes
@@ -32,12 +32,12 @@ class Predictions:
     """What this rank keeps between predictions: conditioning, keys and values, groups and links of layouts,
     posted receives."""
 
-    def __init__(self, models, world_size, device, ferry, timeline):
+    def __init__(self, models, world_size, device, staging, timeline):
         self._models, self._world_size, self._device = models, world_size, device
         self._conditioning, self._key_values, self._exchanges = {}, {}, {}
         self._meshes, self._links, self._posted = {}, {}, {}
         self._unclaimed = []               # receives of commands that failed before they waited; gloo needs them kept
-        self._ferry, self._clock, self._timeline = ferry, Clock(device), timeline
+        self._staging, self._clock, self._timeline = staging, Clock(device), timeline
         self._most_kept_bytes = 0          # in the run at hand or the last one
 
     @property
@@ -71,7 +71,7 @@ class Predictions:
         if not self._conditioning:                             # a run begins
             self._most_kept_bytes = 0
         self._conditioning[command.name] = {
-            name: self._ferry.bring(map_segment(segment)) for name, segment in command.tensors.items()}
+            name: self._staging.to_device(map_segment(segment)) for name, segment in command.tensors.items()}
 
     def drop_conditioning(self, command, traffic):
         self._most_kept_bytes = max(self._most_kept_bytes, self._kept_bytes)
@@ -116,7 +116,7 @@ class Predictions:
             contexts = [self._context(loaded, mesh, command, part, latent, traffic, exchange)
                         for part, latent in zip(parts, latents)]
             if handles:
-                contexts[0].arrive = partial(self._receive, link, handles.pop(0), traffic, waits)
+                contexts[0].receive_message = partial(self._receive, link, handles.pop(0), traffic, waits)
             with nullcontext() if exchange is None else _call(exchange, command, parts[0].branch, traffic):
                 results = [loaded.hooks.run(contexts[0])] if len(parts) == 1 else loaded.hooks.run_in_turn(contexts)
             for part, latent, context, (output, message) in zip(parts, latents, contexts, results):
@@ -145,12 +145,12 @@ class Predictions:
         if context.bands is not None:
             band, next_band = context.bands[context.exchange.rank:][:2]
             rows = map_segment(branch.prediction)[first:last].narrow(2, band, next_band - band)
-            self._ferry.fetch(family.prediction(output, latent), rows)
+            self._staging.to_host(family.prediction(output, latent), rows)
         elif mesh.sequence_rank == mesh.ranks["tensor"] == 0:
-            self._ferry.fetch(family.prediction(output, latent), map_segment(branch.prediction)[first:last])
+            self._staging.to_host(family.prediction(output, latent), map_segment(branch.prediction)[first:last])
             for name, prediction in family.part_predictions(output).items():
                 if name in branch.parts:
-                    self._ferry.fetch(prediction, map_segment(branch.parts[name])[first:last])
+                    self._staging.to_host(prediction, map_segment(branch.parts[name])[first:last])
 
     def _tell(self, command, start, end, waits, traffic):
         """Put a step, and what it waited for, into the timeline.
@@ -209,10 +209,10 @@ class Predictions:
         batch, rows = branch.latent.shape[0], slice(first, last)
         conditioning = {name: _as_input(tensor[rows] if tensor.shape[0] == batch else tensor, loaded.dtype)
                         for name, tensor in self._conditioning[branch.conditioning].items()}
-        beside = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
-                  for name, tensor in _beside(branch).items()}
+        call_conditioning = {name: on_device(tensor[rows] if tensor.shape[0] == batch else tensor, self._device)
+                  for name, tensor in _call_conditioning(branch).items()}
         conditioning |= {name: tensor.to(loaded.dtype) if name in loaded.family.parts else tensor
-                         for name, tensor in beside.items()}
+                         for name, tensor in call_conditioning.items()}
         keeping = {} if exchange is None else {"exchange": exchange, "first_image": first}
         if exchange is None and (command.keep or command.patch is not None):
             start, size = _own_images(batch, mesh)
@@ -244,7 +244,8 @@ class Predictions:
         link, handles = self._link(mesh, command.layout), self._posted.setdefault(command.request, [])
         for branch, first, last in self._parts(command, mesh)[len(handles):]:
             shape = (last - first, *branch.latent.shape[1:])
-            size = loaded.received_size(mesh, shape, self._conditioning[branch.conditioning] | _beside(branch),
+            size = loaded.received_size(mesh, shape,
+                                        self._conditioning[branch.conditioning] | _call_conditioning(branch),
                                         command.patch)
             handles.append(link.post_receive(size, loaded.dtype))
 
@@ -265,7 +266,7 @@ class Predictions:
         Commands come in one order, so ranks agree."""
         if command.layout not in self._meshes:
             self._meshes[command.layout] = build_mesh(command.layout, self._world_size)
-        return paced(self._meshes[command.layout], command.speeds)
+        return with_speeds(self._meshes[command.layout], command.speeds)
 
 
 def _own_images(batch, mesh):
@@ -282,9 +283,9 @@ def _call(exchange, command, branch, traffic):
                          map_segment(branch.timestep).max().item())
 
 
-def _beside(branch):
+def _call_conditioning(branch):
     """Conditioning of one call alone, in host memory."""
-    return {name: map_segment(segment) for name, segment in branch.beside.items()}
+    return {name: map_segment(segment) for name, segment in branch.call_conditioning.items()}
 
 
 def _as_input(tensor, dtype):

@@ -7,7 +7,7 @@ from ..distributed.collectives import Traffic, all_to_all
 from ..protocol.errors import LinkError, WorkerStartError
 
 # of a device's memory: libraries and exchanges take that before a model is there
-LEAST_FREE_BYTES = 2 ** 29
+MIN_FREE_BYTES = 2 ** 29
 TRANSFER_ELEMENTS = 2 ** 18                # int32, to each other rank
 
 
@@ -27,9 +27,9 @@ def prepare_device(device):
 
 
 def check_free(device, free, total):
-    if free < LEAST_FREE_BYTES:
+    if free < MIN_FREE_BYTES:
         raise WorkerStartError(f"{device} has {free / 2 ** 20:.0f} MB of {total / 2 ** 30:.1f} GB free, and a worker "
-                               f"needs at least {LEAST_FREE_BYTES / 2 ** 20:.0f} MB before it holds a model. "
+                               f"needs at least {MIN_FREE_BYTES / 2 ** 20:.0f} MB before it holds a model. "
                                f"nvidia-smi shows which programs use it: close them, use \"Unload Models\" in "
                                f"ComfyUI's menu, or leave the device out in xDiT Parallel Config.")
 

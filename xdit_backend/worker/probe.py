@@ -23,35 +23,35 @@ ACROSS_BYTES = 2 ** 20         # large, between machines: a slow network takes a
 # moved)
 ON_CUDA, ON_CPU = (3072, 4096, 512, 4096, 1024, 2 ** 25), (512, 1024, 128, 768, 192, 2 ** 22)
 HEADS = 8
-LEAST_S, ROUNDS = 0.01, 7
+MIN_S, ROUNDS = 0.01, 7
 ROUND_S, SHARED_ROUNDS = 0.05, 12         # of rounds in which all wait for the last, as in a step
 BLOCK_TOKENS, BLOCK_WIDTH = 16, 64
 
 
-def measure(rank, world_size, device, dtype, traffic, report, a_machine=0):
+def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
     """{what: seconds or bytes a second}; see forecast/probed.py for the names. A collective: every rank of the world
     calls it.
 
-    report(text, done, total) tells a person. a_machine: config.devices_a_machine.
+    report(text, done, total) tells a person. per_machine: config.devices_per_machine.
     """
-    watch = Watch(rank, world_size, device, dtype)
+    watch = Stopwatch(rank, world_size, device, dtype)
     numbers = {}
-    sizes = sorted({size for size in (2, 4, 8, 16, a_machine, world_size) if size > 1 and world_size % size == 0})
+    sizes = sorted({size for size in (2, 4, 8, 16, per_machine, world_size) if size > 1 and world_size % size == 0})
     steps = 2 + len(sizes)
     report("measuring the devices", 0, steps)
-    numbers |= of_device(watch)
+    numbers |= measure_device(watch)
     report("measuring the devices", 1, steps)
     if world_size > 1:
-        numbers |= of_waiting(watch)
-    numbers["block_launch_s"] = of_empty_block(watch)
+        numbers |= measure_waiting(watch)
+    numbers["block_launch_s"] = measure_launches(watch)
     for index, size in enumerate(sizes):
         report("measuring the links", 2 + index, steps)
-        large_bytes = ACROSS_BYTES if a_machine and a_machine % size else LARGE_BYTES
-        numbers |= of_links(watch, size, traffic, large_bytes, is_first=index == 0)
+        large_bytes = ACROSS_BYTES if per_machine and per_machine % size else LARGE_BYTES
+        numbers |= measure_links(watch, size, traffic, large_bytes, is_first=index == 0)
     return numbers
 
 
-class Watch:
+class Stopwatch:
     """Times what a rank does on its device, in the dtype of models, in rounds that all ranks begin together."""
 
     def __init__(self, rank, world_size, device, dtype):
@@ -94,10 +94,10 @@ class Watch:
         started_s = time.perf_counter()
         work()
         self.done()
-        return max(1, math.ceil(LEAST_S / max(1e-6, time.perf_counter() - started_s)))
+        return max(1, math.ceil(MIN_S / max(1e-6, time.perf_counter() - started_s)))
 
 
-def of_waiting(watch):
+def measure_waiting(watch):
     """Seconds of rounds of the same work: of the first rank's while the others rest (0 of others), of this rank's
     beside the others', and until the last rank is done, whose pace is no more even than its machine's.
     """
@@ -132,7 +132,7 @@ def of_waiting(watch):
             "round_of_all_s": statistics.median(all_s)}
 
 
-def of_device(watch):
+def measure_device(watch):
     """Of a feed-forward's matrix multiplication with many rows and with few, attention with many keys and with few, a
     convolution, and of what is only moved.
     """
@@ -159,7 +159,7 @@ def of_device(watch):
         "move_bytes_s": 3 * one.nbytes / seconds["move"]}
 
 
-def of_empty_block(watch):
+def measure_launches(watch):
     """Seconds that the host takes for a block of PixArt's structure with next to nothing to compute."""
     from diffusers.models.attention import BasicTransformerBlock
     device, dtype = watch.device, watch.dtype
@@ -171,7 +171,7 @@ def of_empty_block(watch):
                          wait=False)["launch"]
 
 
-def of_links(watch, size, traffic, large_bytes, is_first):
+def measure_links(watch, size, traffic, large_bytes, is_first):
     """Seconds of each collective in groups of so many neighbours, all groups at once: small and large messages.
 
     is_first: and of attention beside a hop.
@@ -199,7 +199,7 @@ def of_links(watch, size, traffic, large_bytes, is_first):
          f"launch {size} hop_s": lambda: RingExchange(piece, piece.shape, own, traffic).wait()}, repeats=10,
                              wait=False)
     if is_first:
-        numbers |= of_both(watch, own, traffic, large_bytes)
+        numbers |= measure_overlap(watch, own, traffic, large_bytes)
     if size < world_size:
         for group in groups:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -207,7 +207,7 @@ def of_links(watch, size, traffic, large_bytes, is_first):
     return numbers
 
 
-def of_both(watch, group, traffic, large_bytes):
+def measure_overlap(watch, group, traffic, large_bytes):
     """Attention beside a hop: how much of the one passes beside the other."""
     device, dtype = watch.device, watch.dtype
     _, _, _, tokens, *_ = ON_CUDA if device.type == "cuda" else ON_CPU

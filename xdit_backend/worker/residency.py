@@ -22,20 +22,20 @@ class Residency:
     the device, fetch(tensor, target) back.
     """
 
-    def __init__(self, model, files, bring, fetch):
-        self._bring, self._fetch = bring, fetch
+    def __init__(self, model, files, to_device, to_host):
+        self._to_device, self._to_host = to_device, to_host
         self._weights = [weight for weight in (*model.parameters(), *model.buffers()) if not weight.is_meta]
-        self._homes = [files.get(id(weight)) for weight in self._weights]
+        self._host_copies = [files.get(id(weight)) for weight in self._weights]
         sizes = [_aligned(weight.nbytes) for weight in self._weights]
         self._sums = list(itertools.accumulate(sizes))
         self._num_parked = 0
         self._largest_bytes = max(sizes, default=0)
-        self._homeless_bytes = sum(size for size, home in zip(sizes, self._homes) if home is None)
+        self._unmapped_bytes = sum(size for size, host_copy in zip(sizes, self._host_copies) if host_copy is None)
 
     @property
     def numbers(self):
         """What the host keeps account of: see host/residence.py."""
-        return {"weight_bytes": self._sums[-1], "homeless_bytes": self._homeless_bytes,
+        return {"weight_bytes": self._sums[-1], "unmapped_bytes": self._unmapped_bytes,
                 "largest_bytes": self._largest_bytes, "parked_bytes": self.parked_bytes}
 
     @property
@@ -60,15 +60,15 @@ class Residency:
         counts = [min(self.num_weights(target), len(self._weights)) for target in targets]
         memory, start = map_segment(segment), 0
         for index in range(max(counts)):
-            if self._homes[index] is None:
+            if self._host_copies[index] is None:
                 weight = self._weights[index].data
-                self._homes[index] = home = _place(weight, memory, start)
+                self._host_copies[index] = host_copy = _place(weight, memory, start)
                 start += _aligned(weight.nbytes)
                 writers = [rank for rank, count in enumerate(counts) if count > index]
                 if writers[index % len(writers)] == own:
-                    self._fetch(weight, home)
+                    self._to_host(weight, host_copy)
         for index in range(self._num_parked, counts[own]):
-            self._weights[index].data = self._homes[index]
+            self._weights[index].data = self._host_copies[index]
             self._num_parked = index + 1
 
     def restore(self, on_progress=lambda done, total: None):
@@ -76,7 +76,7 @@ class Residency:
         total = self._num_parked
         while self._num_parked:
             weight = self._weights[self._num_parked - 1]
-            weight.data = self._bring(weight.data)
+            weight.data = self._to_device(weight.data)
             self._num_parked -= 1
             if self._num_parked % 32 == 0:
                 on_progress(total - self._num_parked, total)

@@ -19,7 +19,7 @@ from ..distributed.mesh import backend_for, group_options, group_timeout
 from ..protocol.channel import connect
 from ..protocol.devices import own_name
 from ..protocol.errors import ChannelClosedError, LinkError, WorkerStartError
-from ..protocol.messages import JOINING, TRYING_LINKS, Abandon, Beat, Done, Failed, Phase, Ready, Stop, Unready
+from ..protocol.messages import JOINING, TRYING_LINKS, Abandon, Done, Failed, Heartbeat, Phase, Ready, StartFailed, Stop
 from ..protocol.segments import discard, folders_of
 from .engine import Engine
 from .output import keep_small
@@ -27,7 +27,7 @@ from .preflight import prepare_device, try_links
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 2.0                                 # from beat to beat of a worker that is at a command
+HEARTBEAT_S = 2.0                                 # from beat to beat of a worker that is at a command
 PREFETCHED = 3                               # commands whose receives are posted: the one at hand and two ahead
 
 
@@ -37,7 +37,7 @@ def serve(folder, rank, devices, store_port, log_file):
     channel = connect(folder)
     channel.send(Phase(rank, "starting workers"))
     commands, busy, ready, abandoned = queue.SimpleQueue(), threading.Event(), threading.Event(), set()
-    threading.Thread(target=_beat_until, args=(ready, channel, rank), daemon=True).start()
+    threading.Thread(target=_heartbeat_until, args=(ready, channel, rank), daemon=True).start()
     threading.Thread(target=_read, args=(channel, commands, abandoned, folder), daemon=True).start()
     device = torch.device(own_name(devices[rank]))
     torch.set_grad_enabled(False)
@@ -46,7 +46,7 @@ def serve(folder, rank, devices, store_port, log_file):
         _join(channel, rank, devices, device, store_port)
     except (WorkerStartError, LinkError) as error:
         log.exception("cannot start")
-        channel.send(Unready(rank, str(error), isinstance(error, LinkError)))
+        channel.send(StartFailed(rank, str(error), isinstance(error, LinkError)))
         # for the host to end all: without this rank, others would abort
         threading.Event().wait()
     # the libraries' objects stay: what is dropped is found sooner without them
@@ -54,7 +54,7 @@ def serve(folder, rank, devices, store_port, log_file):
     engine = Engine(rank, device, lambda *phase: channel.send(Phase(rank, *phase)), abandoned)
     ready.set()
     channel.send(Ready(rank, os.getpid(), devices[rank]))
-    threading.Thread(target=_beat, args=(channel, engine, busy, log_file), daemon=True).start()
+    threading.Thread(target=_heartbeat, args=(channel, engine, busy, log_file), daemon=True).start()
     waiting = collections.deque()
     while True:
         while not waiting or not commands.empty():
@@ -115,14 +115,14 @@ def _prefetch(engine, command):
         return False
 
 
-def _beat_until(ready, channel, rank):
+def _heartbeat_until(ready, channel, rank):
     """Tell the host that this process lives while it has no engine to tell of: it may wait for the others to come."""
     with suppress(ChannelClosedError):                         # _read ends the process
-        while not ready.wait(BEAT_S):
-            channel.send(Beat(rank, 0, 0, False))
+        while not ready.wait(HEARTBEAT_S):
+            channel.send(Heartbeat(rank, 0, 0, False))
 
 
-def _beat(channel, engine, busy, log_file):
+def _heartbeat(channel, engine, busy, log_file):
     """Tell the host now and then that this process runs, whether it gets on, and what memory it takes, while it is at a
     command.
 
@@ -131,10 +131,10 @@ def _beat(channel, engine, busy, log_file):
     try:
         while True:
             busy.wait()
-            time.sleep(BEAT_S)
+            time.sleep(HEARTBEAT_S)
             keep_small(log_file)
             if busy.is_set():
-                channel.send(Beat(engine.rank, engine.request, *engine.traffic.progress(), engine.memory.report()))
+                channel.send(Heartbeat(engine.rank, engine.request, *engine.traffic.progress(), engine.memory.report()))
     except ChannelClosedError:
         pass                                                   # _read ends the process
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from ....xdit_backend.checkpoints.gguf import read_tensors
 from ....xdit_backend.checkpoints.reading import read_file, read_plain
 from ....xdit_backend.protocol.errors import CheckpointError, UnsupportedError
-from .folders import marks_of, under_comfyui_names
+from .folders import marker_tensors_of, under_comfyui_names
 
 
 def read_weights(checkpoint, base_model):
@@ -29,20 +29,20 @@ def read_weights(checkpoint, base_model):
                for name, tensor in load_file(file).items()
                if checkpoint.name_of(name, file)}
     if checkpoint.folder_config is not None:                              # a diffusers folder
-        tensors = under_comfyui_names(tensors, checkpoint) | marks_of(checkpoint)
+        tensors = under_comfyui_names(tensors, checkpoint) | marker_tensors_of(checkpoint)
     tensors = base_model.model_config.process_unet_state_dict(tensors)
     return {name: tensors[name] for name in base_model.diffusion_model.state_dict() if name in tensors}
 
 
 def read_weight(checkpoint, found, base_model, name):
-    """One of what read_weights reads, of a file that it refuses; what is quantised, as float32. found: of places."""
+    """One weight of a file that read_weights refuses; dequantised to float32. found: of weight_sources."""
     sources = {source for source, _ in found[name]}
     tensors = read_plain(checkpoint, read_file(checkpoint, sources.__contains__))
     return base_model.model_config.process_unet_state_dict(tensors)[name]
 
 
 def read_values(checkpoint, names):
-    """{name: tensor} of those of these that a file has, in the diffusion model or beside it."""
+    """{name: tensor} of those of these names that the file has, in the diffusion model or beside it."""
     found = read_tensors(checkpoint, names.__contains__) if checkpoint.stored else {}
     found = {name: tensor for name, tensor in found.items() if name in names}
     for path in checkpoint.files if names and not checkpoint.stored else ():
@@ -54,8 +54,7 @@ def read_values(checkpoint, names):
 
 
 def prepare_text(base_model, checkpoint, prefixes, context, **options):
-    """What ComfyUI's own preprocess_text_embeds makes of a text, with the weights that it needs, which are here for the
-    time of the call.
+    """Run ComfyUI's own preprocess_text_embeds on a text. The weights that it needs are read for this call alone.
 
     base_model: of a shell. prefixes: what the names of those weights begin with. context: (B, T, C). Raises
     CheckpointError where the file lacks them.
@@ -86,11 +85,11 @@ class _Preparing(torch.nn.Module):
         return type(self.net).preprocess_text_embeds(self.net, context, **options)
 
 
-def places(checkpoint, base_model):
+def weight_sources(checkpoint, base_model):
     """{name in base_model.diffusion_model: [(name in the file, which rows of the tensor there the rows here are)]}.
 
-    rows: None: all, in order; else for each row here the one there, or -1. ComfyUI's conversions move rows, so carrying
-    out these on numbers instead of weights tells where each went.
+    rows: None for all, in order; else, for each row here, its row there, or -1. ComfyUI's conversions move whole rows,
+    so running them on row numbers instead of weights shows where each row goes.
     """
     start, numbers, starts = 0, {}, {}
     for name, shape in checkpoint.shapes.items():

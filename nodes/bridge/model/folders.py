@@ -1,8 +1,7 @@
-"""Tensors of a diffusers folder under the names that ComfyUI's own model has for them. Used by shell.py and
-file_weights.py.
+"""Tensors of a diffusers folder under ComfyUI's names. Used by shell.py and file_weights.py.
 
-A family's conversion is carried out backwards: which names it is to be given, ComfyUI's class tells, and running it on
-row numbers tells where each row comes from.
+This inverts a family's conversion: ComfyUI's class says which names there are, and running the conversion on row
+numbers shows which tensor and row each comes from.
 """
 
 import importlib
@@ -37,7 +36,7 @@ def under_comfyui_names(tensors, checkpoint):
     if family.sampled:                                         # ComfyUI has no model of it; ours has diffusers' names
         return tensors
     # they have those names
-    found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.prepares)}
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith(family.text_prefixes)}
     used = set(found)
     for name, num_dims in _names(family, config).items():
         parts = _converted(family, config, name, 0)
@@ -61,13 +60,13 @@ def under_comfyui_names(tensors, checkpoint):
     return found
 
 
-def marks_of(checkpoint):
-    """{ComfyUI's name: tensor} of tensors without numbers by which ComfyUI tells what config.json says."""
+def marker_tensors_of(checkpoint):
+    """{ComfyUI's name: empty tensor} of the tensors whose presence tells ComfyUI what config.json says."""
     family = checkpoint.family
-    return {name: torch.zeros(0) for key, name in family.marks.items() if checkpoint.folder_config.get(key)}
+    return {name: torch.zeros(0) for key, name in family.marker_tensors.items() if checkpoint.folder_config.get(key)}
 
 
-def refuse_unlike(tensors, checkpoint):
+def refuse_undetectable(tensors, checkpoint):
     """Raise CheckpointError where ComfyUI could not tell from a folder's tensors, under its names,
     what the folder's config.json says."""
     family, config, name = checkpoint.family, checkpoint.config, checkpoint.name
@@ -77,35 +76,37 @@ def refuse_unlike(tensors, checkpoint):
     # files of Flux.1 say scale where ComfyUI's module says weight
     seen = family.config(shapes | scales)
     for key, value in seen.items():
-        if key not in family.by_tensors and config.get(key) is not None and _plain(value) != _plain(config[key]):
+        if (key not in family.config_from_tensors and config.get(key) is not None
+                and _plain(value) != _plain(config[key])):
             raise CheckpointError(f"{name} is a {family.name} model with {key} = {config[key]!r}, which ComfyUI could "
                                   f"not tell from its tensors: it would take it for {value!r}. {INSTEAD}")
 
 
-def sample_as_said(model_config, checkpoint):
-    """Have ComfyUI sample the U-Net of a folder as its scheduler's config says, which single files tell by their
-    tensors. Returns the ModelType, or None where the folder says nothing. Raises CheckpointError for what ComfyUI
-    cannot be told.
+def apply_scheduler_config(model_config, checkpoint):
+    """Have ComfyUI sample the U-Net of a folder as its scheduler's config says; single files say it by their tensors.
+
+    Returns the ModelType, or None where the folder has no scheduler. Raises CheckpointError for a scheduler that
+    ComfyUI does not have.
     """
-    said = checkpoint.folder and checkpoint.folder_config is None and checkpoint.folder.beside.get("scheduler")
-    if not said:
+    config = checkpoint.folder and checkpoint.folder_config is None and checkpoint.folder.other_configs.get("scheduler")
+    if not config:
         return None
-    scheduler, settings = str(said.get("_class_name")), model_config.sampling_settings
+    scheduler, settings = str(config.get("_class_name")), model_config.sampling_settings
     is_edm = "EDM" in scheduler and isinstance(model_config, comfy.supported_models.SDXL)
     for key, values in (CONTINUOUS if is_edm else DISCRETE).items():
-        if said.get(key, values[0]) not in values or not is_edm and re.search("EDM|Flow", scheduler):
+        if config.get(key, values[0]) not in values or not is_edm and re.search("EDM|Flow", scheduler):
             raise CheckpointError(f"{checkpoint.name} is sampled as its scheduler_config.json says ({scheduler}, "
-                                  f"{key} = {said.get(key)!r}), and ComfyUI samples such models otherwise. Use "
+                                  f"{key} = {config.get(key)!r}), and ComfyUI samples such models otherwise. Use "
                                   f"another model.")
-    is_velocity = said.get("prediction_type") == "v_prediction"
+    is_velocity = config.get("prediction_type") == "v_prediction"
     if is_edm:
-        settings |= {"sigma_data": 1.0 if is_velocity else 0.5, "sigma_max": said.get("sigma_max", 80.0),
-                     "sigma_min": said.get("sigma_min", 0.002)}
+        settings |= {"sigma_data": 1.0 if is_velocity else 0.5, "sigma_max": config.get("sigma_max", 80.0),
+                     "sigma_min": config.get("sigma_min", 0.002)}
         type_ = ModelType.V_PREDICTION_EDM if is_velocity else ModelType.EDM
         if not is_velocity:                                    # Playground 2.5, whose latents ComfyUI knows
             model_config.latent_format = comfy.latent_formats.SDXL_Playground_2_5()
     else:
-        settings["zsnr"] = bool(said.get("rescale_betas_zero_snr"))
+        settings["zsnr"] = bool(config.get("rescale_betas_zero_snr"))
         type_ = ModelType.V_PREDICTION if is_velocity else ModelType.EPS
     model_config.model_type = lambda state_dict, prefix="": type_
     return type_
@@ -152,10 +153,10 @@ def _names(family, config):
     """{ComfyUI's name of each tensor of such a model, and of some that it may lack: how many dims it has}."""
     names = {name: tensor.ndim
              for name, tensor in (_template(family.tiny) | _template(family.tiny, family.tiny.more)).items()}
-    for list_ in family.plan.blocks:
-        inside = {name.removeprefix(list_.in_file).partition(".")[2]: num_dims for name, num_dims in names.items()
-                  if name.startswith(list_.in_file)}
-        names |= {f"{list_.in_file}{number}.{name}": num_dims for number in range(config[list_.count])
+    for list_ in family.blocks:
+        inside = {name.removeprefix(list_.file_prefix).partition(".")[2]: num_dims for name, num_dims in names.items()
+                  if name.startswith(list_.file_prefix)}
+        names |= {f"{list_.file_prefix}{number}.{name}": num_dims for number in range(config[list_.count])
                   for name, num_dims in inside.items()}
     return names
 

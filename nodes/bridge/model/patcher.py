@@ -116,7 +116,7 @@ class ShellPatcher(RemotePatcher):
 
     def patch_hooks(self, hooks):
         if hooks != self.current_hooks:
-            early = tuple(PREFIX + name for name in self.remote.family.prepares)
+            early = tuple(PREFIX + name for name in self.remote.family.text_prefixes)
             self.remote.changes = changes_of(self, {key: patches
                                                     for key, patches in self.get_combined_hook_patches(hooks).items()
                                                     if not key.startswith(early)})

@@ -1,12 +1,12 @@
-"""How a MODEL was set up: of which file, where and by which methods it runs.
-Made by shell.py, read by what runs the model."""
+"""Which file a MODEL is of, on which devices it runs, and by which methods. Made by shell.py, read by what runs the
+model."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from ....xdit_backend.checkpoints.checkpoint import Checkpoint
 from ....xdit_backend.checkpoints.net import job_of
-from ....xdit_backend.config import ParallelConfig, devices_a_machine
+from ....xdit_backend.config import ParallelConfig, devices_per_machine
 from ....xdit_backend.forecast.cost import Net
 from ....xdit_backend.forecast.planner import AttentionHeads, Spread, choose_layout
 from ....xdit_backend.protocol.specs import ModelSpec
@@ -14,16 +14,15 @@ from ....xdit_backend.protocol.specs import ModelSpec
 
 @dataclass(frozen=True)
 class Setup:
-    """latent_format: ComfyUI's, of the model. net: what forecasts compute with; None of a U-Net. device_bytes: of
-    memory, of each rank's device."""
+    """A MODEL's file, devices and settings."""
 
     spec: ModelSpec
     checkpoint: Checkpoint
-    latent_format: Any
+    latent_format: Any                     # ComfyUI's
     config: ParallelConfig
     devices: tuple
-    net: Net | None
-    device_bytes: list
+    net: Net | None                        # what forecasts compute with; None of a U-Net
+    device_bytes: list                     # memory of each rank's device
 
     @property
     def family(self):
@@ -51,12 +50,12 @@ class Setup:
         return "ulysses" not in self.family.refused
 
     def layout(self, num_branches):
-        """The Layout of a run that nothing is forecast of."""
+        """The Layout of a run without a forecast."""
         heads, key_heads = (count(self.transformer_config)
                             for count in (self.family.num_heads, self.family.num_key_heads))
         return choose_layout(self.config, len(self.devices), num_branches,
                              AttentionHeads(self.family.name, heads, key_heads, self.shares_tokens),
-                             Spread(self.spec.stages, self.spec.tensor_degree), devices_a_machine(self.devices))
+                             Spread(self.spec.stages, self.spec.tensor_degree), devices_per_machine(self.devices))
 
     def job(self, latent_shape, conditioning, num_steps, num_branches):
         """The Job of a run on latents of this shape, one branch's; None of a U-Net.

@@ -14,12 +14,11 @@ import comfy.model_management
 import comfy.utils
 from comfy.patcher_extension import WrappersMP
 
-from ....xdit_backend.checkpoints.checkpoint import open_checkpoint, state_of
 from ....xdit_backend.checkpoints.net import exchanged_bytes, net_of
 from ....xdit_backend.checkpoints.quantise import TYPES, check_package, is_installed
 from ....xdit_backend.checkpoints.shares import is_splittable, tensor_splits
-from ....xdit_backend.checkpoints.transformer import held_bytes, metadata_of
-from ....xdit_backend.config import devices_a_machine, refuse_methods, validate_layout, validate_stages
+from ....xdit_backend.checkpoints.transformer import held_bytes
+from ....xdit_backend.config import devices_per_machine, refuse_methods, validate_layout, validate_stages
 from ....xdit_backend.forecast.planner import EVERYWHERE, Devices, choose_spread, usual_branches
 from ....xdit_backend.protocol.errors import CheckpointError, ConfigError, UnsupportedError
 from ....xdit_backend.protocol.segments import dtype_name
@@ -27,12 +26,13 @@ from ..run import wrappers
 from ..run.remote import RemoteModel
 from ..supported.by_patches import KEY
 from ..supported.inputs import check_text
-from ..supported.modules import hold_elsewhere, remember_modules
+from ..supported.modules import remember_modules, use_worker_parameters
 from ..workers.groups import GROUPS, check_packages, devices_of, memory_of
 from ..workers.memory_checks import MemoryCheck
 from ..workers.placement import load_device_of
-from .file_weights import places, prepare_text, read_values
-from .folders import marks_of, refuse_unlike, sample_as_said, under_comfyui_names
+from .checkpoints import CHECKPOINTS
+from .file_weights import prepare_text, read_values, weight_sources
+from .folders import apply_scheduler_config, marker_tensors_of, refuse_undetectable, under_comfyui_names
 from .own_model import OwnConfig
 from .patcher import ShellPatcher
 from .setup import Setup
@@ -52,10 +52,10 @@ def load_shell(path, weight_dtype, config):
     """
     check_packages()
     devices = devices_of(config)
-    checkpoint = open_checkpoint(path)
+    checkpoint = CHECKPOINTS.open(path)
     family = checkpoint.family
     quantisation = _quantisation(weight_dtype, checkpoint)
-    model = checkpoint.outline(quantisation)
+    model = checkpoint.meta_model(quantisation)
     if config.mode == "manual":
         _refuse_degrees(config, checkpoint)
     load_device = load_device_of(devices)
@@ -66,9 +66,10 @@ def load_shell(path, weight_dtype, config):
     model_config.set_inference_dtype(storage_dtype, None if storage_dtype == compute_dtype else compute_dtype,
                                      device=load_device)
     base_model = model_config.get_model(tensors, "", device="meta")
-    _refuse_unheeded(checkpoint, base_model, prediction)
+    sources = functools.cache(functools.partial(weight_sources, checkpoint, weakref.proxy(base_model)))
+    _refuse_ignored(checkpoint, base_model, prediction, sources)
     spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation)
-    net = None if family.by_rows else net_of(family, checkpoint.config, spec_of(dtype_name(compute_dtype)), model)
+    net = None if family.is_unet else net_of(family, checkpoint.config, spec_of(dtype_name(compute_dtype)), model)
     device_bytes = list(map(memory_of, devices))
     spread = _spread(config, devices, device_bytes, checkpoint, net, model, dtype_name(compute_dtype))
 
@@ -78,16 +79,16 @@ def load_shell(path, weight_dtype, config):
         spec = spec_of(dtype, *spread)
         own = net and dataclasses.replace(net, element_bytes=getattr(torch, dtype).itemsize)
         setup = Setup(spec, checkpoint, latent_format, config, devices, own, device_bytes)
-        exchanged = functools.partial(exchanged_bytes, model) if family.by_rows else None
+        exchanged = functools.partial(exchanged_bytes, model) if family.is_unet else None
         lighter = functools.partial(_lighter_bytes, checkpoint, spec, dtypes_of)
         return setup, MemoryCheck(setup, _held_bytes(model, family, spec), exchanged, lighter)
 
     remote = RemoteModel(computing_in, dtype_name(compute_dtype), load_device)
     remote.memory.check_weights()
     GROUPS.prepare(devices)
-    _make_remote(base_model, remote)
+    _make_remote(base_model, remote, sources)
     patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
-    patcher.size = _held_bytes(model, family, remote.spec)     # what ComfyUI is to make room for
+    patcher.size = remote.memory.model_bytes                   # what ComfyUI is to make room for
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch),
                           (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
         patcher.add_wrapper_with_key(kind, KEY, wrapper)
@@ -95,7 +96,7 @@ def load_shell(path, weight_dtype, config):
 
 
 def _refuse_small_type(family, compute_dtype, load_device):
-    if compute_dtype in family.too_small:
+    if compute_dtype in family.unsupported_dtypes:
         raise UnsupportedError(f"{family.name} has numbers that {compute_dtype} cannot hold, and {load_device} would "
                                f"compute in it. Set weight_dtype to fp32, or to bf16 where the device has it.")
 
@@ -119,35 +120,37 @@ def _refuse_degrees(config, checkpoint):
     refuse_methods(config.layout, family.refused, family.name)
     validate_layout(config.layout, family.num_heads(transformer_config), family.name,
                     family.num_key_heads(transformer_config))
-    if not family.by_rows:
+    if not family.is_unet:
         validate_stages(config, family.num_blocks(transformer_config), family.name)
 
 
 def _spread(config, devices, device_bytes, checkpoint, net, model, compute_dtype):
-    """The Spread of the ModelSpec. Before, the workers are to know how fast each of several devices is, if
-    it was measured; where machines are to share the work in auto mode, it is measured now."""
+    """How the weights are spread over the devices, a Spread.
+
+    GROUPS.machine also tells the workers how fast each device is, where that was measured. Where several machines share
+    the work in auto mode, it is measured now.
+    """
     family = checkpoint.family
-    a_machine, is_auto = devices_a_machine(devices), config.mode == "auto" and not family.by_rows
-    machine = (GROUPS.machine(devices, compute_dtype, may_measure=a_machine > 0 and is_auto) if len(devices) > 1
+    per_machine, is_auto = devices_per_machine(devices), config.mode == "auto" and not family.is_unet
+    machine = (GROUPS.machine(devices, compute_dtype, may_measure=per_machine > 0 and is_auto) if len(devices) > 1
                else None)
-    if family.by_rows:
+    if family.is_unet:
         return EVERYWHERE
-    return choose_spread(config, net, Devices(device_bytes, a_machine, machine),
+    return choose_spread(config, net, Devices(device_bytes, per_machine, machine),
                          lambda degree: "tensor" not in family.refused and is_splittable(model, family.plan, degree),
                          "pipefusion" not in family.refused, usual_branches(checkpoint.config))
 
 
-def _make_remote(base_model, remote):
-    """Have ComfyUI's BaseModel ask the workers. No circle: it ends with its MODEL."""
+def _make_remote(base_model, remote, sources):
+    """Have ComfyUI's BaseModel ask the workers. No circle: it ends with its MODEL. sources: see weight_sources."""
     module, itself, family = base_model.diffusion_model, weakref.proxy(base_model), remote.family
-    hold_elsewhere(module, functools.partial(_weight_of, itself))
+    use_worker_parameters(module, functools.partial(_weight_of, itself))
     if hasattr(module, "preprocess_text_embeds"):
-        module.preprocess_text_embeds = functools.partial(prepare_text, itself, remote.checkpoint, family.prepares)
+        module.preprocess_text_embeds = functools.partial(prepare_text, itself, remote.checkpoint, family.text_prefixes)
     # nodes compile the model; there is nothing to trace in a call to workers
     module.forward = torch.compiler.disable(remote.forward)
     module._apply = lambda function, recurse=True: module      # .to(device) of a meta module would raise
-    remote.modules = remember_modules(module)
-    remote.places = functools.cache(functools.partial(places, remote.checkpoint, itself))
+    remote.attach(remember_modules(module), sources)
     base_model.remote = remote
     of_one_device = functools.partial(type(base_model).memory_required, itself)
     base_model.memory_required = functools.partial(remote.memory_required, of_one_device)
@@ -156,10 +159,11 @@ def _make_remote(base_model, remote):
 
 
 def _detected(checkpoint):
-    """(What ComfyUI takes a model for, its tensors on the meta device under ComfyUI's names, the ModelType that a
-    folder's scheduler says).
+    """(ComfyUI's model config, the tensors on the meta device under ComfyUI's names, the ModelType of a folder's
+    scheduler).
 
-    The first is an OwnConfig of a family that ComfyUI has no model of. The last is None where nothing is said.
+    The first is an OwnConfig of a family that ComfyUI has no model of. The last is None of a file, and of a folder
+    without a scheduler.
     """
     tensors = {name: torch.empty(shape, dtype=SAFETENSORS_DTYPES.get(checkpoint.dtypes[name], torch.bfloat16),
                                  device="meta")
@@ -169,29 +173,29 @@ def _detected(checkpoint):
         return OwnConfig(family, checkpoint.config), tensors, None
     # a diffusers folder: to the names that ComfyUI knows
     if checkpoint.folder_config is not None:
-        tensors = under_comfyui_names(tensors, checkpoint) | marks_of(checkpoint)
-        refuse_unlike(tensors, checkpoint)
+        tensors = under_comfyui_names(tensors, checkpoint) | marker_tensors_of(checkpoint)
+        refuse_undetectable(tensors, checkpoint)
     tensors = tensors | read_values(checkpoint, family.values)
-    model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata_of(checkpoint))
+    model_config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=checkpoint.model_metadata)
     if model_config is None:
         raise CheckpointError(f"ComfyUI does not recognise {name} as a {family.name} model. Use another file of this "
                               f"model.")
-    heeds = (bool(family.settings)
+    uses_metadata = (bool(family.settings)
              or model_config.unet_config == comfy.model_detection.model_config_from_unet(tensors, "").unet_config)
-    if checkpoint.metadata and not heeds:
+    if checkpoint.metadata and not uses_metadata:
         raise CheckpointError(f"{name} says in its metadata that it differs from other {family.name} models, which "
                               f"xDiT would not heed. Use Load Diffusion Model.")
-    return model_config, tensors, sample_as_said(model_config, checkpoint)
+    return model_config, tensors, apply_scheduler_config(model_config, checkpoint)
 
 
-def _refuse_unheeded(checkpoint, base_model, prediction):
-    """Refuse what ComfyUI would leave out: the prediction that the scheduler says; and scales of weights that are no
-    linear layer's and no embedding's, such as the gate of experts."""
+def _refuse_ignored(checkpoint, base_model, prediction, weight_sources):
+    """Refuse what ComfyUI would ignore: the scheduler's prediction type, and scales of weights that belong to no linear
+    layer and no embedding, such as the gate of experts."""
     if prediction is not None and base_model.model_type != prediction:
         raise CheckpointError(f"{checkpoint.name} is a {checkpoint.family.name} model whose scheduler says "
                               f"{prediction.name}, and ComfyUI samples such a model by {base_model.model_type.name} "
                               f"only. Use another model.")
-    for name, sources in places(checkpoint, base_model).items() if checkpoint.scales else ():
+    for name, sources in weight_sources().items() if checkpoint.scales else ():
         scaled = [source for source, _ in sources if source in checkpoint.scales]
         if not scaled:
             continue
@@ -209,23 +213,17 @@ def _held_bytes(model, family, spec):
 
 
 def _lighter_bytes(checkpoint, spec, dtypes_of):
-    """{weight_dtype: bytes that a rank with all blocks would hold} of fp8, and of what quantises a file that is not,
-    with its package."""
+    """{weight_dtype: bytes that a rank with all blocks would hold}: of fp8, and of the types that the file can be
+    quantised to with the packages that are installed."""
     family, found = checkpoint.family, {}
     for name in ("fp8_e4m3fn", *(name for name in TYPES if not checkpoint.quantised and is_installed(TYPES[name]))):
-        model = checkpoint.outline(name if name in TYPES else "")
+        model = checkpoint.meta_model(name if name in TYPES else "")
         if spec.tensor_degree > 1 and not is_splittable(model, family.plan, spec.tensor_degree):
             continue
         storage, compute = map(dtype_name, dtypes_of(name, name in TYPES))
         found[name] = _held_bytes(model, family,
                                   dataclasses.replace(spec, storage_dtype=storage, compute_dtype=compute))
     return found
-
-
-def fingerprint(path):
-    """What changes where other files take the place of a file's, or of a diffusers folder's."""
-    checkpoint = open_checkpoint(path)
-    return state_of((*checkpoint.files, *map(str, checkpoint.folder.said if checkpoint.folder else ())))
 
 
 def _weight_of(base_model, name):
@@ -237,8 +235,8 @@ def _weight_of(base_model, name):
 
 
 def _extra_conds(of_comfyui, family, **given):
-    """What a BaseModel makes of conditioning. In inference mode ComfyUI's Anima prepares the text with weights, which
-    the workers have; else it hands tokens on to its model."""
+    """A BaseModel's own extra_conds. ComfyUI's Anima prepares the text with weights when it is in inference mode, which
+    only the workers have; outside of that mode it hands the tokens on to its model."""
     check_text(family, given.get("cross_attn"))
     with torch.inference_mode(torch.is_inference_mode_enabled()
                               and "t5xxl_ids" not in family.conditioning), torch.no_grad():
@@ -246,10 +244,8 @@ def _extra_conds(of_comfyui, family, **given):
 
 
 def _dtypes(tensors, model_config, device, weight_dtype, is_quantised):
-    """(storage, compute) as ComfyUI's own loader chooses them.
-
-    Where weights are quantised, they are those of the rest, which the file's types do not tell.
-    """
+    """(storage, compute) dtypes as ComfyUI's own loader chooses them. In a quantised file, those of the weights that
+    are not quantised."""
     supported = model_config.supported_inference_dtypes
     storage = WEIGHT_DTYPES[weight_dtype]
     if storage is None and is_quantised:

@@ -35,7 +35,7 @@ ROUNDED = (torch.float32, torch.bfloat16, torch.float16)      # to the nearest; 
 def changes_of(patcher, hooked={}):
     """{name of a tensor in the MODEL's file: Change} for the patches of a ShellPatcher. Nothing is computed yet.
 
-    hooked: {name of a weight: patches} that are added to these for now. Raises UnsupportedError for patches of what the
+    hooked: {name of a weight: further patches}, of LoRA hooks. Raises UnsupportedError for patches of weights that the
     file does not have.
     """
     if not patcher.patches and not hooked:
@@ -76,14 +76,14 @@ def changes_of(patcher, hooked={}):
 
 
 def file_of(patcher):
-    """(Checkpoint, places, a function name of a weight -> that as the workers have it, in plain numbers) of a
+    """(Checkpoint, weight_sources, a function: name of a weight -> its plain numbers as the workers have them) of a
     ShellPatcher's file.
 
-    The function does not hold the MODEL, which holds what is made of it.
+    The function holds no reference to the MODEL, since the MODEL holds what is made with it.
     """
     checkpoint, base_model, spec = patcher.remote.checkpoint, weakref.proxy(patcher.model), patcher.remote.spec
     checkpoint.check_is(spec)
-    found = patcher.remote.places()
+    found = patcher.remote.weight_sources()
     every = functools.cache(lambda: read_weights(checkpoint, base_model))
     weight_of = (functools.partial(read_weight, checkpoint, found, base_model) if checkpoint.is_packed
                  else lambda name: every()[name])
@@ -93,11 +93,11 @@ def file_of(patcher):
 
 
 def _as_held(weight_of, checkpoint, found, quantisation, device):
-    """weight_of, but what the workers quantised as numbers of what they hold.
-    Rows stand alone, so ComfyUI's layout does not matter."""
+    """weight_of, with what the workers have quantised rounded as they hold it. Rows are independent, so ComfyUI's
+    layout does not matter."""
     @functools.cache
     def sources():
-        return {how.source for how in packed_weights(checkpoint, checkpoint.outline(), quantisation).values()}
+        return {how.source for how in packed_weights(checkpoint, checkpoint.meta_model(), quantisation).values()}
 
     def held(name):
         if not {source for source, _ in found[name]} <= sources():

@@ -129,17 +129,17 @@ def _cuda_device(name):
 def _host():
     """This machine's memory: what CPU workers hold, and what others have parked in it.
     Pages of files that are mapped count once."""
-    (room, limit), ranks = available_memory(), _ranks("cpu")
-    mapped = homeless = parked = 0
+    (available, limit), ranks = available_memory(), _ranks("cpu")
+    mapped = unmapped = parked = 0
     for client in GROUPS.clients:
         for residence in filter(None, map(client.models.residence, client.models.names)):
             for part in residence.parts:                       # ranks that hold the same weights
                 held, most = residence.weight_bytes[part[0]], max(residence.parked_bytes[rank] for rank in part)
                 parked += most
                 if "cpu" in client.devices:
-                    own = residence.homeless_bytes[part[0]]
+                    own = residence.unmapped_bytes[part[0]]
                     mapped += (held - own) * (held - most) // max(1, held)
-                    homeless += own * len(part) * (held - most) // max(1, held)
+                    unmapped += own * len(part) * (held - most) // max(1, held)
     kept = _sum(ranks, "most_kept_bytes")
     activations = max(0, _sum(ranks, "activation_bytes") - kept)
     vae = max([rank.get("vae_bytes", 0) for rank in ranks], default=0)
@@ -147,10 +147,10 @@ def _host():
                                                     for name in set(client.devices) if name.startswith("cuda"))
     own = psutil.Process().memory_info()
     comfyui = own.rss - getattr(own, "shared", 0)
-    other = limit - room - processes - comfyui
-    known = {"weights": mapped + homeless, "keys_values": kept, "activations": activations, "vae": vae,
+    other = limit - available - processes - comfyui
+    known = {"weights": mapped + unmapped, "keys_values": kept, "activations": activations, "vae": vae,
              "parked": parked,
-             "workers": max(0, processes - homeless - kept - activations - vae), "comfyui": comfyui, "other": other}
+             "workers": max(0, processes - unmapped - kept - activations - vae), "comfyui": comfyui, "other": other}
     return {"name": "cpu", "title": f"{os.cpu_count()} cores", "total": limit, "known": True,
             "owners": add_up(limit, known)}
 
@@ -178,13 +178,13 @@ def _residency():
 def _run(run):
     if run is None:
         return None
-    run.take_from_remote()
+    run.update_from_remote()
     plan = run.plan and {"chosen": _forecast(run.plan.chosen), "one": _forecast(run.plan.one), "second": next(
         (_forecast(other) for other in run.plan.ordered if other.degrees != run.plan.chosen.degrees), None)}
     return {"number": run.number, "file": run.file, "devices": list(run.devices), "state": run.state,
             "error": run.error, "how": run.how,
             "mode": run.mode, "step": run.step, "steps": run.num_steps, "seconds": round(run.elapsed_s, 2),
-            "a_step": round(run.a_step_s, 4), "plan": plan}
+            "a_step": round(run.seconds_per_step, 4), "plan": plan}
 
 
 def _forecast(one):

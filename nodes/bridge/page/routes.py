@@ -16,9 +16,9 @@ import comfy.sd
 import folder_paths
 
 from ....xdit_backend.autoencoders import supported
-from ....xdit_backend.checkpoints.checkpoint import open_checkpoint
 from ....xdit_backend.config import ParallelConfig
 from ....xdit_backend.protocol.errors import CheckpointError, XDiTError
+from ..model.checkpoints import CHECKPOINTS
 from ..vae.kinds import kind_of
 from ..workers.groups import fitting_here
 from . import panel
@@ -50,27 +50,27 @@ def _add_questions(routes):
     """Which files are refused, and which settings would fit."""
     @routes.post("/xdit/refusals")
     async def answer_refusals(request):
-        asked = await _body(request)
-        if not _is_asked(asked):
+        body = await _body(request)
+        if not _names_files(body):
             return _refuse(f'Send {{"models": [names of files], "vaes": [names of files]}}, at most {MAX_FILES} each.')
-        return web.json_response(await asyncio.to_thread(refusals, asked["models"], asked["vaes"]))
+        return web.json_response(await asyncio.to_thread(refusals, body["models"], body["vaes"]))
 
     @routes.post("/xdit/fit")
     async def answer_fit(request):
-        asked = await _body(request)
-        if not isinstance(asked, dict) or asked.keys() != {"settings"} or not _are_settings(asked["settings"]):
+        body = await _body(request)
+        if not isinstance(body, dict) or body.keys() != {"settings"} or not _are_settings(body["settings"]):
             return _refuse('Send {"settings": {name of a setting of xDiT Parallel Config: its value}}.')
         try:
-            found = fitting_here(ParallelConfig(**asked["settings"]))
+            found = fitting_here(ParallelConfig(**body["settings"]))
         except XDiTError as error:
             return _refuse(str(error), 409)
-        return web.json_response({"settings": {name: value for name in asked["settings"]
-                                               if (value := getattr(found, name)) != asked["settings"][name]}})
+        return web.json_response({"settings": {name: value for name in body["settings"]
+                                               if (value := getattr(found, name)) != body["settings"][name]}})
 
 
 def _add_panel(routes, server):
     """What the panel shows and does."""
-    watch = Watch(server)
+    watch = PanelUpdates(server)
 
     @routes.get("/xdit/state")
     async def answer_state(request):
@@ -87,30 +87,30 @@ def _add_panel(routes, server):
 
     @routes.post("/xdit/watch")
     async def answer_watch(request):
-        asked = await _body(request)
-        is_asked = isinstance(asked, dict) and asked.keys() == {"client", "open"} and isinstance(asked["open"], bool)
-        if not is_asked or not isinstance(asked["client"], str) or not 0 < len(asked["client"]) <= MAX_NAME:
+        body = await _body(request)
+        is_valid = isinstance(body, dict) and body.keys() == {"client", "open"} and isinstance(body["open"], bool)
+        if not is_valid or not isinstance(body["client"], str) or not 0 < len(body["client"]) <= MAX_NAME:
             return _refuse('Send {"client": id of the socket, "open": true or false}.')
-        if asked["open"] and asked["client"] not in server.sockets:
+        if body["open"] and body["client"] not in server.sockets:
             return _refuse("No socket has this id.")
-        watch.set(asked["client"], asked["open"])
+        watch.set(body["client"], body["open"])
         return web.json_response({})
 
     @routes.post("/xdit/do")
     async def answer_do(request):
-        asked = await _body(request)
-        if not isinstance(asked, dict) or asked.keys() != {"action"} or asked["action"] not in list(panel.ACTIONS):
+        body = await _body(request)
+        if not isinstance(body, dict) or body.keys() != {"action"} or body["action"] not in list(panel.ACTIONS):
             return _refuse(f'Send {{"action": one of {", ".join(panel.ACTIONS)}}}.')
         if server.prompt_queue.currently_running:
             return _refuse("A prompt is running. Cancel it, or wait until it is done.", 409)
         try:
-            await asyncio.to_thread(panel.ACTIONS[asked["action"]])
+            await asyncio.to_thread(panel.ACTIONS[body["action"]])
         except XDiTError as error:
             return _refuse(str(error), 409)
         return web.json_response({})
 
 
-class Watch:
+class PanelUpdates:
     """Sends the panel's state, when it changes, to the pages whose panel is open, and does nothing where none is."""
 
     def __init__(self, server):
@@ -150,7 +150,7 @@ def refusals(models, vaes):
 def refused_model(path):
     """Why Load xDiT Model would refuse this file, or None."""
     try:
-        _ = open_checkpoint(path).family
+        _ = CHECKPOINTS.open(path).family
     except CheckpointError as error:
         return str(error)
 
@@ -161,11 +161,11 @@ def refused_vae(path):
     if not path.endswith((".safetensors", ".sft")):
         return None
     try:
-        header = open_checkpoint(path)
+        header = CHECKPOINTS.open(path)
     except CheckpointError as error:
         return str(error)
     shapes = ({key.removeprefix(prefix): shape for prefix in VAE_PREFIXES
-               for key, shape in (header.shapes | header.beside).items()
+               for key, shape in (header.shapes | header.other_tensors).items()
               if key.startswith(prefix)} or header.shapes)
     try:
         with torch.device("meta"):
@@ -206,7 +206,7 @@ def _refuse(words, status=400):
     return web.json_response({"error": words}, status=status)
 
 
-def _is_asked(asked):
-    return isinstance(asked, dict) and asked.keys() == {"models", "vaes"} and all(
+def _names_files(body):
+    return isinstance(body, dict) and body.keys() == {"models", "vaes"} and all(
         isinstance(names, list) and len(names) <= MAX_FILES and all(isinstance(name, str) for name in names)
-        for names in asked.values())
+        for names in body.values())

@@ -21,7 +21,7 @@ MAX_BRANCHES = 2                           # what one prediction takes
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class ModelCall:
     """A call of a diffusion model by ComfyUI."""
 
     remote: object                         # the RemoteModel that was called
@@ -29,8 +29,8 @@ class Question:
     schedule: torch.Tensor | None          # the sigmas of the run; None outside of a sampler
     sigmas: torch.Tensor                   # of the call
     num_branches: int = 1                  # that ComfyUI has put into its batch, one after the other
-    whole_because: str | None = None       # with PipeFusion: what reasons.why_whole and why_drained have said
-    drained_because: str | None = None
+    whole_reason: str | None = None       # with PipeFusion: what reasons.why_whole and why_drained have said
+    drained_reason: str | None = None
 
     def halves(self):
         """The call as two, of one branch each."""
@@ -40,11 +40,12 @@ class Question:
 
         def half(part):
             cut = lambda tensor: tensor[part] if tensor.shape[0] == batch else tensor  # noqa: E731
-            conditioning, beside = ({name: cut(tensor) for name, tensor in given.items()}
-                                    for given in (call.conditioning, call.beside))
+            conditioning, call_conditioning = ({name: cut(tensor) for name, tensor in given.items()}
+                                    for given in (call.conditioning, call.call_conditioning))
             return Call(call.latent[part], call.timestep[part], conditioning, control=call.control_by(cut),
                         operations=call.operations,
-                        scores=None if call.scores is None else call.scores[:, part], beside=beside,
+                        scores=None if call.scores is None else call.scores[:, part],
+                        call_conditioning=call_conditioning,
                         parts={name: tensor[part] for name, tensor in call.parts.items()})
         return [half(part) for part in parts]
 
@@ -65,34 +66,34 @@ def end_tasks(tasks):
 
 
 class BranchTask(Task):
-    """A coroutine that evaluates one branch; its parent is told what it asks of the model."""
+    """A coroutine that evaluates one branch. It hands its parent the calls that it makes of the model."""
 
 
-def ask(question):
-    """The prediction for one question: at once, or together with the other branches'."""
+def ask(model_call):
+    """The prediction for one call: at once, or together with the other branches' calls."""
     current = getcurrent()
     if isinstance(current, BranchTask):
-        return current.parent.switch(question)
-    return answer([question])[0]
+        return current.parent.switch(model_call)
+    return answer([model_call])[0]
 
 
-def answer(questions):
-    """The predictions for questions to one model, at most MAX_BRANCHES of them."""
-    first = questions[0]
+def answer(model_calls):
+    """The predictions for calls of one model, at most MAX_BRANCHES of them."""
+    first = model_calls[0]
     together = first.num_branches != MAX_BRANCHES or first.call.guided
-    if len(questions) == 1 and not together and first.remote.runs_branches_apart():
+    if len(model_calls) == 1 and not together and first.remote.runs_branches_apart():
         return [torch.cat(first.remote.predict(first, first.halves()))]
-    return first.remote.predict(first, [question.call for question in questions])
+    return first.remote.predict(first, [model_call.call for model_call in model_calls])
 
 
 TEXT = "c_crossattn"
 
 
 def as_in_one_batch(conds, x, timestep):
-    """ComfyUI's conds with texts as long as it makes those that it puts into one batch.
+    """ComfyUI's conds with their texts as long as ComfyUI makes them in one batch.
 
-    There it repeats shorter texts of some families, which changes the prediction where text and image are one sequence
-    (CogVideoX).
+    In a batch it repeats the shorter texts of some families, which changes the prediction where text and image are one
+    sequence (CogVideoX).
     """
     texts = [entry["model_conds"].get(TEXT) for cond in conds if cond for entry in cond]
     if (not all(isinstance(text, comfy.conds.CONDCrossAttn) for text in texts)
@@ -131,16 +132,16 @@ def run_branches(calc_cond_batch, model, conds, x, timestep, model_options):
     waiting = {}
 
     def resume(index, value):
-        question = tasks[index].switch(value)
+        model_call = tasks[index].switch(value)
         if not tasks[index].dead:
-            waiting[index] = question
+            waiting[index] = model_call
 
     try:
         for index in live:
             resume(index, index)
         while waiting:
             asked = next(iter(waiting.values())).remote
-            batch = [index for index, question in waiting.items() if question.remote is asked][:MAX_BRANCHES]
+            batch = [index for index, model_call in waiting.items() if model_call.remote is asked][:MAX_BRANCHES]
             predictions = answer([waiting.pop(index) for index in batch])
             for index, prediction in zip(batch, predictions):
                 resume(index, prediction)

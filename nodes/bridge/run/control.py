@@ -1,7 +1,7 @@
-"""What a ControlNet gives for a call of the model: ComfyUI's lists, as what workers add where. Called by remote.py and
-wrappers.py.
+"""The outputs of ControlNets for a call of the model, as tensors by the place where workers add them. Called by
+remote.py and wrappers.py.
 
-ComfyUI computes it, with its own ControlNet, on the device where it samples. A T2I-Adapter gives lists of the same
+ComfyUI computes them with its own ControlNet, on the device where it samples. A T2I-Adapter has outputs of the same
 kind.
 """
 
@@ -16,8 +16,8 @@ TAKE_WEIGHTS = {comfy.controlnet.ControlLora: "a Control-LoRA",
 
 
 def refuse_controls(conds):
-    """Raise UnsupportedError for ControlNets that compute with layers of the model itself.
-    conds: lists of ComfyUI's conds."""
+    """Raise UnsupportedError for ControlNets that compute with layers of the model itself. conds: lists of ComfyUI's
+    conds."""
     for control in (entry.get("control") for cond in conds for entry in cond or ()):
         while control is not None:
             if type(control) in TAKE_WEIGHTS:
@@ -51,14 +51,14 @@ def places_of(family, config, control, shape):
         if name in known:
             found |= _numbered(family, name, tensors, sum(place.startswith(f"{name}.") for place in shapes))
     given = sum(tensor is not None for name in known for tensor in control.get(name, ()))
-    if not family.by_rows and family.plan.skips(family.num_blocks(config)) and given != len(shapes):
+    if not family.is_unet and family.plan.skips(family.num_blocks(config)) and given != len(shapes):
         raise ConfigError(f"The ControlNet gives {given} tensors for the {len(shapes)} skips of this {family.name} "
                           f"model, and ComfyUI's takes one for each. Use a ControlNet that was made for this model.")
     for place, tensor in found.items():
         if (not torch.is_tensor(tensor) or tensor.shape[0] not in (1, shape[0])
                 or tuple(tensor.shape[1:]) != shapes[place]):
             given = tuple(tensor.shape[1:]) if torch.is_tensor(tensor) else type(tensor).__name__
-            of_size = torch.is_tensor(tensor) and family.by_rows and given[:1] == shapes[place][:1]
+            of_size = torch.is_tensor(tensor) and family.is_unet and given[:1] == shapes[place][:1]
             raise ConfigError(f"The ControlNet gives {given} for {place.replace('.', ' block ')} of this "
                               f"{family.name} model, and it takes {shapes[place]} with this latent. Use "
                               + ("a width and a height that are multiples of 64 pixels." if of_size else
@@ -69,7 +69,7 @@ def places_of(family, config, control, shape):
 def _numbered(family, name, tensors, num_blocks):
     """{place: tensor}, in the order in which ComfyUI's model takes them.
     Of more than there are blocks it leaves out the others."""
-    if family.by_rows:                                         # each from the end; skips are taken up from the last
+    if family.is_unet:                                         # each from the end; skips are taken up from the last
         tensors = list(tensors)[::-1][:num_blocks]
         numbers = range(num_blocks - 1, -1, -1) if name == "output" else range(num_blocks)
     else:

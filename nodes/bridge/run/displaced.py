@@ -1,8 +1,8 @@
 """Displaced patches (DistriFusion) of one run: which calls of the model are synchronous, and how they reach the
 workers.
 
-A RemoteModel makes one for each run with displaced_degree above 1. Every call is for the whole latent: any sampler node
-will do.
+A RemoteModel makes one for each run with displaced_degree above 1. Every call is for the whole latent, so any sampler
+node works.
 """
 
 import dataclasses
@@ -36,21 +36,21 @@ class DisplacedRun:
         """Have the workers forget what they keep for this run."""
         self._client.end_run(self)
 
-    def describe(self, whole_because):
-        """How the run is split, in a person's words. whole_because: as reasons.why_whole says."""
+    def describe(self, whole_reason):
+        """How the run is split, for a person. whole_reason: of by_patches.why_whole."""
         text = describe_layout(self._layout) + self._config.idle
-        if whole_because is not None:
-            return f"{text}, every step synchronous, because this workflow uses {whole_because}"
+        if whole_reason is not None:
+            return f"{text}, every step synchronous, because this workflow uses {whole_reason}"
         return f"{text}, {self._mode} ({self._because})" if self._because else text
 
-    def predict(self, calls, sigma, whole_because=None):
-        """Predictions for one or two calls, which make up all that the step asks for now."""
+    def predict(self, calls, sigma, whole_reason=None):
+        """Predictions for one or two calls, which are all calls of this step at this time."""
         requests = [dataclasses.replace(call, name=self._client.name_conditioning(call.conditioning, run=self))
                     for call in calls]
         # Ranks of each CFG branch keep their own.
         names = {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
         # Nodes may call the model for a piece of the latent, or for another one.
-        keep = (whole_because is None and MODES[self._mode].is_stale and self._staleness.ends
+        keep = (whole_reason is None and MODES[self._mode].is_stale and self._staleness.ends
                 and all(tuple(request.latent.shape) == self.shape and not request.is_changed for request in requests))
         stale = keep and not self._staleness.is_synchronous(names, sigma)
         layout = branches_together(self._layout) if any(request.guided for request in requests) else self._layout
@@ -63,8 +63,8 @@ class DisplacedRun:
 
 
 def _rows_at_last_level(family, config, degree, shape):
-    """Of a U-Net's smallest images, the fewest that a rank of even speed has; None of a transformer."""
-    if not family.by_rows:
+    """Of a U-Net's smallest images, the fewest rows that a rank has if all are equally fast; None of a transformer."""
+    if not family.is_unet:
         return None
     halvings = family.plan.num_levels(config) - 1
     starts = halved(cut_bands(shape[2], degree, 2 ** halvings), halvings)
@@ -73,7 +73,7 @@ def _rows_at_last_level(family, config, degree, shape):
 
 def _check_size(family, config, layout, shape):
     degree = layout.displaced_degree
-    if not family.by_rows:
+    if not family.is_unet:
         ranks, tokens = degree * layout.ring_degree * layout.ulysses_degree, num_tokens(
             shape[2:], family.patch_size(config))
         if tokens < ranks:

@@ -4,11 +4,11 @@ import logging
 
 import torch
 
-from ....xdit_backend.forecast.learning import KNOWN, NEW, Learnt, as_learnt
+from ....xdit_backend.forecast.calibration import KNOWN, NEW, Calibration, calibrated
 from ....xdit_backend.forecast.planner import is_long, plan_run
 from ....xdit_backend.forecast.words import measured_words, plan_words, seconds_words
 from ..workers.groups import GROUPS
-from .step_times import Timed
+from .step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ MISSED = 0.25                              # by how much a run's time may differ
 
 
 class Forecasts:
-    """Of the runs of one MODEL, one run at a time."""
+    """The forecasts of one MODEL's runs, one run at a time."""
 
     def __init__(self, setup):
         self._setup = setup
@@ -26,10 +26,10 @@ class Forecasts:
         self._measured = {}                                    # {(Job, Degrees): seconds of the last such run}
 
     def begin(self, job, is_planned):
-        """The Plan of the run that a call belongs to, which is another run where the plan is."""
+        """The Plan of the run that this call belongs to. A call with another plan belongs to another run."""
         plan = self.look(job, may_measure=True) if is_planned else None
         if self.timed is None or plan is not self.plan:
-            self.plan, self.timed = plan, Timed(job)
+            self.plan, self.timed = plan, StepTimes(job)
         return plan
 
     def end(self):
@@ -37,9 +37,11 @@ class Forecasts:
         self._plans.clear()
 
     def look(self, job, may_measure):
-        """The Plan of a run; None where nothing is forecast: one device, degrees by hand, stages, U-Nets, or devices
-        that are not measured yet. They are, once, before the first run that is long enough to be worth it. None, too,
-        where ranks share no tokens."""
+        """The Plan of a run. None where nothing can be forecast: one device, manual degrees, stages, U-Nets, families
+        whose ranks share no tokens, or devices that are not measured.
+
+        Devices are measured once, before the first run that is long enough to be worth it.
+        """
         setup = self._setup
         is_planned = setup.net is not None and setup.shares_tokens and setup.config.mode == "auto"
         if not is_planned or len(setup.devices) < 2 or setup.spec.stages is not None:
@@ -48,24 +50,24 @@ class Forecasts:
             may_measure = may_measure and is_long(setup.net, job, torch.device(setup.devices[0]).type)
             machine = GROUPS.machine(setup.devices, setup.spec.compute_dtype, may_measure)
             self._plans[job] = None if machine is None else plan_run(
-                setup.config, as_learnt(machine, GROUPS.learnt(), setup.family.name), setup.net, job, None,
+                setup.config, calibrated(machine, GROUPS.calibrations(), setup.family.name), setup.net, job, None,
                 setup.spec.tensor_degree)
             self._cards = () if machine is None else tuple(device.name for device in machine.devices)
         return self._plans[job]
 
     def words(self):
-        """What this run is forecast to take and why it takes its layout, for a person; "" without a plan."""
+        """What this run is forecast to take, and why it has its layout, for a person; "" without a plan."""
         if self.plan is None:
             return ""
-        plan, known = self.plan, (self._setup.family.name, self._cards[0]) in GROUPS.learnt()
+        plan, known = self.plan, (self._setup.family.name, self._cards[0]) in GROUPS.calibrations()
         return ". " + plan_words(plan.chosen, plan.one if plan.one.fits else None, plan.ordered,
                                  self._measured.get((self.timed.job, plan.chosen.degrees)), KNOWN if known else NEW)
 
     def compare(self, how, elapsed_s):
-        """What a run took beside its forecast, in a person's words; "" where there was none. One that missed by far is
+        """What a run took beside its forecast, for a person; "" without a forecast. A forecast that missed by far is
         logged.
 
-        how: it was split. Runs in which no device waited for another teach the forecast.
+        how: it was split. Runs in which no device waited for another calibrate the forecast.
         """
         if self.plan is None:
             return ""
@@ -76,8 +78,8 @@ class Forecasts:
         if abs(measured_s / forecast_s - 1) > MISSED:
             log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s (%s)", how, forecast_s, ", ".join(
                 f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
-        if timed.seconds and chosen.is_apart and len(set(self._cards)) == 1:
-            known = GROUPS.learnt().get((family, self._cards[0]), Learnt())
-            GROUPS.learn(family, self._cards[0], known.factor * measured_s / forecast_s)
+        if timed.seconds and chosen.is_independent and len(set(self._cards)) == 1:
+            known = GROUPS.calibrations().get((family, self._cards[0]), Calibration())
+            GROUPS.record_run(family, self._cards[0], known.factor * measured_s / forecast_s)
         measured = f"; {measured_words(one, measured_s)}" if timed.seconds and chosen.working > 1 else ""
         return f" (forecast: {seconds_words(forecast_s)}{measured})"

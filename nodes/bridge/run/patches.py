@@ -1,8 +1,8 @@
 """The patchwise sampler: each patch of the latent runs its own copy of ComfyUI's sampler, as a coroutine.
 
-A sampler is element by element in space, so a copy for each patch gives what one for the whole would. Whenever a patch
-asks for a prediction, its request goes to the workers and another patch runs; so the stages stay full across steps.
-Used for the runs of Parallel Sampler, where nothing looks at the whole latent.
+A sampler works on each element of the latent alone, so a copy for each patch gives the same as one for the whole.
+Whenever a patch asks for a prediction, its request goes to the workers and another patch runs, so the stages stay full
+across steps. Used by Parallel Sampler, where nothing looks at the whole latent.
 """
 
 import collections
@@ -25,7 +25,7 @@ SHOWN_S = 1.0                              # from one picture of a run to the ne
 
 
 class PatchTask(Task):
-    """A coroutine that samples one patch; its parent is told what it asks of the workers."""
+    """A coroutine that samples one patch. It hands its parent the requests that it makes of the workers."""
 
     def __init__(self, run, remote, cut):
         super().__init__(run)
@@ -34,8 +34,7 @@ class PatchTask(Task):
 
 
 def ask(remote, requests, sigma):
-    """The predictions for a patch's requests, from the sampler that runs the patches of this model;
-    None outside of it."""
+    """The predictions for a patch's requests, from the sampler that runs this model's patches; None outside of it."""
     current = getcurrent()
     return (current.parent.switch((requests, sigma)) if isinstance(current, PatchTask) and current.remote is remote
             else None)
@@ -57,7 +56,7 @@ def cut_conditioning(remote, conds):
 
 @contextmanager
 def patchwise(sampler, remote):
-    """While under this, ComfyUI's KSAMPLER, made for this run, runs its sampler function patch by patch."""
+    """In this context, ComfyUI's KSAMPLER of this run calls its sampler function once for each patch."""
     function = sampler.sampler_function
     sampler.sampler_function = functools.partial(sample_patches, remote, function)
     try:
@@ -80,7 +79,7 @@ def sample_patches(remote, sampler_function, model, x, sigmas, **options):
 
 
 class PatchwiseSampler:
-    """The patches of one run: their coroutines, what each waits for, and what each has shown."""
+    """The patches of one run: their coroutines, what each waits for, and what each has reported to the callback."""
 
     def __init__(self, remote, run, model, x, extra_args, callback):
         self._remote, self._run, self._model, self._x = remote, run, model, x
@@ -88,8 +87,8 @@ class PatchwiseSampler:
         self._noise = SharedNoise(x, run.dim, [(patch.start, rows) for patch, rows in run.patches])
         self._shown = {}                       # step -> {patch: what its sampler told the callback}
         # of each patch what it told last; of all, the last step; when that was
-        self._newest, self._done, self._told_s = {}, None, 0.0
-        self._waiting, self._flying, self._outputs = {}, {}, {}
+        self._newest, self._done, self._last_shown_s = {}, None, 0.0
+        self._waiting, self._in_flight, self._outputs = {}, {}, {}
         # of the calls that the first patch has sent and the last has not
         self._first_rows = collections.deque()
 
@@ -106,7 +105,7 @@ class PatchwiseSampler:
             with self._noise.drawn_whole():
                 for index in range(len(self._tasks)):
                     self._resume(index, index)
-                while self._waiting or self._flying:
+                while self._waiting or self._in_flight:
                     self._advance()
             return torch.cat([self._outputs[index] for index in range(len(self._tasks))], self._run.dim)
         finally:
@@ -114,8 +113,8 @@ class PatchwiseSampler:
             self._tasks = []                   # each refers to this object: a circle, which would keep the MODEL
 
     def _advance(self):
-        """Send off what may go; then take the next answer,
-        or evaluate the whole latent when all patches wait for that."""
+        """Send the requests that can go; then take the next answer, or evaluate the whole latent when all patches wait
+        for that."""
         run = self._run
         for index in sorted(self._waiting):
             requests, sigma = self._waiting[index]
@@ -124,10 +123,10 @@ class PatchwiseSampler:
                 if index == 0:
                     self._first_rows.append(run.first_rows(requests))
                 first_rows = self._first_rows.popleft() if index == len(self._tasks) - 1 else None
-                self._flying[run.submit_patch(requests, index, first_rows)] = index
-        if self._flying:
-            ticket, predictions = run.wait(list(self._flying))
-            self._resume(self._flying.pop(ticket), predictions)
+                self._in_flight[run.submit_patch(requests, index, first_rows)] = index
+        if self._in_flight:
+            ticket, predictions = run.wait(list(self._in_flight))
+            self._resume(self._in_flight.pop(ticket), predictions)
             return
         asked = [self._waiting.pop(index)[0] for index in range(len(self._tasks))]
         if len({tuple(request.name for request in requests) for requests in asked}) > 1:
@@ -168,25 +167,25 @@ class PatchwiseSampler:
         return arguments
 
     def _show(self, index, state):
-        """Tell ComfyUI's callback of a step that all patches have done, with the whole latent;
-        of a long one, also as patches arrive."""
+        """Call ComfyUI's callback for a step that all patches have done, with the whole latent; in a long step, also as
+        patches arrive."""
         shown = self._shown.setdefault(state["i"], {})
         shown[index] = self._newest[index] = state
         if len(shown) == len(self._tasks):
             self._done = self._shown.pop(state["i"])[index]
             self._tell(shown)
-        elif self._done is not None and time.monotonic() - self._told_s > SHOWN_S:
+        elif self._done is not None and time.monotonic() - self._last_shown_s > SHOWN_S:
             self._tell(self._newest)
 
     def _tell(self, shown):
         whole = {key: torch.cat([shown[patch][key] for patch in range(len(self._tasks))], self._run.dim)
                  for key in ("x", "denoised")}
         self._callback({**self._done, **whole})
-        self._told_s = time.monotonic()
+        self._last_shown_s = time.monotonic()
 
 
 class SharedNoise:
-    """Noise that samplers draw on the way: drawn once for the whole latent, a slice for each patch."""
+    """Noise that samplers draw during a run: drawn once for the whole latent, and sliced for each patch."""
 
     def __init__(self, x, dim, cuts):
         self._x, self._dim, self._cuts = x, dim, cuts
@@ -196,7 +195,7 @@ class SharedNoise:
 
     @contextmanager
     def drawn_whole(self):
-        """While under this, ComfyUI's noise samplers draw for the whole latent and give the running patch its part."""
+        """In this context, ComfyUI's noise samplers draw for the whole latent and give the running patch its slice."""
         originals = {name: getattr(k_sampling, name) for name in ("default_noise_sampler", "BrownianTreeNoiseSampler")}
         try:
             for name, original in originals.items():

@@ -15,10 +15,10 @@ from .staleness import Staleness
 
 
 class PipelineRun:
-    """The patches of one run, and the conditioning whose keys and values the workers hold.
+    """The patches of one run, and the conditioning whose keys and values the workers cache.
 
-    A call of the model is whole where staleness.py says that it is synchronous; the rest run as patches with stale keys
-    and values. warmup_steps = 0 is a cold start: in the first step, patches see the patches before them only.
+    A call of the model is whole where staleness.py says that it is synchronous; the others run as patches with stale
+    keys and values. warmup_steps = 0 is a cold start: in the first step, a patch sees only the patches before it.
     """
 
     def __init__(self, client, setup, layout, schedule, shape):
@@ -26,7 +26,7 @@ class PipelineRun:
         self._client, self._spec, self._config, self._layout = client, setup.spec, config, layout
         self._num_channels, self._patch_size = setup.num_channels, setup.family.patch_size(setup.transformer_config)
         sequence_degree = layout.ring_degree * layout.ulysses_degree
-        num_patches = choose_num_patches(config.patches_asked, layout.pipefusion_degree, shape, self._patch_size,
+        num_patches = choose_num_patches(config.requested_patches, layout.pipefusion_degree, shape, self._patch_size,
                                          sequence_degree)
         self.shape = tuple(shape)
         self.patches = cut_patches(shape, self._patch_size, num_patches)
@@ -40,20 +40,20 @@ class PipelineRun:
         """Have the workers forget what they keep for this run."""
         self._client.end_run(self)
 
-    def describe(self, whole_because, drained_because):
-        """How the run is split, in a person's words. The arguments: as by_patches.py has them."""
+    def describe(self, whole_reason, drained_reason):
+        """How the run is split, for a person. The arguments: see by_patches.py."""
         text, num_patches = describe_layout(self._layout), len(self.patches)
-        if whole_because is not None:
-            return f"{text}, every step whole, because this workflow uses {whole_because}"
+        if whole_reason is not None:
+            return f"{text}, every step whole, because this workflow uses {whole_reason}"
         text += f", {num_patches} patch{'es' if num_patches > 1 else ''}"
-        if num_patches < self._config.patches_asked:
-            text += f" (the latent has too few rows for {self._config.patches_asked})"
-        if drained_because is not None and num_patches > 1:
-            text += f", one step after the other, because this workflow uses {drained_because}"
+        if num_patches < self._config.requested_patches:
+            text += f" (the latent has too few rows for {self._config.requested_patches})"
+        if drained_reason is not None and num_patches > 1:
+            text += f", one step after the other, because this workflow uses {drained_reason}"
         return text
 
     def name(self, requests):
-        """Give the requests' conditioning the name that the workers know it by."""
+        """Give the conditioning of these requests the name by which the workers know it."""
         return [dataclasses.replace(request, name=self._client.name_conditioning(request.conditioning, run=self))
                 for request in requests]
 
@@ -66,7 +66,7 @@ class PipelineRun:
         return {(request.name, index % self._layout.cfg_degree) for index, request in enumerate(requests)}
 
     def predict_whole(self, requests, patches_follow=True):
-        """Evaluate named requests for whole latents; keys and values are kept where patches of this latent follow."""
+        """Evaluate named requests for whole latents. Keys and values are cached where patches of this latent follow."""
         keep = patches_follow and len(self.patches) > 1 and self._staleness.ends and self._is_of_this_run(requests)
         layout = warmup_layout(self._layout, self._spec.stages)
         if num_tokens(requests[0].latent.shape[2:], self._patch_size) < layout.ring_degree * layout.ulysses_degree:
@@ -87,12 +87,12 @@ class PipelineRun:
         return predictions
 
     def _is_of_this_run(self, requests):
-        """Nodes may call the model for a piece of the latent, or for another one."""
+        """Is it the run's latent? Nodes may call the model for a piece of it, or for another one."""
         return all(tuple(request.latent.shape[2:]) == self.shape[2:] for request in requests)
 
     def first_rows(self, requests):
-        """The rows at the beginning of each latent that its end is padded with: models wrap around.
-        Of the whole, or of its first patch."""
+        """The first rows of each latent, or of its first patch: models pad the end of a latent with them, since they
+        wrap around."""
         return [request.latent.narrow(self.dim, 0, self._padding).clone() for request in requests]
 
     def submit_patch(self, requests, index, first_rows):
@@ -119,11 +119,11 @@ class PipelineRun:
             predictions = [part.narrow(self.dim, 0, part.shape[self.dim] - self._padding) for part in predictions]
         return ticket, predictions
 
-    def predict(self, requests, sigma, whole_because=None):
-        """Evaluate requests for whole latents, whole or patch by patch; the stages run empty at the end."""
+    def predict(self, requests, sigma, whole_reason=None):
+        """Evaluate requests for whole latents, whole or patch by patch. The stages are empty when it returns."""
         requests = self.name(requests)
         # of others' keys and values
-        apart = whole_because is not None or any(request.is_changed for request in requests)
+        apart = whole_reason is not None or any(request.is_changed for request in requests)
         if apart or not self._is_of_this_run(requests) or self.is_whole(requests, sigma):
             return self.predict_whole(requests, patches_follow=not apart)
         first_rows = self.first_rows(requests)

@@ -28,9 +28,8 @@ PATIENCE_S = 0.5                           # to wait for the workers' memory whe
 class RemoteModel:
     """What a shell's diffusion model does instead of computing: it asks the workers.
 
-    computing_in(dtype) -> (setup.Setup, memory_checks.MemoryCheck) for another type to compute in. load_device,
-    modules: of the shell as it was made, to compare with; see modules.py. places(): where its weights are in the file,
-    see file_weights.py; found once, which takes half a second for Flux.
+    computing_in(dtype) -> (setup.Setup, memory_checks.MemoryCheck) for another type to compute in. load_device: of the
+    shell as it was made.
     """
 
     def __init__(self, computing_in, dtype, load_device):
@@ -39,16 +38,22 @@ class RemoteModel:
         setup = self.setup
         self.checkpoint, self.family = setup.checkpoint, setup.family
         self.config, self.devices = setup.config, setup.devices
-        self.load_device, self.modules = load_device, {}       # the second: modules.remember_modules
-        self.places = None
+        self.load_device = load_device
+        self.modules, self.weight_sources = {}, None           # see attach
         self._looked_at = set()                                # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
-        self._beside_bytes = 0                                 # that ComfyUI was told a rank needs for a run
+        self._run_bytes = 0                                    # that ComfyUI was told a rank needs for a run
         # how this run is split, in a person's words; None before it
         self.how = None
         self._pipeline = self._schedule = None
         # of the file's weights, see Models.load; whose patches those are
         self.changes, self.changes_uuid = {}, None
+
+    def attach(self, modules, weight_sources):
+        """The shell's diffusion model is made. modules: as it was made, of modules.remember_modules, to compare with.
+        weight_sources(): where its weights are in the file, see file_weights.py; found once, which takes half a second
+        for Flux."""
+        self.modules, self.weight_sources = modules, weight_sources
 
     def _set_up(self, dtype):
         self.setup, self.memory = self._computing_in(dtype)
@@ -58,7 +63,7 @@ class RemoteModel:
         """From now on, compute in this type (its name). The workers hold the weights for one type alone,
         as ComfyUI does."""
         if dtype != self.spec.compute_dtype:
-            GROUPS.let_go(self.devices, self.spec.name, base_model)
+            GROUPS.release(self.devices, self.spec.name, base_model)
             self._set_up(dtype)
 
     # --- what placement.py asks ---
@@ -83,8 +88,10 @@ class RemoteModel:
             parked for parked, name in zip(residence.parked_bytes, self.devices) if name == str(device))
 
     def memory_required(self, of_one_device, input_shape, cond_shapes={}):
-        """ComfyUI's question to a BaseModel: bytes that a run takes beside weights; here on load_device.
-        of_one_device: its own answer."""
+        """The answer to ComfyUI's BaseModel.memory_required: bytes that a run takes beside weights, on load_device.
+
+        of_one_device: ComfyUI's own answer, for the whole model on one device.
+        """
         branches, whole = 2 - input_shape[0] % 2, input_shape
         if len(whole) == 3:                                    # of several parts, packed into one row of numbers
             whole = (whole[0], self._taken_channels, 1, 1, -(-whole[2] // self._taken_channels))
@@ -92,14 +99,14 @@ class RemoteModel:
         job = Job(tokens, 0, USUAL_JOB.steps, branches, images=max(1, input_shape[0] // branches))
         plan = self.forecasts.look(job, may_measure=False)
         layout = self.setup.layout(2) if plan is None else plan.layout
-        self._beside_bytes = self.memory.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))
-        return self._beside_bytes * self.devices.count(str(self.load_device))
+        self._run_bytes = self.memory.of_run(job, layout, of_one_device(input_shape, cond_shapes=cond_shapes))
+        return self._run_bytes * self.devices.count(str(self.load_device))
 
     def free_memory_elsewhere(self):
-        """Have ComfyUI's own models leave other devices than load_device, where it asks itself,
-        as far as the workers need room there."""
+        """Have ComfyUI's own models free the memory that the workers need on devices other than load_device, for which
+        ComfyUI asks itself."""
         for name in set(self.devices) - {str(self.load_device)}:
-            ask_for_memory(name, self.bytes_on(name) - self.loaded_on(name) + self._beside_bytes
+            ask_for_memory(name, self.bytes_on(name) - self.loaded_on(name) + self._run_bytes
                            * self.devices.count(name))
 
     def free(self, device, num_bytes):
@@ -116,7 +123,7 @@ class RemoteModel:
         return None if client is None else client.models.residence(self.spec.name)
 
     def _client(self):
-        """The workers, which hold this MODEL: another of the same file may have had its weights changed."""
+        """The Client whose workers hold this MODEL. Another MODEL of the same file may have changed its weights."""
         client = GROUPS.client(self.devices)
         client.models.load(self.spec, self.changes)
         return client
@@ -128,7 +135,7 @@ class RemoteModel:
         self.how = None
         self.forecasts.end()
         self.memory.end_run()
-        client = self._forget_told()
+        client = self._forget_conditioning()
         if client is not None:
             # ComfyUI is to see the memory that the workers give back now
             GROUPS.runs.collect(client, lambda since_s: client.catch_up(PATIENCE_S, since_s))
@@ -156,10 +163,10 @@ class RemoteModel:
     def _answer(self, x, timestep, context, transformer_options, control=None, **extra):
         from . import branches
         schedule, sigmas = transformer_options.get("sample_sigmas"), transformer_options.get("sigmas")
-        beside, parts = {}, {}
+        call_conditioning, parts = {}, {}
         if self.family.parts and isinstance(x, list):
             parts = {name: torch.zeros(part.shape) for name, part in zip(self.family.parts, x[1:])}
-            x, timestep, beside = self.family.parted(x, timestep, self.setup.transformer_config)
+            x, timestep, call_conditioning = self.family.parted(x, timestep, self.setup.transformer_config)
         sigmas = timestep if sigmas is None else sigmas
         sigma = sigmas.max().item()
         self._refuse_changed_modules(schedule, sigma)
@@ -167,18 +174,19 @@ class RemoteModel:
         # whatever is not finite is so from a run's first noise level on
         begins = self._looked_at == {sigma}
         if begins:
-            check_finite((x, *beside.values()), "The latent",
+            check_finite((x, *call_conditioning.values()), "The latent",
                          "Look at what made it: another sampler, or an encode in half precision.")
         asked = self.family, self.setup.transformer_config, transformer_options
         scores = scores_of(*asked, x.shape, self.config.displaced_degree if self.config.mode == "manual" else 1)
         call = Call(x, timestep, self.family.tensors({"context": context, **extra}),
                     control=places_of(self.family, self.setup.transformer_config, control, x.shape),
                     operations=operations_of(*asked),
-                    scores=scores and scores.buffer, guided=guided_of(self.family, transformer_options), beside=beside,
+                    scores=scores and scores.buffer, guided=guided_of(self.family, transformer_options),
+                    call_conditioning=call_conditioning,
                     parts=parts)
         check_conditioning(self.setup, call.conditioning, x)
         num_branches = len(transformer_options.get("cond_or_uncond", ()))
-        prediction = branches.ask(branches.Question(self, call, schedule, sigmas, num_branches,
+        prediction = branches.ask(branches.ModelCall(self, call, schedule, sigmas, num_branches,
                                                     transformer_options.get(WHOLE), transformer_options.get(DRAINED)))
         if begins:
             check_finite((prediction, *parts.values()), f"What {self.family.name} predicts at the first step",
@@ -195,41 +203,41 @@ class RemoteModel:
 
     @property
     def keeps_calls(self):
-        """Do calls of a run use what earlier ones have left on the workers?"""
+        """Do calls of a run use what earlier ones have cached on the workers?"""
         return self.spec.stages is not None or (self.config.mode == "manual" and self.config.displaced_degree > 1)
 
-    def begin_run(self, schedule, shape, whole_because=None, drained_because=None):
-        """PipeFusion of a run that begins. schedule: its sigmas. shape: of its whole latent.
-        The others: see by_patches.py."""
+    def begin_run(self, schedule, shape, whole_reason=None, drained_reason=None):
+        """A run with PipeFusion or displaced patches begins. schedule: its sigmas. shape: of its whole latent. The
+        reasons: see by_patches.py."""
         self._end_pipeline()
         self._schedule = schedule
         self._pipeline = PipelineRun(self._client(), self.setup, self.setup.layout(1), schedule, shape)
-        self._show(self._pipeline.describe(whole_because, drained_because))
+        self._show(self._pipeline.describe(whole_reason, drained_reason))
         return self._pipeline
 
-    def predict(self, question, calls):
-        """The predictions for one or two calls of this model, all of the step that the branches.Question is of."""
-        GROUPS.client(self.devices).step = _step_of(question)
+    def predict(self, model_call, calls):
+        """The predictions for one or two calls of this model, which are all calls of this step at this time."""
+        GROUPS.client(self.devices).step = _step_of(model_call)
         try:
-            return self._predict(question, calls)
+            return self._predict(model_call, calls)
         finally:
-            if question.schedule is None:                      # called outside of a sampler: no run will end
-                self._forget_told()
+            if model_call.schedule is None:                      # called outside of a sampler: no run will end
+                self._forget_conditioning()
 
-    def _predict(self, question, calls):
+    def _predict(self, model_call, calls):
         if self.spec.stages is not None:
-            return self._predict_in_stages(question, calls)
+            return self._predict_in_stages(model_call, calls)
         latent, conditioning = calls[0].latent, calls[0].conditioning
-        num_steps = 1 if question.schedule is None else len(question.schedule) - 1
+        num_steps = 1 if model_call.schedule is None else len(model_call.schedule) - 1
         together = any(call.guided for call in calls)
         plan = self.forecasts.begin(self.setup.job(latent.shape, conditioning, num_steps, len(calls)),
                                     is_planned=not together)
         layout = self.setup.layout(len(calls)) if plan is None else plan.layout
         if together:
             layout = branches_together(layout)
-        self._check_memory(question, calls, layout)
+        self._check_memory(model_call, calls, layout)
         if layout.displaced_degree > 1:
-            return self._predict_displaced(question, calls, layout)
+            return self._predict_displaced(model_call, calls, layout)
         client = self._client()
         how = describe_layout(layout) if plan is None else layout_words(plan.chosen)
         if together:
@@ -239,49 +247,50 @@ class RemoteModel:
         return self.forecasts.timed.call(
             client, lambda: client.predict(self.spec, layout, self.setup.num_channels, calls, run=self))
 
-    def _check_memory(self, question, calls, layout):
-        """Refuse a run that cannot fit before its first call. Calls for a patch are for the whole latent."""
+    def _check_memory(self, model_call, calls, layout):
+        """Refuse a run that cannot fit, before its first call. A call for a patch is checked as one for the whole
+        latent."""
         latent = calls[0].latent
         # branches that ComfyUI has put into one batch
-        together = max(1, question.num_branches // len(calls))
+        together = max(1, model_call.num_branches // len(calls))
         self.memory.check_run(latent.shape if self._pipeline is None else self._pipeline.shape, calls[0].conditioning,
                               max(1, latent.shape[0] // together), len(calls) * together, layout)
 
-    def _predict_in_stages(self, question, calls):
+    def _predict_in_stages(self, model_call, calls):
         from . import patches
-        self._check_memory(question, calls, self.setup.layout(1))
-        sigma = question.sigmas.max().item()
+        self._check_memory(model_call, calls, self.setup.layout(1))
+        sigma = model_call.sigmas.max().item()
         predictions = patches.ask(self, calls, sigma)
         if predictions is not None:
             return predictions
-        schedule = question.schedule
+        schedule = model_call.schedule
         if schedule is None:                                   # called outside of a sampler: no step can be stale
             schedule = torch.tensor([sigma])
         if self._pipeline is None or schedule is not self._schedule:
-            self.begin_run(schedule, calls[0].latent.shape, question.whole_because, question.drained_because)
+            self.begin_run(schedule, calls[0].latent.shape, model_call.whole_reason, model_call.drained_reason)
         self._client()
-        return self._pipeline.predict(calls, sigma, question.whole_because)
+        return self._pipeline.predict(calls, sigma, model_call.whole_reason)
 
-    def _predict_displaced(self, question, calls, layout):
-        sigma, client = question.sigmas.max().item(), self._client()
-        if self._pipeline is None or question.schedule is not self._schedule:
+    def _predict_displaced(self, model_call, calls, layout):
+        sigma, client = model_call.sigmas.max().item(), self._client()
+        if self._pipeline is None or model_call.schedule is not self._schedule:
             self._end_pipeline()
-            self._schedule = question.schedule
+            self._schedule = model_call.schedule
             # Called outside of a sampler, no step can be stale.
             schedule = torch.tensor([sigma]) if self._schedule is None else self._schedule
             self._pipeline = DisplacedRun(client, self.setup, layout, schedule, calls[0].latent.shape)
-            self._show(self._pipeline.describe(question.whole_because))
-        return self._pipeline.predict(calls, sigma, question.whole_because)
+            self._show(self._pipeline.describe(model_call.whole_reason))
+        return self._pipeline.predict(calls, sigma, model_call.whole_reason)
 
     def _refuse_changed_modules(self, schedule, sigma):
-        """Nodes may change modules for the time of a call. Looked at once for each noise level of a run."""
+        """Refuse modules that nodes have changed for the time of a call. Checked once for each noise level of a run."""
         if schedule is None or sigma not in self._looked_at:
             refuse_changed_modules(self.modules[""][0], self.modules)
             self._looked_at.add(sigma)
 
-    def _forget_told(self):
-        """Have the workers forget the conditioning they were told, and what they keep with it.
-        Returns the Client, if there is one."""
+    def _forget_conditioning(self):
+        """Have the workers drop the conditioning of the run, and what they cache with it. Returns the Client, if there
+        is one."""
         self._end_pipeline()
         client = GROUPS.client_if(self.devices)
         if client is not None:
@@ -294,17 +303,17 @@ class RemoteModel:
         self._pipeline = self._schedule = None
 
     def _show(self, how, forecast=str):
-        """forecast: () -> what is said behind it."""
+        """Say on the node how the run is split. forecast: () -> what follows."""
         if how != self.how:
             show_text(f"running on {', '.join(self.devices)}: {how}{forecast()}")
             self.how = how
 
 
-def _step_of(question):
-    """Which step of a run a branches.Question is of, for a person; of a call outside of a sampler, nothing."""
-    if question.schedule is None or len(question.schedule) < 2:
+def _step_of(model_call):
+    """Which step of a run a ModelCall belongs to, for a person; "" outside of a sampler."""
+    if model_call.schedule is None or len(model_call.schedule) < 2:
         return ""
-    steps = question.schedule[:-1]
+    steps = model_call.schedule[:-1]
     # samplers also call between two steps
-    nearest = (steps.to(question.sigmas) - question.sigmas.max()).abs().argmin()
+    nearest = (steps.to(model_call.sigmas) - model_call.sigmas.max()).abs().argmin()
     return f"step {int(nearest) + 1} of {len(steps)}"

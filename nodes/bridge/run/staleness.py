@@ -1,5 +1,5 @@
-"""When a call of the model may use what earlier calls have left on the workers:
-one rule for PipeFusion and for displaced patches."""
+"""When a call of the model may use what earlier calls have left on the workers: one rule for PipeFusion and for
+displaced patches."""
 
 import math
 
@@ -29,12 +29,12 @@ class Staleness:
         return self._warm_sigma > -math.inf
 
     def hold(self, names):
-        """The workers hold what a call with each of these left.
-        names: of conditionings, each with the CFG rank that runs it."""
+        """Note that the workers hold what a call with each of these has left. names: of conditionings, each with the
+        CFG rank that runs it."""
         self._held.update(names)
 
     def is_synchronous(self, names, sigma):
-        """names: as hold's, of the call's conditionings."""
+        """Must this call be synchronous? names: as hold's, of the call's conditionings."""
         if sigma > self._warm_sigma:
             return True
         if self._cold_sigma is not None and sigma > self._cold_sigma:

@@ -1,11 +1,11 @@
-"""What the calls of one run of a MODEL took, beside its forecast. Used by forecasts.py."""
+"""How long the calls of one run of a MODEL took, to compare with its forecast. Used by forecasts.py."""
 
 import statistics
 import time
 
 
-class Timed:
-    """What the calls of a run's model took."""
+class StepTimes:
+    """How long the calls of a run's model took."""
 
     def __init__(self, job):
         self.job, self._calls_s, self._client, self._before = job, [], None, {}
@@ -20,12 +20,12 @@ class Timed:
 
     @property
     def seconds(self):
-        """Of a run with one call a step; None before there are enough.
-        The first call is left out: much is made ready in it."""
+        """Seconds of a run with one call a step; None before there are enough calls. The first call is left out, since
+        much is prepared in it."""
         return statistics.median(self._calls_s[1:]) * self.job.steps if len(self._calls_s) > 2 else None
 
     def split(self):
-        """What the workers did meanwhile, for a person."""
+        """What the workers did in that time, for a person."""
         if not (self._client and self._client.running):
             return "the workers have ended"
         after = self._client.totals()

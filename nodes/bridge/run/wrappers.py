@@ -1,5 +1,5 @@
-"""What a shell's MODEL puts around ComfyUI's own functions.
-Added by shell.py; their key tells them from others' wrappers."""
+"""Wrappers that a shell's MODEL puts around ComfyUI's own functions. Added by shell.py, under a key that tells them
+from the wrappers of others."""
 
 import functools
 import time
@@ -14,16 +14,16 @@ from .control import refuse_controls
 
 
 def calc_cond_batch(executor, *arguments):
-    """Wraps ComfyUI's function of that name, inside of all other wrappers, which see all branches at once."""
+    """Wraps ComfyUI's function of that name, inside of all other wrappers, so that those see all branches at once."""
     others = executor.wrappers[executor.idx + 1:]
     return WrapperExecutor.new_executor(functools.partial(_calc_cond_batch, executor.original), others).execute(
         *arguments)
 
 
 def _calc_cond_batch(original, model, conds, x, timestep, model_options):
-    """Branches run as coroutines where each goes to the workers on its own.
+    """Run branches as coroutines where each goes to the workers on its own.
 
-    model: ComfyUI's BaseModel; of a guider with several MODELs it need not be the one whose wrapper this is.
+    model: ComfyUI's BaseModel. A guider with several MODELs may call it with another one's.
     """
     from . import branches  # here and below: the nodes load where greenlet is missing
     remote = getattr(model, "remote", None)
@@ -44,8 +44,8 @@ def _calc_cond_batch(original, model, conds, x, timestep, model_options):
 
 
 def sample(executor, guider, sigmas, extra_args, *arguments, **options):
-    """Wraps ComfyUI's Sampler.sample: decides how PipeFusion or displaced patches run it,
-    and says what it took when it is done."""
+    """Wraps ComfyUI's Sampler.sample: decides how PipeFusion or displaced patches run it, and reports its time at the
+    end."""
     remote = getattr(guider.inner_model, "remote", None)
     if remote is None:                                         # another loader's, of a guider with several
         return executor(guider, sigmas, extra_args, *arguments, **options)
@@ -70,7 +70,7 @@ def sample(executor, guider, sigmas, extra_args, *arguments, **options):
 
 
 def _keeping_calls(remote, sampler, guider, model_options):
-    """What is to be around the sampler: with stages the patchwise sampler, where Parallel Sampler asks for it."""
+    """The contexts that the sampler runs in: with stages the patchwise sampler, where Parallel Sampler asks for it."""
     from . import patches
     options = model_options["transformer_options"]
     whole = why_whole_run(sampler, guider)

@@ -1,2 +1,2 @@
-"""What a workflow may ask for: what it put on a MODEL, a latent or a prompt comes in;
-it is honoured, or refused by its name."""
+"""What a workflow may ask for: what it puts on a MODEL, a latent or a prompt is either honoured, or refused by its
+name."""

@@ -1,7 +1,7 @@
-"""Why PipeFusion cannot run a workflow, or one sampler of it, by patches: what is known to leave them alone, and words
-for all else.
+"""Why PipeFusion cannot run a workflow, or one sampler of it, by patches. Lists the nodes and samplers that are known
+to allow it; for all else it says why not.
 
-Asked by wrappers.py before a run and at each step. What it finds travels in transformer_options to remote.py.
+Called by wrappers.py before a run and at each step. The reasons travel in transformer_options to remote.py.
 """
 
 from comfy.patcher_extension import WrappersMP
@@ -38,7 +38,7 @@ PATCHWISE, WHOLE, DRAINED = "xdit_patchwise", "xdit_whole", "xdit_drained"     #
 
 
 def why_whole(conds, model_options):
-    """Why every step of this workflow has to be whole, in a person's words; None if it need not."""
+    """Why every step of this workflow has to be whole, for a person; None if it need not be."""
     options = model_options.get("transformer_options", {})
     if options.get(WHOLE) is not None:
         return options[WHOLE]
@@ -60,7 +60,7 @@ def why_whole(conds, model_options):
 
 
 def why_whole_run(sampler, guider):
-    """The same, of what is the same for all steps: the sampler and the MODEL of ComfyUI's guider."""
+    """The same for a whole run: of the sampler, and of the MODEL of ComfyUI's guider."""
     if getattr(getattr(sampler, "sampler_function", None), "__name__", "") == "dpm_adaptive_function":
         return "dpm_adaptive, which chooses its steps by an error over the whole latent"
     replaced = sorted(set(guider.model_patcher.object_patches) - OBJECTS)
@@ -68,7 +68,7 @@ def why_whole_run(sampler, guider):
 
 
 def why_drained(sampler, conds, base_model, model_options):
-    """Why a run with patches has to take its steps one after the other, in a person's words; None if it need not."""
+    """Why a run with patches has to finish each step before the next, for a person; None if it need not."""
     if any(entry.get("control") is not None for cond in conds if cond for entry in cond):
         return "a ControlNet, which reads the whole picture"
     for key, text in GUIDANCE.items():
@@ -83,8 +83,8 @@ def why_drained(sampler, conds, base_model, model_options):
 
 
 def why_one_call(base_model, model_options):
-    """What of others' runs around each call of the model, so that no other call may come in between;
-    None if nothing does."""
+    """What code of others runs around each call of the model, so that no other call may come in between; None if there
+    is none."""
     net, options = base_model.diffusion_model, model_options["transformer_options"]
     around = [options.get("wrappers", {}).get(kind, {})
               for kind in (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)]

@@ -1,6 +1,5 @@
-"""Refuses what no picture of a MODEL can come of, before the workers see it: latents, conditioning, and values in the
-place of links.
-Used by remote.py, and by the nodes."""
+"""Refuses latents, conditioning and values in the place of links that cannot give a picture, before the workers see
+them. Used by remote.py, and by the nodes."""
 
 import torch
 
@@ -14,12 +13,12 @@ NEEDED = {"model": "a MODEL", "vae": "a VAE", "samples": "a LATENT", "latent_ima
           **dict.fromkeys(TEXTS, "a text")}
 # what a prompt of ComfyUI's API can have where a link belongs
 PLAIN = type(None), bool, int, float, str, list, dict
-MOST_SHOWN = 60                            # characters of what was given
+MAX_SHOWN = 60                            # characters of what was given
 
 
 def check_links(**given):
-    """Refuse what is no output of a node: ComfyUI compares the types of links, and gives nodes any other value as it
-    is. Raises ConfigError."""
+    """Refuse what is not the output of a node. ComfyUI checks the types of links, and passes any other value on
+    unchecked. Raises ConfigError."""
     for name, value in given.items():
         if name in ("samples", "latent_image"):
             fits = isinstance(value, dict) and hasattr(value.get("samples"), "shape")
@@ -34,7 +33,7 @@ def check_links(**given):
         else:
             fits = torch.is_tensor(value) if name == "pixels" else not isinstance(value, PLAIN)
         if not fits:
-            raise ConfigError(f"{name} is {str(value)[:MOST_SHOWN]}, and needs {NEEDED[name]}. Connect the output of "
+            raise ConfigError(f"{name} is {str(value)[:MAX_SHOWN]}, and needs {NEEDED[name]}. Connect the output of "
                               f"a node that makes it.")
 
 
@@ -90,7 +89,7 @@ def check_conditioning(setup, conditioning, x):
 
 
 def check_finite(tensors, what, remedy):
-    """Refuse tensors with NaN or infinite numbers, of which no picture can come. what: they are. Raises ConfigError."""
+    """Refuse tensors with NaN or infinite numbers. what: they are. Raises ConfigError."""
     if not all(tensor.isfinite().all() for tensor in tensors):
         raise ConfigError(f"{what} has numbers that are not finite (NaN or infinite), and no picture can come of it. "
                           f"{remedy}")

@@ -1,10 +1,9 @@
-"""What a MODEL may carry: what ComfyUI itself carries out around the model is honoured, all else is refused by its
-name.
+"""What a MODEL may carry: what ComfyUI carries out around the model is honoured, all else is refused by its name.
 
-ComfyUI's nodes and those of custom packs change a MODEL by what they write to its ModelPatcher, to the options that
-travel with each call, and to the modules themselves. Of the model's inside the workers know the file alone, so whatever
-is found here that is not listed with its reason would be dropped silently; it is refused, the unknown too. Called by
-patcher.py when a MODEL is loaded and when a run begins, and by remote.py for each call.
+Nodes change a MODEL by what they write to its ModelPatcher, to the options of each call, and to the modules themselves.
+The workers know nothing of these changes, only the file. So whatever is found here and is not listed with a reason
+would be dropped silently; it is refused, also where nobody knows it. Called by patcher.py when a MODEL is loaded and
+when a run begins, and by remote.py for each call.
 """
 
 import comfy.model_patcher
@@ -70,7 +69,7 @@ CONTROLNETS_TEXT = "crossattn_controlnet"
 CALLBACKS = {value for names in (CallbacksMP, IndexListCallbacks) for value in vars(names).values()
              if isinstance(value, str)}                        # ComfyUI calls all of them itself
 COMPUTED = "float32", "bfloat16", "float16"                    # names of types that workers compute in
-MOST_NAMED = 5                                                 # changes that a message names
+MAX_NAMED = 5                                                 # changes that a message names
 
 
 def refuse_patcher(patcher, runs=False):
@@ -113,9 +112,9 @@ def refuse_call(family, transformer_options, extra):
                                f"gives {family.name}'s tokens (rope_options). Use a sampler node, or Load Diffusion "
                                f"Model.")
     _refuse(_transformer_options(dict(option for option in transformer_options.items() if option != own)))
-    beyond = family.beyond(extra)
-    if beyond is not None:
-        raise UnsupportedError(f"xDiT runs {family.name} without {beyond}, which this workflow has. Change the node "
+    reason = family.unsupported_arguments(extra)
+    if reason is not None:
+        raise UnsupportedError(f"xDiT runs {family.name} without {reason}, which this workflow has. Change the node "
                                f"that adds it, or use Load Diffusion Model.")
     known = {"context", CONTROLNETS_TEXT, *family.conditioning, *family.ignored}
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in known)
@@ -126,15 +125,15 @@ def refuse_call(family, transformer_options, extra):
 
 
 def refuse_changed_modules(net, modules):
-    """Raise UnsupportedError where modules of a shell are no more as they were made."""
+    """Raise UnsupportedError where modules of a shell have been changed since it was made."""
     _refuse(changed_modules(net, modules))
 
 
 def _refuse(found):
     found = list(dict.fromkeys(found))
     if found:
-        more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-        raise UnsupportedError(f"xDiT does not support {'; '.join(found[:MOST_NAMED])}{more} on this MODEL. It would "
+        more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        raise UnsupportedError(f"xDiT does not support {'; '.join(found[:MAX_NAMED])}{more} on this MODEL. It would "
                                f"be dropped without notice. Remove the node that adds it, or use Load Diffusion Model.")
 
 
@@ -187,8 +186,8 @@ def _callbacks(callbacks):
 
 
 def _object_patches(patcher):
-    """Objects of ComfyUI's BaseModel (its sampling, its latent format) are ComfyUI's to use;
-    those of the diffusion model are not."""
+    """Patches of ComfyUI's BaseModel (its sampling, its latent format) are honoured by ComfyUI itself; those of the
+    diffusion model are not."""
     found = []
     for name, value in patcher.object_patches.items():
         top, _, rest = name.partition(".")
@@ -199,16 +198,17 @@ def _object_patches(patcher):
 
 
 def compute_dtype_of(patcher):
-    """The name of the type that a ShellPatcher is to compute in:
-    the loader's, or ModelComputeDtype's, whose default is that of weights."""
+    """The name of the dtype that a ShellPatcher is to compute in: the loader's, or ModelComputeDtype's, whose default
+    is that of the weights."""
     wanted = patcher.object_patches.get("manual_cast_dtype", patcher.model.model_config.manual_cast_dtype)
     return patcher.remote.spec.storage_dtype if wanted is None else dtype_name(wanted)
 
 
 def _compute_dtype(patcher, runs):
-    """Types that workers do not compute in; of a run, one that another way than that node's has brought."""
+    """Dtypes that the workers do not compute in; and in a run, a dtype that was set in another way than by that
+    node."""
     name, family, now = compute_dtype_of(patcher), patcher.remote.family, patcher.model.manual_cast_dtype
-    if name in family.too_small:
+    if name in family.unsupported_dtypes:
         return [f"the compute dtype {name}, which cannot hold {family.name}'s numbers,"]
     if name not in COMPUTED:
         return [f"the compute dtype {name}, which devices do not compute in ({', '.join(COMPUTED)} they do),"]

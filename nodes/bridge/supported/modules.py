@@ -1,6 +1,5 @@
-"""The modules of a shell's diffusion model, which compute nothing: who asks for their weights is told where these are,
-and what nodes change in them is found. Made so by shell.py; model.py refuses the changes.
-"""
+"""The modules of a shell's diffusion model. They compute nothing: whoever reads their weights is told where these are,
+and changes that nodes make to them are found. Prepared by shell.py; model.py refuses the changes."""
 
 import functools
 
@@ -11,8 +10,8 @@ from ....xdit_backend.protocol.errors import UnsupportedError
 COMPILED = {"_compiled_call_impl"}                             # of a module that was compiled in place
 
 
-def hold_elsewhere(net, read):
-    """Make the parameters of a shell's diffusion model (on the meta device) say where the weights are.
+def use_worker_parameters(net, read):
+    """Replace the parameters of a shell's diffusion model (on the meta device) by WorkerParameters.
 
     read(name): the weight as its file has it, with the patches of the MODEL that runs, on the CPU.
     """
@@ -24,7 +23,8 @@ def hold_elsewhere(net, read):
 
 
 class WorkerParameter(torch.nn.Parameter):
-    """A weight that the workers hold: its shape and dtype are known here, and who asks for more is told where it is.
+    """A weight that the workers hold. Its shape and dtype are known here; reading its numbers raises an error that says
+    where they are.
 
     It can be copied into another tensor, as the ControlNets of SD3.5 do with an embedder's.
     """
@@ -56,10 +56,11 @@ def remember_modules(net):
 
 
 def changed_modules(net, modules):
-    """What was changed in a shell's modules since `modules` were remembered, in a person's words.
+    """What was changed in a shell's modules since remember_modules, in words. net: the BaseModel's diffusion model as
+    it is now.
 
-    net: what the BaseModel holds as its diffusion model now. Hooks on the diffusion model as a whole run here, around
-    the workers' prediction; what is below it does not. Compiling changes no result.
+    Hooks on the diffusion model as a whole run here, around the workers' prediction; hooks on modules inside it would
+    not. Compiling changes no result.
     """
     root = modules[""][0]
     found = [] if is_module(net, root) else ["another diffusion model in the place of this one"]
@@ -82,8 +83,8 @@ def is_module(value, module):
 
 
 def _is_equal(now, held):
-    """A quick look at all that a module holds. Comparing tensors raises,
-    and nothing is compared that is the same object."""
+    """A quick comparison of all that a module holds. Tensors that are not the same object count as different, since
+    comparing them raises."""
     try:
         return now == held
     except (RuntimeError, ValueError):

@@ -1,8 +1,8 @@
-"""What ComfyUI's nodes replace inside a model and we know the meaning of: named operations, which the workers carry
-out.
+"""Functions that ComfyUI's nodes put in the place of a block or of attention, and whose meaning is known: named
+operations, which the workers carry out.
 
-A node hands ComfyUI a function of its own. It is known by where it was written, and by what it does to a marker: a
-function that does otherwise, or of another node, is refused (model.py).
+A function is recognised by the file and name that it was defined under, and by what it returns for a test input. One
+that does otherwise, or of another node, is refused (model.py).
 """
 
 import math
@@ -27,8 +27,7 @@ NODES = ("such as Skip Layer Guidance, Perturbed-Attention Guidance, Self-Attent
 
 
 def operation_of(kind, function):
-    """The name of what a function that replaces something of the kind, or is called after it, does;
-    None where it is not known."""
+    """The name of the operation that a function of this kind stands for; None where it is not known."""
     code = getattr(function, "__code__", None)
     name = code and KNOWN.get(kind, {}).get((os.path.basename(code.co_filename), function.__qualname__))
     marker = object()
@@ -48,7 +47,7 @@ def operations_of(family, config, transformer_options):
     for kind, replaced in transformer_options.get("patches_replace", {}).items():
         blocks = _blocks(family, config, kind)
         if replaced and not blocks:
-            raise _unheeded(family, kind)
+            raise _ignored_patches(family, kind)
         for place, function in replaced.items():
             name = ".".join(map(str, place))
             if name in blocks:
@@ -56,36 +55,32 @@ def operations_of(family, config, transformer_options):
                 # of the negative prompt's
                 if operation != "scores" or 1 in transformer_options.get("cond_or_uncond", ()):
                     found[name] = operation
-            elif family.by_rows:
+            elif family.is_unet:
                 raise UnsupportedError(f"xDiT replaces attention in the middle block of {family.name} only, and a "
                                        f"node does so in {name}. Remove it, or use Load Diffusion Model.")
     return found
 
 
 def guided_of(family, transformer_options):
-    """The specs.Nag of a call, one after the other; () where ComfyUI's nodes do nothing since it is of one prompt.
-
-    Raises UnsupportedError where ComfyUI's model heeds no such patches at all.
-    """
+    """The specs.Nag of a call, one after the other; () for a call with one prompt, where ComfyUI's nodes do nothing.
+    Raises UnsupportedError where ComfyUI's model ignores such patches."""
     functions, parts = transformer_options.get("patches",
                                                {}).get(OUTPUT, ()), transformer_options.get("cond_or_uncond", ())
-    if functions and not (family.by_rows or family.plan.takes_output_patches):
-        raise _unheeded(family, OUTPUT)
+    if functions and not (family.is_unet or family.plan.takes_output_patches):
+        raise _ignored_patches(family, OUTPUT)
     if not (0 in parts and 1 in parts):
         return ()
     return tuple(_nag_of(function, parts) for function in functions)
 
 
 def compares_branches(transformer_options):
-    """Is something done in each layer to the branches of a call together, so that they are not to be taken apart?"""
+    """Are the branches of a call compared in each layer, so that they must stay in one batch?"""
     return bool(transformer_options.get("patches", {}).get(OUTPUT))
 
 
 class Scores:
-    """What Self-Attention Guidance wants to know of a call: the attention scores of its negative prompt.
-
-    buffer: for the workers, as specs.Branch.scores.
-    """
+    """The attention scores of a call's negative prompt, which Self-Attention Guidance uses. buffer: filled by the
+    workers, as specs.Branch.scores."""
 
     def __init__(self, family, config, transformer_options, shape, displaced_degree):
         """shape: of the call's latent."""
@@ -96,11 +91,8 @@ class Scores:
         self.buffer = torch.zeros(displaced_degree, shape[0], torch.Size(sizes).numel())
 
     def tell(self, device):
-        """Put into the node's own variable what the workers have told.
-
-        It has (images x heads, queries, keys) and uses a mean over heads and a sum over queries, which are made
-        already.
-        """
+        """Write the workers' scores to the node's own variable. The node expects (images x heads, queries, keys), of
+        which it uses a mean over heads and a sum over queries; these are computed already."""
         size = self.buffer.shape[1] // len(self._parts)
         scores = self.buffer.sum(0)[size * self._parts.index(1):][:size, None].to(device)
         for function in self._functions:
@@ -108,7 +100,7 @@ class Scores:
 
 
 def scores_of(family, config, transformer_options, shape, displaced_degree):
-    """Scores of a call; None where no node asks for them: it does of calls with a negative prompt."""
+    """The Scores of a call; None where no node asks for them, or the call has no negative prompt."""
     wanted = "scores" in operations_of(family, config, transformer_options).values()
     return Scores(family, config, transformer_options, shape, displaced_degree) if wanted else None
 
@@ -119,8 +111,8 @@ def _nag_of(function, parts):
 
 
 def _guides(function):
-    """Does it what xdit_backend/parallel/nag.py does? Of one number a token,
-    1 for the positive and -1 for the negative prompt."""
+    """Does this function do what xdit_backend/parallel/nag.py does? Tested with one number a token, 1 for the positive
+    and -1 for the negative prompt."""
     out = torch.tensor([-1.0, 1.0]).view(2, 1, 1).expand(2, 3, 1).clone()
     nag = _nag_of(function, [1, 0])
     guided = 2 * nag.scale - 1
@@ -130,7 +122,7 @@ def _guides(function):
 
 
 def _tells_scores(function):
-    """Is it attention, and what it puts into its variable the scores?"""
+    """Is this function attention that writes the scores to its variable?"""
     query, key, value = torch.randn(3, 1, 2, 4, generator=torch.Generator().manual_seed(0))
     cell = _cell(function, "attn_scores")
     held = cell.cell_contents
@@ -144,19 +136,19 @@ def _tells_scores(function):
 
 
 def _cell(function, name):
-    """The variable of a node that its function shares."""
+    """The variable that a node shares with its function."""
     return function.__closure__[function.__code__.co_freevars.index(name)]
 
 
-def _unheeded(family, kind):
+def _ignored_patches(family, kind):
     return UnsupportedError(f"ComfyUI's {family.name} does not heed what a node replaces in this workflow ({kind}): "
                             f"it is for other models, and would be dropped without notice. Remove the node ({NODES}).")
 
 
 def _blocks(family, config, kind):
     """Names of the blocks in which patches of a kind replace something."""
-    if family.by_rows:
+    if family.is_unet:
         depths = config["transformer_layers_per_block"]
         return {"middle.0", *(f"middle.0.{number}" for number in range(depths[-1]))} if kind == "attn1" else set()
-    return {f"{list_.patched}_block.{number}" for list_ in family.plan.blocks if list_.patched and kind == "dit"
+    return {f"{list_.patched}_block.{number}" for list_ in family.blocks if list_.patched and kind == "dit"
             for number in range(config[list_.count])}

@@ -28,7 +28,7 @@ from ....xdit_backend.autoencoders.family import VaeFamily
 
 @dataclass(frozen=True)
 class Kind:
-    """How the workers take a class of ComfyUI's VAEs. What happens to a latent outside the network happens here."""
+    """How the workers run one class of ComfyUI's VAEs, and what is done to a latent outside of the network."""
 
     family: VaeFamily
     recognises: Callable                   # of a first_stage_model

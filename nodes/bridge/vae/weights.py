@@ -1,5 +1,4 @@
-"""The half of a VAE that is on the workers, as ComfyUI's memory manager knows it: its size, how it comes and how it
-goes.
+"""The encoder or decoder of a VAE on the workers, as ComfyUI's memory manager sees it: its size, loading and unloading.
 
 Used by autoencoder.py. The weights themselves stay in the VAE object, and are sent when the workers lack them.
 """
@@ -21,10 +20,8 @@ HALVES = weakref.WeakKeyDictionary()       # first-stage model -> {(prefixes of 
 
 
 def half_of(vae, prefixes, settings, client):
-    """The VaeHalf with the tensors whose names have these prefixes on a group's workers, made when it is first needed.
-
-    settings: what the tensors do not tell of the VAE, see AutoencoderSpec.
-    """
+    """The VaeHalf with the tensors whose names have these prefixes, on a group's workers; made when it is first needed.
+    settings: see AutoencoderSpec."""
     halves = HALVES.setdefault(vae.first_stage_model, {})
     half = halves.get((prefixes, client.devices))
     if half is None:
@@ -40,20 +37,21 @@ class VaeHalf:
         self.name = f"vae-{uuid.uuid4().hex[:8]}"
         self.dtype, self.settings, self.client = dtype_name(vae.vae_dtype), settings, None
         self._model, self._prefixes, self._devices = weakref.ref(vae.first_stage_model), prefixes, devices
-        outline = Outline(self, vae.vae_dtype)
-        self._num_bytes = sum(tensor.nbytes for tensor in outline.buffers())
-        self._patcher = RemotePatcher(outline, load_device_of(devices), comfy.model_management.unet_offload_device())
+        meta_vae = MetaTensors(self, vae.vae_dtype)
+        self._num_bytes = sum(tensor.nbytes for tensor in meta_vae.buffers())
+        self._patcher = RemotePatcher(meta_vae, load_device_of(devices), comfy.model_management.unet_offload_device())
 
     def weights(self):
         """The tensors, where the VAE object has them."""
         return {key: tensor for key, tensor in self._model().state_dict().items() if key.startswith(self._prefixes)}
 
     def make_ready(self, shape, scale, machine_for=lambda work: None):
-        """Have the workers hold this half, and ComfyUI make room for it and for what its work needs at the least.
+        """Have the workers hold this half, and ComfyUI free memory for it and for the least that its work needs.
+        Returns how many workers are to share the work, and the first of them.
 
-        shape: of the tensor to decode (scale 1) or encode. The workers count what they need on a model without weights,
-        for which they must hold it first. machine_for(Work of all items): the Machine by whose forecast fewer workers
-        than all may share it, where they have room; None: all do. Returns how many, and the first of them.
+        shape: of the tensor to decode (scale 1) or encode. The workers count the memory on a model without weights, so
+        they must hold the half first. machine_for(Work of all items): the Machine by whose forecast fewer workers than
+        all may share the work, where they have room; None: all do.
         """
         comfy.model_management.load_models_gpu([self._patcher])
         count, first = self._choose_ranks(shape, scale, machine_for)
@@ -70,8 +68,9 @@ class VaeHalf:
         machine = machine_for(dataclasses.replace(work, **{name: shape[0] * value
                                                            for name, value in vars(work).items()}))
         near = {} if machine is None else choose_ranks(work, machine, most)
-        is_roomy = self.client.autoencoders.is_roomy
-        return next((choice for choice in near if choice[0] == most or is_roomy(self.name, shape, scale, *choice)),
+        fits_unblocked = self.client.autoencoders.fits_unblocked
+        return next((choice for choice in near if choice[0] == most
+                     or fits_unblocked(self.name, shape, scale, *choice)),
                     (most, 0))
 
     def _num_workers(self, device):
@@ -79,7 +78,7 @@ class VaeHalf:
 
     # --- what placement.py asks ---
 
-    def load(self, outline):
+    def load(self, meta_vae):
         GROUPS.hold(self.client, self.name, self._model())
         self.client.autoencoders.load(self)
 
@@ -105,8 +104,8 @@ class VaeHalf:
         pass
 
 
-class Outline(torch.nn.Module):
-    """Tensors without bytes, by which the memory manager sees how large a half is."""
+class MetaTensors(torch.nn.Module):
+    """Tensors without bytes, from which the memory manager sees how large a half is."""
 
     def __init__(self, half, dtype):
         super().__init__()

@@ -1,2 +1,2 @@
-"""The worker groups in use, and the memory they take: what ComfyUI's memory manager and a person's settings ask comes
-in."""
+"""The worker groups in use, and the memory they take, as ComfyUI's memory manager and a person's settings ask for
+it."""

@@ -64,10 +64,10 @@ def fitting_here(config):
 
 
 def memory_of(device):
-    """Bytes of memory a device has in all. Makes no CUDA context there, which would take up to half a gigabyte of it.
+    """Bytes of memory that a device has in all. Makes no CUDA context there, which would take up to half a gigabyte.
 
-    Of another machine's: waits until that has joined. Raises WorkerStartError where it does not, ConfigError where it
-    lacks the device.
+    Of another machine's device: waits until that machine has joined. Raises WorkerStartError where it does not,
+    ConfigError where it lacks the device.
     """
     if machine_of(device):
         return GROUPS.card_of(device)[1]
@@ -78,8 +78,8 @@ def memory_of(device):
 
 
 def parking_bytes():
-    """Bytes of host memory that parked weights may take:
-    what is there, or in its container, but for what ComfyUI too keeps free."""
+    """Bytes of host memory that parked weights may take: what is free, in a container within its limit, less what
+    ComfyUI too leaves free."""
     return available_memory()[0] - KEPT_FREE_BYTES
 
 
@@ -98,7 +98,7 @@ class Groups:
         self._held = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()                          # of _holders
         self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
-        self._learnt = None                                    # what earlier runs taught, once it is read
+        self._calibrations = None                                    # what earlier runs taught, once it is read
         self._speeds = {}                                      # devices -> how fast each is, where they are not alike
         self._listener = None                                  # where other machines join, once it is needed
         self._forkserver = Forkserver()
@@ -122,7 +122,7 @@ class Groups:
         return client
 
     def prepare(self, devices):
-        """Have the libraries of workers on these devices loaded while other nodes run; waits for nothing."""
+        """Start loading the libraries of workers on these devices, while other nodes run. Waits for nothing."""
         if sys.platform != "win32":
             prepare(self._forkserver, devices)
 
@@ -149,7 +149,7 @@ class Groups:
 
     @property
     def clients(self):
-        """All that have been used and not ended for others, the one not used for longest first."""
+        """All clients that have been used and whose groups were not ended for others, the least recently used first."""
         return list(self._clients.values())
 
     def client_if(self, devices):
@@ -157,11 +157,14 @@ class Groups:
         return self._clients.get(tuple(devices))
 
     def machine(self, devices, dtype, may_measure):
-        """The Machine of several devices: kept from before, or measured now, where that may be; else None.
-        dtype: models compute in."""
+        """The Machine of several devices: as it was measured before, or measured now where may_measure says so; else
+        None.
+
+        dtype: that models compute in.
+        """
         key = tuple(devices), dtype
         if key not in self._machines:
-            machine = measurements.kept(_measured_folder(), devices, dtype, self.card_of)
+            machine = measurements.stored_machine(_measured_folder(), devices, dtype, self.card_of)
             if machine is None and not may_measure:
                 return None
             if machine is None:
@@ -174,8 +177,7 @@ class Groups:
         return self._machines[key]
 
     def measure_again(self, dtype):
-        """Measure the devices that were used last (of a ParallelConfig's defaults, where none were), and keep that.
-        Returns their names."""
+        """Measure again the devices that were used last, or those of a default ParallelConfig. Returns their names."""
         devices = self.clients[-1].devices if self._clients else devices_of(ParallelConfig())
         if len(devices) < 2:
             raise ConfigError(f"There is nothing to measure: {devices[0]} works alone. Set devices in xDiT Parallel "
@@ -185,12 +187,12 @@ class Groups:
 
     def _measure(self, devices, dtype):
         machine = measurements.measure(self.client(devices), dtype, self.card_of)
-        measurements.keep(_measured_folder(), devices, dtype, machine, self.card_of)
+        measurements.store_machine(_measured_folder(), devices, dtype, machine, self.card_of)
         return machine
 
     def give_back(self, clients=None):
-        """Move all weights to host memory, and drop VAEs, on every device of these groups, or of all.
-        The next use brings them back."""
+        """Move all weights to host memory, and drop VAEs, on every device of these groups, or of all. The next use
+        brings them back."""
         for client in self.clients if clients is None else clients:
             for name in client.models.names:
                 client.models.park(name, parking_bytes())
@@ -199,31 +201,30 @@ class Groups:
             client.give_back()
 
     def stop(self):
-        """End the workers of every group, and what they are forked from; the next use starts others."""
+        """End the workers of every group, and the forkserver. The next use starts others."""
         for client in self.clients:
             client.close()
         self._forkserver.close()
 
     def end_idle(self, client):
-        """End the workers of a group that has nothing to do, and what all are forked from,
-        where no other group runs."""
+        """End the workers of an idle group, and the forkserver where no other group runs."""
         client.close()
         if not any(other.running for other in self.clients):
             self._forkserver.close()
 
-    def learnt(self):
-        """{(family, card): Learnt} of earlier runs of one device."""
-        if self._learnt is None:
-            self._learnt = measurements.learnt(_measured_folder())
-        return self._learnt
+    def calibrations(self):
+        """{(family, card): Calibration} of earlier runs of one device."""
+        if self._calibrations is None:
+            self._calibrations = measurements.calibrations(_measured_folder())
+        return self._calibrations
 
-    def learn(self, family, card, ratio):
-        """Keep that a run of this family on this card took `ratio` times what a probe's numbers alone say."""
-        self.learnt()[family, card] = measurements.learn(_measured_folder(), family, card, ratio)
+    def record_run(self, family, card, ratio):
+        """Record that a run of this family on this card took `ratio` times what the probe's numbers alone forecast."""
+        self.calibrations()[family, card] = measurements.record_run(_measured_folder(), family, card, ratio)
 
     def _know(self, devices, dtype, machine):
-        """From now on the workers share out tokens, heads, images and rows by how fast each device is.
-        machine: None: as if alike."""
+        """From now on the workers divide tokens, heads, images and rows by how fast each device is. machine: None: all
+        alike."""
         devices = tuple(devices)
         self._machines[devices, dtype] = machine
         self._speeds[devices] = () if machine is None else speeds_of(machine.devices)
@@ -239,15 +240,15 @@ class Groups:
         return self.client(devices_of(config))
 
     def load_model(self, client, spec, shell, missing, changes):
-        """Load a model for a shell, which holds it. missing: {device: bytes that its workers there lack}.
-        changes: Models.load's."""
+        """Load a model for a shell, which then holds it. missing: {device: bytes that its workers there lack}. changes:
+        see Models.load."""
         self.hold(client, spec.name, shell)
         for device, num_bytes in missing.items():
             self._free_memory(client, device, num_bytes)
         client.models.load(spec, changes)
 
     def hold(self, client, name, holder):
-        """Have the workers drop a model or VAE when none of the objects that hold it is referred to any more."""
+        """Have the workers drop a model or VAE when nothing refers to any of its holders any more."""
         key, token = (client.devices, name), object()
         with self._lock:
             held = self._held.setdefault(holder, {})
@@ -256,8 +257,8 @@ class Groups:
                 held[key] = weakref.finalize(holder, self._forget_soon, key, token)
                 held[key].atexit = False
 
-    def let_go(self, devices, name, holder):
-        """What holds a model needs it no more: the workers drop it, unless another holds it too."""
+    def release(self, devices, name, holder):
+        """A holder needs a model no more: the workers drop it, unless another holder needs it."""
         with self._lock:
             need = self._held.get(holder, {}).pop((devices, name), None)
         need = need and need.detach()
@@ -279,8 +280,8 @@ class Groups:
                 self._clients.pop(other).close()
 
     def _free_memory(self, client, device, num_bytes):
-        """Park what other groups have on a device, as far as this one needs it;
-        of ComfyUI's own models ComfyUI takes care."""
+        """Park what other groups have on a device, as far as this one needs the memory. ComfyUI's own models are
+        ComfyUI's to move."""
         others = [other for other in self._clients.values() if other is not client and device in other.devices
                   and other.running]
         if not num_bytes or not others:
@@ -296,15 +297,15 @@ class Groups:
                     lacking -= other.models.park(name, parking_bytes(), device, lacking)
 
     def counting(self, run, callback):
-        """A sampler's callback that also counts a Run's steps,
-        and says on the node now and then how long the rest will take."""
-        def told(step, denoised, x, total):
+        """A sampler's callback that also counts the steps of a Run, and shows on the node now and then how long the
+        rest will take."""
+        def counted(step, denoised, x, total):
             words, self.runs.phase = run.count(step + 1), {}   # what came before the steps is over
             if words:
                 show_text(words)
             if callback is not None:
                 callback(step, denoised, x, total)
-        return told
+        return counted
 
     def _show_phase(self, phase):
         show_text(self.runs.phase_words(phase))

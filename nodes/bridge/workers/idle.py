@@ -1,5 +1,4 @@
-"""What becomes of the memory of workers that have nothing to do for a while, as ComfyUI's settings say.
-Started by groups.py."""
+"""Frees the memory of workers that have been idle for a while, as ComfyUI's settings say. Started by groups.py."""
 
 import logging
 import threading
@@ -14,8 +13,8 @@ log = logging.getLogger(__name__)
 TICK_S = 5.0
 
 
-def tend(groups, residency):
-    """Park or end the workers that have had nothing to do for so long. Not while a prompt runs."""
+def apply_idle_setting(groups, residency):
+    """Park or end the workers that have been idle for long enough. Not while a prompt runs."""
     for client in groups.clients if residency.how != "keep" else ():
         if client.workers.idle_s < 60 * residency.minutes:
             continue
@@ -27,12 +26,12 @@ def tend(groups, residency):
 
 
 def watch(groups):
-    """Tend the groups now and then, as long as they exist."""
+    """Apply the setting now and then, as long as the groups exist."""
     threading.Thread(target=_watch, args=(weakref.ref(groups),), daemon=True).start()
 
 
 def _watch(reference):
-    told = ""
+    logged = ""
     while True:
         time.sleep(TICK_S)
         groups = reference()
@@ -40,12 +39,12 @@ def _watch(reference):
             return
         try:
             if any(client.running for client in groups.clients) and not _is_prompt_running():
-                tend(groups, chosen_idle())
+                apply_idle_setting(groups, chosen_idle())
         except XDiTError as error:
             # of a setting: said once; of workers: who needs them next is told
-            if str(error) != told:
+            if str(error) != logged:
                 log.warning("%s", error)
-            told = str(error)
+            logged = str(error)
 
 
 def _is_prompt_running():

@@ -1,5 +1,5 @@
-"""Has a MODEL room on its devices? Its weights before they are read, a run before its first call.
-Made by shell.py, asked by remote.py."""
+"""Does a MODEL fit on its devices? Its weights are checked before they are read, a run before its first call. Made by
+shell.py, asked by remote.py."""
 
 import dataclasses
 import functools
@@ -19,38 +19,39 @@ from ....xdit_backend.forecast.planner import (
     tensor_degree_that_fits,
 )
 from ....xdit_backend.host_memory import available_memory
-from ....xdit_backend.partition import holders
+from ....xdit_backend.partition import ranks_by_part
 from ....xdit_backend.protocol.devices import machine_of
 
 
 class MemoryCheck:
     """What each rank of a MODEL takes of its device's memory.
 
-    weight_bytes: of all blocks, as a rank holds them. exchanged_bytes: of a U-Net, net.exchanged_bytes of its model.
-    lighter_bytes(): {another weight_dtype: weight_bytes with it}.
+    weight_bytes: of all blocks, as a rank holds them; kept as model_bytes. exchanged_bytes: of a U-Net,
+    net.exchanged_bytes of its model. lighter_bytes(): {another weight_dtype: weight_bytes with it}.
     """
 
     def __init__(self, setup, weight_bytes, exchanged_bytes, lighter_bytes):
         self._setup, self._exchanged_bytes, self._lighter_bytes = setup, exchanged_bytes, lighter_bytes
+        self.model_bytes = weight_bytes
         self.weight_bytes = self._of_ranks(weight_bytes)       # of each rank, until the workers have told theirs
-        self._roomy = set()                                    # what of this run has been found to fit
+        self._checked = set()                                  # what of this run has been found to fit
 
     def weights_on(self, device):
         """Bytes of weights that ranks on this device hold."""
         return sum(size for size, name in zip(self.weight_bytes, self._setup.devices) if name == str(device))
 
     def end_run(self):
-        self._roomy.clear()
+        self._checked.clear()
 
     def of_run(self, job, layout, of_one_device):
-        """Bytes that a rank takes beside weights. of_one_device: those of activations where nothing is shared."""
+        """Bytes that a rank takes beside weights. of_one_device: of activations where nothing is divided."""
         setup = self._setup
         degrees = degrees_of(layout, setup.config, setup.spec.stages)
         activations = of_one_device * working_share(job, degrees, branches_apart=True)
         return activations + (0.0 if setup.net is None else self._of_rank(job, degrees, setup.config).keys_values)
 
     def check_weights(self):
-        """Refuse weights that a device has no room for, before they are read."""
+        """Refuse weights that do not fit on a device, before they are read."""
         setup = self._setup
         check_memory(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes)),
@@ -63,7 +64,7 @@ class MemoryCheck:
         their own or not.
         """
         key = tuple(shape), num_images, branches, layout
-        if key in self._roomy:
+        if key in self._checked:
             return
         setup = self._setup
         degrees = degrees_of(layout, setup.config, setup.spec.stages)
@@ -75,28 +76,27 @@ class MemoryCheck:
             if setup.net is not None:
                 return self._of_rank(job(images, sizes), degrees, config)
             own = -(-images // degrees.data) * -(-branches // degrees.cfg)
-            told = (0 if degrees.displaced == 1
-                    else self._exchanged_bytes(sizes, degrees.displaced, getattr(torch, setup.spec.compute_dtype),
-                                               own))
-            return Memory(0.0, config.steps_kept * degrees.displaced * told, 0.0)
+            dtype = getattr(torch, setup.spec.compute_dtype)
+            sent = 0 if degrees.displaced == 1 else self._exchanged_bytes(sizes, degrees.displaced, dtype, own)
+            return Memory(0.0, config.cached_steps * degrees.displaced * sent, 0.0)
 
         without = dataclasses.replace(setup.config, forecast_keys_values=0.0)
-        lean = ({"forecast_keys_values 0": functools.partial(needed, config=without)} if setup.config.steps_kept > 1
-                else {})
+        other_settings = ({"forecast_keys_values 0": functools.partial(needed, config=without)}
+                          if setup.config.cached_steps > 1 else {})
         num_here = sum(not machine_of(device) for device in setup.devices)
         sizes = tuple(shape[2:])
         check_memory(f"This run ({describe_layout(layout)})",
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here,
                                   available_memory()[0]),
-                     Remedies(self._spread(job(num_images, sizes)), self._lighter, lean),
+                     Remedies(self._spread(job(num_images, sizes)), self._lighter, other_settings),
                      Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:]))
-        self._roomy.add(key)
+        self._checked.add(key)
 
     def _of_ranks(self, weight_bytes):
         return [rank_bytes(weight_bytes, self._setup.spec.stages)] * len(self._setup.devices)
 
     def _of_rank(self, job, degrees, config):
-        return rank_memory(self._setup.net, job, degrees, **memory_settings(config, self._setup.spec.stages))
+        return rank_memory(self._setup.net, job, degrees, memory_settings(config, self._setup.spec.stages))
 
     def _lighter(self):
         """{weight_dtype in which a rank holds less: what each rank then adds to the weights on its device}"""
@@ -104,14 +104,15 @@ class MemoryCheck:
         return {name: self._added(sizes) for name, sizes in ranks.items() if sizes[0] < max(self.weight_bytes)}
 
     def _added(self, weight_bytes):
-        """What each rank adds to the weights on its device: on CPUs, those that hold the same weights map one file."""
+        """What each rank adds to the weights on its device. CPU ranks that hold the same weights map one file."""
         devices = self._setup.devices
-        first = {ranks[0] for ranks in holders(len(devices), self._setup.spec)}
+        first = {ranks[0] for ranks in ranks_by_part(len(devices), self._setup.spec)}
         return [size if device != "cpu" or rank in first else 0
                 for rank, (device, size) in enumerate(zip(devices, weight_bytes))]
 
     def _spread(self, job):
-        """Over how many devices the model would fit, for a person: [text]. Exactly, where nothing else is allowed."""
+        """On how many devices the model would fit, for a person: [text]; exactly, where only exact methods are
+        allowed."""
         setup = self._setup
         config, net, refused, device_bytes = setup.config, setup.net, setup.family.refused, min(setup.device_bytes)
         if net is None:

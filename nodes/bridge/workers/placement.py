@@ -1,10 +1,9 @@
-"""What ComfyUI's memory manager is told of models that the workers hold, and what becomes of them when it asks for
-room.
+"""How ComfyUI's memory manager sees models that the workers hold, and what the workers do when it asks for memory.
 
 ComfyUI knows one device of a model, its load_device: for one on several GPUs, its own GPU where a worker is there.
 Sizes are those of the workers there. When ComfyUI needs some of that memory, only those workers move weights to host
 memory, and only as much as it asks for; when it unloads the model, all do. Like a model of ComfyUI's own, an unloaded
-one stays in host memory until nothing refers to its MODEL; it is dropped where host memory has no room for it.
+one stays in host memory until nothing refers to its MODEL. It is dropped where host memory has no room for it.
 """
 
 import torch
@@ -79,8 +78,8 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
 
 
 def ask_for_memory(device, num_bytes):
-    """Have ComfyUI's own models on a device leave it as far as this needs.
-    Where there are none, it is not touched: no CUDA context."""
+    """Have ComfyUI's own models free memory on a device. Where there are none, the device is not touched, so no CUDA
+    context is made."""
     if machine_of(device):                                     # where no ComfyUI is
         return
     management, device = comfy.model_management, torch.device(device)
@@ -89,11 +88,10 @@ def ask_for_memory(device, num_bytes):
 
 
 def load_device_of(devices):
-    """The device that ComfyUI is to think of a MODEL on these as being on: its own, where one of the workers is there,
+    """The device that ComfyUI sees a MODEL on these devices as being on: its own, where one of the workers is there,
     else the first.
 
-    It asks for room there, and samples there: noise that a sampler draws is what ComfyUI draws for a model on that
-    device.
+    ComfyUI frees memory there, and samples there, so that a sampler draws the same noise as for a model on that device.
     """
     default = comfy.model_management.get_torch_device()
     places = [torch.device(name) for name in devices if not machine_of(name)]
@@ -101,10 +99,8 @@ def load_device_of(devices):
 
 
 def _claim_no_pinned_memory(loaded_model):
-    """Make ComfyUI's LoadedModel (a class) count no host memory to be page-locked for a model of the workers.
-
-    ComfyUI takes a model's whole size for that, and has other models give up theirs for it.
-    """
+    """Make ComfyUI's LoadedModel (a class) count no page-locked host memory for a model of the workers. ComfyUI would
+    count the model's whole size, and have other models release theirs for it."""
     size = loaded_model.model_memory
     loaded_model.model_memory = lambda self: 0 if isinstance(self.model, RemotePatcher) else size(self)
 

@@ -1,6 +1,6 @@
-"""What the last run was, how far it is, and what its workers say they did: kept for the panel, and said on the node.
+"""The last run: how far it is, and what its workers did when. Kept for the panel, and shown on the node.
 
-Told by wrappers.py, remote.py and autoencoder.py; read by page/routes.py through panel.py.
+Updated by wrappers.py, remote.py and autoencoder.py; read by page/routes.py through panel.py.
 """
 
 import os
@@ -45,30 +45,30 @@ class Run:
         return (self.ended_s or time.perf_counter()) - self.began_s
 
     @property
-    def a_step_s(self):
-        """Seconds of a step: from first to last of the steps that were counted; 0 before there are two."""
+    def seconds_per_step(self):
+        """Seconds of a step, from the first to the last of those counted; 0 before there are two."""
         return (self.stepped_s[-1] - self.stepped_s[0]) / (len(self.stepped_s) - 1) if len(self.stepped_s) > 1 else 0.0
 
     def count(self, step):
-        """So many steps are done. Returns what to say of that on the node; "" too soon after the last time."""
+        """So many steps are done. Returns what the node is to show; "" too soon after the last time."""
         now = time.perf_counter()
         if step > self.step:
             self.step = step
             self.stepped_s.append(now)
-        self.take_from_remote()
-        if now - max(self.shown_s, self.began_s) < SHOWN_S or not self.a_step_s:
+        self.update_from_remote()
+        if now - max(self.shown_s, self.began_s) < SHOWN_S or not self.seconds_per_step:
             return ""
         self.shown_s = now
-        return (f"step {self.step} of {self.num_steps}, {self.a_step_s:.2f} s a step, "
-                f"{(self.num_steps - self.step) * self.a_step_s:.0f} s left, {self.how}")
+        return (f"step {self.step} of {self.num_steps}, {self.seconds_per_step:.2f} s a step, "
+                f"{(self.num_steps - self.step) * self.seconds_per_step:.0f} s left, {self.how}")
 
     @property
     def ended_words(self):
-        """What the node says in place of the progress of a run that did not come to its end."""
+        """What the node shows in place of the progress of a run that was cancelled or failed."""
         return f"{self.state} after {self.step} of {self.num_steps} steps"
 
-    def take_from_remote(self):
-        """How the run is split, and its Plan, as far as the RemoteModel has chosen by now."""
+    def update_from_remote(self):
+        """Take over how the run is split, and its Plan, as far as the RemoteModel has chosen by now."""
         if self.remote is not None and self.remote.how is not None:
             self.how, self.plan = self.remote.how, self.remote.forecasts.plan
 
@@ -89,7 +89,7 @@ class Runs:
 
     @contextmanager
     def sampling(self, remote, num_steps):
-        """A run of a RemoteModel goes on under this."""
+        """In this context a run of a RemoteModel is going on."""
         self._number += 1
         self.last = run = Run(self._number, os.path.basename(remote.spec.path), tuple(remote.devices), num_steps,
                               time.perf_counter(), remote, dtype=remote.spec.compute_dtype, mode=remote.config.mode)
@@ -101,25 +101,25 @@ class Runs:
             run.error = "" if run.state == "cancelled" else str(error)
             raise
         finally:
-            run.take_from_remote()
+            run.update_from_remote()
             run.remote, run.ended_s, self.phase = None, time.perf_counter(), {}
 
     def vae(self, devices):
-        """A decode or encode begins. It belongs to the run before it; of none, it is one."""
+        """A decode or encode begins. It belongs to the run before it; where there is none, it is one itself."""
         if self.last is None:
             self._number += 1
             now = time.perf_counter()
             self.last = Run(self._number, "", tuple(devices), 0, now, state="done", ended_s=now)
 
     def given_up(self, error):
-        """What the node says in place of the phase that this has ended."""
+        """What the node shows in place of the phase that this error has ended."""
         phase, self.phase = self.phase, {}
         far = (f", {phase['text']} {phase['done']} of {phase['total']}" if phase.get("total")
                and not phase["counts_bytes"] else "")
         return _state_after(error) + far
 
     def collect(self, client, ask):
-        """Take in what the ranks of a Client did since they were asked last. ask(since_s): {rank: Done}, or nothing."""
+        """Fetch what the ranks of a Client did since the last time. ask(since_s): {rank: Done}, or nothing."""
         with self._collecting:
             run, now, self.phase = self.last, time.perf_counter(), {}
             done = ask(-1.0 if run is None else run.asked_s.get(client.devices, run.began_s))
@@ -133,7 +133,7 @@ class Runs:
                 spans += reply.spans[:NUM_SPANS - len(spans)]
 
     def phase_words(self, phase):
-        """What the node says of a Phase. Of ranks that do the same, the slowest one's counts."""
+        """What the node shows of a Phase. Of ranks that do the same, the slowest one counts."""
         now = time.perf_counter()
         if phase.text != self.phase.get("text"):
             self._phases, self._phase_began_s = {}, now

@@ -1,7 +1,7 @@
-"""What a person has chosen in Settings > xDiT, which ComfyUI keeps in a file of its user: read anew each time. Texts
-are in web/xdit.js.
+"""A person's choices in Settings > xDiT, which ComfyUI keeps in a file for its user. Read anew each time; texts are in
+web/xdit.js.
 
-The address at which other machines may join is a setting and no widget: what a workflow says opens no port.
+The address at which other machines may join is a setting and no widget, so that no workflow can open a port.
 """
 
 import json
@@ -30,7 +30,7 @@ class Idle:
 
 
 def chosen_idle():
-    """What is to become of it, an Idle. Raises ConfigError where what the file has is none."""
+    """The person's choice, an Idle. Raises ConfigError where the file has none that is valid."""
     settings = _settings()
     how, minutes = settings.get(HOW, Idle.how), settings.get(MINUTES, Idle.minutes)
     if how not in IDLE_WAYS:

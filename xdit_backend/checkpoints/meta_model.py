@@ -1,7 +1,7 @@
-"""A model on disk without its weights: does it have all that diffusers' model needs, and nothing that would change it
-unnoticed?
+"""diffusers' model of a checkpoint on the meta device, after a check that the checkpoint has all tensors that it needs,
+and none that would be ignored.
 
-Used by the host before any worker is asked, and offline.
+Used by the host before any worker starts, and offline.
 """
 
 import importlib
@@ -11,23 +11,23 @@ import torch
 
 from ..protocol.errors import CheckpointError
 from ..vocabulary.unet import settings_of
-from .packed import hold_packed, packed_weights
+from .packed import packed_weights, set_packed_parameters
 from .transformer import build
 
 NUM_NAMED = 3                              # how many tensors a message names
 FLOATS = "F", "BF16"                       # how the types begin that a file has fractions in
 
 
-def outline(checkpoint, quantisation=""):
+def meta_model(checkpoint, quantisation=""):
     """The diffusers model of a Checkpoint on the meta device, with weights as they are held.
 
-    quantisation: as of packed_weights. Raises CheckpointError that names what is missing, unknown, of another shape, or
-    set as the family is not run.
+    quantisation: see packed_weights. Raises CheckpointError that names what is missing, unknown, of another shape, or a
+    setting that is not supported.
     """
-    family, name, said = checkpoint.family, checkpoint.name, None
+    family, name, folder_config = checkpoint.family, checkpoint.name, None
     if checkpoint.folder is not None:
-        said = _said(checkpoint)
-        _check_folder_config(said, family, name)
+        folder_config = _folder_settings(checkpoint)
+        _check_folder_config(folder_config, family, name)
     whole = {key for key, dtype in checkpoint.dtypes.items() if key not in checkpoint.quantised
              and not dtype.startswith(FLOATS)}
     tensors = {key: torch.empty(shape, dtype=torch.int64 if key in whole else None, device="meta")
@@ -47,13 +47,13 @@ def outline(checkpoint, quantisation=""):
         raise CheckpointError(f"{name} looks like a {family.name} model, but its tensors have shapes that none has "
                               f"({error}). Download it again, or choose another file.") from error
     if checkpoint.folder is not None and checkpoint.folder_config is None:
-        _check_told(said, model.config, family, name)
+        _check_folder_agrees(folder_config, model.config, family, name)
     _compare(model.state_dict(), tensors, family, name)
-    hold_packed(model, packed_weights(checkpoint, model, quantisation))
+    set_packed_parameters(model, packed_weights(checkpoint, model, quantisation))
     return model
 
 
-def _said(checkpoint):
+def _folder_settings(checkpoint):
     if checkpoint.folder_config is not None:
         return checkpoint.folder_config
     try:
@@ -63,12 +63,14 @@ def _said(checkpoint):
                               f"writes ({error}). Download it again, or choose another folder.") from error
 
 
-def _check_told(said, config, family, name):
+def _check_folder_agrees(folder_config, config, family, name):
     """Refuse a U-Net whose config.json says otherwise than its tensors do."""
     for key in family.config.rules:
-        if key in said and key not in family.by_tensors and _plain(said[key]) != _plain(config[key]):
-            raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = {said[key]!r}, and "
-                                  f"its tensors are of {config[key]!r}. Download the folder again, or choose another.")
+        if key in folder_config and key not in family.config_from_tensors and (_plain(folder_config[key])
+                                                                               != _plain(config[key])):
+            raise CheckpointError(f"{name} is a {family.name} model whose config.json says {key} = "
+                                  f"{folder_config[key]!r}, and its tensors are of {config[key]!r}. Download the "
+                                  f"folder again, or choose another.")
 
 
 def _check_folder_config(config, family, name):
@@ -79,7 +81,7 @@ def _check_folder_config(config, family, name):
     given = {key: value for key, value in config.items() if not key.startswith("_")}
     rules = family.config.rules
     for key, value in {**defaults, **given}.items():
-        if key in family.by_tensors or key in family.heeded or callable(rules.get(key)):
+        if key in family.config_from_tensors or key in family.folder_arguments or callable(rules.get(key)):
             continue
         if key not in defaults:
             expected, fits = None, not value                   # what older releases of diffusers wrote of what is off

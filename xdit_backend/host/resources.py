@@ -15,26 +15,26 @@ import psutil
 import torch.distributed as dist
 
 from ..protocol import timeouts
-from ..protocol.channel import Door
+from ..protocol.channel import ChannelListener
 from ..protocol.devices import machine_of, machines_of
 from ..protocol.errors import ChannelClosedError, WorkerStartError
 from ..protocol.messages import Phase, Stop
 from ..protocol.segments import SegmentStore, folders_of
 from . import logs, preflight
-from .greeting import Party
+from .greeting import GroupStart
 from .starting import HELP, exit_words
 from .torchrun import Node, end_torchrun, start_torchrun
 from .traces import Traces
 
 
-class Opened:
+class GroupResources:
     """One start of a group on these devices."""
 
     def __init__(self, devices):
         self.devices = devices
         self.channels, self.workers = {}, {}                   # rank -> its Channel, its process; filled by Greeting
         self.sessions = {}                                     # name of another machine -> its Session
-        self.process = self.door = self._store = None
+        self.process = self.channel_listener = self._store = None
         # why its processes are programs of their own, where they are
         self.why_not_forked = ""
         self.segments = SegmentStore()
@@ -60,12 +60,12 @@ class Opened:
                                        f"devices of other machines.")
             self.sessions[name] = machines.take(name, lambda words: on_phase(Phase(0, words)), check)
 
-    def launch(self, forkserver, interface, variables, has_detours, check):
-        """Start torchrun here and on other machines; returns the Party whose workers come up.
+    def launch(self, forkserver, interface, variables, has_fallbacks, check):
+        """Start torchrun here and on other machines; returns the GroupStart whose workers come up.
         interface: to the machines."""
         own = [rank for rank, device in enumerate(self.devices) if not machine_of(device)]
         silence_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
-        self.door = Door(self.segments.folder, silence_s)
+        self.channel_listener = ChannelListener(self.segments.folder, silence_s)
         # torchrun's own stores would listen on every interface. This one is bound to loopback; torchrun and the workers
         # are its clients (TORCH_DISABLE_SHARE_RDZV_TCP_STORE keeps torchrun from opening one for the workers).
         listening = socket.create_server(("127.0.0.1", 0))
@@ -79,7 +79,8 @@ class Opened:
         at_once = []
         for index, session in enumerate(self.sessions.values(), 1):
             at_once += session.start(self.devices, index, node.num_nodes, port, silence_s, variables).values()
-        return Party(self.devices, own, self.process, self.door, at_once, self.sessions, self.traces, has_detours)
+        return GroupStart(self.devices, own, self.process, self.channel_listener, at_once, self.sessions, self.traces,
+                          has_fallbacks)
 
     def remarks(self):
         """What is looked at here before torchrun starts (preflight.check), for a person."""
@@ -95,11 +96,12 @@ class Opened:
         if self.process is not None:
             patience_s = 3 if len(self.channels) == len(self.devices) else 0
             end_torchrun(self.process, self.workers.values(), None if is_broken else patience_s)
-        for connection in (*self.channels.values(), *self.sessions.values(), *([self.door] if self.door else [])):
+        for connection in (*self.channels.values(), *self.sessions.values(),
+                           *([self.channel_listener] if self.channel_listener else [])):
             connection.close()
         for held in (self.channels, self.workers, self.sessions):
             held.clear()
-        self.process = self.door = self._store = None
+        self.process = self.channel_listener = self._store = None
         self._finalizer()
 
     def lost(self, rank, doing):

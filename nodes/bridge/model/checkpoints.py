@@ -1,0 +1,41 @@
+"""The checkpoints that ComfyUI's process has open: each file or folder is read once, until it changes on disk.
+Asked by shell.py, and by the page before it converts a workflow."""
+
+import threading
+from collections import OrderedDict
+
+from ....xdit_backend.checkpoints.checkpoint import files_of, open_checkpoint, state_of
+
+MAX_OPEN = 4                               # headers take megabytes; a MODEL keeps its own Checkpoint in any case
+
+
+class Checkpoints:
+    """Checkpoints by path, those used last. Several threads may ask."""
+
+    def __init__(self):
+        self._open = OrderedDict()                             # path -> (state of its files, Checkpoint)
+        self._lock = threading.Lock()
+
+    def open(self, path):
+        """The Checkpoint of a file or folder. Raises as open_checkpoint."""
+        path = str(path)
+        try:
+            state = fingerprint(path)
+        except OSError:
+            return open_checkpoint(path)                       # which says what is wrong
+        with self._lock:
+            known, checkpoint = self._open.pop(path, (None, None))
+            if known != state:
+                checkpoint = open_checkpoint(path)
+            self._open[path] = state, checkpoint
+            while len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)
+        return checkpoint
+
+
+def fingerprint(path):
+    """What changes where other files take the place of a file's, or of a diffusers folder's."""
+    return state_of(files_of(path))
+
+
+CHECKPOINTS = Checkpoints()

@@ -1,0 +1,36 @@
+"""What real runs teach the forecast: one factor a family and card, from runs of one device; links are never learnt.
+Pure arithmetic."""
+
+import math
+from dataclasses import dataclass, replace
+
+MIN_FACTOR = 0.2             # and 1 / it: what is farther off was no such run
+MIN_WEIGHT = 0.25            # of the newest run, so that what changes (a driver, a cooler) is followed
+# by how much a forecast may be off before a run of its family has been measured on this card
+NEW = 0.15
+KNOWN = 0.07                   # and after
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """factor: times the forecast of what a probe measured that runs took, the mean of their logarithms.
+    count: of runs."""
+
+    factor: float = 1.0
+    count: int = 0
+
+
+def after(calibration, ratio):
+    """The Calibration after a run that took `ratio` times the forecast."""
+    calibration = calibration or Calibration()
+    weight = max(MIN_WEIGHT, 1 / (calibration.count + 1))
+    factor = math.exp((1 - weight) * math.log(calibration.factor) + weight * math.log(ratio))
+    return Calibration(min(max(factor, MIN_FACTOR), 1 / MIN_FACTOR), calibration.count + 1)
+
+
+def calibrated(machine, known, family):
+    """The machine as runs of this family have shown its cards. known: {(family, card): Calibration}."""
+    factors = [known.get((family, device.name), Calibration()).factor for device in machine.devices]
+    if set(factors) == {1.0}:
+        return machine
+    return replace(machine, devices=tuple(device.slower(factor) for device, factor in zip(machine.devices, factors)))
