@@ -1,6 +1,6 @@
-"""A step of every family under every product of two or three methods, of unlike and of like texts, beside one device's.
+"""Steps of every family under every product of two or three methods, of unlike and of like texts, beside one device's.
 
-    OMP_NUM_THREADS=1 python -m tests.products [--methods 2 or 3] [--texts 7 9] [--families Wan Flux.1]
+    OMP_NUM_THREADS=1 python -m tests.products [--methods 2 3] [--texts 7 9 7] [--families Wan Flux.1]
 
 prints what is not one device's, and how many were compared. tests/test_smoke.py runs a few that are drawn.
 """
@@ -12,22 +12,34 @@ import time
 from tests.steps import EXACT, errors_of, layouts_of, words
 from xdit_backend.models import FAMILIES
 
-if __name__ == "__main__":
+TOGETHER = 8                               # families on one set of ranks, whose groups are made once
+
+
+def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--methods", type=int, default=2, choices=(1, 2, 3), help="in a product, each of degree 2")
-    parser.add_argument("--texts", type=int, nargs=2, default=(7, 9), help="tokens of the two branches' prompts")
+    parser.add_argument("--methods", type=int, nargs="+", default=(2, 3), choices=(1, 2, 3),
+                        help="in a product, each of degree 2")
+    parser.add_argument("--texts", type=int, nargs="+", default=(7, 9, 7),
+                        help="tokens of a prompt, and of those that are beside it, each in a step of its own")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
     options = parser.parse_args()
-    num_compared, num_wrong, largest, started_s = 0, 0, 0.0, time.monotonic()
-    for name in options.families:
-        asked = [(name, layout) for layout in layouts_of(name, options.methods)]
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes = errors_of(asked, folder, 2 ** options.methods, tuple(options.texts))
-        for (_, layout), error in ((key, outcomes[key]) for key in asked):
-            is_wrong = isinstance(error, Exception) or not error <= EXACT
-            num_compared, num_wrong = num_compared + 1, num_wrong + is_wrong
-            largest = largest if is_wrong else max(largest, error)
-            if is_wrong:
+    for num_methods in options.methods:
+        num_compared, num_wrong, largest, started_s = 0, 0, 0.0, time.monotonic()
+        for first in range(0, len(options.families), TOGETHER):
+            names = options.families[first:first + TOGETHER]
+            asked = [(name, layout) for name in names for layout in layouts_of(name, num_methods)]
+            with tempfile.TemporaryDirectory() as folder:
+                outcomes = errors_of(asked, folder, 2 ** num_methods, tuple(options.texts))
+            wrong = {key: error for key, error in outcomes.items() if isinstance(error, Exception)
+                     or not error <= EXACT}
+            for (name, layout), error in wrong.items():
                 print(f"{name}, {words(layout)}: {error!r:.300}", flush=True)
-        print(f"{name}: {len(asked)} products, {time.monotonic() - started_s:.0f} s", flush=True)
-    print(f"{num_compared} compared, {num_wrong} wrong; the largest error of the others {largest:.1e}")
+            num_compared, num_wrong = num_compared + len(asked), num_wrong + len(wrong)
+            largest = max([largest, *(outcomes[key] for key in outcomes.keys() - wrong.keys())])
+            print(f"{', '.join(names)}: {len(asked)} products, {time.monotonic() - started_s:.0f} s", flush=True)
+        print(f"products of {num_methods}: {num_compared} in {len(options.texts) - 1} steps each, {num_wrong} wrong; "
+              f"the largest error of the others {largest:.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

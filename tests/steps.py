@@ -1,4 +1,4 @@
-"""A step of a family under a layout, from a folder on disk through the engine of each rank, beside one device's.
+"""Steps of a family under a layout, from a folder on disk through the engine of each rank, beside one device's.
 Of tests and commands."""
 
 import functools
@@ -76,13 +76,13 @@ def keep_in_compute_dtype(layout):
 
 
 class Saved:
-    """A family's tiny model as a folder, two branches that are asked of it, and what one device predicts for them."""
+    """A family's tiny model as a folder, branches that are asked of it, and what one device predicts for each."""
 
     def __init__(self, name, folder, num_text_tokens):
         self.name, self.family, self._folder, self._wanted = name, FAMILIES[name], folder, {}
         sizes = SIZES | ({"rows": 16, "columns": 12} if name in UNETS else {})
-        self.branches = [example(name, num_text_tokens=count, more=PUBLISHED.get(name, {}), **sizes)
-                         for count in num_text_tokens]
+        self.branches = [example(name, num_text_tokens=count, seed=seed, more=PUBLISHED.get(name, {}), **sizes)
+                         for seed, count in enumerate(num_text_tokens)]
         save(self.branches[0], folder)
 
     def spec(self, layout=None):
@@ -106,28 +106,32 @@ class Saved:
 
 
 class Run:
-    """A step under one layout: the commands for the workers, which have loaded its model, and where they write."""
+    """Steps under one layout, each of the first branch and another: the commands for the workers, which have loaded the
+    model, and where they write."""
 
     def __init__(self, saved, layout, store, requests):
         family, spec = saved.family, saved.spec(layout)
         self.model, self.layout, self._wanted = spec.name, layout, saved.wanted(layout)
         self.load, self.drop = messages.LoadModel(next(requests), spec), messages.DropModel(next(requests), spec.name)
-        self.commands, self._made, named = [], [], []
-        for number, (one, wanted) in enumerate(zip(saved.branches, self._wanted, strict=True)):
+        self.commands, self._compared = [], []
+        names = [f"{saved.name} {layout} {number}" for number in range(len(saved.branches))]
+        for name, one in zip(names, saved.branches, strict=True):
+            tensors = {key: store.share(tensor) for key, tensor in one.conditioning.items()}
+            self.commands.append(messages.Conditioning(next(requests), name, tensors))
+
+        def branch(number):
+            one, wanted = saved.branches[number], self._wanted[number]
             made = [store.create(tuple(part.shape), torch.float64)[0] for part in wanted]
-            tensors = {name: store.share(tensor) for name, tensor in one.conditioning.items()}
-            conditioning = f"{saved.name} {layout} {number}"
-            self.commands.append(messages.Conditioning(next(requests), conditioning, tensors))
-            named.append(specs.Branch(store.share(one.latent), store.share(one.timestep), conditioning, made[0],
-                                         parts=dict(zip(family.parts, made[1:], strict=True))))
-            self._made.append(made)
-        self.commands += [messages.Predict(next(requests), spec.name, self.layout, named, keep=True),
-                          messages.DropConditioning(next(requests), [branch.conditioning for branch in named])]
+            self._compared += zip(made, wanted, strict=True)
+            return specs.Branch(store.share(one.latent), store.share(one.timestep), names[number], made[0],
+                                parts=dict(zip(family.parts, made[1:], strict=True)))
+        self.commands += [messages.Predict(next(requests), spec.name, self.layout, [branch(0), branch(other)],
+                                           keep=True) for other in range(1, len(names))]
+        self.commands.append(messages.DropConditioning(next(requests), names))
 
     @property
     def error(self):
-        pairs = zip(sum(self._made, []), sum(self._wanted, []), strict=True)
-        return max((map_segment(made) - wanted).abs().max().item() for made, wanted in pairs)
+        return max((map_segment(made) - wanted).abs().max().item() for made, wanted in self._compared)
 
 
 def carry_out(rank, world_size, runs):
@@ -140,10 +144,10 @@ def carry_out(rank, world_size, runs):
 
 
 def errors_of(asked, folder, world_size, num_text_tokens=(7, 9)):
-    """{(family, layout): the error of a step, or what was raised}, one after the other on one set of ranks. asked:
-    those keys.
+    """{(family, layout): the largest error of its steps, or what was raised}, one after the other on one set of ranks.
+    asked: those keys.
 
-    num_text_tokens: of the two branches that a step has.
+    num_text_tokens: of the first branch, and of those that are in a step with it, each in one of its own.
     """
     store, requests, outcomes, families, runs = SegmentStore(), itertools.count(1), {}, {}, {}
     try:
@@ -152,16 +156,24 @@ def errors_of(asked, folder, world_size, num_text_tokens=(7, 9)):
                 if name not in families:
                     families[name] = Saved(name, Path(tempfile.mkdtemp(dir=folder)), num_text_tokens)
                 runs[name, layout] = Run(families[name], layout, store, requests)
-        with kept(outcomes, "all"):
-            run_ranks(carry_out, world_size, _in_a_row(runs.values()), timeout_s=1800)
-        for key, run in runs.items():
-            with kept(outcomes, key):
-                if "all" in outcomes:                          # whose fault it was: each by itself
-                    run_ranks(carry_out, world_size, _in_a_row([run]))
-                outcomes[key] = run.error
+        outcomes |= _carried_out(runs, world_size)
     finally:
         store.close()
     return outcomes
+
+
+def _carried_out(runs, world_size):
+    """{key: the error, or what was raised} of Runs by key. Where a rank ends, each half goes by itself."""
+    try:
+        run_ranks(carry_out, world_size, _in_a_row(runs.values()), timeout_s=60 + 10 * len(runs))
+        return {key: run.error for key, run in runs.items()}
+    except Exception as error:
+        keys = list(runs)
+        if len(keys) < 2:
+            return dict.fromkeys(keys, error)
+        halves = keys[:len(keys) // 2], keys[len(keys) // 2:]
+        return {key: outcome for half in halves
+                for key, outcome in _carried_out({key: runs[key] for key in half}, world_size).items()}
 
 
 def _in_a_row(runs):

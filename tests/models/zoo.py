@@ -78,18 +78,18 @@ def matrix(names, layouts, one, family=lambda name: name):
 
 
 def example(name, dtype=torch.float64, rows=6, columns=10, num_text_tokens=7, batch=1, frames=None, masked=False,
-            apart=False, references=(), method=None, audio=5, more={}):
+            apart=False, references=(), method=None, audio=5, seed=1, more={}):
     """A model with seeded weights; rows x columns are latent pixels. The same on every rank. masked: some text is not
     attended to.
     apart: parts of the latent are at times of their own. references: rows and columns of reference latents; method: how
-    they are placed. more: of the config.
+    they are placed. seed: of all but the weights. more: of the config.
     """
     family = FAMILIES[name]
     config = family.tiny.config | more
     torch.manual_seed(0)
     model = build(family, config).eval().to(dtype).requires_grad_(False)
     _wake(model)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     # they have no positions for latents of less than 66 rows and columns
     columns += 60 if name.startswith("PixArt") else 0
     shape = (frames or family.tiny.frames, rows, columns) if len(family.latent.patch) == 3 else (rows, columns)

@@ -152,6 +152,14 @@ def test_weights_move_as_far_as_comfyui_asks_and_come_back_the_same(pretended):
     assert pretended.sent == ["soft_empty_cache", "RestoreModel"] and held(client) == [own, other]
     assert torch.equal(pretended.predict(model), before)
 
+    # What runs have left there goes before weights do.
+    with pretended.monkeypatch.context() as patch:
+        patch.setattr(client, "give_back", lambda: {"cuda:0": needed})
+        pretended.free_bytes = GB - needed
+        management.free_memory(GB, CUDA)
+    assert held(client) == [own, other] and patcher_of() == [model]
+    pretended.free_bytes = 20 * GB
+
     # "Unload models": nothing is on any device, and it comes back without the file.
     management.unload_all_models()
     assert held(client) == [0, 0] and model.loaded_size() == 0 and patcher_of() == []

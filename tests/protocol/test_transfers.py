@@ -1,11 +1,13 @@
 """Copies through two pieces in turn: every element arrives, and no piece is filled while it still travels."""
 
+import threading
+
 import pytest
 import torch
 
 from tests.pretended import CUDA, pretended_cuda
 from xdit_backend.protocol import transfers
-from xdit_backend.protocol.transfers import StagingBuffers, on_device
+from xdit_backend.protocol.transfers import PinnedAhead, StagingBuffers, on_device
 
 CPU = torch.device("cpu")
 SHAPES = [(), (0, 3), (1,), (1000,), (7, 5, 3), (2, 300), (300, 2), (3, 4, 50, 2)]
@@ -139,3 +141,20 @@ def test_a_cpu_worker_copies_directly_and_touches_no_cuda(monkeypatch):
     source_there = on_device(source, CPU)
 
     assert source_there is source and torch.equal(brought, source) and brought.data_ptr() != source.data_ptr()
+
+
+def test_what_a_forward_adds_on_its_way_is_page_locked_by_another_thread_and_once(monkeypatch):
+    """Hundreds of megabytes a step, while which the forward's kernels are to be launched."""
+    threads, moved, big = [], [], torch.randn(1, 7, 5)
+
+    def pin(tensor):
+        threads.append(threading.get_ident())
+        return tensor.clone()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, non_blocking: moved.append(non_blocking) or tensor)
+    ahead = PinnedAhead({"input.0": big[:, 2:], "input.1": big[:, 2:], "input.2": big}, torch.device("cuda:0"))
+    taken = [ahead.take(f"input.{number}") for number in range(3)]
+
+    assert torch.equal(taken[1], big[:, 2:]) and torch.equal(taken[2], big)
+    assert len(threads) == 2 and threading.get_ident() not in threads and moved == [True] * 3
+    assert "input.0" in ahead and len(ahead) == 3, "how a forward runs is the same to its end"

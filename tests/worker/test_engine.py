@@ -9,6 +9,7 @@ import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -265,6 +266,26 @@ def test_a_dropped_model_is_gone_at_once(folder):
     (left, count), = run_ranks(load_and_drop, 1, spec)
 
     assert count > 50 and left == 0
+
+
+def load_in_stages(rank, world_size, spec, kinds, flops_s):
+    """Which blocks a stage has on cards of these kinds, of which each makes so much of a matrix multiplication."""
+    replaced = {"kind_of": lambda device: kinds[rank], "matrix_flops_s": lambda device, dtype: flops_s[rank]}
+    with mock.patch.multiple("xdit_backend.worker.models", **replaced):
+        engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
+        engine.carry_out(messages.LoadModel(1, spec))
+    return len(engine._models[spec.name].blocks)
+
+
+@pytest.mark.parametrize("kinds, speeds, expected", [
+    ([(128, 8, 9), (144, 9, 0)], (), [1, 3]), ([(128, 8, 9), (128, 8, 9)], (), [2, 2]),
+    ([(128, 8, 9), (144, 9, 0)], (30, 10), [3, 1])], ids=["unlike", "alike", "measured before"])
+def test_stages_of_unlike_cards_that_nobody_has_measured_are_balanced_by_what_they_multiply(folder, kinds, speeds,
+                                                                                            expected):
+    """A newer card with a few more processors may be three times as fast."""
+    spec = open_checkpoint(folder).spec("float64", "float64", Stages(2, speeds=speeds))
+
+    assert run_ranks(load_in_stages, 2, spec, kinds, (1e14, 3e14)) == expected
 
 
 class AskedOf(set):

@@ -1,7 +1,6 @@
 """The memory of a run, as the system says it, and when it is given back:
 kept between the prompts of a queue, not for longer."""
 
-import math
 import queue
 import threading
 from pathlib import Path
@@ -115,18 +114,26 @@ def test_where_memory_is_short_a_run_s_is_given_back_at_once(unused_bytes, is_ke
     assert (memory.patience_s is not None) == is_kept
 
 
-def test_on_a_gpu_memory_is_given_back_when_a_run_ends(monkeypatch):
+@pytest.mark.parametrize("unused_bytes, num_emptied", [(4.1 * 200 * MB, 0), (3.9 * 200 * MB, 2)])
+def test_on_a_gpu_a_run_s_memory_is_kept_for_the_next_one_where_much_is_unused(unused_bytes, num_emptied, monkeypatch):
     """ComfyUI's own models use the card too, and look at what is free."""
-    emptied = []
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    emptied, reserved = [], [300 * MB]
+
+    def empty():
+        emptied.append(1)
+        reserved[0] = 100 * MB
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 * MB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[0])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
     memory = Memory(torch.device("cuda"))
     for _ in range(2):
+        reserved[0] = 300 * MB
         memory.begin_run()
-        memory.end_run(math.inf)
+        memory.end_run(unused_bytes)
 
-    assert emptied == [1, 1] and memory.patience_s is None
+    assert len(emptied) == num_emptied and (memory.patience_s is None) == bool(num_emptied)
+    assert memory.give_back() == {"given_bytes": 0 if num_emptied else 200 * MB} and memory.patience_s is None
 
 
 @SAYS

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..distributed.collectives import Traffic
 from ..distributed.exchange import Exchange
 from ..distributed.mesh import Mesh
@@ -11,6 +13,9 @@ from ..distributed.tokens import Tokens
 from ..parallel.key_values import KeyValues
 from ..partition import opens_step
 from ..protocol.specs import Patch
+from ..protocol.transfers import PinnedAhead
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,8 @@ class ForwardContext:
     operations: dict = field(default_factory=dict)
     guided: tuple = ()                     # specs.Nag, one after the other, of what every self-attention gives
     scores: Any = None                     # specs.Branch.scores of these images, to be filled
-    # place (Family.control_shapes) -> what is added there, (B or 1, ...), host memory
-    control: dict = field(default_factory=dict)
+    # by place (Family.control_shapes): what this rank adds there
+    control: PinnedAhead = field(default_factory=lambda: PinnedAhead({}, CPU))
 
     @property
     def is_plain(self):

@@ -10,7 +10,6 @@ hooks. `streams` is a tuple of names: what one tensor holds, one after the other
 import torch
 
 from ..distributed.collectives import all_gather
-from ..protocol.transfers import on_device
 
 
 def cut(tensor, streams, tokens, needs_text):
@@ -40,11 +39,9 @@ def join(shard, streams, tokens, mesh, traffic, wanted):
 
 
 def add_to_image(shard, streams, added, tokens):
-    """Add to this rank's image tokens, in place. added: (B or 1, T of the forward's image, C),
-    in host memory and any type."""
+    """Add to this rank's image tokens, in place. added: (B or 1, T of them, C), any type."""
     before, size = sum(tokens.own((name,)) for name in streams[:streams.index("image")]), tokens.own(("image",))
-    own = tokens.take(added, 1, ("image",))
-    shard[:, before:before + size] += on_device(own, shard.device)
+    shard[:, before:before + size] += added
 
 
 def pack(shards, units, tokens):

@@ -129,6 +129,12 @@ class Hooks:
                 tasks[index].throw()
         return [outputs[index] for index in range(len(contexts))]
 
+    def own_control(self, control, context):
+        """Of what a ControlNet gives, {place: (B or 1, T of the forward's image, C)}, what this rank's blocks add to
+        their tokens, in their order."""
+        names = [f"{place.list_.control}.{place.number}" for place in self._places if place.index in context.blocks]
+        return {name: context.tokens.take(control[name], 1, ("image",)) for name in names if name in control}
+
     def message_units(self, block):
         """Which streams each piece of a message holds that goes from one stage to the next before `block`."""
         return [*self._places[block - 1].list_.returns, *[("image",)] * len(self._skips_over(block))]
@@ -214,14 +220,14 @@ class Hooks:
         outputs = dict(zip(list_.returns, output if isinstance(output, tuple) else (output,)))
         if place.index in self._skips.values():
             context.skips[place.index] = outputs[("image",)]
-        added = context.control.get(f"{list_.control}.{place.number}")
-        if added is not None:
+        control = f"{list_.control}.{place.number}"
+        if control in context.control:
             streams = next(streams for streams in outputs if "image" in streams)
             image = outputs[streams]
             # to what a later block takes, not to what the next one does
             if self._skips:
                 image = context.skips[place.index] = image.clone()
-            regions.add_to_image(image, streams, added, context.tokens)
+            regions.add_to_image(image, streams, context.control.take(control), context.tokens)
         return outputs
 
     def _join_streams(self, context, place, shards):

@@ -23,7 +23,6 @@ from ..parallel.displaced import StaleSplit, keys_and_values
 from ..parallel.nag import apply_nag
 from ..partition import halved, level_of
 from ..protocol.errors import UnsupportedError
-from ..protocol.transfers import on_device
 
 
 class UNetHooks:
@@ -89,15 +88,25 @@ class UNetHooks:
         for block in model.down_blocks:
             makers += [*(getattr(block, "attentions", None) or block.resnets), *(block.downsamplers or ())]
         assert len(makers) == len(skips)
-        for number, (module, (_, level)) in enumerate(zip(makers, skips)):
-            module.forward = self._hook_control(module.forward, f"input.{number}", level)
-        model.mid_block.forward = self._hook_control(model.mid_block.forward, "middle.0", skips[-1][1])
+        levels = [level for _, level in skips]
+        self._control_levels = {f"{side}.{number}": level for side in ("input", "output")
+                                for number, level in enumerate(levels)} | {"middle.0": levels[-1]}
+        for number, module in enumerate(makers):
+            module.forward = self._hook_control(module.forward, f"input.{number}")
+        model.mid_block.forward = self._hook_control(model.mid_block.forward, "middle.0")
         end = len(skips)
         for block in model.up_blocks:
             start = end - len(block.resnets)
-            block.forward = self._hook_skips(block.forward,
-                                             [(f"output.{number}", skips[number][1]) for number in range(start, end)])
+            block.forward = self._hook_skips(block.forward, [f"output.{number}" for number in range(start, end)])
             end = start
+
+    def own_control(self, control, context):
+        """Of what a ControlNet gives, {place: (B or 1, C, H, W)}, this rank's rows."""
+        if context.bands is None:
+            return control
+        bands = {place: halved(context.bands, self._control_levels[place])[context.exchange.rank:][:2]
+                 for place in control}
+        return {place: added[:, :, slice(*bands[place])] for place, added in control.items()}
 
     def _hook_middle(self, plain, forward, name):
         """A self-attention of the middle, which may have to give its values, or to tell its scores.
@@ -132,32 +141,28 @@ class UNetHooks:
             return output
         return hooked
 
-    def _hook_control(self, forward, place, level):
+    def _hook_control(self, forward, place):
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             output = forward(*args, **kwargs)
             if isinstance(output, tuple):
-                return self._with_control(output[0], place, level), *output[1:]
-            return self._with_control(output, place, level)
+                return self._with_control(output[0], place), *output[1:]
+            return self._with_control(output, place)
         return hooked
 
     def _hook_skips(self, forward, places):
         @functools.wraps(forward)
         def hooked(*args, res_hidden_states_tuple, **kwargs):
-            skips = tuple(self._with_control(skip, *place) for skip, place in zip(res_hidden_states_tuple, places))
+            skips = tuple(self._with_control(skip, place) for skip, place in zip(res_hidden_states_tuple, places))
             return forward(*args, res_hidden_states_tuple=skips, **kwargs)
         return hooked
 
-    def _with_control(self, tensor_BCHW, place, level):
-        """The tensor with what is to be added at this place, of this rank's rows."""
+    def _with_control(self, tensor_BCHW, place):
+        """The tensor with what is to be added at this place."""
         context = self._context
         if context is None or place not in context.control:
             return tensor_BCHW
-        added = context.control[place]
-        if context.bands is not None:
-            first, end = halved(context.bands, level)[context.exchange.rank:][:2]
-            added = added[:, :, first:end]
-        return (tensor_BCHW + on_device(added, tensor_BCHW.device)).to(tensor_BCHW.dtype)
+        return (tensor_BCHW + context.control.take(place)).to(tensor_BCHW.dtype)
 
     def _hooked(self, torch_name, function, name, level, forward, *args, **kwargs):
         """Run a module while torch's function works on this rank's rows."""

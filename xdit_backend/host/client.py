@@ -166,9 +166,13 @@ class Client:
         return {rank: reply.numbers for rank, reply in self.workers.request(messages.ReportMemory).items()}
 
     def give_back(self):
-        """Have the running workers give memory back that they keep for the next run. Starts nothing."""
+        """Have the running workers give memory back that they keep for the next run. Starts nothing.
+        Returns the bytes that came free, by the names of GPUs."""
+        given = {}
         if self.running:
-            self.workers.request(messages.GiveBack, group=self.workers.current)
+            for rank, done in self.workers.request(messages.GiveBack, group=self.workers.current).items():
+                given[self.devices[rank]] = given.get(self.devices[rank], 0) + done.numbers["given_bytes"]
+        return given
 
     def totals(self):
         """{rank: {name: sum}} of all measurements since the group started. Waits until all ranks have caught up."""

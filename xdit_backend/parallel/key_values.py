@@ -210,9 +210,9 @@ class KeyValues:
         (warmup_steps = 0) are left out, not zero.
         """
         entry = self.kept.get(key) or self._begin(key, keys_BNTH, context, streams)
-        here, has_turned = self._ready(key, entry, context)
         rows, slots = slice(context.first_image,
                             context.first_image + keys_BNTH.shape[0]), _slots(entry, context, streams)
+        here, has_turned = self._ready(key, entry, context, rows, slots)
         for place, fresh in zip(here, (keys_BNTH, values_BNTH)):
             for slot, piece in zip(slots, fresh.split([slot.stop - slot.start for slot in slots], 2)):
                 place[rows, :, slot].copy_(piece)
@@ -229,8 +229,8 @@ class KeyValues:
             entry.num_filled = entry.num_text                  # the first patch has brought all of them
         return here[0][rows, :, :entry.num_filled], here[1][rows, :, :entry.num_filled]
 
-    def _ready(self, key, entry, context):
-        """An entry's keys and values on the device, where the forward's are to go,
+    def _ready(self, key, entry, context, rows, slots):
+        """An entry's keys and values on the device, where the forward's are to go, into these slots of these images;
         and whether they are turned as another call begins."""
         whole = context.patch is None
         if self.offload is not None:
@@ -241,18 +241,22 @@ class KeyValues:
         if self.offload is None:
             here = entry.both_KBNTH
         if weight is not None and not whole:
-            self._forecast(entry, here, weight)
+            # a step's first patch brings the text and the first rows
+            brings_all = rows.stop - rows.start == here.shape[1]
+            self._forecast(entry, here, weight, max(slot.stop for slot in slots) if brings_all else 0)
         return here, weight is not None
 
-    def _forecast(self, entry, here, weight):
+    def _forecast(self, entry, here, weight, start):
         """Fill an entry that has turned for a call's patches:
-        what no patch has brought yet goes on as it went before."""
+        what no patch has brought yet goes on as it went before. start: the first token of that."""
         if self.offload is not None:
             self.offload.forecast(entry, here, weight)
-        elif weight == 1.0:
-            here.copy_(entry.before_KBNTH)
+            return
+        stale, before = here[:, :, :, start:], entry.before_KBNTH[:, :, :, start:]
+        if weight == 1.0:
+            stale.copy_(before)
         else:
-            here.lerp_(entry.before_KBNTH, weight)
+            stale.lerp_(before, weight)
 
     def _begin(self, key, keys_BNTH, context, streams):
         assert context.opens, f"the patch at token {context.first_token} came before the first one"

@@ -6,6 +6,8 @@ tensors go through page-locked memory that torch keeps for the purpose, and larg
 turn.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 PIECE_BYTES = 2 ** 24
@@ -14,6 +16,35 @@ PIECE_BYTES = 2 ** 24
 def on_device(tensor, device):
     """A small tensor of host memory on `device`, copied when the device comes to it: this process does not wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class PinnedAhead:
+    """Tensors of host memory that a forward asks for by name on its way, too large to be copied by the thread that
+    launches it: another page-locks them meanwhile, in their order. What has several names is page-locked once.
+
+    Where the device is the host itself, nothing is copied.
+    """
+
+    def __init__(self, tensors, device):
+        self._tensors, self._device, self._names = dict(tensors), device, frozenset(tensors)
+        if device.type == "cuda" and tensors:
+            pool, pinned = ThreadPoolExecutor(1, "xdit-pin"), {}
+            for name, tensor in tensors.items():
+                key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+                pinned[key] = self._tensors[name] = pinned.get(key) or pool.submit(tensor.pin_memory)
+            pool.shutdown(wait=False)
+
+    def __contains__(self, name):
+        return name in self._names
+
+    def __len__(self):
+        return len(self._names)
+
+    def take(self, name):
+        """The tensor on the device; each name is asked for once."""
+        given = self._tensors.pop(name)
+        return (given.result().to(self._device, non_blocking=True) if self._device.type == "cuda"
+                else given.to(self._device))
 
 
 class StagingBuffers:

@@ -18,16 +18,14 @@ from ..host_memory import available_memory
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"                           # proc(5): the peak of the resident set starts anew
-IDLE_S = 60.0                              # without a run, until a CPU worker gives back what the last one has freed
-KEPT = 0.25                                # of the memory that is unused, that CPU workers may keep until then
+IDLE_S = 60.0                              # without a run, until a worker gives back what the last one has freed
+KEPT = 0.25                                # of the memory that is unused, that a worker may keep until then
 
 
 class Memory:
-    """Memory of runs. On a GPU it is given back when a run ends, since ComfyUI's own models use the same card, and look
-    at what is free.
-
-    A CPU worker keeps it for the next prompt of a queue, which finds it mapped, until it is asked for or nothing has
-    come for a while; as long as it is small beside what is unused, so that nobody else misses it.
+    """Memory of runs. It is kept for the next prompt of a queue, which finds it mapped, until it is asked for or
+    nothing has come for a while; as long as it is small beside what is unused, so that nobody else misses it: ComfyUI's
+    own models use the same card, and look at what is free.
     """
 
     def __init__(self, device):
@@ -52,10 +50,16 @@ class Memory:
     def end_run(self, unused_bytes):
         """A run has ended, or a decode or encode: its memory is kept for a while, or given back.
         unused_bytes: see Predictions."""
-        if self._is_settled or _status()["RssAnon"] - self._start["RssAnon"] > KEPT * unused_bytes:
+        if not self._is_worth_keeping(unused_bytes):
             self.give_back()
         else:
             self._until_s = time.monotonic() + IDLE_S
+
+    def _is_worth_keeping(self, unused_bytes):
+        if self._device.type == "cuda":
+            kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            return 0 < kept <= KEPT * unused_bytes
+        return not self._is_settled and _status()["RssAnon"] - self._start["RssAnon"] <= KEPT * unused_bytes
 
     @property
     def patience_s(self):
@@ -64,11 +68,16 @@ class Memory:
         return None if self._until_s == math.inf else max(0.0, self._until_s - time.monotonic())
 
     def give_back(self):
-        """Give memory that nothing uses back to the device, and to the system."""
+        """Give memory that nothing uses back to the device, and to the system.
+        Returns "given_bytes" of the device, of a GPU."""
+        given_bytes = 0
         if self._device.type == "cuda":
+            before = torch.cuda.memory_reserved(self._device)
             torch.cuda.empty_cache()
+            given_bytes = before - torch.cuda.memory_reserved(self._device)
         return_freed_memory()
         self._is_settled, self._until_s = True, math.inf
+        return {"given_bytes": given_bytes}
 
     def report(self):
         """Bytes: total_bytes and unused_bytes of the device, reserved_bytes there by this process, host_bytes of its

@@ -23,7 +23,8 @@ from ..hooks.unet import UNetHooks
 from ..models import FAMILIES
 from ..partition import FULL, cut_bands, ranks_by_part, split_stages, stage_blocks, stage_of
 from ..protocol.errors import XDiTError
-from ..protocol.transfers import on_device
+from ..protocol.transfers import PinnedAhead, on_device
+from .probe import matrix_flops_s
 from .residency import Residency
 
 REPORTED = 32                              # tensors that are loaded from one report to the next
@@ -161,25 +162,40 @@ class Models:
         return self._staging.to_device(weight) if weight.is_contiguous() else weight.to(self._device)
 
     def _balanced(self, spec, model, family):
-        """Blocks of each stage, balanced by cost, by the speed of the stages' devices (measured, or as they say) and by
-        what they can hold.
+        """Blocks of each stage, balanced by cost, by the speed of the stages' devices and by what they can hold.
 
         model: without weights. A collective: every rank calls it.
         """
-        speed, free = 1.0, math.inf
-        if self._device.type == "cuda":
-            speed = torch.cuda.get_device_properties(self._device).multi_processor_count
-            free = torch.cuda.mem_get_info(self._device)[0] * FULL
-        if spec.stages.speeds:
-            speed = spec.stages.speeds[self._rank]
-        mine = torch.tensor([[speed, free]], dtype=torch.float64, device=self._device)
-        devices = all_gather(mine, [1] * self._world_size, 0, dist.group.WORLD, Traffic()).tolist()
+        free = torch.cuda.mem_get_info(self._device)[0] * FULL if self._device.type == "cuda" else math.inf
+        devices = self._of_all(self._speed(spec), free)
         stages = [[device for rank, device in enumerate(devices) if stage_of(rank, spec.stages) == stage]
                   for stage in range(spec.stages.pipefusion_degree)]
         return split_stages([size * share for size, share in block_sizes(model, family)], len(stages),
                             speeds=[statistics.mean(speed for speed, _ in ranks) for ranks in stages],
                             sizes=[size // spec.tensor_degree for size in block_bytes(model, family, spec)],
                             limits=[min(free for _, free in ranks) for ranks in stages])
+
+
+    def _speed(self, spec):
+        """Of this device, relative to the others': as it was measured; else unlike ones are timed now, since numbers of
+        processors say nothing across generations. A collective: every rank calls it."""
+        if spec.stages.speeds:
+            return spec.stages.speeds[self._rank]
+        kinds = self._of_all(*kind_of(self._device))
+        return (1.0 if all(kind == kinds[0] for kind in kinds)
+                else matrix_flops_s(self._device, getattr(torch, spec.compute_dtype)))
+
+    def _of_all(self, *numbers):
+        """These numbers of every rank: [[number, ...]]. A collective."""
+        mine = torch.tensor([numbers], dtype=torch.float64, device=self._device)
+        return all_gather(mine, [1] * self._world_size, 0, dist.group.WORLD, Traffic()).tolist()
+
+
+def kind_of(device):
+    """Numbers in which cards that are not alike differ; all CPUs are."""
+    if device.type != "cuda":
+        return 0, 0, 0
+    return torch.cuda.get_device_properties(device).multi_processor_count, *torch.cuda.get_device_capability(device)
 
 
 @dataclass
@@ -197,8 +213,9 @@ class Loaded:
     def family(self):
         return self.transformer.family
 
-    def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, **fields):
-        """The ForwardContext of a latent or its patch. fields: others of it, for what is kept and exchanged."""
+    def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, control=None, **fields):
+        """The ForwardContext of a latent or its patch. control: {place: what is added there for all ranks}, host
+        memory. fields: others of it, for what is kept and exchanged."""
         family, num_blocks, exchange = self.family, self.hooks.num_blocks, fields.get("exchange")
         for name in fields.keys() & {"first_image", "num_images"}:             # of what the blocks see
             fields[name] *= family.latent.sequences(latent.shape)
@@ -207,11 +224,14 @@ class Loaded:
         if exchange is not None and family.is_unet:
             fields["bands"] = cut_bands(latent.shape[2], exchange.num_ranks, 2 ** (self.hooks.num_levels - 1),
                                         mesh.sequence_speeds)
-        return ForwardContext(
+        context = ForwardContext(
             family.inputs(latent, on_device(timestep, latent.device), conditioning, self.transformer.config, patch),
             mesh, traffic, self.blocks if mesh.degrees["pipefusion"] > 1 else range(num_blocks), num_blocks,
             tokens_of(family, mesh, latent.shape, conditioning, patch), patch,
             None if patch is None else rows_of(family, latent.shape, patch), **fields)
+        if control:
+            context.control = PinnedAhead(self.hooks.own_control(control, context), latent.device)
+        return context
 
     def received_size(self, mesh, shape, conditioning, patch=None):
         """Elements of the message that the stage before sends for a latent (or patch) of this shape."""

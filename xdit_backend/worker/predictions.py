@@ -218,7 +218,9 @@ class Predictions:
             start, size = _own_images(batch, mesh)
             keeping = {"key_values": self._kept(loaded, branch.conditioning), "forecast": command.forecast,
                        "first_image": first - start, "num_images": size}
-        added = {place: map_segment(segment) for place, segment in branch.control.items()}
+        # one tensor for many places is one map
+        maps = {segment.path: map_segment(segment) for segment in branch.control.values()}
+        added = {place: maps[segment.path] for place, segment in branch.control.items()}
         control = {place: tensor[rows] if tensor.shape[0] == batch else tensor for place, tensor in added.items()}
         scores = None if branch.scores is None else map_segment(branch.scores)[:, rows]
         return loaded.context(mesh, traffic, latent, map_segment(branch.timestep)[rows], conditioning, command.patch,

@@ -51,6 +51,14 @@ def measure(rank, world_size, device, dtype, traffic, report, per_machine=0):
     return numbers
 
 
+def matrix_flops_s(device, dtype):
+    """What a device makes of a feed-forward's matrix multiplication, in a fraction of a second. No other rank takes
+    part."""
+    width, rows, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
+    weight, tokens = (torch.randn(count, width, device=device).to(dtype) for count in (4 * width, rows))
+    return 8.0 * rows * width ** 2 / Stopwatch(0, 1, device, dtype).seconds({"": lambda: F.linear(tokens, weight)})[""]
+
+
 class Stopwatch:
     """Times what a rank does on its device, in the dtype of models, in rounds that all ranks begin together."""
 

@@ -113,22 +113,14 @@ class PatchwiseSampler:
             self._tasks = []                   # each refers to this object: a circle, which would keep the MODEL
 
     def _advance(self):
-        """Send the requests that can go; then take the next answer, or evaluate the whole latent when all patches wait
-        for that."""
+        """Take the next answer, or evaluate the whole latent when all patches wait for that; what may go then is sent
+        off."""
         run = self._run
-        for index in sorted(self._waiting):
-            requests, sigma = self._waiting[index]
-            if not run.is_whole(requests, sigma):
-                del self._waiting[index]
-                if index == 0:
-                    self._first_rows.append(run.first_rows(requests))
-                first_rows = self._first_rows.popleft() if index == len(self._tasks) - 1 else None
-                self._in_flight[run.submit_patch(requests, index, first_rows)] = index
         if self._in_flight:
             ticket, predictions = run.wait(list(self._in_flight))
             self._resume(self._in_flight.pop(ticket), predictions)
             return
-        asked = [self._waiting.pop(index)[0] for index in range(len(self._tasks))]
+        asked = [self._waiting.pop(index) for index in range(len(self._tasks))]
         if len({tuple(request.name for request in requests) for requests in asked}) > 1:
             raise UnsupportedError("Parallel Sampler cannot run this workflow piece by piece: its pieces ask the "
                                    "model for different prompts at the same step. Use KSampler.")
@@ -139,13 +131,21 @@ class PatchwiseSampler:
             self._resume(index, [self._slice(prediction, index) for prediction in predictions])
 
     def _resume(self, index, value):
+        """Let a patch go on until it asks for its next prediction, and send that off at once where it may go."""
         self._noise.patch = index
         answer = self._tasks[index].switch(value)
         if self._tasks[index].dead:
             self._outputs[index] = answer
-        else:
-            requests, sigma = answer
-            self._waiting[index] = (self._run.name(requests), sigma)
+            return
+        requests, sigma = answer
+        requests = self._run.name(requests)
+        if self._run.is_whole(requests, sigma):
+            self._waiting[index] = requests
+            return
+        if index == 0:
+            self._first_rows.append(self._run.first_rows(requests))
+        first_rows = self._first_rows.popleft() if index == len(self._tasks) - 1 else None
+        self._in_flight[self._run.submit_patch(requests, index, first_rows)] = index
 
     def _slice(self, tensor, index):
         patch, rows = self._run.patches[index]

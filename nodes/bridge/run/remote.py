@@ -111,7 +111,12 @@ class RemoteModel:
 
     def free(self, device, num_bytes):
         client = GROUPS.client_if(self.devices)
-        return 0 if client is None else client.models.park(self.spec.name, parking_bytes(), str(device), num_bytes)
+        if client is None:
+            return 0
+        given_bytes = client.give_back().get(str(device), 0)   # what runs have left, before weights
+        if given_bytes >= num_bytes:
+            return given_bytes
+        return given_bytes + client.models.park(self.spec.name, parking_bytes(), str(device), num_bytes - given_bytes)
 
     def unload(self):
         client = GROUPS.client_if(self.devices)
