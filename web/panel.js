@@ -148,7 +148,7 @@ function planFacts({ plan, mode }) {
   if (!plan) return [["run_why", text(mode === "manual" ? "why_manual" : "why_unmeasured")]];
   const { chosen, one, second } = plan;
   return [["run_plan", layout(chosen)], ["run_why", text(`limited_${chosen.limited_by.replace("-", "")}`, { share: Math.round(100 * chosen.share) })],
-    ["run_forecast", seconds(chosen.seconds)], ["run_one", one.fits ? seconds(one.seconds) : text("does_not_fit")],
+    ["run_forecast", seconds(chosen.seconds)], ["run_on_one", one.fits ? seconds(one.seconds) : text("does_not_fit")],
     ["run_second", second ? `${layout(second)}, ${seconds(second.seconds)}` : ""]];
 }
 
