@@ -3,6 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { element } from "./dom.js";
+import { headOf } from "./messages.js";
 import { LANGUAGES, say } from "./texts.js";
 import { TimePicture } from "./timeline.js";
 
@@ -136,12 +137,17 @@ function runView(run) {
     ["run_how", run.how === "one device" ? text("one_device") : run.how],
     ["run_steps", run.steps ? text("steps_of", { step: run.step, steps: run.steps }) : ""],
     ["run_a_step", run.a_step ? `${run.a_step.toFixed(run.a_step < 1 ? 3 : 2)} s` : ""], ["run_took", run.steps ? seconds(run.seconds) : ""],
-    ...planFacts(run), ["run_error", run.error],
+    ...planFacts(run), ["run_error", run.error && errorView(run.error)],
   ].filter(([, value]) => value);
   const progress = run.state === "running" && run.steps
     ? [element("progress", { max: run.steps, value: run.step, "aria-label": text("run_steps") })] : [];
   return [...progress, element("dl", { "data-run": run.number, "data-state": run.state },
     ...facts.flatMap(([key, value]) => [element("dt", {}, text(key)), element("dd", { "data-fact": key }, value)]))];
+}
+
+function errorView(message) {
+  const [words, rest] = headOf(message);
+  return rest ? element("div", {}, words, element("details", {}, element("summary", {}, text("more_words")), element("pre", {}, rest))) : words;
 }
 
 function planFacts({ plan, mode }) {
