@@ -9,12 +9,15 @@ packages that a few tests alone need).
 """
 
 import argparse
+import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -50,6 +53,10 @@ ORDER = {"order": ("written, reverse or drawn", "test: of the files, and of the 
 # pytest-xdist: a file's tests run in one process, in order, since they share a ComfyUI or a worker group.
 IN_TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
+ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+END_S = 30                                 # for what was started to end by itself, ComfyUI and its workers among it
+SUBREAPER = 36                             # prctl's: what has lost its parent becomes this process's child
+
 START_S = time.monotonic()
 
 
@@ -80,7 +87,9 @@ def main():
         say(f"FAILED: {error}")
         return 2
     except KeyboardInterrupt:
-        say("STOPPED")
+        end_started()
+        with contextlib.suppress(OSError):                     # the terminal is closed
+            say("STOPPED")
         return 130
     say(f"{'PASSED' if exit_code == 0 else f'FAILED (exit code {exit_code})'}: {options.job}")
     return exit_code
@@ -473,15 +482,66 @@ def run_logged(command, what):
         raise SetUpError(f"{what} failed with exit code {exit_code}. Its last lines:\n{tail}\n    All of them: {log}")
 
 
+class Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, which reach this process alone."""
+
+
+def heed_ends():
+    """From here on SIGTERM, and SIGHUP of a closed terminal, end this process and all that it has started."""
+    def end(number, frame):
+        for one in ENDING:
+            signal.signal(one, signal.SIG_IGN)
+        raise Ended
+
+    for number in ENDING:
+        signal.signal(number, end)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+
+
+def end_started():
+    """End what is left of what was started, also what has lost its parent: those of theirs that watch it end alone."""
+    deadline_s = time.monotonic() + END_S
+    told = set()
+    while children := children_of_this():
+        number = signal.SIGTERM if time.monotonic() < deadline_s else signal.SIGKILL
+        for child in children:
+            if (child, number) not in told:
+                told.add((child, number))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, number)
+        time.sleep(0.05)
+
+
+def children_of_this():
+    """Ids of the processes whose parent this is, as Linux tells them; those that have ended are taken notice of."""
+    children = set()
+    for path in Path("/proc").glob("[0-9]*/stat") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid():
+                children.add(int(path.parent.name))
+                if state == "Z":
+                    children.discard(os.waitpid(int(path.parent.name), os.WNOHANG)[0])
+    return children
+
+
 def wait(process):
     """The process's exit code. Ctrl-C reaches it too: it ends by itself,
-    and with 0 where Ctrl-C is how it should end."""
-    interrupted = False
+    and with 0 where Ctrl-C is how it should end. SIGTERM and SIGHUP are passed on."""
+    interrupted, limit_s = False, None
     while True:
         try:
-            exit_code = process.wait()
+            exit_code = process.wait(limit_s)
+        except Ended:
+            interrupted, limit_s = True, END_S
+            process.terminate()
+            continue
         except KeyboardInterrupt:
             interrupted = True
+            continue
+        except subprocess.TimeoutExpired:
+            process.kill()
             continue
         if interrupted and exit_code:
             raise KeyboardInterrupt
@@ -493,4 +553,5 @@ def say(text):
 
 
 if __name__ == "__main__":
+    heed_ends()
     sys.exit(main())

@@ -72,6 +72,6 @@ def check(model, cfg, positive, negative, latent_image):
     config = model.remote.config
     one_branch = cfg == 1.0 and not model.model_options.get("disable_cfg1_optimization")
     if config.mode == "manual" and config.cfg_degree == 2 and one_branch:
-        raise ConfigError("cfg_degree=2 needs two branches, and cfg=1.0 evaluates only the positive prompt, so half "
-                          "of the devices would do nothing. Set cfg above 1, or mode to auto.")
+        raise ConfigError("Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches, and cfg=1.0 evaluates "
+                          "only the positive prompt, so half of the devices would do nothing.")
     check_latent(model.remote.setup, comfy.sample.fix_empty_latent_channels(model, latent_image["samples"]))

@@ -6,6 +6,7 @@ start.py.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ def main():
     comfyui = comfyui_folder()
     if comfyui is None:
         sys.exit("There is no ComfyUI: run start.py, or name its folder in XDIT_COMFYUI.")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)              # start.py passes it on
     try:
         run(comfyui, options)
     except HostError as error:

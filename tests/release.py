@@ -1,5 +1,5 @@
-"""Writes the addresses that ComfyUI's registry asks for into pyproject.toml: python -m tests.release [--repository
-ADDRESS]
+"""Writes the addresses that ComfyUI's registry asks for into pyproject.toml, and that of git clone into the READMEs:
+python -m tests.release [--repository ADDRESS]
 
 The repository, and the icon and the banner in it, are where the code is published: without --repository at git's remote
 "origin". Says what else a release needs. Run it again after the code has moved.
@@ -24,14 +24,16 @@ def main():
     parser.add_argument("--folder", type=Path, default=ROOT, help="a checkout (default: this one)")
     options = parser.parse_args()
     path = options.folder / "pyproject.toml"
+    repository = options.repository or origin(options.folder)
     try:
-        text = with_addresses(path.read_text(encoding="utf-8"), options.repository or origin(options.folder),
-                              options.branch)
+        text = with_addresses(path.read_text(encoding="utf-8"), repository, options.branch)
     except ValueError as error:
         sys.exit(str(error))
     path.write_text(text, encoding="utf-8")
-    print(f"{path} has the addresses. Before publishing: commit it, and give {date.today()} to the version's section "
-          f"in CHANGELOG.md.")
+    for readme in options.folder.glob("README*.md"):
+        readme.write_text(with_clone(readme.read_text(encoding="utf-8"), repository), encoding="utf-8")
+    print(f"{path} and the READMEs have the addresses. Before publishing: commit them, and give {date.today()} to the "
+          f"version's section in CHANGELOG.md.")
 
 
 def origin(folder):
@@ -55,6 +57,12 @@ def with_addresses(text, repository, branch):
     text = text.replace("[tool.comfy]\n", f'[tool.comfy]\nIcon = "{web}/icon.svg"\nBanner = "{web}/banner.svg"\n', 1)
     comment = text.index("# What ComfyUI's registry asks for")
     return f'{text[:comment]}[project.urls]\nRepository = "https://github.com/{owner}/{name}"\n\n{text[comment:]}'
+
+
+def with_clone(text, repository):
+    """A README's text whose git clone can be pasted."""
+    owner, name = GITHUB.match(repository).groups()
+    return re.sub(r"(?m)^git clone .+ xdit-comfyui$", f"git clone https://github.com/{owner}/{name} xdit-comfyui", text)
 
 
 if __name__ == "__main__":

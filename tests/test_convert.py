@@ -25,7 +25,7 @@ def node():
 def modules(tmp_path_factory):
     """The page's modules under names that say to Node what they are."""
     folder = tmp_path_factory.mktemp("web")
-    for name in ("convert", "texts"):
+    for name in ("convert", "messages", "texts"):
         shutil.copy(ROOT / "web" / f"{name}.js", folder / f"{name}.mjs")
     return folder
 
@@ -74,6 +74,22 @@ def test_what_becomes_of_a_template(converted, name, types, stay):
     assert {one for one in entry["types"] if one.startswith("XDiT")} == set(types)
     assert set(stay) <= {(left["type"], left["reason"]) for left in entry["left"]}
     assert bool(stay) == bool(entry["left"])
+
+
+@pytest.mark.parametrize("message, words, rest", [
+    ("Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches, and cfg=1.0 evaluates one. One. Two. Three.",
+     "Set cfg above 1, or mode to auto: cfg_degree=2 needs two branches, and cfg=1.0 evaluates one. One. Two. Three.",
+     ""),
+    ("Worker rank 1 (cpu) died (exit code -9, killed). Queue the prompt again to start a new group. What to try stands "
+     "in docs/troubleshooting.md. Its last lines:\nRoot Cause (first observed failure):\n[0]:\n",
+     "Worker rank 1 (cpu) died (exit code -9, killed). Queue the prompt again to start a new group.",
+     "What to try stands in docs/troubleshooting.md. Its last lines:\nRoot Cause (first observed failure):\n[0]:")])
+def test_of_a_message_with_lines_of_output_two_sentences_are_shown(node, modules, message, words, rest):
+    script = (f"import {{ headOf }} from {json.dumps(str(modules / 'messages.mjs'))}; "
+              f"console.log(JSON.stringify(headOf({json.dumps(message)})))")
+    done = subprocess.run([node, "--input-type=module", "-e", script], stdout=subprocess.PIPE, check=True)
+
+    assert json.loads(done.stdout) == [words, rest]
 
 
 def test_what_is_refused_is_what_the_nodes_page_says(node, modules):

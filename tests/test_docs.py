@@ -18,6 +18,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")),
          *sorted((ROOT / "web" / "docs").glob("*.md")),
          *sorted((ROOT / "xdit_backend").rglob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 COMMANDS = sorted({line.partition("  #")[0].strip() for page in PAGES
                    for block in re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
                    for line in block.splitlines() if line.strip()})
@@ -31,7 +32,8 @@ def slug(heading):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", text):
+        target = "".join(target)
         if not target.startswith(("https://", "http://")):
             name, _, anchor = target.partition("#")
             file = page.parent / name if name else page
@@ -101,10 +103,33 @@ def test_the_picture_of_the_rooms_is_current():
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_readme_names_each_family(family):
-    rows = [line.split("|")[1].strip() for line in README.splitlines() if line.startswith("|")]
+def test_each_family_is_named(family):
+    """Its title in the table, its name in what README lists."""
+    rows = [line.split("|")[1].strip() for line in MODELS.splitlines() if line.startswith("|")]
 
     assert family.title in rows
+    assert re.sub(r" ?\d+$", "", family.name.split()[0]) in README.partition("Models: ")[2].partition("\n")[0]
+
+
+@pytest.mark.parametrize("path", ["XDiTParallelConfig.md", "XDiTParallelConfig/zh.md"])
+def test_the_help_of_the_settings_begins_with_what_most_need(path):
+    """A short text and a table of cases; the rest is folded."""
+    text = (ROOT / "web" / "docs" / path).read_text(encoding="utf-8")
+    open_, *folded = text.split("<details>\n<summary>")
+
+    assert len(re.findall(r"^\| ", open_, re.M)) >= 8 and len(open_.split()) < 400
+    assert len(folded) >= 5 and all(part.count("\n</details>\n") == 1 for part in folded)
+    assert folded[-1].partition("</details>")[2].strip() == ""
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
+def test_the_commands_to_try_it_stand_alone(readme):
+    """Each can be copied as a whole; and what is said of GPUs stands before them."""
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\n(.*?)\n```$", text, re.M | re.S)
+
+    assert blocks[:2] == ['python3 start.py --prompt "cat face on a blue background"', "python3 start.py test"]
+    assert re.search(r"No GPU has run it yet|还没有在 GPU 上运行过", text.partition("```")[0])
 
 
 def test_versions_agree():

@@ -77,7 +77,8 @@ def test_a_release_has_the_registrys_addresses_of_where_it_is_published(archive,
     comfyui = comfyui_folder()
     if comfyui is None:
         pytest.skip("no ComfyUI: run `python3 start.py test`")
-    shutil.copy2(ROOT / "pyproject.toml", tmp_path)
+    for file in ("pyproject.toml", "README.md", "README.zh.md"):
+        shutil.copy2(ROOT / file, tmp_path)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     subprocess.run(["git", "remote", "add", "origin", "https://github.com/earlier/place"], cwd=tmp_path, check=True)
     release = [sys.executable, "-m", "tests.release", "--folder", str(tmp_path)]
@@ -95,6 +96,9 @@ def test_a_release_has_the_registrys_addresses_of_where_it_is_published(archive,
     assert shown == ["https://github.com/owner-1/some.pack", f"{raw}/icon.svg", version, "xdit"]
     written = (tmp_path / "pyproject.toml").read_text(encoding="utf-8")
     assert written.count("Icon = ") == 1 and re.findall(r'(?m)^Banner = "(.+)"$', written) == [f"{raw}/banner.svg"]
+    for readme in ("README.md", "README.zh.md"):
+        blocks = (tmp_path / readme).read_text(encoding="utf-8").split("```")
+        assert any("\ngit clone https://github.com/owner-1/some.pack xdit-comfyui\n" in block for block in blocks)
 
 
 def test_a_release_without_an_address_says_what_to_give(tmp_path):

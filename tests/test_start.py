@@ -1,8 +1,11 @@
 """start.py: which versions --newest takes for the newest and what it refuses;
-what the options of the tests' order come to."""
+what the options of the tests' order come to; how it ends what it has started."""
 
 import importlib.util
+import os
 import re
+import signal
+import subprocess
 import sys
 import tarfile
 from contextlib import nullcontext
@@ -157,3 +160,40 @@ def pack(command, tmp_path, version):
     download.mkdir()
     with tarfile.open(download / f"{name}.tar.gz", "w:gz") as tar:
         tar.add(tmp_path / "packed", f"{name}/vendor/ComfyUI")
+
+
+STARTED = """
+import signal, subprocess, sys, time
+if "deaf" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+one = subprocess.Popen([sys.executable, "-c", "import time; print('there', flush=True); time.sleep(300)"],
+                       start_new_session=True, stdout=subprocess.PIPE)
+one.stdout.readline()
+print(one.pid, flush=True)
+time.sleep(300)
+"""
+STARTS = """
+import subprocess, sys
+from types import SimpleNamespace
+import start
+start.END_S = 1
+start.parse_arguments = lambda: (SimpleNamespace(job="demo"), [])
+start.set_up = lambda options: (sys.executable, "comfyui")
+start.run_demo = lambda *given: start.wait(subprocess.Popen([sys.executable, *sys.argv[1:]]))
+start.heed_ends()
+sys.exit(start.main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of what has lost its parent Linux alone tells")
+@pytest.mark.parametrize("number, how", [(signal.SIGTERM, "heeds"), (signal.SIGHUP, "heeds"), (signal.SIGTERM, "deaf")])
+def test_a_signal_ends_all_that_was_started(number, how):
+    """Also what is in a session of its own, and what does not heed SIGTERM; the terminal may be gone."""
+    process = subprocess.Popen([sys.executable, "-c", STARTS, "-c", STARTED, how], cwd=ROOT, stdout=subprocess.PIPE,
+                               text=True)
+    started = int(process.stdout.readline())
+    if number == signal.SIGHUP:
+        process.stdout.close()
+    process.send_signal(number)
+
+    assert process.wait(30) == 130
+    assert not os.path.exists(f"/proc/{started}")

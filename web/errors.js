@@ -2,9 +2,12 @@
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
+import { headOf } from "./messages.js";
 import { say } from "./texts.js";
 
 const CONFIG = "XDiTParallelConfig";
+const OURS = "xDiT.";                      // what the classes of our errors are called after
+const SHOWN_MS = 20000;
 const text = (key, values) => say(app.extensionManager.setting.get("Comfy.Locale"), key, values);
 
 /** Of some names, the one that a message is about: the first that it gives a value of ("devices="), else the first that it mentions; or null. */
@@ -30,7 +33,10 @@ export function markErrors() {
       throw error;
     }
   };
-  api.addEventListener("execution_error", ({ detail }) => markRun(detail));
+  api.addEventListener("execution_error", ({ detail }) => {
+    tell(detail);
+    markRun(detail);
+  });
   api.addEventListener("execution_start", () => {
     unmark();
     for (const node of app.rootGraph?.nodes ?? []) withdraw(node);
@@ -48,6 +54,13 @@ function name(reports) {
     }
     if (node.type === CONFIG && valueOf(node, "mode") === "manual") offerWhatFits(node);
   }
+}
+
+/** The page says only that a node failed: what to do stands in the message, and in a note that stays for a while. */
+function tell({ node_id, node_type, exception_type, exception_message }) {
+  if (!exception_type?.startsWith(OURS)) return;
+  const [words] = headOf(exception_message ?? "");
+  app.extensionManager.toast.add({ severity: "error", summary: nodeOf(node_id)?.title || node_type, detail: words, life: SHOWN_MS });
 }
 
 let marked = [];

@@ -3,6 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { element } from "./dom.js";
+import { headOf } from "./messages.js";
 import { LANGUAGES, say } from "./texts.js";
 import { TimePicture } from "./timeline.js";
 
@@ -136,7 +137,7 @@ function runView(run) {
     ["run_how", run.how === "one device" ? text("one_device") : run.how],
     ["run_steps", run.steps ? text("steps_of", { step: run.step, steps: run.steps }) : ""],
     ["run_a_step", run.a_step ? `${run.a_step.toFixed(run.a_step < 1 ? 3 : 2)} s` : ""], ["run_took", run.steps ? seconds(run.seconds) : ""],
-    ...planFacts(run), ["run_error", run.error],
+    ...planFacts(run), ["run_error", run.error && errorView(run.error)],
   ].filter(([, value]) => value);
   const progress = run.state === "running" && run.steps
     ? [element("progress", { max: run.steps, value: run.step, "aria-label": text("run_steps") })] : [];
@@ -144,11 +145,16 @@ function runView(run) {
     ...facts.flatMap(([key, value]) => [element("dt", {}, text(key)), element("dd", { "data-fact": key }, value)]))];
 }
 
+function errorView(message) {
+  const [words, rest] = headOf(message);
+  return rest ? element("div", {}, words, element("details", {}, element("summary", {}, text("more_words")), element("pre", {}, rest))) : words;
+}
+
 function planFacts({ plan, mode }) {
   if (!plan) return [["run_why", text(mode === "manual" ? "why_manual" : "why_unmeasured")]];
   const { chosen, one, second } = plan;
   return [["run_plan", layout(chosen)], ["run_why", text(`limited_${chosen.limited_by.replace("-", "")}`, { share: Math.round(100 * chosen.share) })],
-    ["run_forecast", seconds(chosen.seconds)], ["run_one", one.fits ? seconds(one.seconds) : text("does_not_fit")],
+    ["run_forecast", seconds(chosen.seconds)], ["run_on_one", one.fits ? seconds(one.seconds) : text("does_not_fit")],
     ["run_second", second ? `${layout(second)}, ${seconds(second.seconds)}` : ""]];
 }
 

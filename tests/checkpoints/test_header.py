@@ -513,8 +513,8 @@ def test_a_file_that_is_near_to_no_family_is_not_compared_with_one(tmp_path, nam
         recognise(open_checkpoint(tmp_path / "model.safetensors"))
 
 
-def test_the_readme_names_the_models_that_are_not_run():
-    text = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
+def test_the_models_that_are_not_run_are_named():
+    text = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
 
     assert [name for name in (NOT_RUN | NOT_IN_DIFFUSERS).values() if name not in text] == []
 

@@ -20,8 +20,8 @@ MODULES = {getattr(models, alias.name).name: importlib.import_module(f"xdit_back
 METHODS = ["CFG", "data", "Ulysses", "Ring", "USP (Ulysses x Ring)", "PipeFusion", "DistriFusion", "tensor"]
 
 
-def test_the_readme_lists_the_families():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_table_lists_the_families():
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     header, _, *rows = text[text.index("| model | CFG"):].split("\n\n")[0].splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (header, *rows)]
 
@@ -42,7 +42,7 @@ def test_it_is_said_which_families_take_controlnets():
     taking = {family.name for family in FAMILIES.values() if family.is_unet
               or any(list_.control for list_ in family.blocks)}
 
-    for path, begin, end in (("README.md", "itself takes them for (", "), under"),
+    for path, begin, end in (("docs/models.md", "itself takes them for (", "), under"),
                              ("web/docs/XDiTLoadModel.md", "takes them for: ", ". One")):
         assert set((ROOT / path).read_text(encoding="utf-8").partition(begin)[2].partition(end)[0].split(
             ", ")) == taking

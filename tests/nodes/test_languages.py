@@ -28,15 +28,35 @@ def test_nodes_have_both(comfyui):
 
 
 def test_messages_of_the_page_have_both():
-    source = (ROOT / "web" / "texts.js").read_text(encoding="utf-8")
-    texts = {language: dict(re.findall(r'^    (\w+): "(.*)",$', block, re.M)) for language, block
-             in re.findall(r"^  (\w+): \{\n(.*?)^  \},$", source, re.M | re.S)}
+    texts = {language: dict(entries) for language, entries in entries_of_the_page().items()}
 
     assert set(texts) == {"en", "zh"} and len(texts["en"]) >= 20
     assert texts["zh"].keys() == texts["en"].keys()
     for key, text in texts["en"].items():
         assert set(re.findall(r"\{\w+\}", text)) == set(re.findall(r"\{\w+\}", texts["zh"][key])), key
         assert CHINESE.search(texts["zh"][key]) or text == "{text}", key
+
+
+def test_no_message_of_the_page_stands_twice():
+    """The later would win, wherever the page asks for the earlier."""
+    for language, entries in entries_of_the_page().items():
+        keys = [key for key, _ in entries]
+        assert [key for key in sorted(set(keys)) if keys.count(key) > 1] == [], language
+
+
+def test_each_message_that_the_page_asks_for_is_there():
+    keys = {key for key, _ in entries_of_the_page()["en"]}
+    asked = {key for path in (ROOT / "web").glob("*.js")
+             for key in re.findall(r"\btext\(\"(\w+)\"", path.read_text(encoding="utf-8"))}
+
+    assert len(asked) >= 20 and asked <= keys
+
+
+def entries_of_the_page():
+    """{language: [(key, text), ...]}, as they stand in the file."""
+    source = (ROOT / "web" / "texts.js").read_text(encoding="utf-8")
+    return {language: re.findall(r'^    (\w+): "(.*)",$', block, re.M) for language, block
+            in re.findall(r"^  (\w+): \{\n(.*?)^  \},$", source, re.M | re.S)}
 
 
 @pytest.mark.parametrize("name", sorted(ZH))

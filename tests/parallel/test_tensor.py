@@ -27,7 +27,7 @@ from xdit_backend.protocol.errors import UnsupportedError
 from xdit_backend.protocol.specs import Layout
 
 EXACT = 1e-12
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODELS_PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 SHAPES = [{"rows": 6, "columns": 10, "num_text_tokens": 7}, {"rows": 4, "columns": 6, "batch": 3}]
 ALIKE = [{"rows": 6, "columns": 10, "num_text_tokens": 7}] * 2
 TENSOR = Layout(tensor_degree=2)
@@ -422,8 +422,8 @@ def test_exactness_notices_a_broken_method(mutant, name):
 
 
 @pytest.mark.parametrize("name", having("tensor"))
-def test_readme_says_which_families_it_is_for(name):
-    row = next(line for line in README.splitlines() if line.startswith(f"| {FAMILIES[name].title} |"))
+def test_the_table_says_which_families_it_is_for(name):
+    row = next(line for line in MODELS_PAGE.splitlines() if line.startswith(f"| {FAMILIES[name].title} |"))
 
     assert row.endswith("| yes |") and is_spread(name)
 

@@ -2,7 +2,23 @@
 
 
 class XDiTError(Exception):
-    """Base of all errors of this project."""
+    """Base of all errors of this project.
+
+    ComfyUI's page shows a class with its module, which is a path of folders there: these are called xDiT.ConfigError
+    and so on, and are pickled by their names here.
+    """
+
+    __module__ = "xDiT"
+
+    def __init_subclass__(cls):
+        cls.__module__ = "xDiT"
+
+    def __reduce__(self):
+        return _again, (type(self).__name__, self.args)
+
+
+def _again(name, args):
+    return globals()[name](*args)
 
 
 class ConfigError(XDiTError, ValueError):
