@@ -67,6 +67,13 @@ def test_twice_is_once(converted):
     assert [name for name, entry in converted.items() if entry["again"]] == []
 
 
+def test_what_stays_in_a_subgraph_is_told_with_its_name(converted):
+    [loader] = [left for left in converted["flux1_dev_uso_reference_image_gen.json"]["left"]
+                if left["type"] == "CheckpointLoaderSimple"]
+
+    assert (loader["inside"], loader["reason"]) == ("USO Style Reference", "patch")
+
+
 @pytest.mark.parametrize("name, types, stay", [
     ("default.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTParallelSampler", "XDiTVAEDecode"], []),
     ("sdxlturbo_example.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTVAEDecode"], []),

@@ -29,7 +29,7 @@ const REFUSED_INPUTS = ["GLIGEN", "MODEL_PATCH", "IPADAPTER"];
 
 /**
  * The workflow on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot have it}, as far as that is known.
- * Returns {workflow, changed, left}: changed is how many nodes; left are [{id, type, reason, ...}] of those that stay, `reason` a key
+ * Returns {workflow, changed, left}: changed is how many nodes; left are [{id, type, title, inside, reason, ...}] of those that stay, `reason` a key
  * of the texts in xdit.js and the rest what it mentions. Nothing changed: `workflow` equals what was given, and `already` says whether it
  * has our loader.
  */
@@ -37,13 +37,13 @@ export function toAllGpus(given, refusals = {}) {
   const workflow = structuredClone(given);
   const book = read(workflow);
   const left = [];
-  const leave = (node, reason, more) => left.push({ id: node.id, type: node.type, reason, ...more });
+  const leave = (place, reason, more) => left.push({ ...called(book, place), reason, ...more });
   const converted = new Set([...everyNode(book)].map(({ node }) => node).filter((node) => node.type === "XDiTLoadModel"));
   const loaders = [];
   for (const place of everyNode(book)) {
     const { node } = place;
     const reason = whyNotLoader(book, place, refusals.models ?? {});
-    if (reason) leave(node, ...reason);
+    if (reason) leave(place, ...reason);
     else if (node.type in LOADERS && hasLinks(node.outputs[0])) {
       loaders.push(place);
       converted.add(node);
@@ -54,7 +54,7 @@ export function toAllGpus(given, refusals = {}) {
     const { node } = place;
     if (!(node.type in SAME_INPUTS)) continue;
     const reason = node.type === "KSampler" ? whyNotSampler(book, place, converted) : whyNotVae(book, place, converted, refusals.vaes ?? {});
-    if (reason) leave(node, ...reason);
+    if (reason) leave(place, ...reason);
     else others.push(place);
   }
   for (const { node } of others) become(node, SAME_INPUTS[node.type]);
@@ -78,7 +78,7 @@ export function toOneGpu(given) {
     const partner = was.split ? graph.nodes.find((other) => other.properties?.[WAS]?.of === node.id) : null;
     const reason = whyNotBack(node, was, partner);
     if (reason) {
-      left.push({ id: node.id, type: node.type, ...reason });
+      left.push({ ...called(book, place), ...reason });
       continue;
     }
     restore(book, place, was, partner);
@@ -326,6 +326,11 @@ export function read(workflow) {
     for (const node of graph.nodes)
       if (subgraphs.has(node.type)) instances.set(node.type, [...(instances.get(node.type) ?? []), { graph, node }]);
   return { root: workflow, graphs, subgraphs, instances, links: new Map() };
+}
+
+/** What a node that stays is told by: inside is the subgraph's name, where it is in one. */
+export function called(book, { graph, node }) {
+  return { id: node.id, type: node.type, title: node.title, inside: graph === book.root ? undefined : graph.name };
 }
 
 export function* everyNode(book) {

@@ -3,7 +3,7 @@
  * another, called by the page's command (xdit.js) after convert.js's way back, and by tests.
  */
 
-import { WAS, everyNode, hasLinks, linkOf, read, removeLink, renameOutside, renamed, renumber } from "./convert.js";
+import { WAS, called, everyNode, hasLinks, linkOf, read, removeLink, renameOutside, renamed, renumber } from "./convert.js";
 
 const SAME_INPUTS = { XDiTParallelSampler: "KSampler", XDiTVAEDecode: "VAEDecode", XDiTVAEEncode: "VAEEncode" };
 const SETTINGS = "XDiTParallelConfig";
@@ -27,7 +27,7 @@ export function toStock(given, files = {}) {
     if (node.type === SETTINGS || !graph.nodes.includes(node)) continue;
     const reason = whyNot(node);
     if (reason) {
-      left.push({ id: node.id, type: node.type, ...reason });
+      left.push({ ...called(book, place), ...reason });
       continue;
     }
     if (node.type in SAME_INPUTS) turn(book, place, SAME_INPUTS[node.type]);

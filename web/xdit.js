@@ -26,13 +26,21 @@ async function runOnAllGpus() {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(filesOf(workflow)),
   });
   if (!answer.ok) return show("error", text("failed"), [text("unreachable", { text: answer.status })]);
-  await replace(toAllGpus(workflow, await answer.json()), "all");
+  const here = [listed("UNETLoader", "unet_name"), listed("CheckpointLoaderSimple", "ckpt_name"), listed("UnetLoaderGGUF", "unet_name")].flat();
+  const absent = filesOf(workflow).models.filter((file) => !here.includes(file));
+  await replace(toAllGpus(workflow, await answer.json()), "all", absent.length ? [text("unchecked", { files: absent.join(", ") })] : []);
 }
 
 async function runOnOneGpu() {
   const back = toOneGpu(app.rootGraph.serialize());
   const plain = toStock(back.workflow, { checkpoints: listed("CheckpointLoaderSimple", "ckpt_name"), models: listed("UNETLoader", "unet_name") });
   await replace({ workflow: plain.workflow, changed: back.changed + plain.changed, left: [...back.left, ...plain.left] }, "one");
+}
+
+/** A node that stays, in a person's words. */
+function nameOf({ id, type, title, inside }) {
+  const name = title || LiteGraph.registered_node_types[type]?.title || type;
+  return inside ? text("inside", { name, inside }) : `${name} (${id})`;
 }
 
 /** Files that a loader of ComfyUI's lists. */
@@ -42,8 +50,8 @@ function listed(type, widget) {
 }
 
 /** Put a converted workflow where the open one is, as one step of its undo history, and say what stayed and why. */
-async function replace({ workflow, changed, left, already }, which) {
-  const lines = left.map(({ id, type, reason, ...values }) => `${LiteGraph.registered_node_types[type]?.title ?? type} (${id}): ${text(reason, values)}`);
+async function replace({ workflow, changed, left, already }, which, notes = []) {
+  const lines = left.map((node) => `${nameOf(node)}: ${text(node.reason, node)}`);
   if (lines.length) console.info("xDiT:", text("left"), lines);
   if (changed) {
     const open = app.extensionManager.workflow.activeWorkflow;
@@ -58,8 +66,9 @@ async function replace({ workflow, changed, left, already }, which) {
     }
     history.captureCanvasState();
   }
-  const head = changed ? text(changed === 1 ? `${which}_done_1` : `${which}_done`, { count: changed }) : text(already && !left.length ? "all_already" : `${which}_nothing`);
-  show(changed ? "success" : already && !left.length ? "info" : "warn", head, [...(changed ? [text("undo")] : []), ...(lines.length ? [text("left")] : []),
+  const cause = changed ? undefined : lines.shift();            // why nothing was done comes first
+  const head = cause ?? (changed ? text(changed === 1 ? `${which}_done_1` : `${which}_done`, { count: changed }) : text(already ? "all_already" : `${which}_nothing`));
+  show(changed ? "success" : already && !cause ? "info" : "warn", head, [...(changed ? [text("undo"), ...notes] : []), ...(lines.length ? [text("left")] : []),
     ...lines.slice(0, MAX_LINES), ...(lines.length > MAX_LINES ? [text("more", { count: lines.length - MAX_LINES })] : [])]);
 }
 
