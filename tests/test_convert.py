@@ -4,7 +4,6 @@ in Node, without a page."""
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -25,9 +24,17 @@ def node():
 def modules(tmp_path_factory):
     """The page's modules under names that say to Node what they are."""
     folder = tmp_path_factory.mktemp("web")
-    for name in ("convert", "messages", "texts"):
-        shutil.copy(ROOT / "web" / f"{name}.js", folder / f"{name}.mjs")
+    for name in ("convert", "messages", "stock", "templates", "texts"):
+        text = (ROOT / "web" / f"{name}.js").read_text(encoding="utf-8")
+        (folder / f"{name}.mjs").write_text(re.sub(r'from "\./(\w+)\.js"', r'from "./\1.mjs"', text), encoding="utf-8")
     return folder
+
+
+def evaluate(node, module, name, expression):
+    """What an expression of JavaScript is, or a promise of it comes to, with this name of the module."""
+    script = f"import {{ {name} }} from {json.dumps(str(module))}; console.log(JSON.stringify(await {expression}));"
+    return json.loads(subprocess.run([node, "--input-type=module", "-e", script], stdout=subprocess.PIPE,
+                                     check=True).stdout)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +67,13 @@ def test_twice_is_once(converted):
     assert [name for name, entry in converted.items() if entry["again"]] == []
 
 
+def test_what_stays_in_a_subgraph_is_told_with_its_name(converted):
+    [loader] = [left for left in converted["flux1_dev_uso_reference_image_gen.json"]["left"]
+                if left["type"] == "CheckpointLoaderSimple"]
+
+    assert (loader["inside"], loader["reason"]) == ("USO Style Reference", "patch")
+
+
 @pytest.mark.parametrize("name, types, stay", [
     ("default.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTParallelSampler", "XDiTVAEDecode"], []),
     ("sdxlturbo_example.json", ["XDiTLoadModel", "XDiTLoadClipVae", "XDiTVAEDecode"], []),
@@ -85,19 +99,46 @@ def test_what_becomes_of_a_template(converted, name, types, stay):
      "Worker rank 1 (cpu) died (exit code -9, killed). Queue the prompt again to start a new group.",
      "What to try stands in docs/troubleshooting.md. Its last lines:\nRoot Cause (first observed failure):\n[0]:")])
 def test_of_a_message_with_lines_of_output_two_sentences_are_shown(node, modules, message, words, rest):
-    script = (f"import {{ headOf }} from {json.dumps(str(modules / 'messages.mjs'))}; "
-              f"console.log(JSON.stringify(headOf({json.dumps(message)})))")
-    done = subprocess.run([node, "--input-type=module", "-e", script], stdout=subprocess.PIPE, check=True)
+    assert evaluate(node, modules / "messages.mjs", "headOf", f"headOf({json.dumps(message)})") == [words, rest]
 
-    assert json.loads(done.stdout) == [words, rest]
+
+def test_our_own_templates_turn_into_stock_workflows(node, modules):
+    """All but the prompts that ComfyUI has no node for; what comes of it converts like any other."""
+    done = subprocess.run([node, Path(__file__).parent / "browser" / "stock_templates.mjs", modules / "stock.mjs",
+                           modules / "convert.mjs", ROOT / "workflows"], stdout=subprocess.PIPE, check=True)
+    results = json.loads(done.stdout)
+    inputs = {"KSampler": {"model", "positive", "negative", "latent_image", "seed", "steps", "cfg", "sampler_name",
+                           "scheduler", "denoise"}, "VAEDecode": {"samples", "vae"}, "VAEEncode": {"pixels", "vae"},
+              "UNETLoader": {"unet_name", "weight_dtype"}, "CheckpointLoaderSimple": {"ckpt_name"}}
+
+    assert len(results) > 20
+    for name, entry in results.items():
+        assert entry["loose"] == entry["unknown"] == [] and entry["kept"] and entry["again"] == 0, name
+        nodes = entry["workflow"]["nodes"]
+        assert {one["type"] for one in nodes if one["type"].startswith("XDiT")} <= {"XDiTDemoPrompt"}, name
+        assert {(left["type"], left["reason"]) for left in entry["left"]} <= {("XDiTDemoPrompt", "no_stock")}
+        for one in nodes:
+            assert {slot["name"] for slot in one["inputs"]} == inputs.get(
+                one["type"], {slot["name"] for slot in one["inputs"]}), (name, one["type"])
+        assert entry["back"] >= 2, name
+
+
+def test_templates_are_listed_with_demo_first(node, modules):
+    """Titles are the names of files, so none is written as a program writes them."""
+    titles = sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
+    listed = evaluate(node, modules / "templates.mjs", "orderTemplates", f"""(async () => {{
+        const api = {{ async getWorkflowTemplates() {{ return {json.dumps({"other": ["b", "a"], "us": titles})}; }} }};
+        orderTemplates(api, "us");
+        return api.getWorkflowTemplates();
+    }})()""")
+
+    assert listed["us"][:2] == ["Demo", "Compare"] and sorted(listed["us"]) == titles and listed["other"] == ["b", "a"]
+    assert [title for title in titles if "_" in title or title[0].islower()] == []
 
 
 def test_what_is_refused_is_what_the_nodes_page_says(node, modules):
     """convert.js leaves a loader alone whose MODEL goes to one of these."""
-    script = (f"import {{ REFUSED }} from {json.dumps(str(modules / 'convert.mjs'))}; "
-              f"console.log(JSON.stringify(REFUSED))")
-    done = subprocess.run([node, "--input-type=module", "-e", script], stdout=subprocess.PIPE, check=True)
     page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
     refused = set(re.findall(r"^\| ([^|]+) \| [^|]+ \| refused[^:|]*: ", page, re.M))
 
-    assert refused and set(json.loads(done.stdout)) == refused
+    assert refused and set(evaluate(node, modules / "convert.mjs", "REFUSED", "REFUSED")) == refused

@@ -128,7 +128,7 @@ def test_what_the_archive_holds_runs_in_an_empty_comfyui(archive, tmp_path):
 
     assert {"XDiTLoadModel", "XDiTParallelConfig", "XDiTParallelSampler", "XDiTVAEDecode", "XDiTVAEEncode",
             "XDiTLoadClipVae"} <= set(nodes)
-    assert all(page.startswith(b"# ") for page in pages) and "demo" in templates[PACK]
+    assert all(page.startswith(b"# ") for page in pages) and "Demo" in templates[PACK]
 
 
 def test_the_changelog_begins_with_the_version():

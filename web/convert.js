@@ -3,7 +3,7 @@
  * (xdit.js) and by tests. What a node was stands in its property `xdit_was`, so the way back needs nothing else.
  */
 
-const WAS = "xdit_was";
+export const WAS = "xdit_was";
 const PACK = "xdit-comfyui";
 const INPUT_NODE = -10;                    // the ends of a subgraph's inside, as its links name them
 const OUTPUT_NODE = -20;
@@ -17,7 +17,6 @@ const LOADERS = {
   CheckpointLoaderSimple: { file: "ckpt_name", dtypes: ["default"] },
 };
 const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
-const OURS = ["XDiTLoadModel", "XDiTLoadClipVae", ...Object.values(SAME_INPUTS)];
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name" };
 // Nodes whose change of a MODEL the workers refuse (docs/nodes.md); what these inputs bring is refused too.
 export const REFUSED = [
@@ -30,20 +29,21 @@ const REFUSED_INPUTS = ["GLIGEN", "MODEL_PATCH", "IPADAPTER"];
 
 /**
  * The workflow on all GPUs. refusals: {models, vaes}, each {file: why the workers cannot have it}, as far as that is known.
- * Returns {workflow, changed, left}: changed is how many nodes; left are [{id, type, reason, ...}] of those that stay, `reason` a key
- * of the texts in xdit.js and the rest what it mentions. Nothing changed: `workflow` equals what was given.
+ * Returns {workflow, changed, left}: changed is how many nodes; left are [{id, type, title, inside, reason, ...}] of those that stay, `reason` a key
+ * of the texts in xdit.js and the rest what it mentions. Nothing changed: `workflow` equals what was given, and `already` says whether it
+ * has our loader.
  */
 export function toAllGpus(given, refusals = {}) {
   const workflow = structuredClone(given);
   const book = read(workflow);
   const left = [];
-  const leave = (node, reason, more) => left.push({ id: node.id, type: node.type, reason, ...more });
+  const leave = (place, reason, more) => left.push({ ...called(book, place), reason, ...more });
   const converted = new Set([...everyNode(book)].map(({ node }) => node).filter((node) => node.type === "XDiTLoadModel"));
   const loaders = [];
   for (const place of everyNode(book)) {
     const { node } = place;
     const reason = whyNotLoader(book, place, refusals.models ?? {});
-    if (reason) leave(node, ...reason);
+    if (reason) leave(place, ...reason);
     else if (node.type in LOADERS && hasLinks(node.outputs[0])) {
       loaders.push(place);
       converted.add(node);
@@ -54,17 +54,17 @@ export function toAllGpus(given, refusals = {}) {
     const { node } = place;
     if (!(node.type in SAME_INPUTS)) continue;
     const reason = node.type === "KSampler" ? whyNotSampler(book, place, converted) : whyNotVae(book, place, converted, refusals.vaes ?? {});
-    if (reason) leave(node, ...reason);
+    if (reason) leave(place, ...reason);
     else others.push(place);
   }
   for (const { node } of others) become(node, SAME_INPUTS[node.type]);
   const before = counters(workflow);
   const made = loaders.map((place) => convertLoader(book, place)).filter(Boolean);
   for (const node of made) node.properties[WAS].before = before;
-  return { workflow, changed: loaders.length + others.length, left };
+  return { workflow, changed: loaders.length + others.length, left, already: !made.length && !loaders.length && converted.size > 0 };
 }
 
-/** The workflow as it was before toAllGpus, with what was changed since. Returns as toAllGpus. */
+/** The workflow as it was before toAllGpus, with what was changed since. Returns as toAllGpus. Our nodes that it did not make stay: stock.js. */
 export function toOneGpu(given) {
   const workflow = structuredClone(given);
   const book = read(workflow);
@@ -78,7 +78,7 @@ export function toOneGpu(given) {
     const partner = was.split ? graph.nodes.find((other) => other.properties?.[WAS]?.of === node.id) : null;
     const reason = whyNotBack(node, was, partner);
     if (reason) {
-      left.push({ id: node.id, type: node.type, ...reason });
+      left.push({ ...called(book, place), ...reason });
       continue;
     }
     restore(book, place, was, partner);
@@ -86,9 +86,6 @@ export function toOneGpu(given) {
     changed++;
   }
   if (undone.length) resetCounters(book, undone[0].properties[WAS].before);
-  for (const { node } of everyNode(book))
-    if (OURS.includes(node.type) && !node.properties?.[WAS])
-      left.push({ id: node.id, type: node.type, reason: "not_converted" });
   return { workflow, changed, left };
 }
 
@@ -238,14 +235,14 @@ function restore(book, { graph, node }, was, partner) {
   renumber(book, graph, node);
 }
 
-function renamed(slot, name) {
+export function renamed(slot, name) {
   if (slot.name === name) return { ...slot };
   const { localized_name, ...rest } = slot;
   return { ...rest, name, ...(slot.widget ? { widget: { ...slot.widget, name } } : {}) };
 }
 
 /** A node's links say its slots by number. */
-function renumber(book, graph, node) {
+export function renumber(book, graph, node) {
   node.inputs?.forEach((slot, index) => {
     write(linksOf(book, graph).get(slot.link), { target_id: node.id, target_slot: index });
   });
@@ -255,7 +252,7 @@ function renumber(book, graph, node) {
 }
 
 /** Other names for a widget that a subgraph's node or the app mode shows. */
-function renameOutside(book, graph, node, from, to) {
+export function renameOutside(book, graph, node, from, to) {
   if (graph === book.root) {
     const inputs = graph.extra?.linearData?.inputs;
     for (const entry of inputs ?? []) {
@@ -287,7 +284,7 @@ function copyLink(book, graph, id) {
   return own;
 }
 
-function removeLink(book, graph, id) {
+export function removeLink(book, graph, id) {
   const links = linksOf(book, graph);
   const link = links.get(id);
   for (const list of linkLists(graph, link)) list.splice(list.indexOf(id), 1);
@@ -321,7 +318,7 @@ function freePlace(graph, node) {
 
 // ---- reading a workflow
 
-function read(workflow) {
+export function read(workflow) {
   const graphs = [workflow, ...(workflow.definitions?.subgraphs ?? [])];
   const subgraphs = new Map(graphs.slice(1).map((graph) => [graph.id, graph]));
   const instances = new Map();
@@ -331,7 +328,12 @@ function read(workflow) {
   return { root: workflow, graphs, subgraphs, instances, links: new Map() };
 }
 
-function* everyNode(book) {
+/** What a node that stays is told by: inside is the subgraph's name, where it is in one. */
+export function called(book, { graph, node }) {
+  return { id: node.id, type: node.type, title: node.title, inside: graph === book.root ? undefined : graph.name };
+}
+
+export function* everyNode(book) {
   for (const graph of book.graphs) for (const node of graph.nodes) yield { graph, node };
 }
 
@@ -341,8 +343,8 @@ function linksOf(book, graph) {
 }
 
 const nodeOf = (graph, id) => graph.nodes.find((node) => String(node.id) === String(id));
-const linkOf = (node, name) => node.inputs?.find((slot) => slot.name === name)?.link;
-const hasLinks = (slot) => Boolean(slot?.links?.length);
+export const linkOf = (node, name) => node.inputs?.find((slot) => slot.name === name)?.link;
+export const hasLinks = (slot) => Boolean(slot?.links?.length);
 const isActive = (node) => ![MUTED, BYPASSED].includes(node.mode);
 const field = (link, name) => (Array.isArray(link) ? link[FIELDS.indexOf(name)] : link[name]);
 const carries = (slot, link, type) => [type, "*"].includes(slot.type) || (link != null && field(link, "type") === type);

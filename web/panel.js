@@ -150,8 +150,8 @@ function errorView(message) {
   return rest ? element("div", {}, words, element("details", {}, element("summary", {}, text("more_words")), element("pre", {}, rest))) : words;
 }
 
-function planFacts({ plan, mode }) {
-  if (!plan) return [["run_why", text(mode === "manual" ? "why_manual" : "why_unmeasured")]];
+function planFacts({ plan, mode, devices }) {
+  if (!plan) return [["run_why", text(mode === "manual" ? "why_manual" : devices.length === 1 ? "why_one" : "why_unmeasured")]];
   const { chosen, one, second } = plan;
   return [["run_plan", layout(chosen)], ["run_why", text(`limited_${chosen.limited_by.replace("-", "")}`, { share: Math.round(100 * chosen.share) })],
     ["run_forecast", seconds(chosen.seconds)], ["run_on_one", one.fits ? seconds(one.seconds) : text("does_not_fit")],

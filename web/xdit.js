@@ -8,7 +8,9 @@ import { api } from "../../scripts/api.js";
 import { idleWidgets } from "./config.js";
 import { markErrors } from "./errors.js";
 import { filesOf, toAllGpus, toOneGpu } from "./convert.js";
+import { toStock } from "./stock.js";
 import { registerPanel } from "./panel.js";
+import { orderTemplates } from "./templates.js";
 import { say } from "./texts.js";
 
 const ALL = "xdit.RunOnAllGpus";
@@ -24,16 +26,32 @@ async function runOnAllGpus() {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(filesOf(workflow)),
   });
   if (!answer.ok) return show("error", text("failed"), [text("unreachable", { text: answer.status })]);
-  await replace(toAllGpus(workflow, await answer.json()), "all");
+  const here = [listed("UNETLoader", "unet_name"), listed("CheckpointLoaderSimple", "ckpt_name"), listed("UnetLoaderGGUF", "unet_name")].flat();
+  const absent = filesOf(workflow).models.filter((file) => !here.includes(file));
+  await replace(toAllGpus(workflow, await answer.json()), "all", absent.length ? [text("unchecked", { files: absent.join(", ") })] : []);
 }
 
 async function runOnOneGpu() {
-  await replace(toOneGpu(app.rootGraph.serialize()), "one");
+  const back = toOneGpu(app.rootGraph.serialize());
+  const plain = toStock(back.workflow, { checkpoints: listed("CheckpointLoaderSimple", "ckpt_name"), models: listed("UNETLoader", "unet_name") });
+  await replace({ workflow: plain.workflow, changed: back.changed + plain.changed, left: [...back.left, ...plain.left] }, "one");
+}
+
+/** A node that stays, in a person's words. */
+function nameOf({ id, type, title, inside }) {
+  const name = title || LiteGraph.registered_node_types[type]?.title || type;
+  return inside ? text("inside", { name, inside }) : `${name} (${id})`;
+}
+
+/** Files that a loader of ComfyUI's lists. */
+function listed(type, widget) {
+  const given = LiteGraph.registered_node_types[type]?.nodeData?.input?.required?.[widget];
+  return (Array.isArray(given?.[0]) ? given[0] : given?.[1]?.options) ?? [];
 }
 
 /** Put a converted workflow where the open one is, as one step of its undo history, and say what stayed and why. */
-async function replace({ workflow, changed, left }, which) {
-  const lines = left.map(({ id, type, reason, ...values }) => `${LiteGraph.registered_node_types[type]?.title ?? type} (${id}): ${text(reason, values)}`);
+async function replace({ workflow, changed, left, already }, which, notes = []) {
+  const lines = left.map((node) => `${nameOf(node)}: ${text(node.reason, node)}`);
   if (lines.length) console.info("xDiT:", text("left"), lines);
   if (changed) {
     const open = app.extensionManager.workflow.activeWorkflow;
@@ -48,8 +66,9 @@ async function replace({ workflow, changed, left }, which) {
     }
     history.captureCanvasState();
   }
-  const head = changed ? text(`${which}_done`, { count: changed }) : text(`${which}_nothing`);
-  show(changed ? "success" : "warn", head, [...(changed ? [text("undo")] : []), ...(lines.length ? [text("left")] : []),
+  const cause = changed ? undefined : lines.shift();            // why nothing was done comes first
+  const head = cause ?? (changed ? text(changed === 1 ? `${which}_done_1` : `${which}_done`, { count: changed }) : text(already ? "all_already" : `${which}_nothing`));
+  show(changed ? "success" : already && !cause ? "info" : "warn", head, [...(changed ? [text("undo"), ...notes] : []), ...(lines.length ? [text("left")] : []),
     ...lines.slice(0, MAX_LINES), ...(lines.length > MAX_LINES ? [text("more", { count: lines.length - MAX_LINES })] : [])]);
 }
 
@@ -86,11 +105,12 @@ app.registerExtension({
     { commandId: ONE, combo: { key: "o", alt: true, shift: true } },
   ],
   settings: [                              // nodes/bridge/workers/settings.py reads them; locales/ has their Chinese
-    { id: "xdit.Residency", category: ["xDiT", "Workers", "Residency"], name: "Models of workers that have nothing to do", type: "combo",
-      options: ["keep", "park", "release"], defaultValue: "keep", sortOrder: 2,
-      tooltip: "keep: they stay on the devices. park: weights go to host memory, and VAEs are dropped. release: the workers end, and all their memory is free." },
-    { id: "xdit.IdleMinutes", category: ["xDiT", "Workers", "IdleMinutes"], name: "After so many minutes without work", type: "number",
-      attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, sortOrder: 1, tooltip: "With park and release." },
+    { id: "xdit.Residency", category: ["xDiT", "Workers", "Residency"], name: "Idle workers", type: "combo",
+      options: [{ text: "keep their models", value: "keep" }, { text: "move them to RAM", value: "park" }, { text: "end", value: "release" }],
+      defaultValue: "keep", sortOrder: 2,
+      tooltip: "Keep their models: on the devices. Move them to RAM: weights go to host memory, and VAEs are dropped. End: all their memory is free." },
+    { id: "xdit.IdleMinutes", category: ["xDiT", "Workers", "IdleMinutes"], name: "Idle after (minutes)", type: "number",
+      attrs: { min: 1, max: 1440, step: 1 }, defaultValue: 10, sortOrder: 1, tooltip: "Counts where idle workers move their models to RAM, or end." },
     { id: "xdit.Address", category: ["xDiT", "Other machines", "Address"], name: "Address of this machine at which others may join",
       type: "text", defaultValue: "",
       tooltip: "Such as 192.168.1.10. Empty: nothing listens. Then name their devices in xDiT Parallel Config, such as cuda:0, other-pc/cuda:0. Only in a private network: docs/machines.md." },
@@ -99,6 +119,7 @@ app.registerExtension({
   setup() {
     registerPanel();
     markErrors();
+    orderTemplates(api, decodeURIComponent(new URL(import.meta.url).pathname.split("/").at(-2)));
   },
   nodeCreated(node) {
     if (node.comfyClass !== "XDiTParallelConfig") return;

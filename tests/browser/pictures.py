@@ -35,7 +35,7 @@ def main():
     with tempfile.TemporaryDirectory() as base, sync_playwright() as playwright:
         make_base(base)
         template, own = template_of_comfyui(), json.loads(
-            (ROOT / "workflows" / "sd35_parallel.json").read_text(encoding="utf-8"))
+            (ROOT / "workflows" / "SD3.5.json").read_text(encoding="utf-8"))
         # with the files it names; the page marks a node that lacks one
         for node in template["nodes"] + own["nodes"]:
             for name in node.get("widgets_values", ()):
@@ -75,7 +75,7 @@ def take_panel(page):
     page.set_viewport_size({"width": 1400, "height": 1180})
 
     page.evaluate("graph => app.loadGraphData(graph)",
-                  json.loads((ROOT / "workflows" / "demo.json").read_text(encoding="utf-8")))
+                  json.loads((ROOT / "workflows" / "Demo.json").read_text(encoding="utf-8")))
     page.evaluate(SET, SETTINGS)
     page.locator(".xdit-tab-button").click()
     page.wait_for_selector(".xdit-device")

@@ -43,7 +43,7 @@ def page(chromium, host):
     page.wait_for_function("() => window.app?.graph && window.LiteGraph?.registered_node_types?.XDiTLoadModel",
                            timeout=120_000)
     page.wait_for_function("() => app.graph.nodes.length > 0", timeout=120_000)
-    page.evaluate("graph => app.loadGraphData(graph)", template("demo"))
+    page.evaluate("graph => app.loadGraphData(graph)", template("Demo"))
     page.evaluate("""steps => {
         const node = type => app.graph.nodes.find(node => node.type === type);
         const set = (node, name, value) => { node.widgets.find(widget => widget.name === name).value = value };

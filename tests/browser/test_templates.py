@@ -3,8 +3,10 @@
 import functools
 import importlib.util
 import json
+import math
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -40,7 +42,7 @@ READ_COMPLAINTS = """() => [...document.querySelectorAll(
     .filter(element => element.checkVisibility()).map(element => element.innerText)"""
 
 
-@pytest.mark.parametrize("name", by_default({"demo"}, NAMES))
+@pytest.mark.parametrize("name", by_default({"Demo"}, NAMES))
 def test_template_opens_with_nothing_missing_and_the_server_takes_it(page, host, name):
     given = template(name)
 
@@ -60,13 +62,12 @@ def test_template_opens_with_nothing_missing_and_the_server_takes_it(page, host,
     assert sorted(link["id"] for link in graph["links"]) == sorted(link[0] for link in given["links"])
     status, answer = validated(host, page.evaluate("async () => (await app.graphToPrompt()).output"))
     refused = {error["class_type"] for error in answer["node_errors"].values()}
-    # for two GPUs
-    assert (status, refused) == (200, set()) or (name, refused) == ("flux1_pipefusion", {"XDiTParallelConfig"})
+    assert (status, refused) == (200, set()) or ("PipeFusion" in name and refused == {"XDiTParallelConfig"})  # 2 GPUs
     for link in graph["links"]:
         assert link["from"] == link["to"] == link["type"] and link["held"] == link["id"], link
 
 
-@pytest.mark.parametrize("name", by_default({"demo"}, NAMES))
+@pytest.mark.parametrize("name", by_default({"Demo"}, NAMES))
 def test_template_inputs_are_those_the_nodes_declare(host, name):
     """The page keeps what a file says about a node's slots, so the names are compared with the server's as well."""
     for node in template(name)["nodes"]:
@@ -112,6 +113,28 @@ def test_no_node_covers_another_also_with_what_it_says_under_its_widgets(name):
             and max(places[index][1], places[at][1]) < min(places[index][3], places[at][3])] == []
 
 
+def test_no_link_of_the_demo_runs_behind_a_node():
+    """Drawn as the page draws it: a curve whose ends leave their slots flat, by a quarter of the way."""
+    graph = template("Demo")
+    nodes = {node["id"]: node for node in graph["nodes"]}
+    behind = set()
+    for _, begin, output, end, input_, _ in graph["links"]:
+        (x, y), (width, _) = nodes[begin]["pos"], nodes[begin]["size"]
+        start = (x + width, y + 20 * output + 14)
+        stop = (nodes[end]["pos"][0], nodes[end]["pos"][1] + 20 * input_ + 14)
+        reach = math.dist(start, stop) / 4
+        for t in (step / 50 for step in range(51)):
+            weights = ((1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t ** 3)
+            at = [sum(weight * value for weight, value in zip(weights, values)) for values in (
+                (start[0], start[0] + reach, stop[0] - reach, stop[0]), (start[1], start[1], stop[1], stop[1]))]
+            behind |= {(begin, end, node["id"]) for node in nodes.values() if all(
+                low < value < high for value, low, high in zip(
+                    at, (node["pos"][0], node["pos"][1] - TITLE),
+                    (node["pos"][0] + node["size"][0], node["pos"][1] + node["size"][1])))}
+
+    assert behind == set()
+
+
 @functools.cache
 def comfyuis_places():
     """{name: [(address, folder)]}: from where ComfyUI's own templates take a file."""
@@ -135,7 +158,7 @@ def test_templates_are_listed(host):
     assert len(NAMES) >= 2
 
 
-@pytest.mark.parametrize("name", by_default({"demo"}, NAMES))
+@pytest.mark.parametrize("name", by_default({"Demo"}, NAMES))
 def test_template_has_a_thumbnail_the_page_can_show(page, host, name):
     url = f"{host.url}/api/workflow_templates/{PACK}/{name}.jpg"
 
@@ -143,7 +166,7 @@ def test_template_has_a_thumbnail_the_page_can_show(page, host, name):
                           "i.naturalWidth }", url)
 
     assert width == 512
-    assert len(host.get(f"/api/workflow_templates/{PACK}/{name}.jpg")) < 60_000
+    assert len(host.get(f"/api/workflow_templates/{PACK}/{quote(name)}.jpg")) < 60_000
 
 
 @pytest.mark.parametrize("node_id", NODE_IDS)
