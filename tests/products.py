@@ -12,7 +12,7 @@ import time
 from tests.steps import EXACT, errors_of, layouts_of, words
 from xdit_backend.models import FAMILIES
 
-TOGETHER = 8                               # families on one set of ranks, whose groups are made once
+TOGETHER = 4                               # families on one set of ranks, whose groups are made once
 
 
 def main():

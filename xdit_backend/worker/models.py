@@ -213,9 +213,10 @@ class Loaded:
     def family(self):
         return self.transformer.family
 
-    def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, control=None, **fields):
-        """The ForwardContext of a latent or its patch. control: {place: what is added there for all ranks}, host
-        memory. fields: others of it, for what is kept and exchanged."""
+    def context(self, mesh, traffic, latent, timestep, conditioning, patch=None, **fields):
+        """The ForwardContext of a latent or its patch. fields: others of it, for what is kept and exchanged; control:
+        {place: what is added there, of all ranks}, host memory."""
+        control = fields.pop("control", None)
         family, num_blocks, exchange = self.family, self.hooks.num_blocks, fields.get("exchange")
         for name in fields.keys() & {"first_image", "num_images"}:             # of what the blocks see
             fields[name] *= family.latent.sequences(latent.shape)
