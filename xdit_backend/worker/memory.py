@@ -1,8 +1,7 @@
-"""What memory this rank's process takes beside weights, how much more a run took at its peak, and when what runs have
-freed is given back. Used by the engine, and by serve while there is nothing to do.
+"""The memory of this rank's process beside weights: how much a run took at its peak, and when freed memory is given
+back. Used by the engine, and by serve while it is idle.
 
-Of a CPU worker it is the process's own memory: what it maps of files and of shared memory is counted where that
-belongs.
+Of a CPU worker it is the process's own memory: maps of files and of shared memory are counted where those belong.
 """
 
 import ctypes
@@ -23,11 +22,11 @@ KEPT = 0.25                                # of the memory that is unused, that 
 
 
 class Memory:
-    """Memory of runs. On a GPU it is given back when a run ends, since ComfyUI's own models use the same card, and look
-    at what is free.
+    """Memory of runs.
 
-    A CPU worker keeps it for the next prompt of a queue, which finds it mapped, until it is asked for or nothing has
-    come for a while; as long as it is small beside what is unused, so that nobody else misses it.
+    On a GPU it is given back when a run ends, since ComfyUI's own models use the same card. A CPU worker keeps it for
+    the next prompt, which need not have it mapped again, until it is asked for or nothing has come for a while; as long
+    as it is small beside the unused memory.
     """
 
     def __init__(self, device):
