@@ -166,7 +166,7 @@ class Client:
         return {rank: reply.numbers for rank, reply in self.workers.request(messages.ReportMemory).items()}
 
     def give_back(self):
-        """Have the running workers free the memory that they keep for the next run. Starts nothing."""
+        """Have the running workers give memory back that they keep for the next run. Starts nothing."""
         if self.running:
             self.workers.request(messages.GiveBack, group=self.workers.current)
 

@@ -22,11 +22,11 @@ KEPT = 0.25                                # of the memory that is unused, that 
 
 
 class Memory:
-    """Memory of runs.
+    """Memory of runs. On a GPU it is given back when a run ends, since ComfyUI's own models use the same card, and look
+    at what is free.
 
-    On a GPU it is given back when a run ends, since ComfyUI's own models use the same card. A CPU worker keeps it for
-    the next prompt, which need not have it mapped again, until it is asked for or nothing has come for a while; as long
-    as it is small beside the unused memory.
+    A CPU worker keeps it for the next prompt of a queue, which finds it mapped, until it is asked for or nothing has
+    come for a while; as long as it is small beside what is unused, so that nobody else misses it.
     """
 
     def __init__(self, device):
