@@ -24,7 +24,7 @@ def user(comfyui, monkeypatch, tmp_path):
     """ComfyUI's user folder: an empty one, and nothing remembered."""
     monkeypatch.setattr(comfyui.folder_paths, "get_user_directory", lambda: str(tmp_path))
     monkeypatch.setattr(comfyui.groups, "_machines", {})
-    monkeypatch.setattr(comfyui.groups, "_learnt", None)
+    monkeypatch.setattr(comfyui.groups, "_calibrations", None)
     yield tmp_path / "xdit"
     comfyui.groups.client(TWO).workers.speeds = ()
     comfyui.groups._speeds.clear()

@@ -1,6 +1,7 @@
-"""What the ranks of a group tell each other of every layer: at once, or for the next call, while this one computes on.
+"""Exchanges of every layer's tensors between the ranks of a group: at once, or for the next call while this one
+computes on.
 
-The part of DistriFusion (arXiv 2402.19481) that communicates; displaced.py says what is told. docs/algorithms.md
+The part of DistriFusion (arXiv 2402.19481) that communicates; displaced.py says what is sent. docs/algorithms.md
 section 9.
 """
 
@@ -63,7 +64,7 @@ class Exchange:
 
     @property
     def is_filled(self):
-        """Has a call left what a stale one needs?"""
+        """Has a call sent what a stale one needs?"""
         return bool(self._slots)
 
     @property
@@ -183,8 +184,8 @@ class Exchange:
                 bucket.copy_(arriving)
 
     def _lay_out(self, first_call):
-        """Make buckets of what a first call has told, and let go of that as they are made:
-        of all of it, there is room for one."""
+        """Make buckets of what a first call has sent, and free each layer of it as its bucket is made, since both would
+        not fit."""
         slots, buckets = {}, []
         for index, keys in enumerate(fill_buckets({key: rows.shape[1] for key, (rows, _, _) in first_call.items()},
                                                   self._bucket_bytes)):

@@ -13,7 +13,7 @@ from ..protocol.errors import UnsupportedError
 def read_mask(mask, streams, tokens):
     """{stream: (B, T) bool} of the streams whose tokens may be masked.
 
-    What it says is not asked for, since that would wait for the device; ComfyUI gives no mask where nothing is masked.
+    The values are not looked at, since that would wait for the device; ComfyUI gives no mask where nothing is masked.
     mask: (B, T) or (B, 1, 1, T) over all tokens that the forward holds; True or 1 where a token may be attended to.
     """
     if mask.is_floating_point() or mask.shape[1:-1].numel() != 1:

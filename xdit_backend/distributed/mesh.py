@@ -53,11 +53,11 @@ class Mesh:
 
 
 def with_speeds(mesh, speeds):
-    """The mesh of ranks that differ in speed. speeds: of each rank of the world, relative whole numbers; (): alike.
+    """The mesh with the speeds of its ranks. speeds: of each rank of the world, relative whole numbers; (): all alike.
 
-    Images are dealt out by the speed of the ranks that share one, tokens by that of each sequence rank, heads by that
-    of each Ulysses rank. Who holds the same tokens or keys in other stages, or in whole steps, has to have as many: so
-    a sequence rank is as fast as the slowest that has its place in a stage, and a Ulysses rank as all that have its
+    Images are divided by the speed of the ranks that share one, tokens by that of each sequence rank, heads by that of
+    each Ulysses rank. Ranks that hold the same tokens or keys in other stages, or in whole steps, must have equally
+    many. So a sequence rank counts as fast as the slowest at its place in a stage, and a Ulysses rank as all at its
     place together. All ranks find the same.
     """
     if not speeds or len(set(speeds)) == 1:

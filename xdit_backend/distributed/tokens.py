@@ -1,4 +1,4 @@
-"""Which tokens this rank works on. The one object that cuts, attention and joins share; built anew for each forward."""
+"""Which tokens this rank works on. Cuts, attention and joins share one Tokens, made anew for each forward."""
 
 from dataclasses import dataclass, field
 

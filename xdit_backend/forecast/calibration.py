@@ -1,5 +1,5 @@
-"""What real runs teach the forecast: one factor a family and card, from runs of one device; links are never learnt.
-Pure arithmetic."""
+"""Calibration of forecasts by real runs: one factor for each family and card, from runs of one device; links are never
+calibrated. Pure arithmetic."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,8 +13,7 @@ KNOWN = 0.07                   # and after
 
 @dataclass(frozen=True)
 class Calibration:
-    """factor: times the forecast of what a probe measured that runs took, the mean of their logarithms.
-    count: of runs."""
+    """factor: how many times longer runs took than the probe's numbers forecast, the geometric mean. count: of runs."""
 
     factor: float = 1.0
     count: int = 0
@@ -29,7 +28,8 @@ def after(calibration, ratio):
 
 
 def calibrated(machine, known, family):
-    """The machine as runs of this family have shown its cards. known: {(family, card): Calibration}."""
+    """The machine with its cards' speeds as runs of this family have shown them. known: {(family, card):
+    Calibration}."""
     factors = [known.get((family, device.name), Calibration()).factor for device in machine.devices]
     if set(factors) == {1.0}:
         return machine

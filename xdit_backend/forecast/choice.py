@@ -84,12 +84,11 @@ def forecast(net, job, degrees, machine, settings=DEFAULT_SETTINGS):
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that share images, as the forecast sees them: all wait for the busiest. device: as fast as each of its
-    ranks is on average.
+    """Ranks that share images, as the forecast sees them: all wait for the busiest.
 
-    equivalent_devices: how many such devices the stages are worth; 0: as many as there are. working: devices that have
-    something to do, in all groups.
-    memory_bytes: of the smallest device of each stage.
+    device: as fast as each of its ranks is on average. equivalent_devices: how many such devices its stages are worth;
+    0: as many as there are. working: devices that have something to do, in all groups. memory_bytes: of the smallest
+    device of each stage.
     """
 
     device: Device
@@ -151,8 +150,8 @@ def fits_stages(net, degrees, needed, memory_bytes):
 
 
 def speeds_of(devices):
-    """What the workers are told of how fast each device is, beside the fastest's 100:
-    its rate of matrix multiplication. (): alike."""
+    """How fast each device is, as the workers use it: its rate of matrix multiplication, where the fastest has 100. ():
+    all alike."""
     rates = [device.matrix_flops_s for device in devices]
     return () if max(rates) <= ALIKE * min(rates) else tuple(max(1, round(100 * rate / max(rates))) for rate in rates)
 

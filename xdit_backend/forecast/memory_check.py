@@ -40,8 +40,8 @@ class Latents:
 
 @dataclass(frozen=True)
 class Remedies:
-    """What else may fit. spread: on more devices, for a person. lighter(): {other weight_dtype: weight_bytes with it}.
-    lean: {another setting: Latents.needed with it}."""
+    """What else may fit. spread: texts of how it would on more devices. lighter(): {other weight_dtype: weight_bytes
+    with it}. other_settings: {another setting: Latents.needed with it}."""
 
     spread: Sequence[str] = ()
     lighter: Callable[[], dict] = dict
@@ -109,7 +109,7 @@ def _latents_that_fit(ranks, latents):
 
 
 def _settings_that_fit(ranks, remedies, latents, device):
-    """With which settings it would fit, for a person. device: the fullest."""
+    """With which other settings it would fit, for a person. device: the fullest."""
     for text, needed in remedies.other_settings.items():
         if _fits(ranks, replace(latents, needed=needed)):
             yield text

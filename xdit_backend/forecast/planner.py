@@ -1,4 +1,4 @@
-"""The automatic choice: which parallel method a run uses on the devices there are, and in what words. Pure arithmetic.
+"""The automatic choice of a parallel method for a run, and its description for a person. Pure arithmetic.
 
 Called by the host alone, before a model is loaded and before a run; the workers follow what a command names.
 """

@@ -1,5 +1,5 @@
-"""Where all methods meet: attention of one forward on one rank, by the method of its layout.
-Called by transformer.py."""
+"""Where all parallel methods meet: attention of one forward on one rank, by the method of its layout. Called by
+transformer.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

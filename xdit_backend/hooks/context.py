@@ -1,4 +1,4 @@
-"""One forward of a model on one rank: what the hooks and the parallel methods need to know of it."""
+"""What the hooks and the parallel methods need to know of one forward of a model on one rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

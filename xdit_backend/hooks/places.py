@@ -1,4 +1,4 @@
-"""Where a hook is in a model, and forwards that are wrapped there. Used by transformer.py."""
+"""A block's place in the model, and wrappers of forwards there. Used by transformer.py."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ from ..distributed.collectives import all_gather, all_reduce
 
 
 class StageEnd(Exception):
-    """Leaves a forward after the last block of this rank's stage. message: what the next stage gets."""
+    """Leaves a forward after the last block of this rank's stage. message: for the next stage."""
 
     def __init__(self, message):
         super().__init__()
@@ -52,7 +52,7 @@ def _inside(block, path):
 
 
 def _one_key_per_group(module, query_BNTH, key_BNTH):
-    """Grouped queries: keys (or values) that the module has repeated for the queries of each group, once."""
+    """Grouped queries: the keys (or values) before the module repeated them for the queries of each group."""
     to_q, to_k = getattr(module, "to_q", None), getattr(module, "to_k", None)
     if to_q is None or to_k is None or key_BNTH.shape[1] != query_BNTH.shape[1]:
         return key_BNTH
@@ -60,8 +60,8 @@ def _one_key_per_group(module, query_BNTH, key_BNTH):
 
 
 def summed(forward, running):
-    """A module's forward that is told how its sums over tokens become those of all ranks.
-    running() -> the ForwardContext of now, if any."""
+    """A module's forward with a `total` argument that adds up its sums over the tokens of all ranks. running() -> the
+    ForwardContext, if any."""
     @functools.wraps(forward)
     def with_total(hidden_states):
         context = running()
@@ -73,7 +73,7 @@ def summed(forward, running):
 
 
 def with_halos(forward, running):
-    """A module's forward that reads a row of the image beyond this rank's on either side. running: as `summed`'s."""
+    """A module's forward that reads one row of the image beyond this rank's on either side. running: as `summed`'s."""
     @functools.wraps(forward)
     def haloed(image_BCHW):
         context = running()

@@ -1,7 +1,7 @@
 """Streams where they enter and leave blocks: cut to this rank's shards, joined to whole tensors, sent from stage to
 stage.
 
-A region is a run of block lists between which the model's forward neither merges nor parts streams. Called by the
+A region is a run of block lists between which the model's forward neither joins nor separates streams. Called by the
 hooks. `streams` is a tuple of names: what one tensor holds, one after the other.
 
 # B batch, T tokens, C channels
@@ -64,7 +64,7 @@ def message_size(units, batch, widths, tokens):
 
 
 def has_placeholder(streams, tokens, needs_text):
-    """Has this rank no token of these streams, and holds one in their place since blocks need it? No attention sees
+    """Does this rank hold a placeholder, since it has no token of these streams and blocks need one? No attention sees
     it."""
     return needs_text and tokens.own(streams) == 0
 

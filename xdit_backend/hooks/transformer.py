@@ -1,8 +1,8 @@
 """Hooks on a diffusers transformer: where its own, unmodified forward meets the parallel methods.
 
-Placed once on a loaded model, as its plan says: streams are cut to this rank's shards where they enter the blocks,
-attention inside the listed modules is handed to a parallel method, blocks of other stages are passed by, and shards are
-joined after the blocks. What is to be done in a forward, a ForwardContext says.
+Installed once on a loaded model, as its plan says: streams are cut to this rank's shards where they enter the blocks,
+attention inside the listed modules is handed to a parallel method, blocks of other stages are skipped, and shards are
+joined after the blocks. A ForwardContext says what is to be done in a forward.
 """
 
 import collections
@@ -82,7 +82,7 @@ class Hooks:
             module.forward = self._hook_positions(module, module.forward, of_patch)
 
     def _running(self):
-        """The forward that runs, for layers of which this rank holds a share and which are nothing without the
+        """The context of the forward that runs, for layers of which this rank holds a share and which need the
         others'."""
         assert self._context is not None, ("this model holds a share of its weights: its forward is run by Hooks.run, "
                                        "which says by whom else")
@@ -103,8 +103,8 @@ class Hooks:
     def run_in_turn(self, contexts):
         """As `run` for each of several forwards without stages: while the sums of one travel, the next computes.
 
-        A forward gives its turn away in the midst of its own attention, too: what stands for torch's there is its
-        alone, as are its cuts.
+        A forward may yield in the midst of its own attention, so what it puts in the place of torch's attention, and
+        its tokens, are its own.
         """
         outputs, host = {}, getcurrent()
         tasks = [greenlet(functools.partial(self._model, **context.inputs, return_dict=False)) for context in contexts]
@@ -180,8 +180,8 @@ class Hooks:
         return block
 
     def _pass_block(self, context, place, arguments):
-        """What stands for the output of a block of an earlier stage:
-        for the last of them what has arrived, else its input."""
+        """What takes the place of the output of an earlier stage's block: for the last of them the message of that
+        stage, else its input."""
         held = {streams: arguments[name] for name, streams in place.list_.streams.items()}
         if place.index + 1 < context.blocks.start:
             return held
@@ -231,7 +231,7 @@ class Hooks:
         return outputs
 
     def _join_streams(self, context, place, shards):
-        """Whole streams for the model's forward; after the last block it only needs those of its output."""
+        """Whole streams for the model's forward; after the last block only those of its output."""
         wanted = context.tokens.counts if place.index + 1 < self.num_blocks else self.plan.outputs
         return {streams: shard if shard is None
                 else regions.join(shard, streams, context.tokens, context.mesh, context.traffic, wanted)

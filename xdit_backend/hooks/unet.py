@@ -1,8 +1,8 @@
-"""Hooks on a diffusers U-Net: each rank computes its rows of every image inside, and has the others' by way of an
+"""Hooks on a diffusers U-Net: each rank computes its rows of every image inside it, and gets the others' through an
 exchange.
 
-As transformer.py for transformers. Placed once on a loaded model, as its UNetPlan says; its own, unmodified forward
-runs, and while a convolution, a norm or an attention does, torch's function for it works on rows (rows.py).
+As transformer.py for transformers. Installed once on a loaded model, as its UNetPlan says. diffusers' own, unmodified
+forward runs; while a convolution, a norm or an attention does, torch's function for it works on rows (rows.py).
 docs/algorithms.md section 9.
 """
 

@@ -1,5 +1,5 @@
-"""What becomes of the weights of the models' files, as LoRA nodes and the like ask for it: asked for, in effect, or
-left by a run.
+"""Changes of models' weights, as LoRA nodes and the like ask for them: requested, in effect, or kept as an earlier
+version of a run.
 
 The client keeps one Changes, and has the workers do what it says.
 """
@@ -22,8 +22,8 @@ class Change:
 
 
 class Changes:
-    """Changes of each model's weights, by the name of the model: {tensor of its file: Change};
-    the others are as in the file."""
+    """Changes of each model's weights, by the name of the model: {tensor of its file: Change}. All other tensors are as
+    in the file."""
 
     def __init__(self):
         self._wanted, self._in_effect = {}, {}
@@ -37,29 +37,30 @@ class Changes:
         return self._wanted.get(model, {})
 
     def forget(self, model):
-        """Nothing is asked for any more."""
+        """No changes are requested any more."""
         self._wanted.pop(model, None)
 
     def are_in_effect(self, model):
         return self._in_effect.get(model, {}) == self.wanted(model)
 
     def take_effect(self, model, changes):
-        """The workers have made them."""
+        """The workers have made these changes."""
         self._in_effect[model] = changes
 
     def loaded(self, model):
-        """The workers hold it as its file has it."""
+        """The workers hold the model as its file has it."""
         self._in_effect.pop(model, None)
 
     def pending(self, model):
-        """What leads from those in effect to those asked for."""
+        """What turns the weights in effect into those requested."""
         before, wanted = self._in_effect.get(model, {}), self.wanted(model)
         back = {name: Change((), change.num_bytes, _as_in_the_file) for name, change in before.items()
                 if name not in wanted}
         return back | {name: change for name, change in wanted.items() if before.get(name) != change}
 
     def leave(self, model):
-        """The number of the version that a run leaves now, or has left before: that in effect. No other ever has it."""
+        """The number of the version that is in effect, which a run leaves now or has left before. No other version ever
+        has it."""
         before = self._in_effect.get(model, {})
         number = _number_of(before, self._left.setdefault(model, {}))
         if number is None:
@@ -68,16 +69,16 @@ class Changes:
         return number or self._num_versions
 
     def left(self, model):
-        """The number of the version that is asked for, where a run has left that; else None."""
+        """The number of the requested version, where a run has left it before; else None."""
         return _number_of(self.wanted(model), self._left.get(model, {}))
 
     def end_runs(self):
-        """No run is under way that could go back to what it has left."""
+        """No run is under way that could go back to an earlier version."""
         self._left.clear()
 
 
 def batches(changes):
-    """Changes by some at a time, for there may be no room for all weights twice."""
+    """The changes, a few at a time, since there may be no room for all weights twice."""
     batch, num_bytes = {}, 0
     for name, change in changes.items():
         if batch and num_bytes + change.num_bytes > BATCH_BYTES:

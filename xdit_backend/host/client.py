@@ -1,7 +1,7 @@
-"""What the bridge asks of a worker group: predictions of a model, as tensors in, tensors out; of models and VAEs, its
-parts.
+"""What the bridge asks of a worker group: predictions of a model, tensors in and tensors out; models and VAEs through
+its parts.
 
-workers.py is the group, models.py and autoencoders.py what it holds; here are the runs, and what workers tell of
+workers.py is the group, models.py and autoencoders.py know what it holds; here are runs, and the workers' reports of
 themselves.
 """
 
@@ -58,7 +58,7 @@ class Client:
         self.autoencoders.held.drop(name)
 
     def forget(self, name):
-        """As drop, but waits for nothing, and starts nothing where the workers have ended. From any thread."""
+        """As drop, but waits for nothing, and starts no workers where they have ended. From any thread."""
         self.models.forget(name)
         self.autoencoders.held.forget(name)
 
@@ -181,12 +181,12 @@ class Client:
 
     @property
     def memory(self):
-        """{rank: what the running group's rank last said of its memory}; also while it works."""
+        """{rank: the memory that the running group's rank last reported}; available also while it works."""
         return dict(self.workers.current.memory) if self.running else {}
 
     def peek(self, since_s=-1.0):
-        """{rank: Done} of ReportMemory where the workers run and have nothing to do; else None.
-        Starts nothing, keeps nobody waiting."""
+        """{rank: Done} of ReportMemory where the workers run and are idle; else None. Starts nothing, and keeps nobody
+        waiting."""
         group = self.workers.current
         try:
             return group and group.ask_if_idle(lambda request: messages.ReportMemory(request, since_s))
@@ -194,11 +194,8 @@ class Client:
             return None
 
     def catch_up(self, patience_s, since_s=-1.0):
-        """Wait until the workers have done all they were asked, but no longer than this: a step that was given up may
-        take its time.
-
-        Returns {rank: Done}, with the spans from since_s on, or {} where that takes longer.
-        """
+        """Wait until the workers have done all that they were asked, but no longer than this, since a cancelled step
+        may take its time. Returns {rank: Done}, with the spans from since_s on, or {} where it takes longer."""
         if not self.running:
             return {}
         deadline_s = time.monotonic() + patience_s

@@ -1,4 +1,5 @@
-"""From the start of torchrun until every worker is ready, or it is known why one will not be. Used by the launcher."""
+"""From the start of torchrun until every worker is ready, or until it is known why one will not be. Used by the
+launcher."""
 
 import math
 import multiprocessing.connection as connection
@@ -157,12 +158,12 @@ class Greeting:
 
 
 def cause_of(failures, exit_code):
-    """The one of these StartFailed that says why workers could not start; None: that one ended with this exit code
+    """The StartFailed that explains why the workers could not start; None where the exit code of the first that ended
     does.
 
-    A rank that says so stays until it is ended, so nobody ends for its words. What it says of its links may come of
-    another rank that has ended; but gloo aborts a process whose exchange another has broken off. exit_code: of the
-    first that ended; None: none has, or unknown.
+    A rank that reports a failure stays until it is ended, so no other rank ends because of it. A failure of links may
+    come from another rank that has ended; but gloo aborts a process whose exchange another has broken off. exit_code:
+    of the first that ended; None: none has, or unknown.
     """
     own = [message for message in failures if not message.by_links]
     by_links = failures if exit_code in (None, -signal.SIGABRT) else []

@@ -32,8 +32,7 @@ POLL_S = 0.05
 
 
 def _alone(method):
-    """A thread that is in one of these methods of a group keeps other threads out of them:
-    ranks get commands in one order."""
+    """Decorates a method of a group that one thread at a time may run: ranks must get commands in one order."""
     @functools.wraps(method)
     def locked(self, *args, **kwargs):
         with self._lock:
@@ -192,8 +191,7 @@ class WorkerGroup:
             self._requests.settle(self.segments)
 
     def receive_pending(self):
-        """Take in what the ranks have said where nobody will wait for it, as of a model that was dropped.
-        Keeps nobody waiting."""
+        """Take in answers that nobody waits for, as of a model that was dropped. Keeps nobody waiting."""
         if not self._requests.are_claimed or not self._lock.acquire(blocking=False):
             return
         try:
@@ -284,7 +282,7 @@ class WorkerGroup:
                                f"{preflight.advice(ways)}{HELP}")
 
     def _try_to_start(self, off, variables, failed, on_phase, check):
-        """Start, with something switched off by environment variables. failed: how the ways before went."""
+        """Start, with something switched off by environment variables. failed: how the attempts before went."""
         self._resources = resources = GroupResources(self.devices)
         atexit.register(self._close_at_exit)
         resources.take_machines(self._machines, on_phase, check)

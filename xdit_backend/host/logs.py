@@ -1,9 +1,8 @@
-"""What workers print, and how their groups failed: a private folder for each group, of which the last few stay. Used by
+"""Workers' output, and how their groups failed: a private folder for each group, of which the last few stay. Used by
 the launcher.
 
-In a folder are torchrun.log, rank-N.log and errors.log. A file is bounded in size (worker/output.py), and so is the
-number of folders.
-Beside them is what each ComfyUI that runs has to say of other machines.
+In a folder are torchrun.log, rank-N.log and errors.log. The size of a file is bounded (worker/output.py), and so is the
+number of folders. Beside them is a file of each ComfyUI that runs about other machines.
 """
 
 import getpass
@@ -41,7 +40,7 @@ PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@=-]+)+/([\w.+@=-]*)")
 
 
 def place():
-    """Where the folders are: one that a person has chosen, or this user's among temporary files."""
+    """The folder of all logs: one that a person has chosen, or this user's among temporary files."""
     own = f"xdit-logs-{os.getuid() if hasattr(os, 'getuid') else getpass.getuser()}"
     return Path(os.environ.get("XDIT_LOG_FOLDER") or Path(tempfile.gettempdir()) / own).expanduser().absolute()
 

@@ -1,8 +1,8 @@
-"""What a probe measured of the devices of a worker group, and what runs taught, kept in a folder. Used by the bridge
+"""Measurements of a worker group's devices by a probe, and calibrations by runs, stored in a folder. Used by the bridge
 and by `plan`.
 
-A measurement is of these cards in this order, this driver and torch, and which of them reach each other directly; where
-any of it changes there is none, and it is measured anew. Files are as forecast/files.py reads them; deleting one has it
+A measurement is of these cards in this order, this driver and torch, and which cards reach each other directly. Where
+any of that changes, the devices are measured again. Files are as forecast/files.py reads them; deleting one has it
 measured again.
 """
 
@@ -45,7 +45,7 @@ def measure(client, dtype, card=card_of):
 
 
 def stored_machine(folder, devices, dtype, card=card_of) -> Machine | None:
-    """The Machine that was measured of these devices; None where there is none, or it cannot be read."""
+    """The Machine that was measured of these devices; None where none is stored, or it cannot be read."""
     path = _path(folder, devices, dtype, card)
     if not path.is_file():
         return None
@@ -62,8 +62,8 @@ def store_machine(folder, devices, dtype, machine, card=card_of):
 
 
 def calibrations(folder):
-    """{(family, card): Calibration}: how much longer runs of one device took than was forecast.
-    {} where there is none to read."""
+    """{(family, card): Calibration}: how much longer runs of one device took than was forecast. {} where none are
+    stored."""
     try:
         stored = json.loads((Path(folder) / RUNS).read_text(encoding="utf-8"))
         made = {tuple(key.split(" | ")): Calibration(float(factor), int(count)) for key,
@@ -78,8 +78,7 @@ def calibrations(folder):
 
 
 def record_run(folder, family, card, ratio):
-    """Keep what a run of one device says: it took `ratio` times the forecast that knew nothing of runs.
-    Returns the Calibration."""
+    """Record that a run of one device took `ratio` times the forecast without calibration. Returns the Calibration."""
     known = calibrations(folder)
     known[family, card] = after(known.get((family, card)), ratio)
     _write(Path(folder) / RUNS, {" | ".join(key): [each.factor, each.count] for key, each in known.items()})

@@ -1,4 +1,4 @@
-"""What a group was asked and has not answered in full. Used by the launcher, which sends and receives."""
+"""The commands that a group has not yet answered in full. Used by the launcher, which sends and receives."""
 
 import time
 from dataclasses import dataclass, field
@@ -101,7 +101,7 @@ class Requests:
 
     @property
     def are_unanswered(self):
-        """Does a rank owe an answer?"""
+        """Does any rank owe an answer?"""
         return any(request.unanswered for request in self)
 
     @property
@@ -120,13 +120,12 @@ class Requests:
 
 
 def can_continue(devices, failures):
-    """May a group go on after a command that these failures (messages.Failed), of some or all of its ranks, are the
-    answers to?
+    """May a group go on after a command that failed? failures: the messages.Failed of some or all of its ranks.
 
-    Over gloo a rank that answers has left its exchanges. With CUDA they are only put in order: one that another rank
+    Over gloo, a rank that answers has left its exchanges. With CUDA an exchange is only queued: one that another rank
     never joined still runs, and would be joined by that rank's next command, which gives a hang or a wrong picture. So
     a group of several CUDA devices goes on only when every rank failed before its first exchange, as when all refuse a
-    command alike. And a device whose context is lost, which "CUDA error" says, computes nothing more.
+    command alike. A device whose context is lost, which "CUDA error" says, computes nothing more.
     """
     if any(failure.kind == "AcceleratorError" or failure.message.startswith("CUDA error") for failure in failures):
         return False

@@ -1,5 +1,4 @@
-"""Where the ranks of a group hold a model's weights, as they have told the host: on their devices, or parked in host
-memory.
+"""Where the ranks of a group hold a model's weights, as they have reported: on their devices, or parked in host memory.
 
 The client keeps a Residence for each model that its workers hold.
 """

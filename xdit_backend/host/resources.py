@@ -1,8 +1,8 @@
-"""What a worker group opens when it starts, and closes: processes, connections, files. Used by the launcher.
+"""The processes, connections and files of a worker group: opened when it starts, closed when it ends. Used by the
+launcher.
 
-Everything a group opens is on this machine only: a socket file in a private folder, and torch's store on 127.0.0.1.
-Where devices are on other machines, these have joined over connections of their own (machines/), and a session of each
-stands for its ranks here.
+Everything is on this machine only: a socket file in a private folder, and torch's store on 127.0.0.1. Devices on other
+machines have joined over connections of their own (machines/), and a session of each stands for its ranks here.
 """
 
 import os

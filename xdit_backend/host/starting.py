@@ -1,8 +1,8 @@
-"""Which processes of a group that starts get on. Used by the launcher, and where other machines join.
+"""Do the processes of a group that starts make progress? Used by the launcher, and where other machines join.
 
-Libraries that come from a slow disk may take minutes, in which a worker says nothing; but each piece that comes wakes
-it, and the system counts that. What is stopped, or waits for what never comes, is not woken. Later a worker waits for
-others, and says that it lives.
+Libraries that come from a slow disk may take minutes, in which a worker says nothing. But each read that completes
+wakes its process, and the system counts that. A process that is stopped, or waits for what never comes, is not woken.
+Later a worker waits for others, and sends heartbeats.
 """
 
 import re
@@ -25,8 +25,8 @@ DOING = {None: "loading its libraries", JOINING: JOINING, TRYING_LINKS: TRYING_L
 
 
 class StartMonitor:
-    """When torchrun and its workers have last given a sign of life.
-    torchrun: its process number; it starts num_own workers here."""
+    """When torchrun and its workers last gave a sign of life. torchrun: its process id; it starts num_own workers
+    here."""
 
     def __init__(self, torchrun, num_own):
         self._torchrun, self._num_own, self._looked_s = torchrun, num_own, time.monotonic()
@@ -36,7 +36,7 @@ class StartMonitor:
         self._phases = {}                                        # rank -> the text of its last Phase
 
     def record_sign(self, rank, text=None):
-        """A rank has said something: what it does now, or only that it lives."""
+        """A rank has sent a message. text: what it does now; None: it only said that it lives."""
         self._since_s[rank] = time.monotonic()
         if text is not None:
             self._phases[rank] = text

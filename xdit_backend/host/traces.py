@@ -1,5 +1,5 @@
-"""What the workers of a group have left of themselves, for the words of an error: output, exit codes, places.
-Used by the launcher."""
+"""What is known of workers that have ended, for error messages: output, exit codes, log folders. Used by the
+launcher."""
 
 from ..protocol.devices import machine_of
 from . import logs

@@ -1,4 +1,5 @@
-"""Do the workers that are at a command live, and get on? Judged by what they said and when. Used by the launcher."""
+"""Are the workers that carry out a command alive, and do they make progress? Judged by when they sent what. Used by the
+launcher."""
 
 import time
 
@@ -8,7 +9,7 @@ AWAY_S = 5.0                                       # for so long nobody listened
 
 
 class Watch:
-    """Signs of life of the ranks of a running group. requests: its Requests, which say what each rank is at."""
+    """Signs of life of the ranks of a running group. requests: its Requests, which say what each rank does."""
 
     def __init__(self, requests):
         self._requests = requests
@@ -17,11 +18,11 @@ class Watch:
         self._phases, self._heartbeats = {}, {}
 
     def command_sent(self, ranks):
-        """A command goes to these ranks; those that owe nothing until now were silent with a reason."""
+        """A command goes to these ranks. Those that were idle until now had no reason to say anything."""
         self._last_sign_s |= {rank: time.monotonic() for rank in ranks if self.doing(rank) is None}
 
     def listening_begins(self, ranks):
-        """Somebody is about to listen to these ranks: time in which nobody did counts for nothing."""
+        """Somebody is about to listen to these ranks. Time in which nobody listened does not count as silence."""
         if time.monotonic() - self._last_listened_s > AWAY_S:
             self._last_sign_s, self._heartbeats = dict.fromkeys(ranks, time.monotonic()), {}
 
@@ -32,13 +33,13 @@ class Watch:
         self._last_listened_s = time.monotonic()
 
     def heartbeat(self, rank, message):
-        """A rank at a command says how far it is, and whether it waits (messages.Heartbeat)."""
+        """A rank reports how many exchanges it has passed, and whether it waits now (messages.Heartbeat)."""
         where = message.request, message.num_passed, message.waits
         before, since_s = self._heartbeats.get(rank, (None, 0.0))
         self._heartbeats[rank] = where, since_s if where == before else time.monotonic()
 
     def record_progress(self, rank, message):
-        """A rank has answered or said what it does: the others may have got on since they last told."""
+        """A rank has answered or reported a phase, so the others may have made progress since their last heartbeats."""
         self._heartbeats.clear()
         if isinstance(message, Phase):
             self._phases[rank] = message

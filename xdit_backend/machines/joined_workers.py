@@ -1,5 +1,5 @@
-"""The workers of a machine that has joined another's group: started, given their commands, heard and ended.
-Used by join.py."""
+"""The workers of a machine that has joined another's group: starts them, gives them commands, passes on their answers,
+and ends them. Used by join.py."""
 
 import contextlib
 import socket

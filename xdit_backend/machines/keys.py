@@ -1,5 +1,5 @@
-"""The key that a person carries from the host to a machine that joins, and the certificate that it is of.
-Used by links.py, the listener and join."""
+"""The key that a person copies from the host to a machine that joins, and the certificate that it belongs to. Used by
+links.py, the listener and join."""
 
 import base64
 import hashlib

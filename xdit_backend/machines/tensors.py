@@ -25,8 +25,7 @@ class PendingCommand:
 
 
 def pending_command(command, ranks, here=lambda segment: segment):
-    """The PendingCommand of a command for these ranks. here(segment): the one that stands for the host's on this
-    machine."""
+    """The PendingCommand of a command for these ranks. here(segment): the local segment that stands for the host's."""
     every = list(segments_of(command))
     return PendingCommand(set(ranks), {segment.path: here(segment) for segment, _ in every},
                 sorted({segment.path for segment, is_result in every if is_result}))

@@ -1,5 +1,5 @@
-"""Displaced patch parallelism (DistriFusion, arXiv 2402.19481): each rank has its part of the image, and the others'
-from the last call.
+"""Displaced patch parallelism (DistriFusion, arXiv 2402.19481): each rank computes its part of the image, and uses the
+others' parts as they were in the last call.
 
 hooks/unet.py puts it into U-Nets, hooks/transformer.py into transformers. docs/algorithms.md section 9.
 

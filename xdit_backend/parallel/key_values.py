@@ -1,5 +1,5 @@
-"""What attention keeps of other patches, for PipeFusion: keys and values of the last step, on the device or in host
-memory.
+"""The keys and values of other patches that attention uses, for PipeFusion: those of the last step, on the device or in
+host memory.
 
 # B batch, N heads, T tokens, H head size
 """
@@ -20,8 +20,8 @@ PAGE_BYTES = 2 ** 16           # what the system may pin is whole pages; of no s
 
 @dataclass
 class KeyValueEntry:
-    """Keys and values of all tokens of one attention: text and the like first, then the image.
-    The first `num_filled` are valid."""
+    """Keys and values of all tokens of one attention: text and the like first, then the image. The first `num_filled`
+    are valid."""
 
     # K: 0 keys, 1 values. On the device, or in host memory where they are offloaded
     both_KBNTH: torch.Tensor

@@ -1,6 +1,6 @@
-"""Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): what the ranks' shares of layers give, put together.
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): puts together what the ranks' shares of layers give.
 
-Placed by the hooks on a model that holds a rank's share of its weights (checkpoints/shares.py). docs/algorithms.md
+Installed by the hooks on a model that holds a rank's share of its weights (checkpoints/shares.py). docs/algorithms.md
 section 10.
 """
 
@@ -19,8 +19,8 @@ PROJECTED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_q": "add_q_proj", "
 
 
 def install_tensor_hooks(model, plan, splits, current):
-    """Have attentions and feed-forwards add up the ranks' results, norms over all heads see all, modulations be put
-    together.
+    """Have attentions and feed-forwards add up the ranks' results, norms over all heads see all heads, and modulations
+    be gathered.
 
     splits: of checkpoints.shares.tensor_splits. current(): the ForwardContext of the forward that runs, whose mesh has
     the group.
@@ -42,8 +42,8 @@ def install_tensor_hooks(model, plan, splits, current):
 
 
 def _summed(forward, only_first, current):
-    """All outputs in one exchange. The first rank alone has the biases.
-    only_first: the last block's text is not projected, nor used."""
+    """Sum all outputs in one exchange. The first rank alone has the biases. only_first: the last block's text is not
+    projected, nor used."""
     @functools.wraps(forward)
     def summed(*args, **kwargs):
         outputs, context = forward(*args, **kwargs), current()
@@ -55,15 +55,15 @@ def _summed(forward, only_first, current):
 
 
 def _sums(tensors, context):
-    """Of the ranks' tensors. While they travel, another forward computes,
-    where there is one that takes turns with this one."""
+    """The sums of the ranks' tensors. While they travel, another forward computes, where one takes turns with this
+    one."""
     wait = start_all_reduce(tensors, context.mesh.tensor_group, context.traffic)
     context.yield_turn()
     return wait()
 
 
 def _of_own_heads(forward, names, current):
-    """Of these arguments, tensors or tuples of them, what is the rank's heads'."""
+    """Cut these arguments, tensors or tuples of them, to this rank's heads."""
     @functools.wraps(forward)
     def own(*args, **kwargs):
         mesh = current().mesh
@@ -78,11 +78,11 @@ def _of_own_heads(forward, names, current):
 
 
 def _install_gathered(model, plan, splits, current):
-    """Modulations, which see a time or a pooled text, mostly the same ones: the first asks for all that this rank's
+    """Modulations, whose input (a time or a pooled text) is mostly the same: the first one gathers all that this rank's
     blocks need, at once.
 
-    A layer that turns out to be given something else computes that, in an exchange of its own, and from then on is not
-    asked for ahead.
+    A layer that gets another input after all computes with that, in an exchange of its own, and from then on is not
+    computed ahead.
     """
     linears = {path: model.get_submodule(path) for path in splits}
     forwards = {path: linear.forward for path, linear in linears.items()}
@@ -130,7 +130,7 @@ def _install_gathered(model, plan, splits, current):
 
 
 def _activated(forward, current):
-    """What a block makes of the time before a modulation: for all blocks once, as one tensor."""
+    """A block's activation of the time before a modulation, computed once for all blocks, as one tensor."""
     @functools.wraps(forward)
     def activated(tensor):
         precomputed = current().precomputed
@@ -141,7 +141,7 @@ def _activated(forward, current):
 
 
 def _install_norms(attention, path, sizes, current):
-    """RMS norms over the heads of all ranks, which add up the squares of theirs: in one exchange for all that has been
+    """RMS norms over the heads of all ranks, which add up their squares: in one exchange for all that has been
     projected by then.
 
     sizes: {norm: numbers of all ranks}.

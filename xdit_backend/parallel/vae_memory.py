@@ -1,6 +1,6 @@
-"""How much memory a decode or encode by rows takes, found on the meta device before it starts, and what to do about it.
+"""How much memory a decode or encode by rows takes, found on the meta device before it starts, and how to fit it.
 
-The engine asks RowPlanner. bench/vae.py measures with LiveBytes what it has estimated with it.
+The engine asks RowPlanner. bench/vae.py compares its estimates with LiveBytes.
 """
 
 import copy
@@ -75,7 +75,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 class MemoryTraffic(TorchDispatchMode):
-    """While active, counts what torch's operators read and write, and what convolutions of 3 x 3 would borrow."""
+    """While active, counts the bytes that torch's operators read and write, and those that convolutions of 3 x 3 would
+    borrow."""
 
     def __init__(self):
         super().__init__()

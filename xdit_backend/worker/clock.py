@@ -18,7 +18,7 @@ class Clock:
         self._spans = collections.deque()
 
     def mark(self):
-        """This moment, in the order of the device's work."""
+        """Now, in the order of the device's work."""
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -30,7 +30,7 @@ class Clock:
         self._spans.append((start, end, waits))
 
     def take(self):
-        """Seconds of the spans that are over and were not taken before."""
+        """Seconds of the spans that are over and were not returned before."""
         seconds = 0.0
         while self._spans and (not self._on_cuda or self._spans[0][1].query()):
             start, end, waits = self._spans.popleft()

@@ -1,8 +1,7 @@
-"""What memory this rank's process takes beside weights, how much more a run took at its peak, and when what runs have
-freed is given back. Used by the engine, and by serve while there is nothing to do.
+"""The memory of this rank's process beside weights: how much a run took at its peak, and when freed memory is given
+back. Used by the engine, and by serve while it is idle.
 
-Of a CPU worker it is the process's own memory: what it maps of files and of shared memory is counted where that
-belongs.
+Of a CPU worker it is the process's own memory: maps of files and of shared memory are counted where those belong.
 """
 
 import ctypes

@@ -163,8 +163,8 @@ class Predictions:
                 self._timeline.add(kind, *pair, **step)
 
     def _together(self, command, mesh):
-        """The parts of a command, one by one; where layers are spread over ranks, branches by two,
-        which take turns while sums travel."""
+        """Run the parts of a command one by one; where layers are split over ranks, two branches at a time, which take
+        turns while sums travel."""
         parts, others = self._parts(command, mesh), (mesh.degrees["pipefusion"], mesh.degrees["displaced"])
         takes_turns = mesh.degrees["tensor"] > 1 and others == (1, 1) and not command.by_image
         return ([parts[index:index + 2] for index in range(0, len(parts), 2)] if takes_turns
@@ -228,7 +228,7 @@ class Predictions:
                               **keeping)
 
     def _kept(self, loaded, conditioning):
-        """The keys and values of a conditioning, made when they are first kept."""
+        """The cached keys and values of a conditioning, made when they are first needed."""
         if conditioning not in self._key_values:
             offload = loaded.transformer.spec.stages is not None and loaded.transformer.spec.stages.offload
             self._key_values[conditioning] = KeyValues(Offload(self._device) if offload else None)

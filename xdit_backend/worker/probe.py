@@ -60,7 +60,7 @@ def matrix_flops_s(device, dtype):
 
 
 class Stopwatch:
-    """Times what a rank does on its device, in the dtype of models, in rounds that all ranks begin together."""
+    """Times work on this rank's device, in the dtype of models, in rounds that all ranks begin together."""
 
     def __init__(self, rank, world_size, device, dtype):
         self.rank, self.world_size, self.device, self.dtype = rank, world_size, device, dtype
@@ -216,7 +216,7 @@ def measure_links(watch, size, traffic, large_bytes, is_first):
 
 
 def measure_overlap(watch, group, traffic, large_bytes):
-    """Attention beside a hop: how much of the one passes beside the other."""
+    """Attention beside a hop: how much of one runs in the time of the other."""
     device, dtype = watch.device, watch.dtype
     _, _, _, tokens, *_ = ON_CUDA if device.type == "cuda" else ON_CPU
     query = torch.randn(1, HEADS, tokens, 128, device=device).to(dtype)

@@ -1,9 +1,9 @@
 """Where the weights of one model are on this rank: on its device, or parked in host memory. Used by models.py.
 
-A weight's home is its place in host memory. It is the map of the checkpoint file, where the file has the weight as the
-device does: all processes share its pages, and writing them anywhere else would only take memory twice. What was cast
-or computed when it was loaded gets its home in a segment that all ranks with the same weights share. A home once made
-stays good, until weights change and a new Residency is made: to park a weight is to let go of the device's copy.
+Each weight has a host copy. Where the file has the weight as the device does, that is the map of the checkpoint file:
+all processes share its pages, and another copy would only take memory twice. A weight that was cast or computed when it
+was loaded gets its host copy in a segment, which all ranks with the same weights share. A host copy stays valid until
+weights change and a new Residency is made. So to park a weight is to release the device's copy.
 """
 
 import bisect
@@ -52,10 +52,10 @@ class Residency:
         return bisect.bisect_left(self._sums, num_bytes) + 1 if num_bytes > 0 else 0
 
     def park(self, targets, own, segment):
-        """Let go of the device's copies of the first weights, until targets[own] bytes are in host memory alone.
+        """Release the device's copies of the first weights, until targets[own] bytes are in host memory alone.
 
-        targets: of all ranks that hold the same weights; they share the work of writing those that have no home yet,
-        which they find in the same places of `segment`. Nobody may read a home before all of these ranks are done.
+        targets: of all ranks that hold the same weights. They share the work of writing those without a host copy,
+        which they find at the same places of `segment`. Nobody may read a host copy before all of these ranks are done.
         """
         counts = [min(self.num_weights(target), len(self._weights)) for target in targets]
         memory, start = map_segment(segment), 0
