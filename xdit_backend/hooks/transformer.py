@@ -85,7 +85,7 @@ class Hooks:
         """The context of the forward that runs, for layers of which this rank holds a share and which need the
         others'."""
         assert self._context is not None, ("this model holds a share of its weights: its forward is run by Hooks.run, "
-                                       "which says by whom else")
+                                           "which says by whom else")
         return self._context
 
     def run(self, context):
@@ -310,9 +310,8 @@ class Hooks:
         @functools.wraps(forward)
         def scoped(*args, **kwargs):
             context, num_calls = self._context, 0
-            if (context is None
-                or (context.mesh.sequence_degree == 1 and context.key_values is None and not context.masks
-                                and not context.guided)):
+            if context is None or (context.mesh.sequence_degree == 1 and context.key_values is None
+                                   and not context.masks and not context.guided):
                 return forward(*args, **kwargs)
 
             def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
@@ -323,8 +322,7 @@ class Hooks:
                 num_calls += 1
                 key, value = _one_key_per_group(module, query, key), _one_key_per_group(module, query, value)
                 query, pad = self._without_placeholders(context, place, streams, query)
-                (key, _), (value,
-                           _) = (self._without_placeholders(context, place, key_streams, each) for each in (key, value))
+                key, value = (self._without_placeholders(context, place, key_streams, each)[0] for each in (key, value))
                 layer = AttentionLayer((place.index, name, num_calls), streams, key_streams, sdpa)
                 out = attend(query, key, value, context, layer, options.get("scale"))
                 for nag in context.guided:
