@@ -487,14 +487,16 @@ class Ended(KeyboardInterrupt):
 
 
 def heed_ends():
-    """From here on SIGTERM, and SIGHUP of a closed terminal, end this process and all that it has started."""
+    """From here on SIGTERM, and SIGHUP of a closed terminal, end this process and all that it has started; but for
+    those that whoever started this has it ignore, as nohup does."""
     def end(number, frame):
         for one in ENDING:
             signal.signal(one, signal.SIG_IGN)
         raise Ended
 
     for number in ENDING:
-        signal.signal(number, end)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
 
@@ -526,12 +528,22 @@ def children_of_this():
     return children
 
 
+def take_notice_until_it_ends(process):
+    """Wait for a process, and meanwhile for what lost its parent and came to be this one's child: until its end is
+    taken notice of, it looks as if it were still there."""
+    while (sys.platform == "linux"
+           and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != process.pid):
+        os.waitpid(ended, 0)
+
+
 def wait(process):
     """The process's exit code. Ctrl-C reaches it too: it ends by itself,
     and with 0 where Ctrl-C is how it should end. SIGTERM and SIGHUP are passed on."""
     interrupted, limit_s = False, None
     while True:
         try:
+            if limit_s is None:
+                take_notice_until_it_ends(process)
             exit_code = process.wait(limit_s)
         except Ended:
             interrupted, limit_s = True, END_S

@@ -197,3 +197,34 @@ def test_a_signal_ends_all_that_was_started(number, how):
 
     assert process.wait(30) == 130
     assert not os.path.exists(f"/proc/{started}")
+
+
+ORPHANS = """
+import os, subprocess, sys, time
+START = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid, flush=True)"
+parent = subprocess.Popen([sys.executable, "-c", START, "import time; time.sleep(0.5)"], stdout=subprocess.PIPE)
+orphan = int(parent.stdout.readline())
+parent.wait()
+deadline_s = time.monotonic() + 20
+while os.path.exists(f"/proc/{orphan}") and time.monotonic() < deadline_s:
+    time.sleep(0.05)
+sys.exit(os.path.exists(f"/proc/{orphan}"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere another process takes what has lost its parent")
+def test_what_lost_its_parent_and_ended_is_gone():
+    """Tests of workers look whether processes are there, and one of whose end nobody took notice is."""
+    assert subprocess.run([sys.executable, "-c", STARTS, "-c", ORPHANS], cwd=ROOT, stdout=subprocess.DEVNULL,
+                          timeout=120).returncode == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
+def test_a_closed_terminal_ends_nothing_that_nohup_has_started():
+    check = f"{STARTS.partition('start.heed_ends')[0]}import signal\nstart.heed_ends()\n" \
+            "sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)"
+
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=120,
+                          preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+
+    assert done.returncode == 0
