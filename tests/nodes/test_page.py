@@ -46,3 +46,34 @@ def test_types_that_the_page_takes_over_are_known_to_both_loaders(comfyui):
 
     native, = comfyui.nodes.UNETLoader.INPUT_TYPES()["required"]["weight_dtype"][:1]
     assert taken == [one for one in native if one in comfyui.shell.WEIGHT_DTYPES]
+
+
+def test_a_file_is_opened_once_by_the_page_and_the_loader_until_it_changes(comfyui, monkeypatch):
+    page, checkpoints = (importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.{name}")
+                         for name in ("page.routes", "model.checkpoints"))
+    path, opened = comfyui.base / "diffusion_models" / "opened.safetensors", []
+    path.write_bytes((comfyui.base / "diffusion_models" / comfyui.file("sd3")).read_bytes())
+    monkeypatch.setattr(checkpoints, "open_checkpoint", lambda path, open=checkpoints.open_checkpoint: (
+        opened.append(path), open(path))[1])
+
+    for _ in range(2):
+        assert page.refusals([path.name], []) == {"models": {}, "vaes": {}}
+        comfyui.load_model.execute(path.name, "fp32", comfyui.config("cpu"))
+    assert opened == [str(path)]
+
+    path.write_bytes(b"no model")
+    assert "not a safetensors file" in page.refusals([path.name], [])["models"][path.name]
+    assert opened == [str(path)] * 2
+
+
+def test_few_checkpoints_stay_open(comfyui, tmp_path):
+    checkpoints = importlib.import_module(f"{comfyui.pack.__name__}.nodes.bridge.model.checkpoints")
+    kept, first = checkpoints.Checkpoints(), tmp_path / "0.safetensors"
+    for number in range(checkpoints.MAX_OPEN + 1):
+        write_header(tmp_path / f"{number}.safetensors", {"weight": (2, 2)})
+    opened = kept.open(first)
+
+    assert kept.open(first) is opened
+    for number in range(1, checkpoints.MAX_OPEN + 1):
+        kept.open(tmp_path / f"{number}.safetensors")
+    assert kept.open(first) is not opened
