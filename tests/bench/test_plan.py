@@ -65,7 +65,7 @@ def test_a_plan_of_two_machines_keeps_tokens_within_one(flux, tmp_path, capsys, 
     """Of the same measurements, which show a fast network."""
     links = {name: sizes | {"4": {"bytes_s": 5e9}} for name, sizes in LINKS.items()}
     text = planned(flux, tmp_path, capsys, "--branches", "1", *exactly, card=CARD | {"memory_bytes": 48e9}, count=4,
-                   links=links, per_machine=per_machine)
+                   links=links, a_machine=per_machine)
 
     assert ("on 4 x a card, 2 a machine\n" in text) == (per_machine == 2)
     assert re.search(rf"Plan: ({expected}), about ", text), text
