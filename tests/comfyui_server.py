@@ -79,7 +79,7 @@ class Host(contextlib.AbstractContextManager):
             self.process = subprocess.Popen(command, cwd=base, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                             env=os.environ | (environment or {}), preexec_fn=heed_interrupts)
         try:
-            self._wait_until_it_answers(timeout_s=180)
+            self._wait_until_it_answers(timeout_s=900)
         except BaseException:
             self.stop()
             raise
@@ -140,7 +140,7 @@ class Host(contextlib.AbstractContextManager):
         request = urllib.request.Request(self.url + path, headers={"Content-Type": "application/json"},
                                          data=None if body is None else json.dumps(body).encode())
         try:
-            with self._opener.open(request, timeout=60) as answer:
+            with self._opener.open(request, timeout=300) as answer:
                 content = answer.read()
                 return json.loads(content) if "json" in answer.headers.get("Content-Type", "") else content
         except urllib.error.HTTPError as error:

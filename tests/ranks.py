@@ -26,7 +26,7 @@ class RankError(Exception):
     """A rank died, hung, or raised what cannot be pickled; or the traceback of what it raised, as that one's cause."""
 
 
-def run_ranks(function, world_size, *args, timeout_s=300):
+def run_ranks(function, world_size, *args, timeout_s=900):
     """Call function(rank, world_size, *args) on each of `world_size` processes and return their results by rank.
 
     The function stands at the top level of a test module; it runs on one thread, with gloo initialised.
@@ -36,7 +36,7 @@ def run_ranks(function, world_size, *args, timeout_s=300):
     return [result for result, in _run(function, world_size, [args], timeout_s)]
 
 
-def run_cases(function, world_size, cases, timeout_s=1800):
+def run_cases(function, world_size, cases, timeout_s=900):
     """As run_ranks(function, world_size, *case) of each case, one after the other on one set of processes.
 
     Returns for each case its results by rank, or what was raised: where one fails, each runs by itself, since it may

@@ -165,7 +165,7 @@ def errors_of(asked, folder, world_size, num_text_tokens=(7, 9)):
 def _carried_out(runs, world_size):
     """{key: the error, or what was raised} of Runs by key. Where a rank ends, each half goes by itself."""
     try:
-        run_ranks(carry_out, world_size, _in_a_row(runs.values()), timeout_s=60 + 10 * len(runs))
+        run_ranks(carry_out, world_size, _in_a_row(runs.values()), timeout_s=600 + 60 * len(runs))
         return {key: run.error for key, run in runs.items()}
     except Exception as error:
         keys = list(runs)

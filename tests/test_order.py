@@ -44,7 +44,7 @@ def test_all_processes_draw_the_same_order():
     """pytest-xdist refuses to run where they found tests in orders that differ."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--order",
                "drawn", "tests/test_order.py", "tests/test_tolerances.py", "-k", "not processes"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
 
     assert result.returncode == 0 and "again with --order drawn --order-seed" in result.stdout, result.stdout
 

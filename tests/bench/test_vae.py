@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 
 def bench(*arguments):
     return subprocess.run([sys.executable, "-m", "xdit_backend", "bench", "vae", *arguments], cwd=ROOT,
-                          capture_output=True, text=True, timeout=300)
+                          capture_output=True, text=True, timeout=1800)
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def post(host, path, body):
     """(status, answer) of a POST to ComfyUI."""
     request = urllib.request.Request(host.url + path, data=body, headers={"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return answer.status, json.loads(answer.read() or "null")
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())

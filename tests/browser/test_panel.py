@@ -113,7 +113,7 @@ def send(host, path, body=None, **headers):
     request = urllib.request.Request(host.url + path, data=body,
                                      headers={"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return answer.status, json.loads(answer.read() or "null")
     except urllib.error.HTTPError as error:
         raw = error.read()

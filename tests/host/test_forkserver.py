@@ -177,7 +177,7 @@ def test_a_host_that_ends_takes_its_forkserver_along_though_a_fork_of_it_lives_o
         offspring = psutil.Process(host.pid).children(recursive=True)
         fork, = (process for process in offspring if process.cmdline()[:2] == host.args[:2])
         host.send_signal(number)
-        host.wait(30)
+        host.wait(300)
         _, running = psutil.wait_procs([process for process in offspring if process != fork], 30)
     finally:
         fork.kill()

@@ -87,7 +87,7 @@ def test_ranks_on_another_machine(files, tmp_path, forkserver):
         assert all(words in str(error.value)
                    for words in ("rank 1 (other/cpu)", "lost with its machine, other", "computing a step")), error
         assert not group.alive
-        psutil.wait_procs([worker], timeout=120)
+        psutil.wait_procs([worker], timeout=1200)
         assert not worker.is_running() and joined.poll() is None
         relay.heal()
         assert listener.take("other").is_open                  # it has come back by itself
@@ -96,4 +96,4 @@ def test_ranks_on_another_machine(files, tmp_path, forkserver):
         listener.close()
         relay.close()
         joined.terminate()
-        assert joined.wait(120) is not None
+        assert joined.wait(1200) is not None

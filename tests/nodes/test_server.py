@@ -88,7 +88,7 @@ def picture(base, outputs):
     return Image.open(base / "output" / entry["subfolder"] / entry["filename"]).convert("RGB")
 
 
-def watch(host, prompt, on_message, preview_method="latent2rgb", timeout_s=120):
+def watch(host, prompt, on_message, preview_method="latent2rgb", timeout_s=1200):
     """Queue a prompt, call on_message(type, content) for what ComfyUI tells its page, until the prompt is over."""
     async def run():
         client = uuid.uuid4().hex

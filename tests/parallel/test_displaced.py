@@ -135,7 +135,7 @@ def predicted(loaded, mesh, exchange, conditioning, mode, addresses, x, timestep
 def check(name, starts, cases, mutant=None, speeds=(), forecast=0.0):
     """[(error against the oracle, against the one model)] of each case.
     starts: the bands, which the ranks have to find by themselves."""
-    on_all = run_ranks(on_ranks, len(starts) - 1, name, cases, mutant, speeds, forecast, timeout_s=300)
+    on_all = run_ranks(on_ranks, len(starts) - 1, name, cases, mutant, speeds, forecast, timeout_s=1800)
     errors = []
     for index, (shape, warmup_steps, heun, mode, _) in enumerate(cases):
         result = on_all[0][0][index]
@@ -184,7 +184,7 @@ def test_runs_of_other_sizes_do_not_meet():
              ({"rows": 8, "columns": 6}, 1, False, "stale_gn", 1 << 21),
              (SMALL, 1, False, "corrected_async_gn", 1)]
 
-    results, seen, counts, projections = run_ranks(on_ranks, 2, "SDXL", cases, timeout_s=300)[0]
+    results, seen, counts, projections = run_ranks(on_ranks, 2, "SDXL", cases, timeout_s=1800)[0]
 
     assert torch.equal(results[0], results[2])
     assert [addresses for _, addresses, *_ in seen] == [1, 1, 1]
@@ -216,7 +216,7 @@ def test_every_convolution_and_norm_has_a_hook(name, attending):
 def test_text_that_is_projected_in_every_call_is_noticed():
     cases = [(SMALL, 1, False, "corrected_async_gn", 4096)]
 
-    _, _, counts, projections = run_ranks(on_ranks, 2, "SDXL", cases, "text_of_every_call", timeout_s=300)[0]
+    _, _, counts, projections = run_ranks(on_ranks, 2, "SDXL", cases, "text_of_every_call", timeout_s=1800)[0]
 
     assert projections == [counts["of text"] * (len(SIGMAS) - 1)]
 
@@ -224,7 +224,7 @@ def test_text_that_is_projected_in_every_call_is_noticed():
 @pytest.mark.parametrize("name, num_ranks, shape", [("SDXL", 3, ODD), ("SD 1.5", 2, {"rows": 17, "columns": 9})])
 def test_what_is_kept_is_the_formula_to_the_byte(name, num_ranks, shape):
     """And with it what is sent: a row of every bucket, to all others."""
-    on_all = run_ranks(on_ranks, num_ranks, name, [(shape, 1, False, "corrected_async_gn", 4096)], timeout_s=300)
+    on_all = run_ranks(on_ranks, num_ranks, name, [(shape, 1, False, "corrected_async_gn", 4096)], timeout_s=1800)
     told = exchanged_bytes(example(name).model, (shape["rows"], shape["columns"]), num_ranks, torch.float64,
                            shape.get("batch", 1))
 
@@ -291,7 +291,7 @@ def check_transformer(name, layout, shape, mutant=None, speeds=(), shards=None):
     shards: as the oracle's."""
     num_shards = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
     (displaced_, synchronous), *others = run_ranks(transformer_on_ranks, num_shards * layout.tensor_degree, name,
-                                                   layout, shape, mutant, speeds, timeout_s=300)
+                                                   layout, shape, mutant, speeds, timeout_s=1800)
     one, stale = example(name, **shape), StaleTransformer(example(name, **shape), layout.displaced_degree, num_shards,
                                                           shards)
 
@@ -392,7 +392,7 @@ def check_foretold(name, layout, mutant=None):
     what is kept)"""
     num_shards = layout.displaced_degree * layout.ring_degree * layout.ulysses_degree
     (results, kept, addresses), *others = run_ranks(foretold_on_ranks, num_shards, name, layout, TRANSFORMER, mutant,
-                                                    timeout_s=300)
+                                                    timeout_s=1800)
     assert all(torch.equal(a, b) for other in others for a, b in zip(results, other[0])) and set(addresses) == {1}
     one, errors = example(name, **TRANSFORMER), []
 
