@@ -36,7 +36,7 @@ def run_ranks(function, world_size, *args, timeout_s=900):
     return [result for result, in _run(function, world_size, [args], timeout_s)]
 
 
-def run_cases(function, world_size, cases, timeout_s=900):
+def run_cases(function, world_size, cases, timeout_s=1800):
     """As run_ranks(function, world_size, *case) of each case, one after the other on one set of processes.
 
     Returns for each case its results by rank, or what was raised: where one fails, each runs by itself, since it may
