@@ -517,14 +517,16 @@ def end_started():
 
 def children_of_this():
     """Ids of the processes whose parent this is, as Linux tells them; those that have ended are taken notice of."""
-    children = set()
-    for path in Path("/proc").glob("[0-9]*/stat") if sys.platform == "linux" else ():
-        with contextlib.suppress(OSError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == os.getpid():
-                children.add(int(path.parent.name))
-                if state == "Z":
-                    children.discard(os.waitpid(int(path.parent.name), os.WNOHANG)[0])
+    if sys.platform != "linux":
+        return []
+    with contextlib.suppress(ChildProcessError):               # there are none
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    children = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):                     # it ends at this moment
+            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                children.append(int(path.parent.name))
     return children
 
 

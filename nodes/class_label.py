@@ -11,8 +11,8 @@ from comfy_api.latest import io
 from ..xdit_backend.protocol.errors import CheckpointError, ConfigError
 from .bridge.supported.inputs import check_links
 
-NUM_NAMED, MAX_SHOWN = 5, 60              # names that a message gives, and of a label, characters
-MAX_DIGITS = 18                           # of a number; more are no class
+NUM_NAMED, MAX_SHOWN = 5, 60               # names that a message gives, and of a label, characters
+MAX_DIGITS = 18                            # of a number; more are no class
 
 
 class XDiTClassLabel(io.ComfyNode):

@@ -5,7 +5,7 @@ import functools
 import itertools
 import json
 import tempfile
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 
 from tests.models.zoo import PIPELINES, UNETS, example
 from tests.ranks import run_ranks
-from tests.tolerances import InDouble
+from tests.tolerances import unrounded
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.loading import load_transformer
 from xdit_backend.config import DEGREES, ParallelConfig, refuse_methods, validate, validate_layout, validate_stages
@@ -71,10 +71,6 @@ def save(one, folder):
     (folder / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES.get(one.family.name, "Pipeline")}))
 
 
-def keep_in_compute_dtype(layout):
-    return InDouble() if layout.tensor_degree > 1 else nullcontext()
-
-
 class Saved:
     """A family's tiny model as a folder, branches that are asked of it, and what one device predicts for each."""
 
@@ -97,7 +93,7 @@ class Saved:
         """[the parts of a branch's prediction]"""
         key = layout.tensor_degree > 1
         if key not in self._wanted:
-            with keep_in_compute_dtype(layout), torch.no_grad():           # tables of positions are made with the model
+            with unrounded(layout.tensor_degree), torch.no_grad():  # tables of positions are made with the model
                 alone = load_transformer(self.spec(), torch.device("cpu"))
                 for one in self.branches:
                     one.model, one.config = alone.model, alone.config
@@ -138,7 +134,7 @@ def carry_out(rank, world_size, runs):
     """Each run's commands, on one engine. runs: [(layout, commands)]. Returns [None, or what was raised]."""
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     for layout, commands in runs:
-        with keep_in_compute_dtype(layout):
+        with unrounded(layout.tensor_degree):
             for command in commands:
                 engine.carry_out(command)
 

@@ -316,10 +316,10 @@ def test_branches_and_tokens_share_what_spread_layers_leave(branches, expected):
 def test_manual_stages_and_their_warm_up():
     config = ParallelConfig(mode="manual", pipefusion_degree=2, ring_degree=2, stage_blocks="1,3")
 
-    (unblocked, _), (tight, _) = (choose_spread(config, model_of(weights), Devices([100] * 4)) for weights in (30, 60))
+    (roomy, _), (tight, _) = (choose_spread(config, model_of(weights), Devices([100] * 4)) for weights in (30, 60))
 
-    assert unblocked == Stages(2, 2, (1, 3), every_block=True) and tight == Stages(2, 2, (1, 3))
-    assert warmup_layout(config.layout, unblocked) == Layout(ring_degree=4)
+    assert roomy == Stages(2, 2, (1, 3), every_block=True) and tight == Stages(2, 2, (1, 3))
+    assert warmup_layout(config.layout, roomy) == Layout(ring_degree=4)
     assert warmup_layout(config.layout, tight) == config.layout
 
 

@@ -4,6 +4,7 @@
 """
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -66,3 +67,8 @@ class InDouble(TorchFunctionMode):
         to_float = (function is torch.Tensor.float or function is torch.Tensor.to
                     and torch.float32 in (*args[1:], *kwargs.values()))
         return args[0] if to_float and args[0].dtype == torch.float64 else function(*args, **kwargs)
+
+
+def unrounded(tensor_degree):
+    """InDouble where the layers are spread, whose sums are added in another order than one device's; else nothing."""
+    return InDouble() if tensor_degree > 1 else nullcontext()

@@ -11,12 +11,12 @@ const [MUTED, BYPASSED] = [2, 4];
 const FIELDS = ["id", "origin_id", "origin_slot", "target_id", "target_slot", "type"];        // of a link that is written as a list
 
 // Loaders whose file Load xDiT Model takes: the widget that names it, and the values of weight_dtype that both know.
-const LOADERS = {
+export const LOADERS = {
   UNETLoader: { file: "unet_name", dtypes: ["default", "fp8_e4m3fn"] },
   UnetLoaderGGUF: { file: "unet_name", dtypes: ["default"] },
   CheckpointLoaderSimple: { file: "ckpt_name", dtypes: ["default"] },
 };
-const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
+export const SAME_INPUTS = { KSampler: "XDiTParallelSampler", VAEDecode: "XDiTVAEDecode", VAEEncode: "XDiTVAEEncode" };
 const VAE_FILES = { VAELoader: "vae_name", CheckpointLoaderSimple: "ckpt_name" };
 // Nodes whose change of a MODEL the workers refuse (docs/nodes.md); what these inputs bring is refused too.
 export const REFUSED = [

@@ -3,14 +3,11 @@
  * another, called by the page's command (xdit.js) after convert.js's way back, and by tests.
  */
 
-import { WAS, called, everyNode, hasLinks, linkOf, read, removeLink, renameOutside, renamed, renumber } from "./convert.js";
+import { LOADERS, SAME_INPUTS, WAS, called, everyNode, hasLinks, linkOf, read, removeLink, renameOutside, renamed, renumber } from "./convert.js";
 
-const SAME_INPUTS = { XDiTParallelSampler: "KSampler", XDiTVAEDecode: "VAEDecode", XDiTVAEEncode: "VAEEncode" };
+const STOCK = Object.fromEntries(Object.entries(SAME_INPUTS).map(([type, ours]) => [ours, type]));
 const SETTINGS = "XDiTParallelConfig";
-const DTYPES = ["default", "fp8_e4m3fn"];
-const CHECKPOINT = { type: "CheckpointLoaderSimple", file: "ckpt_name" };
-const GGUF = { type: "UnetLoaderGGUF", file: "unet_name" };
-const UNET = { type: "UNETLoader", file: "unet_name" };
+const [UNET, GGUF, CHECKPOINT] = ["UNETLoader", "UnetLoaderGGUF", "CheckpointLoaderSimple"];
 
 /**
  * The workflow with ComfyUI's own nodes in the place of ours. files: {checkpoints, models}, the names that ComfyUI's two loaders list.
@@ -30,7 +27,7 @@ export function toStock(given, files = {}) {
       left.push({ ...called(book, place), ...reason });
       continue;
     }
-    if (node.type in SAME_INPUTS) turn(book, place, SAME_INPUTS[node.type]);
+    if (node.type in STOCK) turn(book, place, STOCK[node.type]);
     else if (node.type === "XDiTLoadClipVae") changed += turnPair(book, place);
     else turnLoader(book, place, files);
     changed++;
@@ -45,11 +42,11 @@ export function toStock(given, files = {}) {
 }
 
 function whyNot(node) {
-  if (node.type in SAME_INPUTS || node.type === "XDiTLoadClipVae") return null;
+  if (node.type in STOCK || node.type === "XDiTLoadClipVae") return null;
   if (node.type !== "XDiTLoadModel") return { reason: "no_stock" };
   const [file, dtype = "default"] = node.widgets_values;
   if (!/\.[a-z]+$/i.test(file)) return { reason: "folder", text: file };
-  return DTYPES.includes(dtype) ? null : { reason: "dtype", dtype };
+  return LOADERS[UNET].dtypes.includes(dtype) ? null : { reason: "dtype", dtype };
 }
 
 /** names: {our slot: ComfyUI's}. gone: slots that the other does not have. */
@@ -69,7 +66,7 @@ function turnLoader(book, place, { checkpoints = [], models = [] }) {
   const listed = node.properties?.models?.find(({ name }) => name === file)?.directory === "checkpoints";
   const isCheckpoint = listed || (checkpoints.includes(file) && !models.includes(file));
   const loader = isCheckpoint && dtype === "default" ? CHECKPOINT : /\.gguf$/i.test(file) ? GGUF : UNET;
-  turn(book, place, loader.type, { model_name: loader.file }, loader === UNET ? undefined : ["parallel", "weight_dtype"]);
+  turn(book, place, loader, { model_name: LOADERS[loader].file }, loader === UNET ? undefined : ["parallel", "weight_dtype"]);
   node.widgets_values = loader === UNET ? [file, dtype] : [file];
   if (loader === CHECKPOINT) node.outputs = [...node.outputs, ...["CLIP", "VAE"].map((name) => ({ name, type: name, links: null }))];
 }
@@ -85,6 +82,6 @@ function turnPair(book, { graph, node }) {
     graph.nodes.splice(graph.nodes.indexOf(partner), 1);
   }
   node.outputs = [{ name: "MODEL", type: "MODEL", links }, ...node.outputs];
-  turn(book, { graph, node }, CHECKPOINT.type);
+  turn(book, { graph, node }, CHECKPOINT);
   return partner ? 1 : 0;
 }

@@ -21,7 +21,7 @@ APPROXIMATE = ("allowed", "not allowed")
 DISPLACED_MODES = (AUTO, *MODES)
 FORMER_DEFAULTS = {"displaced_mode": "corrected_async_gn"}     # which older workflows name where nobody chose
 KINDS = {int: "whole number", float: "number", str: "text", bool: "yes or no"}
-MAX_SHOWN = 60                            # characters of a value that is none of these
+MAX_SHOWN = 60                             # characters of a value that is none of these
 
 PIPEFUSION = ("num_patches", "stage_blocks", "warmup", "offload_keys_values")          # what only PipeFusion reads
 BOTH = ("warmup_steps", "forecast_keys_values")                # and what displaced patches read too

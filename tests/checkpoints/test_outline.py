@@ -39,7 +39,7 @@ def shapes_of():
 
 def look_at(path):
     header = open_checkpoint(path)
-    model = header.meta_model()                                   # which tells in words what config cannot be made of
+    model = header.meta_model()                                # which tells in words what config cannot be made of
     return header.config, model
 
 

@@ -39,7 +39,7 @@ def test_who_gets_a_piece_now_and_then_lives_and_who_is_stopped_does_not(monkeyp
 def test_silence_is_what_nobody_has_said_while_somebody_listened(monkeypatch):
     now_s = 1000.0
     monkeypatch.setattr(starting.time, "monotonic", lambda: now_s)
-    signs = StartMonitor(os.getpid(), 0)  # no worker is this process's: they are on other machines
+    signs = StartMonitor(os.getpid(), 0)                       # no worker is this process's: they are on other machines
     signs.record_sign(0, TRYING_LINKS)
     for _ in range(30):
         now_s += 2

@@ -4,7 +4,6 @@ with a broken part they are not."""
 import copy
 import dataclasses
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from tests.models.zoo import ALIKE, example, having, hold_share
 from tests.parallel.displaced_oracle import StaleTransformer, StaleUNet
 from tests.ranks import run_ranks
 from tests.tiers import by_default
-from tests.tolerances import InDouble, within
+from tests.tolerances import unrounded, within
 from xdit_backend.checkpoints.net import exchanged_bytes
 from xdit_backend.config import ParallelConfig
 from xdit_backend.distributed.collectives import Traffic, all_gather
@@ -269,15 +268,11 @@ def transformer_on_ranks(rank, world_size, name, layout, shape, mutant, speeds):
     for warmup_steps in (1, ALL):
         exchange = Exchange(mesh.displaced_group, layout.displaced_degree, mesh.ranks["displaced"], 4096)
         predict = functools.partial(predicted_whole, loaded, mesh, exchange, one.conditioning)
-        with keep_in_compute_dtype(layout):
+        with unrounded(layout.tensor_degree):
             results.append(sample(predict, one.latent, warmup_steps, heun=warmup_steps == 1,
                                   scale=one.family.time_scale))
         exchange.drain()
     return results
-
-
-def keep_in_compute_dtype(layout):
-    return InDouble() if layout.tensor_degree > 1 else nullcontext()
 
 
 def predicted_whole(loaded, mesh, exchange, conditioning, x, timestep, is_stale):
@@ -298,7 +293,7 @@ def check_transformer(name, layout, shape, mutant=None, speeds=(), shards=None):
     def model(x, timestep, is_stale):
         one.latent, one.timestep = x, timestep
         return one.run()[:, :x.shape[1]]
-    with keep_in_compute_dtype(layout):
+    with unrounded(layout.tensor_degree):
         oracle = sample(lambda x, timestep, is_stale: stale.predict(x, timestep, is_stale)[:, :x.shape[1]],
                         stale.example.latent, 1, True, one.family.time_scale)
         single = [sample(model, example(name, **shape).latent, ALL, heun, one.family.time_scale)

@@ -12,7 +12,7 @@ import torch
 from tests.models.zoo import APART, CONFIGS, example, having, hold_share
 from tests.parallel.oracle import StaleModel, simulate, stepped
 from tests.ranks import run_ranks
-from tests.tolerances import InDouble, within
+from tests.tolerances import InDouble, unrounded, within
 from xdit_backend.distributed.collectives import Traffic
 from xdit_backend.distributed.mesh import build_mesh
 from xdit_backend.forecast.planner import choose_num_patches
@@ -97,7 +97,7 @@ def samples(rank, world_size, name, layout, settings, num_blocks=None, mutant=No
     """The latents of each (num_patches, warmup_steps), one after the other on one model."""
     if mutant:
         MUTANTS[mutant]()
-    with torch.no_grad(), InDouble() if layout.tensor_degree > 1 else nullcontext():
+    with torch.no_grad(), unrounded(layout.tensor_degree):
         one = made(name, options)
         pipeline, latent, results = Pipeline(rank, world_size, one, layout, num_blocks, offload,
                                              forecast), one.latent, []

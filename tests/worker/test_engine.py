@@ -6,7 +6,6 @@ import gc
 import itertools
 import math
 import weakref
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -17,7 +16,7 @@ import torch
 from tests.models.zoo import example
 from tests.parallel.oracle import StaleModel
 from tests.ranks import run_cases, run_ranks
-from tests.tolerances import InDouble, within
+from tests.tolerances import unrounded, within
 from xdit_backend.bench.vae import random_decoder
 from xdit_backend.checkpoints.checkpoint import open_checkpoint
 from xdit_backend.checkpoints.vae import load_autoencoder
@@ -40,7 +39,7 @@ def carry_out(rank, world_size, commands):
     """Carry out commands on this rank as the worker's loop does; returns its measurements."""
     engine = Engine(rank, torch.device("cpu"), lambda *phase: None)
     torch.set_grad_enabled(False)
-    with keep_in_compute_dtype(commands[0].spec.tensor_degree):
+    with unrounded(commands[0].spec.tensor_degree):
         for index, command in enumerate(commands):
             for upcoming in commands[index:index + 3]:
                 if not engine.prefetch(upcoming):
@@ -51,10 +50,6 @@ def carry_out(rank, world_size, commands):
         assert link.num_posted == link.num_received
     return numbers | {"sent": sum(link.num_sent for link in engine.links),
                       "received": sum(link.num_received for link in engine.links)}
-
-
-def keep_in_compute_dtype(tensor_degree):
-    return InDouble() if tensor_degree > 1 else nullcontext()
 
 
 @pytest.fixture
@@ -106,7 +101,7 @@ def with_no_room_for_one(rank, world_size, commands):
 def oracle(num_patches, tensor_degree):
     """What each prediction of each branch is to be, whatever the layout."""
     branches = branches_of_three_images()
-    with torch.no_grad(), keep_in_compute_dtype(tensor_degree):
+    with torch.no_grad(), unrounded(tensor_degree):
         start, models, wanted = [one.latent.clone() for one in branches], [StaleModel(one) for one in branches], []
         for step, patch, rows in pieces(start[0].shape, num_patches):
             for latent, model in zip(start, models):

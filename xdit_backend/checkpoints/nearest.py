@@ -2,7 +2,7 @@
 
 from ..models import FAMILIES
 
-MAX_LACKED, MIN_FOUND = 2, 3            # of a family's tensors: what a near file may lack, and what it has to have
+MAX_LACKED, MIN_FOUND = 2, 3               # of a family's tensors: what a near file may lack, and what it has to have
 # of a tensor that is not there, so that what else a family asks for can be seen
 A_SHAPE = (64, 64)
 # of rules that are asked about a file of another kind

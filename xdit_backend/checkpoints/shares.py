@@ -33,7 +33,7 @@ LAYERS = (
 AFTER = {"net.0.proj": "net.2", "linear_in": "linear_out"}
 HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_rms_norm", "k_rms_norm", "q_rms_norm_t",
               "k_rms_norm_t")
-MAX_TRIED = 16                            # degrees that are looked at, for a message that says which would do
+MAX_TRIED = 16                             # degrees that are looked at, for a message that says which would do
 SMALLEST_BLOCK = 32                        # of GGUF's types: Q8_0's
 # of attentions and blocks
 PER_RANK = ("heads", "num_heads", "num_kv_heads", "inner_dim", "inner_kv_dim", "mlp_hidden_dim")

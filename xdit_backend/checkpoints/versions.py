@@ -2,7 +2,7 @@
 them (LoRA hooks do so in every step). Used by worker/models.py.
 """
 
-MAX_KEPT = 4                              # versions; a strength that changes with every step is never gone back to
+MAX_KEPT = 4                               # versions; a strength that changes with every step is never gone back to
 
 
 class Versions:

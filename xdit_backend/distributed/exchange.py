@@ -58,7 +58,7 @@ class Exchange:
         self._last, self._next = 0, 0          # which side is of the last call, and which is for the call at hand
         # of the last two calls that were kept; of the forecast of the call at hand
         self._times, self._weight = (), 1.0
-        self._first_call = None                      # layer -> what a first call has told, until there are buckets
+        self._first_call = None                # layer -> what a first call has told, until there are buckets
         self._leaving = []                     # [(Slot, tensor)] of the bucket at hand
         self._publishes, self._traffic = True, Traffic()
 

@@ -18,7 +18,7 @@ from ..protocol.devices import own_name
 from ..protocol.errors import ConfigError
 
 AXES = ("data", "cfg", "pipefusion", "displaced", "ring", "ulysses", "tensor")
-MIN_GROUP_TIMEOUT_S = 60     # making a group takes seconds, and is under its time-out too
+MIN_GROUP_TIMEOUT_S = 60       # making a group takes seconds, and is under its time-out too
 PAIR_MAX_CTAS = 2              # a receive that is posted ahead is a kernel that waits: so many thread blocks at most
 
 

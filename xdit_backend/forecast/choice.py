@@ -14,7 +14,7 @@ WORTH = 1.05                   # times as fast that a layout must be to be prefe
 WORTH_S = 0.3                  # seconds that a layout must save to be called faster than one device
 LIMITS = 0.25                  # of the time, from which on something other than computing limits a run
 ALIKE = 1.15                   # times as fast as another that a device may be and count as its like
-USABLE_MEMORY = 0.95                    # of a device's memory that a run may take
+USABLE_MEMORY = 0.95           # of a device's memory that a run may take
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 HEAD_MULTIPLE = 32             # attention kernels pad a head's size to a multiple of this
-DEVICES_PER_NODE = 8             # a group that leaves its node goes by the network
+DEVICES_PER_NODE = 8           # a group that leaves its node goes by the network
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,9 @@ class ForwardContext:
     exchange: Exchange | None = None       # with displaced_degree: what other ranks have told
     # of a U-Net's latent, the first row of each rank, and how many there are; None: all here
     bands: tuple[int, ...] | None = None
-    yield_turn: Callable = lambda: None     # called while this forward's sums travel: another's turn
+    yield_turn: Callable = lambda: None    # called while this forward's sums travel: another's turn
     precomputed: dict = field(default_factory=dict)  # tensor.py's: what was made for layers that have not asked yet
-    receive_message: Callable | None = None         # () -> the message of the stage before, for stages after the first
+    receive_message: Callable | None = None  # () -> the message of the stage before, for stages after the first
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
     # stream -> (B, T), which tokens may be attended to; hooks fill it
     masks: dict = field(default_factory=dict)

@@ -167,7 +167,7 @@ class Hooks:
             if context is None:
                 return forward(*args, **kwargs)
             arguments = {**dict(zip(names, args)), **kwargs}
-            if context.is_plain:                                   # with a mask that masks nothing, attention is slower
+            if context.is_plain:                               # with a mask that masks nothing, attention is slower
                 return forward(**arguments | unmasked)
             if place.index < context.blocks.start:
                 return place.returned(self._pass_block(context, place, arguments))

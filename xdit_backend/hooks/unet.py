@@ -114,7 +114,7 @@ class UNetHooks:
         @functools.wraps(forward)
         def hooked(*args, **kwargs):
             context, operation = self._context, None
-            if context is not None:                                # that of one block counts before that of all
+            if context is not None:                            # that of one block counts before that of all
                 operation = context.operations.get(name) or context.operations.get("middle.0")
             if operation == "values":
                 with replaced(F, scaled_dot_product_attention=lambda query, key, value, **options: value):

@@ -3,7 +3,7 @@ The client has one Conditionings a run, and sends what is new."""
 
 import torch
 
-MAX_NAMES = 64                            # that a run has the workers hold; the one not used for longest goes first
+MAX_NAMES = 64                             # that a run has the workers hold; the one not used for longest goes first
 # bytes of a number -> the type to compare it as
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

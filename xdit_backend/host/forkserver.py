@@ -22,7 +22,7 @@ from .starting import HELP, StartMonitor, exit_words
 
 POLL_S = 0.02
 PATIENCE_S = 10                            # for it to end what it has started, and itself
-MAX_BYTES = 2 ** 16                       # of an answer
+MAX_BYTES = 2 ** 16                        # of an answer
 NUM_LINES = 15                             # of its output, where it fails
 # What a group sets for itself; the rest of its environment is there before its libraries are imported, which may read
 # it then.

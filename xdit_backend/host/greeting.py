@@ -64,7 +64,7 @@ class Greeting:
             self._check()
             self._check_machines()
             self._check_time()
-            has_ended = self._group_start.torchrun.has_ended  # asked before what workers have said until then is read
+            has_ended = self._group_start.torchrun.has_ended   # asked before what workers have said until then is read
             if len(self._greeted) < len(devices):
                 channel = self._group_start.channel_listener.accept(POLL_S)
                 if channel is not None:
@@ -125,7 +125,7 @@ class Greeting:
             self._on_phase(message)
         if isinstance(message, Ready):
             self._channels[message.rank] = channel
-            if message.rank in self._group_start.own:  # another machine's number would be another process here
+            if message.rank in self._group_start.own:          # another machine's number would be another process here
                 with suppress(psutil.NoSuchProcess):
                     self._workers[message.rank] = psutil.Process(message.pid)
             self._on_phase(Phase(message.rank, "starting workers", len(self._channels), len(self._group_start.devices)))

@@ -71,7 +71,7 @@ class WorkerGroup:
         self._ended_by = ""                                    # what ended the group, where it was not the host
         self._close_at_exit = closing(self)
         self.remarks = []                                      # what a person should know of how it runs
-        self.num_fallbacks = num_fallbacks                         # ways around links that failed
+        self.num_fallbacks = num_fallbacks                     # ways around links that failed
         started_s = time.monotonic()
         self._start(on_phase, check)
         for remark in self.remarks:

@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = 8                                   # folders of groups, those that run included
-MAX_BYTES = 2 ** 20                       # of errors.log
-MIN_BYTES = 2 ** 12                      # below this a disk takes no line more
+MAX_BYTES = 2 ** 20                        # of errors.log
+MIN_BYTES = 2 ** 12                        # below this a disk takes no line more
 TORCHRUN, ERRORS = "torchrun.log", "errors.log"
 NAME = re.compile(r"\d{8}-\d{6}-xdit-\d+-[0-9a-f]+")
-NUM_TOLD, MAX_LINES = 5, 20               # errors that the doctor tells, and lines of each
+NUM_TOLD, MAX_LINES = 5, 20                # errors that the doctor tells, and lines of each
 MACHINES = "machines-{}.txt"               # of a process, by its number
 QUOTED = re.compile(r"""(["'])~?/(?:[^"'\n]*/)?([^"'/\n]*)\1""")
 PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@=-]+)+/([\w.+@=-]*)")

@@ -20,7 +20,7 @@ from .shortage import gigabytes
 
 MIN_VERSIONS = {"torch": (2, 6), "diffusers": (0, 35)}
 WORKER_BYTES = 2 ** 28                     # of host memory that a worker takes before it holds a model: its libraries
-LISTENER_BYTES = 2 ** 16                       # in shared memory, for what is there beside tensors
+LISTENER_BYTES = 2 ** 16                   # in shared memory, for what is there beside tensors
 # without room for so many bytes of tensors between host and workers, nothing can run
 SEGMENT_BYTES = 2 ** 26
 ROOMY_BYTES = 2 ** 28                      # below this in shared memory, tensors will go through files on disk

@@ -33,7 +33,7 @@ class StartMonitor:
         # rank, or TORCHRUN -> what the system counted at the last look
         self._counts = {}
         self._since_s = {TORCHRUN: self._looked_s}             # rank, or TORCHRUN -> when it last gave a sign
-        self._phases = {}                                        # rank -> the text of its last Phase
+        self._phases = {}                                      # rank -> the text of its last Phase
 
     def record_sign(self, rank, text=None):
         """A rank has sent a message. text: what it does now; None: it only said that it lives."""

@@ -13,7 +13,7 @@ class Watch:
 
     def __init__(self, requests):
         self._requests = requests
-        self._last_sign_s, self._last_listened_s = {}, 0.0  # when each rank last gave a sign; when anyone listened
+        self._last_sign_s, self._last_listened_s = {}, 0.0     # when each rank last gave a sign; when anyone listened
         # of each rank: its last Phase; (how far it is, since when)
         self._phases, self._heartbeats = {}, {}
 

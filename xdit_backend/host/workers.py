@@ -23,7 +23,7 @@ class Workers:
         self.speeds = ()
         self.current = None                                    # the last group that was started, and not closed since
         self._is_starting, self._starting = False, threading.RLock()           # by one thread at a time
-        self._num_fallbacks = 0                                  # ways to join these workers that did not work before
+        self._num_fallbacks = 0                                # ways to join these workers that did not work before
 
     @property
     def group(self):

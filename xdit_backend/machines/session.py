@@ -52,7 +52,7 @@ class Session:
         self._is_over = threading.Event()
         self._inner, self._open, self._lines = {}, {}, {}
         self._lock = threading.Lock()                          # of _open, and of the order of what is sent
-        self._answers = queue.SimpleQueue()                       # of files
+        self._answers = queue.SimpleQueue()                    # of files
         self._stores = []                                      # Links over which its processes talk to torch's store
 
     @property

@@ -9,7 +9,7 @@ from ..vocabulary.family import Family, Sampled, Tiny
 from ..vocabulary.plan import BlockList, ModelPlan
 from ..vocabulary.positions import embedded
 
-LATENT, EMBEDDER = Unpacked((2, 2)), "norm1.emb"                  # of time and class, of which each block has its own
+LATENT, EMBEDDER = Unpacked((2, 2)), "norm1.emb"               # of time and class, of which each block has its own
 
 
 def _classes(call):

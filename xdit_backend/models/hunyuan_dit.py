@@ -12,7 +12,7 @@ from ..vocabulary.family import Family, Tiny
 from ..vocabulary.keys import SWAPPED, table
 from ..vocabulary.plan import BlockList, ModelPlan, TokenArgument
 
-LATENT, BASE = Unpacked((2, 2)), 32  # tokens along the longer side, as positions count them
+LATENT, BASE = Unpacked((2, 2)), 32                            # tokens along the longer side, as positions count them
 WIDTH, HEAD_SIZE, NUM_BLOCKS = size("x_embedder.proj.weight",
                                     0), size("blocks.0.attn1.q_norm.weight", 0), blocks("blocks.")
 TEXTS = ("context", "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5")

@@ -9,7 +9,7 @@ import torch
 
 from ..distributed.collectives import all_reduce
 
-MIN_NORM = 1e-6                          # as ComfyUI's node has it
+MIN_NORM = 1e-6                            # as ComfyUI's node has it
 
 
 def apply_nag(out, nag, dims, tokens=slice(None), also_negative=False, mesh=None, traffic=None):

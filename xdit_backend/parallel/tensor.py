@@ -135,7 +135,7 @@ def _activated(forward, current):
     def activated(tensor):
         precomputed = current().precomputed
         if id(tensor) not in precomputed:
-            precomputed[id(tensor)] = (tensor, forward(tensor))      # the tensor is kept, so that its id stays its own
+            precomputed[id(tensor)] = (tensor, forward(tensor))  # the tensor is kept, so that its id stays its own
         return precomputed[id(tensor)][1]
     return activated
 

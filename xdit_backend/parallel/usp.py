@@ -26,7 +26,7 @@ class Attention:
     # (B, 1, 1, T of all ranks), which keys may be attended to, rank after rank; None: all
     mask: torch.Tensor | None = None
     scale: float | None = None             # of queries times keys; None: torch's
-    sdpa: Callable = F.scaled_dot_product_attention           # as torch's; used where no merge is needed
+    sdpa: Callable = F.scaled_dot_product_attention            # as torch's; used where no merge is needed
 
     def whole(self, q_BNTH, k_BNTH, v_BNTH, mask):
         """Plain attention to keys that are all here."""

@@ -21,7 +21,7 @@ from .vae import Pieces, decode_rows, encode_rows, num_parts, split_dim
 MARGIN = 1.1                   # of what is found: allocators round up, and libraries take workspaces
 ROOMY = 1.5                    # so much, and what convolutions take beside their output need not be kept small
 MIN_BLOCK_BYTES = 2 ** 25      # of input and output of one block; an eighth of all that lives, where that is more
-MIN_ROWS = 2                 # of the latent: an image of one row cannot be padded by reflection
+MIN_ROWS = 2                   # of the latent: an image of one row cannot be padded by reflection
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.conv2d, torch.ops.aten.conv3d)
 
 

@@ -10,7 +10,7 @@ from .errors import ConfigError
 # would be the end.
 TIMEOUTS = {"XDIT_SILENCE_TIMEOUT_S": (60.0, 0.1), "XDIT_STAGE_TIMEOUT_S": (1800.0, 0.1),
             "XDIT_LINK_TIMEOUT_S": (8.0, 0.1), "XDIT_JOIN_TIMEOUT_S": (300.0, 0.0)}
-MAX_S = 10 ** 6                           # more than a week; a socket takes no infinity
+MAX_S = 10 ** 6                            # more than a week; a socket takes no infinity
 
 
 def seconds(name):
@@ -19,7 +19,7 @@ def seconds(name):
     text = os.environ.get(name, "").strip()
     try:
         value = float(text) if text else usual_s
-        if not least_s <= value <= MAX_S:                     # nan is neither
+        if not least_s <= value <= MAX_S:                      # nan is neither
             raise ValueError
     except ValueError:
         raise ConfigError(f"{name}={text} in the environment is no such number of seconds as it takes: {least_s:g} to "

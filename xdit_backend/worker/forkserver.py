@@ -26,7 +26,7 @@ from ..models import FAMILIES
 from . import rank, torchrun
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15      # linux/prctl.h
-MAX_BYTES = 2 ** 20                       # of one request
+MAX_BYTES = 2 ** 20                        # of one request
 
 
 def main():

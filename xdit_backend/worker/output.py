@@ -4,7 +4,7 @@ Used by __main__ and serve."""
 import os
 from contextlib import suppress
 
-MAX_BYTES = 2 ** 22                       # of a file; as many are kept of what came before
+MAX_BYTES = 2 ** 22                        # of a file; as many are kept of what came before
 
 
 def take_over(path):

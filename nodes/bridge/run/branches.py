@@ -29,7 +29,7 @@ class ModelCall:
     schedule: torch.Tensor | None          # the sigmas of the run; None outside of a sampler
     sigmas: torch.Tensor                   # of the call
     num_branches: int = 1                  # that ComfyUI has put into its batch, one after the other
-    whole_reason: str | None = None       # with PipeFusion: what reasons.why_whole and why_drained have said
+    whole_reason: str | None = None        # with PipeFusion: what reasons.why_whole and why_drained have said
     drained_reason: str | None = None
 
     def halves(self):

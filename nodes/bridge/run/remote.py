@@ -226,7 +226,7 @@ class RemoteModel:
         try:
             return self._predict(model_call, calls)
         finally:
-            if model_call.schedule is None:                      # called outside of a sampler: no run will end
+            if model_call.schedule is None:                    # called outside of a sampler: no run will end
                 self._forget_conditioning()
 
     def _predict(self, model_call, calls):

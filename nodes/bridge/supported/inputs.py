@@ -13,7 +13,7 @@ NEEDED = {"model": "a MODEL", "vae": "a VAE", "samples": "a LATENT", "latent_ima
           **dict.fromkeys(TEXTS, "a text")}
 # what a prompt of ComfyUI's API can have where a link belongs
 PLAIN = type(None), bool, int, float, str, list, dict
-MAX_SHOWN = 60                            # characters of what was given
+MAX_SHOWN = 60                             # characters of what was given
 
 
 def check_links(**given):

@@ -69,7 +69,7 @@ CONTROLNETS_TEXT = "crossattn_controlnet"
 CALLBACKS = {value for names in (CallbacksMP, IndexListCallbacks) for value in vars(names).values()
              if isinstance(value, str)}                        # ComfyUI calls all of them itself
 COMPUTED = "float32", "bfloat16", "float16"                    # names of types that workers compute in
-MAX_NAMED = 5                                                 # changes that a message names
+MAX_NAMED = 5                                                  # changes that a message names
 
 
 def refuse_patcher(patcher, runs=False):

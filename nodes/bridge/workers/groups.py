@@ -98,7 +98,7 @@ class Groups:
         self._held = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()                          # of _holders
         self._machines = {}                                    # (devices, dtype) -> the Machine that was measured
-        self._calibrations = None                                    # what earlier runs taught, once it is read
+        self._calibrations = None                              # what earlier runs taught, once it is read
         self._speeds = {}                                      # devices -> how fast each is, where they are not alike
         self._listener = None                                  # where other machines join, once it is needed
         self._forkserver = Forkserver()
