@@ -189,7 +189,7 @@ sys.exit(start.main())
 def test_a_signal_ends_all_that_was_started(number, how):
     """Also what is in a session of its own, and what does not heed SIGTERM; the terminal may be gone."""
     process = subprocess.Popen([sys.executable, "-c", STARTS, "-c", STARTED, how], cwd=ROOT, stdout=subprocess.PIPE,
-                               text=True)
+                               text=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     started = int(process.stdout.readline())
     if number == signal.SIGHUP:
         process.stdout.close()
