@@ -56,6 +56,8 @@ class ForwardContext:
     precomputed: dict = field(default_factory=dict)  # tensor.py's: what was made for layers that have not asked yet
     receive_message: Callable | None = None  # () -> the message of the stage before, for stages after the first
     skips: dict = field(default_factory=dict)          # block -> its output, which a later block takes as `skip`
+    cuts: dict = field(default_factory=dict)           # of what every block gets anew: this rank's part; hooks fill it
+    attention: Any = None                  # hooks.attention.RunningAttention, while in an attention that ranks share
     # stream -> (B, T), which tokens may be attended to; hooks fill it
     masks: dict = field(default_factory=dict)
     # block, as ComfyUI's patches call it -> what it does instead, see specs.Branch
@@ -71,6 +73,12 @@ class ForwardContext:
         return (self.mesh.sequence_degree == 1 and self.patch is None and self.key_values is None
                 and len(self.blocks) == self.num_blocks and not self.control and not self.operations
                 and not self.guided)
+
+    @property
+    def shares_attention(self):
+        """Is attention anything but torch's own, over this rank's tokens?"""
+        return (self.mesh.sequence_degree > 1 or self.key_values is not None or bool(self.masks)
+                or bool(self.guided))
 
     @property
     def opens(self):
