@@ -486,7 +486,7 @@ class Ended(KeyboardInterrupt):
     """SIGTERM or SIGHUP, which reach this process alone."""
 
 
-def heed_ends():
+def handle_signals():
     """From here on SIGTERM, and SIGHUP of a closed terminal, end this process and all that it has started; but for
     those that whoever started this has it ignore, as nohup does."""
     def end(number, frame):
@@ -530,7 +530,7 @@ def children_of_this():
     return children
 
 
-def take_notice_until_it_ends(process):
+def reap_until_exit(process):
     """Wait for a process, and meanwhile for what lost its parent and came to be this one's child: until its end is
     taken notice of, it looks as if it were still there."""
     while (sys.platform == "linux"
@@ -545,7 +545,7 @@ def wait(process):
     while True:
         try:
             if limit_s is None:
-                take_notice_until_it_ends(process)
+                reap_until_exit(process)
             exit_code = process.wait(limit_s)
         except Ended:
             interrupted, limit_s = True, END_S
@@ -567,5 +567,5 @@ def say(text):
 
 
 if __name__ == "__main__":
-    heed_ends()
+    handle_signals()
     sys.exit(main())

@@ -277,7 +277,7 @@ def test_float8_halves_the_workers_memory(comfyui):
     for weight_dtype in ("bf16", "fp8_e4m3fn"):
         model = comfyui.ours("sd3", comfyui.config("cpu,cpu"), weight_dtype)
         comfyui.sample(model, "sd3", steps=1)
-        weights[weight_dtype] = sum(comfyui.groups.client(("cpu", "cpu")).models.residence(
+        weights[weight_dtype] = sum(comfyui.groups.client(("cpu", "cpu")).models.memory(
             model.model.remote.spec.name).weight_bytes)
         assert model.model_size() == weights[weight_dtype]
 

@@ -116,7 +116,7 @@ def workers(names):
     return [f"start on {', '.join(names)} in {time.monotonic() - started_s:.1f} s, and answer",
             f"are programs of their own: {group.why_not_forked}" if group.why_not_forked
             else "are forked from one process",
-            *group.remarks,
+            *group.warnings,
             *(f"rank {rank} ({names[rank]}): {gigabytes(done.numbers['free_bytes'])} free"
               for rank, done in sorted(memory.items()))]
 

@@ -21,7 +21,7 @@ from ..protocol.errors import WorkerStartError
 from .starting import HELP, StartMonitor, exit_words
 
 POLL_S = 0.02
-PATIENCE_S = 10                            # for it to end what it has started, and itself
+TIMEOUT_S = 10                             # for it to end what it has started, and itself
 MAX_BYTES = 2 ** 16                        # of an answer
 NUM_LINES = 15                             # of its output, where it fails
 # What a group sets for itself; the rest of its environment is there before its libraries are imported, which may read
@@ -77,7 +77,7 @@ class Forkserver:
                     socket.send_fds(server.channel, [json.dumps(request).encode()], [output.fileno()])
                 return Torchrun(_answer(server, lambda: None)["pid"]), server.why_not
             except WorkerStartError:
-                self._end(early, patience_s=0)
+                self._end(early, timeout_s=0)
                 raise
 
     def close(self):
@@ -86,12 +86,12 @@ class Forkserver:
             for early in list(self._servers):
                 self._end(early)
 
-    def _end(self, early, patience_s=PATIENCE_S):
+    def _end(self, early, timeout_s=TIMEOUT_S):
         server = self._servers.pop(early)
         server.channel.close()
         server.output.close()
         try:
-            server.process.wait(patience_s)
+            server.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             server.process.kill()
             server.process.wait()
@@ -120,7 +120,7 @@ def _answer(server, check):
     with suppress(ConnectionResetError):
         if body := server.channel.recv(MAX_BYTES):
             return json.loads(body)
-    code = server.process.wait(PATIENCE_S)
+    code = server.process.wait(TIMEOUT_S)
     raise WorkerStartError(f"{who} ended while loading its libraries{exit_words(code)}. "
                            f"{what_next}\n{_last_lines(server)}")
 
@@ -141,9 +141,9 @@ class Torchrun(psutil.Process):
         except psutil.NoSuchProcess:
             return True
 
-    def wait_ended(self, patience_s):
+    def wait_ended(self, timeout_s):
         """Wait for so many seconds at most; has it ended?"""
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + timeout_s
         while not self.has_ended and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
         return self.has_ended

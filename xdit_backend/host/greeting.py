@@ -88,9 +88,9 @@ class Greeting:
         if time.monotonic() > self._deadline_s:
             raise WorkerStartError(f"{late_words}: not ready after {START_TIMEOUT_S} s. {HELP} {traces.where()}Their "
                                    f"last lines:\n{traces.last_lines()}")
-        over = [doing for doing, limit_s in ((JOINING, JOIN_TIMEOUT_S), (TRYING_LINKS, LINK_TIMEOUT_S))
-                if len(self._begun[doing]) == len(devices)
-                and time.monotonic() - max(self._begun[doing].values()) > limit_s]
+        over = [activity for activity, limit_s in ((JOINING, JOIN_TIMEOUT_S), (TRYING_LINKS, LINK_TIMEOUT_S))
+                if len(self._begun[activity]) == len(devices)
+                and time.monotonic() - max(self._begun[activity].values()) > limit_s]
         has_tried = TRYING_LINKS in over or (bool(over) and not self._begun[TRYING_LINKS])
         silence_s = timeouts.seconds("XDIT_SILENCE_TIMEOUT_S")
         found = self._signs.silent(late, min(QUIET_S, silence_s) if has_tried else silence_s)

@@ -38,7 +38,7 @@ ADVICE = ("Broken peer-to-peer copies come of PCI access control (ACS) or an IOM
 
 
 def check(devices, folders):
-    """Refuse to start workers that could not run: WorkerStartError says what is missing. Returns remarks on what is
+    """Refuse to start workers that could not run: WorkerStartError says what is missing. Returns warnings on what is
     only slow.
 
     folders: (in shared memory, on disk), where tensors between the host and its workers will be.
@@ -124,7 +124,7 @@ def fallbacks(devices, environment=os.environ):
             if not variables or any(environment.get(name) != value for name, value in variables.items())]
 
 
-def remark(devices, off, variables, failed):
+def warning(devices, off, variables, failed):
     """What to tell a person of workers that run with something switched off. failed: how the attempts with it went."""
     why = f" With them, {' '.join(failed)}" if failed else ""
     settings = " ".join(f"{name}={value}" for name, value in variables.items())

@@ -91,14 +91,14 @@ class Workers:
         self.current = None
 
 
-class Held:
+class Loaded:
     """What the running group holds, by name. Of a group that has ended nothing is."""
 
     def __init__(self, workers):
         self._workers, self._of, self._held = workers, None, {}
 
     @property
-    def now(self):
+    def by_name(self):
         """{name: what is known of it}, to be changed."""
         if self._of is not self._workers.current:
             self._of, self._held = self._workers.current, {}
@@ -106,19 +106,19 @@ class Held:
 
     @property
     def names(self):
-        return sorted(self.now) if self._workers.running else []
+        return sorted(self.by_name) if self._workers.running else []
 
     def __contains__(self, name):
-        return self._workers.running and name in self.now
+        return self._workers.running and name in self.by_name
 
     def drop(self, name):
         """Give its memory back on every worker."""
         if name in self:
-            self.now.pop(name, None)
+            self.by_name.pop(name, None)
             self._workers.request(lambda request: messages.DropModel(request, name))
 
     def forget(self, name):
         """As drop, but waits for nothing. From any thread."""
         if name in self:
-            self.now.pop(name, None)
+            self.by_name.pop(name, None)
             self._workers.post_drop(name)

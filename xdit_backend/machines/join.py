@@ -210,7 +210,7 @@ class Joined:
     def interface(self):
         return interface_of(self._commands.raw.getsockname()[0])
 
-    def carry_store(self, accepted):
+    def relay_store(self, accepted):
         """Connect one of the processes here with torch's store on the host."""
         try:
             link, _ = self._connect(Hello("store", self._session))

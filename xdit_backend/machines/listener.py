@@ -123,15 +123,15 @@ class Listener:
 
         session = found()
         if session is None:
-            patience_s = timeouts.seconds("XDIT_JOIN_TIMEOUT_S")
+            timeout_s = timeouts.seconds("XDIT_JOIN_TIMEOUT_S")
             words = f"waiting for {name} to join. There, in the folder of the xDiT nodes, run: {self.command(name)}"
             log.warning("%s", words)
             on_phase(words)
-            session = wait_for(found, time.monotonic() + patience_s, check)
+            session = wait_for(found, time.monotonic() + timeout_s, check)
         if session is None:
             others = f" Joined are: {', '.join(self.joined())}." if self.joined() else ""
             raise WorkerStartError(
-                f"{name} has not joined after {patience_s:.0f} s.{others} On that machine, in the folder of the xDiT "
+                f"{name} has not joined after {timeout_s:.0f} s.{others} On that machine, in the folder of the xDiT "
                 f"nodes (it needs them, the same versions of {' and '.join(COMPARED)}, and the model files, but not "
                 f"ComfyUI), run:\n{self.command(name)}\nWhen it says that it has joined, queue the prompt again. If "
                 f"it cannot connect, let port {self.port} through this machine's firewall. Or leave {name} out of "
@@ -208,7 +208,7 @@ class Listener:
             self._tell()
             log.info("%s has joined", session.name)
         else:
-            session.carry_store(link)
+            session.relay_store(link)
 
 
 def read_address(text):

@@ -39,7 +39,7 @@ class ModelSpec:
     tensor_degree: Degree = 1      # ranks that share each layer; neighbours
     # of linear layers, when they are loaded; storage_dtype is of the rest
     quantisation: Literal["", "int8", "nf4"] = ""
-    # checkpoints.header.state_of the files, where they are another machine's; "": the name tells it
+    # checkpoints.checkpoint.state_of the files, where they are another machine's; "": the name tells it
     state: str = ""
 
 

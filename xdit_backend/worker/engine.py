@@ -28,17 +28,17 @@ ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNOREC
 UNITS = {"bytes": 1, "KiB": 2 ** 10, "MiB": 2 ** 20, "GiB": 2 ** 30}
 
 
-class Abandoned(Exception):
+class Aborted(Exception):
     """Nobody waits for the command at hand any more."""
 
 
 class Engine:
     """All state of one rank. Nothing outlives a command but what a command asked to keep."""
 
-    def __init__(self, rank, device, report_phase, abandoned=frozenset()):
+    def __init__(self, rank, device, report_phase, aborted=frozenset()):
         self.rank, self.device = rank, device
         # requests that nobody waits for, which another thread may add to
-        self._abandoned = abandoned
+        self._aborted = aborted
         world_size = dist.get_world_size()
         staging = StagingBuffers(device)
         self._models = Models(rank, world_size, device, staging, report_phase)
@@ -66,7 +66,7 @@ class Engine:
             messages.GiveBack: lambda command, traffic: self.memory.give_back(),
         }
 
-    def carry_out(self, command):
+    def execute(self, command):
         """Carry out one command; returns measurements by name, or None."""
         self.request, self.traffic = command.request, Traffic()
         settles = isinstance(command, TAKE_MEMORY) and not self._predictions.num_conditionings
@@ -76,7 +76,7 @@ class Engine:
         try:
             with torch.inference_mode():
                 return self._handlers[type(command)](command, self.traffic)
-        except Abandoned:
+        except Aborted:
             return None
         finally:
             if settles:
@@ -104,10 +104,10 @@ class Engine:
         return self._models.load(command.spec, partial(self._check, command))
 
     def _check(self, command, agreed=lambda asked: asked):
-        """Raise Abandoned where nobody waits for a command any more.
+        """Raise Aborted where nobody waits for a command any more.
         agreed(asked): does any of the ranks that leave it together ask to?"""
-        if agreed(command.request in self._abandoned):
-            raise Abandoned
+        if agreed(command.request in self._aborted):
+            raise Aborted
 
     def _keep_conditioning(self, command, traffic):
         if not self._predictions.num_conditionings:            # a run begins

@@ -61,7 +61,7 @@ class Memory:
         return not self._is_settled and _status()["RssAnon"] - self._start["RssAnon"] <= KEPT * unused_bytes
 
     @property
-    def patience_s(self):
+    def idle_timeout_s(self):
         """Seconds after which memory is to be given back if nothing but questions comes until then;
         None: there is none to give."""
         return None if self._until_s == math.inf else max(0.0, self._until_s - time.monotonic())

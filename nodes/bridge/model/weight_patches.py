@@ -126,11 +126,11 @@ def patched(key, patches, weight, dtype, device, sum_dtype=None):
         try:
             result = comfy.lora.calculate_weight(patches, copy, key)
         except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as error:            # of shapes
-            raise _misfit(key, error) from error
+            raise _mismatch(key, error) from error
     if complaints or result.shape != weight.shape:
         why = (complaints[0] if complaints
                else f"it would make its shape {list(result.shape)} instead of {list(weight.shape)}")
-        raise _misfit(key, why)
+        raise _mismatch(key, why)
     return comfy.float.stochastic_rounding(result, dtype, seed=comfy.utils.string_to_seed(key))
 
 
@@ -153,14 +153,14 @@ def _terms(key, patches, held, share):
     for strength, what, _, offset, _ in patches:
         up, down, alpha, *_ = what.weights
         if min(up.ndim, down.ndim) < 2 or not len(down):
-            raise _misfit(key, f"its factors have the shapes {list(up.shape)} and {list(down.shape)}")
+            raise _mismatch(key, f"its factors have the shapes {list(up.shape)} and {list(down.shape)}")
         shape = list(held.shape)
         if offset is not None:
             shape[offset[0]] = offset[2]
         given = [up.shape[0], down[0].numel()]
         if (up.shape[1:].numel() != down.shape[0] or given != [shape[0], torch.Size(shape[1:]).numel()]
                 or offset is not None and sum(offset[1:]) > held.shape[offset[0]]):
-            raise _misfit(key, f"it is for a weight of {given[0]} x {given[1]}, and this one is "
+            raise _mismatch(key, f"it is for a weight of {given[0]} x {given[1]}, and this one is "
                                f"{' x '.join(map(str, shape))}")
         scale = strength * (1.0 if alpha is None else alpha / down.shape[0])
         terms.append(specs.LowRank(share(up), share(down), float(scale), None if offset is None else tuple(offset)))
@@ -186,7 +186,7 @@ def _sent(parts, share):
     return specs.Change(share(tensor), ())
 
 
-def _misfit(key, why):
+def _mismatch(key, why):
     return UnsupportedError(f"A LoRA or another weight patch does not fit {key}: {why}. It was made for another "
                             f"model: use one that was made for this one.")
 

@@ -117,8 +117,8 @@ class PatchwiseSampler:
         off."""
         run = self._run
         if self._in_flight:
-            ticket, predictions = run.wait(list(self._in_flight))
-            self._resume(self._in_flight.pop(ticket), predictions)
+            handle, predictions = run.wait(list(self._in_flight))
+            self._resume(self._in_flight.pop(handle), predictions)
             return
         asked = [self._waiting.pop(index) for index in range(len(self._tasks))]
         if len({tuple(request.name for request in requests) for requests in asked}) > 1:
