@@ -142,7 +142,7 @@ def _patched_steps(client, model, call, sampling, method, before):
     patches, x, num_steps = method.patches, call.latent, sampling.num_steps
     dim = patches[0][0].dim
     pieces = [x.narrow(dim, patch.start, rows) for patch, rows in patches]
-    befores = [before and (before[0].narrow(dim, patch.start, rows), *before[1:]) for patch, rows in patches]
+    histories = [before and (before[0].narrow(dim, patch.start, rows), *before[1:]) for patch, rows in patches]
     steps, in_flight = [method.num_whole(num_steps)] * len(patches), {}
 
     def submit(index):
@@ -158,8 +158,8 @@ def _patched_steps(client, model, call, sampling, method, before):
         index = in_flight.pop(handle)
         patch, rows = patches[index]
         noise = sampling.noise(x, steps[index])
-        pieces[index], befores[index] = sampling.stepped(
-            pieces[index], steps[index], predictions[0], befores[index],
+        pieces[index], histories[index] = sampling.stepped(
+            pieces[index], steps[index], predictions[0], histories[index],
             noise if noise is None else noise.narrow(dim, patch.start, rows))
         steps[index] += 1
         submit(index)

@@ -48,7 +48,7 @@ def job_of(family, net, shape, conditioning, steps, branches=1):
 
 
 def exchanged_bytes(model, shape, num_ranks, dtype, batch=1):
-    """Bytes that a rank tells the others in a call (docs/algorithms.md section 9). model: a U-Net of diffusers, on any
+    """Bytes that a rank sends the others in a call (docs/algorithms.md section 9). model: a U-Net of diffusers, on any
     device.
 
     shape: rows and columns of the latent; 0 where it has too few rows for all ranks.

@@ -126,7 +126,7 @@ class UNetHooks:
         return hooked
 
     def _scored(self, query, key, value, **options):
-        """torch's attention, which also tells what share of it each key gets from this rank's queries."""
+        """torch's attention, which also returns what share of it each key gets from this rank's queries."""
         shares = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
         rank = 0 if self._context.bands is None else self._context.exchange.rank
         self._context.scores[rank].copy_(shares.mean(1).sum(1))

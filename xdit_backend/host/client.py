@@ -190,7 +190,7 @@ class Client:
         group = self.workers.current
         try:
             return group and group.ask_if_idle(lambda request: messages.ReportMemory(request, since_s))
-        except XDiTError:                                      # they have ended: who needs them next is told
+        except XDiTError:                                      # they have ended: whoever needs them next gets the error
             return None
 
     def catch_up(self, timeout_s, since_s=-1.0):

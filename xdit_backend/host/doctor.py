@@ -63,10 +63,10 @@ def versions():
 
 def machine():
     import psutil
-    room, limit = available_memory()
+    available, limit = available_memory()
     total = psutil.virtual_memory().total
     of = f" of the machine's {gigabytes(total)}" if limit < total else ""
-    lines = [f"{os.cpu_count()} CPU cores", f"memory {gigabytes(limit)}{of}, {gigabytes(room)} available",
+    lines = [f"{os.cpu_count()} CPU cores", f"memory {gigabytes(limit)}{of}, {gigabytes(available)} available",
              f"swap {gigabytes(psutil.swap_memory().total)}"]
     if os.path.isdir("/dev/shm"):
         total, _, free = shutil.disk_usage("/dev/shm")

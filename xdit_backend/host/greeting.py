@@ -19,7 +19,7 @@ from .traces import Traces
 # of workers that get on, however slowly; who does not is noticed sooner
 START_TIMEOUT_S = 1800
 # from the first worker that cannot start until all have said or shown why
-SETTLE_S = 8
+FAILURES_S = 8
 LINK_TIMEOUT_S = 60                                # of a short transfer, once all have begun
 JOIN_TIMEOUT_S = 600                               # of joining all ranks, for which NCCL reads a gigabyte of libraries
 # a worker that says nothing for so long then is what fails, not its links
@@ -138,7 +138,7 @@ class Greeting:
         all_came = len(self._greeted) == len(self._group_start.devices)
         all_failed = len(self._silent) == len(self._failures) or self._group_start.traces.first_ended()
         is_known = has_ended or (all_came and all_failed)
-        is_over = time.monotonic() - self._failed_s > SETTLE_S
+        is_over = time.monotonic() - self._failed_s > FAILURES_S
         if (is_known and not others) or any(not message.by_links for message in self._failures) or is_over:
             raise self._why()
 

@@ -43,7 +43,7 @@ def _alone(method):
 class WorkerGroup:
     """A running worker group. Its methods may be called by several threads; one that waits keeps the others waiting.
 
-    Construction blocks until every worker is ready. on_phase(Phase) tells what workers do meanwhile; check() is called
+    Construction blocks until every worker is ready. on_phase(Phase) shows what workers do meanwhile; check() is called
     often while waiting and may raise to give up, as ComfyUI's cancel does. num_fallbacks: how many ways to join the
     workers are known not to work (preflight.detours); what the group came to is in the field of that name.
     machines: the machines.listener.Listener where other machines join; None: nothing listens, and all devices are here.
@@ -66,7 +66,7 @@ class WorkerGroup:
         self.totals = {}
         self.memory = {}                                       # rank -> what it last said of its memory, by name
         self._resources = None
-        # when it was last given or did work, other than telling of itself
+        # when it was last given or did work, other than reporting its memory
         self._used_s = time.monotonic()
         self._ended_by = ""                                    # what ended the group, where it was not the host
         self._close_at_exit = closing(self)
@@ -279,7 +279,7 @@ class WorkerGroup:
                     raise refused_by_the_system(error) from error
                 raise
         raise WorkerStartError(f"{', '.join(self.devices)} cannot exchange tensors: {failed[-1]} "
-                               f"{preflight.advice(ways)}{HELP}")
+                               f"{preflight.hint(ways)}{HELP}")
 
     def _try_to_start(self, off, variables, failed, on_phase, check):
         """Start, with something switched off by environment variables. failed: how the attempts before went."""

@@ -51,7 +51,7 @@ class Models:
             model_memory.update(self._workers.request(lambda request: messages.RestoreModel(request, spec.name),
                                                    group=self._workers.holding))
         if changes is not None:
-            self.changes.want(spec.name, changes)
+            self.changes.request(spec.name, changes)
         if not self.changes.are_in_effect(spec.name):
             self._change(spec)
 
@@ -60,7 +60,7 @@ class Models:
 
         In a run, they keep what they leave as far as there is room, and what they have kept is not made again.
         """
-        pending, wanted = self.changes.pending(spec.name), self.changes.wanted(spec.name)
+        pending, wanted = self.changes.pending(spec.name), self.changes.requested(spec.name)
         version = num_sent = 0
         try:
             if self._runs:
@@ -73,7 +73,7 @@ class Models:
                 self._send_changes(spec, batch, version, num_sent == len(batch))
         except BaseException:
             self.forget(spec.name)                             # some are changed, and some are not
-            self.changes.want(spec.name, wanted)
+            self.changes.request(spec.name, wanted)
             raise
         self.changes.take_effect(spec.name, wanted)
 

@@ -17,7 +17,7 @@ from ..protocol.messages import JOINING, TRYING_LINKS
 HELP = "What to try stands in docs/troubleshooting.md, in the folder of the xDiT nodes."
 POLL_S = 1.0                               # from one check to the next
 AWAY_S = 5.0                               # for so long this process did not look: it was stopped itself
-# a worker's name where it was forked (worker/rank.py); else its environment tells
+# a worker's name where it was forked (worker/rank.py); else it is in its environment
 FORKED = re.compile(r"xdit rank (\d+)")
 TORCHRUN = -1                              # stands for it beside the ranks
 # After what it has said last; else it prepares its device.

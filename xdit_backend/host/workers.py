@@ -79,7 +79,7 @@ class Workers:
 
     def post_drop(self, name):
         """Have the workers drop a model or VAE, where they run; waits for nothing. From any thread."""
-        # who needs the workers next will be told, or start new ones
+        # whoever needs the workers next gets the error, or starts new ones
         with suppress(WorkerDiedError):
             if self.running:
                 self.current.post(lambda request: messages.DropModel(request, name), answering=())

@@ -17,7 +17,7 @@ from ..protocol.segments import DTYPES, SegmentStore
 from . import tensors
 
 POLL_S = 0.2
-NUM_LINES = 15                             # of a worker's output that the host is told where it ends
+NUM_LINES = 15                             # of a worker's output that the host gets where it ends
 
 
 def say(text):
@@ -121,7 +121,7 @@ class Workers:
                 return
 
     def _failed(self, rank):
-        """A worker here has ended: say which one was the first, and how. One that was told to stop needs no word."""
+        """A worker here has ended: say which one was the first, and how. One that was stopped needs no word."""
         if self._is_stopping:
             return
         found = first_ended(self.segments)

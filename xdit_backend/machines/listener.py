@@ -107,7 +107,7 @@ class Listener:
                     is_used = session.store_port is not None or lines_of.get(session.name, "").startswith("in use")
                     lines_of[session.name] = f"{'in use' if is_used else 'joined'}: {cards}"
                     self._absent.pop(session.name, None)
-            logs.tell_machines([] if self._is_over.is_set()
+            logs.note_machines([] if self._is_over.is_set()
                                else [f"{name} {words}" for name, words in sorted(lines_of.items())])
 
     def _wait(self, name, on_phase, check, takes):

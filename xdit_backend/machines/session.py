@@ -110,7 +110,7 @@ class Session:
                 return
 
     def last_lines(self, rank):
-        """What it printed last where a rank of it ended; "" where it told nothing."""
+        """What it printed last where a rank of it ended; "" where it printed nothing."""
         return self._lines.get(rank, "")
 
     def close(self, why="the group was ended"):

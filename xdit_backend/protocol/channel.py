@@ -62,7 +62,7 @@ class Channel:
             raise ChannelClosedError(str(error)) from error
 
     def end(self):
-        """End it from any thread: who waits at either end is told that the other is gone."""
+        """End it from any thread: who waits at either end gets an error: the other is gone."""
         with suppress(OSError), socket.socket(fileno=os.dup(self.raw.fileno())) as connected:
             connected.shutdown(socket.SHUT_RDWR)
 

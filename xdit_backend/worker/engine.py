@@ -20,11 +20,11 @@ from .models import Models
 from .predictions import Predictions
 from .timeline import Timeline
 
-HELD = ("weight_bytes", "cast_bytes", "key_value_bytes", "exchange_bytes", "conditioning_bytes")
-KEPT = 0.5                                 # of unused memory, that versions of weights may take
-TAKE_MEMORY = (messages.LoadModel, messages.ChangeWeights, messages.ReturnWeights, messages.RestoreModel,
+MEMORY_PARTS = ("weight_bytes", "cast_bytes", "key_value_bytes", "exchange_bytes", "conditioning_bytes")
+VERSIONS_SHARE = 0.5                       # of unused memory, that versions of weights may take
+ALLOCATING = (messages.LoadModel, messages.ChangeWeights, messages.ReturnWeights, messages.RestoreModel,
                messages.LoadAutoencoder)
-ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)       # in torch's words
+TRIED_TO_ALLOCATE = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)  # in torch's words
 UNITS = {"bytes": 1, "KiB": 2 ** 10, "MiB": 2 ** 20, "GiB": 2 ** 30}
 
 
@@ -50,7 +50,7 @@ class Engine:
             messages.LoadModel: self._load,
             messages.DropModel: self._drop,
             messages.ChangeWeights: lambda command, traffic:
-            self._models.change(command, KEPT * self._predictions.unused_bytes),
+            self._models.change(command, VERSIONS_SHARE * self._predictions.unused_bytes),
             messages.ReturnWeights: lambda command, traffic: self._models.go_back(command),
             messages.ParkModel: self._park,
             messages.RestoreModel: lambda command, traffic: self._models.restore(command),
@@ -69,9 +69,9 @@ class Engine:
     def execute(self, command):
         """Carry out one command; returns measurements by name, or None."""
         self.request, self.traffic = command.request, Traffic()
-        settles = isinstance(command, TAKE_MEMORY) and not self._predictions.num_conditionings
+        empties_cache = isinstance(command, ALLOCATING) and not self._predictions.num_conditionings
         # it may have what runs have left; what they take then counts from there
-        if settles:
+        if empties_cache:
             self.memory.give_back()
         try:
             with torch.inference_mode():
@@ -79,7 +79,7 @@ class Engine:
         except Aborted:
             return None
         finally:
-            if settles:
+            if empties_cache:
                 self.memory.give_back()
 
     def prefetch(self, command):
@@ -96,7 +96,7 @@ class Engine:
         return self._predictions.links
 
     def spans_for(self, command):
-        """What a command asks to be told of this rank's time."""
+        """The spans of this rank's time that a command asks for."""
         asked = isinstance(command, messages.ReportMemory) and command.since_s >= 0
         return self._timeline.since(command.since_s) if asked else []
 
@@ -157,12 +157,12 @@ class Engine:
         Waits for nothing: an exchange may be under way."""
         if not is_shortage(error):
             return {}
-        numbers, asked = self._memory(), ASKED.search(str(error))
-        if asked is not None:
-            numbers["asked_bytes"] = float(asked[1]) * UNITS[asked[2]]
+        numbers, match = self._memory(), TRIED_TO_ALLOCATE.search(str(error))
+        if match is not None:
+            numbers["asked_bytes"] = float(match[1]) * UNITS[match[2]]
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            held = sum(value for name, value in numbers.items() if name in HELD)
+            held = sum(value for name, value in numbers.items() if name in MEMORY_PARTS)
             numbers |= {"total_bytes": total, "other_bytes": total - free - torch.cuda.memory_reserved(self.device),
                         "activation_bytes": max(0, numbers["allocated_bytes"] - held)}
         return numbers

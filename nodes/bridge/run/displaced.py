@@ -16,7 +16,7 @@ from .staleness import Staleness
 
 
 class DisplacedRun:
-    """One run, and the conditioning for which the workers keep what they told each other.
+    """One run, and the conditioning for which the workers keep what they sent each other.
 
     setup: a setup.Setup. schedule: its sigmas. shape: of its whole latent. Raises ConfigError where that has too few
     rows for the ranks.

@@ -85,8 +85,8 @@ class PatchwiseSampler:
         self._remote, self._run, self._model, self._x = remote, run, model, x
         self._extra_args, self._callback = extra_args, callback
         self._noise = SharedNoise(x, run.dim, [(patch.start, rows) for patch, rows in run.patches])
-        self._shown = {}                       # step -> {patch: what its sampler told the callback}
-        # of each patch what it told last; of all, the last step; when that was
+        self._shown = {}                       # step -> {patch: what its sampler gave the callback}
+        # of each patch what it gave last; of all, the last step; when that was
         self._newest, self._done, self._last_shown_s = {}, None, 0.0
         self._waiting, self._in_flight, self._outputs = {}, {}, {}
         # of the calls that the first patch has sent and the last has not

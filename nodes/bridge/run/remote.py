@@ -42,7 +42,7 @@ class RemoteModel:
         self.modules, self.weight_sources = {}, None           # see attach
         self._checked_sigmas = set()                           # noise levels of this run at which modules were compared
         self._taken_channels = self.family.taken_channels(setup.transformer_config)
-        self._run_bytes = 0                                    # that ComfyUI was told a rank needs for a run
+        self._run_bytes = 0                                    # that a rank needs for a run, as reported to ComfyUI
         # how this run is split, in a person's words; None before it
         self.how = None
         self._pipeline = self._schedule = None
@@ -202,12 +202,12 @@ class RemoteModel:
             scores.tell(x.device)
         return [prediction, *(part.to(x.device) for part in parts.values())] if parts else prediction
 
-    def runs_branches_apart(self):
+    def runs_branches_separately(self):
         """Are two branches two calls for the workers, and not one of twice the batch?"""
-        return self.keeps_calls or self.setup.layout(2).cfg_degree > 1
+        return self.uses_cache or self.setup.layout(2).cfg_degree > 1
 
     @property
-    def keeps_calls(self):
+    def uses_cache(self):
         """Do calls of a run use what earlier ones have cached on the workers?"""
         return self.spec.stages is not None or (self.config.mode == "manual" and self.config.displaced_degree > 1)
 

@@ -88,8 +88,8 @@ def check_conditioning(setup, conditioning, x):
                               f"takes {needed}. It was made by another text encoder: use {maker}.")
 
 
-def check_finite(tensors, what, remedy):
+def check_finite(tensors, what, hint):
     """Refuse tensors with NaN or infinite numbers. what: they are. Raises ConfigError."""
     if not all(tensor.isfinite().all() for tensor in tensors):
         raise ConfigError(f"{what} has numbers that are not finite (NaN or infinite), and no picture can come of it. "
-                          f"{remedy}")
+                          f"{hint}")
