@@ -63,7 +63,7 @@ def test_a_worker_without_memory_says_so_in_numbers_and_draws_the_next_one(clien
     pids = [int(memory[rank]["pid"]) for rank in (0, 1)]
     worker = psutil.Process(pids[1])
     before = worker.rlimit(resource.RLIMIT_AS)
-    client.step = "step 7 of 20"
+    client.begin_step("step 7 of 20")
     worker.rlimit(resource.RLIMIT_AS, (worker.memory_info().vms + 2 ** 25, before[1]))
     try:
         with pytest.raises(WorkerFailedError, match=r"rank 1 \(cpu\) failed with OutOfMemoryError while computing a "
@@ -72,7 +72,7 @@ def test_a_worker_without_memory_says_so_in_numbers_and_draws_the_next_one(clien
             client.predict(spec_of("SD3"), layout(cfg=2), 4, [call_of(one), call_of(large)])
     finally:
         worker.rlimit(resource.RLIMIT_AS, before)
-        client.step = ""
+        client.begin_step("")
 
     results = client.predict(spec_of("SD3"), layout(cfg=2), 4, [call_of(one)] * 2)
     for result in results:

@@ -120,12 +120,12 @@ def measured(options, dtype):
                else measurements.stored_machine(options.measurements, devices, dtype))
     if machine is not None:
         return machine
-    client = Client(devices)
 
-    def tell(phase):
+    def show(phase):
         words = f"{phase.text} {phase.done} of {phase.total}" if phase.total else phase.text
         print("\r" + words.ljust(70), end="", file=sys.stderr)
-    client.workers.on_phase = tell
+
+    client = Client(devices, on_phase=show)
     try:
         machine = measurements.measure(client, dtype)
     finally:

@@ -116,7 +116,7 @@ def measure(one, two, speeds, setting, folder, options):
     for round_ in range(options.rounds + 1):                   # the first one loads and warms up
         for name, (alone, together) in jobs.items():
             for way, given in (("alone", ()), ("equal", ()), ("by speed", speeds)):
-                two.workers.speeds = given
+                two.workers.divide_by(given)
                 started_s = time.perf_counter()
                 alone() if way == "alone" else together(given)
                 seconds[name][way].append(time.perf_counter() - started_s)

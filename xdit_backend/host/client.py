@@ -21,13 +21,13 @@ from .workers import Workers
 class Client:
     """A worker group and what it holds. Starts the group when it is first needed, and again after it died."""
 
-    def __init__(self, devices, machines=None, forkserver=None):
-        """machines, forkserver: WorkerGroup's."""
+    def __init__(self, devices, machines=None, forkserver=None, on_phase=lambda phase: None, check=lambda: None):
+        """machines, forkserver, on_phase, check: WorkerGroup's."""
         # whose conditioning -> Conditionings; named since the start
         self._runs, self._num_conditionings = {}, 0
-        self.workers = Workers(devices, machines, forkserver)
+        self.workers = Workers(devices, machines, forkserver, on_phase, check)
         self.models, self.autoencoders = Models(self.workers, self._runs), Autoencoders(self.workers)
-        self.step = ""                                         # that is computed now, for a person: "step 7 of 20"
+        self._step = ""                                        # see begin_step
 
     @property
     def devices(self):
@@ -41,6 +41,10 @@ class Client:
     @property
     def running(self):
         return self.workers.running
+
+    def begin_step(self, step):
+        """From now on calls are of this step, which errors name: "step 7 of 20"."""
+        self._step = step
 
     def close(self):
         """End the worker group."""
@@ -92,7 +96,7 @@ class Client:
         request = group.post(
             lambda request: messages.Predict(request, spec.name, layout, branches, **vars(forward),
                                              speeds=self.workers.speeds),
-            segments, last_stage_ranks(layout, len(self.devices)), self.step)
+            segments, last_stage_ranks(layout, len(self.devices)), self._step)
         return CallHandle(group, request, tuple(predictions), layout.pipefusion_degree > 1, tuple(extra_outputs))
 
     def wait(self, handles):

@@ -37,7 +37,33 @@ class _Server:
     process: subprocess.Popen
     channel: socket.socket
     output: IO[bytes]                      # what it prints
-    why_not: str | None = None             # why it does not fork, or ""; None: it has not said yet
+    _why_not: str | None = None            # None: it has not said yet
+
+    def why_not(self, check):
+        """Why it does not fork, or "", as it says once its libraries are loaded. check() may raise to give up."""
+        if self._why_not is None:
+            self._why_not = self.answer(check)["why_not"]
+        return self._why_not
+
+    def answer(self, check=lambda: None):
+        """What it says next. Raises WorkerStartError where it ends, or gives no sign of life."""
+        signs, who = StartMonitor(self.process.pid, 1), "The process that workers are forked from"
+        what_next = f"Queue the prompt again to start another. {HELP} Its last lines:"
+        while not select.select([self.channel], [], [], POLL_S)[0]:
+            check()
+            if (found := signs.silent((), timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))) is not None:
+                raise WorkerStartError(f"{who} {found[1]}. {what_next}\n{self._last_lines()}")
+        with suppress(ConnectionResetError):
+            if body := self.channel.recv(MAX_BYTES):
+                return json.loads(body)
+        code = self.process.wait(TIMEOUT_S)
+        raise WorkerStartError(f"{who} ended while loading its libraries{exit_words(code)}. "
+                               f"{what_next}\n{self._last_lines()}")
+
+    def _last_lines(self):
+        self.output.seek(0)
+        lines = self.output.read()[-MAX_BYTES:].decode(errors="replace").splitlines()[-NUM_LINES:]
+        return "\n".join(lines) or "(none)"
 
 
 class Forkserver:
@@ -70,12 +96,11 @@ class Forkserver:
             early = self.prepare(environment, package_folder)
             server = self._servers[early]
             try:
-                if server.why_not is None:
-                    server.why_not = _answer(server, check)["why_not"]
+                why_not = server.why_not(check)
                 request = {"arguments": arguments, "environment": environment, "folder": str(folder)}
                 with suppress(BrokenPipeError):                # it has ended, as its answer will tell
                     socket.send_fds(server.channel, [json.dumps(request).encode()], [output.fileno()])
-                return Torchrun(_answer(server, lambda: None)["pid"]), server.why_not
+                return Torchrun(server.answer()["pid"]), why_not
             except WorkerStartError:
                 self._end(early, timeout_s=0)
                 raise
@@ -107,28 +132,6 @@ def _start_server(environment, package_folder):
                                   stdout=output, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()],
                                   start_new_session=True)
     return _Server(server, ours, output)
-
-
-def _answer(server, check):
-    """What the forkserver says next. Raises WorkerStartError where it ends, or gives no sign of life."""
-    signs, who = StartMonitor(server.process.pid, 1), "The process that workers are forked from"
-    what_next = f"Queue the prompt again to start another. {HELP} Its last lines:"
-    while not select.select([server.channel], [], [], POLL_S)[0]:
-        check()
-        if (found := signs.silent((), timeouts.seconds("XDIT_SILENCE_TIMEOUT_S"))) is not None:
-            raise WorkerStartError(f"{who} {found[1]}. {what_next}\n{_last_lines(server)}")
-    with suppress(ConnectionResetError):
-        if body := server.channel.recv(MAX_BYTES):
-            return json.loads(body)
-    code = server.process.wait(TIMEOUT_S)
-    raise WorkerStartError(f"{who} ended while loading its libraries{exit_words(code)}. "
-                           f"{what_next}\n{_last_lines(server)}")
-
-
-def _last_lines(server):
-    server.output.seek(0)
-    lines = server.output.read()[-MAX_BYTES:].decode(errors="replace").splitlines()[-NUM_LINES:]
-    return "\n".join(lines) or "(none)"
 
 
 class Torchrun(psutil.Process):

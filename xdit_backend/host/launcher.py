@@ -186,9 +186,8 @@ class WorkerGroup:
                 self._receive(on_phase)
         finally:
             # the complete one; all, when nobody will come back for them
-            for number in numbers:
-                self._requests[number].claimed = True
-            self._requests.settle(self.segments)
+            self._requests.claim(numbers)
+            self._requests.remove_answered(self.segments)
 
     def receive_pending(self):
         """Take in answers that nobody waits for, as of a model that was dropped. Keeps nobody waiting."""
@@ -199,7 +198,7 @@ class WorkerGroup:
                 with suppress(ChannelClosedError):             # it is noticed by who needs the workers next
                     while channel.raw.poll():
                         self._take(rank, channel.receive(), lambda phase: None)
-            self._requests.settle(self.segments)
+            self._requests.remove_answered(self.segments)
         finally:
             self._lock.release()
 

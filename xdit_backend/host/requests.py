@@ -109,8 +109,13 @@ class Requests:
         """Will nobody wait for any of them?"""
         return all(request.claimed for request in self)
 
-    def settle(self, store):
-        """Remove the segments of what every rank has answered from this SegmentStore, and forget what was taken."""
+    def claim(self, numbers):
+        """Nobody will wait for these any more."""
+        for number in numbers:
+            self._open[number].claimed = True
+
+    def remove_answered(self, store):
+        """Remove the segments of what every rank has answered from this SegmentStore, and what was claimed of it."""
         for number, request in list(self._open.items()):
             if not request.unanswered:
                 while request.segments:

@@ -12,15 +12,13 @@ from .launcher import WorkerGroup
 class Workers:
     """The group of these devices. machines, forkserver: WorkerGroup's.
 
-    on_phase(Phase) and check() are WorkerGroup's too; they may be replaced at any time. speeds: of each device,
-    relative, see mesh.paced; the same for all calls of a run. (): alike.
+    on_phase(Phase) and check() are WorkerGroup's too, of all that the workers are asked.
     """
 
-    def __init__(self, devices, machines=None, forkserver=None):
+    def __init__(self, devices, machines=None, forkserver=None, on_phase=lambda phase: None, check=lambda: None):
         self.devices, self._machines, self._forkserver = tuple(devices), machines, forkserver
-        self.on_phase = lambda phase: None
-        self.check = lambda: None
-        self.speeds = ()
+        self.on_phase, self.check = on_phase, check
+        self.speeds: tuple[float, ...] = ()                    # see divide_by
         self.current = None                                    # the last group that was started, and not closed since
         self._is_starting, self._starting = False, threading.RLock()           # by one thread at a time
         self._num_fallbacks = 0                                # ways to join these workers that did not work before
@@ -71,6 +69,11 @@ class Workers:
             return 0.0
         group.receive_pending()
         return group.idle_s
+
+    def divide_by(self, speeds):
+        """From now on, divide work by these speeds of the devices, relative, see mesh.paced; (): all alike.
+        All calls of a run need the same."""
+        self.speeds = tuple(speeds)
 
     def request(self, make_command, segments=(), group=None):
         """{rank: Done} of a command, see WorkerGroup.request.

@@ -104,7 +104,7 @@ class Listener:
                 if session.is_open:                            # a machine in use waits beside it for another group
                     cards = "; ".join(f"{device} {card}, {gigabytes(num_bytes)}"
                                       for device, (card, num_bytes) in session.cards.items())
-                    is_used = session.store_port is not None or lines_of.get(session.name, "").startswith("in use")
+                    is_used = session.is_used or lines_of.get(session.name, "").startswith("in use")
                     lines_of[session.name] = f"{'in use' if is_used else 'joined'}: {cards}"
                     self._absent.pop(session.name, None)
             logs.note_machines([] if self._is_over.is_set()
@@ -115,10 +115,10 @@ class Listener:
             with self._lock:
                 self._sessions = [session for session in self._sessions if session.is_open or not session.ended]
                 free = [session for session in self._sessions if session.name == name and session.is_open
-                        and session.store_port is None]
+                        and not session.is_used]
                 if takes and free:
                     # in use; the newest, since the host may not know yet that others are lost
-                    free[-1].store_port = 0
+                    free[-1].reserve()
                 return free[-1] if free else None
 
         session = found()

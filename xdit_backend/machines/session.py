@@ -38,7 +38,7 @@ class Session:
     """One machine, which takes commands over one link and answers over another.
 
     name: by which a person calls it. cards: {device: (what it is, bytes of memory)}. on_end(): called when it has
-    ended. store_port: of torch's store on the host, once the session has started.
+    ended. store_port: of torch's store on the host, once the session has started; 0 before that, in use.
     """
 
     def __init__(self, name, token, cards, commands, on_end=lambda: None):
@@ -66,6 +66,14 @@ class Session:
         self._replies = replies
         threading.Thread(target=ping, args=(self._commands, self._is_over), daemon=True).start()
         threading.Thread(target=self._listen, daemon=True).start()
+
+    @property
+    def is_used(self):
+        return self.store_port is not None
+
+    def reserve(self):
+        """A group is to start on it: no other may."""
+        self.store_port = 0
 
     def start(self, devices, node, num_nodes, store_port, timeout_s, variables):
         """Have it start its workers. Returns {rank: Channel to it}. devices: of the whole group; its own begin with its

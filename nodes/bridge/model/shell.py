@@ -87,8 +87,8 @@ def load_shell(path, weight_dtype, config):
     remote.memory.check_weights()
     GROUPS.prepare(devices)
     _make_remote(base_model, remote, sources)
-    patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device())
-    patcher.size = remote.memory.model_bytes                   # what ComfyUI is to make room for
+    patcher = ShellPatcher(base_model, load_device, comfy.model_management.unet_offload_device(),
+                           size=remote.memory.model_bytes)     # what ComfyUI is to make room for
     for kind, wrapper in ((WrappersMP.CALC_COND_BATCH, wrappers.calc_cond_batch),
                           (WrappersMP.SAMPLER_SAMPLE, wrappers.sample)):
         patcher.add_wrapper_with_key(kind, KEY, wrapper)

@@ -132,7 +132,7 @@ class PatchwiseSampler:
 
     def _resume(self, index, value):
         """Let a patch go on until it asks for its next prediction, and send that off at once where it may go."""
-        self._noise.patch = index
+        self._noise.begin_turn(index)
         answer = self._tasks[index].switch(value)
         if self._tasks[index].dead:
             self._outputs[index] = answer
@@ -189,7 +189,7 @@ class SharedNoise:
 
     def __init__(self, x, dim, cuts):
         self._x, self._dim, self._cuts = x, dim, cuts
-        self.patch = 0                         # the patch that runs now
+        self._patch = 0                        # the patch that runs now
         self._made = [0] * len(cuts)           # noise samplers made by each patch
         self._samplers = []
 
@@ -205,8 +205,12 @@ class SharedNoise:
             for name, original in originals.items():
                 setattr(k_sampling, name, original)
 
+    def begin_turn(self, patch):
+        """This patch runs until the next turn begins."""
+        self._patch = patch
+
     def _make(self, make, x, *args, **kwargs):
-        patch = self.patch
+        patch = self._patch
         number = self._made[patch]
         self._made[patch] += 1
         if number == len(self._samplers):

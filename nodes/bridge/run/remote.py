@@ -46,8 +46,7 @@ class RemoteModel:
         # how this run is split, in a person's words; None before it
         self.how = None
         self._pipeline = self._schedule = None
-        # of the file's weights, see Models.load; whose patches those are
-        self.changes, self.changes_uuid = {}, None
+        self.changes, self.changes_uuid = {}, None             # see use_changes
 
     def attach(self, modules, weight_sources):
         """The shell's diffusion model is made. modules: as it was made, of modules.remember_modules, to compare with.
@@ -66,13 +65,20 @@ class RemoteModel:
             GROUPS.release(self.devices, self.spec.name, base_model)
             self._set_up(dtype)
 
+    def use_changes(self, changes, uuid=None):
+        """From the next call on, the workers have these changes of the file's weights, see Models.load.
+
+        uuid: of the patches that they are; None: hooks change those of the MODEL for a while.
+        """
+        self.changes, self.changes_uuid = changes, uuid or self.changes_uuid
+
     # --- what placement.py asks ---
 
     def load(self, base_model):
         client = GROUPS.client(self.devices)
         missing = {device: self.bytes_on(device) - self.loaded_on(device) for device in set(self.devices)}
         GROUPS.load_model(client, self.spec, base_model, missing, self.changes)
-        self.memory.weight_bytes = client.models.memory(self.spec.name).weight_bytes
+        self.memory.update(client.models.memory(self.spec.name).weight_bytes)
 
     @property
     def is_loaded(self):
@@ -222,7 +228,7 @@ class RemoteModel:
 
     def predict(self, model_call, calls):
         """The predictions for one or two calls of this model, which are all calls of this step at this time."""
-        GROUPS.client(self.devices).step = _step_of(model_call)
+        GROUPS.client(self.devices).begin_step(_step_of(model_call))
         try:
             return self._predict(model_call, calls)
         finally:

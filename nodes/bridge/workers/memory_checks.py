@@ -36,6 +36,10 @@ class MemoryCheck:
         self.weight_bytes = self._of_ranks(weight_bytes)       # of each rank, until the workers have reported theirs
         self._checked = set()                                  # what of this run has been found to fit
 
+    def update(self, weight_bytes):
+        """The workers have loaded the model. weight_bytes: that each rank holds."""
+        self.weight_bytes = weight_bytes
+
     def weights_on(self, device):
         """Bytes of weights that ranks on this device hold."""
         return sum(size for size, name in zip(self.weight_bytes, self._setup.devices) if name == str(device))
