@@ -17,7 +17,7 @@ import torch
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.net import job_of, net_of
 from ..checkpoints.quantise import TYPES
-from ..checkpoints.shares import is_splittable
+from ..checkpoints.shares import possible_splits
 from ..config import ParallelConfig, resolve_devices
 from ..forecast.choice import candidates, extra_candidates, forecasts
 from ..forecast.files import read_machine
@@ -74,7 +74,7 @@ def main(options):
     machine = read_machine(options.machine) if options.machine else measured(options, compute)
     settings = ParallelConfig(approximate="not allowed" if options.exact else "allowed")
     what = f"{family.name}, {options.size}" + (f", {options.frames} frames" if options.frames > 1 else "")
-    print_plan(net, job, machine, what, settings, functools.partial(is_splittable, model, family.plan),
+    print_plan(net, job, machine, what, settings, functools.partial(possible_splits, model, family.plan),
                usual_branches(config))
 
 
