@@ -141,7 +141,7 @@ class Ranks:
         """The prediction for the whole latent."""
         def run(hooks, exchange):
             context = ForwardContext(inputs, None, Traffic(), range(0), 0, None, exchange=exchange, bands=bands)
-            with exchange.call(context.traffic, is_stale and mode.is_stale, mode.keeps or not is_stale, mode.norms,
+            with exchange.call(context.traffic, is_stale and mode.is_stale, mode.publishes or not is_stale, mode.norms,
                                time):
                 return hooks.run(context)[0]
 
@@ -211,7 +211,7 @@ def measure(options):
     for num_ranks in options.ranks:
         ranks, bands = Ranks(model, num_ranks), cut_bands(options.side, num_ranks, 4)
         for mode, warmup_steps, forecast in itertools.product(options.modes, options.warmup_steps, options.forecast):
-            ranks.begin(forecast if MODES[mode].keeps else 0.0)
+            ranks.begin(forecast if MODES[mode].publishes else 0.0)
 
             def together(step, time, ranks=ranks, mode=mode, bands=bands, warmup_steps=warmup_steps, **inputs):
                 return ranks.predict(step >= max(1, warmup_steps), MODES[mode], bands, time, **inputs)

@@ -97,7 +97,7 @@ class ParallelConfig:
         """Of how many steps stale keys and values are kept: of two, where they are forecast."""
         displaced = MODES.get(self.displaced_mode) if self.mode == "manual" and self.displaced_degree > 1 else None
         # auto chooses none of those
-        frozen = displaced is not None and not (displaced.is_stale and displaced.keeps)
+        frozen = displaced is not None and not (displaced.is_stale and displaced.publishes)
         return 2 if self.forecast_keys_values > 0 and not frozen else 1
 
     @property

@@ -52,7 +52,7 @@ def ours(path, family, storage, compute="float32", quantisation=""):
     latent, timestep, conditioning = asked(family, config)
     conditioning = rounded(conditioning, dtype)
     if family.parts:
-        conditioning |= family.parted([latent, SOUND.to(dtype)], (timestep, timestep), config)[2]
+        conditioning |= family.split_parts([latent, SOUND.to(dtype)], (timestep, timestep), config)[2]
     output, _ = loaded.hooks.run(loaded.context(SINGLE, Traffic(), latent.to(dtype), timestep, conditioning))
     return family.prediction(output, latent).float()
 

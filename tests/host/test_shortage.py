@@ -11,7 +11,7 @@ from tests.models.zoo import example
 from tests.tolerances import within
 from xdit_backend.host.shortage import shortage_words
 from xdit_backend.protocol.errors import WorkerFailedError
-from xdit_backend.worker.engine import ASKED, UNITS, is_shortage
+from xdit_backend.worker.engine import TRIED_TO_ALLOCATE, UNITS, is_shortage
 
 GB = 2 ** 30
 
@@ -49,7 +49,7 @@ def test_nothing_is_reckoned_from_what_is_not_known():
      2.5 * GB),
     ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1", 20 * 2 ** 20)])
 def test_what_was_asked_for_is_read_from_torchs_words(words, num_bytes):
-    error, found = torch.OutOfMemoryError(words), ASKED.search(words)
+    error, found = torch.OutOfMemoryError(words), TRIED_TO_ALLOCATE.search(words)
 
     assert is_shortage(error) and float(found[1]) * UNITS[found[2]] == num_bytes
     assert not is_shortage(RuntimeError("CUDA error: an illegal memory access"))
@@ -63,7 +63,7 @@ def test_a_worker_without_memory_says_so_in_numbers_and_draws_the_next_one(clien
     pids = [int(memory[rank]["pid"]) for rank in (0, 1)]
     worker = psutil.Process(pids[1])
     before = worker.rlimit(resource.RLIMIT_AS)
-    client.step = "step 7 of 20"
+    client.begin_step("step 7 of 20")
     worker.rlimit(resource.RLIMIT_AS, (worker.memory_info().vms + 2 ** 25, before[1]))
     try:
         with pytest.raises(WorkerFailedError, match=r"rank 1 \(cpu\) failed with OutOfMemoryError while computing a "
@@ -72,7 +72,7 @@ def test_a_worker_without_memory_says_so_in_numbers_and_draws_the_next_one(clien
             client.predict(spec_of("SD3"), layout(cfg=2), 4, [call_of(one), call_of(large)])
     finally:
         worker.rlimit(resource.RLIMIT_AS, before)
-        client.step = ""
+        client.begin_step("")
 
     results = client.predict(spec_of("SD3"), layout(cfg=2), 4, [call_of(one)] * 2)
     for result in results:

@@ -260,7 +260,7 @@ def test_weight_dtypes_equal_native_ksampler(comfyui, kind, weight_dtype, dtype)
 @pytest.mark.parametrize("weight_dtype", ["default", "fp32", "bf16", "fp8_e4m3fn"])
 def test_a_float8_file_equals_native_ksampler(comfyui, weight_dtype):
     """Files in which every tensor is float8, as they are published, whatever the weights are then held in."""
-    dtype = comfyui.shell.WEIGHT_DTYPES[weight_dtype]
+    dtype = comfyui.detection.WEIGHT_DTYPES[weight_dtype]
     path = comfyui.base / "diffusion_models" / comfyui.file("sd35", dtype=torch.float8_e4m3fn)
     import comfy.sd
     native = comfy.sd.load_diffusion_model(str(path), model_options={} if dtype is None else {"dtype": dtype})
@@ -277,7 +277,7 @@ def test_float8_halves_the_workers_memory(comfyui):
     for weight_dtype in ("bf16", "fp8_e4m3fn"):
         model = comfyui.ours("sd3", comfyui.config("cpu,cpu"), weight_dtype)
         comfyui.sample(model, "sd3", steps=1)
-        weights[weight_dtype] = sum(comfyui.groups.client(("cpu", "cpu")).models.residence(
+        weights[weight_dtype] = sum(comfyui.groups.client(("cpu", "cpu")).models.memory(
             model.model.remote.spec.name).weight_bytes)
         assert model.model_size() == weights[weight_dtype]
 

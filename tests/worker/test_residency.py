@@ -150,7 +150,7 @@ def carry_out_in_step(rank, world_size, commands):
     torch.set_grad_enabled(False)
     numbers = []
     for command in commands:
-        numbers.append(engine.carry_out(command))
+        numbers.append(engine.execute(command))
         dist.barrier()
     return numbers
 

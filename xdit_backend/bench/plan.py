@@ -17,7 +17,7 @@ import torch
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.net import job_of, net_of
 from ..checkpoints.quantise import TYPES
-from ..checkpoints.shares import is_splittable
+from ..checkpoints.shares import possible_splits
 from ..config import ParallelConfig, resolve_devices
 from ..forecast.choice import candidates, extra_candidates, forecasts
 from ..forecast.files import read_machine
@@ -74,7 +74,7 @@ def main(options):
     machine = read_machine(options.machine) if options.machine else measured(options, compute)
     settings = ParallelConfig(approximate="not allowed" if options.exact else "allowed")
     what = f"{family.name}, {options.size}" + (f", {options.frames} frames" if options.frames > 1 else "")
-    print_plan(net, job, machine, what, settings, functools.partial(is_splittable, model, family.plan),
+    print_plan(net, job, machine, what, settings, functools.partial(possible_splits, model, family.plan),
                usual_branches(config))
 
 
@@ -120,12 +120,12 @@ def measured(options, dtype):
                else measurements.stored_machine(options.measurements, devices, dtype))
     if machine is not None:
         return machine
-    client = Client(devices)
 
-    def tell(phase):
+    def show(phase):
         words = f"{phase.text} {phase.done} of {phase.total}" if phase.total else phase.text
         print("\r" + words.ljust(70), end="", file=sys.stderr)
-    client.workers.on_phase = tell
+
+    client = Client(devices, on_phase=show)
     try:
         machine = measurements.measure(client, dtype)
     finally:

@@ -16,7 +16,7 @@ from ..protocol.specs import ModelSpec
 from ..vocabulary.family import Family
 from ..vocabulary.unet import publishers_names
 from . import gguf
-from .folder import Folder, read_folder
+from .folder import Folder, extra_parts, read_folder
 from .meta_model import meta_model
 from .recognise import class_name, recognise
 from .safetensors_header import read_safetensors
@@ -144,15 +144,6 @@ def open_checkpoint(path):
                   scales={key: (scale, math.prod(shapes[scale])) for key, scale in scales.items()})
 
 
-def files_of(path):
-    """The files that are read of a model: itself, or those of a diffusers folder.
-    Raises CheckpointError where a folder is none."""
-    if not os.path.isdir(path):
-        return [str(path)]
-    folder = folder_of(path)
-    return [*map(str, folder.config_files), *map(str, folder.files)]
-
-
 def state_of(files):
     """8 digits that change when any of these files changes on disk."""
     return _digest([(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files])
@@ -184,20 +175,8 @@ def _read_gguf(path):
                   stored={key: stored[prefix + key] for key in ours})
 
 
-def folder_of(path):
-    """The Folder at a path, with the parts that a family reads beside its model.
-    Raises CheckpointError where it is none."""
-    return read_folder(path, tuple(_extra_parts()))
-
-
-def _extra_parts():
-    """{a part of a folder that belongs to a family's model:
-    a function of a tensor's name there -> its name here, or None}"""
-    return {part: name_of for family in FAMILIES.values() for part, name_of in family.extra_parts.items()}
-
-
 def _read_folder(path):
-    names, folder = _extra_parts(), folder_of(path)
+    names, folder = extra_parts(), read_folder(path)
     is_unet, renamed, tensors = class_name(folder.config) == UNET, {}, {}
     for file in map(str, folder.files):
         read = read_safetensors(file)[0]

@@ -136,7 +136,7 @@ def _converted(tensors, checkpoint, packed):
         converted[name] = how.take(tensors[how.source])
         if how.num_scales:
             scale = scales[how.source]
-            # A tensor of its own for each part of a fused weight: a module's buffers are told apart by what they are.
+            # A tensor of its own for each part of a fused weight: a module's buffers are told apart by identity.
             converted[f"{name.removesuffix('weight')}weight_scale"] = (
                 scale.view_as(scale) if how.num_scales == 1 else how.take(scale))
     return converted

@@ -23,10 +23,20 @@ def is_installed(type_):
     return importlib.util.find_spec(PACKAGES[type_]) is not None
 
 
-def check_package(type_):
-    """Raise ConfigError where the package that makes this type is not installed."""
-    if not is_installed(type_):
-        raise ConfigError(_what_to_install(type_))
+def quantisation_of(weight_dtype, checkpoint):
+    """A key of TYPES where linear layers of a checkpoint are to be quantised when they are loaded, else "".
+
+    Raises ConfigError where they are quantised already, or the package for it is missing."""
+    if weight_dtype not in TYPES:
+        return ""
+    if checkpoint.quantised:
+        types = sorted({checkpoint.dtypes[name] for name in checkpoint.quantised})
+        raise ConfigError(f"weight_dtype {weight_dtype} would quantise {checkpoint.name} a second time: its weights "
+                          f"are {' and '.join(types)} already. Set weight_dtype to default, which leaves them so, or "
+                          f"use the bf16 or fp16 file of the same model.")
+    if not is_installed(TYPES[weight_dtype]):
+        raise ConfigError(_what_to_install(TYPES[weight_dtype]))
+    return weight_dtype
 
 
 def quantised(weight, type_):

@@ -108,12 +108,12 @@ def _check_stored(splits, degree):
                            f"in bf16, fp16, fp8{', int8 or Q8_0' if fits(degree, SMALLEST_BLOCK) else ' or int8'}.")
 
 
-def is_splittable(model, plan, degree=1):
-    """Can layers of this model be split by this degree? As tensor_splits, which says why not."""
+def possible_splits(model, plan, degree=1):
+    """As tensor_splits; {} where layers of this model cannot be split by this degree."""
     try:
-        return bool(tensor_splits(model, plan, degree))
+        return tensor_splits(model, plan, degree)
     except UnsupportedError:
-        return False
+        return {}
 
 
 def _block_splits(block, plan):

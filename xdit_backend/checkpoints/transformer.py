@@ -9,6 +9,7 @@ import json
 import torch
 
 from ..protocol.errors import CheckpointError
+from .shares import tensor_splits
 
 
 def model_config(checkpoint):
@@ -60,13 +61,13 @@ def build(family, config):
     return model
 
 
-def held_bytes(model, family, spec, splits={}):
-    """Bytes that a rank with all blocks holds of parameters and buffers. The model may be on the meta device.
-
-    splits: of spec.tensor_degree's, whose first rank, which has most, is asked about.
-    """
+def held_bytes(model, family, spec):
+    """Bytes that a rank with all blocks holds of parameters and buffers: the first of tensor ranks, which has most.
+    The model may be on the meta device."""
+    tensors = held(model, family, spec)
+    splits = tensor_splits(model, family.plan, spec.tensor_degree) if spec.tensor_degree > 1 else {}
     return round(sum(tensor.numel() * dtype.itemsize * (splits[name].share(spec.tensor_degree) if name in splits else 1)
-                     for name, tensor, dtype in held(model, family, spec)))
+                     for name, tensor, dtype in tensors))
 
 
 def block_bytes(model, family, spec):

@@ -93,7 +93,7 @@ def wait_timeout_s():
 
 def group_timeout():
     """The time-out that every group is made with, since torch's own for NCCL is ten minutes,
-    for each group that is not told."""
+    for each group that is not given one."""
     return datetime.timedelta(seconds=max(MIN_GROUP_TIMEOUT_S, wait_timeout_s()))
 
 

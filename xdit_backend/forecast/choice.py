@@ -145,8 +145,8 @@ def fits_stages(net, degrees, needed, memory_bytes):
     beside = needed.activations + net.outside_bytes
     if degrees.pipefusion == 1 or degrees.warmup_by_sequence:
         return needed.total <= USABLE_MEMORY * min(memory_bytes)
-    rooms = [USABLE_MEMORY * size - beside for size in memory_bytes]
-    return min(rooms) > 0 and (needed.total - beside) * degrees.pipefusion <= sum(rooms)
+    free_bytes = [USABLE_MEMORY * size - beside for size in memory_bytes]
+    return min(free_bytes) > 0 and (needed.total - beside) * degrees.pipefusion <= sum(free_bytes)
 
 
 def speeds_of(devices):

@@ -201,10 +201,10 @@ def tensor_degrees(net):
 
 def _weights_fit(stages, net, device_bytes):
     """Do the weights fit on these stages? Blocks go where there is room for them."""
-    rooms = [FULL * min(size for rank, size in enumerate(device_bytes) if stage_of(rank, stages) == stage)
+    free_bytes = [FULL * min(size for rank, size in enumerate(device_bytes) if stage_of(rank, stages) == stage)
              - net.outside_bytes
              for stage in range(stages.pipefusion_degree)]
-    return min(rooms) > 0 and net.held_bytes - net.outside_bytes <= sum(rooms)
+    return min(free_bytes) > 0 and net.held_bytes - net.outside_bytes <= sum(free_bytes)
 
 
 # --- the choice by forecast ---

@@ -167,10 +167,10 @@ class UNetHooks:
             split, width = running.split, key.shape[2] // running.split.size
             key, value = keys_and_values(key, value, [size * width for size in split.sizes], split.exchange, split.key)
         if running.operation == "scores":
-            self._tell_scores(query, key)
+            self._write_scores(query, key)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
 
-    def _tell_scores(self, query, key):
+    def _write_scores(self, query, key):
         """What share of it each key gets from this rank's queries."""
         shares = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
         rank = 0 if self._context.bands is None else self._context.exchange.rank

@@ -185,7 +185,7 @@ class GiveBack:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Abandon:
+class Abort:
     """Nobody waits for this LoadModel (a DropModel follows), Decode or Encode any more.
     It overtakes the commands before it."""
 
@@ -277,7 +277,7 @@ class Failed:
 MESSAGES = {cls.__name__: cls for cls in (
     LoadModel, DropModel, ChangeWeights, ReturnWeights, ParkModel, RestoreModel, Conditioning, DropConditioning,
     Predict, LoadAutoencoder,
-    Estimate, Decode, Encode, Probe, ReportMemory, GiveBack, Abandon, Stop, Ready, StartFailed, Phase, Heartbeat, Done,
+    Estimate, Decode, Encode, Probe, ReportMemory, GiveBack, Abort, Stop, Ready, StartFailed, Phase, Heartbeat, Done,
                                           Failed)}
 
 

@@ -36,7 +36,7 @@ def main():
     channel.send(json.dumps({"why_not": why_not}).encode())
     started = {}                                               # process number -> Popen, or None of what was forked
     while os.getppid() == host:
-        if not select.select([channel], [], [], torchrun.LOOK_S)[0]:
+        if not select.select([channel], [], [], torchrun.POLL_S)[0]:
             _forget_ended(started)
             continue
         body, files, _, _ = socket.recv_fds(channel, MAX_BYTES, 1)

@@ -154,7 +154,7 @@ class Predictions:
 
     def _tell(self, command, start, end, waits, traffic):
         """Put a step, and what it waited for, into the timeline.
-        Exchanges over NCCL are the device's own work, and not told apart."""
+        Exchanges over NCCL are the device's own work, and not counted apart."""
         step = {"time": map_segment(command.branches[0].timestep).flatten()[0].item(),
                 "first_row": command.patch.start if command.patch else 0}
         self._timeline.add("patch" if command.patch else "whole", start, end, **step)
@@ -198,7 +198,7 @@ class Predictions:
             return None
         if conditioning in self._exchanges and (command.keep or command.stale):
             return self._exchanges[conditioning]
-        forecast = command.forecast if MODES[command.displaced_mode].keeps else 0.0        # what is frozen goes nowhere
+        forecast = command.forecast if MODES[command.displaced_mode].publishes else 0.0    # what is frozen goes nowhere
         exchange = Exchange(mesh.displaced_group, mesh.degrees["displaced"], mesh.ranks["displaced"], forecast=forecast)
         if command.keep:
             self._exchanges[conditioning] = exchange
@@ -281,7 +281,7 @@ def _call(exchange, command, branch, traffic):
     """One call of a model, as the command's mode has the ranks tell each other."""
     mode = MODES[command.displaced_mode]
     is_stale = command.stale and mode.is_stale
-    return exchange.call(traffic, is_stale, command.keep and (mode.keeps or not is_stale), mode.norms,
+    return exchange.call(traffic, is_stale, command.keep and (mode.publishes or not is_stale), mode.norms,
                          map_segment(branch.timestep).max().item())
 
 

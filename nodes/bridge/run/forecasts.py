@@ -12,7 +12,7 @@ from .step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
-MISSED = 0.25                              # by how much a run's time may differ from its forecast and not be logged
+MAX_DEVIATION = 0.25                       # by how much a run's time may differ from its forecast and not be logged
 
 
 class Forecasts:
@@ -75,7 +75,7 @@ class Forecasts:
         forecast_s, measured_s = chosen.seconds, timed.seconds or elapsed_s
         if timed.seconds:
             self._measured[timed.job, chosen.degrees] = timed.seconds
-        if abs(measured_s / forecast_s - 1) > MISSED:
+        if abs(measured_s / forecast_s - 1) > MAX_DEVIATION:
             log.info("the forecast of %s was %.1f s (%s), and the run took %.1f s (%s)", how, forecast_s, ", ".join(
                 f"{cause} {seconds:.1f} s" for cause, seconds in chosen.causes.items()), measured_s, timed.split())
         if timed.seconds and chosen.is_independent and len(set(self._cards)) == 1:

@@ -8,7 +8,7 @@ import torch
 
 from ....xdit_backend.forecast.cost import Job
 from ....xdit_backend.forecast.memory import Memory, rank_memory, working_share
-from ....xdit_backend.forecast.memory_check import DeviceMemory, Latents, Remedies, check_memory
+from ....xdit_backend.forecast.memory_check import DeviceMemory, Hints, Latents, check_memory
 from ....xdit_backend.forecast.planner import (
     USUAL_JOB,
     degrees_of,
@@ -33,8 +33,12 @@ class MemoryCheck:
     def __init__(self, setup, weight_bytes, exchanged_bytes, lighter_bytes):
         self._setup, self._exchanged_bytes, self._lighter_bytes = setup, exchanged_bytes, lighter_bytes
         self.model_bytes = weight_bytes
-        self.weight_bytes = self._of_ranks(weight_bytes)       # of each rank, until the workers have told theirs
+        self.weight_bytes = self._of_ranks(weight_bytes)       # of each rank, until the workers have reported theirs
         self._checked = set()                                  # what of this run has been found to fit
+
+    def update(self, weight_bytes):
+        """The workers have loaded the model. weight_bytes: that each rank holds."""
+        self.weight_bytes = weight_bytes
 
     def weights_on(self, device):
         """Bytes of weights that ranks on this device hold."""
@@ -55,7 +59,7 @@ class MemoryCheck:
         setup = self._setup
         check_memory(f"{setup.family.title} over {len(setup.devices)} device{'s' if len(setup.devices) > 1 else ''}",
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes)),
-                     Remedies(self._spread(Job(1, 0, 1)), self._lighter))
+                     Hints(self._spread(Job(1, 0, 1)), self._lighter))
 
     def check_run(self, shape, conditioning, num_images, branches, layout):
         """Refuse a run that cannot fit, once for all its calls.
@@ -88,7 +92,7 @@ class MemoryCheck:
         check_memory(f"This run ({describe_layout(layout)})",
                      DeviceMemory(setup.devices, setup.device_bytes, self._added(self.weight_bytes), num_here,
                                   available_memory()[0]),
-                     Remedies(self._spread(job(num_images, sizes)), self._lighter, other_settings),
+                     Hints(self._spread(job(num_images, sizes)), self._lighter, other_settings),
                      Latents(needed, num_images, sizes, setup.family.pixels(setup.transformer_config)[1:]))
         self._checked.add(key)
 

@@ -62,6 +62,13 @@ class Run:
         return (f"step {self.step} of {self.num_steps}, {self.seconds_per_step:.2f} s a step, "
                 f"{(self.num_steps - self.step) * self.seconds_per_step:.0f} s left, {self.how}")
 
+    def end(self, error=None):
+        """It is over. error: what has ended it before its last step."""
+        self.state = "done" if error is None else _state_after(error)
+        self.error = str(error) if self.state == "failed" else ""
+        self.update_from_remote()
+        self.remote, self.ended_s = None, time.perf_counter()
+
     @property
     def ended_words(self):
         """What the node shows in place of the progress of a run that was cancelled or failed."""
@@ -95,14 +102,18 @@ class Runs:
                               time.perf_counter(), remote, dtype=remote.spec.compute_dtype, mode=remote.config.mode)
         try:
             yield run
-            run.state = "done"
         except BaseException as error:
-            run.state = _state_after(error)
-            run.error = "" if run.state == "cancelled" else str(error)
+            run.end(error)
             raise
+        else:
+            run.end()
         finally:
-            run.update_from_remote()
-            run.remote, run.ended_s, self.phase = None, time.perf_counter(), {}
+            self.phase = {}
+
+    def count(self, run, step):
+        """So many steps of a run are done. Returns what the node is to show, see Run.count."""
+        self.phase = {}                                        # what came before the steps is over
+        return run.count(step)
 
     def vae(self, devices):
         """A decode or encode begins. It belongs to the run before it; where there is none, it is one itself."""
