@@ -9,7 +9,7 @@ from ..forecast.cost import Job, Net
 from ..partition import cut_bands, halved, level_of, slot_bytes, summed_modules
 from ..vocabulary.family import Family
 from .shares import is_splittable, tensor_splits
-from .transformer import block_bytes, build, held_bytes
+from .transformer import block_bytes, block_sizes, build, held_bytes
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
 
@@ -85,9 +85,10 @@ def _sums(model, plan, joint, num_blocks):
 
 
 def _held_as(net, model, family, spec):
-    weights = held_bytes(model, family, spec)
+    weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)
     return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize, weight_bytes=float(weights),
-                   outside_bytes=float(weights - sum(block_bytes(model, family, spec))))
+                   outside_bytes=float(weights - sum(of_blocks)), block_bytes=tuple(map(float, of_blocks)),
+                   block_costs=tuple(size * share for size, share in block_sizes(model, family)))
 
 
 def _matrix_elements(block, once):

@@ -21,6 +21,7 @@ READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero
 ANSWERED = {"_local_scalar_dense": 1, "equal": True, "is_nonzero": True}
 ATTENTIONS = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
               "_scaled_dot_product_cudnn_attention"}
+BY_PLACES = {"index", "index_put", "index_put_"}          # which read a mask to know how many places it has
 OURS = f"{os.sep}xdit_backend{os.sep}", f"{os.sep}diffusers{os.sep}"
 HERE = os.path.dirname(os.path.abspath(__file__))
 MIXED = "two different devices", "Device Propagation"          # torch's words for operands on unlike devices
@@ -57,10 +58,12 @@ class DeviceWork(TorchDispatchMode):
         if not any(isinstance(tensor, FakeTensor) for tensor in given) and not _goes_to_cuda(kwargs):
             with unset_fake_temporarily():                     # the host's own numbers stay numbers
                 return func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
-        if name in READS and any(tensor.is_cuda for tensor in given):
+        reads = name in READS or (name in BY_PLACES and any(_is_mask(place) for place in args[1]))
+        if reads and any(tensor.is_cuda for tensor in given):
             self.waits[f"{name} at {line_at()}"] += 1
             if name in ANSWERED:
                 return ANSWERED[name]
+            func, args, kwargs = _as_if_all_were_true(func, args, kwargs)
         made = self._run(func, args, kwargs, given)
         outputs = tensors_in(made)
         if name in ("_to_copy", "copy_"):
@@ -122,6 +125,27 @@ class DeviceWork(TorchDispatchMode):
 
 def tensors_in(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_mask(place):
+    return place is not None and place.dtype in (torch.bool, torch.uint8)
+
+
+def _as_if_all_were_true(func, args, kwargs):
+    """An operator whose result's shape depends on numbers, where nothing is masked."""
+    name = func.overloadpacket.__name__
+    if name == "nonzero":
+        return torch.ops.aten.empty.memory_format, ((args[0].numel(), args[0].ndim),), {"dtype": torch.int64,
+                                                                                       "device": args[0].device}
+    if name == "masked_select":
+        return torch.ops.aten.view.default, (args[0], (-1,)), {}
+    if name not in BY_PLACES:
+        return func, args, kwargs
+    places = []
+    for place in args[1]:
+        places += ([torch.empty(place.numel(), dtype=torch.int64, device=place.device)] * place.ndim if _is_mask(place)
+                   else [place])
+    return func, (args[0], places, *args[2:]), kwargs
 
 
 def _goes_to_cuda(kwargs):

@@ -84,11 +84,12 @@ class CudaFunctions(TorchFunctionMode):
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
-def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
     """By the kernel that torch takes on such a device: flash attention in 16 bits without a mask, else the
     memory-efficient one."""
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    scale, repeats = more.get("scale"), query.shape[-3] // key.shape[-3]
+    if more.get("enable_gqa") and repeats > 1:
+        key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
     if query.ndim == 3:
         return _attention(query[None], key[None], value[None], attn_mask, scale=scale)[0]
     if attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= 256:

@@ -6,16 +6,13 @@ written for: of Flux.1 dev, Flux.2 dev, Qwen-Image, Z-Image, Wan 2.1 14B, Hunyua
 are those of their publishers' config.json.
 """
 
-import dataclasses
 import functools
 import inspect
-import math
 from dataclasses import dataclass, field
 
 import torch
 
 from ..checkpoints.packed import SCALED, block_of
-from ..checkpoints.quantise import PACKAGES
 from ..checkpoints.transformer import build
 from ..models import FAMILIES
 from ..protocol.specs import ModelSpec
@@ -25,7 +22,7 @@ from ..vocabulary.family import Family
 @dataclass(frozen=True)
 class Published:
     """A published model. frames: of the picture or video that is usual. tokens: of text. branches: of guidance, 1 where
-    it is built in. given: what diffusers' class has no such default of. more: other conditioning, {name: shape}."""
+    it is built in. given: what diffusers' class has no such default of."""
 
     family: str
     size: tuple[int, int] = (1024, 1024)   # columns and rows of pixels
@@ -33,7 +30,6 @@ class Published:
     tokens: int = 512
     branches: int = 2
     given: dict = field(default_factory=dict)
-    more: dict = field(default_factory=dict)
 
     @property
     def config(self):
@@ -45,6 +41,10 @@ class Published:
         return {name: parameter.default for name, parameter in parameters.items() if name != "self"} | settings | {
             name: rule for name, rule in family.config.rules.items() if not callable(rule)} | self.given
 
+    def checkpoint(self, name, type_="BF16"):
+        """The Unwritten of it. type_: of its weights."""
+        return Unwritten(name, FAMILIES[self.family], self.config, type_)
+
 
 WAN_14B = {"text_dim": 4096, "ffn_dim": 13824, "num_layers": 40}
 SDXL_BASE = {
@@ -55,21 +55,21 @@ SDXL_BASE = {
     "transformer_layers_per_block": (1, 2, 10), "class_embed_type": "projection",
     "projection_class_embeddings_input_dim": 2816}
 PUBLISHED = {
-    "flux.1-dev": Published("Flux.1", branches=1, given={"guidance_embeds": True}, more={"y": (768,)}),
+    "flux.1-dev": Published("Flux.1", branches=1, given={"guidance_embeds": True}),
     "flux.2-dev": Published("Flux.2", branches=1),
     "qwen-image": Published("Qwen-Image", (1328, 1328), tokens=128),
     "z-image": Published("Z-Image", branches=1, tokens=128),
     "sd3.5-large": Published("SD3", tokens=333, given={
         "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
-        "qk_norm": "rms_norm"}, more={"y": (2048,)}),
-    "sdxl": Published("SDXL", tokens=77, given=SDXL_BASE, more={"y": (2816,)}),
+        "qk_norm": "rms_norm"}),
+    "sdxl": Published("SDXL", tokens=77, given=SDXL_BASE),
     "wan2.1-14b-480p": Published("Wan", (832, 480), 81, given=WAN_14B),
     "wan2.1-14b-720p": Published("Wan", (1280, 720), 81, given=WAN_14B),
     "wan2.2-i2v-14b-480p": Published("Wan", (832, 480), 81, given=WAN_14B | {"in_channels": 36}),
     "wan2.2-i2v-14b-720p": Published("Wan", (1280, 720), 81, given=WAN_14B | {"in_channels": 36}),
     "hunyuanvideo-1.5": Published("HunyuanVideo 1.5", (1280, 720), 121, tokens=1000),
     "ltx-2": Published("LTX-2", (1280, 704), 121, tokens=1024, given={
-        "use_prompt_embeddings": True, "_text_width": 7680}, more={"audio": (8, 126, 16)}),
+        "use_prompt_embeddings": True, "_text_width": 7680}),
 }
 
 
@@ -81,6 +81,7 @@ class Unwritten:
     nn.Linear that can be are of it, and the rest is BF16. Names are diffusers'.
     """
 
+    name: str
     family: Family
     config: dict
     type_: str = "BF16"
@@ -121,5 +122,5 @@ class Unwritten:
         return tensors
 
     def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation=""):
-        return ModelSpec(self.family.name, self.family.name, "", storage_dtype, compute_dtype, stages, tensor_degree,
+        return ModelSpec(self.name, self.family.name, "", storage_dtype, compute_dtype, stages, tensor_degree,
                          quantisation)

@@ -3,8 +3,8 @@ Used by bench size and by tests.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from ..checkpoints.packed import packed_weights, set_packed_parameters
 from ..checkpoints.shares import narrow, tensor_splits
 from ..checkpoints.transformer import block_bytes, block_sizes, build, held
 from ..distributed.collectives import Traffic
+from ..forecast.planner import choose_num_patches, warmup_layout
 from ..hooks.transformer import Hooks
 from ..hooks.unet import UNetHooks
 from ..partition import cut_patches, split_stages, stage_blocks, stage_of
@@ -27,19 +28,23 @@ from ..worker.timeline import Timeline
 from .device_work import DeviceWork
 from .pretended import CUDA, pretended_cuda, pretended_group
 
+SIGMAS = 0.9, 0.8                          # of the two steps; keys and values are forecast between unlike ones
+
 
 @dataclass(frozen=True)
 class Run:
     """A step of sampling. shape: of the latents of one branch, (B, C, H, W) or (B, C, F, H, W). conditioning: {name:
     shape, with its batch}; a name that ends in "mask" is of whole numbers. call_conditioning: the same, of each call
-    alone. branches: of guidance. num_patches: of PipeFusion. cached_steps: 2 where keys and values are forecast."""
+    alone. branches: of guidance. num_patches: of PipeFusion;
+    0: two a stage. forecast: of keys and values, as
+    messages.Predict's."""
 
     shape: tuple[int, ...]
     conditioning: dict[str, tuple[int, ...]]
-    branches: int = 1
-    num_patches: int = 4
     call_conditioning: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    cached_steps: int = 1
+    branches: int = 1
+    num_patches: int = 0
+    forecast: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,10 +100,20 @@ def count(checkpoint, spec, layout, rank, run, memory=()):
 
 
 def world_size_of(layout):
-    product = 1
-    for each in dataclasses.fields(Layout):
-        product *= getattr(layout, each.name)
-    return product
+    """Ranks that work under a Layout."""
+    return math.prod(getattr(layout, each.name) for each in dataclasses.fields(Layout))
+
+
+def stage_ranks(checkpoint, spec, layout, memory=()):
+    """The first rank of a layout, the last, and the first of those that hold most weights. memory: as count's."""
+    last = world_size_of(layout) - 1
+    ranks = {0, last}
+    if spec.stages is not None and not spec.stages.every_block:
+        model, _ = outline(checkpoint, spec)
+        sizes = block_bytes(model, checkpoint.family, spec)
+        ranks.add(max(range(last + 1), key=lambda rank: sum(
+            sizes[block] for block in own_blocks(model, checkpoint.family, spec, rank, memory))))
+    return sorted(ranks)
 
 
 def outline(checkpoint, spec):
@@ -173,12 +188,12 @@ def _count(loaded, spec, layout, run, world_size, work, weight_bytes):
         predictions.keep_conditioning(command, Traffic())
     for command in calls.first_step():
         predictions.predict(command, Traffic())
-    peak_bytes, kept_bytes = work.peak_bytes, work.held_bytes
+    peak_bytes = work.peak_bytes
     work.start_over()
     traffic = Traffic()
     for command in calls.next_step():
         predictions.predict(command, traffic)
-    return Counted(weight_bytes, kept_bytes, max(peak_bytes, work.peak_bytes), work.flops, work.attention_flops,
+    return Counted(weight_bytes, work.held_bytes, max(peak_bytes, work.peak_bytes), work.flops, work.attention_flops,
                    traffic.sent_bytes, traffic.num_exchanges, work.kernels, work.moved_bytes, dict(work.waits),
                    dict(work.mixed), dict(work.names))
 
@@ -193,7 +208,7 @@ class _Calls:
     run: Run
     memory: HostMemory
     num_requests: int = 0
-    _branches: Any = None
+    sigma: float = 1.0
 
     @property
     def are_apart(self):
@@ -224,15 +239,19 @@ class _Calls:
             yield messages.Conditioning(self._request(), name, tensors)
 
     def first_step(self):
-        from ..forecast.planner import warmup_layout
+        self.sigma = SIGMAS[0]
         layout = self.layout if self.spec.stages is None else warmup_layout(self.layout, self.spec.stages)
         yield self._predict(None, 0, keep=self.keeps, layout=layout)
 
     def next_step(self):
+        self.sigma = SIGMAS[1]
         if self.layout.pipefusion_degree == 1:
             yield self._predict(None, 0, keep=self.keeps, stale=self.layout.displaced_degree > 1)
             return
-        for patch, rows in cut_patches(self.run.shape, self.loaded.family.latent.patch, self.run.num_patches):
+        axes = self.loaded.family.latent.patch
+        count = choose_num_patches(self.run.num_patches, self.layout.pipefusion_degree, self.run.shape, axes,
+                                   self.layout.ring_degree * self.layout.ulysses_degree)
+        for patch, rows in cut_patches(self.run.shape, axes, count):
             yield self._predict(patch, rows)
 
     def _predict(self, patch, rows, layout=None, **fields):
@@ -240,13 +259,14 @@ class _Calls:
         if patch is not None:
             shape[patch.dim] = rows
         branches = [self._branch(name, shape) for name in self.names]
-        return messages.Predict(self._request(), self.spec.name, layout or self.layout, branches, patch, **fields)
+        return messages.Predict(self._request(), self.spec.name, layout or self.layout, branches, patch,
+                                forecast=self.run.forecast if self.keeps else 0.0, **fields)
 
     def _branch(self, name, shape):
         latent = self.memory.share(torch.zeros(shape, dtype=torch.float32))
         family, config = self.loaded.family, self.loaded.transformer.config
         written = self.memory.share(torch.zeros(shape[0], family.num_channels(config), *shape[2:]))
-        timestep = self.memory.share(torch.full((shape[0],), 0.7 * family.time_scale))
+        timestep = self.memory.share(torch.full((shape[0],), self.sigma * family.time_scale))
         here = {key: self.memory.share(torch.ones(self.sized(given))) for key, given in
                 self.run.call_conditioning.items()}
         parts = {key: self.memory.share(torch.zeros(self.sized(self.run.call_conditioning[key])))
