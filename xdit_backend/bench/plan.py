@@ -66,7 +66,7 @@ def main(options):
     quantisation = options.weight_dtype if options.weight_dtype in TYPES else ""
     model = header.meta_model(quantisation)
     config = header.config
-    storage = "bfloat16" if quantisation else WEIGHT_TYPES.get(options.weight_dtype) or _most_common(header)
+    storage = "bfloat16" if quantisation else WEIGHT_TYPES.get(options.weight_dtype) or most_common(header)
     compute = "bfloat16" if storage.startswith("float8") else storage
     net = net_of(family, config, header.spec(storage, compute, quantisation=quantisation), model)
     job = job_of(family, net, _latent_shape(family, config, *job_shape, options),
@@ -138,10 +138,7 @@ def measured(options, dtype):
 
 def _checked(options):
     """(columns, rows) of the picture. Raises ConfigError for what cannot be meant."""
-    found = re.fullmatch(r"(\d+)x(\d+)", options.size.strip().lower())
-    if not found or not all(8 <= int(side) <= MAX_PIXELS for side in found.groups()):
-        raise ConfigError(f"--size {options.size}: give width and height in pixels, such as 1024x1024, from 8 to "
-                          f"{MAX_PIXELS}.")
+    size = picture_size(options.size)
     for name, most in (("frames", 10000), ("steps", MAX_STEPS), ("branches", 2), ("batch", 4096), ("text", 10 ** 6)):
         value = getattr(options, name)
         if not 1 <= value <= most:
@@ -149,10 +146,20 @@ def _checked(options):
     if not options.model.exists():
         raise ConfigError(f"{options.model}: there is no such file or folder. Give a safetensors file, or a diffusers "
                           f"folder.")
+    return size
+
+
+def picture_size(text):
+    """(columns, rows) that --size says. Raises ConfigError for what cannot be meant."""
+    found = re.fullmatch(r"(\d+)x(\d+)", text.strip().lower())
+    if not found or not all(8 <= int(side) <= MAX_PIXELS for side in found.groups()):
+        raise ConfigError(f"--size {text}: give width and height in pixels, such as 1024x1024, from 8 to "
+                          f"{MAX_PIXELS}.")
     return tuple(map(int, found.groups()))
 
 
-def _most_common(header):
+def most_common(header):
+    """The type that most of its weights have, by torch's name."""
     counts = collections.Counter(IN_FILES[dtype] for dtype in header.dtypes.values() if dtype in IN_FILES)
     if not counts:
         raise ConfigError(f"{header.path}: its weights are {', '.join(sorted(set(header.dtypes.values())))}. Say how "

@@ -9,7 +9,7 @@ from ..forecast.cost import Job, Net
 from ..partition import cut_bands, halved, level_of, slot_bytes, summed_modules
 from ..vocabulary.family import Family
 from .shares import possible_splits
-from .transformer import block_bytes, build, held_bytes
+from .transformer import block_bytes, block_sizes, build, held_bytes
 
 OF_TEXT = ("attn2.to_k", "attn2.to_v")                         # cross-attention's, which image tokens do not pass
 
@@ -37,9 +37,10 @@ def net_of(family: Family, config, spec=None, model=None):
               text_once=True, branches_apart=True, sums=_sums(model, family.plan, joint, num_blocks))
     if spec is None:
         return net
-    in_blocks, weights = sum(block_bytes(model, family, spec)), held_bytes(model, family, spec)
+    weights, of_blocks = held_bytes(model, family, spec), block_bytes(model, family, spec)
     return replace(net, element_bytes=getattr(torch, spec.compute_dtype).itemsize, weight_bytes=float(weights),
-                   outside_bytes=float(weights - in_blocks))
+                   outside_bytes=float(weights - sum(of_blocks)), block_bytes=tuple(map(float, of_blocks)),
+                   block_costs=tuple(size * share for size, share in block_sizes(model, family)))
 
 
 def job_of(family, net, shape, conditioning, steps, branches=1):

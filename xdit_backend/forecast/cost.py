@@ -35,6 +35,9 @@ class Net:
     weight_bytes: float = 0.0              # of all parameters, as they are held; 0: as hidden states
     outside_bytes: float = 0.0             # of them, what every stage holds: those outside the blocks
     sums: float = 2.0                      # of all its tokens that tensor ranks add up in a block, on average
+    # of each block, by which it is given to a stage: bytes of its weights, and what it costs; (): all are alike
+    block_bytes: tuple[float, ...] = ()
+    block_costs: tuple[float, ...] = ()
 
     @property
     def held_bytes(self):

@@ -6,6 +6,8 @@ What the choice of stages, the refusal of a run that cannot fit, ComfyUI's accou
 import math
 from dataclasses import dataclass
 
+from ..partition import shard_sizes, split_stages
+
 ACTIVATIONS = 8.5              # that live at once beside the feed-forward's, in hidden states
 WHOLE = 0.45                   # of them, what tensor parallelism leaves whole
 
@@ -46,7 +48,7 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
     a_block /= degrees.ulysses * degrees.tensor
     keys_values = host = 0.0
     if degrees.pipefusion > 1:
-        keys_values = settings.cached_steps * a_block * math.ceil(net.blocks / degrees.pipefusion)
+        keys_values = settings.cached_steps * a_block * max(stage_counts(net, degrees.pipefusion))
     if degrees.pipefusion > 1 and settings.offload:
         keys_values, host = (settings.cached_steps + 1) * a_block, keys_values
     if degrees.displaced > 1:
@@ -59,9 +61,26 @@ def rank_memory(net, job, degrees, settings=DEFAULT_SETTINGS):
 
 
 def weight_bytes(net, degrees):
-    """Of a rank: its stage's or its tensors' part of the blocks, and all that is outside of them."""
+    """Of the fullest rank: its stage's or its tensors' part of the blocks, and all that is outside of them."""
     stages = 1 if degrees.warmup_by_sequence else degrees.pipefusion
-    return net.outside_bytes + (net.held_bytes - net.outside_bytes) / stages / degrees.tensor
+    return net.outside_bytes + max(stage_bytes(net, stages)) / degrees.tensor
+
+
+def stage_counts(net, num_stages, limits=None, speeds=None):
+    """Blocks of each stage. limits: bytes that its device can hold of their weights. speeds: of its device, relative.
+
+    A cost is of a block's work on image tokens, so stages that take as long hold unlike weights."""
+    if num_stages == 1 or not net.block_costs:
+        return shard_sizes(net.blocks, num_stages)
+    return split_stages(net.block_costs, num_stages, speeds, net.block_bytes, limits)
+
+
+def stage_bytes(net, num_stages, limits=None, speeds=None):
+    """Bytes of the weights in the blocks of each stage, as stage_counts has them."""
+    counts = stage_counts(net, num_stages, limits, speeds)
+    if not net.block_bytes:
+        return [(net.held_bytes - net.outside_bytes) * count / net.blocks for count in counts]
+    return [sum(net.block_bytes[sum(counts[:stage]):sum(counts[:stage + 1])]) for stage in range(num_stages)]
 
 
 def working_share(job, degrees, branches_apart=False, images_apart=False):
