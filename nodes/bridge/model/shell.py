@@ -195,8 +195,8 @@ def _refuse_ignored(checkpoint, base_model, prediction, weight_sources):
         raise CheckpointError(f"{checkpoint.name} is a {checkpoint.family.name} model whose scheduler says "
                               f"{prediction.name}, and ComfyUI samples such a model by {base_model.model_type.name} "
                               f"only. Use another model.")
-    for name, sources in weight_sources().items() if checkpoint.scales else ():
-        scaled = [source for source, _ in sources if source in checkpoint.scales]
+    for name, sources in weight_sources().items() if checkpoint.layers else ():
+        scaled = [source for source, _ in sources if source in checkpoint.layers]
         if not scaled:
             continue
         module = base_model.diffusion_model.get_submodule(name.rpartition(".")[0])
