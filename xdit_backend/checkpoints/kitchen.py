@@ -75,7 +75,7 @@ def product(layer, weight, beside, tensor, bias):
     rows, held = tensor.reshape(-1, tensor.shape[-1]).to(within), quantised_tensor(layer, weight, beside, within)
     if not layer.rounds_inputs:                                # else the product itself does it
         rows = _rounded(layer, rows, beside.get("input_scale"), weight.dtype)
-    result = F.linear(rows, held, bias)
+    result = F.linear(rows, held, None if bias is None else bias.to(within))
     return result.view(*tensor.shape[:-1], len(weight)).to(tensor.dtype)
 
 
