@@ -56,15 +56,8 @@ def test_a_prediction_equals_comfyuis(file_of, tmp_path, case):
 
 def check_layers(path, family, min_layers):
     """Each quantised layer of ours gives what ComfyUI's gives of the same inputs, to the bit."""
-    model, seen = native_model(path, None), {}
-
-    def see(name, module, inputs, output):
-        seen[name] = inputs[0].clone(), output.clone()
-
-    for name, module in model.diffusion_model.named_modules():
-        if getattr(module, "quant_format", None) is not None:
-            module.register_forward_hook(functools.partial(see, name))
-    checkpoint = open_checkpoint(path)
+    model, checkpoint = native_model(path, None), open_checkpoint(path)
+    seen = seen_of(model, lambda module: getattr(module, "quant_format", None) is not None)
     with torch.inference_mode():
         native_prediction(model, path, family)
         own = load_transformer(checkpoint.spec("float32", "float32"), CPU).model
@@ -72,12 +65,29 @@ def check_layers(path, family, min_layers):
 
         assert {how.source for how in packed.values()} == checkpoint.layers.keys()
         assert len(seen) >= min_layers
-        for name, how in packed.items():
-            layer = how.source.removesuffix(".weight")
-            if layer in seen:
-                tensor, output = seen[layer]
-                result = own.get_submodule(name.removesuffix(".weight"))(tensor)
-                assert torch.equal(result, how.take(output.movedim(-1, 0)).movedim(0, -1)), name
+        check_same(own, packed, seen)
+
+
+def seen_of(model, is_chosen):
+    """{name of a layer of ComfyUI's model: (inputs, outputs)}, which is filled when the model runs."""
+    seen = {}
+
+    def see(name, module, inputs, output):
+        seen[name] = inputs[0].clone(), output.clone()
+
+    for name, module in model.diffusion_model.named_modules():
+        if is_chosen(module):
+            module.register_forward_hook(functools.partial(see, name))
+    return seen
+
+
+def check_same(own, packed, seen):
+    for name, how in packed.items():
+        layer = how.source.removesuffix(".weight")
+        if layer in seen:
+            tensor, output = seen[layer]
+            result = own.get_submodule(name.removesuffix(".weight"))(tensor)
+            assert torch.equal(result, how.take(output.movedim(-1, 0)).movedim(0, -1)), name
 
 
 @pytest.mark.parametrize("case", by_default(DEFAULT.__contains__, CASES), ids="-".join)
@@ -109,6 +119,25 @@ def test_products_of_cards_equal_comfyuis_to_the_bit(file_of, tmp_path, monkeypa
     rounded = ours(path, families()["sd3"], "float32")
     monkeypatch.setattr(kitchen, "has_products", lambda layer, device: False)
     assert relative_error(rounded, ours(path, families()["sd3"], "float32")) > 1e-3
+
+
+def test_fast_float8_equals_comfyuis_to_the_bit(file_of, with_cards):
+    """Of a plain file, whose weights are rounded to float8 when they are loaded; as fp8_e4m3fn_fast says."""
+    import comfy.ops
+    import comfy.sd
+    checkpoint, path = open_checkpoint(file_of("sd3")), file_of("sd3")
+    options = {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True}
+    model = comfy.sd.load_diffusion_model(str(path), model_options=options).model
+    seen = seen_of(model, lambda module: isinstance(module, comfy.ops.fp8_ops.Linear))
+    with torch.inference_mode():
+        native_prediction(model, path, checkpoint.family)
+        own = load_transformer(checkpoint.spec("float8_e4m3fn", "float32", fast=True), CPU).model
+        slow = load_transformer(checkpoint.spec("float8_e4m3fn", "float32"), CPU).model
+
+        assert len(seen) > 30
+        check_same(own, packed_weights(checkpoint, checkpoint.meta_model(), "int8"), seen)
+        tensor, layer = torch.randn(5, 256), "transformer_blocks.0.attn.to_q"
+        assert relative_error(own.get_submodule(layer)(tensor), slow.get_submodule(layer)(tensor)) > 1e-3
 
 
 @pytest.mark.parametrize("format_", ["float8_e4m3fn", "mxfp8", "int8_per_row"])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import kitchen
+from .layers import Layer
 from .packed import SCALED, unpacked
 
 
@@ -54,10 +55,11 @@ class Casts:
         return cast
 
 
-def cast_at_use(model, dtype, casts):
+def cast_at_use(model, dtype, casts, fast=False):
     """Let every module compute in `dtype` with parameters that are held in other types, and go on holding them so.
 
-    casts: the model's Casts. What the hooks evaluate once a step is cast once.
+    casts: the model's Casts. What the hooks evaluate once a step is cast once. fast: multiply an nn.Linear that is held
+    in float8_e4m3fn as it is, with inputs that are rounded to that, where the device can.
     """
     for module in model.modules():
         names = [name for name, parameter in module.named_parameters(recurse=False)
@@ -65,12 +67,14 @@ def cast_at_use(model, dtype, casts):
         if names:
             module.forward = (_linear(module, casts) if type(module) is nn.Linear
                               else _casting(module, names, dtype, casts))
+        if fast and type(module) is nn.Linear and module.weight.dtype == torch.float8_e4m3fn and names:
+            module.forward = _in_own_type(module, Layer("float8_e4m3fn", tuple(module.weight.shape), {}, 0), casts,
+                                          module.forward)
 
 
 def unpack_at_use(model, packed, casts):
     """Let the nn.Linear whose weights are packed (packed.packed_weights) unpack them where they are used, or multiply
     them as they are."""
-    kitchen.choose_backends([how.layer for how in packed.values() if how.layer is not None])
     for name, how in packed.items():
         module = model.get_submodule(name.removesuffix(".weight"))
         if module.weight.is_meta:
@@ -91,6 +95,8 @@ def _in_own_type(module, layer, casts, forward):
     """The forward of a layer of ComfyUI's quantised files: multiplied in its own type where the device does so, else
     unpacked by `forward`."""
     multiplies = kitchen.multiplies(layer, module.weight.device)
+    if multiplies:
+        kitchen.choose_backends()
 
     @functools.wraps(forward)
     def linear(tensor):

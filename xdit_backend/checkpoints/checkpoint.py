@@ -88,11 +88,10 @@ class Checkpoint:
         """What the file's metadata says of the model; of a folder, what its config.json says, in the same words."""
         return metadata_of(self)
 
-    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation=""):
+    def spec(self, storage_dtype, compute_dtype, stages=None, tensor_degree=1, quantisation="", fast=False):
         """The ModelSpec of this model. Its name changes with the files, dtypes and degrees."""
-        digest = state_of(self.files) + _digest((storage_dtype, compute_dtype, stages, tensor_degree, quantisation))
-        return ModelSpec(f"{self.name}-{digest}", self.family.name, self.path, storage_dtype, compute_dtype, stages,
-                         tensor_degree, quantisation)
+        form = storage_dtype, compute_dtype, stages, tensor_degree, quantisation, fast
+        return ModelSpec(f"{self.name}-{state_of(self.files)}{_digest(form)}", self.family.name, self.path, *form)
 
     def check_is(self, spec):
         """Raise CheckpointError where the files have changed since the ModelSpec was made."""

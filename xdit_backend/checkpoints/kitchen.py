@@ -38,11 +38,9 @@ def check(layers, file_name):
                               f"or use the bf16, fp8 or GGUF file of the same model.")
 
 
-def choose_backends(layers):
-    """Have comfy-kitchen compute with what ComfyUI has it compute with, where these layers need it: its CUDA kernels
-    need CUDA 13, and those in Triton are off."""
-    if not layers or not torch.cuda.is_available() or not is_installed():
-        return
+def choose_backends():
+    """Have comfy-kitchen compute with what ComfyUI has it compute with: its CUDA kernels need CUDA 13, and those in
+    Triton are off."""
     import comfy_kitchen
     version = torch.version.cuda
     if version is None or int(version.partition(".")[0]) < 13:
@@ -97,12 +95,14 @@ def quantised_tensor(layer, weight, beside, dtype):
     """comfy-kitchen's tensor of a weight, whose numbers are of `dtype`."""
     from comfy_kitchen import float_utils
     from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
-    name, scale = LAYOUTS[layer.format], beside["weight_scale"]
+    name, scale = LAYOUTS[layer.format], beside.get("weight_scale")
     shape = len(weight), weight.shape[1] * layer.how.numbers
     if layer.how.block:
         scale = float_utils.to_blocked(scale, flatten=False)
     options = {}
-    if layer.format == "nvfp4":
+    if scale is None:                                          # of a weight that was rounded to float8 as it is
+        scale = torch.ones((), device=weight.device)
+    elif layer.format == "nvfp4":
         options, scale = {"block_scale": scale.view(torch.float8_e4m3fn)}, beside["weight_scale_2"].view(())
     elif layer.format == "mxfp8":
         scale = scale.view(torch.float8_e8m0fnu)

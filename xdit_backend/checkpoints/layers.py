@@ -64,9 +64,9 @@ class Layer:
     """How a file holds the weight of one layer.
 
     shape: of the matrix. beside: {what a tensor is, such as "weight_scale": its name in the file}. num_scales: of the
-    rows: 1 or as many as there are; 0: blocks have them. rotated: so many columns are rotated together, by ConvRot; 0:
-    none. exact: are products to be those of the unpacked weight, on any device? ComfyUI does not heed this of formats
-    that round inputs everywhere. linear_dtype: convrot_w4a4's.
+    rows: 1 or as many as there are; 0: blocks have them, or there are none. rotated: so many columns are rotated
+    together, by ConvRot; 0: none. exact: are products to be those of the unpacked weight, on any device? ComfyUI does
+    not heed this of formats that round inputs everywhere. linear_dtype: convrot_w4a4's.
     """
 
     format: str

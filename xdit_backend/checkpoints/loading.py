@@ -118,7 +118,7 @@ def load_transformer(spec, device, on_progress=lambda done, total: None, choose_
     _move(loaded, addresses_of(maps), to_quantise, on_progress)
     narrow(model, loaded.splits, spec.tensor_degree, tensor_rank)
     if spec.storage_dtype != spec.compute_dtype:
-        cast_at_use(model, getattr(torch, spec.compute_dtype), loaded.casts)
+        cast_at_use(model, getattr(torch, spec.compute_dtype), loaded.casts, spec.fast)
     unpack_at_use(model, packed, loaded.casts)
     return loaded
 

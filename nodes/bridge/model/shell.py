@@ -41,7 +41,9 @@ SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.
                       "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
                       "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 WEIGHT_DTYPES = {"default": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-                 "fp8_e4m3fn": torch.float8_e4m3fn, **dict.fromkeys(TYPES)}
+                 "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e4m3fn_fast": torch.float8_e4m3fn,
+                 "fp8_e5m2": torch.float8_e5m2, **dict.fromkeys(TYPES)}
+FAST = "fp8_e4m3fn_fast"                   # multiplied in that type, with inputs that are rounded, where a card can
 
 
 def load_shell(path, weight_dtype, config):
@@ -68,7 +70,8 @@ def load_shell(path, weight_dtype, config):
     base_model = model_config.get_model(tensors, "", device="meta")
     sources = functools.cache(functools.partial(weight_sources, checkpoint, weakref.proxy(base_model)))
     _refuse_ignored(checkpoint, base_model, prediction, sources)
-    spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation)
+    spec_of = functools.partial(checkpoint.spec, dtype_name(storage_dtype), quantisation=quantisation,
+                                fast=weight_dtype == FAST)
     net = None if family.is_unet else net_of(family, checkpoint.config, spec_of(dtype_name(compute_dtype)), model)
     device_bytes = list(map(memory_of, devices))
     spread = _spread(config, devices, device_bytes, checkpoint, net, model, dtype_name(compute_dtype))
