@@ -81,6 +81,8 @@ def unpack_at_use(model, packed, casts):
             continue
         module.forward = _linear(module, casts, functools.partial(_unpacked, module, how))
         if how.layer is not None:
+            for buffer, tensor in kitchen.in_tiles(how.layer, _beside(module, how.layer)).items():
+                setattr(module, buffer, tensor)
             module.forward = _in_own_type(module, how.layer, casts, module.forward)
 
 

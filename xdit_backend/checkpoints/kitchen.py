@@ -61,8 +61,17 @@ def has_products(layer, device):
             and (layer.format != "mxfp8" or hasattr(F, "scaled_mm")))
 
 
+def in_tiles(layer, beside):
+    """{what it is: tensor} beside some rows of a layer's weight, with scales of blocks in the order in which products
+    read them: in tiles, which are filled up. The same where the layer has none."""
+    if not layer.how.block:
+        return beside
+    from comfy_kitchen.float_utils import to_blocked
+    return beside | {"weight_scale": to_blocked(beside["weight_scale"], flatten=False)}
+
+
 def unpacked(layer, weight, beside, dtype):
-    """The numbers of rows of a layer's weight, in `dtype`. beside: {what it is: tensor}, as held of these rows."""
+    """The numbers of rows of a layer's weight, in `dtype`. beside: {what it is: tensor} of these rows, in tiles."""
     within = dtype if dtype in COMPUTED else torch.float32
     return quantised_tensor(layer, weight, beside, within).dequantize().to(dtype)
 
@@ -93,12 +102,9 @@ def _rounded(layer, rows, scale, dtype):
 
 def quantised_tensor(layer, weight, beside, dtype):
     """comfy-kitchen's tensor of a weight, whose numbers are of `dtype`."""
-    from comfy_kitchen import float_utils
     from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
     name, scale = LAYOUTS[layer.format], beside.get("weight_scale")
     shape = len(weight), weight.shape[1] * layer.how.numbers
-    if layer.how.block:
-        scale = float_utils.to_blocked(scale, flatten=False)
     options = {}
     if scale is None:                                          # of a weight that was rounded to float8 as it is
         scale = torch.ones((), device=weight.device)

@@ -50,7 +50,8 @@ def read_plain(checkpoint, tensors, without=()):
         if name not in unpacking:
             plain[name] = torch.empty(checkpoint.shapes[name], device="meta")
         elif name in beside and checkpoint.layers[name].type not in SCALED:
-            plain[name] = kitchen.unpacked(checkpoint.layers[name], tensors[name], beside[name], torch.float32)
+            layer = checkpoint.layers[name]
+            plain[name] = kitchen.unpacked(layer, tensors[name], kitchen.in_tiles(layer, beside[name]), torch.float32)
         else:
             plain[name] = unpacked(tensors[name], checkpoint.dtypes[name], beside.get(name, {}).get("weight_scale"),
                                    torch.float32).view(checkpoint.shapes[name])
